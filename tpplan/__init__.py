@@ -1,0 +1,1 @@
+"""Plan how a large language model is split over several GPUs, save the plan, and run by it."""

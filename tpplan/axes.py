@@ -1,0 +1,107 @@
+"""The axes of a model that are split over devices, and the integer arithmetic of cutting them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+class Axis(StrEnum):
+    """A dimension of a model that is split over devices."""
+
+    KV = "kv_heads"
+    Q = "q_heads"
+    ID = "intermediate"
+    VC = "vocab"
+    RS = "residual"
+    EX = "expert_intermediate"
+    SX = "shared_intermediate"
+
+
+#: Elements that move between devices together, before a model's sizes and its weight format have their say
+#: (ExLlamaV2, ``TPContext.define_split``).
+DEFAULT_UNIT = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 128, Axis.EX: 128, Axis.SX: 128, Axis.VC: 32, Axis.RS: 32}
+
+#: A device that would get fewer units than this gets none (same source).
+MINIMUM_UNITS = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 2, Axis.EX: 2, Axis.SX: 2, Axis.VC: 16, Axis.RS: 8}
+
+#: More layers than this in a config or a plan is a mistake or an attack.
+MAX_LAYERS = 10_000
+
+
+@frozen
+class Slice:
+    """One device's part of an axis: elements ``start`` (included) to ``end`` (excluded).
+
+    Attributes:
+        device: index into the plan's device list.
+        start: first element.
+        end: one past the last element.
+    """
+
+    device: int
+    start: int
+    end: int
+
+
+def unit_count(size: int, unit: int) -> int:
+    """Return how many units cover ``size`` elements; the last one may be ragged."""
+    return -(-size // unit)
+
+
+def minimum_units(axis: Axis, size: int, unit: int) -> int:
+    """Return the fewest units of ``axis`` that a device may hold if it holds any."""
+    return min(MINIMUM_UNITS[axis], unit_count(size, unit))
+
+
+def bounds_of(counts: Iterable[int], unit: int, size: int) -> tuple[int, ...]:
+    """Turn units per device into bounds: ``[3, 3, 2]`` of unit 1 and size 8 is ``(0, 3, 6, 8)``.
+
+    Only the end of the axis may cut a unit short.
+    """
+    return (0, *(min(units * unit, size) for units in accumulate(counts)))
+
+
+def slices_of(bounds: Sequence[int]) -> tuple[Slice, ...]:
+    """Return the slices of the devices that hold a part, in device order."""
+    return tuple(Slice(device, a, b) for device, (a, b) in enumerate(pairwise(bounds)) if b > a)
+
+
+def power_of_two_unit(size: int, largest: int) -> int:
+    """Return the largest power of two up to ``largest`` that divides ``size``."""
+    return min(size & -size, largest)
+
+
+def format_layers(layers: Iterable[int]) -> str:
+    """Write layer numbers as inclusive ranges: ``[0, 1, 2, 5]`` is ``"0-2,5"``."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def parse_layers(text: str) -> frozenset[int]:
+    """Read inclusive ranges back: ``"0-2,5"`` is ``{0, 1, 2, 5}``.
+
+    Raises:
+        ValueError: the text is not what :func:`format_layers` writes for these layers.
+    """
+    layers: set[int] = set()
+    for run in text.split(","):
+        first, _, last = run.partition("-")
+        start, end = int(first), int(last or first)
+        if end - start > MAX_LAYERS:
+            raise ValueError(text)
+        layers.update(range(start, end + 1))
+    if format_layers(layers) != text:
+        raise ValueError(text)
+    return frozenset(layers)

@@ -1,0 +1,40 @@
+"""The errors that tpplan raises on purpose.
+
+Every one of them is a :class:`TpplanError`: a sentence with names and numbers, and a hint that says what to do next.
+Anything else that escapes from tpplan is a bug.
+"""
+
+from __future__ import annotations
+
+
+class TpplanError(Exception):
+    """What is wrong, and what to do about it.
+
+    Attributes:
+        message: one sentence or paragraph with the names and numbers that are at odds.
+        hint: the next thing to do; empty if there is nothing sensible to say.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+
+
+class ModelError(TpplanError):
+    """A model's config or checkpoint that cannot be read, is not supported, or contradicts itself."""
+
+
+class DeviceError(TpplanError):
+    """A device, a memory size or a devices file that cannot be understood or found."""
+
+
+class RequestError(TpplanError):
+    """A request that has no meaning for the model: an unknown cache kind, a context beyond the model's."""
+
+
+class PlanError(TpplanError):
+    """A plan or document that breaks the rules of its format."""

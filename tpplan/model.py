@@ -1,0 +1,189 @@
+"""What a plan has to know of a model: its layers, their parameters, and what each layer caches per token."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from tpplan.axes import Axis
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: Bits per element of the dtypes of the safetensors format.
+DTYPE_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+
+
+@frozen
+class Segment:
+    """A run of elements along one dimension of a tensor.
+
+    Attributes:
+        axis: the axis that cuts the run, in equal parts for equal parts of the axis; None if nothing cuts it.
+        length: elements in the tensor as it is stored (a packed dimension is shorter than the axis it follows).
+    """
+
+    axis: Axis | None
+    length: int
+
+
+@frozen
+class Parameter:
+    """A tensor of the checkpoint, or the equal tensors of several experts.
+
+    Attributes:
+        name: its name in the checkpoint, with ``{layer}`` and ``{expert}`` where the number goes.
+        dtype: as safetensors writes it, such as ``BF16``.
+        dims: for each dimension the segments it is made of; a fused ``qkv_proj`` has three in its first.
+        out: the dimension that holds the layer's outputs, which the layout ``gather`` cuts; None if there is none.
+        home: the axis whose devices need this parameter wherever it is not cut; None means every device in use.
+        copies: how many tensors the name stands for (experts), 1 otherwise.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[tuple[Segment, ...], ...]
+    out: int | None = None
+    home: Axis | None = None
+    copies: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements per dimension of one tensor."""
+        return tuple(sum(s.length for s in dim) for dim in self.dims)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all copies."""
+        return prod(self.shape) * self.copies
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all copies."""
+        return -(-prod(self.shape) * DTYPE_BITS[self.dtype] // 8) * self.copies
+
+    def cut_dim(self, layout: str) -> int | None:
+        """Return the dimension that ``layout`` cuts, or None if every device that needs the tensor holds all of it.
+
+        ``gather`` cuts outputs. ``reduce`` cuts along every axis but the residual stream, whichever side that is on.
+        """
+        if layout == "gather":
+            cut = self.out is not None and any(s.axis for s in self.dims[self.out])
+            return self.out if cut else None
+        for i, dim in enumerate(self.dims):
+            if any(s.axis not in {None, Axis.RS} for s in dim):
+                return i
+        return None
+
+
+@frozen
+class Attention:
+    """The attention of one layer.
+
+    Attributes:
+        q_heads: query heads.
+        kv_heads: key/value heads; with a latent cache, the heads that are cut, each its own.
+        head_dim: elements of one query or key head.
+        v_head_dim: elements of one value head.
+        window: tokens that a sliding window keeps per sequence; 0 keeps all.
+        latent_dim: elements cached per token for all heads together (MLA: latent + rotary part); 0 caches K and V
+            per head.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int = 0
+    latent_dim: int = 0
+
+
+@frozen
+class Block:
+    """Layers that are equal in everything that a plan can see.
+
+    Attributes:
+        layers: their numbers, ascending.
+        attention: None for layers without attention.
+        intermediate: width of the dense MLP, 0 without one.
+        expert_intermediate: width of one routed expert, 0 without experts.
+        shared_intermediate: width of all shared experts together, 0 without them.
+        experts: routed experts.
+        experts_per_token: experts that a token is routed to.
+        parameters: tensors of each of these layers.
+    """
+
+    layers: tuple[int, ...]
+    attention: Attention | None
+    parameters: tuple[Parameter, ...]
+    intermediate: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+
+    def sizes(self) -> Iterator[tuple[Axis, int]]:
+        """Yield the axes that this block's layers have, with their sizes in elements."""
+        if self.attention:
+            yield Axis.KV, self.attention.kv_heads
+            yield Axis.Q, self.attention.q_heads
+        for axis, size in (
+            (Axis.ID, self.intermediate),
+            (Axis.EX, self.expert_intermediate),
+            (Axis.SX, self.shared_intermediate),
+        ):
+            if size:
+                yield axis, size
+
+
+@frozen
+class ModelSpec:
+    """A model as tpplan sees it: normalised, immutable, and the same whichever file form it was read from.
+
+    Attributes:
+        name: what people call it: the directory's name, or the config's; not part of the fingerprint.
+        architecture: the first entry of the config's ``architectures``, or the family's default.
+        model_type: the config's ``model_type``.
+        hidden_size: width of the residual stream.
+        vocab_size: rows of the output matrix, as stored.
+        max_context: tokens per sequence that the model was made for.
+        tied_embeddings: whether the output matrix is the embedding.
+        dtype: of the activations: ``float32``, ``float16`` or ``bfloat16``.
+        weight_format: how the weights are stored: ``BF16``, ``GPTQ 4-bit g128``, …
+        parameter_count: parameters as the unquantised model has them.
+        blocks: the layers, grouped by equality, in order of their first layer.
+        parameters: the tensors outside the layers.
+        gather_only: why the weights' input dimension cannot be cut, so that only the layout ``gather`` works; else empty.
+    """
+
+    name: str
+    architecture: str
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    max_context: int
+    tied_embeddings: bool
+    dtype: str
+    weight_format: str
+    parameter_count: int
+    blocks: tuple[Block, ...]
+    parameters: tuple[Parameter, ...]
+    gather_only: str = ""
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of all blocks."""
+        return sum(len(block.layers) for block in self.blocks)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors, each counted once."""
+        layers = sum(p.bytes * len(block.layers) for block in self.blocks for p in block.parameters)
+        return layers + sum(p.bytes for p in self.parameters)

@@ -1,0 +1,168 @@
+"""The plan: what is split where, for which model and devices, and what it costs in memory."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from tpplan.axes import Axis, Slice, parse_layers, slices_of
+from tpplan.devices import Device
+from tpplan.errors import RequestError
+
+FORMAT_VERSION = "1.0"
+SCHEMA_URN = "urn:tpplan:split-plan:1"
+
+LAYOUTS = ("reduce", "gather")
+STRATEGIES = ("balanced", "latency", "exllamav2")
+KV_MODES = ("idle", "replicate")
+
+#: Sixteenths of a byte per cached element (ExLlamaV2's cache classes: 16, 8, 8.5, 6.5 and 4.5 bits).
+CACHE_KINDS = {"fp16": 32, "fp8": 16, "q8": 17, "q6": 13, "q4": 9}
+
+
+@frozen
+class Cache:
+    """The key/value cache to make room for.
+
+    Attributes:
+        kind: ``fp16``, ``fp8``, ``q8``, ``q6`` or ``q4``.
+        tokens: tokens of all sequences together; 0 asks for the model's longest context for every sequence.
+    """
+
+    kind: str = "fp16"
+    tokens: int = 0
+
+
+@frozen
+class Request:
+    """What was asked of the planner; planning again from it gives the same plan.
+
+    Attributes:
+        layout: ``reduce`` or ``gather``.
+        strategy: ``balanced``, ``latency`` or ``exllamav2``.
+        cache: kind and tokens, the tokens resolved.
+        batch: sequences that share the cache.
+        max_rows: tokens in the largest forward pass (batch × query length).
+        kv: ``idle`` leaves devices beyond the KV heads without attention, ``replicate`` repeats the heads for them.
+    """
+
+    layout: str
+    strategy: str
+    cache: Cache
+    batch: int
+    max_rows: int
+    kv: str
+
+
+@frozen
+class PlanModel:
+    """The model that a plan is for.
+
+    Attributes:
+        name: what people call it.
+        architecture: as in the model's config.
+        fingerprint: ``sha256:`` and the hash of the normalised ModelSpec.
+        dtype: of the activations, ``float32``, ``float16`` or ``bfloat16``.
+        layers: how many.
+    """
+
+    name: str
+    architecture: str
+    fingerprint: str
+    dtype: str
+    layers: int
+
+
+@frozen(kw_only=True)
+class Split:
+    """How one axis is cut, in the layers that share the cut.
+
+    Attributes:
+        axis: which.
+        layers: inclusive ranges such as ``0-31`` or ``0,3-5``; empty outside the layers.
+        size: elements of the axis; replicated KV heads count each time.
+        unit: elements that move together; only the last unit of an axis may be shorter.
+        width: elements of a tensor per element of the axis (the head size), else 1.
+        replicas: how often each KV head is repeated, else 1.
+        bounds: cut points, one more than devices, from 0 to ``size``.
+    """
+
+    axis: Axis
+    layers: str = ""
+    size: int
+    unit: int
+    width: int = 1
+    replicas: int = 1
+    bounds: tuple[int, ...]
+
+
+@frozen
+class DeviceMemory:
+    """The ledger of one device, in bytes; with ``free_bytes`` the buckets add up to the device's budget.
+
+    Attributes:
+        device: index into the plan's devices.
+        weights_bytes: tensors and parts of tensors, exact.
+        cache_bytes: key/value cache, exact.
+        workspace_bytes: what the executor allocates, exact.
+        overhead_bytes: CUDA context and libraries, the device's calibrated constant; 0 on an idle device.
+        free_bytes: what is left of the budget.
+    """
+
+    device: int
+    weights_bytes: int
+    cache_bytes: int
+    workspace_bytes: int
+    overhead_bytes: int
+    free_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        """Sum of the four buckets."""
+        return self.weights_bytes + self.cache_bytes + self.workspace_bytes + self.overhead_bytes
+
+
+@frozen(kw_only=True)
+class SplitPlan:
+    """An immutable decision: which device holds which slice of every axis of a model.
+
+    Attributes:
+        format_version: of the file format.
+        model: what the plan is for.
+        request: what was asked.
+        devices: in the order that indices refer to.
+        splits: one entry for each way that an axis is cut.
+        memory: one entry per device.
+    """
+
+    format_version: str = FORMAT_VERSION
+    model: PlanModel
+    request: Request
+    devices: tuple[Device, ...]
+    splits: tuple[Split, ...]
+    memory: tuple[DeviceMemory, ...]
+
+    def split(self, axis: Axis | str, layer: int | None = None) -> Split:
+        """Return the split of ``axis``; ``layer`` is needed only where layers differ.
+
+        Raises:
+            RequestError: the plan has no such axis, not in that layer, or has several and no layer was named.
+        """
+        found = [s for s in self.splits if s.axis == axis]
+        if layer is not None:
+            found = [s for s in found if not s.layers or layer in parse_layers(s.layers)]
+        if len(found) == 1:
+            return found[0]
+        where = "" if layer is None else f" in layer {layer}"
+        if found:
+            choices = " and ".join(f"layers {s.layers}" for s in found)
+            raise RequestError(f"axis {axis} is split in {len(found)} ways: {choices}", "name a layer")
+        known = ", ".join(dict.fromkeys(s.axis for s in self.splits))
+        raise RequestError(f"the plan for {self.model.name} has no axis {axis}{where}", f"its axes are {known}")
+
+    def bounds(self, axis: Axis | str, layer: int | None = None) -> tuple[int, ...]:
+        """Return the cut points of ``axis``, one more than devices, in elements; see :meth:`split` for errors."""
+        return self.split(axis, layer).bounds
+
+    def slices(self, axis: Axis | str, layer: int | None = None) -> tuple[Slice, ...]:
+        """Return the slices of the devices that hold a part of ``axis``; see :meth:`split` for errors."""
+        return slices_of(self.bounds(axis, layer))

@@ -1,0 +1,43 @@
+"""Bytes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from tpplan.errors import DeviceError
+
+_BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"B": 1, **_BINARY, **_DECIMAL}
+_SIZE = re.compile(r"(?P<number>[0-9]{1,15}(?:\.[0-9]{1,6})?) ?(?P<unit>[A-Za-z]*)")
+_LARGEST = 2**50
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as ``24GiB`` (24·2^30) or ``20GB`` (20·10^9) as bytes; fractions round down.
+
+    Raises:
+        DeviceError: the text is no size, has no unit, or has one that could mean two things (``20g``, ``20gb``).
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise DeviceError(f"{text[:60]!r} is not a memory size", "write a number and a unit, such as 24GiB or 20GB")
+    number, unit = match["number"], match["unit"]
+    if unit not in _UNITS:
+        what = f"has the unknown unit {unit!r}" if unit else "has no unit"
+        hint = f"write {number}GiB for {number}·2^30 bytes or {number}GB for {number}·10^9 bytes"
+        raise DeviceError(f"memory size {text[:60]!r} {what}", hint)
+    whole, _, fraction = number.partition(".")
+    size = int(whole + fraction) * _UNITS[unit] // 10 ** len(fraction)
+    if not 0 < size <= _LARGEST:
+        raise DeviceError(f"memory size {text[:60]!r} is {size} bytes, outside 1 byte to 1 PiB", "check the unit")
+    return size
+
+
+def format_bytes(size: int) -> str:
+    """Write bytes for people: ``1536`` is ``1.50 KiB``. Exact numbers are for JSON."""
+    sign, size = ("-", -size) if size < 0 else ("", size)
+    if size < 2**10:
+        return f"{sign}{size} B"
+    unit, scale = next((u, s) for u, s in reversed(_BINARY.items()) if size >= s)
+    return f"{sign}{size / scale:.2f} {unit}"
