@@ -160,7 +160,7 @@ class ModelSpec:
         parameter_count: parameters as the unquantised model has them.
         blocks: the layers, grouped by equality, in order of their first layer.
         parameters: the tensors outside the layers.
-        gather_only: why the weights' input dimension cannot be cut, so that only the layout ``gather`` works; else empty.
+        gather_only: why the weights' input dimension cannot be cut, so that only ``gather`` works; else empty.
     """
 
     name: str

@@ -28,7 +28,7 @@ def parse_bytes(text: str) -> int:
         hint = f"write {number}GiB for {number}·2^30 bytes or {number}GB for {number}·10^9 bytes"
         raise DeviceError(f"memory size {text[:60]!r} {what}", hint)
     whole, _, fraction = number.partition(".")
-    size = int(whole + fraction) * _UNITS[unit] // 10 ** len(fraction)
+    size: int = int(whole + fraction) * _UNITS[unit] // 10 ** len(fraction)
     if not 0 < size <= _LARGEST:
         raise DeviceError(f"memory size {text[:60]!r} is {size} bytes, outside 1 byte to 1 PiB", "check the unit")
     return size
