@@ -1,0 +1,66 @@
+# The chores of tpplan. Every recipe sets up what it needs in .venv; `just` alone lists them.
+
+set shell := ["bash", "-euo", "pipefail", "-c"]
+
+python := env("PYTHON", "python3")
+model := "examples/models/Llama-3.1-70B/config.json"
+plan := "tpplan plan " + model + " --cache q8 --context 32768"
+export PATH := justfile_directory() / ".venv/bin" + ":" + env("PATH")
+
+_list:
+    @"{{ just_executable() }}" --list --unsorted
+
+# Plan a 70B model for six uneven GPUs, show the plan, and compare it with the plan after an upgrade
+demo: (_install "base" ".")
+    @mkdir -p demo
+    {{ plan }} --gpus 2xRTX5090,4xRTX4090 -o demo/plan.json
+    tpplan show demo/plan.json
+    {{ plan }} --gpus 3xRTX5090,3xRTX4090 -o demo/upgraded.json
+    tpplan diff demo/plan.json demo/upgraded.json || [ $? -eq 1 ]  # 1 says that they differ
+
+# Run the tests, with the coverage of the plan half; arguments go to pytest
+test *args: sync
+    @pytest -n auto --maxprocesses 8 -q --cov --cov-report term -m "not gpu and not multi_gpu" {{ args }}
+
+# Run the tests that need GPUs
+test-gpu *args: sync
+    @pytest -q -m "gpu or multi_gpu" {{ args }}
+
+# Check style and formatting
+lint: sync
+    @ruff check .
+    @ruff format --check .
+
+# Check types
+type: sync
+    @mypy
+
+# Format, and repair what can be repaired
+fmt: sync
+    @ruff check --fix .
+    @ruff format .
+
+# Write schemas/ again from the classes
+schema: sync
+    @python schemas/generate.py
+
+# Measure start-up, planning and loading on this machine
+bench *args: (_install "base" ".")
+    @python benchmarks/bench_plan.py {{ args }}
+
+# Build the wheel and the source distribution into dist/
+dist: sync
+    @python -m build --no-isolation
+
+# Make .venv with everything for development
+sync: (_install "dev" ".[dev]")
+
+_install stamp what:
+    @if ! [ .venv/{{ stamp }} -nt pyproject.toml -a .venv/{{ stamp }} -nt constraints.txt ]; then \
+        echo "installing {{ what }} into .venv ..."; \
+        .venv/bin/python -m pip --version >/dev/null 2>&1 || {{ python }} -m venv .venv; \
+        pip="python -m pip --disable-pip-version-check install -qq -c constraints.txt"; \
+        $pip hatchling; \
+        $pip --no-build-isolation -e '{{ what }}'; \
+        touch .venv/{{ stamp }}; \
+    fi
