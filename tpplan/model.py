@@ -45,6 +45,7 @@ class Parameter:
         out: the dimension that holds the layer's outputs, which the layout ``gather`` cuts; None if there is none.
         home: the axis whose devices need this parameter wherever it is not cut; None means every device in use.
         copies: how many tensors the name stands for (experts), 1 otherwise.
+        lookup: whether a token reads single rows of it (an embedding that is no output matrix too).
     """
 
     name: str
@@ -53,6 +54,7 @@ class Parameter:
     out: int | None = None
     home: Axis | None = None
     copies: int = 1
+    lookup: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,0 +1,292 @@
+"""The ledger: what every part of a model costs on the device that holds it, in exact integers.
+
+A device in use pays for three things: its overhead, what every device in use holds (norms, buffers), and for each axis
+of which it holds a part a fixed price (tensors that are needed whole) and a price per unit.
+"""
+
+from __future__ import annotations
+
+from math import gcd, lcm
+from typing import TYPE_CHECKING
+
+from attrs import define, evolve, field, frozen
+
+from tpplan.axes import DEFAULT_UNIT, Axis, format_layers, power_of_two_unit, unit_count
+from tpplan.model import Segment
+from tpplan.plan import CACHE_KINDS, DeviceMemory, Request, Split
+from tpplan.workspace import common_workspace, unit_workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from tpplan.devices import Device
+    from tpplan.model import Attention, Block, ModelSpec, Parameter
+
+
+@frozen
+class Cost:
+    """Bytes by bucket, and the bytes of them that one decoded token reads."""
+
+    weights: int = 0
+    cache: int = 0
+    workspace: int = 0
+    reads: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Weights, cache and workspace together."""
+        return self.weights + self.cache + self.workspace
+
+    def __add__(self, other: Cost) -> Cost:
+        """Add bucket by bucket."""
+        return Cost(
+            self.weights + other.weights,
+            self.cache + other.cache,
+            self.workspace + other.workspace,
+            self.reads + other.reads,
+        )
+
+    def part(self, numerator: int, denominator: int) -> Cost:
+        """Return an exact part; reads, an estimate, round up."""
+        return Cost(
+            self.weights * numerator // denominator,
+            self.cache * numerator // denominator,
+            self.workspace * numerator // denominator,
+            -(-self.reads * numerator // denominator),
+        )
+
+
+@frozen
+class Demand:
+    """One axis to cut, with everything that follows the cut.
+
+    Attributes:
+        axis: the axis; query heads follow ``kv_heads`` and have no demand of their own.
+        layers: that share the cut, as ranges; empty outside the layers.
+        size: elements; replicated KV heads count each time.
+        unit: elements that move together.
+        width: elements of a tensor per element of the axis.
+        replicas: how often each KV head is repeated.
+        group: query heads per (replicated) KV head; 0 for other axes.
+        split: the cost of the whole axis; a device pays for its elements.
+        kept: what a device pays as soon as it holds any of it.
+    """
+
+    axis: Axis
+    layers: str
+    size: int
+    unit: int
+    width: int
+    replicas: int
+    group: int
+    split: Cost
+    kept: Cost
+
+    @property
+    def units(self) -> int:
+        """How many units; a ragged last one counts as one."""
+        return unit_count(self.size, self.unit)
+
+    def unit_cost(self) -> Cost:
+        """Return the cost of one whole unit."""
+        return self.cost(self.unit)
+
+    def cost(self, elements: int) -> Cost:
+        """Return the cost of ``elements``, without ``kept``."""
+        rows = self.split.workspace * unit_count(elements, self.unit)
+        return evolve(evolve(self.split, workspace=0).part(elements, self.size), workspace=rows)
+
+
+@frozen
+class Demands:
+    """Everything a model and a request ask of the devices.
+
+    Attributes:
+        axes: what is cut.
+        common: what every device in use pays.
+    """
+
+    axes: tuple[Demand, ...]
+    common: Cost
+
+
+def cache_bytes(elements: int, kind: str) -> int:
+    """Return the bytes that ``elements`` cached together take, rounded up."""
+    return -(-elements * CACHE_KINDS[kind] // 16)
+
+
+def cache_bytes_per_token(model: ModelSpec, kind: str) -> int:
+    """Return the bytes that one more token takes in all layers together, while no sliding window is full."""
+    return sum(
+        len(block.layers) * (_latent_bytes(block.attention, kind) or _head_bytes(block.attention, kind) * heads)
+        for block in model.blocks
+        if block.attention
+        for heads in (block.attention.kv_heads,)
+    )
+
+
+def _head_bytes(attention: Attention, kind: str) -> int:
+    return 0 if attention.latent_dim else cache_bytes(attention.head_dim + attention.v_head_dim, kind)
+
+
+def _latent_bytes(attention: Attention, kind: str) -> int:
+    return cache_bytes(attention.latent_dim, kind)
+
+
+@define
+class _Group:
+    """Layers whose cut of one axis is shared, while their costs are added up."""
+
+    axis: Axis
+    size: int
+    width: int = 1
+    group: int = 0
+    replicas: int = 1
+    layers: list[int] = field(factory=list)
+    stored: set[int] = field(factory=set)
+    split: Cost = Cost()
+    kept: Cost = Cost()
+
+
+def demands(model: ModelSpec, request: Request, device_count: int) -> Demands:
+    """Add up what ``model`` costs for ``request``, axis by axis.
+
+    ``device_count`` matters only where KV heads are replicated: each is repeated by the least factor that gives every
+    device one, if the query heads allow it.
+    """
+    shared = {Axis.VC: _Group(Axis.VC, model.vocab_size), Axis.RS: _Group(Axis.RS, model.hidden_size)}
+    groups: dict[tuple[Axis | int, ...], _Group] = {(axis,): group for axis, group in shared.items()}
+    common = Cost()
+    for block in model.blocks:
+        own = dict(shared)
+        for axis, group in _layer_groups(block, request, device_count):
+            key = (axis, group.size, group.width, group.group)
+            own[axis] = groups.setdefault(key, group)
+            own[axis].layers.extend(block.layers)
+        if block.attention:
+            _add_cache(own[Axis.KV], block.attention, len(block.layers), request)
+        for parameter in block.parameters:
+            common += _charge(own, parameter, block, request.layout)
+    for parameter in model.parameters:
+        common += _charge(shared, parameter, None, request.layout)
+    axes = tuple(_demand(g, model.dtype, request) for g in sorted(groups.values(), key=_order))
+    sizes = [(d.axis, d.size, d.width) for d in axes]
+    sizes += [(Axis.Q, d.size * d.group, d.width) for d in axes if d.axis is Axis.KV]
+    return Demands(axes, common + Cost(workspace=common_workspace(sizes, model.dtype, request)))
+
+
+def _layer_groups(block: Block, request: Request, devices: int) -> Iterator[tuple[Axis, _Group]]:
+    """Yield the axes that a block's layers have; query heads go with the KV heads."""
+    for axis, size in block.sizes():
+        if axis is Axis.KV and block.attention:
+            heads = block.attention
+            repeat = replicas(heads, devices) if request.kv == "replicate" else 1
+            width = max(heads.head_dim, heads.v_head_dim)
+            yield axis, _Group(axis, size * repeat, width, heads.q_heads // (size * repeat), repeat)
+        elif axis is not Axis.Q:
+            yield axis, _Group(axis, size)
+
+
+def replicas(attention: Attention, devices: int) -> int:
+    """Return how often to repeat each KV head so that ``devices`` devices get one, as far as query heads allow."""
+    group = attention.q_heads // attention.kv_heads
+    factors = [f for f in range(1, group + 1) if group % f == 0]
+    return next((f for f in factors if attention.kv_heads * f >= devices), group)
+
+
+def _add_cache(group: _Group, attention: Attention, layers: int, request: Request) -> None:
+    tokens = request.cache.tokens
+    if attention.window:
+        tokens = min(tokens, request.batch * attention.window)
+    heads = tokens * layers * _head_bytes(attention, request.cache.kind) * group.size
+    latent = tokens * layers * _latent_bytes(attention, request.cache.kind)
+    group.split += Cost(cache=heads, reads=heads)
+    group.kept += Cost(cache=latent, reads=latent)
+
+
+def _charge(own: dict[Axis, _Group], parameter: Parameter, block: Block | None, layout: str) -> Cost:
+    """Charge a parameter to the axes that cut it or that it goes with; return what every device in use pays."""
+    dim = parameter.cut_dim(layout)
+    segments = (Segment(None, 1),) if dim is None else parameter.dims[dim]
+    length = sum(segment.length for segment in segments)
+    layers = len(block.layers) if block else 1
+    common = Cost()
+    for segment in segments:
+        cost = _weights(parameter, parameter.bytes * layers * segment.length // length, block)
+        payer = segment.axis or parameter.home
+        group = own.get(Axis.KV if payer is Axis.Q else payer) if payer else None
+        if group is None:
+            common += cost
+        elif segment.axis is None:
+            group.kept += cost
+        else:
+            # Query rows are stored once, key and value rows once per replica.
+            repeat = group.replicas if segment.axis is Axis.KV else 1
+            group.split += cost.part(repeat, 1)
+            group.stored.add(segment.length * repeat)
+    return common
+
+
+def _weights(parameter: Parameter, size: int, block: Block | None) -> Cost:
+    """Return the cost of ``size`` bytes of a parameter; a token reads only the experts that it is routed to."""
+    if parameter.lookup:
+        return Cost(weights=size)
+    axes = {segment.axis for dim in parameter.dims for segment in dim}
+    if block and block.experts and Axis.EX in axes:
+        return Cost(weights=size, reads=-(-size * block.experts_per_token // block.experts))
+    return Cost(weights=size, reads=size)
+
+
+def _order(group: _Group) -> tuple[int, int, int]:
+    return list(Axis).index(group.axis), min(group.layers, default=0), group.size
+
+
+def _demand(group: _Group, dtype: str, request: Request) -> Demand:
+    unit = axis_unit(group.axis, group.size, group.stored)
+    rows = unit_workspace(group.axis, unit, group.width, group.group, dtype, request)
+    return Demand(
+        axis=group.axis,
+        layers=format_layers(group.layers) if group.layers else "",
+        size=group.size,
+        unit=unit,
+        width=group.width,
+        replicas=group.replicas,
+        group=group.group,
+        split=evolve(group.split, workspace=rows),
+        kept=group.kept,
+    )
+
+
+def axis_unit(axis: Axis, size: int, stored: Iterable[int] = ()) -> int:
+    """Return the elements of an axis that move together.
+
+    The default unit relaxes to the largest power of two that divides the size (vocab keeps it, with a ragged tail), and
+    rises until a cut falls between stored elements of every tensor: packed words, quantisation groups, blocks.
+
+    Args:
+        axis: which.
+        size: its elements.
+        stored: lengths of the dimensions that the axis cuts, in stored elements.
+    """
+    unit = DEFAULT_UNIT[axis]
+    if axis is not Axis.VC:
+        unit = power_of_two_unit(size, unit)
+    return min(size, lcm(unit, *(size // gcd(size, length) for length in stored)))
+
+
+def ledger(splits: Sequence[Split], wanted: Demands, devices: Sequence[Device]) -> tuple[DeviceMemory, ...]:
+    """Return what ``splits`` cost on each device; ``free_bytes`` is negative where the budget does not suffice."""
+    by_key = {(s.axis, s.layers): s for s in splits}
+    entries = []
+    for index, device in enumerate(devices):
+        total, used = wanted.common, False
+        for demand in wanted.axes:
+            start, end = by_key[demand.axis, demand.layers].bounds[index : index + 2]
+            if end > start:
+                total += demand.kept + demand.cost(end - start)
+                used = True
+        overhead = device.overhead_bytes if used else 0
+        total = total if used else Cost()
+        free = device.budget_bytes - total.bytes - overhead
+        entries.append(DeviceMemory(index, total.weights, total.cache, total.workspace, overhead, free))
+    return tuple(entries)
