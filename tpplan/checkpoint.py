@@ -1,0 +1,249 @@
+"""The headers of a checkpoint's safetensors files: names, dtypes, shapes and bytes of its tensors, but no weights.
+
+Source of the format: https://github.com/huggingface/safetensors (README, "Format"). Files come from strangers: no
+number in them is believed before it was held against the size of the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import PurePath
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from attrs import frozen
+
+from tpplan.errors import ModelError
+from tpplan.model import DTYPE_BITS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: No header or index is longer than this (the safetensors library has the same limit for headers).
+MAX_HEADER_BYTES = 100 * 2**20
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_LENGTH_BYTES = 8
+_HINT = "the file is damaged, incomplete or not made by safetensors: fetch it again"
+
+
+class Tensor(NamedTuple):
+    """What a header says of one tensor.
+
+    Attributes:
+        dtype: as safetensors writes it, such as ``BF16``.
+        shape: elements per dimension.
+        nbytes: bytes in the file.
+        file: name of the file that holds it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+
+
+@frozen
+class Headers:
+    """The tensors of a checkpoint.
+
+    Attributes:
+        tensors: by name, in the order of files and headers.
+        file_bytes: bytes of all files, headers included.
+    """
+
+    tensors: Mapping[str, Tensor]
+    file_bytes: int
+
+
+def read_headers(directory: Path) -> Headers | None:
+    """Read the headers of all safetensors files of a model's directory.
+
+    The files are those that ``model.safetensors.index.json`` names; without it ``model.safetensors``; without that
+    every ``*.safetensors``. An index of which no file is there while others are is a leftover of the model that these
+    files were made from (EXL2 conversions copy it), and is passed over.
+
+    Returns:
+        None if the directory has no safetensors files.
+
+    Raises:
+        ModelError: a file or the index cannot be read, breaks the format, or contradicts another.
+    """
+    try:
+        present = sorted(path.name for path in directory.iterdir() if path.suffix == ".safetensors")
+    except OSError as error:
+        raise ModelError(
+            f"{directory} cannot be read: {error.strerror}", "check the path and its permissions"
+        ) from None
+    if not present:
+        return None
+    index = _read_index(directory / _INDEX) if (directory / _INDEX).exists() else {}
+    if index.keys() and set(index.values()).isdisjoint(present):
+        index = {}
+    files = sorted(set(index.values())) or _without_index(present)
+    if missing := sorted(set(files).difference(present)):
+        message = f"{_INDEX} names {len(missing)} of {len(files)} files that are not there, such as {missing[0]!r}"
+        raise ModelError(message, "the download is incomplete: fetch the missing files")
+
+    tensors: dict[str, Tensor] = {}
+    file_bytes = 0
+    for name in files:
+        found, size = _read_file(directory / name)
+        if twice := found.keys() & tensors.keys():
+            tensor = min(twice)
+            message = f"tensor {tensor!r} is both in {tensors[tensor].file} and in {name} ({len(twice)} such tensors)"
+            raise ModelError(message, "the directory mixes two checkpoints: keep the files of one")
+        tensors |= found
+        file_bytes += size
+    if index:
+        _check_index(index, tensors)
+    return Headers(tensors, file_bytes)
+
+
+def _without_index(present: list[str]) -> list[str]:
+    """Choose the files of a checkpoint that has no index; Mistral puts a second copy beside it as ``consolidated``."""
+    if _SINGLE in present:
+        return [_SINGLE]
+    return [name for name in present if not name.startswith("consolidated")] or present
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the weight map: the file of each tensor, every one a plain name in the index's own directory."""
+    with _opened(path) as (file, size):
+        if size > MAX_HEADER_BYTES:
+            raise ModelError(f"{path.name} has {size} bytes, more than {MAX_HEADER_BYTES}", _HINT)
+        weight_map = _parse(file.read(size), path.name).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{path.name} has no weight_map from tensors to files", _HINT)
+    for tensor, name in weight_map.items():
+        inside = isinstance(name, str) and PurePath(name).name == name and not {"\\", "\0"}.intersection(name)
+        if not inside or PurePath(name).suffix != ".safetensors":
+            message = (
+                f"{path.name} puts tensor {tensor[:80]!r} into {name!r:.120}, which is no safetensors file beside it"
+            )
+            raise ModelError(message, "an index may only name files of its own directory")
+    return weight_map
+
+
+def _check_index(index: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Hold the weight map against what the files have."""
+    for name, file in index.items():
+        if name not in tensors:
+            raise ModelError(f"{_INDEX} names tensor {name!r} in {file}, which does not have it", _HINT)
+        if tensors[name].file != file:
+            raise ModelError(f"{_INDEX} puts tensor {name!r} into {file}, but {tensors[name].file} has it", _HINT)
+    if extra := tensors.keys() - index.keys():
+        name = min(extra)
+        message = f"{_INDEX} leaves out {len(extra)} tensors of its files, such as {name!r} in {tensors[name].file}"
+        raise ModelError(message, "the index and the files are of different checkpoints: fetch both again")
+
+
+def _read_file(path: Path) -> tuple[dict[str, Tensor], int]:
+    """Return the tensors of one safetensors file, and its size in bytes."""
+    with _opened(path) as (file, size):
+        if size < _LENGTH_BYTES:
+            raise ModelError(f"{path.name} has {size} bytes, too few for a safetensors file", _HINT)
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        limit = min(size - _LENGTH_BYTES, MAX_HEADER_BYTES)
+        if length > limit:
+            message = f"{path.name} claims a header of {length} bytes, but the file of {size} bytes can have {limit}"
+            raise ModelError(message, _HINT)
+        header = _parse(file.read(length), path.name)
+    return _tensors(header, path.name, size - _LENGTH_BYTES - length), size
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
+    """Open a regular file, or a link to one as hub caches have them, and say how many bytes it has."""
+    try:
+        if not path.is_file():
+            raise ModelError(f"{path.name} is not a regular file, or a link to nothing", _HINT)
+        with path.open("rb") as file:
+            yield file, path.stat().st_size
+    except OSError as error:
+        raise ModelError(f"{path.name} cannot be read: {error.strerror}", "check the file's permissions") from None
+
+
+def _parse(text: bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object strictly: no duplicate keys, no NaN, nothing nested beyond Python's stack."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"key {key[:80]!r} appears twice")
+            found[key] = value
+        return found
+
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        document = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=refuse)
+    except RecursionError:
+        raise ModelError(f"{name}: its JSON is nested too deeply", _HINT) from None
+    except ValueError as error:
+        raise ModelError(f"{name}: its JSON cannot be read: {error!s:.200}", _HINT) from None
+    if not isinstance(document, dict):
+        raise ModelError(f"{name}: its JSON is no object", _HINT)
+    return document
+
+
+def _tensors(header: dict[str, Any], file: str, data_bytes: int) -> dict[str, Tensor]:
+    """Check a header against the bytes of data that follow it: every byte belongs to exactly one tensor."""
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ModelError(f"{file}: __metadata__ is no map from text to text", _HINT)
+    tensors = {}
+    spans = []
+    for name, entry in header.items():
+        try:
+            tensor, start = _tensor(entry, file, data_bytes)
+        except ValueError as error:
+            raise ModelError(f"{file}: tensor {name[:120]!r} {error!s:.300}", _HINT) from None
+        tensors[name] = tensor
+        spans.append((start, start + tensor.nbytes, name))
+    end = 0
+    for start, next_end, name in sorted(spans):
+        if start != end:
+            what = "overlaps" if start < end else "leaves a gap after"
+            message = (
+                f"{file}: tensor {name[:120]!r} starts at byte {start} and {what} the one before it, to byte {end}"
+            )
+            raise ModelError(message, _HINT)
+        end = next_end
+    if end != data_bytes:
+        raise ModelError(f"{file} has {data_bytes} bytes of data, but its tensors fill {end}", _HINT)
+    return tensors
+
+
+def _tensor(entry: Any, file: str, data_bytes: int) -> tuple[Tensor, int]:
+    """Return a tensor and where it starts.
+
+    Raises:
+        ValueError: what is wrong with the entry, as the rest of a sentence.
+    """
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError("needs exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise ValueError(f"has the unknown dtype {dtype!r:.40}")
+    if not _counts(shape) or not _counts(offsets) or len(offsets) != len(("start", "end")):
+        raise ValueError(f"has shape {shape!r:.80} and data_offsets {offsets!r:.80}, not lists of whole numbers from 0")
+    start, end = offsets
+    if not start <= end <= data_bytes:
+        raise ValueError(f"has data_offsets {offsets} outside the {data_bytes} bytes of data")
+    bits = 0 if 0 in shape else DTYPE_BITS[dtype]
+    for length in shape:
+        bits *= length
+        if bits > 8 * data_bytes:
+            break
+    if bits != 8 * (end - start):
+        raise ValueError(f"is {dtype} of shape {shape!r:.80}, but its data_offsets span {end - start} bytes")
+    return Tensor(dtype, tuple(shape), end - start, file), start
+
+
+def _counts(numbers: Any) -> bool:
+    return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
