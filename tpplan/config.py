@@ -1,0 +1,245 @@
+"""Type-checked access to a model's ``config.json``, which may come from anybody."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from reprlib import Repr
+from typing import TYPE_CHECKING, Final, cast
+
+from tpplan.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: A larger config.json is a mistake or an attack; real ones have a few KiB.
+MAX_CONFIG_BYTES: Final = 16 * 2**20
+
+#: A larger count is a mistake or an attack, unless the caller says so.
+MAX_COUNT: Final = 2**31
+
+#: What else a key has been called in Hugging Face configs; the names of one key must not contradict each other.
+ALIASES: Final[dict[str, tuple[str, ...]]] = {
+    "hidden_size": ("n_embd", "n_embed"),
+    "intermediate_size": ("n_inner", "ffn_hidden_size"),
+    "max_position_embeddings": ("n_positions",),
+    "num_attention_heads": ("n_head",),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+    "num_experts_per_tok": ("experts_per_token",),
+    "num_hidden_layers": ("n_layer",),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "torch_dtype": ("dtype",),
+}
+
+_HINT = "point to a model's directory, or to the config.json that came with the model"
+_COMPARE = "compare it with the config.json that the model came with"
+_MISSING: Final = object()
+
+
+def _repr(value: object) -> str:
+    """Show an untrusted value in a message, shortened."""
+    short = Repr()
+    short.maxstring = short.maxother = 60
+    return short.repr(value)
+
+
+class Config:
+    """The object in a config.json, read key by key with the checks that an untrusted file needs.
+
+    A key that is absent and a key that is null are told apart only where the model families need it
+    (:meth:`optional_count`); elsewhere both mean the default.
+    """
+
+    def __init__(self, data: Mapping[str, object], source: str) -> None:
+        """Wrap ``data``, an object of JSON; ``source`` names the file in messages."""
+        self._data = data
+        self.source = source
+
+    def error(self, problem: str, hint: str = "") -> ModelError:
+        """Return the error that says that this file has ``problem``."""
+        return ModelError(f"{self.source}: {problem}", hint or _COMPARE)
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the key is there under any of its names, null or not."""
+        return any(name in self._data for name in (key, *ALIASES.get(key, ())))
+
+    def _missing(self, key: str) -> ModelError:
+        names = " or ".join((key, *ALIASES.get(key, ())))
+        return self.error(f"{names} is {'null' if key in self else 'missing'}")
+
+    def _find(self, key: str) -> tuple[str, object]:
+        """Return the name that is in the file and its value; a value beats a null, and two values must be equal."""
+        there = [(name, self._data[name]) for name in (key, *ALIASES.get(key, ())) if name in self._data]
+        if not there:
+            return key, _MISSING
+        values = [(name, value) for name, value in there if value is not None]
+        if not values:
+            return there[0]
+        (first, value), *others = values
+        for name, other in others:
+            if other != value:
+                raise self.error(f"{first} is {_repr(value)} but {name}, which means the same, is {_repr(other)}")
+        return first, value
+
+    def optional_count(
+        self, key: str, *, default: int | None = None, minimum: int = 1, maximum: int = MAX_COUNT
+    ) -> int | None:
+        """Return a whole number, None for null, or ``default`` if the key is absent.
+
+        Raises:
+            ModelError: the value is no whole number (``7.0``, ``"7"`` and ``true`` are none) or out of range.
+        """
+        name, value = self._find(key)
+        if value is _MISSING:
+            return default
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(f"{name} is {_repr(value)}, which is not a whole number")
+        if not minimum <= value <= maximum:
+            raise self.error(f"{name} is {_repr(value)}, outside {minimum} to {maximum}")
+        return value
+
+    def count(self, key: str, *, default: int | None = None, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
+        """Return a whole number, or ``default`` if the key is absent or null.
+
+        Raises:
+            ModelError: as for :meth:`optional_count`, or there is neither a value nor a default.
+        """
+        value = self.optional_count(key, default=default, minimum=minimum, maximum=maximum)
+        value = default if value is None else value
+        if value is None:
+            raise self._missing(key)
+        return value
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """Return true or false, or ``default`` if the key is absent or null.
+
+        Raises:
+            ModelError: the value is neither ``true`` nor ``false``.
+        """
+        name, value = self._find(key)
+        if value is _MISSING or value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(f"{name} is {_repr(value)}, expected true or false")
+        return value
+
+    def text(self, key: str) -> str:
+        """Return a string, empty if the key is absent or null.
+
+        Raises:
+            ModelError: the value is no string.
+        """
+        name, value = self._find(key)
+        if value is _MISSING or value is None:
+            return ""
+        if not isinstance(value, str):
+            raise self.error(f"{name} is {_repr(value)}, expected a string")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return the strings of a list, empty if the key is absent or null.
+
+        Raises:
+            ModelError: the value is no list of strings.
+        """
+        return cast("tuple[str, ...]", self._list(key, str, "strings"))
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """Return the whole numbers of a list, empty if the key is absent or null.
+
+        Raises:
+            ModelError: the value is no list of whole numbers.
+        """
+        return cast("tuple[int, ...]", self._list(key, int, "whole numbers"))
+
+    def _list(self, key: str, kind: type, what: str) -> tuple[object, ...]:
+        name, value = self._find(key)
+        if value is _MISSING or value is None:
+            return ()
+        if not isinstance(value, list):
+            raise self.error(f"{name} is {_repr(value)}, expected a list of {what}")
+        for i, item in enumerate(value):
+            if isinstance(item, bool) or not isinstance(item, kind):
+                raise self.error(f"{name}[{i}] is {_repr(item)}, expected a list of {what}")
+        return tuple(value)
+
+    def section(self, key: str) -> Config:
+        """Return the object under ``key``.
+
+        Raises:
+            ModelError: it is missing or no object.
+        """
+        name, value = self._find(key)
+        if value is _MISSING or value is None:
+            raise self._missing(key)
+        if not isinstance(value, dict):
+            raise self.error(f"{name} is {_repr(value)}, expected an object")
+        return Config(value, f"{self.source}: {name}")
+
+
+def read_config(path: str | Path) -> Config:
+    """Read ``path``, a config.json or a directory that holds one.
+
+    Raises:
+        ModelError: there is no such file, it is larger than 16 MiB, or it is not an object in strict JSON (no duplicate
+            keys, no NaN).
+    """
+    path = Path(path)
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            what = "is not a regular file" if path.exists() else "does not exist"
+            raise ModelError(f"{_name(path)} {what}", _HINT)
+        size = path.stat().st_size
+        if size > MAX_CONFIG_BYTES:
+            raise ModelError(f"{_name(path)} has {size} bytes; a config.json has at most {MAX_CONFIG_BYTES}", _HINT)
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelError(f"{_name(path)} cannot be read: {reason}", _HINT) from error
+    return parse_config(content, _name(path))
+
+
+def parse_config(content: bytes, source: str) -> Config:
+    """Parse the bytes of a config.json; ``source`` names the file in messages.
+
+    Raises:
+        ModelError: they are not an object in strict JSON.
+    """
+    if not content.strip():
+        raise ModelError(f"{source} is empty", _HINT)
+    try:
+        data = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{source} is not text: byte {error.start} is not UTF-8", _HINT) from error
+    except RecursionError as error:
+        raise ModelError(f"{source} is nested too deeply to be a model's config", _HINT) from error
+    except ValueError as error:
+        raise ModelError(f"{source} is not valid JSON: {str(error)[:200]}", _HINT) from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{source} holds {_repr(data)}, expected an object", _HINT)
+    return Config(data, source)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Build an object of JSON, refusing keys that are there twice."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        message = f"the key {_repr(twice)} is there twice"
+        raise ValueError(message)
+    return data
+
+
+def _refuse_constant(text: str) -> object:
+    message = f"{text} is no number in JSON"
+    raise ValueError(message)
+
+
+def _name(path: Path) -> str:
+    """Name a file in messages, whatever characters its name has."""
+    return str(path).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[-200:]

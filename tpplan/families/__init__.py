@@ -1,0 +1,125 @@
+"""What differs between architectures: one small declarative table each, and how a config.json is read with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from attrs import frozen
+
+from tpplan.families.classic import CLASSIC
+from tpplan.families.dense import DENSE
+from tpplan.families.moe import MOE
+from tpplan.families.shape import TIED, read_shape
+from tpplan.model import ModelSpec
+
+if TYPE_CHECKING:
+    from tpplan.config import Config
+    from tpplan.families.table import Family, Shape
+
+FAMILIES: Final[dict[str, Family]] = {**DENSE, **CLASSIC, **MOE}
+
+#: ``torch_dtype`` in a config.json, and the same in safetensors.
+DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@frozen
+class Tolerated:
+    """How a family's checkpoints may differ from its ModelSpec without contradicting it.
+
+    Attributes:
+        ignored: patterns (fnmatch) of names that no plan needs.
+        prefix: the start of names that some checkpoints leave out, empty if none does.
+        extra_layers: whether layers beyond the config's ``num_hidden_layers`` may be there (multi-token prediction).
+    """
+
+    ignored: tuple[str, ...]
+    prefix: str
+    extra_layers: bool
+
+
+def supported() -> tuple[str, ...]:
+    """Return the supported values of ``model_type``, sorted."""
+    return tuple(sorted(FAMILIES))
+
+
+def tolerated(model_type: str) -> Tolerated:
+    """Return what else checkpoints of a supported ``model_type`` may hold, or leave out."""
+    family = FAMILIES[model_type]
+    return Tolerated(family.ignored, family.prefix, family.extra_layers)
+
+
+def spec_from_config(config: Config, name: str) -> ModelSpec:
+    """Return the unquantised model that a config.json describes, under ``name``.
+
+    Raises:
+        ModelError: the architecture is not supported, a key is missing or of the wrong type, or keys contradict each
+            other.
+    """
+    model_type, family = _family(config)
+    for key in family.refused:
+        if config.flag(key):
+            raise config.error(f"{key} is true, which tpplan does not support", "plans are for decoders only")
+    text = config.section(family.text) if family.text else config
+    shape = read_shape(text, family, tied=config.flag(TIED, default=family.tied))
+    torch_dtype = _torch_dtype(text) or _torch_dtype(config) or "bfloat16"
+    dtype = DTYPES[torch_dtype]
+    blocks = tuple(family.block(shape, layers, dtype) for layers in _groups(shape))
+    outside = tuple(p for row in family.outside for p in row.parameters(shape, dtype, family.root))
+    inside = sum(p.elements * len(block.layers) for block in blocks for p in block.parameters)
+    return ModelSpec(
+        name=name,
+        architecture=_architecture(config, family, model_type),
+        model_type=model_type,
+        hidden_size=shape.hidden,
+        vocab_size=shape.vocab,
+        max_context=shape.context,
+        tied_embeddings=TIED in shape.flags,
+        dtype=torch_dtype,
+        weight_format=dtype,
+        parameter_count=inside + sum(p.elements for p in outside),
+        blocks=blocks,
+        parameters=outside,
+    )
+
+
+def _family(config: Config) -> tuple[str, Family]:
+    """Return the config's ``model_type`` and its family."""
+    model_type = config.text("model_type")
+    family = FAMILIES.get(model_type)
+    if family:
+        return model_type, family
+    known = f"supported are {', '.join(supported())}"
+    if not model_type:
+        raise config.error("model_type is missing", known)
+    from difflib import get_close_matches  # noqa: PLC0415 - only for the message
+
+    near = get_close_matches(model_type[:60], supported(), n=1)
+    mean = f"did you mean {near[0]}? " if near else ""
+    architecture = next(iter(config.texts("architectures")), "")
+    of = f" ({architecture[:60]!r})" if architecture else ""
+    raise config.error(f"the architecture {model_type[:60]!r}{of} is not supported", mean + known)
+
+
+def _architecture(config: Config, family: Family, model_type: str) -> str:
+    """Return the class that the config names, which must be one that the tables describe."""
+    architecture = next(iter(config.texts("architectures")), family.architectures[0])
+    if architecture not in family.architectures:
+        problem = f"the architecture {architecture[:60]!r} of model type {model_type} is not supported"
+        raise config.error(problem, f"supported for {model_type}: {', '.join(family.architectures)}")
+    return architecture
+
+
+def _torch_dtype(config: Config) -> str:
+    """Return the dtype that the config names, empty if none."""
+    text = config.text("torch_dtype").removeprefix("torch.")
+    if text and text not in DTYPES:
+        raise config.error(f"torch_dtype is {text[:60]!r}", f"known are {', '.join(DTYPES)}")
+    return text
+
+
+def _groups(shape: Shape) -> list[tuple[int, ...]]:
+    """Group the layers that are equal in window and kind of MLP, in order of their first."""
+    groups: dict[tuple[int, bool], list[int]] = {}
+    for layer, kind in enumerate(zip(shape.windows, shape.sparse, strict=True)):
+        groups.setdefault(kind, []).append(layer)
+    return [tuple(layers) for layers in groups.values()]

@@ -1,0 +1,88 @@
+"""Rows that several family tables share."""
+
+from __future__ import annotations
+
+from tpplan.axes import Axis
+from tpplan.families.table import Row
+
+ALWAYS = ""
+NEVER = None
+
+
+def linear(
+    name: str, out: str, inputs: str, bias: str | None = NEVER, *, when: str = "", home: Axis | None = None
+) -> tuple[Row, ...]:
+    """Return the rows of a linear layer, ``[out, in]`` and a bias; ``bias`` is the flag that it depends on."""
+    weight = Row(f"{name}.weight", f"{out} {inputs}", when, home)
+    return (weight,) if bias is None else (weight, Row(f"{name}.bias", out, f"{when} {bias}", home))
+
+
+def conv1d(name: str, out: str, inputs: str) -> tuple[Row, ...]:
+    """Return the rows of GPT-2's ``Conv1D``, a linear layer stored as ``[in, out]`` with a bias."""
+    return Row(f"{name}.weight", f"{inputs} {out}", out=1), Row(f"{name}.bias", out)
+
+
+def norm(
+    name: str, dims: str = "h", *, bias: bool = False, when: str = "", home: Axis | None = None, heads: str = ""
+) -> tuple[Row, ...]:
+    """Return the rows of a normalisation."""
+    return tuple(Row(f"{name}.{part}", dims, when, home, heads=heads) for part in ("weight", "bias")[: 1 + bias])
+
+
+def attention(bias: str | None = NEVER, out_bias: str | None = NEVER, *, out: str = "o_proj") -> tuple[Row, ...]:
+    """Return the rows of attention with separate query, key and value projections."""
+    return (
+        *linear("self_attn.q_proj", "Q", "RS", bias),
+        *linear("self_attn.k_proj", "K", "RS", bias),
+        *linear("self_attn.v_proj", "V", "RS", bias),
+        *linear(f"self_attn.{out}", "RS", "O", out_bias),
+    )
+
+
+def head_norms(
+    q: str = "q_norm", k: str = "k_norm", *, bias: bool = False, when: str = "", heads: tuple[str, str] = ("", "")
+) -> tuple[Row, ...]:
+    """Return the rows of norms over single heads, which live where the KV heads do."""
+    return tuple(
+        row
+        for name, word in zip((q, k), heads, strict=True)
+        for row in norm(f"self_attn.{name}", "d", bias=bias, when=when, home=Axis.KV, heads=word)
+    )
+
+
+def gated(name: str = "mlp", width: str = "ID", bias: str | None = NEVER, *, when: str = "") -> tuple[Row, ...]:
+    """Return the rows of a gated MLP with separate gate and up projections."""
+    return (
+        *linear(f"{name}.gate_proj", width, "RS", bias, when=when),
+        *linear(f"{name}.up_proj", width, "RS", bias, when=when),
+        *linear(f"{name}.down_proj", "RS", width, bias, when=when),
+    )
+
+
+def plain(up: str, down: str, bias: str | None = NEVER) -> tuple[Row, ...]:
+    """Return the rows of an MLP without a gate."""
+    return *linear(up, "ID", "RS", bias), *linear(down, "RS", "ID", bias)
+
+
+def outside(
+    embedding: str = "model.embed_tokens",
+    final: tuple[Row, ...] = norm("model.norm"),
+    head: str = "lm_head",
+) -> tuple[Row, ...]:
+    """Return the rows of embedding, last norm and output matrix."""
+    return (
+        Row(f"{embedding}.weight", "VC RS"),
+        *final,
+        Row(f"{head}.weight", "VC RS", "!tie_word_embeddings"),
+    )
+
+
+#: The two norms of a layer in most decoders.
+NORMS = (*norm("input_layernorm"), *norm("post_attention_layernorm"))
+BIASED_NORMS = (*norm("input_layernorm", bias=True), *norm("post_attention_layernorm", bias=True))
+
+#: The router of most mixtures of experts.
+ROUTER = (*linear("mlp.gate", "e", "h", home=Axis.EX),)
+
+#: Experts whose gate, up and down projections are tensors of their own.
+EXPERTS = gated("mlp.experts.{expert}", "EX")

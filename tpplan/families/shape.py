@@ -1,0 +1,167 @@
+"""From a config.json to the numbers that the family tables refer to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from tpplan.axes import MAX_LAYERS
+from tpplan.families.table import Family, Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tpplan.config import Config
+
+#: More heads or experts than this is a mistake or an attack.
+MAX_PARTS: Final = 2**16
+
+#: What the layer types of transformers' configs mean for the cache: whether it is bounded by the sliding window.
+_LAYER_TYPES: Final = {"full_attention": False, "sliding_attention": True}
+
+#: The flag that every family has: the output matrix is the embedding.
+TIED: Final = "tie_word_embeddings"
+
+
+def read_shape(config: Config, family: Family, *, tied: bool) -> Shape:
+    """Read what the tables of ``family`` need from the language model's own ``config``.
+
+    Raises:
+        ModelError: a key is missing, is of the wrong type or out of range, or two of them contradict each other.
+    """
+    given = family.defaults
+    layers = config.count("num_hidden_layers", default=given.get("num_hidden_layers"), maximum=MAX_LAYERS)
+    hidden = config.count("hidden_size", default=given.get("hidden_size"))
+    q_heads = config.count("num_attention_heads", default=given.get("num_attention_heads"), maximum=MAX_PARTS)
+    kv_heads = config.optional_count("num_key_value_heads", default=given.get("num_key_value_heads"), maximum=MAX_PARTS)
+    kv_heads = kv_heads or q_heads
+    if q_heads % kv_heads:
+        raise config.error(
+            f"{q_heads} query heads (num_attention_heads) are not a multiple of {kv_heads} key/value heads"
+        )
+    head_dim = _head_dim(config, family, hidden, q_heads)
+    flags = {key for key, default in family.flags.items() if config.flag(key, default=default)}
+    sparse = family.moe(config, layers) if family.moe else (False,) * layers
+    experts = config.count("num_experts", maximum=MAX_PARTS) if any(sparse) else 0
+    per_token = config.count("num_experts_per_tok", default=given.get("num_experts_per_tok")) if experts else 0
+    if per_token > experts:
+        raise config.error(f"num_experts_per_tok is {per_token}, more than the {experts} experts that there are")
+    width = family.mlp_ratio * hidden or given.get("intermediate_size")
+    shape = Shape(
+        hidden=hidden,
+        vocab=config.count("vocab_size", default=given.get("vocab_size")),
+        context=config.count("max_position_embeddings", default=given.get("max_position_embeddings")),
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        intermediate=0 if all(sparse) else config.count("intermediate_size", default=width),
+        experts=experts,
+        experts_per_token=per_token,
+        expert_intermediate=config.count(family.expert_key) if experts else 0,
+        windows=family.window(config, layers) if family.window else (0,) * layers,
+        sparse=sparse,
+        flags=frozenset(flags | ({TIED} if tied else set())),
+    )
+    return family.adapt(config, shape) if family.adapt else shape
+
+
+def _head_dim(config: Config, family: Family, hidden: int, q_heads: int) -> int:
+    """Return the head size: the config's, the family's, or hidden size over query heads."""
+    own = config.optional_count("head_dim", default=family.defaults.get("head_dim"))
+    if own and not family.fixed_head:
+        return own
+    if hidden % q_heads:
+        raise config.error(f"hidden_size {hidden} is not a multiple of {q_heads} query heads (num_attention_heads)")
+    if own and own != hidden // q_heads:
+        raise config.error(f"head_dim is {own}, but hidden_size / num_attention_heads is {hidden // q_heads}")
+    return hidden // q_heads
+
+
+def windows(
+    default: int | None, sliding: Callable[[Config, int], tuple[bool, ...]], *, switch: str = ""
+) -> Callable[[Config, int], tuple[int, ...]]:
+    """Return how a family with sliding windows reads them.
+
+    Args:
+        default: the window where the config has no ``sliding_window``; None for none.
+        sliding: which layers have one where the config has no ``layer_types``.
+        switch: the key that must be true for any layer to have one; empty if there is no such key.
+    """
+
+    def read(config: Config, layers: int) -> tuple[int, ...]:
+        window = config.optional_count("sliding_window", default=default, minimum=0) or 0
+        if switch and not config.flag(switch):
+            window = 0
+        bounded = _layer_types(config, layers) or sliding(config, layers)
+        return tuple(window if layer else 0 for layer in bounded)
+
+    return read
+
+
+def _layer_types(config: Config, layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether its window slides, as ``layer_types`` says; empty without such a key."""
+    types = config.texts("layer_types")
+    if not types:
+        return ()
+    if len(types) != layers:
+        raise config.error(f"layer_types has {len(types)} entries for {layers} layers (num_hidden_layers)")
+    unknown = next((kind for kind in types if kind not in _LAYER_TYPES), None)
+    if unknown is not None:
+        raise config.error(f"layer_types has {unknown[:60]!r}, known are {' and '.join(_LAYER_TYPES)}")
+    return tuple(_LAYER_TYPES[kind] for kind in types)
+
+
+def every_layer(_config: Config, layers: int) -> tuple[bool, ...]:
+    """Say yes for all layers."""
+    return (True,) * layers
+
+
+def except_every(default: int) -> Callable[[Config, int], tuple[bool, ...]]:
+    """Say yes except for each ``sliding_window_pattern``-th layer, ``default`` if the config does not say."""
+
+    def choose(config: Config, layers: int) -> tuple[bool, ...]:
+        period = config.count("sliding_window_pattern", default=default)
+        return tuple((layer + 1) % period != 0 for layer in range(layers))
+
+    return choose
+
+
+def from_max_window_layers(config: Config, layers: int) -> tuple[bool, ...]:
+    """Say yes from layer ``max_window_layers`` on (Qwen2)."""
+    first = config.count("max_window_layers", default=28, minimum=0)
+    return tuple(layer >= first for layer in range(layers))
+
+
+def even_before_max_window_layers(config: Config, layers: int) -> tuple[bool, ...]:
+    """Say yes for even layers before ``max_window_layers`` (Qwen2-MoE, as transformers reads its config)."""
+    end = config.count("max_window_layers", default=28, minimum=0)
+    return tuple(layer % 2 == 0 and layer < end for layer in range(layers))
+
+
+def without_rope(config: Config, layers: int) -> tuple[bool, ...]:
+    """Say yes for layers without rotary embedding (SmolLM3)."""
+    interval = config.count("no_rope_layer_interval", default=4)
+    rope = config.numbers("no_rope_layers") or [(layer + 1) % interval for layer in range(layers)]
+    if len(rope) != layers:
+        raise config.error(f"no_rope_layers has {len(rope)} entries for {layers} layers (num_hidden_layers)")
+    return tuple(not turns for turns in rope)
+
+
+def sparse_steps(config: Config, layers: int) -> tuple[bool, ...]:
+    """Say yes for each ``decoder_sparse_step``-th layer, except ``mlp_only_layers`` (Qwen's mixtures of experts)."""
+    step = config.count("decoder_sparse_step", default=1)
+    dense = frozenset(config.numbers("mlp_only_layers"))
+    experts = config.count("num_experts", minimum=0, maximum=MAX_PARTS)
+    return tuple(experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+
+
+def after_dense(default: int) -> Callable[[Config, int], tuple[bool, ...]]:
+    """Say yes from layer ``first_k_dense_replace`` on for each ``moe_layer_freq``-th layer (DeepSeek)."""
+
+    def choose(config: Config, layers: int) -> tuple[bool, ...]:
+        experts = config.optional_count("num_experts", default=1, minimum=0, maximum=MAX_PARTS)
+        first = config.count("first_k_dense_replace", default=default, minimum=0)
+        step = config.count("moe_layer_freq", default=1)
+        return tuple(bool(experts) and layer >= first and layer % step == 0 for layer in range(layers))
+
+    return choose
