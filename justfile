@@ -46,7 +46,8 @@ schema: sync
 
 # Measure start-up, planning and loading on this machine
 bench *args: (_install "base" ".")
-    @python benchmarks/bench_plan.py {{ args }}
+    @python -m benchmarks.bench_cli {{ args }}
+    @python -m benchmarks.bench_plan {{ args }}
 
 # Build the wheel and the source distribution into dist/
 dist: sync
