@@ -96,12 +96,13 @@ def parse_layers(text: str) -> frozenset[int]:
         ValueError: the text is not what :func:`format_layers` writes for these layers.
     """
     layers: set[int] = set()
+    previous = -2
     for run in text.split(","):
         first, _, last = run.partition("-")
         start, end = int(first), int(last or first)
-        if end - start > MAX_LAYERS:
+        shortest = f"{start}-{end}" if start < end else str(start)
+        if run != shortest or start <= previous + 1 or end >= MAX_LAYERS:
             raise ValueError(text)
         layers.update(range(start, end + 1))
-    if format_layers(layers) != text:
-        raise ValueError(text)
+        previous = end
     return frozenset(layers)

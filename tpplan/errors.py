@@ -6,6 +6,11 @@ Anything else that escapes from tpplan is a bug.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpplan.problems import Problem
+
 
 class TpplanError(Exception):
     """What is wrong, and what to do about it.
@@ -37,4 +42,12 @@ class RequestError(TpplanError):
 
 
 class PlanError(TpplanError):
-    """A plan or document that breaks the rules of its format."""
+    """A plan or document that breaks the rules of its format.
+
+    Attributes:
+        problems: every rule that it breaks, one by one; the message lists them.
+    """
+
+    def __init__(self, message: str, hint: str = "", problems: tuple[Problem, ...] = ()) -> None:
+        super().__init__(message, hint)
+        self.problems = problems

@@ -1,0 +1,260 @@
+"""Plans and other documents to canonical JSON and strictly back, and the fingerprint of a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from enum import Enum
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+
+import attrs
+from cattrs import Converter
+from cattrs.errors import (
+    BaseValidationError,
+    ClassValidationError,
+    ForbiddenExtraKeysError,
+    IterableValidationError,
+    IterableValidationNote,
+)
+from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
+
+from tpplan.files import read_text, save_text
+from tpplan.jsontext import parse_json, render, shown
+from tpplan.plan import SCHEMA_URN, SplitPlan
+from tpplan.problems import FORM, MOST_PROBLEMS, Problem, refusal
+from tpplan.verify import is_newer, verify, version_of, version_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tpplan.model import ModelSpec
+
+__all__ = [
+    "dumps",
+    "fingerprint",
+    "load",
+    "loads",
+    "parse_json",
+    "read_text",
+    "render",
+    "save",
+    "save_text",
+    "structure",
+    "uncanonical_line",
+    "unstructure",
+]
+
+T = TypeVar("T")
+
+
+def fingerprint(spec: ModelSpec) -> str:
+    """Return ``sha256:`` and the hash of a model, the same whatever its name.
+
+    Fields that have their default value do not count, so that a later tpplan may add fields and still agree on the
+    models that do not use them.
+    """
+    data = unstructure(spec)
+    del data["name"]
+    text = json.dumps(data, separators=(",", ":"), sort_keys=True)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def dumps(obj: object) -> str:
+    """Return the canonical JSON of a plan or another document: equal objects, equal bytes."""
+    return render(unstructure(obj))
+
+
+def loads(text: str | bytes, what: str = "the plan", *, allow_newer: bool = False) -> SplitPlan:
+    """Read a plan and check every rule.
+
+    Args:
+        text: of a plan file.
+        what: to call it in errors, such as its file's name.
+        allow_newer: read a newer minor version too, without the keys that only it knows. Such a plan is for showing:
+            it keeps its ``format_version``, so that :func:`tpplan.verify.problems` is its TP001, and nothing executes
+            or saves it.
+
+    Raises:
+        PlanError: listing every problem, also as its ``problems``.
+    """
+    data = parse_json(text, what)
+    if not isinstance(data, dict):
+        return structure(data, SplitPlan, what)
+    version = data.get("format_version")
+    version = version if isinstance(version, str) and version_of(version) else ""
+    newer = allow_newer and is_newer(version)
+    if version and not newer and (message := version_problem(version)):
+        # alone, because nobody here knows what the keys of that version mean
+        hint = "upgrade tpplan, or make the plan again with this one"
+        raise refusal(what, [Problem("TP001", "format_version", message)], hint)
+    form = [Problem(FORM, key, "is missing") for key in ("$schema", "format_version") if key not in data]
+    urn = data.pop("$schema", SCHEMA_URN)
+    if urn != SCHEMA_URN:
+        form.append(Problem(FORM, "$schema", f'expected "{SCHEMA_URN}", got {shown(urn)}'))
+    plan, more = _structured(data, SplitPlan, strict=not newer)
+    if plan is None or form:
+        raise refusal(what, [*form, *more])
+    verify(plan, what, allow_newer=newer)
+    return plan
+
+
+def load(path: str | os.PathLike[str], *, allow_newer: bool = False) -> SplitPlan:
+    """Read a plan file and check every rule; see :func:`loads`.
+
+    Raises:
+        PlanError: listing every problem.
+        TpplanError: the file cannot be read.
+    """
+    return loads(read_text(path), os.fspath(path), allow_newer=allow_newer)
+
+
+def save(plan: SplitPlan, path: str | os.PathLike[str]) -> None:
+    """Write a plan file as a whole or not at all; see :func:`tpplan.files.save_text`.
+
+    Raises:
+        PlanError: the plan breaks a rule, so that nobody could load it.
+        TpplanError: the file cannot be written; what was there before is still there.
+    """
+    verify(plan)
+    save_text(dumps(plan), path)
+
+
+def uncanonical_line(text: str, obj: object) -> int:
+    """Return the first line, from 1, where ``text`` differs from the canonical JSON of ``obj``; 0 if it does not."""
+    pairs = zip([*text.split("\n"), None], [*dumps(obj).split("\n"), None], strict=False)
+    return next((i for i, (a, b) in enumerate(pairs, 1) if a != b), 0)
+
+
+def structure(data: object, cls: type[T], what: str) -> T:
+    """Turn JSON data into an object of a frozen class, without any conversion of types.
+
+    Raises:
+        PlanError: listing every missing key, unknown key and wrong type with its path, also as its ``problems``.
+    """
+    obj, found = _structured(data, cls, strict=True)
+    if obj is None:
+        raise refusal(what, found)
+    return obj
+
+
+def unstructure(obj: object) -> dict[str, Any]:
+    """Return an object of a frozen class as JSON data, in the order of its fields.
+
+    Fields that have their default value are left out, except ``format_version``.
+    """
+    data: dict[str, Any] = _converter(strict=True).unstructure(obj)
+    return {"$schema": SCHEMA_URN, **data} if isinstance(obj, SplitPlan) else data
+
+
+def _structured(data: object, cls: type[T], *, strict: bool) -> tuple[T | None, list[Problem]]:
+    """Return the object, or None and why there is none."""
+    try:
+        return _converter(strict=strict).structure(data, cls), []
+    except (BaseValidationError, ValueError) as error:
+        return None, list(_flat(error, ""))
+
+
+def _flat(error: Exception, path: str) -> Iterator[Problem]:
+    """Yield the problems in a tree of cattrs's errors, each with its path."""
+    if isinstance(error, ClassValidationError):
+        fields, others = error.group_exceptions()
+        for inner, field in fields:
+            yield from _flat(inner, f"{path}.{field.name}" if path else field.name)
+        for rest in others:
+            yield from _flat(rest, path)
+    elif isinstance(error, IterableValidationError):
+        for inner, item in error.group_exceptions()[0]:
+            yield from _flat(inner, f"{path}[{item.index}]")
+    elif isinstance(error, ForbiddenExtraKeysError):
+        known = ", ".join(field.name for field in attrs.fields(error.cl))
+        for key in sorted(error.extra_fields):
+            yield Problem(FORM, path, f"has the unknown key {shown(key)}; known are {known}")
+    elif isinstance(error, KeyError):
+        yield Problem(FORM, path, "is missing")
+    else:
+        yield Problem(FORM, path, str(error))
+
+
+@cache
+def _converter(*, strict: bool) -> Converter:
+    """Return the converter that takes JSON's types for what they are; only a strict one minds unknown keys."""
+    converter = Converter(forbid_extra_keys=strict, omit_if_default=True)
+    converter.register_structure_hook_func(lambda cls: cls in {bool, int, str}, lambda value, cls: _expect(cls, value))
+    converter.register_structure_hook_func(lambda cls: isinstance(cls, type) and issubclass(cls, Enum), _to_enum)
+    converter.register_structure_hook_factory(_is_tuple, partial(_to_tuple, converter))
+    converter.register_structure_hook_factory(attrs.has, partial(_to_object, converter))
+    converter.register_unstructure_hook_factory(attrs.has, partial(_from_object, converter))
+    return converter
+
+
+def _is_tuple(cls: Any) -> bool:
+    """Tell whether a type is a tuple of items of one type."""
+    return get_origin(cls) is tuple
+
+
+def _to_object(converter: Converter, cls: type) -> Callable[[object, object], object]:
+    """Return the hook that makes an object of a frozen class."""
+    from_fields: Callable[[Any, Any], object] = make_dict_structure_fn(
+        cls, converter, _cattrs_forbid_extra_keys=converter.forbid_extra_keys
+    )
+    return lambda value, _: from_fields(_expect(dict, value), cls)
+
+
+def _to_tuple(converter: Converter, cls: Any) -> Callable[[object, object], object]:
+    """Return the hook that makes a tuple of an array; it gives up after a number of bad items."""
+    item = get_args(cls)[0]
+    structure_item = converter.get_structure_hook(item)
+
+    def hook(value: object, _: object) -> tuple[object, ...]:
+        items, errors = [], []
+        for i, element in enumerate(_expect(list, value)):
+            try:
+                items.append(structure_item(element, item))
+            except (BaseValidationError, ValueError) as error:
+                error.add_note(IterableValidationNote("", i, item))
+                errors.append(error)
+                if len(errors) == MOST_PROBLEMS:
+                    break
+        if errors:
+            raise IterableValidationError("", errors, cls)
+        return tuple(items)
+
+    return hook
+
+
+def _to_enum(value: object, cls: type[Enum]) -> Enum:
+    """Return the member of an enum that has a value."""
+    known = [str(member.value) for member in cls]
+    if value not in known:
+        raise ValueError(f"expected {', '.join(known[:-1])} or {known[-1]}, got {shown(value)}")
+    return cls(value)
+
+
+def _from_object(converter: Converter, cls: type) -> Callable[[Any], dict[str, Any]]:
+    """Return the hook that makes JSON data of an object."""
+    kept = {f.name: override(omit_if_default=False) for f in attrs.fields(cls) if f.name == "format_version"}
+    to_data: Callable[[Any], dict[str, Any]] = make_dict_unstructure_fn(
+        cls,
+        converter,
+        _cattrs_omit_if_default=True,
+        **kept,  # type: ignore[arg-type]
+    )
+    names = [field.name for field in attrs.fields(cls)]
+
+    def hook(obj: Any) -> dict[str, Any]:
+        data = to_data(obj)  # with the optional fields at the end
+        return {name: data[name] for name in names if name in data}
+
+    return hook
+
+
+_KINDS = {dict: "an object", list: "an array", bool: "true or false", int: "a whole number", str: "a text"}
+
+
+def _expect(kind: type[T], value: object) -> T:
+    """Return ``value`` if it is exactly of a JSON type: true is no 1, 7.0 is no 7."""
+    if type(value) is not kind:
+        raise ValueError(f"expected {_KINDS[kind]}, got {shown(value)}")
+    return value

@@ -1,0 +1,93 @@
+"""Reading documents without trust, and writing files as a whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from tpplan.errors import TpplanError
+from tpplan.problems import malformed
+
+#: The largest document that is read, in bytes and in characters.
+LARGEST_DOCUMENT = 16 * 2**20
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a document's file, looking at its size first.
+
+    Raises:
+        PlanError: as :func:`decode`.
+        TpplanError: the file cannot be read.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            if (size := os.fstat(file.fileno()).st_size) > LARGEST_DOCUMENT:
+                raise malformed(os.fspath(path), f"has {size} bytes, the most is {LARGEST_DOCUMENT}")
+            data = file.read(LARGEST_DOCUMENT + 1)  # a device or pipe has no size
+    except (OSError, ValueError) as error:
+        raise TpplanError(f"cannot read {os.fspath(path)!r}: {_reason(error)}", "check the path") from error
+    return decode(data, os.fspath(path))
+
+
+def decode(data: bytes, what: str) -> str:
+    """Return bytes as text.
+
+    Raises:
+        PlanError: they are more than 16 MiB, no UTF-8, or start with a byte order mark.
+    """
+    if len(data) > LARGEST_DOCUMENT:
+        raise malformed(what, f"has more than {LARGEST_DOCUMENT} bytes")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise malformed(what, f"is no UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from error
+    if text.startswith("\ufeff"):
+        raise malformed(what, "starts with a byte order mark, which JSON does not have")
+    return text
+
+
+def save_text(text: str, path: str | os.PathLike[str]) -> None:
+    """Write a file as a whole or not at all; one that has this text already is left alone.
+
+    The new file takes the place and the mode of the old one. A symbolic link stays, and the file that it points to is
+    replaced. A device or a pipe is written to.
+
+    Raises:
+        TpplanError: the file cannot be written; what was there before is still there.
+    """
+    try:
+        _replace(text.encode(), Path(path))
+    except (OSError, ValueError) as error:
+        raise TpplanError(f"cannot write {os.fspath(path)!r}: {_reason(error)}", "choose another file") from error
+
+
+def _replace(data: bytes, path: Path) -> None:
+    """Write ``data`` beside the file that ``path`` leads to, and put it in its place."""
+    mode = path.stat().st_mode if path.exists() else None
+    if mode is not None and not stat.S_ISREG(mode):
+        path.write_bytes(data)
+        return
+    target = Path(os.path.realpath(path))
+    if mode is not None:
+        if not os.access(target, os.W_OK):  # to replace it, the system would ask for no permission
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if target.stat().st_size == len(data) and target.read_bytes() == data:
+            return
+    new = target.with_name(f".{target.name[:100]}.{os.urandom(6).hex()}")
+    try:
+        with new.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if mode is not None:
+            new.chmod(stat.S_IMODE(mode))
+        new.replace(target)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """Return the cause in words, the operating system's where it gave one."""
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,50 @@
+"""What is wrong with a document: one record per problem, and the error that lists them all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from tpplan.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Stands for the rule that a document is JSON with the keys and types of its class.
+FORM = "TP000"
+
+#: Problems of one kind after which a document is not worth more of anybody's time.
+MOST_PROBLEMS = 100
+
+
+@frozen
+class Problem:
+    """A rule that a document breaks, and where.
+
+    Attributes:
+        rule: its number, ``TP001`` and so on; ``TP000`` is the form of the document itself: JSON, keys and types.
+        path: of the offending value, such as ``splits[1].bounds``; empty for the whole document.
+        message: what is wrong, with the numbers.
+    """
+
+    rule: str
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.rule} at {self.path or 'top level'}: {self.message}"
+
+
+def refusal(what: str, found: Sequence[Problem], hint: str = "correct it, or make it again with tpplan") -> PlanError:
+    """Return the error that lists these problems of a document."""
+    lines = [f"{what} breaks {len(found)} rules:" if len(found) > 1 else f"{what} breaks a rule:"]
+    lines += [f"  {problem}" for problem in found[:MOST_PROBLEMS]]
+    if len(found) > MOST_PROBLEMS:
+        lines.append(f"  and {len(found) - MOST_PROBLEMS} more")
+    return PlanError("\n".join(lines), hint, tuple(found))
+
+
+def malformed(what: str, message: str, path: str = "") -> PlanError:
+    """Return the error for a document that cannot be read at all."""
+    return refusal(what, [Problem(FORM, path, message)])
