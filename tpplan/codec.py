@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from enum import Enum
+from enum import StrEnum
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
@@ -181,8 +181,8 @@ def _flat(error: Exception, path: str) -> Iterator[Problem]:
 def _converter(*, strict: bool) -> Converter:
     """Return the converter that takes JSON's types for what they are; only a strict one minds unknown keys."""
     converter = Converter(forbid_extra_keys=strict, omit_if_default=True)
-    converter.register_structure_hook_func(lambda cls: cls in {bool, int, str}, lambda value, cls: _expect(cls, value))
-    converter.register_structure_hook_func(lambda cls: isinstance(cls, type) and issubclass(cls, Enum), _to_enum)
+    for plain in (bool, int, str):
+        converter.register_structure_hook(plain, _to_plain)
     converter.register_structure_hook_factory(_is_tuple, partial(_to_tuple, converter))
     converter.register_structure_hook_factory(attrs.has, partial(_to_object, converter))
     converter.register_unstructure_hook_factory(attrs.has, partial(_from_object, converter))
@@ -224,10 +224,12 @@ def _to_tuple(converter: Converter, cls: Any) -> Callable[[object, object], obje
     return hook
 
 
-def _to_enum(value: object, cls: type[Enum]) -> Enum:
-    """Return the member of an enum that has a value."""
-    known = [str(member.value) for member in cls]
-    if value not in known:
+def _to_plain(value: object, cls: type) -> object:
+    """Return a number, text or truth as it is, or the member of a StrEnum that a text stands for."""
+    if not issubclass(cls, StrEnum):
+        return _expect(cls, value)
+    known = list(map(str, cls))
+    if not isinstance(value, str) or value not in known:
         raise ValueError(f"expected {', '.join(known[:-1])} or {known[-1]}, got {shown(value)}")
     return cls(value)
 

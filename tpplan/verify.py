@@ -84,7 +84,7 @@ def known_version(plan: SplitPlan) -> Iterator[Finding]:
 def bounds_length(plan: SplitPlan) -> Iterator[Finding]:
     """Bounds have one number more than there are devices."""
     for i, split in enumerate(plan.splits):
-        if len(split.bounds) != len(plan.devices) + 1:
+        if plan.devices and len(split.bounds) != len(plan.devices) + 1:
             expected = f"expected {len(plan.devices) + 1} for {len(plan.devices)} devices"
             yield f"splits[{i}].bounds", f"has {len(split.bounds)} numbers, {expected}"
 
