@@ -36,7 +36,7 @@ CLASSIC: Final[dict[str, Family]] = {
     "gpt2": Family(
         architectures=("GPT2LMHeadModel",),
         outside=(
-            Row("transformer.wpe.weight", "p h"),
+            Row("transformer.wpe.weight", "p h", lookup=ALWAYS),
             *outside("transformer.wte", norm("transformer.ln_f", bias=True)),
         ),
         layers="transformer.h.{layer}.",

@@ -71,7 +71,7 @@ def outside(
 ) -> tuple[Row, ...]:
     """Return the rows of embedding, last norm and output matrix."""
     return (
-        Row(f"{embedding}.weight", "VC RS"),
+        Row(f"{embedding}.weight", "VC RS", lookup="!tie_word_embeddings"),
         *final,
         Row(f"{head}.weight", "VC RS", "!tie_word_embeddings"),
     )

@@ -112,6 +112,7 @@ class Row:
         home: see :class:`~tpplan.model.Parameter`.
         out: the dimension of the outputs, for tensors that are cut at all.
         heads: how many tensors ``{head}`` stands for, as a word.
+        lookup: when a token reads single rows of it, as flags like those of ``when``; None for never.
     """
 
     name: str
@@ -120,22 +121,25 @@ class Row:
     home: Axis | None = None
     out: int = 0
     heads: str = ""
-
-    def holds(self, flags: frozenset[str]) -> bool:
-        """Whether a model with these flags has the tensor."""
-        return all((flag.removeprefix("!") in flags) != flag.startswith("!") for flag in self.when.split())
+    lookup: str | None = None
 
     def parameters(self, shape: Shape, dtype: str, prefix: str) -> Iterator[Parameter]:
         """Yield what the row stands for in a model of this shape, if it has it."""
-        if not self.holds(shape.flags):
+        if not _hold(self.when, shape.flags):
             return
         words = shape.words()
         dims = tuple(tuple(words[word] for word in dim.split("+")) for dim in self.dims.split())
         out = self.out if any(segment.axis for dim in dims for segment in dim) else None
+        lookup = self.lookup is not None and _hold(self.lookup, shape.flags)
         copies = shape.experts if "{expert}" in self.name else 1
         for head in range(words[self.heads].length if self.heads else 1):
             name = prefix + self.name.replace("{head}", str(head))
-            yield Parameter(name, dtype, dims, out, self.home, copies)
+            yield Parameter(name, dtype, dims, out, self.home, copies, lookup)
+
+
+def _hold(when: str, flags: frozenset[str]) -> bool:
+    """Whether all that ``when`` names are among the flags, and none that it names with a leading ``!``."""
+    return all((flag.removeprefix("!") in flags) != flag.startswith("!") for flag in when.split())
 
 
 @frozen(kw_only=True)

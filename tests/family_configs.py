@@ -1,0 +1,146 @@
+"""Small random configs of every family, in the form that config.json files have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+Keys = dict[str, st.SearchStrategy[Any]]
+
+_FLAG = st.booleans()
+_SIZE = st.integers(1, 24)
+_WINDOW = st.integers(1, 9)
+_LAYERS = st.integers(1, 5)
+_BIASES: Keys = {"attention_bias": _FLAG, "mlp_bias": _FLAG}
+_HEAD: Keys = {"head_dim": st.sampled_from((4, 8, 12))}
+_SLIDING: Keys = {"sliding_window": st.none() | _WINDOW}
+_QWEN_SLIDING: Keys = {"use_sliding_window": _FLAG, "sliding_window": _WINDOW, "max_window_layers": st.integers(0, 5)}
+_EXPERTS = {"num_experts": st.integers(2, 4), "num_experts_per_tok": st.integers(1, 2), "moe_intermediate_size": _SIZE}
+_SPARSE: Keys = {"decoder_sparse_step": st.integers(1, 3), "mlp_only_layers": st.lists(st.integers(0, 4), max_size=2)}
+_MLA: Keys = {
+    "moe_intermediate_size": _SIZE,
+    "n_routed_experts": st.integers(2, 4),
+    "n_shared_experts": st.integers(1, 2),
+    "num_experts_per_tok": st.integers(1, 2),
+    "kv_lora_rank": _SIZE,
+    "q_lora_rank": st.none() | _SIZE,
+    "qk_nope_head_dim": st.sampled_from((4, 8)),
+    "qk_rope_head_dim": st.sampled_from((4, 8)),
+    "v_head_dim": st.sampled_from((4, 6)),
+    "first_k_dense_replace": st.integers(0, 3),
+    "n_group": st.just(1),
+    "topk_group": st.just(1),
+}
+
+#: For each model type the keys that its config has besides the common ones: always, and sometimes.
+FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
+    "llama": ({}, {**_BIASES, **_HEAD}),
+    "mistral": ({}, {**_SLIDING, **_HEAD}),
+    "mixtral": (
+        {"num_local_experts": st.integers(2, 4)},
+        {"num_experts_per_tok": st.integers(1, 2), **_SLIDING, **_HEAD},
+    ),
+    "qwen2": ({}, _QWEN_SLIDING),
+    "qwen2_moe": (
+        {**_EXPERTS, "shared_expert_intermediate_size": _SIZE},
+        {**_QWEN_SLIDING, **_SPARSE, "qkv_bias": _FLAG},
+    ),
+    "qwen3": (_HEAD, {**_QWEN_SLIDING, "attention_bias": _FLAG}),
+    "qwen3_moe": (_EXPERTS, {**_SPARSE, **_HEAD, "attention_bias": _FLAG, "use_sliding_window": _FLAG}),
+    "gemma": (_HEAD, {"attention_bias": _FLAG}),
+    "gemma2": (_HEAD, {"attention_bias": _FLAG, "sliding_window": _WINDOW}),
+    "gemma3_text": (
+        _HEAD,
+        {"attention_bias": _FLAG, "sliding_window": _WINDOW, "sliding_window_pattern": st.integers(1, 4)},
+    ),
+    "phi": ({}, {"qk_layernorm": _FLAG}),
+    "phi3": ({}, _SLIDING),
+    "cohere": ({}, {"attention_bias": _FLAG, "use_qk_norm": _FLAG}),
+    "cohere2": (
+        {},
+        {"attention_bias": _FLAG, "sliding_window": _WINDOW, "sliding_window_pattern": st.integers(1, 4)},
+    ),
+    "olmo": ({}, {"attention_bias": _FLAG}),
+    "olmo2": ({}, {"attention_bias": _FLAG}),
+    "granite": ({}, _BIASES),
+    "starcoder2": ({}, {"use_bias": _FLAG, **_SLIDING}),
+    "stablelm": ({}, {"use_qkv_bias": _FLAG, "qk_layernorm": _FLAG, "use_parallel_residual": _FLAG}),
+    "gpt2": ({}, {"n_inner": st.none() | _SIZE}),
+    "gpt_neox": ({}, {"attention_bias": _FLAG}),
+    "falcon": (
+        {},
+        {
+            "bias": _FLAG,
+            "multi_query": _FLAG,
+            "new_decoder_architecture": _FLAG,
+            "parallel_attn": _FLAG,
+            "num_ln_in_parallel_attn": st.sampled_from((None, 1, 2)),
+            "ffn_hidden_size": st.none() | _SIZE,
+        },
+    ),
+    "glm4": (_HEAD, {"attention_bias": _FLAG}),
+    "smollm3": (
+        {},
+        {
+            **_BIASES,
+            "use_sliding_window": _FLAG,
+            "sliding_window": _WINDOW,
+            "no_rope_layer_interval": st.integers(1, 4),
+        },
+    ),
+    "gpt_oss": (
+        {**_HEAD, "num_local_experts": st.integers(2, 4), "num_experts_per_tok": st.integers(1, 2)},
+        {"attention_bias": _FLAG, "sliding_window": _WINDOW},
+    ),
+    "nemotron": ({}, {**_BIASES, **_HEAD}),
+    "deepseek_v2": (_MLA, _BIASES),
+    "deepseek_v3": (_MLA, {"attention_bias": _FLAG}),
+}
+
+#: What families call the common keys if not by the usual names; None for keys that they lack.
+_NAMES: dict[str, dict[str, str | None]] = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "num_key_value_heads": None,
+        "max_position_embeddings": "n_positions",
+        "intermediate_size": None,
+    },
+    "gpt_neox": {"num_key_value_heads": None},
+    "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": None},
+}
+
+#: Families whose latent attention or old form gives every query head its own keys.
+_UNGROUPED = {"gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3"}
+
+
+@st.composite
+def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
+    """Draw a small config of a family: grouped, multi-query or plain, with and without the keys that it may have."""
+    if model_type == "gemma3":
+        vision = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+        text = draw(configs("gemma3_text"))
+        tied = {key: text.pop(key) for key in ("tie_word_embeddings",) if key in text}
+        return {**tied, "model_type": "gemma3", "text_config": text, "vision_config": vision}
+    always, sometimes = FAMILY_KEYS[model_type]
+    kv_heads = draw(st.integers(1, 3))
+    q_heads = kv_heads * (1 if model_type in _UNGROUPED else draw(st.integers(1, 3)))
+    common = {
+        "vocab_size": draw(st.integers(5, 40)),
+        "hidden_size": q_heads * draw(st.sampled_from((8, 16))),
+        "intermediate_size": draw(_SIZE),
+        "num_hidden_layers": draw(_LAYERS),
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": draw(st.integers(1, 64)),
+        "pad_token_id": 0,  # transformers' defaults lie outside a small vocabulary
+    }
+    names = _NAMES.get(model_type, {})
+    renamed = {name: value for key, value in common.items() if (name := names.get(key, key))}
+    return {
+        "model_type": model_type,
+        **renamed,
+        **draw(st.fixed_dictionaries(always, optional={"tie_word_embeddings": _FLAG, **sometimes})),
+    }

@@ -1,0 +1,113 @@
+"""What the tests of the families share: specs from dicts, and transformers' models without weights."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging
+
+from tpplan import families
+from tpplan.axes import Axis
+from tpplan.config import Config, read_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tpplan.model import Block, ModelSpec, Parameter
+
+logging.set_verbosity_error()
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "models"
+
+MISTRAL = {
+    "model_type": "mistral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 32768,
+}
+
+
+#: Keys without which transformers itself cannot build or run a model of the family's default config.
+INCOMPLETE_DEFAULTS = {"nemotron": {"num_key_value_heads": 48}, "deepseek_v2": {"num_experts_per_tok": 6}}
+
+
+def spec_of(data: dict[str, Any], name: str = "model") -> ModelSpec:
+    """Return the spec of a config that went through JSON like a file."""
+    return families.spec_from_config(Config(json.loads(json.dumps(data)), "config.json"), name)
+
+
+def hub_config(data: dict[str, Any]) -> Any:
+    """Return transformers' config of the same data."""
+    return AutoConfig.for_model(**data)
+
+
+def meta_model(config: Any) -> PreTrainedModel:
+    """Build the model without its weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the text model's tensors as ``save_pretrained`` writes them: hub names, experts apart, tied ones once."""
+    own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    state = {name: tensor for name, tensor in model.state_dict().items() if name in own}
+    tensors = revert_weight_conversion(model, state)
+    ignored = ("vision_tower.", "multi_modal_projector.")
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(ignored)}
+
+
+def named(spec: ModelSpec) -> Iterator[tuple[str, Parameter, Block | None]]:
+    """Yield every tensor of a spec by its full name."""
+    for parameter in spec.parameters:
+        yield parameter.name, parameter, None
+    for block in spec.blocks:
+        for layer in block.layers:
+            for parameter in block.parameters:
+                for expert in range(parameter.copies):
+                    name = parameter.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+                    yield name, parameter, block
+
+
+def parameters_of(spec: ModelSpec) -> list[Parameter]:
+    """Return the parameters of a spec, those of equal layers once."""
+    return [*spec.parameters, *(parameter for block in spec.blocks for parameter in block.parameters)]
+
+
+def assert_same_tensors(spec: ModelSpec, tensors: dict[str, torch.Tensor]) -> None:
+    """Compare names, shapes and counts."""
+    assert {name: parameter.shape for name, parameter, _ in named(spec)} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
+    assert spec.parameter_count == sum(tensor.numel() for tensor in tensors.values())
+
+
+def assert_consistent(spec: ModelSpec) -> None:
+    """Check what holds for every spec: layers once each, and cuts in equal parts for equal parts of their axis."""
+    layers = sorted(layer for block in spec.blocks for layer in block.layers)
+    assert layers == list(range(spec.layer_count))
+    assert [block.layers[0] for block in spec.blocks] == sorted(block.layers[0] for block in spec.blocks)
+    assert len({(b.attention, b.parameters, b.intermediate) for b in spec.blocks}) == len(spec.blocks)
+    outer = {Axis.RS: spec.hidden_size, Axis.VC: spec.vocab_size}
+    for block, parameters in [(None, spec.parameters), *((block, block.parameters) for block in spec.blocks)]:
+        sizes = {**outer, **(dict(block.sizes()) if block else {})}
+        for parameter in parameters:
+            segments = [segment for dim in parameter.dims for segment in dim]
+            assert all(s.length > 0 for s in segments), parameter
+            assert all(s.axis is None or s.length % sizes[s.axis] == 0 for s in segments), parameter
+            assert (parameter.out is None) == all(s.axis is None for s in segments), parameter
+            assert parameter.home is None or parameter.home in sizes, parameter
+
+
+@cache
+def example(name: str) -> ModelSpec:
+    """Read one of the examples' configs."""
+    return families.spec_from_config(read_config(EXAMPLES / name), name)

@@ -1,0 +1,84 @@
+"""The family tables describe the same tensors and caches as transformers' models."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from tests.family_configs import FAMILY_KEYS, configs
+from tests.family_models import (
+    INCOMPLETE_DEFAULTS,
+    assert_consistent,
+    assert_same_tensors,
+    hub_config,
+    meta_model,
+    parameters_of,
+    saved_tensors,
+    spec_of,
+)
+from tpplan import families
+
+if TYPE_CHECKING:
+    from tpplan.families.table import Family
+
+
+@pytest.mark.parametrize("model_type", families.supported())
+def test_default_config_gives_the_tensors_of_transformers(model_type: str) -> None:
+    """The default config of every family gives exactly the names, shapes and count of transformers' model."""
+    config = hub_config({"model_type": model_type, **INCOMPLETE_DEFAULTS.get(model_type, {})})
+    spec = spec_of(config.to_dict())
+    assert_same_tensors(spec, saved_tensors(meta_model(config)))
+    assert_consistent(spec)
+
+
+@pytest.mark.parametrize("model_type", families.supported())
+@settings(max_examples=8)
+@given(data=st.data())
+def test_small_configs_give_the_tensors_and_windows_of_transformers(model_type: str, data: st.DataObject) -> None:
+    """Any documented form of a family gives transformers' tensors and sliding windows, keys left out or not."""
+    raw = data.draw(configs(model_type))
+    config = hub_config(raw)
+    spec = spec_of(raw)
+    assert_same_tensors(spec, saved_tensors(meta_model(config)))
+    assert_consistent(spec)
+    layers = DynamicCache(config=config).layers
+    windows = {layer: block.attention.window for block in spec.blocks for layer in block.layers if block.attention}
+    assert windows == {i: getattr(layer, "sliding_window", 0) for i, layer in enumerate(layers)}
+    assert spec_of(config.to_dict()) == spec
+
+
+def test_every_family_is_drawn() -> None:
+    """No family escapes the comparison."""
+    assert {*FAMILY_KEYS, "gemma3"} == set(families.supported())
+
+
+@pytest.mark.parametrize(("model_type", "family"), families.FAMILIES.items())
+def test_rows_test_only_flags_that_exist(model_type: str, family: Family) -> None:
+    """A flag that is misspelt in a table would silently drop a tensor."""
+    derived = {"one_kv_head", "two_norms", "q_lora_rank", "n_shared_experts"} if family.adapt else set()
+    rows = (*family.outside, *family.layer, *family.dense, *family.sparse)
+    tested = {flag.removeprefix("!") for row in rows for flag in row.when.split()}
+    assert tested <= {*family.flags, "tie_word_embeddings", *derived}, model_type
+    assert set(family.flags) <= tested | {"new_decoder_architecture", "multi_query"}
+
+
+def test_tolerated_names_are_no_tensors_of_the_model() -> None:
+    """Buffers and vision towers that checkpoints are known for are ignored, and no tensor of a model is."""
+    assert any(fnmatch("h.0.attn.bias", pattern) for pattern in families.tolerated("gpt2").ignored)
+    assert any(fnmatch("vision_tower.x.weight", pattern) for pattern in families.tolerated("gemma3").ignored)
+    for model_type in families.supported():
+        record = families.tolerated(model_type)
+        config = hub_config({"model_type": model_type, **INCOMPLETE_DEFAULTS.get(model_type, {})})
+        parameters = parameters_of(spec_of(config.to_dict()))
+        assert not [p.name for p in parameters for pattern in record.ignored if fnmatch(p.name, pattern)]
+        assert all(p.name.startswith((record.prefix, "lm_head.", "embed_out.")) for p in parameters)
+
+
+def test_extra_layers_are_tolerated_where_checkpoints_have_them() -> None:
+    """DeepSeek-V3 comes with a layer for predicting a second token, which its config does not count."""
+    assert [name for name in families.supported() if families.tolerated(name).extra_layers] == ["deepseek_v3"]

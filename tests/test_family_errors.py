@@ -1,0 +1,93 @@
+"""Configs that are wrong: a spec or a clear error, never a traceback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.family_configs import configs
+from tests.family_models import MISTRAL, assert_consistent, spec_of
+from tpplan import families
+from tpplan.axes import MAX_LAYERS
+from tpplan.config import Config
+from tpplan.errors import ModelError
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_attention_heads": 30}, ("30 query heads", "8 key/value heads")),
+        ({"hidden_size": 4097}, ("4097", "32 query heads")),
+        ({"vocab_size": None}, ("vocab_size", "null")),
+        ({"num_hidden_layers": True}, ("num_hidden_layers is True", "not a whole number")),
+        ({"num_hidden_layers": "32"}, ("num_hidden_layers is '32'",)),
+        ({"num_hidden_layers": 32.0}, ("num_hidden_layers is 32.0",)),
+        ({"num_hidden_layers": 0}, ("num_hidden_layers is 0", f"1 to {MAX_LAYERS}")),
+        ({"num_hidden_layers": MAX_LAYERS + 1}, ("num_hidden_layers is 10001",)),
+        ({"hidden_size": -1}, ("hidden_size is -1",)),
+        ({"hidden_size": 2**40}, ("hidden_size is 1099511627776",)),
+        ({"n_embd": 7}, ("hidden_size is 4096", "n_embd", "7")),
+        ({"layer_types": ["full_attention"]}, ("1 entries", "32 layers")),
+        ({"layer_types": ["linear_attention"] * 32}, ("'linear_attention'", "sliding_attention")),
+        ({"torch_dtype": "int3"}, ("torch_dtype is 'int3'", "bfloat16")),
+        ({"architectures": ["MistralForSequenceClassification"]}, ("MistralForSequenceClassification",)),
+        ({"architectures": [7]}, ("architectures[0] is 7",)),
+        ({"is_encoder_decoder": True}, ("is_encoder_decoder is true",)),
+        ({"model_type": "mistrall"}, ("'mistrall'", "did you mean mistral?")),
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, ("'mamba'", "MambaForCausalLM", "llama")),
+        ({"model_type": None}, ("model_type is missing", "supported are")),
+        ({"model_type": "gemma3"}, ("text_config is missing",)),
+        ({"model_type": "gemma3", "text_config": 3}, ("text_config is 3", "object")),
+        ({"model_type": "cohere2", "head_dim": 4}, ("head_dim is 4", "128")),
+        ({"model_type": "mixtral"}, ("num_local_experts", "missing")),
+        ({"model_type": "mixtral", "num_local_experts": 1}, ("num_experts_per_tok is 2", "1 experts")),
+        ({"model_type": "smollm3", "num_key_value_heads": 4, "no_rope_layers": [1]}, ("1 entries", "32 layers")),
+    ],
+)
+def test_bad_configs_are_named(change: dict[str, Any], words: tuple[str, ...]) -> None:
+    """An error names the file, the key and the values that are at odds, and has a hint."""
+    with pytest.raises(ModelError) as caught:
+        spec_of(MISTRAL | change)
+    assert caught.value.hint
+    assert caught.value.message.startswith("config.json: ")
+    for word in words:
+        assert word in str(caught.value)
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10),
+    st.integers(),
+    st.sampled_from((2**31, 2**31 + 1, 2**63, 10**4000, MAX_LAYERS, 65536, 65537)),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers() | st.text(max_size=3) | st.none(), max_size=4),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_mutated_configs_give_a_spec_or_a_clear_error(data: st.DataObject) -> None:
+    """Whatever is done to a config, the answer is a consistent spec or a ModelError with a hint."""
+    model_type = data.draw(st.sampled_from(families.supported()))
+    raw = data.draw(configs(model_type))
+    target = raw["text_config"] if "text_config" in raw and data.draw(st.booleans()) else raw
+    keys = sorted({*target, "architectures", "torch_dtype", "layer_types", "head_dim", "sliding_window"})
+    for key in data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=3, unique=True)):
+        if data.draw(st.booleans()):
+            target.pop(key, None)
+        else:
+            target[key] = data.draw(JUNK)
+    try:
+        spec = families.spec_from_config(Config(raw, "config.json"), "model")
+    except ModelError as error:
+        caught: ModelError | None = error
+    else:
+        caught = None
+        assert_consistent(spec)
+    assert caught is None or (caught.hint and len(str(caught)) < 1500)
