@@ -165,6 +165,15 @@ class Config:
                 raise self.error(f"{name}[{i}] is {_repr(item)}, expected a list of {what}")
         return tuple(value)
 
+    def raw(self, key: str) -> object:
+        """Return what the file has under ``key``, unchecked; None if it is absent."""
+        _, value = self._find(key)
+        return None if value is _MISSING else value
+
+    def having(self, key: str, value: object) -> Config:
+        """Return the same config with another value for ``key``."""
+        return Config({**self._data, key: value}, self.source)
+
     def section(self, key: str) -> Config:
         """Return the object under ``key``.
 

@@ -1,0 +1,9 @@
+"""From the unquantised model that a config describes to the tensors that its checkpoint stores."""
+
+from __future__ import annotations
+
+from tpplan.formats.formula import stored_by_formula
+from tpplan.formats.matching import stored_by_headers
+from tpplan.formats.scheme import Scheme, read_scheme
+
+__all__ = ["Scheme", "read_scheme", "stored_by_formula", "stored_by_headers"]

@@ -1,0 +1,196 @@
+"""The model that a config describes, held against the headers of its checkpoint, which are the truth for bytes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from fnmatch import translate
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from attrs import evolve
+
+from tpplan.errors import ModelError
+from tpplan.formats.formula import rebuild
+from tpplan.formats.storage import Stored, split_name, store
+from tpplan.formats.table import FLOATS, FORMATS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from tpplan.checkpoint import Headers, Tensor
+    from tpplan.families import Tolerated
+    from tpplan.formats.scheme import Scheme
+    from tpplan.model import ModelSpec, Parameter
+
+    Forms = Mapping[str, Tensor]
+
+_HINT: Final = "the config and the checkpoint are of different models, or one was edited: fetch both again"
+_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
+_SHOWN: Final = 3
+
+
+def stored_by_headers(logical: ModelSpec, scheme: Scheme, headers: Headers, tolerated: Tolerated) -> ModelSpec:
+    """Return the model as its checkpoint stores it, down to the byte.
+
+    Names are the family's own also where the checkpoint leaves out a prefix. Experts of one layer that are stored in
+    different shapes (EXL2 may spend more bits on some) become one parameter for each kind, under the same name, whose
+    copies add up to the experts.
+
+    Raises:
+        ModelError: the checkpoint contradicts the config, lacks tensors, has others, or has them in an unknown format.
+    """
+    match = _Match(logical, scheme, headers, tolerated)
+    spec = rebuild(logical, match.stored)
+    match.check_complete()
+    quantised = match.sizes.keys() - set(FLOATS)
+    text = max(
+        quantised or match.sizes.keys(), key=lambda text: (match.sizes[text], text), default=logical.weight_format
+    )
+    if "{bpw}" in text:
+        text = text.format(bpw=f"{8 * match.sizes[text] / match.elements[text]:.2f}")
+    return evolve(
+        spec,
+        dtype=_DTYPES.get(text, logical.dtype),
+        weight_format=text,
+        gather_only=next(iter(match.gather_only), ""),
+    )
+
+
+class _Match:
+    """The search for a model's tensors in a checkpoint, and what it learns on the way."""
+
+    def __init__(self, logical: ModelSpec, scheme: Scheme, headers: Headers, tolerated: Tolerated) -> None:
+        self.logical = logical
+        self.scheme = scheme
+        self.sizes: Counter[str] = Counter()
+        self.elements: Counter[str] = Counter()
+        self.gather_only: dict[str, None] = {}
+        self.missing: list[str] = []
+        self.kinds: dict[tuple[object, ...], Stored] = {}
+        names = [p.name for p in (*logical.parameters, *(p for block in logical.blocks for p in block.parameters))]
+        self.own: dict[str, set[str]] = {}
+        for name in names:
+            stem, suffix = split_name(name)
+            self.own.setdefault(stem, set()).add(suffix)
+        there = any(name.startswith(tolerated.prefix) for name in headers.tensors)
+        self.prefix = "" if there else tolerated.prefix
+        layers = next((name.partition("{layer}")[0] for name in names if "{layer}" in name), "")
+        self.layers = re.compile(re.escape(layers.removeprefix(self.prefix)) + r"(\d+)\.")
+        ignored = re.compile("|".join(map(translate, tolerated.ignored)))
+        self.found: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in headers.tensors.items():
+            if tolerated.extra_layers and _number(self.layers.match(name)) >= logical.layer_count:
+                continue
+            if not (tolerated.ignored and ignored.match(name)):
+                stem, suffix = split_name(name)
+                self.found.setdefault(stem, {})[suffix] = tensor
+        self.left = {(stem, suffix) for stem, forms in self.found.items() for suffix in forms}
+
+    def stored(self, parameter: Parameter, layer: int | None) -> tuple[Parameter, ...]:
+        """Return the tensors that store a parameter of a layer."""
+        template, suffix = split_name(parameter.name)
+        others = self.own[template] - {suffix}
+        template = template.removeprefix(self.prefix).replace("{layer}", str(layer))
+        experts = "{expert}" in template
+        kinds: Counter[tuple[object, ...]] = Counter()
+        for expert in range(parameter.copies if experts else 1):
+            stem = template.replace("{expert}", str(expert)) if experts else template
+            forms = self.found.get(stem, {})
+            if len(parameter.dims) == 1:
+                forms = {suffix: forms[suffix]} if suffix in forms else {}
+            elif others:
+                forms = {suffix: tensor for suffix, tensor in forms.items() if suffix not in others}
+            if not forms:
+                self.missing.append(stem + suffix)
+                continue
+            key = (id(parameter), *((suffix, tensor.dtype, tensor.shape) for suffix, tensor in sorted(forms.items())))
+            if key not in self.kinds:
+                self.kinds[key] = self.kind(parameter, stem, suffix, forms)
+            kinds[key] += 1
+            self.left.difference_update((stem, suffix) for suffix in self.kinds[key].suffixes)
+        counts = [(self.kinds[key], count) for key, count in kinds.items()]
+        for kind, count in counts:
+            if layer is not None or kind.text in FLOATS:
+                self.sizes[kind.text] += sum(p.bytes for p in kind.parameters) * count // parameter.copies
+                self.elements[kind.text] += prod(parameter.shape) * count
+            if kind.gather_only:
+                self.gather_only[kind.gather_only] = None
+        return tuple(evolve(p, copies=count) for kind, count in counts for p in kind.parameters)
+
+    def kind(self, parameter: Parameter, stem: str, suffix: str, forms: Forms) -> Stored:
+        """Return how a parameter is stored, given its tensors by suffix.
+
+        Raises:
+            ModelError: they are no known format, or not of the size that the config asks for.
+        """
+        candidates = [name for name, form in FORMATS.items() if form.required <= forms.keys()]
+        candidates.sort(key=lambda name: len(forms.keys() - FORMATS[name].pieces.keys()))
+        for name in candidates if len(parameter.dims) > 1 else ():
+            if found := store(parameter, name, self.scheme, forms):
+                return found
+        plain = forms.get(suffix)
+        if plain and plain.dtype in FLOATS and plain.shape == parameter.shape:
+            return Stored((evolve(parameter, dtype=plain.dtype),), (suffix,), plain.dtype)
+        first, tensor = next(((s, t) for s, t in forms.items() if len(t.shape) > 1), next(iter(forms.items())))
+        what = f"{tensor.file}: {stem}{first} is {tensor.dtype} of shape {list(tensor.shape)}"
+        asked = f"{self.scheme.source} asks for {list(parameter.shape)}"
+        if candidates:
+            as_what = _named(FORMATS[candidates[0]].text, self.scheme)
+            raise ModelError(f"{what}, which cannot be {as_what} where {asked}", _HINT)
+        if plain and plain.dtype in FLOATS:
+            raise ModelError(f"{what}, but {asked}", _HINT)
+        suffixes = ", ".join(sorted(forms)[:8])
+        raise ModelError(f"{what}; no format that tpplan knows stores a matrix as {suffixes}", _KNOWN)
+
+    def check_complete(self) -> None:
+        """Check that the checkpoint has every tensor of the config, and no other.
+
+        Raises:
+            ModelError: it does not; the error counts layers or experts where that explains it, else names tensors.
+        """
+        if not self.missing and not self.left:
+            return
+        spec, source = self.logical, self.scheme.source
+        counts = (
+            ("layers", self.layers.match, spec.layer_count, "num_hidden_layers"),
+            ("experts", _EXPERT.search, max((block.experts for block in spec.blocks), default=0), "of each layer"),
+        )
+        for what, search, asked, key in counts:
+            there = 1 + max((_number(search(f"{stem}.")) for stem in self.found), default=-1)
+            if there not in {0, asked}:
+                raise ModelError(f"the checkpoint has {there} {what}, but {source} asks for {asked} ({key})", _HINT)
+        parts = []
+        if self.missing:
+            parts.append(
+                f"the checkpoint lacks {len(self.missing)} tensors that {source} asks for: {_some(self.missing)}"
+            )
+        if self.left:
+            names = sorted(stem + suffix for stem, suffix in self.left)
+            parts.append(f"the checkpoint has {len(names)} tensors that {source} does not ask for: {_some(names)}")
+        raise ModelError("; ".join(parts), _HINT)
+
+
+_KNOWN: Final = "known are plain floats, " + ", ".join(dict.fromkeys(form.text.split()[0] for form in FORMATS.values()))
+
+
+def _named(text: str, scheme: Scheme) -> str:
+    """Write a format's name with the parameters that the config gives."""
+    known = {"group": scheme.group, **scheme.known}
+    return re.sub(r"\{(\w+)\}", lambda match: str(known.get(match[1], "?")), text)
+
+
+def _number(match: re.Match[str] | None) -> int:
+    """Return the number that was found, -1 if there is none."""
+    return int(match[1]) if match else -1
+
+
+def _some(names: Collection[str]) -> str:
+    """Name a few of many tensors, each of another kind, and say how many more there are."""
+    kinds: dict[str, str] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\d+", "#", name), name)
+    shown = list(kinds.values())[:_SHOWN]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

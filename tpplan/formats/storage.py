@@ -1,0 +1,168 @@
+"""One matrix of the unquantised model as the tensors that store it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from attrs import evolve
+
+from tpplan.axes import Axis
+from tpplan.formats.table import FORMATS, SUFFIXES
+from tpplan.model import Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tpplan.checkpoint import Tensor
+    from tpplan.formats.scheme import Scheme
+    from tpplan.formats.table import Dim
+    from tpplan.model import Parameter
+
+    Dims = tuple[tuple[Segment, ...], ...]
+
+#: Suffixes that more than a dot and one word make up.
+_LONG: Final = tuple(suffix for suffix in SUFFIXES if suffix.rfind(".") != 0)
+
+
+class Stored(NamedTuple):
+    """How a matrix is stored.
+
+    Attributes:
+        parameters: the tensors.
+        suffixes: of their names.
+        text: the format, as people call it; empty if it is not quantised.
+        gather_only: why its inputs cannot be cut; empty if they can.
+    """
+
+    parameters: tuple[Parameter, ...]
+    suffixes: tuple[str, ...]
+    text: str
+    gather_only: str = ""
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split a tensor's name into that of its module and the suffix that its format adds, empty if there is none."""
+    stem, _, tail = name.rpartition(".")
+    if f".{tail}" in SUFFIXES:
+        return stem, f".{tail}"
+    if name.endswith(_LONG):
+        suffix = next(suffix for suffix in _LONG if name.endswith(suffix))
+        return name.removesuffix(suffix), suffix
+    return name, ""
+
+
+def store(parameter: Parameter, name: str, scheme: Scheme, found: Mapping[str, Tensor | str]) -> Stored | None:
+    """Return how the format called ``name`` stores a matrix, or None if it cannot be so.
+
+    Args:
+        parameter: the matrix.
+        name: of the format.
+        scheme: what the config says of the format's parameters.
+        found: the tensors of the file by suffix; where there is no file, the dtypes to compute with.
+    """
+    form = FORMATS[name]
+    sides = _sides(parameter)
+    inputs = sum(segment.length for segment in sides["in"])
+    known = scheme.parameters(inputs)
+    fits: list[tuple[str, str, tuple[Dim, ...], Dims]] = []
+    for suffix, piece in form.pieces.items():
+        if suffix not in found:
+            continue
+        tensor = found[suffix]
+        dtype, shape = (tensor, None) if isinstance(tensor, str) else (tensor.dtype, tensor.shape)
+        shapes = piece.shapes if shape is not None else piece.shapes[:1]
+        fit = next(
+            ((words, dims) for words in shapes if (dims := _dims(words, parameter, shape, known)) is not None), None
+        )
+        if fit is None or dtype not in piece.dtypes:
+            return None
+        fits.append((suffix, dtype, *fit))
+    whole = known.get("group", 0) >= inputs
+    permuted = name == "gptq" and not whole and ".g_idx" in found and scheme.permuted is not False
+    gather_only = form.gather_only or (_PERMUTED[scheme.permuted] if permuted else "")
+    stem = split_name(parameter.name)[0]
+    parameters = tuple(
+        evolve(
+            parameter,
+            name=stem + suffix,
+            dtype=dtype,
+            dims=dims,
+            out=_out(words, len(parameter.dims) - 2),
+            home=_home(parameter, gather_only),
+        )
+        for suffix, dtype, words, dims in fits
+    )
+    text = form.text.removesuffix(" g{group}") if whole else form.text
+    return Stored(parameters, tuple(suffix for suffix, *_ in fits), text.format_map(_Filled(known)), gather_only)
+
+
+class _Filled(dict[str, int]):
+    """Parameters for a format's text; what is not known yet stays in braces."""
+
+    def __missing__(self, key: str) -> str:
+        return f"{{{key}}}"
+
+
+_PERMUTED: Final = {
+    True: "GPTQ with desc_act permutes the rows of every matrix",
+    None: "the config does not say whether GPTQ permuted the rows (desc_act), and their g_idx says that it may have",
+}
+
+
+def _sides(parameter: Parameter) -> dict[str, tuple[Segment, ...]]:
+    """Return what the words ``out``, ``in`` and ``flat`` follow."""
+    last = len(parameter.dims) - 1
+    out = last - 1 if parameter.out is None else parameter.out
+    outputs, inputs = parameter.dims[out], parameter.dims[2 * last - 1 - out]
+    width = sum(segment.length for segment in inputs)
+    return {
+        "out": outputs,
+        "in": inputs,
+        "flat": tuple(Segment(segment.axis, segment.length * width) for segment in outputs),
+    }
+
+
+def _dims(
+    words: tuple[Dim, ...], parameter: Parameter, shape: tuple[int, ...] | None, known: dict[str, int]
+) -> Dims | None:
+    """Return the dimensions of a stored tensor, or None if it cannot have this shape."""
+    sides = _sides(parameter)
+    wanted = [
+        pair
+        for word in words
+        for pair in (
+            [(word, dim) for dim in parameter.dims[:-2]] if word.side == "lead" else [(word, sides.get(word.side))]
+        )
+    ]
+    if shape is not None and len(shape) != len(wanted):
+        return None
+    dims = []
+    for i, (word, segments) in enumerate(wanted):
+        length = None if shape is None else shape[i]
+        fit: tuple[Segment, ...] | None = None
+        if segments is not None:
+            fit = word.fit(segments, length, known)
+        elif not word.side.isdigit():
+            fit = None if length is None else (Segment(None, length),)
+        elif length in {None, int(word.side)}:
+            fit = (Segment(None, int(word.side)),)
+        if fit is None:
+            return None
+        dims.append(fit)
+    return tuple(dims)
+
+
+def _out(words: tuple[Dim, ...], leading: int) -> int | None:
+    """Return which stored dimension holds the outputs."""
+    at = next((i for i, word in enumerate(words) if word.side in {"out", "flat"}), None)
+    return at if at is None or words[0].side != "lead" else at - 1 + leading
+
+
+def _home(parameter: Parameter, gather_only: str) -> Axis | None:
+    """Return where an uncut part of a matrix is needed: with its outputs.
+
+    Where the outputs are the residual stream and the layout is open, ``reduce`` needs it with the inputs and ``gather``
+    with the outputs; every device in use is the answer that is right for both.
+    """
+    out = next((segment.axis for segment in _sides(parameter)["out"] if segment.axis), None)
+    return parameter.home or (None if out is Axis.RS and not gather_only else out)

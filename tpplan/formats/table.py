@@ -1,0 +1,257 @@
+"""How the formats store a matrix: one line per stored tensor, in short words.
+
+A line has the suffix that follows the name of the matrix (``?`` where it may be absent), the dtypes it may have, and
+the words of its dimensions; ``|`` separates shapes that it may have, an empty one is a scalar. A dimension is
+
+======== =================================================================================
+``out``  the outputs of the matrix, and cut with them
+``in``   its inputs
+``lead`` its dimensions before these two (experts in one tensor)
+``flat`` all its elements, row after row of outputs, and cut with the outputs
+``any``  of any length, never cut
+``16``   of this length, never cut
+======== =================================================================================
+
+followed by ``^n`` where it is padded to a multiple of n, and ``*n/m`` where n stored elements take the place of m; both
+may be a parameter of the format such as ``bits``. What divides without a rest follows the cuts of the matrix. A
+dimension that does not (a scale of a ragged block, say, or of one that two fused matrices share) is uncut: whoever
+needs the tensor holds all of it.
+
+Sources: AutoGPTQ and GPTQModel (``QuantLinear``), AutoAWQ (``WQLinear_GEMM``), ExLlamaV2 (``AdaptiveGPTQ.pack``),
+ExLlamaV3 (``LinearEXL3``), bitsandbytes (``QuantState.as_dict``, ``Linear8bitLt``), compressed-tensors, transformers
+(``FP8Linear``, ``Mxfp4GptOssExperts``).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from tpplan.model import Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_WORD: Final = re.compile(r"(?P<side>[a-z]+|\d+)(?:\^(?P<pad>\d+))?(?:\*(?P<times>\w+))?(?:/(?P<over>\w+))?")
+
+#: The dtypes of unquantised tensors.
+FLOATS: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
+
+
+class Dim(NamedTuple):
+    """One dimension of a stored tensor; see the module's docstring."""
+
+    side: str
+    pad: int = 1
+    times: str = "1"
+    over: str = "1"
+
+    def fit(self, segments: Sequence[Segment], stored: int | None, known: dict[str, int]) -> tuple[Segment, ...] | None:
+        """Return the segments of this dimension, or None if it cannot be ``stored`` elements long.
+
+        Groups and blocks may end in a ragged one; packed words come out even.
+
+        Args:
+            segments: of the dimension of the matrix that it follows.
+            stored: its length in the file; None where there is no file.
+            known: parameters of the format; one that is missing is worked out from ``stored``, and added.
+        """
+        length = sum(segment.length for segment in segments)
+        padded = -(-length // self.pad) * self.pad
+        if stored and self.times not in known and not self.times.isdigit():
+            known[self.times] = max(1, stored * self._value(self.over, known) // padded)
+        times = self._value(self.times, known)
+        if stored and self.over not in known and not self.over.isdigit():
+            known[self.over] = max(1, -(-padded * times // stored))
+        over = self._value(self.over, known)
+        total = -(-padded * times // over)
+        packed = self.over.isdigit() and self.over != "1"
+        if (stored is not None and stored != total) or (packed and padded * times % over):
+            return None
+        if any(segment.length * times % over for segment in segments) or (padded > length and times != over):
+            return (Segment(None, total),)
+        scaled = tuple(Segment(segment.axis, segment.length * times // over) for segment in segments)
+        return (*scaled, Segment(None, padded - length)) if padded > length else scaled
+
+    @staticmethod
+    def _value(word: str, known: Mapping[str, int]) -> int:
+        return int(word) if word.isdigit() else known[word]
+
+
+class Piece(NamedTuple):
+    """One stored tensor: the dtypes and shapes that it may have (the first is what formulas use)."""
+
+    required: bool
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[Dim, ...], ...]
+
+
+class Format(NamedTuple):
+    """A way of storing a matrix.
+
+    Attributes:
+        text: what people call it, with parameters in braces.
+        pieces: the stored tensors by suffix.
+        gather_only: why its inputs cannot be cut; empty if they can.
+    """
+
+    text: str
+    pieces: dict[str, Piece]
+    gather_only: str = ""
+
+    @property
+    def required(self) -> frozenset[str]:
+        """The suffixes that are always there."""
+        return frozenset(suffix for suffix, piece in self.pieces.items() if piece.required)
+
+
+def _dim(word: str) -> Dim:
+    match = _WORD.fullmatch(word)
+    if not match:
+        raise ValueError(word)
+    return Dim(match["side"], int(match["pad"] or 1), match["times"] or "1", match["over"] or "1")
+
+
+def _format(text: str, lines: str, gather_only: str = "") -> Format:
+    pieces = {}
+    for line in filter(str.strip, lines.splitlines()):
+        suffix, dtypes, *shape = line.split(maxsplit=2)
+        shapes = tuple(tuple(_dim(word) for word in part.split()) for part in "".join(shape).split("|"))
+        pieces[suffix.rstrip("?")] = Piece(not suffix.endswith("?"), tuple(dtypes.split(",")), shapes)
+    return Format(text, pieces, gather_only)
+
+
+_SCALARS = """
+    .input_scale?       F32,BF16,F16    |1
+    .activation_scale?  F32,BF16,F16    |1
+    .output_scale?      F32,BF16,F16    |1
+    .k_scale?           F32,BF16,F16    |1
+    .v_scale?           F32,BF16,F16    |1
+    .input_scale_ub?    F32             |1
+"""
+_FLAT = "bitsandbytes stores 4-bit weights as one run of all rows"
+_NF4 = """
+    .weight                  U8,BF16,F16,F32   flat/pack 1
+    .weight.absmax           U8,F32            flat/block
+    .weight.quant_map        F32               any
+    .weight.nested_absmax?   F32               any
+    .weight.nested_quant_map? F32              any
+"""
+
+#: The known formats; where several could store a matrix, the first that fits its shapes does.
+FORMATS: Final[dict[str, Format]] = {
+    "gptq": _format(
+        "GPTQ {bits}-bit g{group}",
+        """
+        .qweight    I32             in*bits/32 out
+        .qzeros     I32             in/group out*bits/32
+        .scales     F16,BF16,F32    in/group out
+        .g_idx?     I32             in
+        .bias?      F16,BF16,F32    out
+        """,
+    ),
+    "awq": _format(
+        "AWQ {bits}-bit g{group}",
+        """
+        .qweight    I32             in out*bits/32
+        .qzeros     I32             in/group out*bits/32
+        .scales     F16,BF16,F32    in/group out
+        """,
+    ),
+    "fp8-block": _format(
+        "FP8 block {rows}x{columns}",
+        """
+        .weight             F8_E4M3,F8_E5M2         out in
+        .weight_scale_inv   F32,BF16,F16,F8_E8M0    out/rows in/columns
+        """
+        + _SCALARS,
+    ),
+    "fp8-tensor": _format(
+        "FP8 per tensor",
+        """
+        .weight         F8_E4M3,F8_E5M2     out in
+        .weight_scale   F32,BF16,F16        |1
+        """
+        + _SCALARS,
+    ),
+    "fp8-channel": _format(
+        "FP8 per channel",
+        """
+        .weight         F8_E4M3,F8_E5M2     out in
+        .weight_scale   F32,BF16,F16        out 1|out
+        """
+        + _SCALARS,
+    ),
+    "fp8-block-scale": _format(
+        "FP8 block {rows}x{columns}",
+        """
+        .weight         F8_E4M3,F8_E5M2     out in
+        .weight_scale   F32,BF16,F16        out/rows in/columns
+        """
+        + _SCALARS,
+    ),
+    "fp8-tensor-inv": _format(
+        "FP8 per tensor",
+        """
+        .weight             F8_E4M3,F8_E5M2     out in
+        .weight_scale_inv   F32,BF16,F16        |1
+        """
+        + _SCALARS,
+    ),
+    "mxfp4": _format(
+        "MXFP4",
+        """
+        _blocks     U8      lead out in/32 16
+        _scales     U8      lead out in/32
+        """,
+    ),
+    # Rows are sorted by activation and packed at several widths; q_scale has one nibble per column and group.
+    "exl2": _format(
+        "EXL2 {bpw} bpw",
+        """
+        .q_weight       I32         any out^32
+        .q_scale        I32         any out^32/8
+        .q_scale_max    F16         any
+        .q_groups       I16         any
+        .q_invperm?     I32,I16     in
+        .q_perm?        I32,I16     in
+        .q_group_map?   I16         any
+        """,
+        "EXL2 permutes the rows of every matrix",
+    ),
+    "exl3": _format(
+        "EXL3 {bpw} bpw",
+        """
+        .trellis    I16     in^128/16 out^128/16 any
+        .suh?       F16     in^128
+        .svh?       F16     out^128
+        .su?        I16     in^128/16
+        .sv?        I16     out^128/16
+        .mcg?       I32     |1
+        .mul1?      I32     |1
+        """,
+    ),
+    "nf4": _format("NF4", _NF4 + ".weight.quant_state.bitsandbytes__nf4 U8 any", _FLAT),
+    "fp4": _format("FP4", _NF4 + ".weight.quant_state.bitsandbytes__fp4 U8 any", _FLAT),
+    "int8": _format(
+        "LLM.int8",
+        """
+        .weight         I8      out in
+        .SCB            F32     out
+        .weight_format? U8      |1
+        """,
+    ),
+    "int-packed": _format(
+        "INT{bits} g{group}",
+        """
+        .weight_packed          I32             out in*bits/32
+        .weight_scale           BF16,F16,F32    out in/group
+        .weight_shape           I64,I32         2
+        .weight_zero_point?     I32             out*bits/32 in/group
+        .weight_g_idx?          I32             in
+        """,
+    ),
+}
+
+#: Every suffix of the table, and the plain one.
+SUFFIXES: Final = frozenset({".weight"}.union(*(f.pieces for f in FORMATS.values())))

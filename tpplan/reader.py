@@ -1,0 +1,70 @@
+"""A model's files as a ModelSpec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tpplan.checkpoint import read_headers
+from tpplan.config import read_config
+from tpplan.families import spec_from_config, tolerated
+from tpplan.formats import read_scheme, stored_by_formula, stored_by_headers
+from tpplan.formats.storage import split_name
+
+if TYPE_CHECKING:
+    from tpplan.checkpoint import Headers
+    from tpplan.config import Config
+    from tpplan.model import ModelSpec
+
+_TIED: Final = "tie_word_embeddings"
+
+
+def read_model(path: str | Path) -> ModelSpec:
+    """Read a model: its shapes from config.json, its bytes from the headers of its safetensors files.
+
+    Args:
+        path: a model's directory; or a config.json, and then no other file is read, even if there are some beside it.
+
+    Returns:
+        The model, named after the directory (after the repository in a hub cache), or after a loose file.
+
+    Raises:
+        ModelError: a file is missing or damaged, the architecture is not supported, or config and headers contradict
+            each other.
+    """
+    path = Path(path)
+    config = read_config(path)
+    headers = read_headers(path) if path.is_dir() else None
+    name = _name(path)
+    if headers is None:
+        return stored_by_formula(spec_from_config(config, name), read_scheme(config))
+    logical = _as_tied_as_stored(config, headers, name)
+    return stored_by_headers(logical, read_scheme(config), headers, tolerated(logical.model_type))
+
+
+def _as_tied_as_stored(config: Config, headers: Headers, name: str) -> ModelSpec:
+    """Return the unquantised model, with an output matrix of its own if the checkpoint stores one.
+
+    The checkpoint decides: many configs leave ``tie_word_embeddings`` out, and some checkpoints (quantised ones above
+    all) have an output matrix although it is true. Only a config that says false while there is none cannot be right.
+    """
+    tied, untied = (spec_from_config(config.having(_TIED, value), name) for value in (True, False))
+    shared = {parameter.name for parameter in tied.parameters}
+    heads = [split_name(parameter.name)[0] for parameter in untied.parameters if parameter.name not in shared]
+    stems = {split_name(tensor)[0] for tensor in headers.tensors}
+    if stems.intersection(heads):
+        return untied
+    if heads and config.raw(_TIED) is False:
+        problem = f"{_TIED} is false, but the checkpoint has no {heads[0]}"
+        raise config.error(problem, "fetch the checkpoint's missing file, or the config that belongs to it")
+    return tied
+
+
+def _name(path: Path) -> str:
+    """Return what to call the model at ``path``: never more than one part of the path."""
+    if path.is_file() and path.name != "config.json":
+        return path.stem
+    directory = (path.parent if path.is_file() else path).resolve()
+    if directory.parent.name == "snapshots":  # a hub cache: models--org--name/snapshots/revision
+        return directory.parent.parent.name.rpartition("--")[2]
+    return directory.name or "model"
