@@ -1,0 +1,149 @@
+"""Equal parts of an axis are the same parts of the model in every tensor that the axis cuts.
+
+The proof by computing: put the elements of each axis into another order, in all tensors alike and as the tables say,
+and the model must still give the same logits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from tests.family_models import assert_consistent, hub_config, named, saved_tensors, spec_of
+from tpplan import families
+from tpplan.axes import Axis
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tpplan.model import Block, ModelSpec, Parameter
+
+    Order = dict[Axis | None, torch.Tensor]
+
+VOCAB = 20
+_OUTSIDE = {"vocab_size": VOCAB, "max_position_embeddings": 32, "pad_token_id": 0, "num_hidden_layers": 2}
+_BIASED = {"attention_bias": True, "mlp_bias": True}
+_PLAIN = _OUTSIDE | {"hidden_size": 48, "intermediate_size": 10, "num_attention_heads": 6}
+_GROUPED = _PLAIN | {"num_key_value_heads": 3}
+_NARROW = _GROUPED | {"head_dim": 4}
+_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 7, "num_experts_per_tok": 2}
+_PACKED = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_FALCON = _OUTSIDE | {"hidden_size": 48, "ffn_hidden_size": 10, "num_attention_heads": 6, "bias": True}
+_MLA = _PLAIN | {
+    "num_key_value_heads": 6,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "attention_bias": True,
+}
+
+#: The forms in which families store attention and MLP.
+FORMS: dict[str, dict[str, Any]] = {
+    "llama": _NARROW | _BIASED,
+    "mistral": _GROUPED,
+    "mixtral": _GROUPED | _PACKED,
+    "qwen2": _GROUPED,
+    "qwen2_moe": _GROUPED | _EXPERTS | {"shared_expert_intermediate_size": 5, "mlp_only_layers": [0]},
+    "qwen3": _NARROW | _BIASED,
+    "qwen3_moe": _NARROW | _EXPERTS,
+    "gemma": _NARROW,
+    "gemma2": _NARROW,
+    "gemma3_text": _NARROW,
+    "phi": _GROUPED | {"qk_layernorm": True},
+    "phi3": _GROUPED,
+    "cohere": _GROUPED | {"use_qk_norm": True},
+    "cohere2": _GROUPED,
+    "olmo": _GROUPED,
+    "olmo2": _GROUPED,
+    "granite": _GROUPED | _BIASED,
+    "starcoder2": _GROUPED,
+    "stablelm": _GROUPED | {"use_qkv_bias": True},
+    "gpt2": {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_inner": 10},
+    "gpt_neox": _PLAIN,
+    "falcon": _FALCON,
+    "falcon, plain": _FALCON | {"multi_query": False, "parallel_attn": False},
+    "falcon, grouped": _FALCON | {"num_kv_heads": 3, "new_decoder_architecture": True},
+    "glm4": _NARROW,
+    "smollm3": _GROUPED | _BIASED,
+    "gpt_oss": _NARROW | _PACKED,
+    "nemotron": _NARROW | _BIASED,
+    "deepseek_v2": _MLA | {"q_lora_rank": None},
+    "deepseek_v3": _MLA | {"q_lora_rank": 9},
+}
+
+#: Plain matrix products, which know 64-bit floats.
+EAGER = {"experts_implementation": "eager"}
+
+#: Query heads that share a key/value head are stored with it, so only whole groups can change places.
+FUSED_GROUPS = "falcon, grouped"
+
+
+def new_order(block: Block, *, within_groups: bool) -> Order:
+    """Draw an order for the elements of each axis; query heads move with their KV head."""
+    order: Order = {axis: torch.randperm(size) for axis, size in block.sizes()}
+    assert block.attention
+    group = block.attention.q_heads // block.attention.kv_heads
+    order[Axis.Q] = torch.cat(
+        [kv * group + (torch.randperm(group) if within_groups else torch.arange(group)) for kv in order[Axis.KV]]
+    )
+    return order
+
+
+def reordered(tensor: torch.Tensor, parameter: Parameter, order: Order) -> torch.Tensor:
+    """Return the tensor with the equal parts of each segment in the order of its axis."""
+    for dim, segments in enumerate(parameter.dims):
+        index = []
+        for segment, elements in zip(
+            segments, torch.split(torch.arange(tensor.shape[dim]), [s.length for s in segments]), strict=True
+        ):
+            places = order.get(segment.axis)
+            index.append(elements if places is None else elements.view(len(places), -1)[places].flatten())
+        tensor = tensor.index_select(dim, torch.cat(index))
+    return tensor.contiguous()
+
+
+def reorder_all(spec: ModelSpec, tensors: dict[str, torch.Tensor], vocab: torch.Tensor, form: str) -> dict[str, Any]:
+    """Return all tensors with every axis in a new order, the same in the layers of a block."""
+    orders = {block: new_order(block, within_groups=form != FUSED_GROUPS) for block in spec.blocks}
+    return {
+        name: reordered(tensors[name], parameter, orders[block] if block else {Axis.VC: vocab})
+        for name, parameter, block in named(spec)
+    }
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_elements_of_an_axis_can_change_places(form: str, tmp_path: Path) -> None:
+    """A device with some elements of each axis, and those parts of every tensor, holds what belongs together."""
+    torch.manual_seed(20)
+    config = hub_config({"model_type": form.partition(",")[0], **FORMS[form]})
+    spec = spec_of(config.to_dict())
+    assert_consistent(spec)
+    model = AutoModelForCausalLM.from_config(config, **EAGER).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    vocab = torch.randperm(VOCAB)
+    config.save_pretrained(tmp_path)
+    save_file(reorder_all(spec, saved_tensors(model), vocab, form), tmp_path / "model.safetensors", {"format": "pt"})
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **EAGER).eval()
+    tokens = torch.randint(VOCAB, (2, 7))
+    with torch.no_grad():
+        expected, found = model(tokens).logits, other(vocab.argsort()[tokens]).logits
+    assert expected.std() > 0.01
+    torch.testing.assert_close(found, expected[..., vocab], rtol=1e-4, atol=1e-4)
+
+
+def test_every_family_is_computed() -> None:
+    """All families take part; gemma3 has the table of gemma3_text."""
+    assert {form.partition(",")[0] for form in FORMS} | {"gemma3"} == set(families.supported())
