@@ -169,10 +169,12 @@ class _Match:
         if self.left:
             names = sorted(stem + suffix for stem, suffix in self.left)
             parts.append(f"the checkpoint has {len(names)} tensors that {source} does not ask for: {_some(names)}")
-        raise ModelError("; ".join(parts), _HINT)
+        raise ModelError("; ".join(parts), _HINT if self.scheme.is_known else f"{self.scheme.method!r:.60}: {_KNOWN}")
 
 
-_KNOWN: Final = "known are plain floats, " + ", ".join(dict.fromkeys(form.text.split()[0] for form in FORMATS.values()))
+_KNOWN: Final = "tpplan knows plain floats, " + ", ".join(
+    dict.fromkeys(form.text.split()[0] for form in FORMATS.values())
+)
 
 
 def _named(text: str, scheme: Scheme) -> str:

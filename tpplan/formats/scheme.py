@@ -53,6 +53,11 @@ class Scheme:
     skipped: tuple[str, ...] = ()
     source: str = ""
 
+    @property
+    def is_known(self) -> bool:
+        """Whether tpplan can read the method's checkpoints."""
+        return self.method in {"", *_METHODS, *_HEADERS_ONLY}
+
     def parameters(self, inputs: int) -> dict[str, int]:
         """Return the parameters of the format for a matrix with this many inputs."""
         return {**self.known, **({"group": inputs if self.group < 0 else self.group} if self.group else {})}
@@ -186,6 +191,7 @@ def _skipped(section: Config, key: str) -> tuple[str, ...]:
 
 
 _BITS: Final = (2, 3, 4, 8)
+_HEADERS_ONLY: Final = ("exl2", "exl3", "bitsandbytes")
 _METHODS: Final = {
     "gptq": _gptq,
     "awq": _awq,

@@ -14,8 +14,8 @@ the words of its dimensions; ``|`` separates shapes that it may have, an empty o
 
 followed by ``^n`` where it is padded to a multiple of n, and ``*n/m`` where n stored elements take the place of m; both
 may be a parameter of the format such as ``bits``. What divides without a rest follows the cuts of the matrix. A
-dimension that does not (a scale of a ragged block, say, or of one that two fused matrices share) is uncut: whoever
-needs the tensor holds all of it.
+dimension that does not (a scale of a ragged block, say, or of one that two fused matrices share), or that is a single
+element for the whole axis, is uncut: whoever needs the tensor holds all of it.
 
 Sources: AutoGPTQ and GPTQModel (``QuantLinear``), AutoAWQ (``WQLinear_GEMM``), ExLlamaV2 (``AdaptiveGPTQ.pack``),
 ExLlamaV3 (``LinearEXL3``), bitsandbytes (``QuantState.as_dict``, ``Linear8bitLt``), compressed-tensors, transformers
@@ -70,12 +70,17 @@ class Dim(NamedTuple):
             return None
         if any(segment.length * times % over for segment in segments) or (padded > length and times != over):
             return (Segment(None, total),)
-        scaled = tuple(Segment(segment.axis, segment.length * times // over) for segment in segments)
+        scaled = tuple(_scaled(segment, segment.length * times // over) for segment in segments)
         return (*scaled, Segment(None, padded - length)) if padded > length else scaled
 
     @staticmethod
     def _value(word: str, known: Mapping[str, int]) -> int:
         return int(word) if word.isdigit() else known[word]
+
+
+def _scaled(segment: Segment, length: int) -> Segment:
+    """Return the stored part of a segment; one element for all of it (a scale) is needed by whoever has a part."""
+    return Segment(segment.axis if length > 1 or segment.length == 1 else None, length)
 
 
 class Piece(NamedTuple):
