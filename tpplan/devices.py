@@ -1,11 +1,23 @@
-"""The devices that a plan is made for."""
+"""The devices that a plan is made for, and how people name them."""
 
 from __future__ import annotations
 
+import re
+
 from attrs import frozen
+
+from tpplan.errors import DeviceError
+from tpplan.sizes import format_bytes, parse_bytes
 
 #: CUDA context and libraries where nobody measured them on the device itself.
 DEFAULT_OVERHEAD_BYTES = 512 * 2**20
+
+#: More devices than this in a list is a mistake or an attack.
+MAX_DEVICES = 4096
+
+_LONGEST_SPEC = 100_000
+_EXAMPLE = "write a list such as 2x24GiB,RTX3060 or H100:72GiB, a devices file, or auto"
+_ENTRY = re.compile(r"(?:(?P<count>[0-9]+) ?[xX×] ?)?(?P<gpu>[^:]*)(?P<colon>:(?P<budget>.*))?", re.DOTALL)
 
 
 @frozen(kw_only=True)
@@ -25,3 +37,68 @@ class Device:
     overhead_bytes: int = DEFAULT_OVERHEAD_BYTES
     bandwidth_bytes_per_second: int = 0
     capability: str = ""
+
+
+def parse_devices(spec: str) -> tuple[Device, ...]:
+    """Read the devices that somebody wants to plan for.
+
+    Args:
+        spec: a list of entries such as ``2x24GiB,12GiB`` (memory), ``4xRTX4090,2xRTX3060`` (GPUs of the catalogue, with
+            all their memory) or ``H100:72GiB`` (with a budget); or the path of a devices file, ending in ``.json``;
+            or ``auto`` for the GPUs of this machine, each with the memory that is free on it now.
+
+    Raises:
+        DeviceError: an entry has no meaning, a GPU is unknown (with a near name as a hint), a budget is beyond its
+            GPU's memory, there is no device or more than 4096, a devices file breaks its rules, or no GPU was found.
+    """
+    # What follows imports on demand: most commands want Device alone, and these bring the catalogue, cattrs, drivers.
+    spec = spec.strip()
+    if spec.casefold() == "auto":
+        from tpplan import probe  # noqa: PLC0415
+
+        return probe.devices_file(probe.probe()).to_devices()
+    if spec.casefold().endswith(".json"):
+        from tpplan import devices_file  # noqa: PLC0415
+
+        return devices_file.load(spec).to_devices()
+    if not spec:
+        raise DeviceError("no device was named", _EXAMPLE)
+    if len(spec) > _LONGEST_SPEC:
+        raise DeviceError(f"a list of devices of {len(spec)} characters is beyond {_LONGEST_SPEC}", _EXAMPLE)
+    devices: list[Device] = []
+    for number, entry in enumerate(spec.split(","), 1):
+        count, device = _parse_entry(entry.strip(), number, spec)
+        if len(devices) + count > MAX_DEVICES:
+            raise DeviceError(f"{len(devices) + count} devices are more than {MAX_DEVICES}", "check the counts")
+        devices += [device] * count
+    return tuple(devices)
+
+
+def _parse_entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
+    """Read one entry: how often, and the device."""
+    from tpplan import catalogue  # noqa: PLC0415
+
+    match = _ENTRY.fullmatch(entry)
+    if not match or not match["gpu"].strip():
+        what = f"entry {number} of {spec[:60]!r}"
+        raise DeviceError(f"{what} is empty" if not entry else f"{what}, {entry[:60]!r}, names no GPU", _EXAMPLE)
+    digits, name, budget = match["count"] or "1", match["gpu"].strip(), match["budget"]
+    count = int(digits) if len(digits) < len(str(_LONGEST_SPEC)) else MAX_DEVICES + 1
+    if not 0 < count <= MAX_DEVICES:
+        raise DeviceError(f"{entry[:60]!r} asks for {digits[:20]} devices, expected 1 to {MAX_DEVICES}", _EXAMPLE)
+    if name[0].isdecimal() and not match["colon"] and not catalogue.lookup(name):
+        return count, Device(name=f"{name} GPU", budget_bytes=parse_bytes(name))
+    gpu = catalogue.find(name)
+    limit = gpu.memory_bytes if budget is None else parse_bytes(budget)
+    if limit > gpu.memory_bytes:
+        have = f"{format_bytes(gpu.memory_bytes)} ({gpu.memory_bytes} bytes)"
+        hint = f"lower the budget, or write {budget.strip()} alone for a GPU that is not the catalogue's"
+        raise DeviceError(f"a budget of {budget.strip()} is more than the {have} of the {gpu.name}", hint)
+    device = Device(
+        name=gpu.name,
+        budget_bytes=limit,
+        overhead_bytes=catalogue.overhead(gpu.capability).bytes,
+        bandwidth_bytes_per_second=gpu.bandwidth_bytes_per_second,
+        capability=gpu.capability,
+    )
+    return count, device

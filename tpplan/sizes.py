@@ -39,5 +39,6 @@ def format_bytes(size: int) -> str:
     sign, size = ("-", -size) if size < 0 else ("", size)
     if size < 2**10:
         return f"{sign}{size} B"
-    unit, scale = next((u, s) for u, s in reversed(_BINARY.items()) if size >= s)
+    # Just below a unit, two decimals would show 1024.00 of the smaller one.
+    unit, scale = next((u, s) for u, s in reversed(_BINARY.items()) if size >= s * 0.999995 or u == "KiB")
     return f"{sign}{size / scale:.2f} {unit}"

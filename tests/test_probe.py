@@ -1,0 +1,458 @@
+"""What drivers tell of the GPUs here, replayed from recorded answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.nvml_replay import RECORDINGS, NVMLError, Replay
+from tpplan import devices_file, probe
+from tpplan.catalogue import MIB
+from tpplan.devices import Device, parse_devices
+from tpplan.devices_file import Link, LinkKind, LinkPath, PeerAccess
+from tpplan.errors import DeviceError
+from tpplan.probe import GpuProcess, amd, nvidia
+from tpplan.probe.report import NoDriverError
+from tpplan.probe.visible import select
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from tpplan.probe import DeviceReport
+
+NOBODY = 1
+ERROR = {"error": 3}
+
+
+def _nvidia(
+    recording: str,
+    environ: Mapping[str, str] | None = None,
+    own_pid: int = NOBODY,
+    new: Mapping[str, object] | None = None,
+) -> DeviceReport:
+    return nvidia.read(Replay(recording, new), environ or {}, own_pid)
+
+
+def _amd(recording: str, environ: Mapping[str, str] | None = None, own_pid: int = NOBODY) -> DeviceReport:
+    return amd.read((RECORDINGS / f"{recording}.json").read_text(), environ or {}, own_pid)
+
+
+def test_h200s_of_one_host() -> None:
+    """Two equal GPUs: the catalogue's name and bandwidth, all that is free as budget, NVLink, no notes."""
+    report = _nvidia("nvidia_h200_x2")
+    gpu = report.devices[1]
+    assert report.driver == "NVIDIA 580.159.04"
+    assert (gpu.name, gpu.capability, gpu.bus) == ("H200", "9.0", "00000000:00:07.0")
+    assert (gpu.memory_bytes, gpu.used_bytes) == (143771 * MIB, 644939776)
+    assert gpu.budget_bytes == (143771 - 616) * MIB
+    assert (gpu.overhead_bytes, gpu.overhead_source[:19]) == (719 * MIB, "measured on an H200")
+    assert (gpu.bandwidth_bytes_per_second, gpu.bandwidth_source) == (4800 * 10**9, "catalogue")
+    link = Link(first=0, second=1, kind=LinkKind.NVLINK, path=LinkPath.HOST_BRIDGE, peer_access=PeerAccess.YES)
+    assert report.links == (link,)
+    assert not report.processes
+    assert not report.notes
+
+
+def test_uneven_gpus_with_other_programs_on_them() -> None:
+    """Each GPU's budget is what others leave; they are listed once per GPU; the order of numbers is pointed out."""
+    report = _nvidia("nvidia_uneven")
+    assert [(d.name, d.budget_bytes // MIB) for d in report.devices] == [("RTX 3060", 11188), ("RTX 4090", 22143)]
+    assert report.processes == (
+        GpuProcess(pid=4242, name="/usr/bin/python3", device=0, used_bytes=700 * MIB),
+        GpuProcess(pid=1801, name="/usr/lib/xorg/Xorg", device=0, used_bytes=350 * MIB),
+        GpuProcess(pid=777, name="", device=1, used_bytes=2000 * MIB),
+    )
+    link = Link(first=0, second=1, kind=LinkKind.PCIE, path=LinkPath.NUMA_NODE, peer_access=PeerAccess.NO)
+    assert report.links == (link,)
+    assert "CUDA puts the fastest first" in report.notes[0]
+    assert _nvidia("nvidia_uneven", {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).notes == ()
+
+
+def test_own_use_is_not_somebody_else_s() -> None:
+    """What the asking process holds itself counts as free for it, and it is not listed among the others."""
+    report = _nvidia("nvidia_uneven", own_pid=777)
+    assert report.devices[1].budget_bytes == (24564 - 2421 + 2000) * MIB
+    assert [p.pid for p in report.processes] == [4242, 1801]
+
+
+def test_a_full_gpu_keeps_a_budget_of_a_byte() -> None:
+    """A GPU without a free MiB stays in the list, so that the others keep their numbers, with next to no budget."""
+    memory = {"total": 12288 * MIB, "free": 0, "used": 12288 * MIB}
+    report = _nvidia("nvidia_uneven", new={"nvmlDeviceGetMemoryInfo(gpu0)": memory})
+    assert [d.budget_bytes // MIB for d in report.devices] == [0, 22143]
+    assert devices_file.loads(devices_file.dumps(probe.devices_file(report))).devices[0].budget_bytes == 1
+
+
+def test_mig_instances_and_refused_permissions() -> None:
+    """A GPU with MIG on is its instances; what the driver refuses to tell is unknown; what it hides is left out."""
+    report = _nvidia("nvidia_mig")
+    assert [(d.name, d.uuid[:6], d.memory_bytes // MIB, d.capability) for d in report.devices] == [
+        ("A100-SXM4-40GB MIG 3g.20gb", "MIG-c0", 19968, "8.0"),
+        ("A100-SXM4-40GB MIG 1g.5gb", "MIG-c1", 4864, "8.0"),
+        ("A100 40GB", "GPU-0b", 40960, "8.0"),
+    ]
+    assert [d.bandwidth_bytes_per_second for d in report.devices] == [0, 0, 1555 * 10**9]
+    assert report.links == tuple(
+        Link(first=i, second=2, kind=LinkKind.PCIE, path=LinkPath.SYSTEM, peer_access=PeerAccess.UNKNOWN)
+        for i in (0, 1)
+    )
+    assert report.notes[:2] == (
+        "GPU 2 is left out: NVML has no access to it",
+        "a CUDA program can use only one MIG instance",
+    )
+
+
+def test_gpus_outside_the_catalogue_get_bandwidth_from_the_driver() -> None:
+    """Without a catalogue entry, bandwidth is clock × 2 × bus width; memory use that Windows hides is 0."""
+    report = _nvidia("nvidia_laptop")
+    gpu = report.devices[0]
+    assert (gpu.name, gpu.bandwidth_source) == ("RTX 4090 Laptop GPU", "driver")
+    assert gpu.bandwidth_bytes_per_second == 9001 * 10**6 * 2 * 256 // 8
+    assert [(p.pid, p.used_bytes) for p in report.processes] == [(900, 0)]
+    unknown = _nvidia("nvidia_laptop", new={"nvmlDeviceGetMemoryBusWidth(gpu0)": ERROR}).devices[0]
+    assert (unknown.bandwidth_bytes_per_second, unknown.bandwidth_source) == (0, "")
+
+
+@pytest.mark.parametrize("recording", ["nvidia_h200_x2", "nvidia_uneven", "nvidia_laptop"])
+def test_the_driver_s_own_numbers_agree_with_the_catalogue(recording: str) -> None:
+    """Clock × 2 × bus width of a GPU in the catalogue is the catalogue's bandwidth within 1 %."""
+    replay = Replay(recording)
+    for i, gpu in enumerate(nvidia.read(replay, {}, NOBODY).devices):
+        width = replay.answers[f"nvmlDeviceGetMemoryBusWidth(gpu{i})"]
+        clock = replay.answers[f"nvmlDeviceGetMaxClockInfo(gpu{i}, 2)"]
+        assert gpu.bandwidth_bytes_per_second == pytest.approx(clock * 1e6 * 2 * width / 8, rel=0.01)
+
+
+def test_a_gpu_without_memory_to_tell_is_left_out() -> None:
+    """A GPU whose memory NVML does not tell cannot be planned for; if that leaves none, it is an error."""
+    silent = {"nvmlDeviceGetMemoryInfo(gpu0)": ERROR}
+    report = _nvidia("nvidia_uneven", new=silent)
+    assert [d.name for d in report.devices] == ["RTX 4090"]
+    assert [p.device for p in report.processes] == [0]
+    assert report.notes == ("GPU 0 is left out: NVML does not tell its memory",)
+    with pytest.raises(DeviceError, match="tells the memory of none of 1 GPUs"):
+        _nvidia("nvidia_laptop", new=silent)
+
+
+def test_asking_creates_no_context() -> None:
+    """Only questions are asked of NVML, nothing that changes or uses a GPU."""
+    replay = Replay("nvidia_uneven")
+    nvidia.read(replay, {}, NOBODY)
+    assert {call[: len("nvmlDeviceGet")] for call in replay.asked} == {"nvmlDeviceGet", "nvmlSystemGet"}
+
+
+# What CUDA itself showed (cuDeviceGetCount and cuDeviceGetUuid, driver 580) on the two GPUs of nvidia_h200_x2.
+SHOWN = {
+    "": [],
+    "0": [0],
+    "1": [1],
+    "1,0": [1, 0],
+    "0,0": [],
+    "1,0,1": [],
+    "-1": [],
+    "0,-1,1": [0],
+    "0,7,1": [0],
+    "7": [],
+    " 1 , 0": [1, 0],
+    "1x,0x": [1, 0],
+    "+1": [1],
+    "x": [],
+    "0,,1": [0],
+    "01": [1],
+    "0 1": [0],
+    "GPU-ed000000-1111-2222-3333-444455556666": [1],
+    "GPU-ed,GPU-b9": [1, 0],
+    "GPU-ED000000": [1],
+    "gpu-ed000000": [],
+    "GPU-ed,GPU-ed0": [],
+    "GPU-": [],
+    "GPU-zz": [],
+    "0,GPU-ed": [0],
+    "GPU-ed,0": [1],
+    "MIG-GPU-b9000000-1111-2222-3333-444455556666": [],
+}
+
+
+@pytest.mark.parametrize(("value", "expected"), SHOWN.items())
+def test_cuda_visible_devices_shows_what_cuda_shows(value: str, expected: list[int]) -> None:
+    """Every form of the variable leaves the same GPUs in the same order as CUDA; a list cut short is pointed out."""
+    environ = {"CUDA_VISIBLE_DEVICES": value}
+    if not expected:
+        with pytest.raises(DeviceError, match=r"CUDA_VISIBLE_DEVICES is .*it hides all 2 GPUs") as raised:
+            _nvidia("nvidia_h200_x2", environ)
+        assert "unset it" in raised.value.hint
+        return
+    report = _nvidia("nvidia_h200_x2", environ)
+    every = _nvidia("nvidia_h200_x2").devices
+    assert report.devices == tuple(every[i] for i in expected)
+    entries = value.count(",") + 1
+    assert any("CUDA ignores everything from" in note for note in report.notes) == (entries > len(expected))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("MIG-c1000000-1111-5222-8333-444455556666", ["MIG-c1"]),
+        ("MIG-c1,MIG-c0", ["MIG-c1", "MIG-c0"]),
+        ("MIG-c,MIG-c0", None),
+        ("0,1", ["MIG-c0", "GPU-0b"]),
+        ("GPU-0a", ["MIG-c0"]),
+        ("1,2,0", ["GPU-0b"]),
+        ("2", None),
+    ],
+)
+def test_cuda_visible_devices_with_mig(value: str, expected: list[str] | None) -> None:
+    """Instances go by UUID; a GPU with MIG stands for its first instance; one without access keeps its number."""
+    environ = {"CUDA_VISIBLE_DEVICES": value}
+    if expected is None:
+        with pytest.raises(DeviceError, match="hides all 3 GPUs"):
+            _nvidia("nvidia_mig", environ)
+    else:
+        assert [d.uuid[:6] for d in _nvidia("nvidia_mig", environ).devices] == expected
+
+
+def test_links_and_processes_follow_the_chosen_order() -> None:
+    """Indices of links and processes are of the report's devices, not of the machine's."""
+    environ = {"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    switch = {"nvmlDeviceGetTopologyCommonAncestor(gpu0, gpu1)": 10}
+    nvlink = {f"nvmlDeviceGetP2PStatus(gpu0, gpu1, {i})": 0 for i in range(3)}
+    report = _nvidia("nvidia_uneven", environ, new=switch | nvlink)
+    assert [d.name for d in report.devices] == ["RTX 4090", "RTX 3060"]
+    assert [(p.pid, p.device) for p in report.processes] == [(777, 0), (4242, 1), (1801, 1)]
+    link = Link(first=0, second=1, kind=LinkKind.NVLINK, path=LinkPath.SWITCH, peer_access=PeerAccess.YES)
+    assert report.links == (link,)
+
+
+@given(st.text(alphabet="0123-+,GPUMIabcx ", max_size=30))
+def test_any_variable_chooses_each_gpu_once(value: str) -> None:
+    """Whatever the variable says, no GPU is chosen twice and none that does not exist."""
+    chosen, ended = select(value, ["a", "b", "c"], {"GPU-abc": "a", "GPU-abx": "b", "MIG-c": "c"})
+    assert len(set(chosen)) == len(chosen)
+    assert set(chosen) <= {"a", "b", "c"}
+    assert ended or len(chosen) == value.count(",") + 1
+
+
+def test_amd_gpus_of_a_desktop() -> None:
+    """Cards are in HIP's order and told apart by memory where names are lumped; the processor's own is left out."""
+    report = _amd("amd_two")
+    assert report.driver == "AMD 6.10.5"
+    assert [(d.name, d.bus) for d in report.devices] == [
+        ("RX 7900 XTX", "0000:0B:00.0"),
+        ("RX 6800/6800 XT / 6900 XT", "0000:03:00.0"),
+    ]
+    xtx, rx6800 = report.devices
+    assert (xtx.bandwidth_bytes_per_second, rx6800.bandwidth_bytes_per_second) == (960 * 10**9, 512 * 10**9)
+    assert xtx.budget_bytes == (25753026560 - 1206349824) // MIB * MIB
+    assert xtx.capability == ""
+    assert report.links == (Link(first=0, second=1, kind=LinkKind.PCIE),)
+    assert [(p.pid, p.name, p.used_bytes) for p in report.processes] == [
+        (1168, "pt main thread", 512 * MIB),
+        (99, "odd", 0),
+        (3722, "test_ref", 0),
+    ]
+    assert {p.device for p in report.processes} == {-1}
+    assert report.notes == ("card2 (Raphael) is left out: it has 64.00 MiB of its own",)
+    assert [p.pid for p in _amd("amd_two", own_pid=1168).processes] == [99, 3722]
+
+
+def test_amd_accelerators_of_an_older_rocm() -> None:
+    """The keys of older versions ("Card series") are read too, and xGMI links are."""
+    report = _amd("amd_mi300x")
+    assert [(d.name, d.uuid) for d in report.devices] == [
+        ("MI300X", "GPU-0aaaabbbbccccddd"),
+        ("MI300X", "GPU-1aaaabbbbccccddd"),
+    ]
+    assert report.devices[0].bandwidth_bytes_per_second == 5300 * 10**9
+    assert report.links == (Link(first=0, second=1, kind=LinkKind.XGMI),)
+    assert report.processes == ()
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "1"}, ["RX 6800/6800 XT / 6900 XT"]),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, ["RX 7900 XTX"]),
+        ({"HIP_VISIBLE_DEVICES": "1,0", "CUDA_VISIBLE_DEVICES": "0"}, ["RX 6800/6800 XT / 6900 XT", "RX 7900 XTX"]),
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, ["RX 6800/6800 XT / 6900 XT"]),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-9246aabbccddeeff"}, ["RX 6800/6800 XT / 6900 XT"]),
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}, "HIP_VISIBLE_DEVICES is '1', which ends at '1'"),
+        ({"HIP_VISIBLE_DEVICES": ""}, "HIP_VISIBLE_DEVICES is '': it hides all 2 GPUs"),
+    ],
+)
+def test_amd_visible_devices(environ: dict[str, str], expected: list[str] | str) -> None:
+    """ROCR_VISIBLE_DEVICES chooses first; of the rest HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES in its place."""
+    if isinstance(expected, str):
+        with pytest.raises(DeviceError) as raised:
+            _amd("amd_two", environ)
+        assert expected in raised.value.message
+    else:
+        report = _amd("amd_two", environ)
+        assert [d.name for d in report.devices] == expected
+        assert len(report.links) == len(expected) - 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "rocm-smi wrote no JSON: '{'"),
+        ("[1]", "JSON that is not an object"),
+        ("{" + " " * 5_000_000 + "}", "rocm-smi wrote 5000002 characters, expected at most 4194304"),
+        ("{}", "rocm-smi shows no GPU to plan for"),
+        ('{"card0": {"VRAM Total Memory (B)": "N/A"}}', "card0 (GPU) is left out: it does not tell its memory"),
+        ('{"card0": 7, "system": []}', "rocm-smi shows no GPU to plan for"),
+    ],
+)
+def test_strange_answers_of_rocm_smi(text: str, words: str) -> None:
+    """Output that is cut, huge, of another shape or without a usable card is a DeviceError that says so."""
+    with pytest.raises(DeviceError) as raised:
+        amd.read(text, {}, NOBODY)
+    assert words in str(raised.value)
+
+
+def _rocm_smi(folder: Path, script: str) -> None:
+    program = folder / "rocm-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+def test_rocm_smi_is_run_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program on the path is asked for JSON with every part that the report needs."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    _rocm_smi(tmp_path, f'echo "$@" > "{tmp_path}/asked"; cat "{RECORDINGS}/amd_mi300x.json"')
+    assert [d.name for d in amd.probe({}, NOBODY).devices] == ["MI300X", "MI300X"]
+    asked = (tmp_path / "asked").read_text().split()
+    assert {"--json", "--showmeminfo", "vram", "--showpids", "--showuniqueid"} <= set(asked)
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "words"),
+    [
+        ("sleep 5", DeviceError, "rocm-smi did not answer within"),
+        ("echo 'ERROR:root:Driver not initialized' >&2; exit 1", NoDriverError, "(exit 1): ERROR:root:Driver not"),
+        ("printf '{\\377'", DeviceError, "rocm-smi wrote no JSON"),
+    ],
+)
+def test_rocm_smi_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, error: type[DeviceError], words: str
+) -> None:
+    """A program that hangs, fails or writes nonsense is a clear error, within the time allowed."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(amd, "SECONDS", 1)
+    _rocm_smi(tmp_path, f"exec {script}" if script.startswith("sleep") else script)
+    with pytest.raises(error) as raised:
+        amd.probe({}, NOBODY)
+    assert words in str(raised.value)
+
+
+@pytest.fixture
+def no_amd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Leave no rocm-smi on the path and no variable that hides GPUs."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_amd")
+def test_auto_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``auto`` gives the devices that the driver shows, each with what is free on it, and closes NVML."""
+    replay = Replay("nvidia_uneven")
+    monkeypatch.setitem(sys.modules, "pynvml", replay)
+    rtx3060, rtx4090 = parse_devices("AUTO")
+    assert rtx3060 == Device(
+        name="RTX 3060", budget_bytes=11188 * MIB, bandwidth_bytes_per_second=360 * 10**9, capability="8.6"
+    )
+    assert (rtx4090.name, rtx4090.budget_bytes) == ("RTX 4090", 22143 * MIB)
+    assert replay.asked[0] == "nvmlInit()"
+    assert replay.asked[-1] == "nvmlShutdown()"
+
+
+@pytest.mark.usefixtures("no_amd")
+@pytest.mark.parametrize("code", [Replay.NVML_ERROR_LIBRARY_NOT_FOUND, Replay.NVML_ERROR_DRIVER_NOT_LOADED])
+def test_no_driver_of_either_vendor(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Without any driver there is one error that names both vendors and says how to go on without GPUs."""
+    monkeypatch.setitem(sys.modules, "pynvml", Replay("nvidia_uneven", {"nvmlInit()": {"error": code}}))
+    with pytest.raises(DeviceError) as raised:
+        probe.probe()
+    assert f"NVIDIA: NVML error {code}; AMD: there is no rocm-smi" in raised.value.message
+    assert '--gpus "2x24GiB"' in raised.value.hint
+
+
+@pytest.mark.usefixtures("no_amd")
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without nvidia-ml-py the hint is the command that installs it."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(DeviceError) as raised:
+        probe.probe()
+    assert "nvidia-ml-py" in raised.value.message
+    assert 'pip install "tpplan[probe]"' in raised.value.hint
+
+
+@pytest.mark.usefixtures("no_amd")
+@pytest.mark.parametrize("call", ["nvmlInit()", "nvmlDeviceGetCount()"])
+def test_a_driver_in_trouble_is_not_a_missing_driver(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """A driver that is there but fails is an error by itself; AMD is not asked instead."""
+    monkeypatch.setitem(sys.modules, "pynvml", Replay("nvidia_uneven", {call: {"error": 18}}))
+    with pytest.raises(DeviceError, match=r"^NVIDIA's driver .*: NVML error 18\nhint: see what nvidia-smi says"):
+        probe.probe()
+
+
+@pytest.mark.usefixtures("no_amd")
+def test_amd_is_asked_where_nvidia_has_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with NVIDIA's driver and no NVIDIA GPU shows its AMD GPUs."""
+    monkeypatch.setitem(sys.modules, "pynvml", Replay("nvidia_uneven", {"nvmlDeviceGetCount()": 0}))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    _rocm_smi(tmp_path, f'cat "{RECORDINGS}/amd_mi300x.json"')
+    assert probe.probe().driver == "AMD 6.3.6"
+
+
+@pytest.mark.parametrize("recording", sorted(path.stem for path in RECORDINGS.glob("*.json")))
+def test_devices_files_keep_machines_private(recording: str) -> None:
+    """The file made of a report can be read back, and holds no serial number, process, driver or bus address."""
+    report = (_nvidia if recording.startswith("nvidia") else _amd)(recording)
+    file = probe.devices_file(report)
+    text = devices_file.dumps(file)
+    assert devices_file.loads(text) == file
+    assert [d.budget_bytes for d in file.to_devices()] == [d.budget_bytes for d in report.devices]
+    private = [*(d.uuid for d in report.devices), *(d.bus for d in report.devices), report.driver]
+    private += [p.name for p in report.processes]
+    assert not [word for word in private if word and word in text]
+
+
+def test_names_that_a_plan_would_refuse_are_cleaned() -> None:
+    """Whatever a driver calls its GPU, the devices file made of it can be read."""
+    for name in ("", "\x00\x1b[31m", "GPU " * 100, "NVIDIA "):
+        report = _nvidia("nvidia_laptop", new={"nvmlDeviceGetName(gpu0)": name})
+        file = probe.devices_file(report)
+        assert devices_file.loads(devices_file.dumps(file)) == file
+
+
+def test_replay_speaks_as_pynvml_does() -> None:
+    """The real package has every function that the recordings replay, under the same name, and the same error type."""
+    pynvml = pytest.importorskip("pynvml")
+    called = {
+        call.partition("(")[0] for path in RECORDINGS.glob("nvidia*.json") for call in json.loads(path.read_text())
+    }
+    assert all(isinstance(getattr(pynvml, name), types.FunctionType) for name in called)
+    assert pynvml.NVMLError(3).value == NVMLError(3).value == 3
+    for name in ("NVML_ERROR_DRIVER_NOT_LOADED", "NVML_ERROR_LIBRARY_NOT_FOUND"):
+        assert getattr(pynvml, name) == getattr(Replay, name)
+    assert (pynvml.NVML_CLOCK_MEM, pynvml.NVML_P2P_CAPS_INDEX_NVLINK, pynvml.NVML_P2P_STATUS_OK) == (2, 2, 0)
+
+
+def test_parsing_names_loads_no_driver_package() -> None:
+    """Reading a list of GPUs imports neither pynvml nor cattrs: every command that plans pays for what it imports."""
+    code = (
+        "import sys; from tpplan.devices import parse_devices; parse_devices('2xRTX4090,8GiB');"
+        "print(sorted({'pynvml', 'cattrs', 'subprocess', 'torch', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert done.stdout.strip() == "[]"
