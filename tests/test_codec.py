@@ -18,7 +18,7 @@ from tpplan import codec, files
 from tpplan.axes import Axis
 from tpplan.errors import PlanError, TpplanError
 from tpplan.model import Attention, Block, ModelSpec, Parameter, Segment
-from tpplan.plan import SplitPlan
+from tpplan.plan import Cache, SplitPlan
 from tpplan.verify import problems
 
 FIXTURE = Path(__file__).parent / "data/formats/plan-1.0.json"
@@ -127,7 +127,8 @@ def test_render_breaks_at_120_columns() -> None:
 
 
 def test_defaults_are_left_out() -> None:
-    """Optional fields with their default are not written; the format version always is; order is field order."""
+    """Optional fields with their default are not written; version and cache always are; order is field order."""
+    assert codec.unstructure(Cache()) == {"kind": "fp16", "tokens": 0}
     data = codec.unstructure(PLAN)
     assert list(data) == ["$schema", *(field.name for field in attrs.fields(SplitPlan))]
     assert list(data["splits"][0]) == ["axis", "layers", "size", "unit", "width", "replicas", "bounds"]
@@ -176,7 +177,9 @@ def test_no_conversion(value: str, message: str) -> None:
         ('"axis": "vocab"', '"axis": "words"', "TP000 at splits[3].axis: expected kv_heads, q_heads, intermediate, "),
         ('"axis": "vocab"', '"axis": ["vocab"]', "TP000 at splits[3].axis: expected kv_heads, "),
         ('"dtype": "bfloat16",', "", "TP000 at model.dtype: is missing"),
-        ('"batch": 2', '"bitch": 2', 'TP000 at request: has the unknown key "bitch"; known are layout, strategy, '),
+        ('"kind": "q8", ', "", "TP000 at request.cache.kind: is missing"),
+        (', "tokens": 32768', ', "token": 1', "TP000 at request.cache.tokens: is missing"),
+        ('"batch": 2', '"batches": 2', 'TP000 at request: has the unknown key "batches"; known are layout, strategy, '),
         ('  "format_version": "1.0",\n', "", "TP000 at format_version: is missing"),
         ('"format_version": "1.0"', '"format_version": 1', "TP000 at format_version: expected a text, got 1"),
         ('  "$schema": "urn:tpplan:split-plan:1",\n', "", "TP000 at $schema: is missing"),
@@ -513,9 +516,9 @@ def test_any_document() -> None:
     with pytest.raises(
         PlanError, match=r"it breaks a rule:\n  TP000 at items\[0\].flag: expected true or false, got 1"
     ):
-        codec.structure({"items": [{"flag": 1}]}, Document, "it")
+        codec.structure(data | {"items": [{"flag": 1}]}, Document, "it")
     with pytest.raises(PlanError, match=r"TP000 at items\[1\]: expected an object, got an array"):
-        codec.structure({"items": [{"flag": True}, []]}, Document, "it")
+        codec.structure(data | {"items": [{"flag": True}, []]}, Document, "it")
 
 
 # Fingerprints

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 import attrs
 from cattrs import Converter
 from cattrs.errors import (
+    AttributeValidationNote,
     BaseValidationError,
     ClassValidationError,
     ForbiddenExtraKeysError,
@@ -47,6 +48,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+#: Fields that are written although they have their default, so that a reviewer sees them; they must be there.
+STATED = frozenset({"format_version", "kind", "tokens"})
 
 
 def fingerprint(spec: ModelSpec) -> str:
@@ -89,7 +93,7 @@ def loads(text: str | bytes, what: str = "the plan", *, allow_newer: bool = Fals
         # alone, because nobody here knows what the keys of that version mean
         hint = "upgrade tpplan, or make the plan again with this one"
         raise refusal(what, [Problem("TP001", "format_version", message)], hint)
-    form = [Problem(FORM, key, "is missing") for key in ("$schema", "format_version") if key not in data]
+    form = [] if "$schema" in data else [Problem(FORM, "$schema", "is missing")]
     urn = data.pop("$schema", SCHEMA_URN)
     if urn != SCHEMA_URN:
         form.append(Problem(FORM, "$schema", f'expected "{SCHEMA_URN}", got {shown(urn)}'))
@@ -142,7 +146,7 @@ def structure(data: object, cls: type[T], what: str) -> T:
 def unstructure(obj: object) -> dict[str, Any]:
     """Return an object of a frozen class as JSON data, in the order of its fields.
 
-    Fields that have their default value are left out, except ``format_version``.
+    Fields that have their default value are left out, but for those in :data:`STATED`.
     """
     data: dict[str, Any] = _converter(strict=True).unstructure(obj)
     return {"$schema": SCHEMA_URN, **data} if isinstance(obj, SplitPlan) else data
@@ -196,10 +200,27 @@ def _is_tuple(cls: Any) -> bool:
 
 def _to_object(converter: Converter, cls: type) -> Callable[[object, object], object]:
     """Return the hook that makes an object of a frozen class."""
+    stated = [field for field in attrs.fields(cls) if field.name in STATED and field.default is not attrs.NOTHING]
     from_fields: Callable[[Any, Any], object] = make_dict_structure_fn(
         cls, converter, _cattrs_forbid_extra_keys=converter.forbid_extra_keys
     )
-    return lambda value, _: from_fields(_expect(dict, value), cls)
+
+    def hook(value: object, _: object) -> object:
+        data = _expect(dict, value)
+        missing: list[Exception] = []
+        for field in stated:
+            if field.name not in data:
+                missing.append(KeyError(field.name))
+                missing[-1].add_note(AttributeValidationNote("", field.name, field.type))
+        try:
+            obj = from_fields(data, cls)
+        except ClassValidationError as error:
+            raise ClassValidationError("", [*missing, *error.exceptions], cls) from None
+        if missing:
+            raise ClassValidationError("", missing, cls)
+        return obj
+
+    return hook
 
 
 def _to_tuple(converter: Converter, cls: Any) -> Callable[[object, object], object]:
@@ -236,7 +257,7 @@ def _to_plain(value: object, cls: type) -> object:
 
 def _from_object(converter: Converter, cls: type) -> Callable[[Any], dict[str, Any]]:
     """Return the hook that makes JSON data of an object."""
-    kept = {f.name: override(omit_if_default=False) for f in attrs.fields(cls) if f.name == "format_version"}
+    kept = {f.name: override(omit_if_default=False) for f in attrs.fields(cls) if f.name in STATED}
     to_data: Callable[[Any], dict[str, Any]] = make_dict_unstructure_fn(
         cls,
         converter,

@@ -1,0 +1,126 @@
+"""Write the JSON Schemas of all documents from the classes that they are made of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+
+from tpplan.codec import STATED, render, save_text
+from tpplan.devices_file import DevicesFile
+from tpplan.diff import PlanDiff
+from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, SCHEMA_URN, STRATEGIES, SplitPlan
+from tpplan.probe.report import DeviceReport
+from tpplan.verify import CAPABILITY, DTYPES, FINGERPRINT, LEAST, LONGEST_NAME, MOST
+
+#: Every document that tpplan writes, by the name of its schema.
+DOCUMENTS: dict[str, type] = {
+    "split-plan": SplitPlan,
+    "plan-diff": PlanDiff,
+    "devices-file": DevicesFile,
+    "device-report": DeviceReport,
+}
+
+FOLDER = Path(__file__).parent
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+_NAME = {"minLength": 1, "maxLength": LONGEST_NAME}
+#: What a class's annotations do not say, by field, or by class and field where a name means several things.
+_CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "layout": {"enum": list(LAYOUTS)},
+    "strategy": {"enum": list(STRATEGIES)},
+    "kv": {"enum": list(KV_MODES)},
+    "dtype": {"enum": list(DTYPES)},
+    "fingerprint": {"pattern": f"^{FINGERPRINT}$"},
+    "capability": {"pattern": f"^{CAPABILITY}$"},
+    "format_version": {"pattern": r"^1\.(0|[1-9][0-9]*)$"},
+    "Cache.kind": {"enum": list(CACHE_KINDS)},
+    "PlanModel.name": _NAME,
+    "PlanModel.architecture": _NAME,
+    "Device.name": _NAME,
+    "Split.layers": {"pattern": "^([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?$"},
+    "Split.bounds": {"items": {"type": "integer", "minimum": 0, "maximum": MOST}, "minItems": 2},
+    "SplitPlan.devices": {"minItems": 1},
+    "GpuProcess.device": {"minimum": -1},
+}
+
+
+def schema(name: str) -> dict[str, Any]:
+    """Return the JSON Schema of a document."""
+    cls = DOCUMENTS[name]
+    classes = {c.__name__: c for c in _classes(cls)}
+    raw = msgspec.json.schema(cls)
+    parts = {part: _part(body, classes.get(part)) for part, body in sorted(raw["$defs"].items())}
+    head = parts.pop(cls.__name__)
+    if cls is SplitPlan:
+        head["properties"] = {"$schema": {"const": SCHEMA_URN}, **head["properties"]}
+        head["required"].insert(0, "$schema")
+    document = {"$schema": _DRAFT, "$id": f"urn:tpplan:{name}:1", **head}
+    return {**document, "$defs": parts} if parts else document
+
+
+def _part(body: dict[str, Any], cls: type | None) -> dict[str, Any]:
+    """Return the schema of a class or an enum with what msgspec leaves out."""
+    summary = _plain(body.get("description", "").partition("\n")[0])
+    if cls is None:
+        return {**body, "description": summary}
+    texts = dict(re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", cls.__doc__ or "", re.MULTILINE))
+    fields = attrs.fields(cls)
+    always = [f.name for f in fields if f.default is attrs.NOTHING or f.name in STATED]
+    return {
+        "title": body["title"],
+        "description": summary,
+        "type": "object",
+        "properties": {
+            f.name: {**_property(cls, f.name, body["properties"][f.name]), "description": _plain(texts[f.name])}
+            for f in fields
+        },
+        "required": always,
+        "additionalProperties": False,
+    }
+
+
+def _property(cls: type, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a field with its limits; null is never written."""
+    if any(choice == {"type": "null"} for choice in body.get("anyOf", ())):
+        body = next(choice for choice in body["anyOf"] if choice != {"type": "null"})
+    body = dict(body)
+    if body.get("type") == "integer":
+        limits = {} if name.startswith("delta_") else {"minimum": LEAST.get(cls, {}).get(name, 0), "maximum": MOST}
+        body.update(limits)
+    return body | _CONSTRAINTS.get(name, {}) | _CONSTRAINTS.get(f"{cls.__name__}.{name}", {})
+
+
+def _classes(cls: type) -> set[type]:
+    """Return the attrs classes that a document is made of."""
+    found, left = set(), [cls]
+    while left:
+        one = left.pop()
+        if attrs.has(one) and one not in found:
+            found.add(one)
+            left += [kind for field in attrs.fields(attrs.resolve_types(one)) for kind in _mentioned(field.type)]
+    return found
+
+
+def _mentioned(kind: Any) -> list[type]:
+    """Return the classes in a type such as ``tuple[Split, ...]``."""
+    inner = getattr(kind, "__args__", ())
+    return [c for part in inner for c in _mentioned(part)] if inner else [kind] if isinstance(kind, type) else []
+
+
+def _plain(text: str) -> str:
+    """Return a docstring's words on one line and without markup."""
+    return re.sub(r"\s+", " ", text).replace("``", "")
+
+
+def main() -> None:
+    """Write all schemas."""
+    for name in DOCUMENTS:
+        save_text(render(schema(name)), FOLDER / f"{name}.schema.json")
+
+
+if __name__ == "__main__":
+    main()
