@@ -82,3 +82,23 @@ def test_tolerated_names_are_no_tensors_of_the_model() -> None:
 def test_extra_layers_are_tolerated_where_checkpoints_have_them() -> None:
     """DeepSeek-V3 comes with a layer for predicting a second token, which its config does not count."""
     assert [name for name in families.supported() if families.tolerated(name).extra_layers] == ["deepseek_v3"]
+
+
+def test_nested_text_config_may_leave_out_nearly_everything() -> None:
+    """gemma-3-4b's config.json states six keys of its text model; the rest are the defaults of its class."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    raw = {"model_type": "gemma3", "text_config": text, "torch_dtype": "float16"}
+    spec = spec_of(raw)
+    tensors = saved_tensors(meta_model(hub_config({key: raw[key] for key in ("model_type", "text_config")})))
+    assert_same_tensors(spec, tensors)
+    sliding, full = spec.blocks
+    assert full.layers == (5, 11, 17, 23, 29)
+    assert sliding.attention
+    assert (sliding.attention.window, spec.max_context, spec.dtype) == (1024, 131_072, "float16")
