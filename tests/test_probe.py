@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.nvml_replay import RECORDINGS, NVMLError, Replay
-from tpplan import devices_file, probe
+from tpplan import codec, devices_file, probe
 from tpplan.catalogue import MIB
 from tpplan.devices import Device, parse_devices
 from tpplan.devices_file import Link, LinkKind, LinkPath, PeerAccess
@@ -139,7 +139,9 @@ def test_a_gpu_without_memory_to_tell_is_left_out() -> None:
     assert [d.name for d in report.devices] == ["RTX 4090"]
     assert [p.device for p in report.processes] == [0]
     assert report.notes == ("GPU 0 is left out: NVML does not tell its memory",)
-    with pytest.raises(DeviceError, match="tells the memory of none of 1 GPUs"):
+    with pytest.raises(
+        DeviceError, match="leaves no GPU to plan for; GPU 0 is left out: NVML does not tell its memory"
+    ):
         _nvidia("nvidia_laptop", new=silent)
 
 
@@ -148,6 +150,20 @@ def test_asking_creates_no_context() -> None:
     replay = Replay("nvidia_uneven")
     nvidia.read(replay, {}, NOBODY)
     assert {call[: len("nvmlDeviceGet")] for call in replay.asked} == {"nvmlDeviceGet", "nvmlSystemGet"}
+
+
+def test_mig_without_instances() -> None:
+    """A GPU with MIG on and no instance cannot be used, and the error says why nothing is left."""
+    new = {"nvmlDeviceGetMigMode(gpu0)": [1, 1], "nvmlDeviceGetMaxMigDeviceCount(gpu0)": 0}
+    with pytest.raises(DeviceError, match="GPU 0 is left out: MIG is on, but it has no instance"):
+        _nvidia("nvidia_laptop", new=new)
+
+
+def test_a_link_that_nobody_knows_is_not_written() -> None:
+    """Where NVML answers nothing of a pair, there is no link."""
+    silent = {f"nvmlDeviceGetP2PStatus(gpu0, gpu1, {i})": ERROR for i in range(3)}
+    silent["nvmlDeviceGetTopologyCommonAncestor(gpu0, gpu1)"] = ERROR
+    assert not _nvidia("nvidia_uneven", new=silent).links
 
 
 # What CUDA itself showed (cuDeviceGetCount and cuDeviceGetUuid, driver 580) on the two GPUs of nvidia_h200_x2.
@@ -284,6 +300,7 @@ def test_amd_accelerators_of_an_older_rocm() -> None:
         ({"HIP_VISIBLE_DEVICES": "1,0", "CUDA_VISIBLE_DEVICES": "0"}, ["RX 6800/6800 XT / 6900 XT", "RX 7900 XTX"]),
         ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, ["RX 6800/6800 XT / 6900 XT"]),
         ({"ROCR_VISIBLE_DEVICES": "GPU-9246aabbccddeeff"}, ["RX 6800/6800 XT / 6900 XT"]),
+        ({"ROCR_VISIBLE_DEVICES": "1,GPU-1C2D"}, ["RX 6800/6800 XT / 6900 XT", "RX 7900 XTX"]),
         ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}, "HIP_VISIBLE_DEVICES is '1', which ends at '1'"),
         ({"HIP_VISIBLE_DEVICES": ""}, "HIP_VISIBLE_DEVICES is '': it hides all 2 GPUs"),
     ],
@@ -298,6 +315,21 @@ def test_amd_visible_devices(environ: dict[str, str], expected: list[str] | str)
         report = _amd("amd_two", environ)
         assert [d.name for d in report.devices] == expected
         assert len(report.links) == len(expected) - 1
+
+
+def test_amd_variables_cut_short_are_pointed_out() -> None:
+    """An entry that names no GPU ends the list, and the report says so."""
+    report = _amd("amd_two", {"HIP_VISIBLE_DEVICES": "1,7,0"})
+    assert [d.name for d in report.devices] == ["RX 6800/6800 XT / 6900 XT"]
+    assert report.notes[-1] == "HIP_VISIBLE_DEVICES is '1,7,0': everything from '7' on is ignored"
+
+
+def test_reports_are_plain_json() -> None:
+    """A report can be written as a document, with the programs and serial numbers that the devices file leaves out."""
+    data = json.loads(codec.dumps(_nvidia("nvidia_uneven")))
+    assert data["devices"][1]["uuid"].startswith("GPU-5b")
+    assert data["processes"][0] == {"pid": 4242, "name": "/usr/bin/python3", "device": 0, "used_bytes": 700 * MIB}
+    assert data["links"][0]["kind"] == "pcie"
 
 
 @pytest.mark.parametrize(
@@ -336,18 +368,21 @@ def test_rocm_smi_is_run_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("script", "error", "words"),
     [
-        ("sleep 5", DeviceError, "rocm-smi did not answer within"),
+        ("exec sleep 5", DeviceError, "rocm-smi did not answer within"),
         ("echo 'ERROR:root:Driver not initialized' >&2; exit 1", NoDriverError, "(exit 1): ERROR:root:Driver not"),
         ("printf '{\\377'", DeviceError, "rocm-smi wrote no JSON"),
+        (None, DeviceError, "rocm-smi does not run: "),
     ],
 )
 def test_rocm_smi_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, error: type[DeviceError], words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, error: type[DeviceError], words: str
 ) -> None:
-    """A program that hangs, fails or writes nonsense is a clear error, within the time allowed."""
+    """A program that hangs, fails, cannot run or writes nonsense is a clear error, within the time allowed."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setattr(amd, "SECONDS", 1)
-    _rocm_smi(tmp_path, f"exec {script}" if script.startswith("sleep") else script)
+    _rocm_smi(tmp_path, script or "")
+    if script is None:
+        (tmp_path / "rocm-smi").write_text("#!/no/such/interpreter\n")
     with pytest.raises(error) as raised:
         amd.probe({}, NOBODY)
     assert words in str(raised.value)
@@ -394,6 +429,18 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         probe.probe()
     assert "nvidia-ml-py" in raised.value.message
     assert 'pip install "tpplan[probe]"' in raised.value.hint
+
+
+@pytest.mark.usefixtures("no_amd")
+def test_missing_package_beside_a_driver_is_an_error_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where NVIDIA's driver runs, the missing package is the one thing that the error is about."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(nvidia, "DRIVER", tmp_path)
+    with pytest.raises(
+        DeviceError, match="NVIDIA's driver is here, but the Python package nvidia-ml-py is not"
+    ) as raised:
+        probe.probe()
+    assert raised.value.hint.endswith('pip install "tpplan[probe]"')
 
 
 @pytest.mark.usefixtures("no_amd")

@@ -141,7 +141,8 @@ def _visible(
         if variable not in environ:
             continue
         value = environ[variable]
-        chosen, ended = select(value, gpus, {gpu.uuid: (card, gpu) for card, gpu in gpus if gpu.uuid})
+        named = {gpu.uuid: (card, gpu) for card, gpu in gpus if gpu.uuid}
+        chosen, ended = select(value, gpus, named, mixed=True)
         if not chosen:
             reason = f", which ends at {ended}" if value.strip() else ""
             hint = "unset it, or write ordinals such as 0,1"

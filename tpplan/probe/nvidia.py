@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _INSTALL = 'to ask NVIDIA\'s driver: pip install "tpplan[probe]"'
+#: Exists where NVIDIA's driver is loaded (on Linux).
+DRIVER = Path("/proc/driver/nvidia/version")
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 # The values of nvml.h; pynvml's own constants have had mistakes.
@@ -70,7 +72,7 @@ def probe(environ: Mapping[str, str], own_pid: int) -> DeviceReport:
     try:
         import pynvml  # noqa: PLC0415 - an extra
     except ImportError as error:
-        if Path("/proc/driver/nvidia/version").exists():
+        if DRIVER.exists():
             raise DeviceError(
                 "NVIDIA's driver is here, but the Python package nvidia-ml-py is not", _INSTALL
             ) from error
@@ -121,7 +123,8 @@ def read(nvml: Any, environ: Mapping[str, str], own_pid: int) -> DeviceReport:
         devices.append(_device(nvml, unit, int(memory.total), int(memory.used) - own))
         kept.append(unit)
     if not devices:
-        raise DeviceError(f"NVIDIA's driver tells the memory of none of {len(units)} GPUs", "see what nvidia-smi says")
+        reasons = "; ".join(["NVIDIA's driver leaves no GPU to plan for", *notes])
+        raise DeviceError(reasons, "see what nvidia-smi says")
     if any(unit.mig for unit in kept):
         notes.append("a CUDA program can use only one MIG instance")
     if unequal(devices) and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":

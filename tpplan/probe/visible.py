@@ -13,17 +13,18 @@ T = TypeVar("T")
 _ORDINAL = re.compile(r"[+-]?[0-9]{1,9}")
 
 
-def select(value: str, ordinals: Sequence[T], named: Mapping[str, T]) -> tuple[list[T], str]:
+def select(value: str, ordinals: Sequence[T], named: Mapping[str, T], *, mixed: bool = False) -> tuple[list[T], str]:
     """Return the GPUs that a list such as ``1,0`` or ``GPU-8932f937,GPU-5a`` leaves visible, in its order.
 
     The first entry that names no GPU ends the list: ``-1``, an ordinal that is too large, a prefix that fits several,
-    or an entry of another form than the first one's. A number counts as far as it goes (``1x`` is 1). A GPU that is
-    named twice leaves none. This is what CUDA was seen to do (driver 580), and what is assumed of HIP.
+    or, in CUDA, an entry of another form than the first one's. A number counts as far as it goes (``1x`` is 1). A GPU
+    that is named twice leaves none. This is what CUDA was seen to do (driver 580); AMD's runtimes document less.
 
     Args:
         value: of the variable.
         ordinals: the GPUs by number.
         named: the GPUs by UUID.
+        mixed: whether numbers and UUIDs may stand in one list.
 
     Returns:
         The GPUs, and the entry that ended the list, quoted; empty if none did.
@@ -32,7 +33,7 @@ def select(value: str, ordinals: Sequence[T], named: Mapping[str, T]) -> tuple[l
     entries = [entry.strip() for entry in value.split(",")]
     form = _form(entries[0])
     for entry in entries:
-        gpu = _find(entry, ordinals, named) if _form(entry) == form else None
+        gpu = _find(entry, ordinals, named) if mixed or _form(entry) == form else None
         if gpu is None:
             return chosen, repr(entry[:60])
         if gpu in chosen:
