@@ -51,8 +51,7 @@ def _as_tied_as_stored(config: Config, headers: Headers, name: str) -> ModelSpec
     tied, untied = (spec_from_config(config.having(_TIED, value), name) for value in (True, False))
     shared = {parameter.name for parameter in tied.parameters}
     heads = [split_name(parameter.name)[0] for parameter in untied.parameters if parameter.name not in shared]
-    stems = {split_name(tensor)[0] for tensor in headers.tensors}
-    if stems.intersection(heads):
+    if any(split_name(tensor)[0] in heads for tensor in headers.tensors if tensor not in shared):
         return untied
     if heads and config.raw(_TIED) is False:
         problem = f"{_TIED} is false, but the checkpoint has no {heads[0]}"
