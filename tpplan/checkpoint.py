@@ -117,14 +117,21 @@ def _read_index(path: Path) -> dict[str, str]:
         weight_map = _parse(file.read(size), path.name).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{path.name} has no weight_map from tensors to files", _HINT)
+    checked: set[str] = set()
     for tensor, name in weight_map.items():
-        inside = isinstance(name, str) and PurePath(name).name == name and not {"\\", "\0"}.intersection(name)
-        if not inside or PurePath(name).suffix != ".safetensors":
+        if not isinstance(name, str) or not (name in checked or _is_plain(name)):
             message = (
                 f"{path.name} puts tensor {tensor[:80]!r} into {name!r:.120}, which is no safetensors file beside it"
             )
             raise ModelError(message, "an index may only name files of its own directory")
+        checked.add(name)
     return weight_map
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name is that of a safetensors file in the same directory, on every system."""
+    path = PurePath(name)
+    return path.name == name and path.suffix == ".safetensors" and not {"\\", "\0", ":"}.intersection(name)
 
 
 def _check_index(index: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
@@ -170,11 +177,11 @@ def _parse(text: bytes, name: str) -> dict[str, Any]:
     """Parse a JSON object strictly: no duplicate keys, no NaN, nothing nested beyond Python's stack."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise ValueError(f"key {key[:80]!r} appears twice")
-            found[key] = value
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise ValueError(f"key {twice[:80]!r} appears twice")
         return found
 
     def refuse(constant: str) -> float:
