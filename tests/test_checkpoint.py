@@ -259,6 +259,14 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         path.rmdir() if path.is_dir() else path.unlink()
 
 
+def test_file_names_that_cannot_be_shown_are_refused(tmp_path: Path) -> None:
+    """A file's name never reaches the terminal as it is."""
+    (tmp_path / "\x1b[2J\udcff.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="no name for a file") as caught:
+        read_headers(tmp_path)
+    assert caught.value.message.isprintable()
+
+
 def test_directory_that_is_not_there(tmp_path: Path) -> None:
     """A missing directory is an error with the reason."""
     with pytest.raises(ModelError, match="No such file"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from math import ceil
+from math import ceil, gcd, lcm
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -350,22 +350,24 @@ def test_ragged_blocks_are_not_cut(tmp_path: Path) -> None:
     assert read_model(tmp_path / "m" / "config.json") == spec
 
 
+PHI3: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 128,
+    "torch_dtype": "float16",
+    "tie_word_embeddings": False,
+}
+
+
 def test_fused_matrices_keep_their_parts(tmp_path: Path) -> None:
     """Query, key and value in one matrix are cut apart also where they are packed."""
-    config = {
-        "architectures": ["Phi3ForCausalLM"],
-        "model_type": "phi3",
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 320,
-        "max_position_embeddings": 128,
-        "torch_dtype": "float16",
-        "pad_token_id": 0,
-        "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},
-    }
+    config = PHI3 | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = read_model(tmp_path / "config.json")
     parts = (Segment(Axis.Q, 32), Segment(Axis.KV, 16), Segment(Axis.KV, 16))
@@ -374,6 +376,43 @@ def test_fused_matrices_keep_their_parts(tmp_path: Path) -> None:
         (Segment(Axis.RS, 2),),
         (Segment(Axis.ID, 64), Segment(Axis.ID, 64)),
     )
+
+
+def test_fused_matrices_may_be_stored_apart(tmp_path: Path) -> None:
+    """ExLlama's converters store the parts of a fused matrix under Llama's names; each is cut by its own axis."""
+    tensors = llama_outside()
+    start = "model.layers.0."
+    tensors |= {f"{start}{n}.weight": ("F16", (256,)) for n in ("input_layernorm", "post_attention_layernorm")}
+    attention = {"q_proj": (256, 256), "k_proj": (256, 128), "v_proj": (256, 128), "o_proj": (256, 256)}
+    mlp = {"gate_proj": (256, 512), "up_proj": (256, 512), "down_proj": (512, 256)}
+    for module, matrices in (("self_attn", attention), ("mlp", mlp)):
+        for name, (inputs, outputs) in matrices.items():
+            tensors |= {f"{start}{module}.{name}{s}": t for s, t in exl2(inputs, outputs, 0).items()}
+    spec = read_model(write_checkpoint(tmp_path / "m", PHI3, tensors))
+    assert stored(spec) == tensors
+    assert parameter(spec, "v_proj.q_weight").dims[1] == (Segment(Axis.KV, 128),)
+    assert parameter(spec, "up_proj.q_weight").dims[1] == (Segment(Axis.ID, 512),)
+
+
+UNITS: dict[str, dict[Axis, int]] = {
+    "gptq": {Axis.ID: 128, Axis.KV: 1, Axis.Q: 2, Axis.RS: 128},
+    "gptq 8 bits": {Axis.ID: 4, Axis.KV: 1, Axis.Q: 1, Axis.RS: 4},
+    "awq": {Axis.ID: 64, Axis.KV: 1, Axis.Q: 1, Axis.RS: 64},
+    "fp8 block": {Axis.ID: 128, Axis.KV: 1, Axis.Q: 2, Axis.RS: 128},
+    "fp8 channel": {Axis.ID: 1, Axis.KV: 1, Axis.Q: 1, Axis.RS: 1},
+    "exl3": {Axis.ID: 16, Axis.KV: 1, Axis.Q: 1, Axis.RS: 16},
+}
+SIZES = {Axis.ID: 512, Axis.KV: 2, Axis.Q: 6, Axis.RS: 256}
+
+
+@pytest.mark.parametrize("case", UNITS)
+def test_cuts_fall_between_stored_elements(tmp_path: Path, case: str) -> None:
+    """The smallest part that ends between words, groups and blocks in every tensor is what the format needs."""
+    spec = read_model(make(tmp_path, case)[0])
+    segments = {s for b in spec.blocks for p in b.parameters for dim in p.dims for s in dim if s.axis}
+    for axis, unit in UNITS[case].items():
+        size = SIZES[axis]
+        assert lcm(*(size // gcd(size, s.length) for s in segments if s.axis is axis)) == unit, axis
 
 
 def test_padded_outputs_are_counted_but_not_cut(tmp_path: Path) -> None:
@@ -532,19 +571,24 @@ def test_mxfp4_headers_agree_with_the_formula(tmp_path: Path) -> None:
     assert (spec.blocks, spec.parameters, spec.weight_format) == (computed.blocks, computed.parameters, "MXFP4")
 
 
-CONTRADICTIONS: dict[str, tuple[dict[str, Any], Matrix, tuple[str, ...]]] = {
-    "other bits": (gptq_config(), gptq(bits=8), ("q_proj.qweight", "[64, 384]", "GPTQ 4-bit g128", "[384, 256]")),
+CONTRADICTIONS: dict[str, tuple[dict[str, Any] | None, Matrix, tuple[str, ...]]] = {
+    "other bits": (gptq_config(), gptq(bits=8), ("q_proj.qweight of I32 [64, 384]", "GPTQ 4-bit g128", "[384, 256]")),
     "other group": (gptq_config(group_size=64), gptq(), ("q_proj", "GPTQ 4-bit g64")),
-    "transposed": (gptq_config(), lambda i, o, layer: gptq()(o, i, layer), ("q_proj.qweight", "[48, 256]")),
+    "transposed": (gptq_config(), lambda i, o, layer: gptq()(o, i, layer), ("q_proj.qweight of I32 [48, 256]",)),
     "unknown format": (
         {"quant_method": "hqq"},
         lambda i, o, _layer: {".W_q": ("U8", (o, i // 2)), ".meta": ("F32", (3,))},
         ("lacks 21 tensors", "42 tensors", "mlp.down_proj.W_q"),
     ),
+    "empty": (
+        None,
+        lambda i, o, _layer: gptq()(i, o, 0) | {".scales": ("F16", (0, o))},
+        ("q_proj.scales of F16 [0, 384]", "GPTQ ?-bit g?"),
+    ),
     "integers without scales": (
         {"quant_method": "x"},
         lambda i, o, _layer: {".weight": ("I8", (o, i))},
-        ("q_proj.weight is I8", "no format that tpplan knows"),
+        ("q_proj.weight of I8 [384, 256]", "no format that tpplan knows"),
     ),
 }
 
@@ -553,7 +597,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], Matrix, tuple[str, ...]]] = {
 def test_contradiction_between_config_and_checkpoint_is_refused(tmp_path: Path, case: str) -> None:
     """The error names the tensor, what is stored, and what the config asks for."""
     quantization, matrix, words = CONTRADICTIONS[case]
-    config = LLAMA | {"quantization_config": quantization}
+    config = LLAMA | ({"quantization_config": quantization} if quantization else {})
     with pytest.raises(ModelError) as caught:
         read_model(write_checkpoint(tmp_path / "m", config, llama_outside() | llama_layers(matrix)))
     for word in words:

@@ -236,7 +236,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], Tensors, set[str], tuple[str, ..
         {},
         {"model.layers.1.self_attn.q_proj.bias": ("F16", (384,))},
         set(),
-        ("has 1 tensors", "does not ask for: model.layers.1.self_attn.q_proj.bias"),
+        ("has 1 tensors", "does not ask for: 'model.layers.1.self_attn.q_proj.bias'"),
     ),
     "missing tensor": (
         {},
@@ -267,6 +267,16 @@ def test_contradiction_names_both_sides(tmp_path: Path, case: str) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("name", ["\ud800", "\x1b[2J", "model.layers." + "9" * 5000 + ".x", "a" * 5000, "", "é"])
+def test_strange_names_are_refused_in_plain_letters(tmp_path: Path, name: str) -> None:
+    """A name from a file never reaches the terminal as it is."""
+    tensors = llama_outside() | llama_layers(plain) | {name: ("F16", (1,))}
+    with pytest.raises(ModelError, match="has 1 tensors") as caught:
+        read_model(write_checkpoint(tmp_path / "m", LLAMA, tensors))
+    assert str(caught.value).replace("\n", "").isprintable()
+    assert len(str(caught.value)) < 1000
+
+
 def test_number_of_experts_is_compared(tmp_path: Path) -> None:
     """A config with more or fewer experts than the checkpoint is refused with both numbers."""
     torch.manual_seed(0)
@@ -284,8 +294,7 @@ def test_number_of_experts_is_compared(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     for count in (3, 6):
         (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"num_local_experts": count}))
-        # The router has a row for each expert, and may be what disagrees first.
-        with pytest.raises(ModelError, match=rf"has 4 experts, .* {count} |shape \[4, 16\], .*\[{count}, 16\]"):
+        with pytest.raises(ModelError, match=rf"has 4 experts, but .* asks for {count} \(in each layer\)"):
             read_model(tmp_path / "m")
 
 

@@ -79,6 +79,8 @@ def read_headers(directory: Path) -> Headers | None:
         ) from None
     if not present:
         return None
+    if odd := next((name for name in present if not name.isprintable()), None):
+        raise ModelError(f"{odd!a:.120} is no name for a file of a checkpoint", "rename it, or move it elsewhere")
     index = _read_index(directory / _INDEX) if (directory / _INDEX).exists() else {}
     if index.keys() and set(index.values()).isdisjoint(present):
         index = {}

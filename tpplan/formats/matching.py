@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from fnmatch import translate
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 
 _HINT: Final = "the config and the checkpoint are of different models, or one was edited: fetch both again"
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
+_EXPERT: Final = re.compile(r"\.experts\.(\d{1,9})\.")
 _SHOWN: Final = 3
+
+#: Matrices that some formats (EXL2, EXL3) store in parts where the model has them fused.
+_FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def stored_by_headers(logical: ModelSpec, scheme: Scheme, headers: Headers, tolerated: Tolerated) -> ModelSpec:
@@ -42,7 +46,11 @@ def stored_by_headers(logical: ModelSpec, scheme: Scheme, headers: Headers, tole
         ModelError: the checkpoint contradicts the config, lacks tensors, has others, or has them in an unknown format.
     """
     match = _Match(logical, scheme, headers, tolerated)
-    spec = rebuild(logical, match.stored)
+    try:
+        spec = rebuild(logical, match.stored)
+    except ModelError:
+        match.check_counts()
+        raise
     match.check_complete()
     quantised = match.sizes.keys() - set(FLOATS)
     text = max(
@@ -69,6 +77,7 @@ class _Match:
         self.gather_only: dict[str, None] = {}
         self.missing: list[str] = []
         self.kinds: dict[tuple[object, ...], Stored] = {}
+        self.split: dict[str, tuple[Parameter, ...]] = {}
         names = [p.name for p in (*logical.parameters, *(p for block in logical.blocks for p in block.parameters))]
         self.own: dict[str, set[str]] = {}
         for name in names:
@@ -77,7 +86,7 @@ class _Match:
         there = any(name.startswith(tolerated.prefix) for name in headers.tensors)
         self.prefix = "" if there else tolerated.prefix
         layers = next((name.partition("{layer}")[0] for name in names if "{layer}" in name), "")
-        self.layers = re.compile(re.escape(layers.removeprefix(self.prefix)) + r"(\d+)\.")
+        self.layers = re.compile(re.escape(layers.removeprefix(self.prefix)) + r"(\d{1,9})\.")
         ignored = re.compile("|".join(map(translate, tolerated.ignored)))
         self.found: dict[str, dict[str, Tensor]] = {}
         for name, tensor in headers.tensors.items():
@@ -91,7 +100,9 @@ class _Match:
     def stored(self, parameter: Parameter, layer: int | None) -> tuple[Parameter, ...]:
         """Return the tensors that store a parameter of a layer."""
         template, suffix = split_name(parameter.name)
-        others = self.own[template] - {suffix}
+        if parts := self.parts(parameter, layer):
+            return tuple(chain.from_iterable(self.stored(part, layer) for part in parts))
+        others = self.own.get(template, {suffix}) - {suffix}
         template = template.removeprefix(self.prefix).replace("{layer}", str(layer))
         experts = "{expert}" in template
         kinds: Counter[tuple[object, ...]] = Counter()
@@ -119,6 +130,21 @@ class _Match:
                 self.gather_only[kind.gather_only] = None
         return tuple(evolve(p, copies=count) for kind, count in counts for p in kind.parameters)
 
+    def parts(self, parameter: Parameter, layer: int | None) -> tuple[Parameter, ...]:
+        """Return the parts of a fused matrix or bias if the checkpoint has those instead."""
+        module, _, fused = split_name(parameter.name)[0].rpartition(".")
+        names = _FUSED.get(fused, ())
+        stem = f"{module}.{fused}".removeprefix(self.prefix).replace("{layer}", str(layer))
+        if not names or stem in self.found or len(parameter.dims[0]) != len(names):
+            return ()
+        if parameter.name not in self.split:
+            self.split[parameter.name] = tuple(
+                evolve(parameter, name=parameter.name.replace(fused, name), dims=((segment,), *parameter.dims[1:]))
+                for name, segment in zip(names, parameter.dims[0], strict=True)
+            )
+        there = stem.replace(fused, names[0]) in self.found
+        return self.split[parameter.name] if there else ()
+
     def kind(self, parameter: Parameter, stem: str, suffix: str, forms: Forms) -> Stored:
         """Return how a parameter is stored, given its tensors by suffix.
 
@@ -133,16 +159,32 @@ class _Match:
         plain = forms.get(suffix)
         if plain and plain.dtype in FLOATS and plain.shape == parameter.shape:
             return Stored((evolve(parameter, dtype=plain.dtype),), (suffix,), plain.dtype)
-        first, tensor = next(((s, t) for s, t in forms.items() if len(t.shape) > 1), next(iter(forms.items())))
-        what = f"{tensor.file}: {stem}{first} is {tensor.dtype} of shape {list(tensor.shape)}"
-        asked = f"{self.scheme.source} asks for {list(parameter.shape)}"
-        if candidates:
-            as_what = _named(FORMATS[candidates[0]].text, self.scheme)
-            raise ModelError(f"{what}, which cannot be {as_what} where {asked}", _HINT)
+        forms = {suffix: plain} if plain else forms
+        file = next(iter(forms.values())).file
+        shown = (f"{stem}{s} of {t.dtype} {list(t.shape)!s:.60}" for s, t in list(forms.items())[:_SHOWN])
+        what, asked = f"{file} has {', '.join(shown)}", f"{self.scheme.source} asks for {list(parameter.shape)}"
         if plain and plain.dtype in FLOATS:
             raise ModelError(f"{what}, but {asked}", _HINT)
-        suffixes = ", ".join(sorted(forms)[:8])
-        raise ModelError(f"{what}; no format that tpplan knows stores a matrix as {suffixes}", _KNOWN)
+        if candidates:
+            named = _named(FORMATS[candidates[0]].text, self.scheme)
+            raise ModelError(f"{what}, which cannot be {named} where {asked}", _HINT)
+        raise ModelError(f"{what}; no format that tpplan knows stores a matrix so where {asked}", _KNOWN)
+
+    def check_counts(self) -> None:
+        """Check that the checkpoint has as many layers and experts as the config, which explains most of what is odd.
+
+        Raises:
+            ModelError: it has not; the error has both counts.
+        """
+        experts = max((block.experts for block in self.logical.blocks), default=0)
+        for what, search, asked, where in (
+            ("layers", self.layers.match, self.logical.layer_count, "num_hidden_layers"),
+            ("experts", _EXPERT.search, experts, "in each layer"),
+        ):
+            there = 1 + max((_number(search(f"{stem}.")) for stem in self.found), default=-1)
+            if there not in {0, asked}:
+                source = self.scheme.source
+                raise ModelError(f"the checkpoint has {there} {what}, but {source} asks for {asked} ({where})", _HINT)
 
     def check_complete(self) -> None:
         """Check that the checkpoint has every tensor of the config, and no other.
@@ -152,15 +194,8 @@ class _Match:
         """
         if not self.missing and not self.left:
             return
-        spec, source = self.logical, self.scheme.source
-        counts = (
-            ("layers", self.layers.match, spec.layer_count, "num_hidden_layers"),
-            ("experts", _EXPERT.search, max((block.experts for block in spec.blocks), default=0), "of each layer"),
-        )
-        for what, search, asked, key in counts:
-            there = 1 + max((_number(search(f"{stem}.")) for stem in self.found), default=-1)
-            if there not in {0, asked}:
-                raise ModelError(f"the checkpoint has {there} {what}, but {source} asks for {asked} ({key})", _HINT)
+        self.check_counts()
+        source = self.scheme.source
         parts = []
         if self.missing:
             parts.append(
@@ -179,7 +214,7 @@ _KNOWN: Final = "tpplan knows plain floats, " + ", ".join(
 
 def _named(text: str, scheme: Scheme) -> str:
     """Write a format's name with the parameters that the config gives."""
-    known = {"group": scheme.group, **scheme.known}
+    known = {"group": scheme.group or "?", **scheme.known}
     return re.sub(r"\{(\w+)\}", lambda match: str(known.get(match[1], "?")), text)
 
 
@@ -193,6 +228,6 @@ def _some(names: Collection[str]) -> str:
     kinds: dict[str, str] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\d+", "#", name), name)
-    shown = list(kinds.values())[:_SHOWN]
+    shown = [f"{name[:120]!a}" for name in list(kinds.values())[:_SHOWN]]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -94,7 +94,7 @@ def _names(pattern: str, module: str) -> bool:
     """Whether an entry of a list of modules means this one: by name, by the end or a part of it, or by expression."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
-    return f".{pattern}." in f".{module}."
+    return f".{pattern.strip('.')}." in f".{module}."
 
 
 def _gptq(section: Config) -> Scheme:

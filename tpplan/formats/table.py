@@ -56,6 +56,8 @@ class Dim(NamedTuple):
             stored: its length in the file; None where there is no file.
             known: parameters of the format; one that is missing is worked out from ``stored``, and added.
         """
+        if stored == 0:
+            return None
         length = sum(segment.length for segment in segments)
         padded = -(-length // self.pad) * self.pad
         if stored and self.times not in known and not self.times.isdigit():
