@@ -1,3 +1,75 @@
-"""Plan how a large language model is split over several GPUs, save the plan, and run by it."""
+"""Plan how a large language model is split over several GPUs, save the plan, and run by it.
+
+The plan half, everything here, imports neither torch nor numba. Names are imported when they are first used, so that
+showing or validating a plan does not pay for planning.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpplan.axes import Axis, Slice
+    from tpplan.codec import dumps, fingerprint, load, loads, save
+    from tpplan.devices import Device, parse_devices
+    from tpplan.diff import PlanDiff, diff
+    from tpplan.errors import DeviceError, ModelError, PlanError, RequestError, TpplanError
+    from tpplan.infeasible import InfeasibleError
+    from tpplan.model import ModelSpec
+    from tpplan.plan import Cache, SplitPlan
+    from tpplan.planner import plan
+    from tpplan.reader import read_model
+    from tpplan.verify import problems, verify
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "axes": ("Axis", "Slice"),
+    "codec": ("dumps", "fingerprint", "load", "loads", "save"),
+    "devices": ("Device", "parse_devices"),
+    "diff": ("PlanDiff", "diff"),
+    "errors": ("DeviceError", "ModelError", "PlanError", "RequestError", "TpplanError"),
+    "infeasible": ("InfeasibleError",),
+    "model": ("ModelSpec",),
+    "plan": ("Cache", "SplitPlan"),
+    "planner": ("plan",),
+    "reader": ("read_model",),
+    "verify": ("problems", "verify"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "Axis",
+    "Cache",
+    "Device",
+    "DeviceError",
+    "InfeasibleError",
+    "ModelError",
+    "ModelSpec",
+    "PlanDiff",
+    "PlanError",
+    "RequestError",
+    "Slice",
+    "SplitPlan",
+    "TpplanError",
+    "diff",
+    "dumps",
+    "fingerprint",
+    "load",
+    "loads",
+    "parse_devices",
+    "plan",
+    "problems",
+    "read_model",
+    "save",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its module."""
+    if name not in _MODULE_OF:
+        message = f"module 'tpplan' has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(import_module(f"tpplan.{_MODULE_OF[name]}"), name)

@@ -13,7 +13,7 @@ from attrs import define, evolve, field, frozen
 
 from tpplan.axes import DEFAULT_UNIT, Axis, format_layers, power_of_two_unit, unit_count
 from tpplan.model import Segment
-from tpplan.plan import CACHE_KINDS, DeviceMemory, Request, Split
+from tpplan.plan import CACHE_KINDS, DeviceMemory, Request
 from tpplan.workspace import common_workspace, unit_workspace
 
 if TYPE_CHECKING:
@@ -274,19 +274,21 @@ def axis_unit(axis: Axis, size: int, stored: Iterable[int] = ()) -> int:
     return min(size, lcm(unit, *(size // gcd(size, length) for length in stored)))
 
 
-def ledger(splits: Sequence[Split], wanted: Demands, devices: Sequence[Device]) -> tuple[DeviceMemory, ...]:
-    """Return what ``splits`` cost on each device; ``free_bytes`` is negative where the budget does not suffice."""
-    by_key = {(s.axis, s.layers): s for s in splits}
+def ledger(bounds: Sequence[Sequence[int]], wanted: Demands, devices: Sequence[Device]) -> tuple[DeviceMemory, ...]:
+    """Return what each device pays; ``free_bytes`` is negative where the budget does not suffice.
+
+    Args:
+        bounds: for each of the wanted axes, in their order.
+        wanted: the axes and what they cost.
+        devices: as many as the bounds cut the axes for.
+    """
     entries = []
     for index, device in enumerate(devices):
-        total, used = wanted.common, False
-        for demand in wanted.axes:
-            start, end = by_key[demand.axis, demand.layers].bounds[index : index + 2]
-            if end > start:
-                total += demand.kept + demand.cost(end - start)
-                used = True
+        held = [(demand, row[index + 1] - row[index]) for demand, row in zip(wanted.axes, bounds, strict=True)]
+        total = sum((demand.kept + demand.cost(size) for demand, size in held if size), Cost())
+        used = any(size for _, size in held)
+        total = total + wanted.common if used else Cost()
         overhead = device.overhead_bytes if used else 0
-        total = total if used else Cost()
         free = device.budget_bytes - total.bytes - overhead
         entries.append(DeviceMemory(index, total.weights, total.cache, total.workspace, overhead, free))
     return tuple(entries)

@@ -1,0 +1,189 @@
+"""A local search: units move between the bin that limits a placement and the others, while that helps.
+
+A move takes units of one item from the worst bin to another one and may take units of a second item back. The worst
+bin is the one that lacks the most room, or else the one that takes longest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tpplan.packing import Bin, Item
+
+#: Of many bins only the emptiest are looked at as partners.
+_PARTNERS = 24
+_MOST_MOVES = 400
+_FEW = 12
+_SHAKES = 6
+
+#: Room and load of a bin.
+_Side: TypeAlias = tuple[int, int]
+
+
+def numbers() -> Iterator[int]:
+    """Yield the same sequence of scattered numbers each time, on every version of Python."""
+    state = 1
+    while True:
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        yield state >> 33
+
+
+@frozen
+class _Move:
+    giver: int
+    taker: int
+    item: int
+    units: int
+    back: int = 0
+    back_units: int = 0
+
+
+class Improver:
+    """A placement that is being improved.
+
+    Attributes:
+        units: of each item in each bin.
+        sides: the room that each bin has left, negative if too little, and the load that it bears, its own included.
+    """
+
+    def __init__(self, items: Sequence[Item], bins: Sequence[Bin], placement: Sequence[Sequence[int]]) -> None:
+        self.items, self.bins = items, bins
+        self.units = [[0] * len(bins) for _ in items]
+        self.sides = [(host.room, host.load) for host in bins]
+        for i, row in enumerate(placement):
+            for b, n in enumerate(row):
+                self._add(i, b, n)
+
+    def _add(self, item: int, b: int, more: int) -> None:
+        self.sides[b] = _with(self.sides[b], self.items[item], self.units[item][b], more)
+        self.units[item][b] += more
+
+    def _used(self, b: int) -> bool:
+        return any(row[b] for row in self.units)
+
+    def score(self) -> tuple[int, int]:
+        """Return the bytes that are lacking, and the longest time in 2^-64."""
+        lack = sum(max(0, -room) for room, _ in self.sides)
+        times = [-(-(side[1] << 64) // self.bins[b].speed) for b, side in enumerate(self.sides) if self._used(b)]
+        return lack, max(times)
+
+    def run(self, goal: int) -> None:
+        """Improve until no move helps, or every bin has room and takes at most ``goal`` in 2^-64."""
+        for _ in range(_MOST_MOVES):
+            worst = self._worst()
+            room, load = self.sides[worst]
+            if room >= 0 and load << 64 <= goal * self.bins[worst].speed:
+                return
+            move = self._best_move(worst)
+            if move is None:
+                return
+            self._apply(move)
+
+    def shake(self, numbers: Iterator[int]) -> None:
+        """Move units at random, to leave a place where no single move helps."""
+        usable = [b for b, host in enumerate(self.bins) if host.room >= 0]
+        for _ in range(2 + next(numbers) % _SHAKES):
+            i, giver, taker, n = (next(numbers) for _ in range(4))
+            item, row = self.items[i % len(self.items)], self.units[i % len(self.items)]
+            full = [b for b, have in enumerate(row) if have]
+            source, target = full[giver % len(full)], usable[taker % len(usable)]
+            amounts = [*_amounts(row[source], row[target], item.minimum)] if source != target else []
+            if amounts:
+                self._apply(_Move(source, target, i % len(self.items), amounts[n % len(amounts)]))
+
+    def _apply(self, move: _Move) -> None:
+        self._add(move.item, move.giver, -move.units)
+        self._add(move.item, move.taker, move.units)
+        self._add(move.back, move.taker, -move.back_units)
+        self._add(move.back, move.giver, move.back_units)
+
+    def _worst(self) -> int:
+        """Return the bin that lacks most, or else takes longest."""
+        worst, lack, load, speed = -1, 0, -1, 1
+        for b, side in enumerate(self.sides):
+            missing, s = max(0, -side[0]), self.bins[b].speed
+            if (missing > lack or (missing == lack and side[1] * speed > load * s)) and self._used(b):
+                worst, lack, load, speed = b, missing, side[1], s
+        return worst
+
+    def _best_move(self, giver: int) -> _Move | None:
+        """Return the move after which the two bins lack least, then take the least time; None if none is better."""
+        (room, load), speed = self.sides[giver], self.bins[giver].speed
+        best: _Move | None = None
+        # What the best move changes: bytes that the two lack, then the longer time of the two as load and speed.
+        least_change, least_load, least_speed = 0, load, speed
+        for taker in self._partners(giver):
+            other_room, other_load = self.sides[taker]
+            other_speed = self.bins[taker].speed
+            lack = max(0, -room) + max(0, -other_room)
+            if not lack and other_load * speed >= load * other_speed:
+                continue
+            for move, given, taken in self._moves(giver, taker):
+                change = max(0, -given[0]) + max(0, -taken[0]) - lack
+                if change > least_change or (change == 0 and lack):
+                    continue
+                slower = given[1] * other_speed >= taken[1] * speed
+                time = (given[1], speed) if slower else (taken[1], other_speed)
+                if change < least_change or time[0] * least_speed < least_load * time[1]:
+                    best, least_change, least_load, least_speed = _Move(giver, taker, *move), change, *time
+        return best
+
+    def _partners(self, giver: int) -> list[int]:
+        partners = [b for b, host in enumerate(self.bins) if b != giver and host.room >= 0]
+        if len(partners) <= _PARTNERS:
+            return partners
+        return sorted(partners, key=lambda b: ((self.sides[b][1] << 32) // self.bins[b].speed, b))[:_PARTNERS]
+
+    def _moves(self, giver: int, taker: int) -> Iterator[tuple[tuple[int, ...], _Side, _Side]]:
+        """Yield moves (item, units, item back, units back), and both sides after each."""
+        speeds = self.bins[giver].speed, self.bins[taker].speed
+        for i, item in enumerate(self.items):
+            have, there = self.units[i][giver], self.units[i][taker]
+            for n in _amounts(have, there, item.minimum):
+                given = _with(self.sides[giver], item, have, -n)
+                taken = _with(self.sides[taker], item, there, n)
+                yield (i, n), given, taken
+                for j, back in enumerate(self.items):
+                    if j != i and self.units[j][taker]:
+                        mine, theirs = self.units[j][giver], self.units[j][taker]
+                        for m in _returns(back, (mine, theirs), (given, taken), speeds):
+                            yield (i, n, j, m), _with(given, back, mine, m), _with(taken, back, theirs, -m)
+
+
+def _with(side: _Side, item: Item, have: int, more: int) -> _Side:
+    """Return a bin's room and load when ``more`` units join the ``have`` of an item, or leave them if negative."""
+    if not more:
+        return side
+    starts = (not have) - (have + more == 0)
+    return side[0] - item.cost * more - item.kept * starts, side[1] + item.load * more + item.kept_load * starts
+
+
+def _returns(item: Item, have: tuple[int, int], sides: tuple[_Side, _Side], speeds: tuple[int, int]) -> Iterator[int]:
+    """Yield how many units to take back: what makes the taker's room, fills the giver's, or evens the times."""
+    mine, theirs = have
+    given, taken = sides
+    amounts = {theirs, item.minimum}
+    if item.cost:
+        amounts |= {-(taken[0] // item.cost), given[0] // item.cost}
+    if item.load:
+        even = (taken[1] * speeds[0] - given[1] * speeds[1]) // (item.load * (speeds[0] + speeds[1]))
+        amounts |= {even, even + 1}
+    for n in sorted(amounts):
+        if 0 < n <= theirs and not 0 < theirs - n < item.minimum and mine + n >= item.minimum:
+            yield n
+
+
+def _amounts(have: int, there: int, minimum: int) -> Iterator[int]:
+    """Yield how many of ``have`` units to give: few, all, and some steps between."""
+    n = 1
+    while n <= have:
+        if not 0 < have - n < minimum and there + n >= minimum:
+            yield n
+        n += 1 if n < _FEW else max(1, n // 4)
+    if have >= _FEW and there + have >= minimum:
+        yield have

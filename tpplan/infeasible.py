@@ -1,0 +1,238 @@
+"""Why nothing fits, in bytes per device, and what would help, each suggestion tried before it is made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import evolve, frozen
+
+from tpplan.errors import TpplanError
+from tpplan.memory import demands
+from tpplan.packing import Bin
+from tpplan.plan import CACHE_KINDS, Cache, Request
+from tpplan.planner import Attempt, attempt, finish, place
+from tpplan.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tpplan.devices import Device
+    from tpplan.model import ModelSpec
+
+_CONTEXT_STEP = 256
+_MEMORY_STEP = 2**26
+_MOST_MEMORY = 2**46
+#: Of many different devices only the largest are tried for more memory.
+_TRIED_DEVICES = 6
+_PLENTY = 2**60
+
+
+@frozen
+class Shortfall:
+    """What a device would need for the most even cut, and what it lacks; all in bytes.
+
+    What is missing is charged to the cache first, then to workspace, weights and overhead.
+
+    Attributes:
+        device: index.
+        name: of the device.
+        budget_bytes: what it has.
+        weights_bytes: needed.
+        cache_bytes: needed.
+        workspace_bytes: needed.
+        overhead_bytes: needed.
+        missing_bytes: in all, 0 if the device has enough.
+        missing_weights_bytes: part of it.
+        missing_cache_bytes: part of it.
+        missing_workspace_bytes: part of it.
+        missing_overhead_bytes: part of it.
+    """
+
+    device: int
+    name: str
+    budget_bytes: int
+    weights_bytes: int
+    cache_bytes: int
+    workspace_bytes: int
+    overhead_bytes: int
+    missing_bytes: int
+    missing_weights_bytes: int
+    missing_cache_bytes: int
+    missing_workspace_bytes: int
+    missing_overhead_bytes: int
+
+
+@frozen
+class Suggestion:
+    """One change after which planning succeeds.
+
+    Attributes:
+        kind: ``context``, ``cache``, ``layout``, ``kv``, ``strategy`` or ``memory``.
+        value: tokens per sequence, the cache kind, the layout, kv mode or strategy, or the budget in bytes.
+        device: which one needs the budget; -1 for the other kinds.
+        message: the change in words.
+    """
+
+    kind: str
+    value: str
+    device: int
+    message: str
+
+
+class InfeasibleError(TpplanError):
+    """No plan fits the budgets.
+
+    Attributes:
+        shortfalls: one per device.
+        suggestions: single changes that help, each proved by planning with it.
+    """
+
+    def __init__(
+        self, message: str, hint: str, shortfalls: tuple[Shortfall, ...], suggestions: tuple[Suggestion, ...]
+    ) -> None:
+        super().__init__(message, hint)
+        self.shortfalls = shortfalls
+        self.suggestions = suggestions
+
+
+def explain(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> InfeasibleError:
+    """Return the error for a request that does not fit, with shortfalls and suggestions."""
+    best = _over_budget(model, devices, request)
+    shortfalls = tuple(_shortfall(best, i) for i in range(len(devices)))
+    suggestions = tuple(_suggestions(model, devices, request))
+    needed = sum(entry.used_bytes for entry in best.memory)
+    budget = sum(device.budget_bytes for device in devices)
+    worst = max(shortfalls, key=lambda s: s.missing_bytes)
+    message = (
+        f"{model.name} does not fit: it needs {format_bytes(needed)} on {len(devices)} "
+        f"device{'s' if len(devices) > 1 else ''} with budgets of {format_bytes(budget)} together, "
+        f"and device {worst.device} ({worst.name}) would lack {format_bytes(worst.missing_bytes)}"
+    )
+    if needed <= budget:
+        message += "; there is enough in all, but whole units do not divide so"
+    hint = "; or ".join(s.message for s in suggestions) or "use more or larger devices, or a smaller model"
+    return InfeasibleError(message, hint, shortfalls, suggestions)
+
+
+def _over_budget(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> Attempt:
+    """Return the most even cut with no regard to budgets (the original's own, for ``exllamav2``)."""
+    if request.strategy == "exllamav2":
+        found = attempt(model, devices, request)
+        if found:
+            return found
+    wanted = demands(model, request, len(devices))
+    fixed = [wanted.common.bytes + device.overhead_bytes for device in devices]
+    bins = [Bin(_PLENTY, device.budget_bytes, f) for device, f in zip(devices, fixed, strict=True)]
+    counts = place(wanted, bins, "balanced", thorough=False)
+    assert counts is not None, "everything fits where there is plenty of room"  # noqa: S101
+    return finish(model, devices, request, wanted, counts)
+
+
+def _shortfall(best: Attempt, index: int) -> Shortfall:
+    entry, device = best.memory[index], best.devices[index]
+    left = missing = max(0, -entry.free_bytes)
+    parts = []
+    for size in (entry.cache_bytes, entry.workspace_bytes, entry.weights_bytes, entry.overhead_bytes):
+        parts.append(min(left, size))
+        left -= parts[-1]
+    cache, workspace, weights, overhead = parts
+    return Shortfall(
+        device=index,
+        name=device.name,
+        budget_bytes=device.budget_bytes,
+        weights_bytes=entry.weights_bytes,
+        cache_bytes=entry.cache_bytes,
+        workspace_bytes=entry.workspace_bytes,
+        overhead_bytes=entry.overhead_bytes,
+        missing_bytes=missing,
+        missing_weights_bytes=weights,
+        missing_cache_bytes=cache,
+        missing_workspace_bytes=workspace,
+        missing_overhead_bytes=overhead,
+    )
+
+
+def _fits(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> bool:
+    found = attempt(model, devices, request, thorough=False)
+    return found is not None and not found.lacking
+
+
+def _suggestions(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> Iterator[Suggestion]:
+    """Yield changes of one thing each, those that cost least first."""
+
+    def fits(asked: Request) -> bool:
+        return _fits(model, devices, asked)
+
+    kinds = [kind for kind, size in CACHE_KINDS.items() if size < CACHE_KINDS[request.cache.kind]]
+    kind = next((k for k in kinds if fits(evolve(request, cache=Cache(k, request.cache.tokens)))), "")
+    if kind:
+        yield Suggestion("cache", kind, -1, f"cache the keys and values as {kind}")
+    context = _largest_context(request, fits)
+    if context:
+        yield Suggestion("context", str(context), -1, f"shorten the context to {context} tokens per sequence")
+    layout = "gather" if request.layout == "reduce" else "reduce"
+    if not (layout == "reduce" and model.gather_only) and fits(evolve(request, layout=layout)):
+        yield Suggestion("layout", layout, -1, f"use the layout {layout}")
+    if request.kv == "idle" and fits(evolve(request, kv="replicate")):
+        yield Suggestion("kv", "replicate", -1, "replicate the KV heads")
+    if request.strategy == "exllamav2" and fits(evolve(request, strategy="balanced")):
+        yield Suggestion("strategy", "balanced", -1, "use the strategy balanced, which keeps budgets")
+    yield from _more_memory(model, devices, request)
+
+
+def _largest_context(request: Request, fits: Callable[[Request], bool]) -> int:
+    """Return the most tokens per sequence that fit, a multiple of 256, or 0."""
+
+    def fits_steps(steps: int) -> bool:
+        tokens = steps * _CONTEXT_STEP * request.batch
+        return fits(evolve(request, cache=Cache(request.cache.kind, tokens)))
+
+    low, high = 0, -(-request.cache.tokens // (request.batch * _CONTEXT_STEP)) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits_steps(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low * _CONTEXT_STEP
+
+
+def _more_memory(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> Iterator[Suggestion]:
+    """Yield the one device that needs the least more memory, with its new budget."""
+    different = {device: i for i, device in reversed([*enumerate(devices)])}
+    largest = sorted(different, key=lambda device: (-device.budget_bytes, different[device]))[:_TRIED_DEVICES]
+    best: tuple[int, int] | None = None
+    for device in largest:
+        index = different[device]
+
+        def fits(more: int, index: int = index, device: Device = device) -> bool:
+            larger = evolve(device, budget_bytes=device.budget_bytes + more)
+            return _fits(model, (*devices[:index], larger, *devices[index + 1 :]), request)
+
+        limit = best[0] - _MEMORY_STEP if best else _MOST_MEMORY
+        more = _least(fits, limit)
+        if more:
+            best = (more, index)
+    if best:
+        more, index = best
+        budget = devices[index].budget_bytes + more
+        words = f"give device {index} ({devices[index].name}) {format_bytes(more)} more, {format_bytes(budget)} in all"
+        yield Suggestion("memory", str(budget), index, words)
+
+
+def _least(fits: Callable[[int], bool], limit: int) -> int:
+    """Return the least multiple of 64 MiB that fits, at most ``limit``, or 0."""
+    high = _MEMORY_STEP
+    while high < limit and not fits(high):
+        high *= 2
+    high = min(high, limit) // _MEMORY_STEP
+    if high < 1 or not fits(high * _MEMORY_STEP):
+        return 0
+    low = high // 2
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if fits(middle * _MEMORY_STEP):
+            high = middle
+        else:
+            low = middle
+    return high * _MEMORY_STEP

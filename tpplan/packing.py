@@ -1,0 +1,266 @@
+"""Putting units of several axes on devices: the integer program behind planning.
+
+Every bin (device) has room in bytes and a speed. Every item (axis) comes in units that must all be placed; a bin holds
+none of an item, or at least its minimum, and pays once for holding any. Wanted is the placement whose slowest bin is
+fastest: the least ``t`` such that no bin's load exceeds ``t`` times its speed. Everything is an integer; ``t`` is a
+fixed-point number with ``SHIFT`` bits after the point.
+
+Four parts, from cheap to thorough, of which the later ones run only where the earlier leave a gap. A necessary
+condition bounds ``t`` from below. A placement cuts every item in proportion to the bins, coarse items first, finer ones
+making up for their rounding. A local search (:mod:`tpplan.improve`) moves units. An exhaustive search
+(:mod:`tpplan.search`) leaves no doubt.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import accumulate, takewhile
+from typing import TYPE_CHECKING, TypeAlias
+
+from attrs import frozen
+
+from tpplan.apportion import apportion
+from tpplan.improve import Improver, numbers
+from tpplan.search import OutOfBudgetError, search
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SHIFT = 64
+#: A placement within 1/2048 of the lower bound is good enough.
+TOLERANCE_BITS = 11
+#: Rounds of the local search without gain before it gives up, times bins, times items.
+PATIENCE = 5000
+#: Moves that the exhaustive search may look at: to find a placement at all, and to improve one.
+FIRST_BUDGET = 600_000
+BETTER_BUDGET = 60_000
+_UNLIMITED = 1 << 200
+
+#: For each item, the units in each bin.
+Placement: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+@frozen
+class Item:
+    """What is placed.
+
+    Attributes:
+        count: units, at least 1.
+        minimum: fewest units in a bin that holds any.
+        cost: bytes of a unit.
+        kept: bytes that holding any unit costs once.
+        load: of a unit.
+        kept_load: load that holding any unit adds once.
+    """
+
+    count: int
+    minimum: int
+    cost: int
+    kept: int
+    load: int
+    kept_load: int
+
+    def upper(self, room: int, limit: int) -> int:
+        """Return the most units that fit into ``room`` bytes and ``limit`` load, 0 if that is below the minimum."""
+        room, limit = room - self.kept, limit - self.kept_load
+        if room < 0 or limit < 0:
+            return 0
+        units = self.count
+        if self.cost:
+            units = min(units, room // self.cost)
+        if self.load:
+            units = min(units, limit // self.load)
+        return units if units >= self.minimum else 0
+
+
+@frozen
+class Bin:
+    """Where it is placed.
+
+    Attributes:
+        room: bytes for items; negative if the bin cannot be used.
+        speed: load that it takes in one unit of ``t``, positive.
+        load: what it bears before the first item.
+    """
+
+    room: int
+    speed: int
+    load: int
+
+    def limit(self, t: int | None) -> int:
+        """Return the load for items that keeps the bin within ``t``; None sets no limit."""
+        return _UNLIMITED if t is None else (t * self.speed >> SHIFT) - self.load
+
+
+def solve(items: Sequence[Item], bins: Sequence[Bin], *, thorough: bool = True) -> Placement | None:
+    """Return a placement whose ``t`` is the least, or within 1/2048 of it, or None if nothing fits.
+
+    The answer does not depend on the order of the bins, other than among equal ones. Without ``thorough`` there is no
+    exhaustive search: in a tight spot a placement may then be overlooked. The exhaustive search has a budget; where
+    that ends (many bins, many coarse units, hardly any slack), the best placement so far is returned, or None.
+    """
+    order = sorted(range(len(bins)), key=lambda b: (-bins[b].room, -bins[b].speed, bins[b].load, b))
+    ranks = sorted(range(len(items)), key=lambda i: (-items[i].cost, -items[i].load, i))
+    found = _Solver([items[i] for i in ranks], [bins[b] for b in order], thorough).solve()
+    if found is None:
+        return None
+    placement = [[0] * len(bins) for _ in items]
+    for i, row in zip(ranks, found, strict=True):
+        for b, units in zip(order, row, strict=True):
+            placement[i][b] = units
+    return tuple(map(tuple, placement))
+
+
+@frozen
+class _Solver:
+    """Items from coarse to fine, bins from roomy to tight."""
+
+    items: list[Item]
+    bins: list[Bin]
+    thorough: bool = True
+
+    def solve(self) -> Placement | None:
+        if not self._possible(None):
+            return None
+        best = self._place(None) or self._improve(self._place(None, relaxed=True), 0)
+        if best is None and self.thorough:
+            with suppress(OutOfBudgetError):
+                best = self._search(None, FIRST_BUDGET)
+        if best is None:
+            return None
+        high = self._time(best)
+        low = t = self._lower_bound(high)
+        step = max(1, low >> (TOLERANCE_BITS + 3))
+        while t < high:
+            found = self._place(t)
+            if found:
+                best, high = found, self._time(found)
+            t += step
+            step *= 2
+        if self._is_gap(low, high):
+            best = self._improve(best, low) or best
+            if self.thorough:
+                best = self._close(best, low)
+            best = self._evened(best, self._time(best))
+        return best
+
+    def _evened(self, found: Placement, t: int) -> Placement:
+        """Return a placement that is hardly slower and in proportion, as far as that goes: searches do not care."""
+        for fixed in range(len(self.items)):
+            evened = self._place(t + (t >> TOLERANCE_BITS + 1), found[:fixed])
+            if evened:
+                return evened
+        return found
+
+    def _is_gap(self, low: int, high: int) -> bool:
+        return high - low > low >> TOLERANCE_BITS
+
+    def _improve(self, start: Placement | None, low: int) -> Placement | None:
+        """Search around ``start``, which may lack room, until it is near ``low`` or the rounds are over."""
+        if start is None:
+            return None
+        best = Improver(self.items, self.bins, start)
+        best.run(low)
+        score = best.score()
+        scatter, stale = numbers(), 0
+        while stale < max(4, min(200, PATIENCE // (len(self.bins) * len(self.items)))):
+            if not score[0] and not self._is_gap(low, score[1]):
+                break
+            stale += 1
+            other = Improver(self.items, self.bins, best.units)
+            other.shake(scatter)
+            other.run(low)
+            if other.score() <= score:
+                stale = 0 if other.score() < score else stale
+                best, score = other, other.score()
+        return None if score[0] else tuple(map(tuple, best.units))
+
+    def _close(self, best: Placement, low: int) -> Placement:
+        """Halve the gap between what is known to be impossible and the best placement until it is small."""
+        high = self._time(best)
+        while self._is_gap(low, high):
+            middle = (low + high) // 2
+            try:
+                found = self._search(middle, BETTER_BUDGET)
+            except OutOfBudgetError:
+                break
+            if found:
+                best, high = found, self._time(found)
+            else:
+                low = middle + 1
+        return best
+
+    def _time(self, placement: Placement) -> int:
+        """Return the least ``t`` that the placement keeps."""
+        times = [0]
+        for b, host in enumerate(self.bins):
+            units = [row[b] for row in placement]
+            if any(units):
+                load = sum(
+                    item.kept_load + item.load * n for item, n in zip(self.items, units, strict=True) if n
+                )  # fmt: skip
+                times.append(-(-((load + host.load) << SHIFT) // host.speed))
+        return max(times)
+
+    def _lower_bound(self, high: int) -> int:
+        """Return the least ``t`` that the necessary conditions allow, at most ``high``."""
+        low = 0
+        while low < high:
+            middle = (low + high) // 2
+            if self._possible(middle):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _possible(self, t: int | None) -> bool:
+        """Return whether ``t`` passes: every item fits alone, and all together fit by bytes and by load."""
+        spaces = [(b.room, limit) for b in self.bins if b.room >= 0 and (limit := b.limit(t)) >= 0]
+        cost = load = 0
+        for item in self.items:
+            uppers = sorted((item.upper(*space) for space in spaces), reverse=True)
+            held = [*takewhile(lambda units, n=item.count: units < n, accumulate(uppers, initial=0))]
+            # So many bins hold the item at the least, and each pays for holding it.
+            hosts = len(held)
+            if hosts > min(len(uppers), item.count // item.minimum):
+                return False
+            cost += item.kept * hosts + item.cost * item.count
+            load += item.kept_load * hosts + item.load * item.count
+        return cost <= sum(room for room, _ in spaces) and load <= sum(limit for _, limit in spaces)
+
+    def _place(self, t: int | None, given: Sequence[Sequence[int]] = (), *, relaxed: bool = False) -> Placement | None:
+        """Cut every item in proportion to the bins, or as near to that as ``t`` and the rooms allow.
+
+        Each item's target makes up for what the items before it got too much or too little. ``given`` fixes the
+        first items; ``relaxed`` lets usable bins overflow.
+        """
+        rooms = [b.room for b in self.bins]
+        limits = [b.limit(t) if b.room >= 0 else -1 for b in self.bins]
+        fair = [max(0, room if t is None else limit) for room, limit in zip(rooms, limits, strict=True)]
+        whole = sum(fair)
+        wanted, borne = 0, [0] * len(rooms)
+        placement: list[tuple[int, ...]] = []
+        for index, item in enumerate(self.items):
+            measure = item.cost if t is None else item.load
+            wanted += measure * item.count
+            targets = [wanted * f // whole - have if whole else 0 for f, have in zip(fair, borne, strict=True)]
+            if relaxed:
+                uppers = [item.count if host.room >= 0 else 0 for host in self.bins]
+            else:
+                uppers = [item.upper(room, limit) for room, limit in zip(rooms, limits, strict=True)]
+            units = given[index] if index < len(given) else apportion(item.count, item.minimum, targets, uppers)
+            if units is None:
+                return None
+            for b, n in enumerate(units):
+                if n:
+                    rooms[b] -= item.kept + item.cost * n
+                    limits[b] -= item.kept_load + item.load * n
+                    borne[b] += measure * n
+            placement.append(tuple(units))
+        return tuple(placement)
+
+    def _search(self, t: int | None, budget: int) -> Placement | None:
+        """Search exhaustively, unless a glance shows that nothing fits."""
+        if not self._possible(t):
+            return None
+        return search(self.items, [(b.room, b.limit(t)) for b in self.bins], budget)

@@ -1,0 +1,275 @@
+"""plan(): from a model, devices and a request to a plan that keeps every budget, or to an explanation of why not."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from attrs import evolve, frozen
+
+from tpplan.apportion import apportion
+from tpplan.axes import Axis, bounds_of, minimum_units
+from tpplan.codec import fingerprint
+from tpplan.devices import Device
+from tpplan.errors import RequestError
+from tpplan.exllamav2_split import exllamav2_counts
+from tpplan.memory import Demands, demands, ledger
+from tpplan.model import ModelSpec
+from tpplan.packing import Bin, Item, solve
+from tpplan.plan import (
+    CACHE_KINDS,
+    KV_MODES,
+    LAYOUTS,
+    STRATEGIES,
+    Cache,
+    DeviceMemory,
+    PlanModel,
+    Request,
+    Split,
+    SplitPlan,
+)
+from tpplan.verify import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tpplan.memory import Demand
+
+DEFAULT_MAX_ROWS = 2048
+_MOST_ROWS = 2**24
+_MOST_DEVICES = 4096
+
+
+def plan(
+    model: ModelSpec,
+    devices: Iterable[Device],
+    *,
+    cache: Cache | None = None,
+    layout: str = "",
+    strategy: str = "balanced",
+    batch: int = 1,
+    max_rows: int = DEFAULT_MAX_ROWS,
+    kv: str = "idle",
+) -> SplitPlan:
+    """Split ``model`` over ``devices``, within every device's budget.
+
+    The same arguments give the same plan, byte for byte, on every machine.
+
+    Args:
+        model: from :func:`tpplan.read_model`.
+        devices: from :func:`tpplan.parse_devices`; their order is the order of the plan's device indices.
+        cache: kind and tokens of the key/value cache; ``fp16`` for the model's longest context by default.
+        layout: ``reduce`` (matrices cut by columns, then by rows, with an all-reduce) or ``gather`` (all by output
+            columns). By default ``reduce``, or ``gather`` where the weights' rows cannot be cut.
+        strategy: ``balanced`` minimises the largest share of a budget, ``latency`` the longest time in which a device
+            reads what one token needs, ``exllamav2`` cuts as ExLlamaV2 does.
+        batch: sequences that share the cache.
+        max_rows: tokens in the largest forward pass.
+        kv: what becomes of devices beyond the KV heads: ``idle`` or ``replicate``.
+
+    Raises:
+        InfeasibleError: no plan fits, or ExLlamaV2's does not; with the bytes that are missing and what would help.
+        RequestError: the request has no meaning for this model or these devices.
+    """
+    devices = tuple(devices)
+    request = resolve(model, cache or Cache(), layout, strategy=strategy, batch=batch, max_rows=max_rows, kv=kv)
+    check_devices(devices, strategy)
+    found = attempt(model, devices, request)
+    if found is None or found.lacking:
+        from tpplan.infeasible import explain  # noqa: PLC0415 (explaining plans again)
+
+        raise explain(model, devices, request)
+    result = found.plan()
+    verify(result, "the new plan")
+    return result
+
+
+def replan(model: ModelSpec, old: SplitPlan) -> SplitPlan:
+    """Plan again for what an old plan was asked and the devices it names; see :func:`plan` for errors."""
+    r = old.request
+    return plan(
+        model,
+        old.devices,
+        cache=r.cache,
+        layout=r.layout,
+        strategy=r.strategy,
+        batch=r.batch,
+        max_rows=r.max_rows,
+        kv=r.kv,
+    )
+
+
+def resolve(
+    model: ModelSpec, cache: Cache, layout: str, *, strategy: str, batch: int, max_rows: int, kv: str
+) -> Request:
+    """Check a request against the model and fill in what it leaves open.
+
+    Raises:
+        RequestError: an unknown choice, a number out of range, or a context longer than the model's.
+    """
+    layout = layout or ("gather" if model.gather_only else "reduce")
+    _known("layout", layout, LAYOUTS)
+    _known("strategy", strategy, STRATEGIES)
+    _known("cache kind", cache.kind, tuple(CACHE_KINDS))
+    _known("kv mode", kv, KV_MODES)
+    _in_range("batch", batch, 1, _MOST_ROWS)
+    _in_range("max_rows", max_rows, 1, _MOST_ROWS)
+    tokens = cache.tokens or model.max_context * batch
+    _in_range("cache tokens", tokens, 1, 2**40)
+    if max_rows < batch:
+        hint = f"ask for at least {batch} rows"
+        raise RequestError(f"max_rows {max_rows} is less than the {batch} sequences that decode together", hint)
+    if tokens > model.max_context * batch:
+        made_for = f"{model.name} was made for {model.max_context} tokens per sequence"
+        asked = f"{tokens} cache tokens for {batch} sequences are {-(-tokens // batch)} each"
+        raise RequestError(f"{asked}, but {made_for}", f"ask for at most {model.max_context * batch} cache tokens")
+    if tokens < batch:
+        raise RequestError(f"{tokens} cache tokens are less than one for each of {batch} sequences", "ask for more")
+    if layout == "reduce" and model.gather_only:
+        message = f"the weights of {model.name} cannot be cut by rows: {model.gather_only}"
+        raise RequestError(message, "use the layout gather, or leave the choice to tpplan")
+    return Request(layout, strategy, Cache(cache.kind, tokens), batch, max_rows, kv)
+
+
+def check_devices(devices: Sequence[Device], strategy: str) -> None:
+    """Refuse no devices, too many, and those whose speed the strategy needs but nobody knows.
+
+    Raises:
+        RequestError: naming them.
+    """
+    if not 0 < len(devices) <= _MOST_DEVICES:
+        raise RequestError(f"{len(devices)} devices, expected 1 to {_MOST_DEVICES}", "name GPUs such as 2x24GiB,12GiB")
+    unknown = [f"{i} ({d.name})" for i, d in enumerate(devices) if not d.bandwidth_bytes_per_second]
+    if strategy == "latency" and unknown:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""  # noqa: PLR2004
+        message = f"the strategy latency needs every device's bandwidth, unknown for device {', '.join(unknown[:3])}"
+        raise RequestError(message + more, "name GPUs of the catalogue, such as RTX4090:20GiB, or use a devices file")
+
+
+def _known(what: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        near = get_close_matches(str(value), choices, 1)
+        hint = f"did you mean {near[0]}?" if near else "choose one of these"
+        raise RequestError(f"unknown {what} {str(value)[:40]!r}, expected {', '.join(choices)}", hint)
+
+
+def _in_range(what: str, value: int, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise RequestError(f"{what} is {str(value)[:40]}, expected a whole number from {least} to {most}", "")
+
+
+@frozen
+class Attempt:
+    """A way to cut every axis, whether or not it keeps the budgets.
+
+    Attributes:
+        model: what is cut.
+        devices: where to.
+        request: what was asked.
+        wanted: the axes and their costs.
+        bounds: for each of these axes.
+        memory: the ledger; free bytes are negative where the budget does not suffice.
+    """
+
+    model: ModelSpec
+    devices: tuple[Device, ...]
+    request: Request
+    wanted: Demands
+    bounds: tuple[tuple[int, ...], ...]
+    memory: tuple[DeviceMemory, ...]
+
+    @property
+    def lacking(self) -> int:
+        """Bytes beyond the budgets, of all devices together."""
+        return sum(max(0, -entry.free_bytes) for entry in self.memory)
+
+    def plan(self) -> SplitPlan:
+        """Return the plan."""
+        m = self.model
+        return SplitPlan(
+            model=PlanModel(m.name, m.architecture, fingerprint(m), m.dtype, m.layer_count),
+            request=self.request,
+            devices=self.devices,
+            splits=_splits(self.wanted.axes, self.bounds),
+            memory=self.memory,
+        )
+
+
+def attempt(
+    model: ModelSpec, devices: tuple[Device, ...], request: Request, *, thorough: bool = True
+) -> Attempt | None:
+    """Cut every axis by the request's strategy; None if it finds no way within the budgets.
+
+    ``exllamav2`` knows no budgets: its attempt may lack bytes. Without ``thorough`` the search is short.
+    """
+    wanted = demands(model, request, len(devices))
+    if request.strategy == "exllamav2":
+        counts = exllamav2_counts(model, wanted, devices)
+    else:
+        bins = [_bin(device, wanted, request.strategy) for device in devices]
+        counts = place(wanted, bins, request.strategy, thorough=thorough)
+    return None if counts is None else finish(model, devices, request, wanted, counts)
+
+
+def finish(
+    model: ModelSpec,
+    devices: tuple[Device, ...],
+    request: Request,
+    wanted: Demands,
+    counts: Sequence[Sequence[int]],
+) -> Attempt:
+    """Turn units per axis and device into bounds and a ledger."""
+    bounds = tuple(bounds_of(row, d.unit, d.size) for row, d in zip(counts, wanted.axes, strict=True))
+    return Attempt(model, devices, request, wanted, bounds, ledger(bounds, wanted, devices))
+
+
+def place(
+    wanted: Demands, bins: Sequence[Bin], strategy: str, *, thorough: bool = True
+) -> tuple[tuple[int, ...], ...] | None:
+    """Return the units of every axis on each device, or None if they do not fit.
+
+    Axes that cost nothing (the residual stream in the layout ``reduce``) follow the others: in proportion to speed,
+    over the devices that are in use anyway.
+    """
+    items = {i: _item(demand, strategy) for i, demand in enumerate(wanted.axes)}
+    costly = [i for i, item in items.items() if item.cost or item.kept]
+    placed = solve([items[i] for i in costly], bins, thorough=thorough)
+    if placed is None:
+        return None
+    rows = dict(zip(costly, placed, strict=True))
+    shares = [host.speed if any(row[b] for row in placed) else 0 for b, host in enumerate(bins)]
+    for i in items.keys() - rows.keys():
+        count, minimum = items[i].count, items[i].minimum
+        uppers = [count if share else 0 for share in shares]
+        rows[i] = tuple(apportion(count, minimum, shares, uppers) or ())
+    return tuple(rows[i] for i in sorted(rows))
+
+
+def _item(demand: Demand, strategy: str) -> Item:
+    unit, kept = demand.unit_cost(), demand.kept
+    minimum = minimum_units(demand.axis, demand.size, demand.unit)
+    by_reads = strategy == "latency"
+    loads = (unit.reads, kept.reads) if by_reads else (unit.bytes, kept.bytes)
+    return Item(demand.units, minimum, unit.bytes, kept.bytes, *loads)
+
+
+def _bin(device: Device, wanted: Demands, strategy: str) -> Bin:
+    fixed = wanted.common.bytes + device.overhead_bytes
+    room = device.budget_bytes - fixed
+    if strategy == "latency":
+        return Bin(room, device.bandwidth_bytes_per_second, wanted.common.reads)
+    return Bin(room, device.budget_bytes, fixed)
+
+
+def _splits(axes: Sequence[Demand], bounds: Sequence[tuple[int, ...]]) -> tuple[Split, ...]:
+    found = []
+    for d, cuts in zip(axes, bounds, strict=True):
+        split = Split(
+            axis=d.axis, layers=d.layers, size=d.size, unit=d.unit, width=d.width, replicas=d.replicas, bounds=cuts
+        )
+        found.append(split)
+        if d.axis is Axis.KV:
+            heads = tuple(cut * d.group for cut in cuts)
+            size, unit = d.size * d.group, d.unit * d.group
+            found.append(evolve(split, axis=Axis.Q, size=size, unit=unit, replicas=1, bounds=heads))
+    return tuple(sorted(found, key=lambda split: list(Axis).index(split.axis)))

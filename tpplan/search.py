@@ -1,0 +1,123 @@
+"""An exhaustive search for a placement, bin by bin over the states that can still succeed."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
+
+from tpplan.apportion import apportion
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tpplan.packing import Item
+
+
+#: Units that the filler could have in all bins so far, the state before, the bin's coarse units, its filler units.
+_Step: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], int]
+
+
+class OutOfBudgetError(Exception):
+    """The search would take longer than its caller can wait; nothing is known."""
+
+
+def search(items: Sequence[Item], spaces: Sequence[tuple[int, int]], budget: int) -> tuple[tuple[int, ...], ...] | None:
+    """Return units of every item per bin that fit, or None if there is no such placement.
+
+    A state is what is left of every item but the finest, whose units fill the bins' remaining space: of two ways to
+    the same state only the one with more such space matters.
+
+    Args:
+        items: what is placed.
+        spaces: room in bytes and limit of load of each bin; a negative one means that the bin cannot be used.
+        budget: moves to look at.
+
+    Raises:
+        OutOfBudgetError: the budget ended first.
+    """
+    finest = max(range(len(items)), key=lambda i: (items[i].count // items[i].minimum, -items[i].cost))
+    # If some bins had to go without the finest item, its space alone would not decide: then it is a coarse one too.
+    filler = items[finest] if items[finest].count // items[finest].minimum >= len(spaces) else None
+    coarse = [item for i, item in enumerate(items) if filler is None or i != finest]
+    steps = _Walk(coarse, filler, spaces, budget).steps()
+    state = (0,) * len(coarse)
+    if state not in steps[-1]:
+        return None
+    rows = [[0] * len(spaces) for _ in coarse]
+    uppers = [0] * len(spaces)
+    for b in reversed(range(len(spaces))):
+        _, before, units, uppers[b] = steps[b][state]
+        state = before
+        for row, n in zip(rows, units, strict=True):
+            row[b] = n
+    if filler:
+        rows.insert(finest, apportion(filler.count, filler.minimum, uppers, uppers) or [])
+    return tuple(map(tuple, rows))
+
+
+class _Walk:
+    """The states that are reached bin by bin, while they can still end well."""
+
+    def __init__(self, coarse: list[Item], filler: Item | None, spaces: Sequence[tuple[int, int]], budget: int) -> None:
+        self.coarse, self.filler, self.spaces, self.budget = coarse, filler, spaces, budget
+        usable = [space if min(space) >= 0 else (0, 0) for space in spaces]
+        self.later = [*accumulate(reversed(usable), lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0))][::-1][1:]
+        uppers = [[item.upper(*space) for item in coarse] for space in spaces]
+        totals = accumulate(
+            reversed(uppers), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], initial=[0] * len(coarse)
+        )
+        self.later_units = [*totals][::-1][1:]
+
+    def steps(self) -> list[dict[tuple[int, ...], _Step]]:
+        """Return for each bin the states after it: the filler's space so far, the state before, and the bin's units."""
+        steps: list[dict[tuple[int, ...], _Step]] = []
+        states: dict[tuple[int, ...], _Step] = {tuple(item.count for item in self.coarse): (0, (), (), 0)}
+        for b, space in enumerate(self.spaces):
+            reached: dict[tuple[int, ...], _Step] = {}
+            for state, (filled, *_) in states.items():
+                for units, room, limit in self._moves(state, space):
+                    upper = self.filler.upper(room, limit) if self.filler else 0
+                    left = tuple(have - n for have, n in zip(state, units, strict=True))
+                    if (left not in reached or filled + upper > reached[left][0]) and self._hopeful(
+                        b, left, filled + upper
+                    ):
+                        reached[left] = (filled + upper, state, units, upper)
+            steps.append(reached)
+            states = reached
+        last = steps[-1].get((0,) * len(self.coarse))
+        if self.filler and last and last[0] < self.filler.count:
+            steps[-1] = {}
+        return steps
+
+    def _moves(self, state: tuple[int, ...], space: tuple[int, int]) -> Iterator[tuple[tuple[int, ...], int, int]]:
+        """Yield the units of the coarse items that a bin may take, with the room and limit that they leave."""
+        if min(space) < 0:
+            yield (0,) * len(state), 0, -1
+            return
+        partial: list[tuple[tuple[int, ...], int, int]] = [((), *space)]
+        for item, have in zip(self.coarse, state, strict=True):
+            longer = []
+            for units, room, limit in partial:
+                most = min(have, item.upper(room, limit))
+                for n in (0, *range(item.minimum, most + 1)):
+                    if 0 < have - n < item.minimum:
+                        continue
+                    used = (item.kept + item.cost * n, item.kept_load + item.load * n) if n else (0, 0)
+                    longer.append(((*units, n), room - used[0], limit - used[1]))
+            partial = longer
+            self.budget -= len(partial)
+            if self.budget < 0:
+                raise OutOfBudgetError
+        yield from partial
+
+    def _hopeful(self, b: int, left: tuple[int, ...], filled: int) -> bool:
+        """Return whether the bins after ``b`` could hold what is left, by number, by bytes and by load."""
+        if any(have > most for have, most in zip(left, self.later_units[b], strict=True)):
+            return False
+        room, limit = self.later[b]
+        cost = sum(item.cost * n for item, n in zip(self.coarse, left, strict=True))
+        load = sum(item.load * n for item, n in zip(self.coarse, left, strict=True))
+        if self.filler:
+            missing = max(0, self.filler.count - filled)
+            cost, load = cost + self.filler.cost * missing, load + self.filler.load * missing
+        return cost <= room and load <= limit
