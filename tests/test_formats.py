@@ -620,6 +620,15 @@ BAD_QUANTIZATION: list[tuple[Any, str]] = [
     (CHANNEL | {"ignore": ["re:(a+)+$"]}, "too complicated"),
     (CHANNEL | {"ignore": ["re:.*.*.*.*x"]}, "too complicated"),
     ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}}, "headers|follow"),
+    (
+        CHANNEL
+        | {
+            "config_groups": {
+                "a": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": [{}]}},
+            }
+        },
+        "do not follow",
+    ),
     ({"quant_method": "awq", "version": "gemv"}, "do not follow"),
     (gptq_config(dynamic={"+:.*": {"bits": 8}}), "do not follow"),
 ]

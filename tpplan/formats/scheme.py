@@ -160,7 +160,7 @@ def _compressed(section: Config) -> Scheme:
     strategy = weights.get("strategy")
     return Scheme(
         method="compressed-tensors",
-        format=f"fp8-{strategy}" if float8 and strategy in {"tensor", "channel"} else "",
+        format=f"fp8-{strategy}" if float8 and strategy in ("tensor", "channel") else "",
         static=isinstance(inputs, dict) and inputs.get("dynamic") is False,
         model_scales=True,
         skipped=_skipped(section, "ignore"),
