@@ -310,7 +310,7 @@ def test_unknown_major(version: str, allow_newer: bool) -> None:
     with pytest.raises(PlanError) as caught:
         codec.loads(changed(format_version=version, model=None), allow_newer=allow_newer)
     assert caught.value.message == (
-        f"the plan breaks a rule:\n  TP001 at format_version: is '{version}', this tpplan reads 1.x"
+        f"the plan has a problem:\n  TP001 at format_version: is '{version}', this tpplan reads 1.x"
     )
     assert "upgrade" in caught.value.hint
 
@@ -356,7 +356,7 @@ def test_load_names_the_file(tmp_path: Path) -> None:
     """The error about a file names the file."""
     path = tmp_path / "bad.json"
     path.write_text("{")
-    with pytest.raises(PlanError, match=r"bad\.json breaks a rule"):
+    with pytest.raises(PlanError, match=r"bad\.json has a problem"):
         codec.load(path)
 
 
@@ -514,7 +514,7 @@ def test_any_document() -> None:
     assert codec.unstructure(document) == data
     assert codec.structure(data, Document, "it") == document
     with pytest.raises(
-        PlanError, match=r"it breaks a rule:\n  TP000 at items\[0\].flag: expected true or false, got 1"
+        PlanError, match=r"it has a problem:\n  TP000 at items\[0\].flag: expected true or false, got 1"
     ):
         codec.structure(data | {"items": [{"flag": 1}]}, Document, "it")
     with pytest.raises(PlanError, match=r"TP000 at items\[1\]: expected an object, got an array"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +17,7 @@ from tests.test_codec import PLAN, TEXT
 from tpplan import codec
 from tpplan.diff import diff
 from tpplan.errors import PlanError
+from tpplan.verify import RULES
 
 if TYPE_CHECKING:
     from tpplan.plan import SplitPlan
@@ -120,3 +123,30 @@ def test_required_keys(path: tuple[str, ...]) -> None:
     assert not SPLIT_PLAN.is_valid(document)
     with pytest.raises(PlanError, match="is missing"):
         codec.loads(json.dumps(document))
+
+
+PAGE = (Path(__file__).parents[1] / "docs/plan-format.md").read_text(encoding="utf-8")
+
+
+def test_documented_example() -> None:
+    """The example of the documentation is a valid plan, written as tpplan writes it."""
+    example = PAGE.partition("```json\n")[2].partition("```")[0]
+    assert codec.dumps(codec.loads(example)) == example
+
+
+def test_documented_keys() -> None:
+    """The documentation has a row for every key of a plan, and none for others."""
+    schema = generate.schema("split-plan")
+    parts = schema["$defs"]
+    keys = [*schema["properties"]]
+    keys += [key for part in ("PlanModel", "Device", "Split", "DeviceMemory") for key in parts[part]["properties"]]
+    keys += [key for key in parts["Request"]["properties"] if key != "cache"]
+    keys += [f"cache.{key}" for key in parts["Cache"]["properties"]]
+    assert sorted(re.findall(r"^\| `([$\w.]+)` \|", PAGE, re.MULTILINE)) == sorted(keys)
+
+
+def test_documented_rules() -> None:
+    """The documentation has every rule with the sentence that the rule itself says."""
+    rows = dict(re.findall(r"^\| (TP\d+) \| (.+) \|$", PAGE, re.MULTILINE))
+    assert rows.pop("TP000")
+    assert rows == {name: rule.__doc__ for name, rule in RULES.items()}

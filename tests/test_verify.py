@@ -144,6 +144,7 @@ VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP026", {"model.architecture": ""}, "model.architecture: is empty"),
     ("TP026", {"devices[2].name": "x" * 201}, "devices[2].name: has 201 characters, the most is 200"),
     ("TP026", {"devices[2].name": "RTX\x1b[31m"}, "has the invisible character U+001B at position 3"),
+    ("TP027", {"splits": (VALID.splits[VC],) * 5000}, "has 5000 entries, the most is 4096"),
     ("TP026", {"model.name": "a\u202eb"}, "has the invisible character U+202E at position 1"),
 ]
 
@@ -185,7 +186,7 @@ def test_verify_lists_everything() -> None:
     with pytest.raises(PlanError) as caught:
         verify(plan, "llama.json")
     assert [p.rule for p in caught.value.problems] == ["TP004", "TP006", "TP008"]
-    assert caught.value.message.startswith("llama.json breaks 3 rules:\n  TP004 at splits[4].bounds: ends at 1984")
+    assert caught.value.message.startswith("llama.json has 3 problems:\n  TP004 at splits[4].bounds: ends at 1984")
     assert all(str(p) in caught.value.message for p in caught.value.problems)
 
 

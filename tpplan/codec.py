@@ -173,7 +173,7 @@ def _flat(error: Exception, path: str) -> Iterator[Problem]:
             yield from _flat(inner, f"{path}[{item.index}]")
     elif isinstance(error, ForbiddenExtraKeysError):
         known = ", ".join(field.name for field in attrs.fields(error.cl))
-        for key in sorted(error.extra_fields):
+        for key in sorted(error.extra_fields)[:MOST_PROBLEMS]:
             yield Problem(FORM, path, f"has the unknown key {shown(key)}; known are {known}")
     elif isinstance(error, KeyError):
         yield Problem(FORM, path, "is missing")

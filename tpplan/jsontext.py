@@ -7,7 +7,7 @@ import re
 from functools import partial
 
 from tpplan.files import LARGEST_DOCUMENT, decode
-from tpplan.problems import FORM, Problem, malformed, refusal
+from tpplan.problems import FORM, MOST_PROBLEMS, Problem, malformed, refusal
 
 #: Columns that an object or array may take before it is broken over lines.
 COLUMNS = 120
@@ -75,7 +75,7 @@ def _unique(found: dict[str, None], pairs: list[tuple[str, object]]) -> dict[str
     """Make an object of its pairs, noting keys that come twice."""
     data: dict[str, object] = {}
     for key, value in pairs:
-        if key in data:
+        if key in data and len(found) < MOST_PROBLEMS:
             found[f"has the key {shown(key)} twice in one object"] = None
         data[key] = value
     return data

@@ -38,7 +38,7 @@ class Problem:
 
 def refusal(what: str, found: Sequence[Problem], hint: str = "correct it, or make it again with tpplan") -> PlanError:
     """Return the error that lists these problems of a document."""
-    lines = [f"{what} breaks {len(found)} rules:" if len(found) > 1 else f"{what} breaks a rule:"]
+    lines = [f"{what} has {len(found)} problems:" if len(found) > 1 else f"{what} has a problem:"]
     lines += [f"  {problem}" for problem in found[:MOST_PROBLEMS]]
     if len(found) > MOST_PROBLEMS:
         lines.append(f"  and {len(found) - MOST_PROBLEMS} more")

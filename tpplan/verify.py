@@ -44,6 +44,9 @@ LEAST: dict[type, dict[str, int]] = {
 }
 MOST = 2**63 - 1
 
+#: No model comes near: every layer cut in its own way is seven splits a layer.
+MOST_SPLITS = 4096
+
 DTYPES = ("float32", "float16", "bfloat16")
 FINGERPRINT = r"sha256:[0-9a-f]{64}"
 CAPABILITY = r"([1-9][0-9]?\.[0-9])?"
@@ -324,6 +327,12 @@ def names_readable(plan: SplitPlan) -> Iterator[Finding]:
             yield path, f"has the invisible character U+{ord(hidden[0]):04X} at position {hidden.start()}"
 
 
+def few_splits(plan: SplitPlan) -> Iterator[Finding]:
+    """A plan has at most 4096 splits."""
+    if len(plan.splits) > MOST_SPLITS:
+        yield "splits", f"has {len(plan.splits)} entries, the most is {MOST_SPLITS}"
+
+
 #: A number once given is never given to another rule: people write it in reviews and in searches.
 RULES: dict[str, Callable[[SplitPlan], Iterator[Finding]]] = {
     "TP001": known_version,
@@ -352,14 +361,17 @@ RULES: dict[str, Callable[[SplitPlan], Iterator[Finding]]] = {
     "TP024": fingerprint_form,
     "TP025": capability_form,
     "TP026": names_readable,
+    "TP027": few_splits,
 }
 
 
 def problems(plan: SplitPlan) -> tuple[Problem, ...]:
     """Return the violations of every rule, in the order of the rules, up to 100 of each; empty for a valid plan."""
+    few = len(plan.splits) <= MOST_SPLITS  # more are an attack on the time of the other rules
     return tuple(
         Problem(name, path, message)
         for name, rule in RULES.items()
+        if few or rule is few_splits
         for path, message in islice(rule(plan), MOST_PROBLEMS)
     )
 
