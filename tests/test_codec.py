@@ -182,7 +182,11 @@ def test_no_conversion(value: str, message: str) -> None:
         ('"batch": 2', '"batches": 2', 'TP000 at request: has the unknown key "batches"; known are layout, strategy, '),
         ('  "format_version": "1.0",\n', "", "TP000 at format_version: is missing"),
         ('"format_version": "1.0"', '"format_version": 1', "TP000 at format_version: expected a text, got 1"),
-        ('  "$schema": "urn:tpplan:split-plan:1",\n', "", "TP000 at $schema: is missing"),
+        (
+            '  "$schema": "urn:tpplan:split-plan:1",\n',
+            "",
+            'TP000 at $schema: expected "urn:tpplan:split-plan:1", got null',
+        ),
         ("split-plan:1", "split-plan:2", 'TP000 at $schema: expected "urn:tpplan:split-plan:1", got "urn:tpplan:split'),
         ('"batch": 2', '"batch": 2, "batch": 2', 'TP000 at top level: has the key "batch" twice in one object'),
         ('"batch": 2', '"batch": NaN', "TP000 at top level: has NaN, which is not JSON"),

@@ -52,6 +52,9 @@ T = TypeVar("T")
 #: Fields that are written although they have their default, so that a reviewer sees them; they must be there.
 STATED = frozenset({"format_version", "kind", "tokens"})
 
+#: What the key ``$schema`` of an object is.
+_SCHEMAS: dict[type, str] = {SplitPlan: SCHEMA_URN}
+
 
 def fingerprint(spec: ModelSpec) -> str:
     """Return ``sha256:`` and the hash of a model, the same whatever its name.
@@ -84,22 +87,14 @@ def loads(text: str | bytes, what: str = "the plan", *, allow_newer: bool = Fals
         PlanError: listing every problem, also as its ``problems``.
     """
     data = parse_json(text, what)
-    if not isinstance(data, dict):
-        return structure(data, SplitPlan, what)
-    version = data.get("format_version")
+    version = data.get("format_version") if isinstance(data, dict) else None
     version = version if isinstance(version, str) and version_of(version) else ""
     newer = allow_newer and is_newer(version)
     if version and not newer and (message := version_problem(version)):
         # alone, because nobody here knows what the keys of that version mean
         hint = "upgrade tpplan, or make the plan again with this one"
         raise refusal(what, [Problem("TP001", "format_version", message)], hint)
-    form = [] if "$schema" in data else [Problem(FORM, "$schema", "is missing")]
-    urn = data.pop("$schema", SCHEMA_URN)
-    if urn != SCHEMA_URN:
-        form.append(Problem(FORM, "$schema", f'expected "{SCHEMA_URN}", got {shown(urn)}'))
-    plan, more = _structured(data, SplitPlan, strict=not newer)
-    if plan is None or form:
-        raise refusal(what, [*form, *more])
+    plan = structure(data, SplitPlan, what, allow_unknown=newer)
     verify(plan, what, allow_newer=newer)
     return plan
 
@@ -131,16 +126,22 @@ def uncanonical_line(text: str, obj: object) -> int:
     return next((i for i, (a, b) in enumerate(pairs, 1) if a != b), 0)
 
 
-def structure(data: object, cls: type[T], what: str) -> T:
+def structure(data: object, cls: type[T], what: str, *, allow_unknown: bool = False) -> T:
     """Turn JSON data into an object of a frozen class, without any conversion of types.
+
+    Args:
+        data: as :func:`parse_json` returns it.
+        cls: to make an object of.
+        what: to call the document in errors, such as its file's name.
+        allow_unknown: pass over keys that the class does not know.
 
     Raises:
         PlanError: listing every missing key, unknown key and wrong type with its path, also as its ``problems``.
     """
-    obj, found = _structured(data, cls, strict=True)
-    if obj is None:
-        raise refusal(what, found)
-    return obj
+    try:
+        return _converter(strict=not allow_unknown).structure(data, cls)
+    except (BaseValidationError, ValueError) as error:
+        raise refusal(what, list(_flat(error, ""))) from None
 
 
 def unstructure(obj: object) -> dict[str, Any]:
@@ -149,15 +150,7 @@ def unstructure(obj: object) -> dict[str, Any]:
     Fields that have their default value are left out, but for those in :data:`STATED`.
     """
     data: dict[str, Any] = _converter(strict=True).unstructure(obj)
-    return {"$schema": SCHEMA_URN, **data} if isinstance(obj, SplitPlan) else data
-
-
-def _structured(data: object, cls: type[T], *, strict: bool) -> tuple[T | None, list[Problem]]:
-    """Return the object, or None and why there is none."""
-    try:
-        return _converter(strict=strict).structure(data, cls), []
-    except (BaseValidationError, ValueError) as error:
-        return None, list(_flat(error, ""))
+    return data
 
 
 def _flat(error: Exception, path: str) -> Iterator[Problem]:
@@ -200,27 +193,35 @@ def _is_tuple(cls: Any) -> bool:
 
 def _to_object(converter: Converter, cls: type) -> Callable[[object, object], object]:
     """Return the hook that makes an object of a frozen class."""
-    stated = [field for field in attrs.fields(cls) if field.name in STATED and field.default is not attrs.NOTHING]
     from_fields: Callable[[Any, Any], object] = make_dict_structure_fn(
         cls, converter, _cattrs_forbid_extra_keys=converter.forbid_extra_keys
     )
+    stated = [f.name for f in attrs.fields(cls) if f.name in STATED and f.default is not attrs.NOTHING]
+    urn = _SCHEMAS.get(cls)
 
     def hook(value: object, _: object) -> object:
         data = _expect(dict, value)
-        missing: list[Exception] = []
-        for field in stated:
-            if field.name not in data:
-                missing.append(KeyError(field.name))
-                missing[-1].add_note(AttributeValidationNote("", field.name, field.type))
+        errors = [_at(name, KeyError(name)) for name in stated if name not in data]
+        if urn:
+            data = dict(data)
+            given = data.pop("$schema", None)
+            if given != urn:
+                errors.insert(0, _at("$schema", ValueError(f'expected "{urn}", got {shown(given)}')))
         try:
             obj = from_fields(data, cls)
         except ClassValidationError as error:
-            raise ClassValidationError("", [*missing, *error.exceptions], cls) from None
-        if missing:
-            raise ClassValidationError("", missing, cls)
+            raise ClassValidationError("", [*errors, *error.exceptions], cls) from None
+        if errors:
+            raise ClassValidationError("", errors, cls)
         return obj
 
     return hook
+
+
+def _at(name: str, error: Exception) -> Exception:
+    """Note in an error which field it is about, as cattrs does."""
+    error.add_note(AttributeValidationNote("", name, None))
+    return error
 
 
 def _to_tuple(converter: Converter, cls: Any) -> Callable[[object, object], object]:
@@ -265,10 +266,11 @@ def _from_object(converter: Converter, cls: type) -> Callable[[Any], dict[str, A
         **kept,  # type: ignore[arg-type]
     )
     names = [field.name for field in attrs.fields(cls)]
+    head = {"$schema": _SCHEMAS[cls]} if cls in _SCHEMAS else {}
 
     def hook(obj: Any) -> dict[str, Any]:
         data = to_data(obj)  # with the optional fields at the end
-        return {name: data[name] for name in names if name in data}
+        return head | {name: data[name] for name in names if name in data}
 
     return hook
 
