@@ -195,6 +195,11 @@ def test_problems_are_bounded() -> None:
     splits = tuple(attrs.evolve(VALID.splits[VC], unit=0) for _ in range(1000))
     found = problems(edited(VALID, "splits", splits))
     assert sum(p.rule == "TP008" for p in found) == 100
+    with pytest.raises(PlanError) as caught:
+        verify(edited(VALID, "splits", splits))
+    assert caught.value.problems == found
+    assert len(caught.value.message.splitlines()) == 102
+    assert caught.value.message.endswith(f"  and {len(found) - 100} more")
 
 
 @given(

@@ -207,7 +207,7 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
     pairs = tuple(_pairs(a.devices, b.devices))
     fields = tuple(_field_changes(a, b, ""))
     devices = tuple(_device_changes(a, b, pairs))
-    compared = [_split_change(*cut, layers, pairs) for axis in Axis for cut, layers in _aligned(a, b, axis)]
+    compared = [_split_change(axis, *cut, layers, pairs) for axis in Axis for cut, layers in _aligned(a, b, axis)]
     splits = tuple(change for change in compared if change)
     memory = tuple(_memory_changes(a, b, pairs))
     reasons = {_REASONS[change.path.partition(".")[0]] for change in fields} | ({Reason.DEVICES} if devices else set())
@@ -292,12 +292,9 @@ def _aligned(a: SplitPlan, b: SplitPlan, axis: Axis) -> Iterator[tuple[tuple[Spl
 
 
 def _split_change(
-    before: Split | None, after: Split | None, layers: str, pairs: tuple[DevicePair, ...]
+    axis: Axis, before: Split | None, after: Split | None, layers: str, pairs: tuple[DevicePair, ...]
 ) -> SplitChange | None:
     """Return what differs between the two cuts of an axis, None if nothing does."""
-    one = after or before
-    if one is None:
-        return None
     fields: tuple[FieldChange, ...] = ()
     if before and after:
         fields = tuple(_field_changes(attrs.evolve(before, layers=after.layers), after, ""))
@@ -306,7 +303,7 @@ def _split_change(
         return None
     return SplitChange(
         change=Change.CHANGED if before and after else Change.REMOVED if before else Change.ADDED,
-        axis=one.axis,
+        axis=axis,
         layers=layers,
         fields=fields,
         before_bounds=before.bounds if before else (),
