@@ -6,7 +6,9 @@ showing or validating a plan does not pay for planning.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -73,3 +75,14 @@ def __getattr__(name: str) -> object:
         message = f"module 'tpplan' has no attribute {name!r}"
         raise AttributeError(message)
     return getattr(import_module(f"tpplan.{_MODULE_OF[name]}"), name)
+
+
+class _Package(ModuleType):
+    """Keeps ``tpplan.plan`` a function when the import of a module of that name would put the module in its place."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _MODULE_OF or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
