@@ -132,8 +132,9 @@ def optimum(task: Case) -> float | None:
         load: dict[int, float] = {uses + d: wanted.common.reads if by_reads else used[uses + d]}
         for i, axis in enumerate(axes):
             unit, x, y = axis.unit_cost(), i * count + d, flags + i * count + d
-            used |= {x: unit.bytes, y: axis.kept.bytes}
-            load |= {x: unit.reads if by_reads else unit.bytes, y: axis.kept.reads if by_reads else axis.kept.bytes}
+            fixed = axis.fixed_cost()
+            used |= {x: unit.bytes, y: fixed.bytes}
+            load |= {x: unit.reads, y: fixed.reads} if by_reads else {x: unit.bytes, y: fixed.bytes}
         rows.append(({k: v / MIB for k, v in used.items()}, -np.inf, device.budget_bytes / MIB))
         speed = device.bandwidth_bytes_per_second / 1e6 if by_reads else device.budget_bytes
         rows.append(({last: -1, **{k: v / speed for k, v in load.items()}}, -np.inf, 0))
@@ -164,7 +165,7 @@ def measure(task: Case, bounds: Sequence[Sequence[int]], used: Sequence[int]) ->
     wanted, times = task.wanted, []
     for d, device in enumerate(task.devices):
         held = [(axis, -(-(row[d + 1] - row[d]) // axis.unit)) for axis, row in zip(wanted.axes, bounds, strict=True)]
-        reads = sum(axis.kept.reads + axis.unit_cost().reads * units for axis, units in held if units)
+        reads = sum(axis.fixed_cost().reads + axis.unit_cost().reads * units for axis, units in held if units)
         if any(units for _, units in held):
             times.append((reads + wanted.common.reads) / device.bandwidth_bytes_per_second)
     return max(times)

@@ -66,7 +66,8 @@ def exllamav2_counts(
     for i, demand in enumerate(wanted.axes):
         if demand.axis is Axis.KV:
             rows[i] = integer_split(demand.units, budgets)
-            cache = demand.split.cache + demand.kept.cache
+            heads = demand.head.cache * demand.size // demand.replicas
+            cache = demand.split.cache + demand.kept.cache + heads
             left = left_after_attention(left, rows[i], cache, [*_attention_bytes(model, demand.layers)])
     if not any(left):
         return None

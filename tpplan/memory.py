@@ -46,12 +46,13 @@ class Cost:
             self.reads + other.reads,
         )
 
-    def part(self, numerator: int, denominator: int) -> Cost:
-        """Return an exact part; reads, an estimate, round up."""
+    def part(self, numerator: int, denominator: int, *, up: bool = False) -> Cost:
+        """Return a part; what does not divide rounds down, or ``up``. Reads, an estimate, always round up."""
+        more = denominator - 1 if up else 0
         return Cost(
-            self.weights * numerator // denominator,
-            self.cache * numerator // denominator,
-            self.workspace * numerator // denominator,
+            (self.weights * numerator + more) // denominator,
+            (self.cache * numerator + more) // denominator,
+            (self.workspace * numerator + more) // denominator,
             -(-self.reads * numerator // denominator),
         )
 
@@ -66,10 +67,11 @@ class Demand:
         size: elements; replicated KV heads count each time.
         unit: elements that move together.
         width: elements of a tensor per element of the axis.
-        replicas: how often each KV head is repeated.
+        replicas: how often each KV head is repeated: elements ``r·i`` to ``r·i + r - 1`` are KV head ``i``.
         group: query heads per (replicated) KV head; 0 for other axes.
         split: the cost of the whole axis; a device pays for its elements.
         kept: what a device pays as soon as it holds any of it.
+        head: where KV heads are replicated, the cost of one, which a device pays once however many replicas it holds.
     """
 
     axis: Axis
@@ -81,6 +83,7 @@ class Demand:
     group: int
     split: Cost
     kept: Cost
+    head: Cost
 
     @property
     def units(self) -> int:
@@ -88,11 +91,25 @@ class Demand:
         return unit_count(self.size, self.unit)
 
     def unit_cost(self) -> Cost:
-        """Return the cost of one whole unit."""
-        return self.cost(self.unit)
+        """Return what planning charges for one whole unit, which may lie anywhere: see :meth:`fixed_cost`."""
+        return self._elements(self.unit) + self.head.part(self.unit, self.replicas, up=True)
 
-    def cost(self, elements: int) -> Cost:
-        """Return the cost of ``elements``, without ``kept``."""
+    def fixed_cost(self) -> Cost:
+        """Return what planning charges for holding any: with :meth:`unit_cost` never less than :meth:`cost`.
+
+        Elements of replicated heads touch at most one head for the first, one more for the second, and then one for
+        each ``replicas``: ``n`` elements at most ``n / r + 2 - 2 / r``.
+        """
+        return self.kept + self.head.part(2 * self.replicas - 2, self.replicas, up=True)
+
+    def cost(self, start: int, end: int) -> Cost:
+        """Return the exact cost of a slice; nothing for an empty one."""
+        if start == end:
+            return Cost()
+        heads = unit_count(end, self.replicas) - start // self.replicas
+        return self.kept + self._elements(end - start) + self.head.part(heads, 1)
+
+    def _elements(self, elements: int) -> Cost:
         rows = self.split.workspace * unit_count(elements, self.unit)
         return evolve(evolve(self.split, workspace=0).part(elements, self.size), workspace=rows)
 
@@ -146,6 +163,14 @@ class _Group:
     stored: set[int] = field(factory=set)
     split: Cost = Cost()
     kept: Cost = Cost()
+    head: Cost = Cost()
+
+    def add_heads(self, cost: Cost) -> None:
+        """Charge something that is cut by KV heads: repeated heads are stored once on each device."""
+        if self.replicas == 1:
+            self.split += cost
+        else:
+            self.head += cost.part(self.replicas, self.size)
 
 
 def demands(model: ModelSpec, request: Request, device_count: int) -> Demands:
@@ -198,9 +223,9 @@ def _add_cache(group: _Group, attention: Attention, layers: int, request: Reques
     tokens = request.cache.tokens
     if attention.window:
         tokens = min(tokens, request.batch * attention.window)
-    heads = tokens * layers * _head_bytes(attention, request.cache.kind) * group.size
+    heads = tokens * layers * _head_bytes(attention, request.cache.kind) * attention.kv_heads
     latent = tokens * layers * _latent_bytes(attention, request.cache.kind)
-    group.split += Cost(cache=heads, reads=heads)
+    group.add_heads(Cost(cache=heads, reads=heads))
     group.kept += Cost(cache=latent, reads=latent)
 
 
@@ -219,11 +244,12 @@ def _charge(own: dict[Axis, _Group], parameter: Parameter, block: Block | None, 
             common += cost
         elif segment.axis is None:
             group.kept += cost
+        elif segment.axis is Axis.KV:
+            group.add_heads(cost)
+            group.stored.add(segment.length * group.replicas)
         else:
-            # Query rows are stored once, key and value rows once per replica.
-            repeat = group.replicas if segment.axis is Axis.KV else 1
-            group.split += cost.part(repeat, 1)
-            group.stored.add(segment.length * repeat)
+            group.split += cost
+            group.stored.add(segment.length)
     return common
 
 
@@ -254,6 +280,7 @@ def _demand(group: _Group, dtype: str, request: Request) -> Demand:
         group=group.group,
         split=evolve(group.split, workspace=rows),
         kept=group.kept,
+        head=group.head,
     )
 
 
@@ -284,9 +311,9 @@ def ledger(bounds: Sequence[Sequence[int]], wanted: Demands, devices: Sequence[D
     """
     entries = []
     for index, device in enumerate(devices):
-        held = [(demand, row[index + 1] - row[index]) for demand, row in zip(wanted.axes, bounds, strict=True)]
-        total = sum((demand.kept + demand.cost(size) for demand, size in held if size), Cost())
-        used = any(size for _, size in held)
+        held = [(demand, *row[index : index + 2]) for demand, row in zip(wanted.axes, bounds, strict=True)]
+        total = sum((demand.cost(start, end) for demand, start, end in held), Cost())
+        used = any(end > start for _, start, end in held)
         total = total + wanted.common if used else Cost()
         overhead = device.overhead_bytes if used else 0
         free = device.budget_bytes - total.bytes - overhead

@@ -232,21 +232,34 @@ def place(
     over the devices that are in use anyway.
     """
     items = {i: _item(demand, strategy) for i, demand in enumerate(wanted.axes)}
-    costly = [i for i, item in items.items() if item.cost or item.kept]
+    first = [i for i, demand in enumerate(wanted.axes) if demand.replicas > 1 and demand.units >= len(bins)]
+    for i in first:
+        # Heads are replicated so that every device has some: each gets one before the others are placed.
+        bins = [_with_one(items[i], host) for host in bins]
+        items[i] = evolve(items[i], count=items[i].count - len(bins), kept=0, kept_load=0)
+        if min(host.room for host in bins) < 0:
+            return None
+    costly = [i for i, item in items.items() if item.count and (item.cost or item.kept)]
     placed = solve([items[i] for i in costly], bins, thorough=thorough)
     if placed is None:
         return None
     rows = dict(zip(costly, placed, strict=True))
-    shares = [host.speed if any(row[b] for row in placed) else 0 for b, host in enumerate(bins)]
+    shares = [host.speed if first or any(row[b] for row in placed) else 0 for b, host in enumerate(bins)]
     for i in items.keys() - rows.keys():
         count, minimum = items[i].count, items[i].minimum
         uppers = [count if share else 0 for share in shares]
-        rows[i] = tuple(apportion(count, minimum, shares, uppers) or ())
-    return tuple(rows[i] for i in sorted(rows))
+        rows[i] = tuple(apportion(count, minimum, shares, uppers) or ()) if count else (0,) * len(bins)
+    return tuple(tuple(units + (i in first) for units in rows[i]) for i in sorted(rows))
+
+
+def _with_one(item: Item, host: Bin) -> Bin:
+    """Return what a bin is after one unit of an item has been put there."""
+    room, load = host.room - item.kept - item.cost, host.load + item.kept_load + item.load
+    return evolve(host, room=room, load=load)
 
 
 def _item(demand: Demand, strategy: str) -> Item:
-    unit, kept = demand.unit_cost(), demand.kept
+    unit, kept = demand.unit_cost(), demand.fixed_cost()
     minimum = minimum_units(demand.axis, demand.size, demand.unit)
     by_reads = strategy == "latency"
     loads = (unit.reads, kept.reads) if by_reads else (unit.bytes, kept.bytes)
