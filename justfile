@@ -14,8 +14,11 @@ _list:
 demo: (_install "base" ".")
     @mkdir -p demo
     {{ plan }} --gpus 2xRTX5090,4xRTX4090 -o demo/plan.json
+    @echo >&2
     tpplan show demo/plan.json
+    @echo >&2
     {{ plan }} --gpus 3xRTX5090,3xRTX4090 -o demo/upgraded.json
+    @echo >&2
     tpplan diff demo/plan.json demo/upgraded.json || [ $? -eq 1 ]  # 1 says that they differ
 
 # Run the tests, with the coverage of the plan half; arguments go to pytest
@@ -47,6 +50,7 @@ schema: sync
 # Measure start-up, planning and loading on this machine
 bench *args: (_install "base" ".")
     @python -m benchmarks.bench_cli {{ args }}
+    @echo
     @python -m benchmarks.bench_plan {{ args }}
 
 # Build the wheel and the source distribution into dist/
@@ -63,5 +67,5 @@ _install stamp what:
         pip="python -m pip --disable-pip-version-check install -qq -c constraints.txt"; \
         $pip hatchling; \
         $pip --no-build-isolation -e '{{ what }}'; \
-        touch .venv/{{ stamp }}; \
+        touch .venv/base .venv/{{ stamp }}; \
     fi

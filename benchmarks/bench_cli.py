@@ -26,7 +26,7 @@ def process(*args: object, expect: int = 0) -> Callable[[], int]:
     command = [sys.executable, *map(str, args)]
 
     def run() -> int:
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
         if child.returncode != expect:
