@@ -6,13 +6,14 @@ Run it as ``python examples/make_plans.py``; a test tells when the committed pla
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import tpplan
 
 HERE = Path(__file__).parent
 
 #: Model; GPUs; what else is asked.
-EXAMPLES: tuple[tuple[str, str, dict[str, object]], ...] = (
+EXAMPLES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("Llama-3.1-8B", "RTX4090,RTX3060", {"cache": tpplan.Cache("q8", 32768)}),
     ("Llama-3.1-8B", "2xRTX3060", {"cache": tpplan.Cache("q4", 16384)}),
     ("Llama-3.1-8B", "RTX3090,RTX3060,RTX4060Ti-16GB", {"cache": tpplan.Cache("fp16", 32768), "strategy": "latency"}),

@@ -13,7 +13,8 @@ from tpplan.axes import Axis
 from tpplan.devices import Device
 from tpplan.exllamav2_split import integer_split, left_after_attention
 from tpplan.plan import CACHE_KINDS, Cache
-from tpplan.planner import attempt, resolve
+from tpplan.planner import attempt
+from tpplan.request import resolve
 
 CASES = json.loads(Path(__file__).with_name("data").joinpath("exllamav2_splits.json").read_text())
 AXES = {"kv": Axis.KV, "id": Axis.ID, "vc": Axis.VC, "rs": Axis.RS, "q": Axis.Q}

@@ -1,0 +1,81 @@
+"""Checking what is asked of the planner, before anything is planned."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from tpplan.errors import RequestError
+from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES, Cache, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tpplan.devices import Device
+    from tpplan.model import ModelSpec
+
+_MOST_ROWS = 2**24
+_MOST_TOKENS = 2**40
+_MOST_DEVICES = 4096
+_NAMED = 3
+
+
+def resolve(
+    model: ModelSpec, cache: Cache, layout: str, *, strategy: str, batch: int, max_rows: int, kv: str
+) -> Request:
+    """Check a request against the model and fill in what it leaves open.
+
+    Raises:
+        RequestError: an unknown choice, a number out of range, or a context longer than the model's.
+    """
+    layout = layout or ("gather" if model.gather_only else "reduce")
+    _known("layout", layout, LAYOUTS)
+    _known("strategy", strategy, STRATEGIES)
+    _known("cache kind", cache.kind, tuple(CACHE_KINDS))
+    _known("kv mode", kv, KV_MODES)
+    _in_range("batch", batch, 1, _MOST_ROWS)
+    _in_range("max_rows", max_rows, 1, _MOST_ROWS)
+    tokens = cache.tokens or model.max_context * batch
+    _in_range("cache tokens", tokens, 1, _MOST_TOKENS)
+    if max_rows < batch:
+        hint = f"ask for at least {batch} rows"
+        raise RequestError(f"max_rows {max_rows} is less than the {batch} sequences that decode together", hint)
+    if tokens > model.max_context * batch:
+        made_for = f"{model.name} was made for {model.max_context} tokens per sequence"
+        asked = f"{tokens} cache tokens for {batch} sequences are {-(-tokens // batch)} each"
+        raise RequestError(f"{asked}, but {made_for}", f"ask for at most {model.max_context * batch} cache tokens")
+    if tokens < batch:
+        raise RequestError(f"{tokens} cache tokens are less than one for each of {batch} sequences", "ask for more")
+    if layout == "reduce" and model.gather_only:
+        message = f"the weights of {model.name} cannot be cut by rows: {model.gather_only}"
+        raise RequestError(message, "use the layout gather, or leave the choice to tpplan")
+    return Request(layout, strategy, Cache(cache.kind, tokens), batch, max_rows, kv)
+
+
+def check_devices(devices: Sequence[Device], strategy: str) -> None:
+    """Refuse no devices, too many, and those whose speed the strategy needs but nobody knows.
+
+    Raises:
+        RequestError: naming them.
+    """
+    if not 0 < len(devices) <= _MOST_DEVICES:
+        raise RequestError(f"{len(devices)} devices, expected 1 to {_MOST_DEVICES}", "name GPUs such as 2x24GiB,12GiB")
+    unknown = [f"{i} ({d.name})" for i, d in enumerate(devices) if not d.bandwidth_bytes_per_second]
+    if strategy == "latency" and unknown:
+        more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+        message = (
+            f"the strategy latency needs every device's bandwidth, unknown for device {', '.join(unknown[:_NAMED])}"
+        )
+        raise RequestError(message + more, "name GPUs of the catalogue, such as RTX4090:20GiB, or use a devices file")
+
+
+def _known(what: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        near = get_close_matches(str(value), choices, 1)
+        hint = f"did you mean {near[0]}?" if near else "choose one of these"
+        raise RequestError(f"unknown {what} {str(value)[:40]!r}, expected {', '.join(choices)}", hint)
+
+
+def _in_range(what: str, value: int, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise RequestError(f"{what} is {str(value)[:40]}, expected a whole number from {least} to {most}", "")
