@@ -51,3 +51,11 @@ class PlanError(TpplanError):
     def __init__(self, message: str, hint: str = "", problems: tuple[Problem, ...] = ()) -> None:
         super().__init__(message, hint)
         self.problems = problems
+
+
+class UsageError(TpplanError):
+    """Arguments that are no command."""
+
+
+class InternalError(TpplanError):
+    """A bug in tpplan, told without a traceback."""

@@ -1,0 +1,88 @@
+"""What ``tpplan check`` tells of plans: whether planning again gives the same plan."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import attrs
+from attrs import frozen
+
+from tpplan.diff import PlanDiff, diff
+from tpplan.errors import RequestError
+from tpplan.infeasible import InfeasibleError
+from tpplan.planner import replan
+
+if TYPE_CHECKING:
+    from tpplan.model import ModelSpec
+    from tpplan.plan import SplitPlan
+
+
+class StaleReason(StrEnum):
+    """Why a plan is not what planning again gives."""
+
+    MODEL = "model"  # the plan is for another fingerprint
+    PLANNING = "planning"  # the same inputs, another decision: edited by hand, or by another tpplan
+    INFEASIBLE = "infeasible"  # nothing fits any more
+    REQUEST = "request"  # the request has no meaning for the model any more
+
+
+@frozen(kw_only=True)
+class PlanCheck:
+    """One plan.
+
+    Attributes:
+        path: of its file, as it was named.
+        current: whether planning again gives the same plan.
+        reasons: why it is stale, empty if it is current.
+        message: the same in words.
+        diff: from the plan to the one that planning again gives; left out if it gives none or the same.
+    """
+
+    path: str
+    current: bool
+    reasons: tuple[StaleReason, ...]
+    message: str
+    diff: PlanDiff | None = None
+
+
+@frozen
+class CheckReport:
+    """Several plans.
+
+    Attributes:
+        current: whether all of them are.
+        plans: in the order in which they were named.
+    """
+
+    current: bool
+    plans: tuple[PlanCheck, ...]
+
+
+def check(plans: dict[str, SplitPlan], model: ModelSpec) -> CheckReport:
+    """Plan again what each plan was asked, for ``model``, and compare."""
+    checks = tuple(_check(path, plan, model) for path, plan in plans.items())
+    return CheckReport(all(c.current for c in checks), checks)
+
+
+def _check(path: str, old: SplitPlan, model: ModelSpec) -> PlanCheck:
+    # A folder may have another name where the plans are checked: the fingerprint says which model it is.
+    model = attrs.evolve(model, name=old.model.name)
+    try:
+        new = replan(model, old)
+    except InfeasibleError as error:
+        return _stale(path, [StaleReason.INFEASIBLE], f"planning again fails: {error.message}")
+    except RequestError as error:
+        return _stale(path, [StaleReason.REQUEST], f"planning again fails: {error.message}")
+    changes = diff(old, new)
+    if not changes:
+        return PlanCheck(path=path, current=True, reasons=(), message="current")
+    if old.model != new.model:
+        was, now = old.model.fingerprint, new.model.fingerprint
+        what = f"it is for a model with the fingerprint {was}, this one has {now}"
+        return _stale(path, [StaleReason.MODEL], what, changes)
+    return _stale(path, [StaleReason.PLANNING], "the same inputs give another plan", changes)
+
+
+def _stale(path: str, reasons: list[StaleReason], message: str, changes: PlanDiff | None = None) -> PlanCheck:
+    return PlanCheck(path=path, current=False, reasons=tuple(reasons), message=message, diff=changes)

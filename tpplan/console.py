@@ -1,0 +1,111 @@
+"""The three standard streams: documents and views out, words beside them, files and standard input in."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tpplan.files import LARGEST_DOCUMENT, decode, read_text, save_text
+from tpplan.render.screen import columns_of, write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tpplan.errors import TpplanError
+    from tpplan.render.text import Line
+
+#: The path that means standard input or standard output.
+STREAM = "-"
+
+
+def shown(path: str) -> str:
+    """Return what to call a path that may be standard input."""
+    return "standard input" if path == STREAM else path
+
+
+def read(path: str) -> str:
+    """Return the text of a file or of standard input.
+
+    Raises:
+        TpplanError: it cannot be read.
+    """
+    if path == STREAM:
+        return decode(sys.stdin.buffer.read(LARGEST_DOCUMENT + 1), shown(path))
+    return read_text(path)
+
+
+def save(text: str, path: str) -> None:
+    """Write a file as a whole, saying so on standard error; or write standard output.
+
+    Raises:
+        TpplanError: it cannot be written; what was there before is still there.
+    """
+    if path == STREAM:
+        emit(text)
+    else:
+        save_text(text, path)
+        say("wrote", path)
+
+
+def emit(text: str) -> None:
+    """Write a document to standard output: UTF-8 and its own line ends, whatever the locale."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()
+
+
+def answer(
+    document: object, view: Callable[[dict[str, Any], int], list[Line]], *, json: bool, plain: bool = False
+) -> None:
+    """Write what a command has found: the document itself, or a view of its data for people."""
+    from tpplan.codec import render, unstructure  # noqa: PLC0415 (not every command has a document)
+
+    data = unstructure(document)
+    if json:
+        emit(render(data))
+    else:
+        write(view(data, columns_of(sys.stdout, plain=plain)), sys.stdout, plain=plain)
+
+
+def say(label: str, text: str, style: str = "dim") -> None:
+    """Write a line to standard error: ``note: …``."""
+    write([((label, style), (f": {text}", ""))], sys.stderr)
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Say on a terminal what takes its time, until it is done."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    sys.stderr.write(f"{what} …")
+    sys.stderr.flush()
+    try:
+        yield
+    finally:
+        sys.stderr.write("\r" + " " * (len(what) + 2) + "\r")
+
+
+def fail(error: TpplanError, *, gpus: str, json: bool) -> str:
+    """Explain an error on standard error, and as a document on standard output where one was asked for.
+
+    Returns:
+        What kind of error it is.
+    """
+    from tpplan.codec import render, unstructure  # noqa: PLC0415 (a good run needs none of these)
+    from tpplan.error_report import error_report  # noqa: PLC0415
+    from tpplan.render.error import error as view  # noqa: PLC0415
+
+    report = error_report(error, gpus)
+    data = unstructure(report)
+    write(view(data), sys.stderr)
+    if json:
+        emit(render(data))
+    return report.error.kind
+
+
+def close() -> None:
+    """Send what is still to be written nowhere: the reader of standard output is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

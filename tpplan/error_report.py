@@ -1,0 +1,151 @@
+"""Errors as documents, and what to change on the command line after the planner found no plan."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from attrs import evolve, frozen
+
+from tpplan.devices import parse_devices
+from tpplan.errors import (
+    DeviceError,
+    InternalError,
+    ModelError,
+    PlanError,
+    RequestError,
+    TpplanError,
+    UsageError,
+)
+from tpplan.infeasible import InfeasibleError, Shortfall
+from tpplan.problems import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tpplan.devices import Device
+    from tpplan.infeasible import Suggestion
+
+#: What to call an error in documents, the most special class first.
+_KINDS: dict[type[TpplanError], str] = {
+    InfeasibleError: "infeasible",
+    ModelError: "model",
+    DeviceError: "device",
+    RequestError: "request",
+    PlanError: "plan",
+    UsageError: "usage",
+    InternalError: "internal",
+    TpplanError: "file",
+}
+KINDS = tuple(_KINDS.values())
+
+
+@frozen(kw_only=True)
+class Advice:
+    """A single change after which planning succeeds.
+
+    Attributes:
+        kind: ``context``, ``cache``, ``layout``, ``kv``, ``strategy`` or ``memory``.
+        value: tokens per sequence, the cache kind, the layout, kv mode or strategy, or the budget in bytes.
+        device: the one that needs the budget; -1 for the other kinds.
+        message: the change in words.
+        option: the change as an option of ``tpplan plan``; left out where there is none.
+    """
+
+    kind: str
+    value: str
+    device: int
+    message: str
+    option: str = ""
+
+
+@frozen(kw_only=True)
+class ErrorBody:
+    """What is wrong, and what to do about it.
+
+    Attributes:
+        kind: of error.
+        message: one sentence or paragraph.
+        hint: the next thing to do; left out if there is nothing sensible to say.
+        problems: of a plan or another document, every rule that it breaks; left out if there are none.
+        shortfalls: of a plan that does not fit, what each device lacks; left out for other errors.
+        suggestions: single changes that make it fit; left out if there are none.
+    """
+
+    kind: str
+    message: str
+    hint: str = ""
+    problems: tuple[Problem, ...] = ()
+    shortfalls: tuple[Shortfall, ...] = ()
+    suggestions: tuple[Advice, ...] = ()
+
+
+@frozen
+class ErrorReport:
+    """The document that ``--json`` prints where there is no answer.
+
+    Attributes:
+        error: what is wrong.
+    """
+
+    error: ErrorBody
+
+
+def error_report(error: TpplanError, gpus: str = "") -> ErrorReport:
+    """Return the document of an error.
+
+    Args:
+        error: what went wrong.
+        gpus: the devices as they were named, so that the advice can name them with more memory.
+    """
+    if not isinstance(error, InfeasibleError):
+        kind = next(name for cls, name in _KINDS.items() if isinstance(error, cls))
+        return ErrorReport(
+            ErrorBody(kind=kind, message=error.message, hint=error.hint, problems=getattr(error, "problems", ()))
+        )
+    body = ErrorBody(
+        kind="infeasible",
+        message=error.message,
+        hint=error.hint,
+        shortfalls=error.shortfalls,
+        suggestions=tuple(_advice(suggestion, gpus) for suggestion in error.suggestions),
+    )
+    return ErrorReport(body)
+
+
+def _advice(suggestion: Suggestion, gpus: str) -> Advice:
+    option = f"--{suggestion.kind} {suggestion.value}"
+    if suggestion.kind == "memory":
+        option = more_memory(gpus, suggestion.device, int(suggestion.value))
+    s = suggestion
+    return Advice(kind=s.kind, value=s.value, device=s.device, message=s.message, option=option)
+
+
+def more_memory(gpus: str, index: int, budget: int) -> str:
+    """Return ``--gpus`` with another budget for one device, or nothing where a list cannot say it."""
+    try:
+        devices = parse_devices(gpus)
+        wanted = [*devices]
+        wanted[index] = evolve(devices[index], budget_bytes=budget)
+        spec = ",".join(_entries(wanted))
+        if [evolve(d, name="") for d in parse_devices(spec)] == [evolve(d, name="") for d in wanted]:
+            return f"--gpus {spec}"
+    except DeviceError:
+        pass  # a device that is neither of the catalogue nor a plain size
+    return ""
+
+
+def _entries(devices: Iterable[Device]) -> Iterable[str]:
+    """Yield entries that :func:`parse_devices` reads as these devices, if it can at all."""
+    for device, run in groupby(devices):
+        size = _size(device.budget_bytes)
+        entry = size if not device.bandwidth_bytes_per_second else f"{device.name.replace(' ', '')}:{size}"
+        count = sum(1 for _ in run)
+        yield f"{count}x{entry}" if count > 1 else entry
+
+
+def _size(budget: int) -> str:
+    """Write bytes exactly, in the largest unit that divides them."""
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+    unit = next(unit for unit, scale in units.items() if budget % scale == 0)
+    return f"{budget // units[unit]}{unit}"

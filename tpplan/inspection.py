@@ -1,0 +1,95 @@
+"""What ``tpplan inspect`` tells of a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from tpplan.codec import fingerprint
+from tpplan.memory import cache_bytes_per_token
+from tpplan.plan import CACHE_KINDS
+
+if TYPE_CHECKING:
+    from tpplan.model import ModelSpec
+
+
+@frozen
+class CacheCosts:
+    """Bytes that one more token takes in the cache, all layers together, while no sliding window is full.
+
+    Attributes:
+        fp16: 16 bits per element.
+        fp8: 8 bits per element.
+        q8: 8.5 bits per element.
+        q6: 6.5 bits per element.
+        q4: 4.5 bits per element.
+    """
+
+    fp16: int
+    fp8: int
+    q8: int
+    q6: int
+    q4: int
+
+
+@frozen
+class Inspection:
+    """A model's shapes and sizes. Where layers differ, the largest number of any layer.
+
+    Attributes:
+        architecture: the config's.
+        model_type: the config's.
+        layers: how many.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the dense MLP; of one expert where no layer has a dense one.
+        q_heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: elements of one query or key head.
+        vocab_size: rows of the output matrix, as stored.
+        tied_embeddings: whether the output matrix is the embedding.
+        experts: routed experts, 0 without them.
+        parameters: as the unquantised model has them.
+        weight_bytes: of all tensors as they are stored.
+        cache_bytes_per_token: for each kind of cache.
+        fingerprint: ``sha256:`` and the hash of the model as tpplan sees it.
+    """
+
+    architecture: str
+    model_type: str
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+    experts: int
+    parameters: int
+    weight_bytes: int
+    cache_bytes_per_token: CacheCosts
+    fingerprint: str
+
+
+def inspect(model: ModelSpec) -> Inspection:
+    """Return what there is to tell of a model."""
+    attention = [block.attention for block in model.blocks if block.attention]
+    dense = max((block.intermediate for block in model.blocks), default=0)
+    return Inspection(
+        architecture=model.architecture,
+        model_type=model.model_type,
+        layers=model.layer_count,
+        hidden_size=model.hidden_size,
+        intermediate_size=dense or max((block.expert_intermediate for block in model.blocks), default=0),
+        q_heads=max((a.q_heads for a in attention), default=0),
+        kv_heads=max((a.kv_heads for a in attention), default=0),
+        head_dim=max((a.head_dim for a in attention), default=0),
+        vocab_size=model.vocab_size,
+        tied_embeddings=model.tied_embeddings,
+        experts=max((block.experts for block in model.blocks), default=0),
+        parameters=model.parameter_count,
+        weight_bytes=model.weight_bytes,
+        cache_bytes_per_token=CacheCosts(**{kind: cache_bytes_per_token(model, kind) for kind in CACHE_KINDS}),
+        fingerprint=fingerprint(model),
+    )

@@ -1,0 +1,102 @@
+"""A plan as a page of its own: the picture, and tables with every number to the byte."""
+
+from __future__ import annotations
+
+from html import escape
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from tpplan.render.show import exactness, summary
+from tpplan.render.svg import picture
+from tpplan.render.text import BUCKETS, percent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1f2328;--dim:#59636e;--line:#d1d9e0;--page:#f6f8fa;--card:#fff}
+@media (prefers-color-scheme:dark){:root{--ink:#e6edf3;--dim:#9aa4ae;--line:#3d444d;--page:#010409;--card:#0d1117}}
+body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Arial,sans-serif;color:var(--ink);background:var(--page);
+margin:2rem auto;max-width:1080px;padding:0 1rem}
+svg{display:block;width:100%;height:auto;max-width:900px;margin:0 auto}
+h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}
+.scroll{overflow-x:auto;border:1px solid var(--line);border-radius:8px;background:var(--card)}
+table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+th,td{padding:.35rem .75rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
+th{color:var(--dim);font-weight:600}th:first-child,td:first-child,.left{text-align:left}
+tr:last-child td{border-bottom:0}p{color:var(--dim)}
+"""
+
+
+def page(report: dict[str, Any]) -> str:
+    """Write a :class:`~tpplan.report.ShowReport` as one self-contained file; equal reports, equal bytes."""
+    plan = report["plan"]
+    title = f"{plan['model']['name']} on {len(plan['devices'])} devices"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<title>{escape(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+<p>{escape(summary(report))}. {escape(exactness(report).capitalize())}.</p>
+{picture(report)}
+<h2>Request</h2>
+{_table(("", ""), _request(plan))}
+<h2>Memory, bytes</h2>
+{_table(("device", *BUCKETS, "budget", "used"), _memory(report))}
+<h2>Shares</h2>
+<p>Requested: of all {escape(report["share_basis"])}. Achieved: of what all devices hold.</p>
+{_table(("device", "requested", "achieved"), _shares(report))}
+<h2>Splits, elements</h2>
+{_table(("axis", "layers", "size", "unit", "device", "start", "end", "elements"), _slices(plan))}
+</body>
+</html>
+"""
+
+
+def _request(plan: dict[str, Any]) -> list[tuple[str, ...]]:
+    model, request = plan["model"], plan["request"]
+    rows = [(f"model {key}", value) for key, value in model.items()]
+    rows += [(key, value) for key, value in request.items() if key != "cache"]
+    rows += [(f"cache {key}", value) for key, value in request["cache"].items()]
+    return [(key.replace("_", " "), str(value)) for key, value in rows]
+
+
+def _memory(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{device['device']} {device['name']}",
+            *(f"{entry[f'{bucket}_bytes']:,}" for bucket in BUCKETS),
+            f"{device['budget_bytes']:,}",
+            percent(device["used_ppm"]),
+        )
+        for device, entry in zip(report["devices"], report["plan"]["memory"], strict=True)
+    ]
+
+
+def _shares(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (f"{d['device']} {d['name']}", percent(d["requested_share_ppm"]), percent(d["achieved_share_ppm"]))
+        for d in report["devices"]
+    ]
+
+
+def _slices(plan: dict[str, Any]) -> list[tuple[str, ...]]:
+    names = [f"{i} {device['name']}" for i, device in enumerate(plan["devices"])]
+    return [
+        (split["axis"], split.get("layers", ""), *map(str, (split["size"], split["unit"])), names[i], *map(str, cut))
+        for split in plan["splits"]
+        for i, (start, end) in enumerate(pairwise(split["bounds"]))
+        for cut in ((start, end, end - start),)
+        if end > start
+    ]
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'

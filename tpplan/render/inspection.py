@@ -1,0 +1,47 @@
+"""A model's shapes and sizes, line by line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, table
+from tpplan.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from tpplan.render.text import Line
+
+_BILLION = 10**9
+_MILLION = 10**6
+
+
+def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line]:
+    """Lay out an :class:`~tpplan.inspection.Inspection`."""
+    d = data
+    tied = "tied to the embedding" if d["tied_embeddings"] else "apart from the embedding"
+    rows = [
+        ("parameters", f"{d['parameters']:,}", _count(d["parameters"])),
+        ("weights", f"{d['weight_bytes']:,} bytes", format_bytes(d["weight_bytes"])),
+        ("layers", str(d["layers"]), ""),
+        ("hidden size", str(d["hidden_size"]), ""),
+        ("intermediate size", str(d["intermediate_size"]), f"{d['experts']} experts" if d["experts"] else ""),
+        ("attention", f"{d['q_heads']} query heads", f"{d['kv_heads']} KV heads of {d['head_dim']}"),
+        ("vocabulary", str(d["vocab_size"]), f"output matrix {tied}"),
+    ]
+    cache = [
+        (kind, f"{size:,} bytes", f"{format_bytes(32_768 * size)} for 32768 tokens")
+        for kind, size in d["cache_bytes_per_token"].items()
+    ]
+    return [
+        ((d["architecture"], "title"), (f"  {d['model_type']}", "dim")),
+        *table([[("", ""), (label, "dim"), (value, ""), (more, "dim")] for label, value, more in rows], "<<><"),
+        BLANK,
+        line("Cache per token, before any sliding window is full", "head"),
+        *table([[("", ""), (label, "dim"), (value, ""), (more, "dim")] for label, value, more in cache], "<<><"),
+        BLANK,
+        line(d["fingerprint"], "dim"),
+    ]
+
+
+def _count(number: int) -> str:
+    """Write a number of parameters as people say it: ``8.03 B``."""
+    return f"{number / _BILLION:.2f} B" if number >= _BILLION else f"{number / _MILLION:.2f} M"

@@ -1,0 +1,155 @@
+"""A plan on one screen."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from tpplan.render.text import (
+    BLANK,
+    BUCKETS,
+    PLAIN_COLUMNS,
+    amount,
+    bar,
+    elided,
+    fitting,
+    legend,
+    line,
+    line_width,
+    percent,
+    scale_for,
+    shorten,
+    table,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tpplan.render.text import Line, Span
+
+#: Devices that a screen shows; of more, the middle is left out.
+MOST_DEVICES = 32
+_LONGEST_NAME = 20
+_LONGEST_CELL = 15
+_LEAST_BAR = 8
+_GAP = 2
+_BASIS = {"budget": "all budgets and of all bytes used", "bandwidth": "all bandwidth and of all weights and cache"}
+
+
+def show(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
+    """Lay out a :class:`~tpplan.report.ShowReport`."""
+    return [
+        *heading(report["plan"]),
+        BLANK,
+        *_memory(report, columns),
+        BLANK,
+        *_cuts(report, columns),
+        BLANK,
+        line(summary(report), "good"),
+        line(exactness(report), "dim"),
+    ]
+
+
+def heading(plan: dict[str, Any]) -> list[Line]:
+    """Say what the plan is for and what was asked."""
+    count = len(plan["devices"])
+    on = f" on {count} device{'s' if count > 1 else ''}"
+    return [((plan["model"]["name"], "title"), (on, "")), *(line(f"  {text}", "dim") for text in request_lines(plan))]
+
+
+def request_lines(plan: dict[str, Any]) -> tuple[str, str]:
+    """Return the model and the request in words."""
+    model, request = plan["model"], plan["request"]
+    cache, batch, rows = request["cache"], request["batch"], request["max_rows"]
+    sequences = f" ({batch} sequences)" if batch > 1 else ""
+    kv = ", KV heads replicated" if request["kv"] == "replicate" else ""
+    caching = f"cache {cache['kind']} for {cache['tokens']} tokens{sequences}"
+    return (
+        f"{model['architecture']}, {model['layers']} layers, {model['dtype']}, {model['fingerprint'][:19]}…",
+        f"layout {request['layout']}, strategy {request['strategy']}, {caching}, up to {rows} rows{kv}",
+    )
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Say in one line how full the devices are."""
+    fullest = report["devices"][report["fullest_device"]]
+    where = f"device {fullest['device']} {shorten(fullest['name'], _LONGEST_NAME)}"
+    most, lost = percent(report["fullest_ppm"]), report["rounding_loss_ppm"] / 10_000
+    together = f"{percent(report['together_ppm'])} of all budgets used"
+    return f"{together}, at most {most} ({where}); rounding loss {lost:.2f} points"
+
+
+def exactness(report: dict[str, Any]) -> str:
+    """Say which numbers are exact."""
+    exact, estimated = report["exact"], report["estimated"]
+    return f"{', '.join(exact[:-1])} and {exact[-1]} are exact; {' and '.join(estimated)} is an estimate"
+
+
+def _memory(report: dict[str, Any], columns: int) -> list[Line]:
+    """Return a row per device: its buckets, its budget, a bar of them and how full it is."""
+    devices, memory = report["devices"], report["plan"]["memory"]
+    unit, scale = scale_for(max(d["budget_bytes"] for d in devices))
+    rows: list[list[Span]] = [[("", ""), ("", ""), *((name, "dim") for name in (*BUCKETS, "budget"))]]
+    first, last = elided(len(devices), MOST_DEVICES)
+    for i in (*first, *last):
+        buckets = [memory[i][f"{b}_bytes"] for b in BUCKETS]
+        cells = [amount(size, scale) for size in (*buckets, devices[i]["budget_bytes"])]
+        rows.append([*_device(devices[i]), *((text, "dim" if text == "0" else "") for text in cells)])
+    if len(devices) > 1:
+        totals = [sum(entry[f"{b}_bytes"] for entry in memory) for b in BUCKETS]
+        totals.append(sum(d["budget_bytes"] for d in devices))
+        rows.append([("", ""), ("together", "dim"), *((amount(size, scale), "dim") for size in totals)])
+    lines = table(rows, "><>>>>>>")
+    room = columns - max(map(line_width, lines)) - _GAP - len(" 100.0 %")
+    if room >= _LEAST_BAR:
+        for at, i in enumerate((*first, *last), 1):
+            lines[at] = (*lines[at], (" " * _GAP, ""), *_bar(memory[i], devices[i], room))
+        lines.append((("    ", ""), *legend()))
+    hidden = len(devices) - len(first) - len(last)
+    return [(("Memory", "head"), (f", {unit}", "dim")), *_with_gap(lines, 1 + len(first), hidden)]
+
+
+def _bar(entry: dict[str, Any], device: dict[str, Any], room: int) -> list[Span]:
+    amounts = [entry[f"{b}_bytes"] for b in BUCKETS]
+    return [*bar(amounts, device["budget_bytes"], room), (f"{percent(device['used_ppm']):>8}", "")]
+
+
+def _cuts(report: dict[str, Any], columns: int) -> list[Line]:
+    """Return a row per device: the share that it was to get, the one that it got, and its slice of every split."""
+    devices, splits = report["devices"], report["plan"]["splits"]
+    first, last = elided(len(devices), MOST_DEVICES)
+    labels = ["layers", "size", "unit", *(["replicas"] if any("replicas" in s for s in splits) else [])]
+    names = [[("", ""), (label, "dim")] for label in ("", *labels)]
+    names += [_device(devices[i]) for i in (*first, *last)]
+    shares = [
+        [(title, "dim")] + [("", "")] * len(labels) + [(percent(devices[i][key]), "") for i in (*first, *last)]
+        for title, key in (("requested", "requested_share_ppm"), ("achieved", "achieved_share_ppm"))
+    ]
+    room = columns - max(map(line_width, table(names, "><")))
+    lines: list[Line] = [(("Splits", "head"), (f", start:end; shares of {_BASIS[report['share_basis']]}", "dim"))]
+    for part in fitting([*shares, *(_column(split, labels, (*first, *last)) for split in splits)], room):
+        rows = [[*start, *cells] for start, cells in zip(names, zip(*part, strict=True), strict=True)]
+        block = table(rows, "><" + ">" * len(part))
+        lines += [BLANK] * (len(lines) > 1)
+        lines += _with_gap(block, 1 + len(labels) + len(first), len(devices) - len(first) - len(last))
+    return lines
+
+
+def _column(split: dict[str, Any], labels: Sequence[str], shown: Sequence[int]) -> list[Span]:
+    """Return the column of one split: axis, its properties, then the slice of each device."""
+    defaults = {"layers": "", "replicas": 1}
+    head = [(split["axis"], "head")]
+    head += [(shorten(str(split.get(label, defaults.get(label, ""))), _LONGEST_CELL), "dim") for label in labels]
+    cuts = list(pairwise(split["bounds"]))
+    return head + [(f"{a}:{b}", "") if b > a else ("-", "dim") for a, b in (cuts[i] for i in shown)]
+
+
+def _device(device: dict[str, Any]) -> list[Span]:
+    return [(str(device["device"]), "dim"), (shorten(device["name"], _LONGEST_NAME), "")]
+
+
+def _with_gap(lines: list[Line], at: int, hidden: int) -> list[Line]:
+    """Say that devices are left out."""
+    if not hidden:
+        return lines
+    return [*lines[:at], line(f"   … {hidden} more devices, see --json …", "dim"), *lines[at:]]

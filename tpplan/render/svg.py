@@ -1,0 +1,224 @@
+"""A plan as a picture: the memory of every device by bucket, and the cut of every axis.
+
+It stands on a card of its own, light or dark as the reader's system is, so that it can be read on any page. Colours are
+told apart by people who see few of them (violets that differ in lightness and pattern for buckets; Okabe and Ito's set
+for devices), and everything that a colour says is also written.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+from tpplan.render.show import exactness, request_lines, summary
+from tpplan.render.text import BUCKETS, amount, elided, percent, scale_for, shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+WIDTH = 900
+_EDGE = 24
+_RIGHT = WIDTH - _EDGE
+_BAR = 196
+_BAR_WIDTH = 252
+_PERCENT = 500
+_COLUMNS = dict(zip((*BUCKETS, "budget"), (564, 616, 690, 762, 818, _RIGHT), strict=True))
+_ROW = 26
+_SPLIT_ROW = 52
+_MOST_DEVICES = 48
+_DIGIT = 6.7
+_TICK_GAP = 5
+
+#: Fills of slices and the colours of text on them; the devices take them by turns.
+_DEVICES = (
+    ("#0072b2", "#ffffff"),
+    ("#e69f00", "#000000"),
+    ("#009e73", "#000000"),
+    ("#cc79a7", "#000000"),
+    ("#56b4e9", "#000000"),
+    ("#d55e00", "#000000"),
+    ("#f0e442", "#000000"),
+    ("#9a9a9a", "#000000"),
+)
+
+#: Ground and pattern of each bucket; what is free is left open.
+_BUCKETS = {
+    "weights": ("#6f5bb5", ""),
+    "cache": ("#b3a6e0", '<path d="M-1 7 7 -1M-1 3 3 -1M3 7 7 3" stroke="#3c2d73" stroke-width="1.2"/>'),
+    "workspace": ("#e4def5", '<circle cx="3" cy="3" r="1.2" fill="#3c2d73"/>'),
+    "overhead": ("#a7adb5", '<path d="M0 3H6M3 0V6" stroke="#4b5159" stroke-width="1"/>'),
+}
+
+_STYLE = """
+text{font-family:system-ui,-apple-system,"Segoe UI","DejaVu Sans",Arial,sans-serif;font-size:12px;fill:#1f2328}
+.title{font-size:20px;font-weight:600}.head{font-size:13px;font-weight:600}.dim{fill:#59636e}.small{font-size:10.5px}
+.end{text-anchor:end}.mid{text-anchor:middle}.num{font-variant-numeric:tabular-nums}.strong{font-weight:600}
+.card{fill:#ffffff;stroke:#d1d9e0}.track{fill:none;stroke:#59636e}.rule{stroke:#d1d9e0}.tick{stroke:#59636e}
+.gap{stroke:#ffffff}
+@media (prefers-color-scheme:dark){text{fill:#e6edf3}.dim{fill:#9aa4ae}.card{fill:#0d1117;stroke:#3d444d}
+.track{stroke:#9aa4ae}.rule{stroke:#3d444d}.tick{stroke:#9aa4ae}.gap{stroke:#0d1117}}
+"""
+
+#: What XML 1.0 has no way to write.
+_UNWRITABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def picture(report: dict[str, Any]) -> str:
+    """Draw a :class:`~tpplan.report.ShowReport`; equal reports, equal bytes."""
+    plan = report["plan"]
+    first, last = elided(len(plan["devices"]), _MOST_DEVICES)
+    top = 118
+    splits_top = top + 32 + _ROW * (len(first) + len(last) + bool(last)) + 22
+    bottom = splits_top + 24 + _SPLIT_ROW * len(plan["splits"])
+    height = bottom + 52
+    name = plan["model"]["name"]
+    title = f"How {name} is split over {len(plan['devices'])} devices"
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    named = 'role="img" aria-labelledby="tpplan-title tpplan-about"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {named}>',
+        f'<title id="tpplan-title">{_safe(title)}</title>',
+        f'<desc id="tpplan-about">{_safe(summary(report))}</desc>',
+        f"<style>{_STYLE}</style>",
+        f"<defs>{''.join(_patterns())}</defs>",
+        f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
+        _text(_EDGE, 40, shorten(name, 60), "title"),
+        *(_text(_EDGE, 62 + 18 * i, shorten(text, 130), "dim") for i, text in enumerate(request_lines(plan))),
+        *_memory(report, top, (first, last)),
+        *_splits(plan, splits_top),
+        f'<path class="rule" d="M{_EDGE} {bottom - 2}H{_RIGHT}"/>',
+        _text(_EDGE, bottom + 18, summary(report), "strong"),
+        _text(_EDGE, bottom + 36, f"Sizes in {_unit(report)[0]}; {exactness(report)}.", "dim"),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _memory(report: dict[str, Any], top: int, shown: tuple[range, range]) -> Iterator[str]:
+    """Yield a row per device: a bar as long as its budget, and the numbers."""
+    unit, scale = _unit(report)
+    memory, devices = report["plan"]["memory"], report["devices"]
+    largest = max(d["budget_bytes"] for d in devices)
+    yield _text(_EDGE, top, f"Memory, {unit}", "head")
+    yield _text(_PERCENT, top, "used", "dim small end")
+    for bucket, x in _COLUMNS.items():
+        yield _text(x, top, bucket, "dim small end")
+        if bucket != "budget":
+            yield _box(x - 40, top + 5, 40, 7, bucket)
+    y = top + 24
+    first, last = shown
+    for i in (*first, *last):
+        if last and i == last.start:
+            yield _text(_BAR, y + 13, f"… {last.start - first.stop} more devices …", "dim")
+            y += _ROW
+        yield from _device(devices[i], memory[i], y, largest, scale)
+        y += _ROW
+
+
+def _device(device: dict[str, Any], entry: dict[str, Any], y: int, largest: int, scale: int) -> Iterator[str]:
+    fill, ink = _colours(device["device"])
+    yield f"<g><title>{_safe(_exact(device, entry))}</title>"
+    yield f'<rect x="{_EDGE}" y="{y}" width="34" height="18" rx="3" fill="{fill}"/>'
+    yield _text(_EDGE + 17, y + 13, str(device["device"]), "mid small strong num", ink)
+    yield _text(_EDGE + 42, y + 13, shorten(device["name"], 17))
+    track = max(1.0, device["budget_bytes"] * _BAR_WIDTH / largest)
+    ends = [end * track / device["budget_bytes"] for end in accumulate(entry[f"{b}_bytes"] for b in BUCKETS)]
+    for bucket, (start, end) in zip(BUCKETS, pairwise([0.0, *ends]), strict=True):
+        if bucket in _BUCKETS and end > start:
+            yield _box(_BAR + start, y, end - start, 18, bucket)
+    yield f'<rect class="track" x="{_BAR}" y="{y}" width="{_number(track)}" height="18"/>'
+    yield _text(_PERCENT, y + 13, percent(device["used_ppm"]), "end num strong")
+    for bucket, x in _COLUMNS.items():
+        size = device["budget_bytes"] if bucket == "budget" else entry[f"{bucket}_bytes"]
+        yield _text(x, y + 13, amount(size, scale), "end num" if size else "end num dim")
+    yield "</g>"
+
+
+def _splits(plan: dict[str, Any], top: int) -> Iterator[str]:
+    """Yield a row per split: its slices in the colours of their devices, and the bounds below them."""
+    yield f'<path class="rule" d="M{_EDGE} {top - 24}H{_RIGHT}"/>'
+    yield _text(_EDGE, top, "Splits", "head")
+    yield _text(_BAR, top, "In the slices: devices. Below: bounds, in elements.", "dim small")
+    for i, split in enumerate(plan["splits"]):
+        y = top + 14 + _SPLIT_ROW * i
+        layers = f"layers {split['layers']}" if "layers" in split else "outside the layers"
+        copies = f", {split['replicas']} copies" if "replicas" in split else ""
+        yield _text(_EDGE, y + 11, split["axis"], "strong")
+        yield _text(_EDGE, y + 25, shorten(layers, 28), "dim small")
+        yield _text(_EDGE, y + 38, shorten(f"{split['size']}, unit {split['unit']}{copies}", 28), "dim small")
+        yield from _cut(split, plan["devices"], y)
+
+
+def _cut(split: dict[str, Any], devices: Sequence[dict[str, Any]], y: int) -> Iterator[str]:
+    room, size = _RIGHT - _BAR, split["size"]
+    for device, (start, end) in enumerate(pairwise(split["bounds"])):
+        if end == start:
+            continue
+        fill, ink = _colours(device)
+        x, wide = _BAR + start * room / size, (end - start) * room / size
+        told = f"device {device} {devices[device]['name']}: {start} to {end}, {end - start} elements"
+        box = f'x="{_number(x)}" y="{y}" width="{_number(wide)}" height="22"'
+        yield f'<rect class="gap" {box} fill="{fill}"><title>{_safe(told)}</title></rect>'
+        if wide > 7 * len(str(device)) + 5:
+            yield _text(x + wide / 2, y + 15, str(device), "mid small strong num", ink)
+    yield from _ticks([*dict.fromkeys(split["bounds"])], size, y + 22)
+
+
+def _ticks(bounds: Sequence[int], size: int, y: int) -> Iterator[str]:
+    """Yield the bounds below a bar, those that have room; the last one always."""
+    room = _RIGHT - _BAR
+    free, final = 0.0, _RIGHT - _DIGIT * len(str(bounds[-1]))
+    for bound in bounds:
+        x, last = _BAR + bound * room / size, bound == bounds[-1]
+        half = _DIGIT * len(str(bound)) / 2
+        start, end, anchor = x - half, x + half, "mid"
+        if bound == 0:
+            start, end, anchor = x, x + 2 * half, ""
+        elif last:
+            start, end, anchor = x - 2 * half, x, "end"
+        yield f'<path class="tick" d="M{_number(x)} {y}v4"/>'
+        if last or (start > free and end < final - _TICK_GAP):
+            yield _text(x, y + 15, str(bound), f"dim small num {anchor}".rstrip())
+            free = end + _TICK_GAP
+
+
+def _patterns() -> Iterator[str]:
+    for bucket, (fill, marks) in _BUCKETS.items():
+        yield (
+            f'<pattern id="tpplan-{bucket}" width="6" height="6" patternUnits="userSpaceOnUse">'
+            f'<rect width="6" height="6" fill="{fill}"/>{marks}</pattern>'
+        )
+
+
+def _box(x: float, y: float, wide: float, high: float, bucket: str) -> str:
+    paint = f'fill="url(#tpplan-{bucket})"' if bucket in _BUCKETS else 'class="track"'
+    return f'<rect {paint} x="{_number(x)}" y="{_number(y)}" width="{_number(wide)}" height="{_number(high)}"/>'
+
+
+def _text(x: float, y: float, text: str, classes: str = "", ink: str = "") -> str:
+    looks = (f' class="{classes}"' if classes else "") + (f' style="fill:{ink}"' if ink else "")
+    return f'<text x="{_number(x)}" y="{_number(y)}"{looks}>{_safe(text)}</text>'
+
+
+def _exact(device: dict[str, Any], entry: dict[str, Any]) -> str:
+    """Return all the numbers of a device to the byte."""
+    buckets = ", ".join(f"{bucket} {entry[f'{bucket}_bytes']}" for bucket in BUCKETS)
+    return f"device {device['device']} {device['name']}: {buckets} of {device['budget_bytes']} bytes"
+
+
+def _colours(device: int) -> tuple[str, str]:
+    return _DEVICES[device % len(_DEVICES)]
+
+
+def _unit(report: dict[str, Any]) -> tuple[str, int]:
+    return scale_for(max(d["budget_bytes"] for d in report["devices"]))
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def _safe(text: str) -> str:
+    return escape(_UNWRITABLE.sub("\ufffd", text))

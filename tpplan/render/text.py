@@ -1,0 +1,132 @@
+"""Styled lines, tables and bars: what the views are made of, whether or not anybody sees the styles."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+from unicodedata import combining, east_asian_width
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Text and the name of its style; a style is never the only thing that says something.
+Span = tuple[str, str]
+Line = tuple[Span, ...]
+
+#: Columns off a terminal: they fit in a pull request.
+PLAIN_COLUMNS = 100
+BLANK: Line = ()
+
+BUCKETS = ("weights", "cache", "workspace", "overhead", "free")
+_GLYPHS = dict(zip(BUCKETS, "█▓▒░·", strict=True))
+_SCALES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+_GAP = 2
+
+
+def line(text: str, style: str = "") -> Line:
+    """Return a line in one style."""
+    return ((text, style),)
+
+
+def width(text: str) -> int:
+    """Return the columns that a text takes."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in {"W", "F"} else 1 for c in text)
+
+
+def line_width(spans: Line) -> int:
+    """Return the columns that a line takes."""
+    return sum(width(text) for text, _ in spans)
+
+
+def shorten(text: str, columns: int) -> str:
+    """Cut out the middle of a text that takes more than ``columns``."""
+    if width(text) <= columns:
+        return text
+    head, tail = text, ""
+    while width(head) + width(tail) + 1 > columns:
+        # Both halves shrink by turns; the end of a name often tells more than its middle.
+        if not tail:
+            half = len(head) // 2
+            head, tail = head[:half], head[half:]
+        elif width(head) > width(tail):
+            head = head[:-1]
+        else:
+            tail = tail[1:]
+    return f"{head}…{tail}"
+
+
+def table(rows: Sequence[Sequence[Span]], sides: str) -> list[Line]:
+    """Align rows of cells to columns.
+
+    Args:
+        rows: of equal length.
+        sides: for each column ``<`` or ``>``.
+    """
+    widths = [max(width(text) for text, _ in column) for column in zip(*rows, strict=True)]
+    return [_row(row, widths, sides) for row in rows]
+
+
+def _row(row: Sequence[Span], widths: Sequence[int], sides: str) -> Line:
+    spans: list[Span] = []
+    for i, ((text, style), columns, side) in enumerate(zip(row, widths, sides, strict=True)):
+        pad = " " * (columns - width(text))
+        before, after = (" " * _GAP * (i > 0) + (pad if side == ">" else "")), (pad if side == "<" else "")
+        spans += [(before, ""), (text, style), (after, "")]
+    while spans and not spans[-1][0].strip():
+        spans.pop()
+    return tuple(span for span in spans if span[0])
+
+
+def fitting(found: Sequence[list[Span]], room: int) -> list[list[list[Span]]]:
+    """Deal columns out to as many tables as are needed."""
+    parts: list[list[list[Span]]] = []
+    left = 0
+    for column in found:
+        needs = max(width(text) for text, _ in column) + _GAP
+        if not parts or needs > left:
+            parts.append([])
+            left = room
+        parts[-1].append(column)
+        left -= needs
+    return parts
+
+
+def bar(amounts: Sequence[int], whole: int, columns: int) -> list[Span]:
+    """Draw the buckets of a device, ``free`` last, each with its own glyph and style."""
+    ends = [round(end * columns / whole) for end in accumulate(amounts)]
+    cells = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return [(_GLYPHS[bucket] * count, bucket) for bucket, count in zip(BUCKETS, cells, strict=True) if count > 0]
+
+
+def legend() -> list[Span]:
+    """Say which glyph stands for which bucket."""
+    return [span for b in BUCKETS for span in ((_GLYPHS[b], b), (f" {b}  ", "dim"))]
+
+
+def scale_for(largest: int) -> tuple[str, int]:
+    """Return the unit in which to write numbers of which ``largest`` is the largest, and its bytes."""
+    return next((unit, scale) for unit, scale in _SCALES[1:] if largest >= scale or scale == 1)
+
+
+def amount(size: int, scale: int, *, sign: bool = False) -> str:
+    """Write bytes in a unit with two decimals: nothing is ``0``, next to nothing is ``<0.01``."""
+    if not size:
+        return "0"
+    text = f"{abs(size) / scale:.2f}" if scale > 1 else str(abs(size))
+    text = "<0.01" if float(text) == 0 else text
+    return ("-" if size < 0 else "+" if sign else "") + text
+
+
+def percent(ppm: int) -> str:
+    """Write millionths as a percentage."""
+    return f"{ppm / 10_000:.1f} %"
+
+
+def elided(count: int, most: int) -> tuple[range, range]:
+    """Return which of ``count`` things to show, at most ``most``: the first ones, and the last few."""
+    if count <= most:
+        return range(count), range(0)
+    last = most // 4
+    return range(most - last), range(count - last, count)

@@ -1,0 +1,132 @@
+"""What ``tpplan show`` tells of a plan beyond the plan itself: shares asked for and got, and how full devices are."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from tpplan.plan import SplitPlan
+
+if TYPE_CHECKING:
+    from tpplan.devices import Device
+    from tpplan.plan import DeviceMemory
+
+PPM = 1_000_000
+
+#: Buckets of the ledger that are counted, and those that rest on a calibrated constant.
+EXACT = ("weights", "cache", "workspace")
+ESTIMATED = ("overhead",)
+
+
+class ShareBasis(StrEnum):
+    """What the requested shares are shares of."""
+
+    BUDGET = "budget"
+    BANDWIDTH = "bandwidth"
+
+
+@frozen
+class DeviceShare:
+    """How much of the model a device was to carry and does carry; shares in millionths.
+
+    Attributes:
+        device: index into the plan's devices.
+        name: of the device.
+        requested_share_ppm: the device's part of all budgets, or of all bandwidth.
+        achieved_share_ppm: the device's part of all bytes in use; where bandwidth is the basis, of weights and cache.
+        budget_bytes: that tpplan may use on the device.
+        used_bytes: sum of the four buckets.
+        free_bytes: what is left of the budget.
+        used_ppm: part of the device's budget that is in use.
+    """
+
+    device: int
+    name: str
+    requested_share_ppm: int
+    achieved_share_ppm: int
+    budget_bytes: int
+    used_bytes: int
+    free_bytes: int
+    used_ppm: int
+
+
+@frozen
+class ShowReport:
+    """A plan and what follows from it.
+
+    Attributes:
+        plan: as in its file.
+        share_basis: what the requested shares are shares of: ``bandwidth`` for the strategy latency, else ``budget``.
+        devices: in the plan's order.
+        fullest_device: index of the device with the largest part of its budget in use.
+        fullest_ppm: that part, in millionths.
+        together_ppm: part of all budgets together that is in use, in millionths.
+        rounding_loss_ppm: the difference of the two: what whole units and fixed costs take from an even fill.
+        exact: buckets that are counted to the byte.
+        estimated: buckets that rest on a calibrated constant.
+    """
+
+    plan: SplitPlan
+    share_basis: ShareBasis
+    devices: tuple[DeviceShare, ...]
+    fullest_device: int
+    fullest_ppm: int
+    together_ppm: int
+    rounding_loss_ppm: int
+    exact: tuple[str, ...]
+    estimated: tuple[str, ...]
+
+
+def show_report(plan: SplitPlan) -> ShowReport:
+    """Return what there is to tell of a valid plan."""
+    basis = ShareBasis.BANDWIDTH if plan.request.strategy == "latency" else ShareBasis.BUDGET
+    pairs = tuple(zip(plan.devices, plan.memory, strict=True))
+    asked = _shares([_capacity(device, basis) for device, _ in pairs])
+    got = _shares([_load(entry, basis) for _, entry in pairs])
+    shares = tuple(
+        DeviceShare(
+            device=entry.device,
+            name=device.name,
+            requested_share_ppm=asked[entry.device],
+            achieved_share_ppm=got[entry.device],
+            budget_bytes=device.budget_bytes,
+            used_bytes=entry.used_bytes,
+            free_bytes=entry.free_bytes,
+            used_ppm=_ppm(entry.used_bytes, device.budget_bytes),
+        )
+        for device, entry in pairs
+    )
+    fullest = max(shares, key=lambda share: share.used_ppm)
+    together = _ppm(sum(s.used_bytes for s in shares), sum(s.budget_bytes for s in shares))
+    return ShowReport(
+        plan=plan,
+        share_basis=basis,
+        devices=shares,
+        fullest_device=fullest.device,
+        fullest_ppm=fullest.used_ppm,
+        together_ppm=together,
+        rounding_loss_ppm=fullest.used_ppm - together,
+        exact=EXACT,
+        estimated=ESTIMATED,
+    )
+
+
+def _capacity(device: Device, basis: ShareBasis) -> int:
+    return device.bandwidth_bytes_per_second if basis is ShareBasis.BANDWIDTH else device.budget_bytes
+
+
+def _load(entry: DeviceMemory, basis: ShareBasis) -> int:
+    """Return the bytes that count as a device's load: a token reads weights and cache, not workspace and overhead."""
+    return entry.weights_bytes + entry.cache_bytes if basis is ShareBasis.BANDWIDTH else entry.used_bytes
+
+
+def _shares(amounts: list[int]) -> list[int]:
+    total = sum(amounts)
+    return [_ppm(amount, total) for amount in amounts]
+
+
+def _ppm(part: int, whole: int) -> int:
+    """Return a part in millionths, rounded to the nearest; 0 of nothing."""
+    return (2 * PPM * part + whole) // (2 * whole) if whole else 0

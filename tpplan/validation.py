@@ -1,0 +1,67 @@
+"""What ``tpplan validate`` tells of plan files: every rule that each one breaks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from tpplan.codec import loads, uncanonical_line
+from tpplan.errors import PlanError
+from tpplan.problems import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+@frozen
+class FileReport:
+    """One file.
+
+    Attributes:
+        path: of the file, as it was named.
+        ok: whether it is a valid plan.
+        problems: every rule that it breaks.
+        uncanonical_line: first line that tpplan would write another way; 0 if there is none.
+    """
+
+    path: str
+    ok: bool
+    problems: tuple[Problem, ...]
+    uncanonical_line: int
+
+
+@frozen
+class ValidationReport:
+    """Several files.
+
+    Attributes:
+        ok: whether all of them are valid plans.
+        files: in the order in which they were named.
+    """
+
+    ok: bool
+    files: tuple[FileReport, ...]
+
+
+def validate(paths: Iterable[str], read: Callable[[str], str]) -> ValidationReport:
+    """Return the report on several files.
+
+    Args:
+        paths: of the files.
+        read: returns a file's text.
+
+    Raises:
+        TpplanError: a file cannot be read at all.
+    """
+    reports = tuple(_report(path, read) for path in paths)
+    return ValidationReport(all(report.ok for report in reports), reports)
+
+
+def _report(path: str, read: Callable[[str], str]) -> FileReport:
+    try:
+        text = read(path)
+        plan = loads(text, path)
+    except PlanError as error:
+        return FileReport(path, ok=False, problems=error.problems, uncanonical_line=0)
+    return FileReport(path, ok=True, problems=(), uncanonical_line=uncanonical_line(text, plan))
