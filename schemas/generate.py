@@ -9,11 +9,16 @@ from typing import Any
 import attrs
 import msgspec
 
+from tpplan.check import CheckReport
 from tpplan.codec import STATED, render, save_text
 from tpplan.devices_file import DevicesFile
 from tpplan.diff import PlanDiff
+from tpplan.error_report import ErrorReport
+from tpplan.inspection import Inspection
 from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, SCHEMA_URN, STRATEGIES, SplitPlan
 from tpplan.probe.report import DeviceReport
+from tpplan.report import ShowReport
+from tpplan.validation import ValidationReport
 from tpplan.verify import CAPABILITY, DTYPES, FINGERPRINT, LEAST, LONGEST_NAME, MOST
 
 #: Every document that tpplan writes, by the name of its schema.
@@ -22,6 +27,11 @@ DOCUMENTS: dict[str, type] = {
     "plan-diff": PlanDiff,
     "devices-file": DevicesFile,
     "device-report": DeviceReport,
+    "inspection": Inspection,
+    "show-report": ShowReport,
+    "validation-report": ValidationReport,
+    "check-report": CheckReport,
+    "error-report": ErrorReport,
 }
 
 FOLDER = Path(__file__).parent
@@ -44,7 +54,8 @@ _CONSTRAINTS: dict[str, dict[str, Any]] = {
     "Split.layers": {"pattern": "^([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?$"},
     "Split.bounds": {"items": {"type": "integer", "minimum": 0, "maximum": MOST}, "minItems": 2},
     "SplitPlan.devices": {"minItems": 1},
-    "GpuProcess.device": {"minimum": -1},
+    "GpuProcess.device": {"minimum": -1},  # unknown
+    "Advice.device": {"minimum": -1},  # not about a device
 }
 
 
@@ -55,9 +66,6 @@ def schema(name: str) -> dict[str, Any]:
     raw = msgspec.json.schema(cls)
     parts = {part: _part(body, classes.get(part)) for part, body in sorted(raw["$defs"].items())}
     head = parts.pop(cls.__name__)
-    if cls is SplitPlan:
-        head["properties"] = {"$schema": {"const": SCHEMA_URN}, **head["properties"]}
-        head["required"].insert(0, "$schema")
     document = {"$schema": _DRAFT, "$id": f"urn:tpplan:{name}:1", **head}
     return {**document, "$defs": parts} if parts else document
 
@@ -70,15 +78,17 @@ def _part(body: dict[str, Any], cls: type | None) -> dict[str, Any]:
     texts = dict(re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", cls.__doc__ or "", re.MULTILINE))
     fields = attrs.fields(cls)
     always = [f.name for f in fields if f.default is attrs.NOTHING or f.name in STATED]
+    first = {"$schema": {"const": SCHEMA_URN}} if cls is SplitPlan else {}
     return {
         "title": body["title"],
         "description": summary,
         "type": "object",
-        "properties": {
+        "properties": first
+        | {
             f.name: {**_property(cls, f.name, body["properties"][f.name]), "description": _plain(texts[f.name])}
             for f in fields
         },
-        "required": always,
+        "required": [*first, *always],
         "additionalProperties": False,
     }
 
