@@ -45,5 +45,5 @@ def examples() -> dict[Path, tpplan.SplitPlan]:
 if __name__ == "__main__":
     for path, plan in examples().items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        tpplan.save(plan, path)
+        plan.save(path)
         print(path.relative_to(HERE.parent))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tpplan.axes import Axis, Slice
-    from tpplan.codec import dumps, fingerprint, load, loads, save
+    from tpplan.codec import dumps, fingerprint, load, loads
     from tpplan.devices import Device, parse_devices
     from tpplan.diff import PlanDiff, diff
     from tpplan.errors import DeviceError, ModelError, PlanError, RequestError, TpplanError
@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "axes": ("Axis", "Slice"),
-    "codec": ("dumps", "fingerprint", "load", "loads", "save"),
+    "codec": ("dumps", "fingerprint", "load", "loads"),
     "devices": ("Device", "parse_devices"),
     "diff": ("PlanDiff", "diff"),
     "errors": ("DeviceError", "ModelError", "PlanError", "RequestError", "TpplanError"),
@@ -64,7 +64,6 @@ __all__ = [
     "plan",
     "problems",
     "read_model",
-    "save",
     "verify",
 ]
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from attrs import frozen
 
 from tpplan.axes import Axis, Slice, parse_layers, slices_of
 from tpplan.devices import Device
 from tpplan.errors import RequestError
+
+if TYPE_CHECKING:
+    from os import PathLike
 
 FORMAT_VERSION = "1.0"
 SCHEMA_URN = "urn:tpplan:split-plan:1"
@@ -166,3 +171,13 @@ class SplitPlan:
     def slices(self, axis: Axis | str, layer: int | None = None) -> tuple[Slice, ...]:
         """Return the slices of the devices that hold a part of ``axis``; see :meth:`split` for errors."""
         return slices_of(self.bounds(axis, layer))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan's file: atomically, and not at all if it is there with these bytes.
+
+        Raises:
+            TpplanError: the file cannot be written.
+        """
+        from tpplan.codec import save  # noqa: PLC0415 (the codec needs this module)
+
+        save(self, path)
