@@ -6,7 +6,6 @@ number in them is believed before it was held against the size of the file.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import PurePath
@@ -15,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from attrs import frozen
 
 from tpplan.errors import ModelError
+from tpplan.jsontext import NotJSONError, read_json
 from tpplan.model import DTYPE_BITS
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], int]:
         if length > limit:
             message = f"{path.name} claims a header of {length} bytes, but the file of {size} bytes can have {limit}"
             raise ModelError(message, _HINT)
-        header = _parse(file.read(length), path.name)
+        header = _parse(file.read(length), f"the header of {path.name}")
     return _tensors(header, path.name, size - _LENGTH_BYTES - length), size
 
 
@@ -176,27 +176,13 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
 
 
 def _parse(text: bytes, name: str) -> dict[str, Any]:
-    """Parse a JSON object strictly: no duplicate keys, no NaN, nothing nested beyond Python's stack."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"key {twice[:80]!r} appears twice")
-        return found
-
-    def refuse(constant: str) -> float:
-        raise ValueError(f"{constant} is not JSON")
-
+    """Parse a JSON object strictly; ``name`` says of which file it is."""
     try:
-        document = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=refuse)
-    except RecursionError:
-        raise ModelError(f"{name}: its JSON is nested too deeply", _HINT) from None
-    except ValueError as error:
-        raise ModelError(f"{name}: its JSON cannot be read: {error!s:.200}", _HINT) from None
+        document = read_json(text)
+    except NotJSONError as error:
+        raise ModelError(f"{name} {error}", _HINT) from error
     if not isinstance(document, dict):
-        raise ModelError(f"{name}: its JSON is no object", _HINT)
+        raise ModelError(f"{name} is no object of JSON", _HINT)
     return document
 
 

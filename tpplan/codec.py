@@ -21,8 +21,8 @@ from cattrs.errors import (
 )
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
-from tpplan.files import read_text, save_text
-from tpplan.jsontext import parse_json, render, shown
+from tpplan.files import parse_json, read_text, save_text
+from tpplan.jsontext import render, shown
 from tpplan.plan import SCHEMA_URN, SplitPlan
 from tpplan.problems import FORM, MOST_PROBLEMS, Problem, refusal
 from tpplan.verify import is_newer, verify, version_of, version_problem

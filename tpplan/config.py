@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Final, cast
 
 from tpplan.errors import ModelError
+from tpplan.jsontext import NotJSONError, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -221,32 +221,12 @@ def parse_config(content: bytes, source: str) -> Config:
     if not content.strip():
         raise ModelError(f"{source} is empty", _HINT)
     try:
-        data = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{source} is not text: byte {error.start} is not UTF-8", _HINT) from error
-    except RecursionError as error:
-        raise ModelError(f"{source} is nested too deeply to be a model's config", _HINT) from error
-    except ValueError as error:
-        raise ModelError(f"{source} is not valid JSON: {str(error)[:200]}", _HINT) from error
+        data = read_json(content)
+    except NotJSONError as error:
+        raise ModelError(f"{source} {error}", _HINT) from error
     if not isinstance(data, dict):
         raise ModelError(f"{source} holds {_repr(data)}, expected an object", _HINT)
     return Config(data, source)
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build an object of JSON, refusing keys that are there twice."""
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        message = f"the key {_repr(twice)} is there twice"
-        raise ValueError(message)
-    return data
-
-
-def _refuse_constant(text: str) -> object:
-    message = f"{text} is no number in JSON"
-    raise ValueError(message)
 
 
 def _name(path: Path) -> str:

@@ -14,8 +14,8 @@ from attrs import frozen
 from tpplan import codec
 from tpplan.devices import MAX_DEVICES, Device
 from tpplan.errors import DeviceError, TpplanError
-from tpplan.files import read_text, save_text
-from tpplan.jsontext import UNSEEN, parse_json
+from tpplan.files import parse_json, read_text, save_text
+from tpplan.jsontext import UNSEEN
 from tpplan.problems import FORM, Problem, refusal
 from tpplan.verify import CAPABILITY, LONGEST_NAME, MOST
 

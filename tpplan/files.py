@@ -7,8 +7,10 @@ import os
 import stat
 from pathlib import Path
 
-from tpplan.errors import TpplanError
-from tpplan.problems import malformed
+from tpplan.errors import PlanError, TpplanError
+from tpplan.jsontext import NotJSONError, read_json
+from tpplan.jsontext import decode as decode_json
+from tpplan.problems import FORM, Problem, malformed, refusal
 
 #: The largest document that is read, in bytes and in characters.
 LARGEST_DOCUMENT = 16 * 2**20
@@ -40,12 +42,28 @@ def decode(data: bytes, what: str) -> str:
     if len(data) > LARGEST_DOCUMENT:
         raise malformed(what, f"has more than {LARGEST_DOCUMENT} bytes")
     try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise malformed(what, f"is no UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from error
-    if text.startswith("\ufeff"):
-        raise malformed(what, "starts with a byte order mark, which JSON does not have")
-    return text
+        return decode_json(data)
+    except NotJSONError as error:
+        raise _refusal(what, error) from error
+
+
+def parse_json(text: str | bytes, what: str) -> object:
+    """Read a document of JSON strictly.
+
+    Raises:
+        PlanError: listing what is wrong, as :func:`tpplan.jsontext.read_json` says; or it is more than 16 MiB.
+    """
+    text = decode(text, what) if isinstance(text, bytes) else text
+    if len(text) > LARGEST_DOCUMENT:
+        raise malformed(what, f"has {len(text)} characters, the most is {LARGEST_DOCUMENT}")
+    try:
+        return read_json(text)
+    except NotJSONError as error:
+        raise _refusal(what, error) from error
+
+
+def _refusal(what: str, error: NotJSONError) -> PlanError:
+    return refusal(what, [Problem(FORM, error.where, message) for message in error.found])
 
 
 def save_text(text: str, path: str | os.PathLike[str]) -> None:

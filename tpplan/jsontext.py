@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
+from collections import Counter
 
-from tpplan.files import LARGEST_DOCUMENT, decode
-from tpplan.problems import FORM, MOST_PROBLEMS, Problem, malformed, refusal
+from tpplan.problems import MOST_PROBLEMS
 
 #: Columns that an object or array may take before it is broken over lines.
 COLUMNS = 120
@@ -18,17 +17,47 @@ UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\
 #: Digits of a whole number; the cost of reading them grows with their square.
 _DIGITS = 40
 
+#: Problems that an error of one line tells.
+_TOLD = 3
 
-def parse_json(text: str | bytes, what: str) -> object:
-    """Read JSON strictly.
+
+class NotJSONError(ValueError):
+    """What is not strict JSON.
+
+    Attributes:
+        found: what is wrong, each as the rest of a sentence: ``has NaN, which is not JSON``.
+        where: the line and column; empty if there is none.
+    """
+
+    def __init__(self, *found: str, where: str = "") -> None:
+        super().__init__(", and ".join(found[:_TOLD]) + (f", at {where}" if where else ""))
+        self.found = found
+        self.where = where
+
+
+def decode(data: bytes) -> str:
+    """Return the text of JSON.
 
     Raises:
-        PlanError: listing what is wrong: no UTF-8, a byte order mark, no JSON, more than 16 MiB, too deep, a key twice
-            in one object, NaN or Infinity, or a whole number beyond all reason.
+        NotJSONError: it is no UTF-8, or starts with a byte order mark.
     """
-    text = decode(text, what) if isinstance(text, bytes) else text
-    if len(text) > LARGEST_DOCUMENT:
-        raise malformed(what, f"has {len(text)} characters, the most is {LARGEST_DOCUMENT}")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise NotJSONError(f"is no UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from error
+    if text.startswith("\ufeff"):
+        raise NotJSONError("starts with a byte order mark, which JSON does not have")
+    return text
+
+
+def read_json(text: str | bytes) -> object:
+    """Read JSON strictly; how long it may be is up to the caller.
+
+    Raises:
+        NotJSONError: it is no UTF-8, starts with a byte order mark, is no JSON or too deep, or has a key twice in one
+            object, NaN or Infinity, or a whole number beyond all reason.
+    """
+    text = decode(text) if isinstance(text, bytes) else text
     found: dict[str, None] = {}  # in order, each once
 
     def whole(digits: str) -> int:
@@ -40,17 +69,22 @@ def parse_json(text: str | bytes, what: str) -> object:
     def constant(name: str) -> None:
         found[f"has {name}, which is not JSON"] = None
 
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        data = dict(pairs)
+        if len(data) < len(pairs) and len(found) < MOST_PROBLEMS:
+            counts = Counter(key for key, _ in pairs)
+            found.update((f"has the key {shown(key)} twice in one object", None) for key in counts if counts[key] > 1)
+        return data
+
     try:
-        data: object = json.loads(
-            text, parse_int=whole, parse_constant=constant, object_pairs_hook=partial(_unique, found)
-        )
+        data: object = json.loads(text, parse_int=whole, parse_constant=constant, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise malformed(what, f"not JSON: {error.msg[:1].lower()}{error.msg[1:]}", where) from error
+        raise NotJSONError(f"is not JSON: {error.msg[:1].lower()}{error.msg[1:]}", where=where) from error
     except RecursionError as error:
-        raise malformed(what, "is nested too deeply") from error
+        raise NotJSONError("is nested too deeply") from error
     if found:
-        raise refusal(what, [Problem(FORM, "", message) for message in found])
+        raise NotJSONError(*found)
     return data
 
 
@@ -69,16 +103,6 @@ def shown(value: object) -> str:
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else "an array"
     return _line(f"{value[:40]}…" if isinstance(value, str) and len(value) > len(value[:40]) else value)
-
-
-def _unique(found: dict[str, None], pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Make an object of its pairs, noting keys that come twice."""
-    data: dict[str, object] = {}
-    for key, value in pairs:
-        if key in data and len(found) < MOST_PROBLEMS:
-            found[f"has the key {shown(key)} twice in one object"] = None
-        data[key] = value
-    return data
 
 
 def _line(data: object) -> str:
