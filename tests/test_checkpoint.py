@@ -120,6 +120,29 @@ def test_links_to_blobs_are_followed(tmp_path: Path) -> None:
     assert headers.tensors["a"].nbytes == 8
 
 
+def test_elements_smaller_than_a_byte(tmp_path: Path) -> None:
+    """Elements of 4 and 6 bits are counted in bits; a tensor of them that ends within a byte is refused."""
+    header = {"a": entry("F4", [3, 2], [0, 3]), "b": entry("F6_E3M2", [4], [3, 6]), "c": entry("F6_E2M3", [8], [6, 12])}
+    write(tmp_path / "model.safetensors", header, bytes(12))
+    headers = read_headers(tmp_path)
+    assert headers is not None
+    assert [tensor.nbytes for tensor in headers.tensors.values()] == [3, 3, 6]
+    for dtype in ("F4", "F6_E2M3"):
+        write(tmp_path / "model.safetensors", {"a": entry(dtype, [3], [0, 2])}, bytes(2))
+        with pytest.raises(ModelError, match=r"of shape \[3\], but its data_offsets span 2 bytes"):
+            read_headers(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"])
+def test_rare_dtypes_as_the_library_writes_them(tmp_path: Path, dtype: str) -> None:
+    """Dtypes that torch and the library know have the names that the library writes."""
+    tensor = torch.zeros(6, dtype=torch.uint8).view(getattr(torch, dtype))
+    save_file({"a": tensor}, tmp_path / "model.safetensors")
+    headers = read_headers(tmp_path)
+    assert headers is not None
+    assert headers.tensors["a"].nbytes == 6
+
+
 HOSTILE_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "has 0 bytes"),
     "seven bytes": (b"\0" * 7, "has 7 bytes"),
