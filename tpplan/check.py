@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 from attrs import frozen
 
+from tpplan.codec import fingerprint
 from tpplan.diff import PlanDiff, diff
 from tpplan.errors import RequestError
 from tpplan.infeasible import InfeasibleError
@@ -68,21 +69,25 @@ def check(plans: dict[str, SplitPlan], model: ModelSpec) -> CheckReport:
 def _check(path: str, old: SplitPlan, model: ModelSpec) -> PlanCheck:
     # A folder may have another name where the plans are checked: the fingerprint says which model it is.
     model = attrs.evolve(model, name=old.model.name)
+    was, now = old.model.fingerprint, fingerprint(model)
+    reasons = [StaleReason.MODEL] if was != now else []
+    texts = [f"the plan is for a model with the fingerprint {was}, this one has {now}"] if was != now else []
+    changes = None
     try:
-        new = replan(model, old)
+        changes = diff(old, replan(model, old))
     except InfeasibleError as error:
-        return _stale(path, [StaleReason.INFEASIBLE], f"planning again fails: {error.message}")
+        reasons.append(StaleReason.INFEASIBLE)
+        texts.append(error.message)
     except RequestError as error:
-        return _stale(path, [StaleReason.REQUEST], f"planning again fails: {error.message}")
-    changes = diff(old, new)
-    if not changes:
-        return PlanCheck(path=path, current=True, reasons=(), message="current")
-    if old.model != new.model:
-        was, now = old.model.fingerprint, new.model.fingerprint
-        what = f"it is for a model with the fingerprint {was}, this one has {now}"
-        return _stale(path, [StaleReason.MODEL], what, changes)
-    return _stale(path, [StaleReason.PLANNING], "the same inputs give another plan", changes)
-
-
-def _stale(path: str, reasons: list[StaleReason], message: str, changes: PlanDiff | None = None) -> PlanCheck:
-    return PlanCheck(path=path, current=False, reasons=tuple(reasons), message=message, diff=changes)
+        reasons.append(StaleReason.REQUEST)
+        texts.append(error.message)
+    if changes and not reasons:
+        reasons.append(StaleReason.PLANNING)
+        texts.append("the same inputs give another plan")
+    return PlanCheck(
+        path=path,
+        current=not reasons,
+        reasons=tuple(reasons),
+        message="; ".join(texts) or "current",
+        diff=changes or None,
+    )

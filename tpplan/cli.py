@@ -31,7 +31,7 @@ app = App(
     version=f"tpplan {__version__}",
     help="Plan how a large language model is split over uneven GPUs; save the plan, review it, and check it.",
     help_format="plaintext",
-    default_parameter=Parameter(negative=()),
+    default_parameter=Parameter(negative=(), show_default=False),
 )
 
 _Output = Annotated[str, Parameter(name=["--output", "-o"])]
@@ -41,14 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 yes, 1 the answer is no, 2 there is no answer."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = _run(tokens)
-        sys.stdout.flush()
+        return _run(tokens)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         console.close()
         return PIPE_CLOSED
-    return code
 
 
 def _run(tokens: list[str]) -> int:
@@ -57,7 +55,8 @@ def _run(tokens: list[str]) -> int:
     try:
         command, bound = _parsed(tokens)
         gpus = bound.arguments.get("gpus", "")
-        return command(*bound.args, **bound.kwargs) or OK
+        code = command(*bound.args, **bound.kwargs) or OK
+        sys.stdout.flush()
     except BrokenPipeError:
         raise
     except TpplanError as error:
@@ -66,6 +65,8 @@ def _run(tokens: list[str]) -> int:
         if os.environ.get("TPPLAN_DEBUG"):
             traceback.print_exc()
         problem = _unexpected(error)
+    else:
+        return int(code)
     kind = console.fail(problem, gpus=gpus, json="--json" in tokens)
     return NO if kind == "infeasible" else FAILED
 
@@ -99,9 +100,9 @@ def _undashed(value: Any) -> Any:
 
 def _unexpected(error: Exception) -> TpplanError:
     """Return an error that nobody foresaw as one that can be shown."""
-    if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
+    if isinstance(error, OSError):  # files and standard input have their own errors
         console.close()  # what standard output has not taken, it will not take at exit either
-        return TpplanError(f"cannot read or write: {error.strerror or error}", "see that there is space and permission")
+        return TpplanError(f"cannot write to standard output: {error.strerror or error}", "see that there is room")
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{os.path.basename(frame.filename)}, line {frame.lineno}"  # noqa: PTH119
     message = f"tpplan has a bug: {type(error).__name__}: {error} ({where})"
@@ -137,13 +138,11 @@ def _show(plan: SplitPlan, *, json: bool = False, plain: bool = False) -> None:
 def _tell(plan: SplitPlan) -> None:
     """Say on standard error in one line what a plan that is not on the screen comes to."""
     from tpplan.codec import unstructure  # noqa: PLC0415
-    from tpplan.render.show import summary  # noqa: PLC0415
+    from tpplan.render.show import count, summary  # noqa: PLC0415
     from tpplan.report import show_report  # noqa: PLC0415
 
-    count = len(plan.devices)
-    console.say(
-        f"{plan.model.name} on {count} device{'s' if count > 1 else ''}", summary(unstructure(show_report(plan)))
-    )
+    report = unstructure(show_report(plan))
+    console.say(f"{plan.model.name} on {count(report['plan'])}", summary(report))
 
 
 def _draw(plan: SplitPlan, svg: str, html: str) -> None:
@@ -221,12 +220,12 @@ def plan(
         gpus: a list such as 2x24GiB,12GiB or 4xRTX4090,RTX3060 or H100:72GiB, a devices file, or auto.
         output: write the plan to this file; - is standard output.
         context: tokens per sequence to cache; the longest that the model was made for by default.
-        batch: sequences that share the cache.
-        cache: fp16, fp8, q8, q6 or q4.
+        batch: sequences that share the cache; 1 by default.
+        cache: its kind: fp16 (by default), fp8, q8, q6 or q4.
         layout: reduce or gather; reduce by default, gather where the weights' rows cannot be cut.
-        strategy: balanced, latency or exllamav2.
-        max_rows: tokens in the largest forward pass.
-        kv: idle or replicate, for devices beyond the KV heads.
+        strategy: balanced (by default), latency or exllamav2.
+        max_rows: tokens in the largest forward pass; 2048 by default.
+        kv: idle (by default) or replicate, for devices beyond the KV heads.
         json: print the plan as JSON.
     """
     from tpplan.codec import dumps  # noqa: PLC0415
@@ -304,6 +303,8 @@ def validate(*plans: str, json: bool = False) -> int:
 
     found = judge(_some(plans), console.read)
     console.answer(found, view, json=json)
+    if not found.ok:
+        console.say("hint", "make it again with tpplan plan; docs/plan-format.md explains the rules", "hint")
     return OK if found.ok else NO
 
 
@@ -322,4 +323,6 @@ def check(*plans: str, model: str, json: bool = False) -> int:
     stored = {path: _plan(path) for path in _some(plans)}
     found = compare(stored, _model(model))
     console.answer(found, view, json=json)
+    if not found.current:
+        console.say("hint", "make it again with tpplan plan, and see with tpplan diff what that changes", "hint")
     return OK if found.current else NO

@@ -7,13 +7,13 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tpplan.errors import TpplanError
 from tpplan.files import LARGEST_DOCUMENT, decode, read_text, save_text
 from tpplan.render.screen import columns_of, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tpplan.errors import TpplanError
     from tpplan.render.text import Line
 
 #: The path that means standard input or standard output.
@@ -31,9 +31,13 @@ def read(path: str) -> str:
     Raises:
         TpplanError: it cannot be read.
     """
-    if path == STREAM:
-        return decode(sys.stdin.buffer.read(LARGEST_DOCUMENT + 1), shown(path))
-    return read_text(path)
+    if path != STREAM:
+        return read_text(path)
+    try:
+        data = sys.stdin.buffer.read(LARGEST_DOCUMENT + 1)
+    except OSError as error:
+        raise TpplanError(f"cannot read standard input: {error.strerror or error}", "name a file") from error
+    return decode(data, shown(path))
 
 
 def save(text: str, path: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from tpplan.render.text import (
@@ -17,6 +16,7 @@ from tpplan.render.text import (
     scale_for,
     shorten,
     table,
+    wrapped,
 )
 from tpplan.sizes import format_bytes
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from tpplan.render.text import Line, Span
 
 _MOST_ROWS = 32
-_LONGEST_NAME = 20
+_LONGEST_NAME = 16
 _LONGEST_CELL = 20
-_LONGEST_VALUE = 40
+_LONGEST_VALUE = 18
 _MARKS = {"added": ("+", "gain"), "removed": ("-", "loss"), "moved": ("~", "warn"), "changed": ("~", "warn")}
 
 
@@ -37,7 +37,7 @@ def diff(changes: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     for section in sections:
         lines += [*section, BLANK] if section else []
     style = "warn" if changes["reasons"] else "good"
-    return [*lines, *(line(text, style) for text in wrap(changes["summary"], columns))]
+    return [*lines, *(line(text, style) for text in wrapped(changes["summary"], columns))]
 
 
 def _inputs(changes: dict[str, Any]) -> list[Line]:

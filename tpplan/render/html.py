@@ -6,7 +6,7 @@ from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from tpplan.render.show import exactness, summary
+from tpplan.render.show import count, exactness, shares_of, summary
 from tpplan.render.svg import picture
 from tpplan.render.text import BUCKETS, percent
 
@@ -17,7 +17,7 @@ _STYLE = """
 :root{color-scheme:light dark;--ink:#1f2328;--dim:#59636e;--line:#d1d9e0;--page:#f6f8fa;--card:#fff}
 @media (prefers-color-scheme:dark){:root{--ink:#e6edf3;--dim:#9aa4ae;--line:#3d444d;--page:#010409;--card:#0d1117}}
 body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Arial,sans-serif;color:var(--ink);background:var(--page);
-margin:2rem auto;max-width:1080px;padding:0 1rem}
+margin:2rem auto;max-width:960px;padding:0 1rem}
 svg{display:block;width:100%;height:auto;max-width:900px;margin:0 auto}
 h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}
 .scroll{overflow-x:auto;border:1px solid var(--line);border-radius:8px;background:var(--card)}
@@ -31,7 +31,7 @@ tr:last-child td{border-bottom:0}p{color:var(--dim)}
 def page(report: dict[str, Any]) -> str:
     """Write a :class:`~tpplan.report.ShowReport` as one self-contained file; equal reports, equal bytes."""
     plan = report["plan"]
-    title = f"{plan['model']['name']} on {len(plan['devices'])} devices"
+    title = f"{plan['model']['name']} on {count(plan)}"
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -45,11 +45,11 @@ def page(report: dict[str, Any]) -> str:
 <p>{escape(summary(report))}. {escape(exactness(report).capitalize())}.</p>
 {picture(report)}
 <h2>Request</h2>
-{_table(("", ""), _request(plan))}
+{_table(("asked for", "value"), _request(plan))}
 <h2>Memory, bytes</h2>
 {_table(("device", *BUCKETS, "budget", "used"), _memory(report))}
 <h2>Shares</h2>
-<p>Requested: of all {escape(report["share_basis"])}. Achieved: of what all devices hold.</p>
+<p>Requested and achieved shares of {escape(shares_of(report))}.</p>
 {_table(("device", "requested", "achieved"), _shares(report))}
 <h2>Splits, elements</h2>
 {_table(("axis", "layers", "size", "unit", "device", "start", "end", "elements"), _slices(plan))}

@@ -43,5 +43,5 @@ def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line
 
 
 def _count(number: int) -> str:
-    """Write a number of parameters as people say it: ``8.03 B``."""
-    return f"{number / _BILLION:.2f} B" if number >= _BILLION else f"{number / _MILLION:.2f} M"
+    """Write a number of parameters as people say it: ``8.03 billion``."""
+    return f"{number / _BILLION:.2f} billion" if number >= _BILLION else f"{number / _MILLION:.2f} million"

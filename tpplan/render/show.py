@@ -20,6 +20,7 @@ from tpplan.render.text import (
     scale_for,
     shorten,
     table,
+    wrapped,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 #: Devices that a screen shows; of more, the middle is left out.
 MOST_DEVICES = 32
 _LONGEST_NAME = 20
+_LONGEST_TITLE = 60
 _LONGEST_CELL = 15
 _LEAST_BAR = 8
 _GAP = 2
@@ -39,7 +41,7 @@ _BASIS = {"budget": "all budgets and of all bytes used", "bandwidth": "all bandw
 def show(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     """Lay out a :class:`~tpplan.report.ShowReport`."""
     return [
-        *heading(report["plan"]),
+        *_heading(report["plan"], columns),
         BLANK,
         *_memory(report, columns),
         BLANK,
@@ -50,11 +52,17 @@ def show(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     ]
 
 
-def heading(plan: dict[str, Any]) -> list[Line]:
+def _heading(plan: dict[str, Any], columns: int) -> list[Line]:
     """Say what the plan is for and what was asked."""
-    count = len(plan["devices"])
-    on = f" on {count} device{'s' if count > 1 else ''}"
-    return [((plan["model"]["name"], "title"), (on, "")), *(line(f"  {text}", "dim") for text in request_lines(plan))]
+    texts = [part for text in request_lines(plan) for part in wrapped(text, columns - _GAP)]
+    return [((shorten(plan["model"]["name"], _LONGEST_TITLE), "title"), (f" on {count(plan)}", "")),
+            *(line(" " * _GAP + text, "dim") for text in texts)]  # fmt: skip
+
+
+def count(plan: dict[str, Any]) -> str:
+    """Return how many devices there are, in words."""
+    devices = len(plan["devices"])
+    return f"{devices} device{'s' if devices > 1 else ''}"
 
 
 def request_lines(plan: dict[str, Any]) -> tuple[str, str]:
@@ -77,6 +85,11 @@ def summary(report: dict[str, Any]) -> str:
     most, lost = percent(report["fullest_ppm"]), report["rounding_loss_ppm"] / 10_000
     together = f"{percent(report['together_ppm'])} of all budgets used"
     return f"{together}, at most {most} ({where}); rounding loss {lost:.2f} points"
+
+
+def shares_of(report: dict[str, Any]) -> str:
+    """Say what requested and achieved shares are shares of."""
+    return _BASIS[report["share_basis"]]
 
 
 def exactness(report: dict[str, Any]) -> str:
@@ -126,7 +139,7 @@ def _cuts(report: dict[str, Any], columns: int) -> list[Line]:
         for title, key in (("requested", "requested_share_ppm"), ("achieved", "achieved_share_ppm"))
     ]
     room = columns - max(map(line_width, table(names, "><")))
-    lines: list[Line] = [(("Splits", "head"), (f", start:end; shares of {_BASIS[report['share_basis']]}", "dim"))]
+    lines: list[Line] = [(("Splits", "head"), (f", start:end; shares of {shares_of(report)}", "dim"))]
     for part in fitting([*shares, *(_column(split, labels, (*first, *last)) for split in splits)], room):
         rows = [[*start, *cells] for start, cells in zip(names, zip(*part, strict=True), strict=True)]
         block = table(rows, "><" + ">" * len(part))

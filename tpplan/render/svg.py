@@ -12,7 +12,7 @@ from html import escape
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from tpplan.render.show import exactness, request_lines, summary
+from tpplan.render.show import count, exactness, request_lines, summary
 from tpplan.render.text import BUCKETS, amount, elided, percent, scale_for, shorten
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def picture(report: dict[str, Any]) -> str:
     bottom = splits_top + 24 + _SPLIT_ROW * len(plan["splits"])
     height = bottom + 52
     name = plan["model"]["name"]
-    title = f"How {name} is split over {len(plan['devices'])} devices"
+    title = f"How {name} is split over {count(plan)}"
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     named = 'role="img" aria-labelledby="tpplan-title tpplan-about"'
     parts = [

@@ -57,6 +57,17 @@ def shorten(text: str, columns: int) -> str:
     return f"{head}…{tail}"
 
 
+def wrapped(text: str, columns: int) -> list[str]:
+    """Break a text between words into lines of at most ``columns``, if its words are no longer."""
+    lines: list[str] = []
+    for word in text.split(" "):
+        if lines and width(lines[-1]) + 1 + width(word) <= columns:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
 def table(rows: Sequence[Sequence[Span]], sides: str) -> list[Line]:
     """Align rows of cells to columns.
 

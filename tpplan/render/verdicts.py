@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from tpplan.render.text import PLAIN_COLUMNS, line
+from tpplan.render.text import PLAIN_COLUMNS, line, wrapped
 
 if TYPE_CHECKING:
     from tpplan.render.text import Line
@@ -33,7 +32,7 @@ def check(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
         lines.append(((f"{plan['path']}: ", ""), verdict))
         texts = [] if plan["current"] else [plan["message"]]
         texts += [plan["diff"]["summary"]] if "diff" in plan else []
-        lines += [line(f"  {part}") for text in texts for part in wrap(text, columns - 2)]
+        lines += [line(f"  {part}") for text in texts for part in wrapped(text, columns - 2)]
     return lines + _total([plan["current"] for plan in report["plans"]], "current")
 
 

@@ -1,0 +1,337 @@
+"""Bad input through the command line: one clear error with numbers or names, a hint, no traceback, nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pytest
+
+from tests.checkpoints import LLAMA, llama_layers, llama_outside, write_checkpoint
+from tests.command import command
+from tests.test_codec import TEXT
+from tests.test_verify import VALID, VIOLATIONS, edited
+from tpplan import codec
+
+if TYPE_CHECKING:
+    from tests.command import Done
+
+ROOT = Path(__file__).parent.parent
+LLAMA_8B = ROOT / "examples/models/Llama-3.1-8B"
+CONFIG: dict[str, Any] = json.loads((LLAMA_8B / "config.json").read_text(encoding="utf-8"))
+HOLE = 2**30
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TPPLAN_DEBUG", raising=False)
+    return tmp_path
+
+
+def refused(*arguments: object, code: int = 2, stdin: bytes = b"") -> str:
+    """Return what standard error says of a command that must fail, after checking how it says it."""
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    done = command(*arguments, stdin=stdin)
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
+    return judged(done, code)
+
+
+def judged(done: Done, code: int) -> str:
+    """Check the form of a failure: its code, an error in one paragraph, a hint, nothing on standard output."""
+    assert (done.code, done.out) == (code, "")
+    assert done.err.startswith("error: ")
+    assert "\nhint: " in done.err
+    assert "\n\n" not in done.err
+    assert "Traceback" not in done.err
+    assert "has a bug" not in done.err
+    return done.err
+
+
+def with_config(**changes: Any) -> Path:
+    """Write a config with changes and return its path."""
+    path = Path("config.json")
+    path.write_text(json.dumps(CONFIG | changes))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "does not exist"),
+        (b"", "config.json"),
+        (b"\x80\x03binary\x00", "UTF-8"),
+        (b"{", "line 1"),
+        (b"[1, 2]", "config.json"),
+        (b'"text"', "config.json"),
+        (b"null", "config.json"),
+        (b"{}", "model_type"),
+        (b'{"model_type": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deep"),
+        (b'{"model_type": "llama", "model_type": "llama"}', "model_type"),
+        (b'{"model_type": NaN}', "NaN"),
+    ],
+    ids=["missing", "empty", "binary", "cut", "list", "text", "null", "nothing", "deep", "twice", "nan"],
+)
+def test_config_file(content: bytes | None, words: str) -> None:
+    """A config that is missing, empty, binary or of the wrong shape is named, and what is wrong with it."""
+    if content is not None:
+        Path("config.json").write_bytes(content)
+    for asked in (("inspect", "config.json"), ("plan", "config.json", "--gpus", "24GiB", "-o", "x.json")):
+        err = refused(*asked)
+        assert "config.json" in err
+        assert words in err
+
+
+def test_config_directory() -> None:
+    """A directory without a config, and one that is not there, are named."""
+    Path("empty").mkdir()
+    assert "config.json" in refused("inspect", "empty")
+    assert "nowhere" in refused("inspect", "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": -1}, ["num_hidden_layers", "-1"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "1000000000"]),
+        ({"num_hidden_layers": True}, ["num_hidden_layers", "True"]),
+        ({"hidden_size": 10**30}, ["hidden_size", "1000000"]),
+        ({"vocab_size": False}, ["vocab_size", "False"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads", "0"]),
+        ({"num_attention_heads": 32.5}, ["num_attention_heads", "32.5"]),
+        ({"num_key_value_heads": 7}, ["32", "7"]),
+        ({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}, ["mamba2", "llama", "deepseek_v3"]),
+        ({"model_type": "lama"}, ["'lama'", "llama"]),
+    ],
+)
+def test_config_values(changes: dict[str, Any], words: list[str]) -> None:
+    """Counts that are negative, zero, huge or boolean, heads that do not divide, unknown architectures: all named."""
+    err = refused("plan", with_config(**changes), "--gpus", "24GiB", "-o", "x.json")
+    assert all(word in err for word in words), err
+
+
+def test_config_contradicts_headers() -> None:
+    """A checkpoint whose tensors are not what the config says is an error with both numbers."""
+    tensors = llama_outside() | llama_layers(lambda rows, columns, _: {".weight": ("F16", (columns, rows))})
+    directory = write_checkpoint(Path("model"), LLAMA, tensors)
+    assert command("inspect", directory).code == 0
+    write_checkpoint(Path("model"), LLAMA | {"num_key_value_heads": 3}, tensors)
+    err = refused("inspect", directory)
+    assert "k_proj" in err
+    assert "128" in err
+    assert "192" in err
+
+
+@pytest.mark.parametrize("length", [2**63, 2**40, 10, 0])
+def test_hostile_headers(length: int) -> None:
+    """A header's length is not believed."""
+    directory = write_checkpoint(Path("model"), LLAMA, llama_outside())
+    (directory / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}")
+    assert "model.safetensors" in refused("inspect", directory)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        ("20gb", ["20gb", "20GiB", "20GB"]),
+        ("20g", ["20g", "20GiB", "20GB"]),
+        ("24", ["24", "24GiB"]),
+        ("-5GiB", ["-5GiB"]),
+        ("0GiB", ["0GiB"]),
+        ("1e3GiB", ["1e3GiB"]),
+        ("", ["no device"]),
+        ("0x24GiB", ["0 devices"]),
+        ("99999999x24GiB", ["99999999"]),
+        ("24GiB,,12GiB", ["entry 2"]),
+        ("RTX4091", ["RTX4091", "RTX 4090"]),
+        ("RTX4090:99GiB", ["99GiB", "24.00 GiB"]),
+        ("missing.json", ["missing.json"]),
+        ("9" * 200 + "GiB", ["99999999"]),
+    ],
+)
+def test_devices(gpus: str, words: list[str]) -> None:
+    """Sizes without a clear unit, no devices, unknown GPUs: the error quotes them and says what to write."""
+    err = refused("plan", LLAMA_8B, f"--gpus={gpus}", "--context", 4096, "-o", "x.json")
+    assert all(word in err for word in words), err
+
+
+def test_too_small_devices() -> None:
+    """65 devices of 1 MiB are an answer, no: with what is missing."""
+    err = refused("plan", LLAMA_8B, "--gpus", "65x1MiB", "--context", 4096, "-o", "x.json", code=1)
+    assert "65 devices" in err
+    assert "65.00 MiB" in err
+    assert "… 49 more devices …" in err
+
+
+@pytest.mark.parametrize("option", [("--kv", "copy"), ("--layout", "cut"), ("--strategy", "fast"), ("--cache", "q5")])
+def test_unknown_choices(option: tuple[str, str]) -> None:
+    """An unknown choice is quoted among those that there are."""
+    err = refused("plan", LLAMA_8B, "--gpus", "24GiB", "--context", 4096, *option, "-o", "x.json")
+    assert repr(option[1]) in err
+    assert {"--kv": "replicate", "--layout": "gather", "--strategy": "latency", "--cache": "q6"}[option[0]] in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--context", "131073"], ["131073", "131072"]),
+        (["--context", "0"], ["--context is 0"]),
+        (["--context", "-4"], ["--context is -4"]),
+        (["--context", "9" * 30], ["9999", "1099511627776"]),
+        (["--context", "4096", "--batch", "0"], ["batch is 0"]),
+        (["--context", "4096", "--batch", "-1"], ["batch is -1"]),
+        (["--context", "4096", "--max-rows", "0"], ["max_rows is 0"]),
+        (["--context", "4096", "--max-rows", "99999999999"], ["max_rows is 99999999999"]),
+        (["--context", "4096", "--batch", "64", "--max-rows", "32"], ["max_rows 32", "64"]),
+        (["--context", "4096", "--strategy", "latency"], ["bandwidth", "24GiB GPU"]),
+    ],
+)
+def test_numbers(options: list[str], words: list[str]) -> None:
+    """Contexts, batches and rows out of range are quoted with their limits."""
+    err = refused("plan", LLAMA_8B, "--gpus", "24GiB", *options, "-o", "x.json")
+    assert all(word in err for word in words), err
+
+
+def test_unwritable_output() -> None:
+    """Where no file can be written, the error names it and the system's reason, and what was there stays."""
+    Path("folder").mkdir()
+    Path("file").write_text("mine")
+    asked = ("plan", LLAMA_8B, "--gpus", "24GiB,12GiB", "--context", 4096, "-o")
+    assert "'nowhere/x.json'" in refused(*asked, "nowhere/x.json")
+    assert "folder" in refused(*asked, "folder")
+    assert "file/x.json" in refused(*asked, "file/x.json")
+    Path("a.json").write_text(TEXT, encoding="utf-8")
+    assert "'nowhere/a.svg'" in refused("show", "a.json", "--svg", "nowhere/a.svg")
+    assert Path("file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("rule", "edits", "words"), VIOLATIONS)
+def test_edited_plans(rule: str, edits: dict[str, Any], words: str) -> None:
+    """A plan edited into a violation of any rule is refused by every command with that rule and its numbers."""
+    plan = VALID
+    for path, value in edits.items():
+        plan = edited(plan, path, value)
+    Path("edited.json").write_text(codec.dumps(plan), encoding="utf-8")
+    for asked in (
+        ("diff", "edited.json", "edited.json"),
+        ("check", "edited.json", "--model", LLAMA_8B),
+    ):
+        newer = plan.format_version == "1.1" and asked[0] == "diff"
+        if not newer:
+            err = refused(*asked)
+            assert words in err
+            assert rule in err
+    done = command("validate", "edited.json")
+    assert done.code == 1
+    assert words in done.out
+    assert rule in done.out
+    assert "hint: " in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (TEXT.replace('"1.0"', '"2.0"'), "'2.0', this tpplan reads 1.x"),
+        ("[" * 200_000, "deep"),
+        ("", "line 1"),
+        ("{}", "$schema"),
+        ("[]", "expected an object"),
+        ("\ufeff" + TEXT, "byte order mark"),
+        (TEXT.replace("2048", "2048.0"), "2048.0"),
+        (TEXT.replace('"batch": 2', '"batch": true'), "request.batch"),
+        (TEXT.replace('"batch": 2', '"batch": "2"'), "request.batch"),
+        (TEXT.replace('"batch": 2', '"batch": 2, "batch": 2'), "twice"),
+        (TEXT.replace('"batch": 2', '"batch": NaN'), "NaN"),
+        (TEXT.replace('"batch": 2', f'"batch": {"9" * 5000}'), "5000 digits"),
+        (TEXT.replace('"batch": 2', '"batch": 2, "extra": 1'), "extra"),
+        (TEXT[: len(TEXT) // 2], "line"),
+    ],
+    ids=[
+        "2.0",
+        "deep",
+        "empty",
+        "object",
+        "array",
+        "bom",
+        "float",
+        "bool",
+        "text",
+        "twice",
+        "nan",
+        "long",
+        "key",
+        "cut",
+    ],
+)
+def test_plan_files(text: str, words: str) -> None:
+    """Plans of another version and files that are no plans: the first thing wrong is named."""
+    Path("bad.json").write_bytes(text.encode())
+    err = refused("show", "bad.json")
+    assert "bad.json" in err
+    assert words in err
+    assert "standard input" in refused("show", "-", stdin=text.encode())
+    assert words in command("validate", "bad.json").out
+
+
+def test_missing_plan_is_no_answer() -> None:
+    """A plan that is not there, or is a directory, is neither valid nor invalid."""
+    Path("a.json").write_text(TEXT, encoding="utf-8")
+    for name in ("missing.json", "."):
+        for asked in (("show", name), ("diff", "a.json", name), ("validate", "a.json", name)):
+            assert repr(name) in refused(*asked)
+
+
+def test_a_gigabyte_is_not_read() -> None:
+    """A file of 1 GiB is refused by its size, whether it is a plan, a config, a devices file or a header's index."""
+    for name in ("config.json", "big.json"):
+        with Path(name).open("wb") as file:
+            file.truncate(HOLE)
+    for asked in (
+        ("show", "big.json"),
+        ("inspect", "config.json"),
+        ("plan", LLAMA_8B, "--gpus", "big.json", "-o", "x.json"),
+    ):
+        assert str(HOLE) in refused(*asked)
+    done = command("validate", "big.json")
+    assert (done.code, str(HOLE) in done.out) == (1, True)
+
+
+def test_a_gigabyte_of_spaces_through_a_pipe() -> None:
+    """Spaces without end are read no further than the largest document."""
+    tpplan = f"{sys.executable} -m tpplan show -"
+    done = subprocess.run(
+        ["bash", "-c", f"head -c {HOLE} /dev/zero | tr '\\0' ' ' | (ulimit -v 2000000; {tpplan})"],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 2
+    assert "has more than 16777216 bytes" in done.stderr
+    assert "\nhint: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_json_errors_are_documents() -> None:
+    """With --json bad input still gives one document, with every problem of a plan one by one."""
+    plan = attrs.evolve(VALID, request=attrs.evolve(VALID.request, batch=0, max_rows=0))
+    Path("bad.json").write_text(codec.dumps(plan), encoding="utf-8")
+    done = command("show", "bad.json", "--json")
+    error = json.loads(done.out)["error"]
+    assert (done.code, error["kind"]) == (2, "plan")
+    assert [p["path"] for p in error["problems"]] == ["request.batch", "request.max_rows"]
+    for asked, kind in (
+        (("inspect", "nowhere"), "model"),
+        (("plan", LLAMA_8B, "--gpus", "20gb"), "device"),
+        (("plan", LLAMA_8B, "--gpus", "24GiB", "--cache", "q5"), "request"),
+        (("show", "nowhere.json"), "file"),
+    ):
+        done = command(*asked, "--json")
+        assert (done.code, json.loads(done.out)["error"]["kind"]) == (2, kind)

@@ -1,0 +1,295 @@
+"""The views: readable, whole, safe with any name, and the same bytes for the same plan."""
+
+from __future__ import annotations
+
+import io
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from itertools import pairwise
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.strategies import plans
+from tests.test_codec import PLAN
+from tpplan import codec
+from tpplan.axes import bounds_of
+from tpplan.devices import Device
+from tpplan.diff import diff
+from tpplan.plan import DeviceMemory, SplitPlan
+from tpplan.render.diff import diff as diff_view
+from tpplan.render.html import page
+from tpplan.render.screen import write
+from tpplan.render.show import show
+from tpplan.render.svg import picture
+from tpplan.render.text import PLAIN_COLUMNS, amount, bar, elided, line_width, shorten, width
+from tpplan.report import show_report
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+SHOWN = """\
+Fixture-MoE on 4 devices
+  Qwen2MoeForCausalLM, 6 layers, bfloat16, sha256:0123456789ab…
+  layout reduce, strategy balanced, cache q8 for 32768 tokens (2 sequences), up to 2048 rows, KV
+  heads replicated
+
+Memory, GiB
+                    weights  cache  workspace  overhead   free  budget
+0  RTX 4090            9.00   0.50      <0.01      0.61  13.89   24.00  ████████············  42.1 %
+1  RTX 4080            5.00   0.25      <0.01      0.50  10.25   16.00  ██████▓·············  35.9 %
+2  RTX 3060 (Büro)     3.00   0.25      <0.01      0.50   7.75   11.50  █████▓░·············  32.6 %
+3  RTX A2000              0      0          0         0   6.00    6.00  ····················   0.0 %
+   together           17.00   1.00       0.01      1.61  37.89   57.50
+    █ weights  ▓ cache  ▒ workspace  ░ overhead  · free
+"""
+
+
+def data(plan: SplitPlan) -> dict[str, Any]:
+    """Return what the views of a plan read."""
+    return codec.unstructure(show_report(plan))
+
+
+def plain(lines: list[Any], encoding: str = "utf-8") -> str:
+    """Return lines as they are written off a terminal."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="", write_through=True)
+    write(lines, stream)
+    return stream.buffer.getvalue().decode(encoding)
+
+
+def many(count: int) -> SplitPlan:
+    """Return a plan for very many devices."""
+    devices = tuple(Device(name=f"GPU {i}", budget_bytes=2**30, overhead_bytes=1) for i in range(count))
+    splits = tuple(
+        attrs.evolve(s, unit=1, size=count * 16, replicas=1, bounds=bounds_of([16] * count, 1, count * 16))
+        for s in PLAN.splits
+        if not s.layers
+    )
+    memory = tuple(DeviceMemory(i, i, 0, 0, 1, 2**30 - i - 1) for i in range(count))
+    return attrs.evolve(PLAN, devices=devices, splits=splits, memory=memory)
+
+
+def named(name: str) -> SplitPlan:
+    """Return a plan whose model and devices have this name."""
+    devices = tuple(attrs.evolve(device, name=name) for device in PLAN.devices)
+    return attrs.evolve(PLAN, devices=devices, model=attrs.evolve(PLAN.model, name=name))
+
+
+def test_show_memory() -> None:
+    """Off a terminal a plan's memory is this text, with a bar of each device's budget."""
+    assert plain(show(data(PLAN))).startswith(SHOWN)
+
+
+SHOWN_SPLITS = """\
+Splits, start:end; shares of all budgets and of all bytes used
+                    requested  achieved  kv_heads  q_heads  intermediate        vocab   residual
+   layers                                     0-5      0-5           0-1
+   size                                         4       16          2880        50257       2048
+   unit                                         1        1            64           32         32
+   replicas                                     2        1             1            1          1
+0  RTX 4090            41.7 %    51.5 %       0:2      0:8        0:1280      0:25600     0:1024
+1  RTX 4080            27.8 %    29.3 %       2:3     8:12     1280:2176  25600:38400  1024:1536
+2  RTX 3060 (Büro)     20.0 %    19.1 %       3:4    12:16     2176:2880  38400:50257  1536:2048
+3  RTX A2000           10.4 %     0.0 %         -        -             -            -          -
+
+                    expert_intermediate  expert_intermediate  shared_intermediate
+"""
+
+
+def test_show_splits() -> None:
+    """Below it, what each device was to get and got, and its slice of every split; many splits take two tables."""
+    text = plain(show(data(PLAN)))
+    assert SHOWN_SPLITS in text
+    assert text.endswith(
+        "34.1 % of all budgets used, at most 42.1 % (device 0 RTX 4090); rounding loss 8.01 points\n"
+        "weights, cache and workspace are exact; overhead is an estimate\n"
+    )
+
+
+def test_diff() -> None:
+    """A diff says which inputs and devices differ, what each device holds before and after, and the bytes that move."""
+    devices = (attrs.evolve(PLAN.devices[0], name="RTX 5090", budget_bytes=32 * 2**30), *PLAN.devices[1:])
+    residual = attrs.evolve(PLAN.splits[4], bounds=(0, 1280, 1536, 2048, 2048))
+    memory = attrs.evolve(PLAN.memory[0], weights_bytes=PLAN.memory[0].weights_bytes + 2**30, free_bytes=22 * 2**30)
+    other = attrs.evolve(
+        PLAN,
+        devices=devices,
+        splits=(*PLAN.splits[:4], residual, *PLAN.splits[5:]),
+        memory=(memory, *PLAN.memory[1:]),
+    )
+    text = plain(diff_view(codec.unstructure(diff(PLAN, other))))
+    assert re.search(r"~ +0 +RTX 5090 +name +RTX 4090 +→ +RTX 5090\n +budget_bytes +24.00 GiB +→ +32.00 GiB\n", text)
+    assert re.search(r"0 +RTX 5090 +1024 → 1280\n1 +RTX 4080 +512 → 256\n2 +RTX 3060 \(Büro\) +512\n", text)
+    assert re.search(r"0 +RTX 5090 +\+1.00 +0 +0 +0 +\+8.11\n", text)
+    assert "device 0 RTX 5090 gains 1.00 GiB of weights" in text
+
+
+@settings(max_examples=60)
+@given(plans(), plans())
+def test_columns(a: SplitPlan, b: SplitPlan) -> None:
+    """Nothing off a terminal is wider than a pull request shows, and no line ends in blanks."""
+    for lines in (show(data(a)), diff_view(codec.unstructure(diff(a, b)))):
+        for text in plain(lines).splitlines():
+            assert width(text) <= PLAIN_COLUMNS
+            assert text == text.rstrip()
+
+
+@settings(max_examples=60)
+@given(plans())
+def test_everything_is_shown(plan: SplitPlan) -> None:
+    """Every slice of every split is on the screen, and every device by name."""
+    text = plain(show(data(plan)))
+    for split in plan.splits:
+        for start, end in pairwise(split.bounds):
+            assert start == end or f"{start}:{end}" in text
+    assert all(shorten(device.name, 20) in text for device in plan.devices)
+
+
+def test_very_many_devices() -> None:
+    """Of 1,024 devices the first and the last are shown, and how many are left out."""
+    text = plain(show(data(many(1024))))
+    assert len(text.splitlines()) < 90
+    assert text.count("… 992 more devices, see --json …") == 2
+    assert "GPU 23 " in text
+    assert "GPU 24 " not in text
+    assert "GPU 1023 " in text
+    drawing = picture(data(many(1024)))
+    ET.fromstring(drawing)  # noqa: S314 (our own)
+    assert "… 976 more devices …" in drawing
+
+
+def test_ascii() -> None:
+    """A stream that has no block characters gets plain ones, and names in escapes rather than an error."""
+    text = plain(show(data(PLAN)), "ascii")
+    assert "0  RTX 4090" in text
+    assert "########" in text
+    assert "RTX 3060 (B\\xfcro)" in text
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    """What a terminal would obey is written out, wherever it came from."""
+    assert plain([(("\x1b[2Jgone\u202e\nnext", "bad"),)]) == "\\u001b[2Jgone\\u202e\\u000anext\n"
+
+
+def _svg(plan: SplitPlan) -> ET.Element:
+    return ET.fromstring(picture(data(plan)))  # noqa: S314 (our own)
+
+
+@settings(max_examples=40)
+@given(plans())
+def test_svg_is_whole(plan: SplitPlan) -> None:
+    """The picture is well-formed, the same every time, and draws each slice where it is and as wide as it is."""
+    assert picture(data(plan)) == picture(data(plan))
+    drawn = [(r.get("x", ""), r.get("width", "")) for r in _svg(plan).iter(f"{SVG}rect") if r.get("class") == "gap"]
+    slices = [
+        (196 + 680 * start / split.size, 680 * (end - start) / split.size)
+        for split in plan.splits
+        for start, end in pairwise(split.bounds)
+        if end > start
+    ]
+    assert [tuple(map(float, pair)) for pair in drawn] == [pytest.approx(pair, abs=0.01) for pair in slices]
+
+
+def test_svg_shows_exact_numbers_and_buckets() -> None:
+    """Each device's bytes are in its tooltip, and each bucket has a column by name, not by colour alone."""
+    root = _svg(PLAN)
+    texts = [element.text or "" for element in root.iter()]
+    exact = "weights 9663676539, cache 536870912, workspace 3146240, overhead 650117120, free 14915992965"
+    assert any(exact in text for text in texts)
+    assert {"weights", "cache", "workspace", "overhead", "free", "budget", "used"} <= set(texts)
+    assert {"9.00", "0.61", "13.89", "24.00", "42.1 %"} <= set(texts)
+
+
+def test_svg_segments_are_to_scale() -> None:
+    """The bar of the largest budget has full length, the others in proportion, and the buckets their part of it."""
+    tracks = [r for r in _svg(PLAN).iter(f"{SVG}rect") if r.get("class") == "track" and r.get("height") == "18"]
+    widths = [float(track.get("width", "0")) for track in tracks]
+    assert widths == pytest.approx([252, 168, 120.75, 63], abs=0.01)
+    weights = [r for r in _svg(PLAN).iter(f"{SVG}rect") if "weights" in r.get("fill", "") and r.get("height") == "18"]
+    expected = [m.weights_bytes / (24 * 2**30) * 252 for m in PLAN.memory if m.weights_bytes]
+    assert [float(r.get("width", "0")) for r in weights] == pytest.approx(expected, abs=0.01)
+
+
+HOSTILE = "</title><script>alert(1)</script>&amp;\"'\ufffe]]>"
+
+
+def test_names_cannot_break_out() -> None:
+    """A name that looks like markup stays a name, in the picture and on the page."""
+    texts = [element.text or "" for element in _svg(named(HOSTILE)).iter()]
+    assert not list(_svg(named(HOSTILE)).iter(f"{SVG}script"))
+    assert any("<script>alert(1)</script>&amp;" in text for text in texts)
+    assert "<script" not in page(data(named(HOSTILE)))
+
+
+class _Page(HTMLParser):
+    """Collects what a page loads, and the text of its cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.tags: set[str] = set()
+        self.cells: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.loads += [value or "" for key, value in attrs if key in {"src", "href"}]
+
+    def handle_data(self, data: str) -> None:
+        self.cells.append(data)
+
+
+def test_page_is_one_file() -> None:
+    """The page loads nothing, has the picture, and every number of the plan to the byte."""
+    reader = _Page()
+    reader.feed(page(data(PLAN)))
+    assert reader.loads == []
+    assert {"svg", "table", "style"} <= reader.tags
+    assert "script" not in reader.tags
+    for entry in PLAN.memory:
+        assert f"{entry.weights_bytes:,}" in reader.cells
+    assert {PLAN.model.fingerprint, "25600", "38400", "2 RTX 3060 (Büro)"} <= set(reader.cells)
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "words"),
+    [(0, 2**30, "0"), (1, 2**30, "<0.01"), (-1, 2**30, "-<0.01"), (3 * 2**29, 2**30, "1.50"), (7, 1, "7")],
+)
+def test_amount(size: int, scale: int, words: str) -> None:
+    """Nothing and next to nothing are told apart."""
+    assert amount(size, scale) == words
+
+
+@given(st.text(max_size=60), st.integers(3, 40))
+def test_shorten(text: str, columns: int) -> None:
+    """A shortened text fits, keeps both ends, and one that fits is left alone."""
+    short = shorten(text, columns)
+    if width(text) <= columns:
+        assert short == text
+    else:
+        assert width(short) <= columns
+        head, _, tail = short.partition("…")
+        assert text.startswith(head)
+        assert text.endswith(tail)
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=5, max_size=5), st.integers(1, 60))
+def test_bar_has_its_length(amounts: list[int], columns: int) -> None:
+    """The glyphs of a bar add up to its length, each bucket within a column of its part."""
+    amounts[4] += 1
+    spans = bar(amounts, sum(amounts), columns)
+    assert line_width(tuple(spans)) == columns
+    for bucket, size in zip(("weights", "cache", "workspace", "overhead", "free"), amounts, strict=True):
+        cells = sum(len(text) for text, style in spans if style == bucket)
+        assert abs(cells - size * columns / sum(amounts)) <= 1
+
+
+@given(st.integers(0, 5000), st.integers(4, 64))
+def test_elided(count: int, most: int) -> None:
+    """No more than asked is shown, and all of it if it fits."""
+    first, last = elided(count, most)
+    assert len(first) + len(last) == min(count, most)
+    assert [*first, *last] == sorted({*first, *last})
+    assert not last or last.stop == count

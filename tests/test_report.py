@@ -1,0 +1,56 @@
+"""What ``show`` tells of a plan: shares, how full devices are, and what rounding costs."""
+
+from __future__ import annotations
+
+import attrs
+from hypothesis import given
+
+from tests.strategies import plans
+from tests.test_codec import PLAN
+from tpplan.plan import DeviceMemory, SplitPlan
+from tpplan.report import PPM, ShareBasis, show_report
+
+
+def _with(plan: SplitPlan, strategy: str, budgets: list[int], used: list[int]) -> SplitPlan:
+    """Return a plan of these budgets whose devices use these bytes, half of them overhead."""
+    devices = tuple(
+        attrs.evolve(device, budget_bytes=budget, bandwidth_bytes_per_second=speed)
+        for device, budget, speed in zip(plan.devices, budgets, (3, 1, 0, 0), strict=True)
+    )
+    memory = tuple(
+        DeviceMemory(i, size - size // 2, 0, 0, size // 2, budget - size)
+        for i, (size, budget) in enumerate(zip(used, budgets, strict=True))
+    )
+    return attrs.evolve(plan, devices=devices, memory=memory, request=attrs.evolve(plan.request, strategy=strategy))
+
+
+def test_shares_and_rounding_loss() -> None:
+    """Requested shares follow budgets, achieved ones bytes in use; the loss is the fullest less all together."""
+    report = show_report(_with(PLAN, "balanced", [400, 200, 200, 200], [200, 150, 50, 0]))
+    assert [d.requested_share_ppm for d in report.devices] == [400_000, 200_000, 200_000, 200_000]
+    assert [d.achieved_share_ppm for d in report.devices] == [500_000, 375_000, 125_000, 0]
+    assert [d.used_ppm for d in report.devices] == [500_000, 750_000, 250_000, 0]
+    assert (report.fullest_device, report.fullest_ppm) == (1, 750_000)
+    assert (report.together_ppm, report.rounding_loss_ppm) == (400_000, 350_000)
+    assert report.share_basis == ShareBasis.BUDGET
+
+
+def test_latency_shares_bandwidth() -> None:
+    """For the strategy latency, bandwidth is what was to be shared, and overhead, which no token reads, is no load."""
+    report = show_report(_with(PLAN, "latency", [400, 200, 200, 200], [300, 101, 0, 0]))
+    assert report.share_basis == ShareBasis.BANDWIDTH
+    assert [d.requested_share_ppm for d in report.devices] == [750_000, 250_000, 0, 0]
+    assert [d.achieved_share_ppm for d in report.devices] == [746_269, 253_731, 0, 0]
+
+
+@given(plans())
+def test_shares_add_up(plan: SplitPlan) -> None:
+    """Shares add up to the whole but for rounding, no device is over its budget, and no loss is negative."""
+    report = show_report(plan)
+    slack = len(plan.devices)
+    if report.share_basis is ShareBasis.BUDGET:
+        assert abs(sum(d.requested_share_ppm for d in report.devices) - PPM) <= slack
+    if any(entry.used_bytes for entry in plan.memory) and report.share_basis is ShareBasis.BUDGET:
+        assert abs(sum(d.achieved_share_ppm for d in report.devices) - PPM) <= slack
+    assert all(d.used_bytes + d.free_bytes == d.budget_bytes for d in report.devices)
+    assert 0 <= report.rounding_loss_ppm <= report.fullest_ppm <= PPM
