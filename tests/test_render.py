@@ -7,6 +7,7 @@ import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -29,6 +30,7 @@ from tpplan.render.svg import picture
 from tpplan.render.text import PLAIN_COLUMNS, amount, bar, elided, line_width, shorten, width
 from tpplan.report import show_report
 
+ROOT = Path(__file__).parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
 
 SHOWN = """\
@@ -211,6 +213,12 @@ def test_svg_segments_are_to_scale() -> None:
     weights = [r for r in _svg(PLAN).iter(f"{SVG}rect") if "weights" in r.get("fill", "") and r.get("height") == "18"]
     expected = [m.weights_bytes / (24 * 2**30) * 252 for m in PLAN.memory if m.weights_bytes]
     assert [float(r.get("width", "0")) for r in weights] == pytest.approx(expected, abs=0.01)
+
+
+def test_picture_in_the_readme_is_current() -> None:
+    """The README shows what ``tpplan show PLAN --svg docs/images/llama-70b.svg`` draws now."""
+    plan = codec.load(ROOT / "examples/plans/Llama-3.1-70B/2xRTX5090+4xRTX4090.json")
+    assert (ROOT / "docs/images/llama-70b.svg").read_text(encoding="utf-8") == picture(data(plan))
 
 
 HOSTILE = "</title><script>alert(1)</script>&amp;\"'\ufffe]]>"

@@ -22,7 +22,7 @@ _STYLES = {
     "warn": "yellow",
     "bad": "bold red",
     "hint": "cyan",
-    "weights": "blue",
+    "weights": "bright_blue",
     "cache": "yellow",
     "workspace": "green",
     "overhead": "magenta",
