@@ -36,7 +36,8 @@ def test_well_known_models(name: str, parameters: int, cache_bytes: int, context
     assert spec.parameter_count == parameters
     assert 2 * cache_elements(spec) == cache_bytes
     assert spec.max_context == context
-    assert spec.weight_bytes == 2 * parameters
+    in_32_bits = 58 * 256 if name == "DeepSeek-V3" else 0  # the biases of its routers
+    assert spec.weight_bytes == 2 * parameters + 2 * in_32_bits
     assert (spec.dtype, spec.weight_format, spec.tied_embeddings) == ("bfloat16", "BF16", False)
 
 
@@ -175,6 +176,14 @@ def test_deepseek_layers_at_intervals_and_without_experts() -> None:
     assert dense.layers == (0, 1, 2, 4, 5, 7)
     (only,) = spec_of(data | {"n_routed_experts": None}).blocks
     assert (only.experts, only.expert_intermediate, only.intermediate) == (0, 0, 11008)
+
+
+def test_deepseek_v3_keeps_the_bias_of_its_router_in_32_bits() -> None:
+    """The bias that corrects the router's scores is F32 in a model of BF16, whose router itself is BF16."""
+    tensors = {p.name.partition("{layer}.")[2]: p for p in example("DeepSeek-V3").blocks[1].parameters}
+    assert tensors["mlp.gate.weight"].dtype == "BF16"
+    assert tensors["mlp.gate.e_score_correction_bias"].dtype == "F32"
+    assert tensors["mlp.gate.e_score_correction_bias"].bytes == 4 * 256
 
 
 def test_dtype_of_the_config_is_the_dtype_of_the_tensors() -> None:

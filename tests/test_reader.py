@@ -34,9 +34,12 @@ def small(**changes: Any) -> dict[str, Any]:
 
 
 def save(directory: Path, data: dict[str, Any], dtype: torch.dtype, shard: str) -> None:
-    """Save a model of random weights as transformers does."""
+    """Save a model of random weights as transformers does with one that it loaded from the hub."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(hub_config(data), dtype=dtype)
+    for name, tensor in model.named_buffers():
+        if name.endswith(".e_score_correction_bias"):  # stays as it is on the hub
+            tensor.data = tensor.data.float()
     model.save_pretrained(directory, max_shard_size=shard)
 
 

@@ -136,7 +136,7 @@ MOE: Final[dict[str, Family]] = {
         dense=gated(),
         sparse=(
             *ROUTER,
-            Row("mlp.gate.e_score_correction_bias", "e", home=Axis.EX),
+            Row("mlp.gate.e_score_correction_bias", "e", home=Axis.EX, dtype="F32"),  # whatever the model's dtype
             *EXPERTS,
             *gated("mlp.shared_experts", "SX", when="n_shared_experts"),
         ),

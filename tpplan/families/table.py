@@ -113,6 +113,7 @@ class Row:
         out: the dimension of the outputs, for tensors that are cut at all.
         heads: how many tensors ``{head}`` stands for, as a word.
         lookup: when a token reads single rows of it, as flags like those of ``when``; None for never.
+        dtype: as safetensors writes it, empty for the model's.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Row:
     out: int = 0
     heads: str = ""
     lookup: str | None = None
+    dtype: str = ""
 
     def parameters(self, shape: Shape, dtype: str, prefix: str) -> Iterator[Parameter]:
         """Yield what the row stands for in a model of this shape, if it has it."""
@@ -134,7 +136,7 @@ class Row:
         copies = shape.experts if "{expert}" in self.name else 1
         for head in range(words[self.heads].length if self.heads else 1):
             name = prefix + self.name.replace("{head}", str(head))
-            yield Parameter(name, dtype, dims, out, self.home, copies, lookup)
+            yield Parameter(name, self.dtype or dtype, dims, out, self.home, copies, lookup)
 
 
 def _hold(when: str, flags: frozenset[str]) -> bool:
