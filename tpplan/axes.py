@@ -25,11 +25,11 @@ class Axis(StrEnum):
 
 
 #: Elements that move between devices together, before a model's sizes and its weight format have their say
-#: (ExLlamaV2, ``TPContext.define_split``).
-DEFAULT_UNIT = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 128, Axis.EX: 128, Axis.SX: 128, Axis.VC: 32, Axis.RS: 32}
+#: (ExLlamaV2, ``TPContext.define_split``; experts, which it does not know, are narrow and so have finer units).
+DEFAULT_UNIT = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 128, Axis.EX: 32, Axis.SX: 32, Axis.VC: 32, Axis.RS: 32}
 
 #: A device that would get fewer units than this gets none (same source).
-MINIMUM_UNITS = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 2, Axis.EX: 2, Axis.SX: 2, Axis.VC: 16, Axis.RS: 8}
+MINIMUM_UNITS = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 2, Axis.EX: 1, Axis.SX: 1, Axis.VC: 16, Axis.RS: 8}
 
 #: More layers than this in a config or a plan is a mistake or an attack.
 MAX_LAYERS = 10_000

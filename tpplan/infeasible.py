@@ -24,7 +24,7 @@ _MEMORY_STEP = 2**26
 _MOST_MEMORY = 2**46
 #: Of many different devices only the largest are tried for more memory.
 _TRIED_DEVICES = 6
-_PLENTY = 2**60
+_PLENTY = 2**30
 
 
 @frozen
@@ -122,7 +122,7 @@ def _over_budget(model: ModelSpec, devices: tuple[Device, ...], request: Request
             return found
     wanted = demands(model, request, len(devices))
     fixed = [wanted.common.bytes + device.overhead_bytes for device in devices]
-    bins = [Bin(_PLENTY, device.budget_bytes, f) for device, f in zip(devices, fixed, strict=True)]
+    bins = [Bin(d.budget_bytes * _PLENTY, d.budget_bytes, f) for d, f in zip(devices, fixed, strict=True)]
     counts = place(wanted, bins, "balanced", thorough=False)
     assert counts is not None, "everything fits where there is plenty of room"  # noqa: S101
     return finish(model, devices, request, wanted, counts)

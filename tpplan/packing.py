@@ -14,7 +14,7 @@ making up for their rounding. A local search (:mod:`tpplan.improve`) moves units
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 from attrs import frozen
@@ -95,11 +95,12 @@ class Bin:
 def solve(items: Sequence[Item], bins: Sequence[Bin], *, thorough: bool = True) -> Placement | None:
     """Return a placement whose ``t`` is the least, or within 1/2048 of it, or None if nothing fits.
 
-    The answer does not depend on the order of the bins, other than among equal ones. Without ``thorough`` there is no
-    exhaustive search: in a tight spot a placement may then be overlooked. The exhaustive search has a budget; where
-    that ends (many bins, many coarse units, hardly any slack), the best placement so far is returned, or None.
+    The answer does not depend on the order of the bins, other than among equal ones. The exhaustive search has a
+    budget; where that ends (many bins, many coarse units, hardly any slack), it returns the best so far, or None.
+    Without ``thorough`` any placement will do, and in a tight spot one may be overlooked.
     """
-    order = sorted(range(len(bins)), key=lambda b: (-bins[b].room, -bins[b].speed, bins[b].load, b))
+    usable = (b for b, host in enumerate(bins) if host.room >= 0)
+    order = sorted(usable, key=lambda b: (-bins[b].room, -bins[b].speed, bins[b].load, b))
     ranks = sorted(range(len(items)), key=lambda i: (-items[i].cost, -items[i].load, i))
     found = _Solver([items[i] for i in ranks], [bins[b] for b in order], thorough).solve()
     if found is None:
@@ -126,8 +127,8 @@ class _Solver:
         if best is None and self.thorough:
             with suppress(OutOfBudgetError):
                 best = self._search(None, FIRST_BUDGET)
-        if best is None:
-            return None
+        if best is None or not self.thorough:
+            return best
         high = self._time(best)
         low = t = self._lower_bound(high)
         step = max(1, low >> (TOLERANCE_BITS + 3))
@@ -139,8 +140,7 @@ class _Solver:
             step *= 2
         if self._is_gap(low, high):
             best = self._improve(best, low) or best
-            if self.thorough:
-                best = self._close(best, low)
+            best = self._close(best, low)
             best = self._evened(best, self._time(best))
         return best
 
@@ -162,8 +162,9 @@ class _Solver:
         best = Improver(self.items, self.bins, start)
         best.run(low)
         score = best.score()
+        rounds = max(4, min(200, PATIENCE // (len(self.bins) * len(self.items)))) if self.thorough else 0
         scatter, stale = numbers(), 0
-        while stale < max(4, min(200, PATIENCE // (len(self.bins) * len(self.items)))):
+        while stale < rounds:
             if not score[0] and not self._is_gap(low, score[1]):
                 break
             stale += 1
@@ -219,9 +220,8 @@ class _Solver:
         cost = load = 0
         for item in self.items:
             uppers = sorted((item.upper(*space) for space in spaces), reverse=True)
-            held = [*takewhile(lambda units, n=item.count: units < n, accumulate(uppers, initial=0))]
             # So many bins hold the item at the least, and each pays for holding it.
-            hosts = len(held)
+            hosts = sum(held < item.count for held in accumulate(uppers, initial=0))
             if hosts > min(len(uppers), item.count // item.minimum):
                 return False
             cost += item.kept * hosts + item.cost * item.count

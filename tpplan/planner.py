@@ -127,7 +127,7 @@ def attempt(
 ) -> Attempt | None:
     """Cut every axis by the request's strategy; None if it finds no way within the budgets.
 
-    ``exllamav2`` knows no budgets: its attempt may lack bytes. Without ``thorough`` the search is short.
+    ``exllamav2`` knows no budgets: its attempt may lack bytes. Without ``thorough``, any way will do.
     """
     wanted = demands(model, request, len(devices))
     if request.strategy == "exllamav2":
