@@ -269,7 +269,7 @@ def _order(group: _Group) -> tuple[int, int, int]:
 
 def _demand(group: _Group, dtype: str, request: Request) -> Demand:
     unit = axis_unit(group.axis, group.size, group.stored)
-    rows = unit_workspace(group.axis, unit, group.width, group.group, dtype, request)
+    rows = unit_workspace(group.axis, unit, group.width, group.group, dtype, request=request)
     return Demand(
         axis=group.axis,
         layers=format_layers(group.layers) if group.layers else "",

@@ -34,7 +34,7 @@ def align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def unit_workspace(axis: Axis, unit: int, width: int, group: int, dtype: str, request: Request) -> int:
+def unit_workspace(axis: Axis, unit: int, width: int, group: int, dtype: str, *, request: Request) -> int:
     """Return the bytes of workspace per unit of an axis; a ragged unit takes as much as a whole one."""
     item = ITEM_BYTES[dtype]
     if axis is Axis.VC:
@@ -72,7 +72,7 @@ def workspace_bytes(splits: Sequence[Split], dtype: str, request: Request) -> tu
     for split in splits:
         group = groups[split.layers] // split.size if split.axis is Axis.KV else 0
         each = 0 if split.axis is Axis.Q else unit_workspace(
-            split.axis, split.unit, split.width, group, dtype, request
+            split.axis, split.unit, split.width, group, dtype, request=request
         )  # fmt: skip
         for device, (start, end) in enumerate(pairwise(split.bounds)):
             totals[device] += each * unit_count(end - start, split.unit)
