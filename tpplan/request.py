@@ -78,4 +78,5 @@ def _known(what: str, value: str, choices: Sequence[str]) -> None:
 
 def _in_range(what: str, value: int, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:
-        raise RequestError(f"{what} is {str(value)[:40]}, expected a whole number from {least} to {most}", "choose a number in that range")
+        message = f"{what} is {str(value)[:40]}, expected a whole number from {least} to {most}"
+        raise RequestError(message, "choose a number in that range")
