@@ -18,11 +18,11 @@ def apportion(count: int, minimum: int, shares: Sequence[int], uppers: Sequence[
     Returns:
         Units per place, or None if no choice adds up to ``count``.
     """
-    places = sorted(
+    ranked = sorted(
         (p for p, upper in enumerate(uppers) if upper >= minimum),
         key=lambda p: (-shares[p], -uppers[p], p),
     )
-    places = _chosen(count, minimum, places, shares, uppers)
+    places = _chosen(count, minimum, ranked, shares, uppers)
     if places is None:
         return None
     units = _fill(count, minimum, [max(0, shares[p]) for p in places], [uppers[p] for p in places])
