@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from math import ceil, gcd, lcm
+from math import ceil, lcm
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.checkpoints import LINEAR, LLAMA, Tensors, llama_layers, llama_outside, tensor_bytes, write_checkpoint
 from tpplan.axes import Axis
+from tpplan.devices import parse_devices
 from tpplan.errors import ModelError
+from tpplan.memory import demands
 from tpplan.model import ModelSpec, Parameter, Segment
+from tpplan.plan import LAYOUTS, Cache, Request
 from tpplan.reader import read_model
 
 if TYPE_CHECKING:
@@ -289,7 +292,7 @@ def test_stored_dimensions_follow_the_axes_of_the_matrix(tmp_path: Path, case: s
     spec = read_model(path)
     for name, (dims, out) in DIMS[case].items():
         found = parameter(spec, name)
-        assert found.dims == tuple((Segment(axis, length),) for axis, length in dims), name
+        assert [(s.axis, s.length) for (s,) in found.dims] == dims, name
         assert found.out == out, name
 
 
@@ -390,8 +393,8 @@ def test_fused_matrices_may_be_stored_apart(tmp_path: Path) -> None:
             tensors |= {f"{start}{module}.{name}{s}": t for s, t in exl2(inputs, outputs, 0).items()}
     spec = read_model(write_checkpoint(tmp_path / "m", PHI3, tensors))
     assert stored(spec) == tensors
-    assert parameter(spec, "v_proj.q_weight").dims[1] == (Segment(Axis.KV, 128),)
-    assert parameter(spec, "up_proj.q_weight").dims[1] == (Segment(Axis.ID, 512),)
+    assert parameter(spec, "v_proj.q_weight").dims[1] == (Segment(Axis.KV, 128, block=32),)
+    assert parameter(spec, "up_proj.q_weight").dims[1] == (Segment(Axis.ID, 512, block=32),)
 
 
 UNITS: dict[str, dict[Axis, int]] = {
@@ -400,7 +403,8 @@ UNITS: dict[str, dict[Axis, int]] = {
     "awq": {Axis.ID: 64, Axis.KV: 1, Axis.Q: 1, Axis.RS: 64},
     "fp8 block": {Axis.ID: 128, Axis.KV: 1, Axis.Q: 2, Axis.RS: 128},
     "fp8 channel": {Axis.ID: 1, Axis.KV: 1, Axis.Q: 1, Axis.RS: 1},
-    "exl3": {Axis.ID: 16, Axis.KV: 1, Axis.Q: 1, Axis.RS: 16},
+    "exl2": {Axis.ID: 32, Axis.KV: 1, Axis.Q: 1, Axis.RS: 32},
+    "exl3": {Axis.ID: 128, Axis.KV: 2, Axis.Q: 2, Axis.RS: 128},
 }
 SIZES = {Axis.ID: 512, Axis.KV: 2, Axis.Q: 6, Axis.RS: 256}
 
@@ -412,7 +416,33 @@ def test_cuts_fall_between_stored_elements(tmp_path: Path, case: str) -> None:
     segments = {s for b in spec.blocks for p in b.parameters for dim in p.dims for s in dim if s.axis}
     for axis, unit in UNITS[case].items():
         size = SIZES[axis]
-        assert lcm(*(size // gcd(size, s.length) for s in segments if s.axis is axis)) == unit, axis
+        assert lcm(*(s.unit(size) for s in segments if s.axis is axis)) == unit, axis
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv", "heads"), [(128, "idle", 1), (64, "idle", 2), (64, "replicate", 2), (32, "idle", 4)]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_plans_keep_exl3_s_hadamard_blocks_whole(
+    tmp_path: Path, head_dim: int, kv: str, heads: int, layout: str
+) -> None:
+    """EXL3 is cut at multiples of 128 elements only, so narrower heads move together, whole ones where repeated."""
+    config = LLAMA | {"head_dim": head_dim, "num_attention_heads": 16, "num_key_value_heads": 8}
+    sizes = {"q_proj": (256, 16 * head_dim), "k_proj": (256, 8 * head_dim), "v_proj": (256, 8 * head_dim)}
+    sizes |= {"o_proj": (16 * head_dim, 256)}
+    tensors = llama_outside() | llama_layers(exl3)
+    for layer in range(3):
+        for name, (inputs, outputs) in sizes.items():
+            start = f"model.layers.{layer}.self_attn.{name}"
+            tensors |= {start + suffix: tensor for suffix, tensor in exl3(inputs, outputs, layer).items()}
+    spec = read_model(write_checkpoint(tmp_path / "m", config, tensors))
+    devices = parse_devices("9x1GiB")
+    request = Request(layout, "balanced", Cache("fp16", 128), 1, 128, kv)
+    wanted = {demand.axis: demand for demand in demands(spec, request, len(devices)).axes}
+    assert wanted[Axis.KV].unit == heads * wanted[Axis.KV].replicas
+    assert wanted[Axis.KV].replicas == (2 if kv == "replicate" else 1)
+    assert wanted[Axis.ID].unit == 128
+    assert wanted[Axis.RS].unit == (128 if layout == "gather" else 32)
 
 
 def test_padded_outputs_are_counted_but_not_cut(tmp_path: Path) -> None:
@@ -425,7 +455,7 @@ def test_padded_outputs_are_counted_but_not_cut(tmp_path: Path) -> None:
     spec = read_model(write_checkpoint(tmp_path / "m", config, tensors))
     assert spec.weight_bytes == tensor_bytes(tensors)
     head = {p.name: p for p in spec.parameters}
-    assert head["lm_head.q_weight"].dims == ((Segment(None, 32),), (Segment(Axis.VC, 330), Segment(None, 22)))
+    assert head["lm_head.q_weight"].dims == ((Segment(None, 32),), (Segment(Axis.VC, 330, block=32), Segment(None, 22)))
     assert head["lm_head.q_scale"].dims == ((Segment(None, 8),), (Segment(None, 44),))
 
 

@@ -6,7 +6,7 @@ of which it holds a part a fixed price (tensors that are needed whole) and a pri
 
 from __future__ import annotations
 
-from math import gcd, lcm
+from math import lcm
 from typing import TYPE_CHECKING
 
 from attrs import define, evolve, field, frozen
@@ -160,7 +160,7 @@ class _Group:
     group: int = 0
     replicas: int = 1
     layers: list[int] = field(factory=list)
-    stored: set[int] = field(factory=set)
+    units: set[int] = field(factory=set)
     split: Cost = Cost()
     kept: Cost = Cost()
     head: Cost = Cost()
@@ -246,10 +246,11 @@ def _charge(own: dict[Axis, _Group], parameter: Parameter, block: Block | None, 
             group.kept += cost
         elif segment.axis is Axis.KV:
             group.add_heads(cost)
-            group.stored.add(segment.length * group.replicas)
+            heads = segment.unit(group.size // group.replicas)
+            group.units.add(heads * group.replicas if heads > 1 else 1)  # any replica is a whole head
         else:
             group.split += cost
-            group.stored.add(segment.length)
+            group.units.add(segment.unit(group.size))
     return common
 
 
@@ -268,7 +269,7 @@ def _order(group: _Group) -> tuple[int, int, int]:
 
 
 def _demand(group: _Group, dtype: str, request: Request) -> Demand:
-    unit = axis_unit(group.axis, group.size, group.stored)
+    unit = axis_unit(group.axis, group.size, group.units)
     rows = unit_workspace(group.axis, unit, group.width, group.group, dtype, request=request)
     return Demand(
         axis=group.axis,
@@ -284,7 +285,7 @@ def _demand(group: _Group, dtype: str, request: Request) -> Demand:
     )
 
 
-def axis_unit(axis: Axis, size: int, stored: Iterable[int] = ()) -> int:
+def axis_unit(axis: Axis, size: int, units: Iterable[int] = ()) -> int:
     """Return the elements of an axis that move together.
 
     The default unit relaxes to the largest power of two that divides the size (vocab keeps it, with a ragged tail), and
@@ -293,12 +294,12 @@ def axis_unit(axis: Axis, size: int, stored: Iterable[int] = ()) -> int:
     Args:
         axis: which.
         size: its elements.
-        stored: lengths of the dimensions that the axis cuts, in stored elements.
+        units: of the dimensions that the axis cuts, see :meth:`~tpplan.model.Segment.unit`.
     """
     unit = DEFAULT_UNIT[axis]
     if axis is not Axis.VC:
         unit = power_of_two_unit(size, unit)
-    return min(size, lcm(unit, *(size // gcd(size, length) for length in stored)))
+    return min(size, lcm(unit, *units))
 
 
 def ledger(bounds: Sequence[Sequence[int]], wanted: Demands, devices: Sequence[Device]) -> tuple[DeviceMemory, ...]:
@@ -311,7 +312,7 @@ def ledger(bounds: Sequence[Sequence[int]], wanted: Demands, devices: Sequence[D
     """
     entries = []
     for index, device in enumerate(devices):
-        held = [(demand, *row[index : index + 2]) for demand, row in zip(wanted.axes, bounds, strict=True)]
+        held = [(demand, row[index], row[index + 1]) for demand, row in zip(wanted.axes, bounds, strict=True)]
         total = sum((demand.cost(start, end) for demand, start, end in held), Cost())
         used = any(end > start for _, start, end in held)
         total = total + wanted.common if used else Cost()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -31,10 +31,16 @@ class Segment:
     Attributes:
         axis: the axis that cuts the run, in equal parts for equal parts of the axis; None if nothing cuts it.
         length: elements in the tensor as it is stored (a packed dimension is shorter than the axis it follows).
+        block: elements of it that a cut may not separate.
     """
 
     axis: Axis | None
     length: int
+    block: int = 1
+
+    def unit(self, size: int) -> int:
+        """Return how many of the ``size`` elements of its axis end together with a block."""
+        return size * self.block // gcd(size * self.block, self.length)
 
 
 @frozen

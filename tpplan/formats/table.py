@@ -12,10 +12,10 @@ the words of its dimensions; ``|`` separates shapes that it may have, an empty o
 ``16``   of this length, never cut
 ======== =================================================================================
 
-followed by ``^n`` where it is padded to a multiple of n, and ``*n/m`` where n stored elements take the place of m; both
-may be a parameter of the format such as ``bits``. What divides without a rest follows the cuts of the matrix. A
-dimension that does not (a scale of a ragged block, say, or of one that two fused matrices share), or that is a single
-element for the whole axis, is uncut: whoever needs the tensor holds all of it.
+followed by ``^n`` where it is padded to whole blocks of n, which no cut may separate, and ``*n/m`` where n stored
+elements take the place of m; both may be a parameter of the format such as ``bits``. What divides without a rest
+follows the cuts of the matrix. A dimension that does not (a scale of a ragged block, say, or of one that two fused
+matrices share), or that is a single element for the whole axis, is uncut: whoever needs the tensor holds all of it.
 
 Sources: AutoGPTQ and GPTQModel (``QuantLinear``), AutoAWQ (``WQLinear_GEMM``), ExLlamaV2 (``AdaptiveGPTQ.pack``),
 ExLlamaV3 (``LinearEXL3``), bitsandbytes (``QuantState.as_dict``, ``Linear8bitLt``), compressed-tensors, transformers
@@ -72,7 +72,8 @@ class Dim(NamedTuple):
             return None
         if any(segment.length * times % over for segment in segments) or (padded > length and times != over):
             return (Segment(None, total),)
-        scaled = tuple(_scaled(segment, segment.length * times // over) for segment in segments)
+        block = max(1, self.pad * times // over)
+        scaled = tuple(_scaled(segment, segment.length * times // over, block) for segment in segments)
         return (*scaled, Segment(None, padded - length)) if padded > length else scaled
 
     @staticmethod
@@ -80,9 +81,10 @@ class Dim(NamedTuple):
         return int(word) if word.isdigit() else known[word]
 
 
-def _scaled(segment: Segment, length: int) -> Segment:
+def _scaled(segment: Segment, length: int, block: int) -> Segment:
     """Return the stored part of a segment; one element for all of it (a scale) is needed by whoever has a part."""
-    return Segment(segment.axis if length > 1 or segment.length == 1 else None, length)
+    axis = segment.axis if length > 1 or segment.length == 1 else None
+    return Segment(axis, length, block if axis else 1)
 
 
 class Piece(NamedTuple):
@@ -226,6 +228,7 @@ FORMATS: Final[dict[str, Format]] = {
         """,
         "EXL2 permutes the rows of every matrix",
     ),
+    # Hadamard transforms mix every 128 inputs and every 128 outputs; tiles of 16 × 16 are stored.
     "exl3": _format(
         "EXL3 {bpw} bpw",
         """
