@@ -173,7 +173,7 @@ def test_ascii() -> None:
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
     """What a terminal would obey is written out, wherever it came from."""
-    assert plain([(("\x1b[2Jgone\u202e\nnext", "bad"),)]) == "\\u001b[2Jgone\\u202e\\u000anext\n"
+    assert plain([(("\x1b[2Jgone\u202e\nnext", "bad"),)]) == "\\u001b[2Jgone\\u202e\\nnext\n"
 
 
 def _svg(plan: SplitPlan) -> ET.Element:

@@ -146,6 +146,8 @@ VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP026", {"devices[2].name": "RTX\x1b[31m"}, "has the invisible character U+001B at position 3"),
     ("TP027", {"splits": (VALID.splits[VC],) * 5000}, "has 5000 entries, the most is 4096"),
     ("TP026", {"model.name": "a\u202eb"}, "has the invisible character U+202E at position 1"),
+    ("TP026", {"model.name": "ab\u061c"}, "has the invisible character U+061C at position 2"),
+    ("TP026", {"model.name": "\U000e0041b"}, "has the invisible character U+E0041 at position 0"),
 ]
 
 

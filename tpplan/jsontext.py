@@ -11,8 +11,12 @@ from tpplan.problems import MOST_PROBLEMS
 #: Columns that an object or array may take before it is broken over lines.
 COLUMNS = 120
 
-#: Characters that a terminal would obey, or that a reviewer would not see (controls, bidirectional marks, joiners).
-UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+#: Characters that a terminal would obey, or that a reviewer would not see: controls, lone surrogates, bidirectional
+#: marks, joiners and other characters of no width, letters that are blank (Hangul fillers), and tags.
+UNSEEN = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff"
+    "\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
 
 #: Digits of a whole number; the cost of reading them grows with their square.
 _DIGITS = 40
@@ -98,6 +102,11 @@ def render(data: object) -> str:
     return _block(data, "") + "\n"
 
 
+def visible(text: str) -> str:
+    """Escape the characters that nobody would see, as JSON does."""
+    return UNSEEN.sub(lambda c: json.dumps(c[0])[1:-1], text)
+
+
 def shown(value: object) -> str:
     """Write a value for an error message, shortened."""
     if isinstance(value, (dict, list)):
@@ -107,7 +116,7 @@ def shown(value: object) -> str:
 
 def _line(data: object) -> str:
     """Write JSON on one line."""
-    return UNSEEN.sub(lambda c: f"\\u{ord(c[0]):04x}", json.dumps(data, ensure_ascii=False))
+    return visible(json.dumps(data, ensure_ascii=False))
 
 
 def _block(data: object, indent: str, lead: str = "") -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from typing import TYPE_CHECKING, TextIO
 
+from tpplan.jsontext import visible
 from tpplan.render.text import PLAIN_COLUMNS
 
 if TYPE_CHECKING:
@@ -31,9 +31,6 @@ _STYLES = {
     "loss": "red",
 }
 
-#: What a terminal would obey, or a person would not see; text comes from files that anybody may have written.
-_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
-
 _ASCII = str.maketrans({
     "█": "#", "▓": "=", "▒": "+", "░": "-", "·": ".", "…": "...", "→": "->", "–": "-", "×": "x",
 })  # fmt: skip
@@ -46,7 +43,8 @@ def write(lines: Iterable[Line], stream: TextIO, *, plain: bool = False) -> None
 
     ``NO_COLOR`` and a dumb terminal mean plain, ``FORCE_COLOR`` means colour in a pipe too.
     """
-    clean = [tuple((_visible(text), style) for text, style in one) for one in lines]
+    # Texts come from files that anybody may have written.
+    clean = [tuple((visible(text), style) for text, style in one) for one in lines]
     if not plain and _coloured(stream):
         _write_styled(clean, stream)
         return
@@ -75,10 +73,6 @@ def _write_styled(lines: Iterable[Line], stream: TextIO) -> None:
     for one in lines:
         spans = ((_encodable(text, stream), _STYLES.get(style, "")) for text, style in one)
         console.print(Text.assemble(*spans), soft_wrap=True)
-
-
-def _visible(text: str) -> str:
-    return _UNSEEN.sub(lambda c: f"\\u{ord(c[0]):04x}", text)
 
 
 def _encodable(text: str, stream: TextIO) -> str:
