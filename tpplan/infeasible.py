@@ -24,7 +24,8 @@ _MEMORY_STEP = 2**26
 _MOST_MEMORY = 2**46
 #: Of many different devices only the largest are tried for more memory.
 _TRIED_DEVICES = 6
-_PLENTY = 2**30
+#: Times the budget, any model fits on any device.
+_PLENTY = 2**60
 
 
 @frozen
