@@ -5,13 +5,14 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from tpplan.devices import Device
 from tpplan.errors import RequestError
 from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES, Cache, Request
+from tpplan.rules import LEAST, MOST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tpplan.devices import Device
     from tpplan.model import ModelSpec
 
 _MOST_ROWS = 2**24
@@ -53,13 +54,16 @@ def resolve(
 
 
 def check_devices(devices: Sequence[Device], strategy: str) -> None:
-    """Refuse no devices, too many, and those whose speed the strategy needs but nobody knows.
+    """Refuse no devices, too many, impossible numbers, and a strategy whose speeds nobody knows.
 
     Raises:
         RequestError: naming them.
     """
     if not 0 < len(devices) <= _MOST_DEVICES:
         raise RequestError(f"{len(devices)} devices, expected 1 to {_MOST_DEVICES}", "name GPUs such as 2x24GiB,12GiB")
+    for name, least in LEAST[Device].items():
+        for i, device in enumerate(devices):
+            _in_range(f"{name} of device {i} ({device.name})", getattr(device, name), least, MOST)
     unknown = [f"{i} ({d.name})" for i, d in enumerate(devices) if not d.bandwidth_bytes_per_second]
     if strategy == "latency" and unknown:
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
