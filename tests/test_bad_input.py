@@ -146,7 +146,7 @@ def test_hostile_headers(length: int) -> None:
         ("-5GiB", ["-5GiB"]),
         ("0GiB", ["0GiB"]),
         ("1e3GiB", ["1e3GiB"]),
-        ("", ["no device"]),
+        (" ", ["no device"]),
         ("0x24GiB", ["0 devices"]),
         ("99999999x24GiB", ["99999999"]),
         ("24GiB,,12GiB", ["entry 2"]),

@@ -338,6 +338,16 @@ def test_terminal_shows_progress_and_cleans_up(plans: tuple[str, str]) -> None:
     assert err.rpartition("\r")[2] == ""
 
 
+def test_progress_stays_on_one_line() -> None:
+    """A long or odd path is shortened and escaped, because what has been wrapped cannot be taken back."""
+    with patch("tpplan.console.get_terminal_size", lambda: os.terminal_size((60, 24))):
+        err = command("inspect", f"no\x1b[2J/{'long/' * 30}model", terminal=True).err
+    said = err.partition("\r")[0]
+    assert said.startswith("reading no\\u001b[2J/")
+    assert said.endswith("model …")
+    assert len(said) == 59
+
+
 def test_ascii_stream(plans: tuple[str, str]) -> None:
     """A stream that cannot write block characters gets ASCII; a document stays UTF-8."""
     assert "####" in command("show", plans[0], encoding="ascii").out
@@ -382,6 +392,12 @@ def test_version_and_help() -> None:
         (["show", "a.json", "--bogus"], "--bogus"),
         (["validate"], "no plan was named"),
         (["check", "a.json"], "--model"),
+        (["inspect", ""], "model is empty"),
+        (["plan", "model", "--gpus", "24GiB", "-o", ""], "output is empty"),
+        (["validate", "a.json", ""], "plans is empty"),
+        (["diff", "-", "-"], "standard input"),
+        (["validate", "-", "a.json", "-"], "standard input"),
+        (["show", "a.json", "--svg", "-", "--html", "-"], "standard output"),
     ],
 )
 def test_usage(arguments: list[str], words: str) -> None:
@@ -439,6 +455,16 @@ def test_full_disk_is_an_error() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: cannot write")
     assert "Traceback" not in done.stderr
+
+
+def test_closed_streams_are_no_bug(tmp_path: Path) -> None:
+    """A service may close any standard stream; what is written to it goes nowhere, and files are written."""
+    assert _shell(f"TPPLAN show {FIXTURE} --svg a.svg --json >&- 2>&-").returncode == 0
+    assert (tmp_path / "a.svg").read_text(encoding="utf-8").endswith("</svg>\n")
+    assert _shell("TPPLAN show missing.json --json >&- 2>&-").returncode == 2
+    done = _shell("TPPLAN show - <&-")
+    assert done.returncode == 2
+    assert "standard input" in done.stderr.splitlines()[0]
 
 
 def test_module_is_the_command() -> None:

@@ -40,6 +40,7 @@ _Output = Annotated[str, Parameter(name=["--output", "-o"])]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 yes, 1 the answer is no, 2 there is no answer."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
+    console.stand_in()
     try:
         return _run(tokens)
     except KeyboardInterrupt:
@@ -88,6 +89,8 @@ def _parsed(tokens: list[str]) -> tuple[Any, Any]:
             text = f"{name} takes no further argument {' '.join(error.unused_tokens or ())!r}"
         raise UsageError(text.removesuffix("."), f"{name} --help lists what there is") from error
     for key, value in bound.arguments.items():
+        if "" in (value if isinstance(value, tuple) else (value,)):
+            raise UsageError(f"{key} is empty", "a variable of the shell may have no value")
         bound.arguments[key] = _undashed(value)
     return command, bound
 
@@ -118,7 +121,7 @@ def _model(path: str) -> ModelSpec:
 
 def _plan(path: str, *, allow_newer: bool = False) -> SplitPlan:
     from tpplan.codec import loads  # noqa: PLC0415
-    from tpplan.verify import is_newer  # noqa: PLC0415
+    from tpplan.versions import is_newer  # noqa: PLC0415
 
     name = console.shown(path)
     found = loads(console.read(path), name, allow_newer=allow_newer)
@@ -160,6 +163,8 @@ def _draw(plan: SplitPlan, svg: str, html: str) -> None:
 def _some(plans: tuple[str, ...]) -> tuple[str, ...]:
     if not plans:
         raise UsageError("no plan was named", "name one or more plan files, such as plans/*.json")
+    if plans.count(console.STREAM) > 1:
+        raise UsageError("standard input was named twice, and can be read once", "save one of the plans in a file")
     return plans
 
 
@@ -265,6 +270,8 @@ def show(plan: str, /, *, svg: str = "", html: str = "", plain: bool = False, js
         plain: no colour and 100 columns, also on a terminal.
         json: print one JSON document.
     """
+    if [svg == console.STREAM, html == console.STREAM, json].count(True) > 1:
+        raise UsageError("standard output would be several documents", "write all but one of them into files")
     found = _plan(plan, allow_newer=True)
     if svg or html:
         _draw(found, svg, html)
@@ -285,7 +292,7 @@ def diff(before: str, after: str, /, *, json: bool = False) -> int:
     from tpplan.diff import diff as compare  # noqa: PLC0415
     from tpplan.render.diff import diff as view  # noqa: PLC0415
 
-    found = compare(_plan(before, allow_newer=True), _plan(after, allow_newer=True))
+    found = compare(*(_plan(path, allow_newer=True) for path in _some((before, after))))
     console.answer(found, view, json=json)
     return NO if found else OK
 

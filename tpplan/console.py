@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import contextmanager
+from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 from tpplan.errors import TpplanError
 from tpplan.files import LARGEST_DOCUMENT, decode, read_text, save_text
+from tpplan.jsontext import visible
 from tpplan.render.screen import columns_of, write
+from tpplan.render.text import shorten, width
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,6 +22,13 @@ if TYPE_CHECKING:
 
 #: The path that means standard input or standard output.
 STREAM = "-"
+
+
+def stand_in() -> None:
+    """Put nothing in the place of the standard streams that the caller closed, where Python has None."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 (open to the end)
 
 
 def shown(path: str) -> str:
@@ -84,12 +95,13 @@ def busy(what: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    sys.stderr.write(f"{what} …")
+    text = shorten(f"{visible(what)} …", get_terminal_size().columns - 1)  # what is wrapped cannot be taken back
+    sys.stderr.write(text)
     sys.stderr.flush()
     try:
         yield
     finally:
-        sys.stderr.write("\r" + " " * (len(what) + 2) + "\r")
+        sys.stderr.write("\r" + " " * width(text) + "\r")
 
 
 def fail(error: TpplanError, *, gpus: str, json: bool) -> str:
