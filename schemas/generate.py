@@ -18,8 +18,8 @@ from tpplan.inspection import Inspection
 from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, SCHEMA_URN, STRATEGIES, SplitPlan
 from tpplan.probe.report import DeviceReport
 from tpplan.report import ShowReport
+from tpplan.rules import CAPABILITY, DTYPES, FINGERPRINT, LEAST, LONGEST_NAME, MOST
 from tpplan.validation import ValidationReport
-from tpplan.verify import CAPABILITY, DTYPES, FINGERPRINT, LEAST, LONGEST_NAME, MOST
 
 #: Every document that tpplan writes, by the name of its schema.
 DOCUMENTS: dict[str, type] = {

@@ -21,7 +21,7 @@ from tpplan.plan import (
     Split,
     SplitPlan,
 )
-from tpplan.verify import DTYPES
+from tpplan.rules import DTYPES
 
 #: Names as people choose them, in any script, but nothing that a reviewer would not see.
 names = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S")), min_size=1, max_size=8)

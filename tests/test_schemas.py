@@ -17,7 +17,7 @@ from tests.test_codec import PLAN, TEXT
 from tpplan import codec
 from tpplan.diff import diff
 from tpplan.errors import PlanError
-from tpplan.verify import RULES
+from tpplan.rules import RULES
 
 if TYPE_CHECKING:
     from tpplan.plan import SplitPlan

@@ -15,7 +15,8 @@ from tests.strategies import plans
 from tpplan.axes import Axis
 from tpplan.codec import load
 from tpplan.errors import PlanError
-from tpplan.verify import RULES, problems, verify
+from tpplan.rules import RULES
+from tpplan.verify import problems, verify
 
 if TYPE_CHECKING:
     from tpplan.plan import Split, SplitPlan

@@ -25,7 +25,8 @@ from tpplan.files import parse_json, read_text, save_text
 from tpplan.jsontext import render, shown
 from tpplan.plan import SCHEMA_URN, SplitPlan
 from tpplan.problems import FORM, MOST_PROBLEMS, Problem, refusal
-from tpplan.verify import is_newer, verify, version_of, version_problem
+from tpplan.verify import verify
+from tpplan.versions import is_newer, version_of, version_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,7 +17,7 @@ from tpplan.errors import DeviceError, TpplanError
 from tpplan.files import parse_json, read_text, save_text
 from tpplan.jsontext import UNSEEN
 from tpplan.problems import FORM, Problem, refusal
-from tpplan.verify import CAPABILITY, LONGEST_NAME, MOST
+from tpplan.rules import CAPABILITY, LONGEST_NAME, MOST
 
 if TYPE_CHECKING:
     import os
