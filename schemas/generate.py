@@ -12,10 +12,10 @@ import msgspec
 from tpplan.check import CheckReport
 from tpplan.codec import STATED, render, save_text
 from tpplan.devices_file import DevicesFile
-from tpplan.diff import PlanDiff
 from tpplan.error_report import ErrorReport
 from tpplan.inspection import Inspection
 from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, SCHEMA_URN, STRATEGIES, SplitPlan
+from tpplan.plandiff import PlanDiff
 from tpplan.probe.report import DeviceReport
 from tpplan.report import ShowReport
 from tpplan.rules import CAPABILITY, DTYPES, FINGERPRINT, LEAST, LONGEST_NAME, MOST

@@ -12,7 +12,8 @@ from tests.strategies import plans
 from tests.test_verify import ID, KV, RS, UNSLICED, VALID, edited, moved
 from tpplan import codec
 from tpplan.axes import Axis, parse_layers
-from tpplan.diff import Bucket, BucketChange, Change, DevicePair, FieldChange, Reason, diff
+from tpplan.diff import diff
+from tpplan.plandiff import Bucket, BucketChange, Change, DevicePair, FieldChange, Reason
 from tpplan.verify import problems
 
 if TYPE_CHECKING:

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from tpplan.axes import Axis, Slice
     from tpplan.codec import dumps, fingerprint, load, loads
     from tpplan.devices import Device, parse_devices
-    from tpplan.diff import PlanDiff, diff
+    from tpplan.diff import diff
     from tpplan.errors import DeviceError, ModelError, PlanError, RequestError, TpplanError
     from tpplan.infeasible import InfeasibleError
     from tpplan.model import ModelSpec
     from tpplan.plan import Cache, SplitPlan
+    from tpplan.plandiff import PlanDiff
     from tpplan.planner import plan
     from tpplan.reader import read_model
     from tpplan.verify import problems, verify
@@ -30,11 +31,12 @@ _HOME = {
     "axes": ("Axis", "Slice"),
     "codec": ("dumps", "fingerprint", "load", "loads"),
     "devices": ("Device", "parse_devices"),
-    "diff": ("PlanDiff", "diff"),
+    "diff": ("diff",),
     "errors": ("DeviceError", "ModelError", "PlanError", "RequestError", "TpplanError"),
     "infeasible": ("InfeasibleError",),
     "model": ("ModelSpec",),
     "plan": ("Cache", "SplitPlan"),
+    "plandiff": ("PlanDiff",),
     "planner": ("plan",),
     "reader": ("read_model",),
     "verify": ("problems", "verify"),

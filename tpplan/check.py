@@ -9,9 +9,10 @@ import attrs
 from attrs import frozen
 
 from tpplan.codec import fingerprint
-from tpplan.diff import PlanDiff, diff
+from tpplan.diff import diff
 from tpplan.errors import RequestError
 from tpplan.infeasible import InfeasibleError
+from tpplan.plandiff import PlanDiff
 from tpplan.planner import replan
 
 if TYPE_CHECKING:
