@@ -7,7 +7,9 @@ from hypothesis import given
 
 from tests.strategies import plans
 from tests.test_codec import PLAN
+from tpplan import codec
 from tpplan.plan import DeviceMemory, SplitPlan
+from tpplan.render.show import summary
 from tpplan.report import PPM, ShareBasis, show_report
 
 
@@ -41,6 +43,8 @@ def test_latency_shares_bandwidth() -> None:
     assert report.share_basis == ShareBasis.BANDWIDTH
     assert [d.requested_share_ppm for d in report.devices] == [750_000, 250_000, 0, 0]
     assert [d.achieved_share_ppm for d in report.devices] == [746_269, 253_731, 0, 0]
+    assert report.rounding_loss_ppm is None  # uneven fill is what was asked for
+    assert summary(codec.unstructure(report)) == "40.1 % of all budgets used, at most 75.0 % (device 0 RTX 4090)"
 
 
 @given(plans())
@@ -53,4 +57,6 @@ def test_shares_add_up(plan: SplitPlan) -> None:
     if any(entry.used_bytes for entry in plan.memory) and report.share_basis is ShareBasis.BUDGET:
         assert abs(sum(d.achieved_share_ppm for d in report.devices) - PPM) <= slack
     assert all(d.used_bytes + d.free_bytes == d.budget_bytes for d in report.devices)
-    assert 0 <= report.rounding_loss_ppm <= report.fullest_ppm <= PPM
+    assert 0 <= report.together_ppm <= report.fullest_ppm <= PPM
+    if report.rounding_loss_ppm is not None:
+        assert 0 <= report.rounding_loss_ppm <= report.fullest_ppm

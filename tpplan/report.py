@@ -52,7 +52,7 @@ class DeviceShare:
     used_ppm: int
 
 
-@frozen
+@frozen(kw_only=True)
 class ShowReport:
     """A plan and what follows from it.
 
@@ -63,7 +63,8 @@ class ShowReport:
         fullest_device: index of the device with the largest part of its budget in use.
         fullest_ppm: that part, in millionths.
         together_ppm: part of all budgets together that is in use, in millionths.
-        rounding_loss_ppm: the difference of the two: what whole units and fixed costs take from an even fill.
+        rounding_loss_ppm: the difference of the two: what whole units and fixed costs take from an even fill; left out
+            where bandwidth is the basis, which asks for no even fill.
         exact: buckets that are counted to the byte.
         estimated: buckets that rest on a calibrated constant.
     """
@@ -74,7 +75,7 @@ class ShowReport:
     fullest_device: int
     fullest_ppm: int
     together_ppm: int
-    rounding_loss_ppm: int
+    rounding_loss_ppm: int | None = None
     exact: tuple[str, ...]
     estimated: tuple[str, ...]
 
@@ -107,7 +108,7 @@ def show_report(plan: SplitPlan) -> ShowReport:
         fullest_device=fullest.device,
         fullest_ppm=fullest.used_ppm,
         together_ppm=together,
-        rounding_loss_ppm=fullest.used_ppm - together,
+        rounding_loss_ppm=fullest.used_ppm - together if basis is ShareBasis.BUDGET else None,
         exact=EXACT,
         estimated=ESTIMATED,
     )

@@ -82,9 +82,9 @@ def summary(report: dict[str, Any]) -> str:
     """Say in one line how full the devices are."""
     fullest = report["devices"][report["fullest_device"]]
     where = f"device {fullest['device']} {shorten(fullest['name'], _LONGEST_NAME)}"
-    most, lost = percent(report["fullest_ppm"]), report["rounding_loss_ppm"] / 10_000
-    together = f"{percent(report['together_ppm'])} of all budgets used"
-    return f"{together}, at most {most} ({where}); rounding loss {lost:.2f} points"
+    used = f"{percent(report['together_ppm'])} of all budgets used, at most {percent(report['fullest_ppm'])} ({where})"
+    lost = report.get("rounding_loss_ppm")
+    return used if lost is None else f"{used}; rounding loss {lost / 10_000:.2f} points"
 
 
 def shares_of(report: dict[str, Any]) -> str:
