@@ -23,6 +23,7 @@ from tests.test_render import plain
 from tpplan import __version__, codec, probe
 from tpplan.devices import parse_devices
 from tpplan.probe import nvidia
+from tpplan.render.devices import devices as render_devices
 from tpplan.render.show import show
 
 if TYPE_CHECKING:
@@ -281,7 +282,9 @@ def test_devices(gpus: None) -> None:
     assert done.code == 0
     for words in ("RTX 3060", "RTX 4090", "0–1  pcie through numa node, peer access no", "/usr/bin/python3", "4242"):
         assert words in done.out
+    assert done.out.startswith("2 GPUs, NVIDIA ")
     report = conforms(command("devices", "--json").out, "device-report")
+    assert render_devices(report | {"devices": report["devices"][:1]})[0][0][0].startswith("1 GPU, NVIDIA ")
     assert [d["name"] for d in report["devices"]] == ["RTX 3060", "RTX 4090"]
     assert command("devices", "-o", "devices.json").err == "wrote: devices.json\n"
     conforms(Path("devices.json").read_text(encoding="utf-8"), "devices-file")

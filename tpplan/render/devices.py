@@ -16,7 +16,8 @@ _MOST_LINKS = 28
 
 def devices(report: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line]:
     """Lay out a :class:`~tpplan.probe.report.DeviceReport`."""
-    lines = [line(f"{len(report['devices'])} GPUs, {report['driver']}", "title"), *_gpus(report), BLANK]
+    count = len(report["devices"])
+    lines = [line(f"{count} GPU{'s' if count > 1 else ''}, {report['driver']}", "title"), *_gpus(report), BLANK]
     if report["links"]:
         lines += [line("Links", "head"), *_links(report["links"]), BLANK]
     if report["processes"]:
