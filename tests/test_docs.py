@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import tpplan
 from tpplan.families import supported
 
 ROOT = Path(__file__).parents[1]
