@@ -155,6 +155,13 @@ def test_infeasible_says_what_is_missing_and_what_helps() -> None:
         assert command(*again, "--json").code == 0, (name, value)
 
 
+def test_single_advice_is_not_told_as_one_of_many() -> None:
+    """Where one change alone would help, the hint says so."""
+    done = command("plan", LLAMA_8B, "--gpus", "15GiB", "--context", 1024, "--cache", "q4", "--layout", "gather")
+    hint, *options = done.err.partition("hint: ")[2].splitlines()
+    assert (hint, len(options)) == ("this makes it fit", 1)
+
+
 def test_infeasible_document() -> None:
     """With --json what is missing and what helps is one document, and the exit code says no all the same."""
     done = command("plan", LLAMA_8B, "--gpus", "12GiB,6GiB", "--json")
@@ -290,7 +297,10 @@ def test_devices(gpus: None) -> None:
     conforms(Path("devices.json").read_text(encoding="utf-8"), "devices-file")
     assert command("devices", "-o", "-").out == Path("devices.json").read_text(encoding="utf-8")
     assert command("plan", LLAMA_8B, "--gpus", "devices.json", "--context", 4096).code == 0
-    assert command("plan", LLAMA_8B, "--gpus", "auto", "--context", 4096).code == 0
+    done = command("plan", LLAMA_8B, "--gpus", "auto", "--context", 4096, "-o", "a.json")
+    assert done.code == 0
+    for told in (done, command("devices", "-o", "-")):  # where the screen with the notes is not shown
+        assert told.err.startswith("note: GPUs are numbered by PCI bus here; ")
 
 
 def test_newer_minor_version_is_shown_with_a_warning() -> None:

@@ -160,6 +160,10 @@ def _draw(plan: SplitPlan, svg: str, html: str) -> None:
             console.save(draw(data), path)
 
 
+def _note(text: str) -> None:
+    console.say("note", text, "warn")
+
+
 def _some(plans: tuple[str, ...]) -> tuple[str, ...]:
     if not plans:
         raise UsageError("no plan was named", "name one or more plan files, such as plans/*.json")
@@ -199,6 +203,9 @@ def devices(*, output: _Output = "", json: bool = False) -> int:
         console.save(devices_file.dumps(probe.devices_file(report)), output)
     if output != console.STREAM:
         console.answer(report, view, json=json)
+    else:
+        for note in report.notes:
+            _note(note)
     return OK
 
 
@@ -240,14 +247,14 @@ def plan(
 
     if context is not None and context < 1:
         raise RequestError(f"--context is {context}, expected 1 or more tokens per sequence", "or leave it out")
-    spec, gpu_list = _model(model), parse_devices(gpus)
+    spec, gpu_list = _model(model), parse_devices(gpus, _note)
     wanted = Cache(cache, (context or 0) * batch)
     with console.busy("planning"):
         found = make(
             spec, gpu_list, cache=wanted, layout=layout, strategy=strategy, batch=batch, max_rows=max_rows, kv=kv
         )
     if found.request.layout != (layout or "reduce"):
-        console.say("note", f"layout gather, because rows cannot be cut: {spec.gather_only}", "warn")
+        _note(f"layout gather, because rows cannot be cut: {spec.gather_only}")
     if output:
         console.save(dumps(found), output)
         _tell(found)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from tpplan.errors import DeviceError
 from tpplan.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: CUDA context and libraries where nobody measured them on the device itself.
 DEFAULT_OVERHEAD_BYTES = 512 * 2**20
@@ -39,13 +43,14 @@ class Device:
     capability: str = ""
 
 
-def parse_devices(spec: str) -> tuple[Device, ...]:
+def parse_devices(spec: str, tell: Callable[[str], None] | None = None) -> tuple[Device, ...]:
     """Read the devices that somebody wants to plan for.
 
     Args:
         spec: a list of entries such as ``2x24GiB,12GiB`` (memory), ``4xRTX4090,2xRTX3060`` (GPUs of the catalogue, with
             all their memory) or ``H100:72GiB`` (with a budget); or the path of a devices file, ending in ``.json``;
             or ``auto`` for the GPUs of this machine, each with the memory that is free on it now.
+        tell: called with each note of what a person should know of ``auto``, such as that a GPU was left out.
 
     Raises:
         DeviceError: an entry has no meaning, a GPU is unknown (with a near name as a hint), a budget is beyond its
@@ -56,7 +61,11 @@ def parse_devices(spec: str) -> tuple[Device, ...]:
     if spec.casefold() == "auto":
         from tpplan import probe  # noqa: PLC0415
 
-        return probe.devices_file(probe.probe()).to_devices()
+        report = probe.probe()
+        if tell:
+            for note in report.notes:
+                tell(note)
+        return probe.devices_file(report).to_devices()
     if spec.casefold().endswith(".json"):
         from tpplan import devices_file  # noqa: PLC0415
 

@@ -24,7 +24,8 @@ def error(report: dict[str, Any]) -> list[Line]:
     options = [advice for advice in body.get("suggestions", ()) if "option" in advice]
     if options:
         others = [advice["message"] for advice in body["suggestions"] if "option" not in advice]
-        lines.append((("hint", "hint"), (": each of these alone makes it fit", "")))
+        which = "each of these alone makes" if len(body["suggestions"]) > 1 else "this makes"
+        lines.append((("hint", "hint"), (f": {which} it fit", "")))
         lines += table([[("  " + a["option"], "head"), (a["message"], "dim")] for a in options], "<<")
         lines += [line(f"  {message}") for message in others]
     elif "hint" in body:
