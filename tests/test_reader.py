@@ -93,6 +93,8 @@ def test_file_means_config_only(tmp_path: Path) -> None:
         ("Llama-9B/other.json", "other"),
         ("models--org--Llama-9B/snapshots/0123abc", "Llama-9B"),
         ("models--org--Llama-9B/snapshots/0123abc/config.json", "Llama-9B"),
+        ("odd\x1b[2J \u202e/config.json", "odd[2J"),
+        ("n" * 210, "n" * 200),
     ],
 )
 def test_name_is_one_part_of_the_path(tmp_path: Path, path: str, name: str) -> None:

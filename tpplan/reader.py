@@ -10,6 +10,8 @@ from tpplan.config import read_config
 from tpplan.families import spec_from_config, tolerated
 from tpplan.formats import read_scheme, stored_by_formula, stored_by_headers
 from tpplan.formats.storage import split_name
+from tpplan.jsontext import UNSEEN
+from tpplan.rules import LONGEST_NAME
 
 if TYPE_CHECKING:
     from tpplan.checkpoint import Headers
@@ -60,10 +62,11 @@ def _as_tied_as_stored(config: Config, headers: Headers, name: str) -> ModelSpec
 
 
 def _name(path: Path) -> str:
-    """Return what to call the model at ``path``: never more than one part of the path."""
-    if path.is_file() and path.name != "config.json":
-        return path.stem
+    """Return what to call the model at ``path``: never more than one part of the path, and fit for a plan."""
     directory = (path.parent if path.is_file() else path).resolve()
-    if directory.parent.name == "snapshots":  # a hub cache: models--org--name/snapshots/revision
-        return directory.parent.parent.name.rpartition("--")[2]
-    return directory.name or "model"
+    name = directory.name
+    if path.is_file() and path.name != "config.json":
+        name = path.stem
+    elif directory.parent.name == "snapshots":  # a hub cache: models--org--name/snapshots/revision
+        name = directory.parent.parent.name.rpartition("--")[2]
+    return UNSEEN.sub("", name)[:LONGEST_NAME].strip() or "model"
