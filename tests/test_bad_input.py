@@ -240,7 +240,7 @@ def test_edited_plans(rule: str, edits: dict[str, Any], words: str) -> None:
     [
         (TEXT.replace('"1.0"', '"2.0"'), "'2.0', this tpplan reads 1.x"),
         ("[" * 200_000, "deep"),
-        ("", "line 1"),
+        ("", "is empty"),
         ("{}", "$schema"),
         ("[]", "expected an object"),
         ("\ufeff" + TEXT, "byte order mark"),

@@ -212,6 +212,7 @@ def test_standard_input(plans: tuple[str, str]) -> None:
     assert command("validate", plans[1], "-", stdin=data).out.endswith("2 of 2 plans valid\n")
     assert command("check", "-", "--model", LLAMA_8B, stdin=data).code == 0
     assert "standard input" in command("show", "-", stdin=b"{}x").err.splitlines()[0]
+    assert "is empty" in command("show", "-", stdin=b"\n").err
 
 
 def test_diff(plans: tuple[str, str]) -> None:

@@ -87,7 +87,7 @@ def test_names_are_read_as_people_write_them(name: str) -> None:
         ("20gb", "hint: write 20GiB for 20·2^30 bytes or 20GB for 20·10^9 bytes"),
         ("0GiB", "memory size '0GiB' is 0 bytes, outside 1 byte to 1 PiB"),
         ("RTX3060:20g", "memory size '20g' has the unknown unit 'g'"),
-        ("RTX3060:", "'' is not a memory size"),
+        ("RTX3060:", "'RTX3060:' has no memory after the colon"),
         ("RTX3060:13GiB", "a budget of 13GiB is more than the 12.00 GiB (12884901888 bytes) of the RTX 3060"),
         ("RTX 4900", "tpplan knows no GPU named 'RTX 4900'\nhint: did you mean RTX 4090?"),
         ("zzzz", "tpplan knows no GPU named 'zzzz'\nhint: write its memory instead, such as 24GiB"),

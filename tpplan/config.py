@@ -218,8 +218,6 @@ def parse_config(content: bytes, source: str) -> Config:
     Raises:
         ModelError: they are not an object in strict JSON.
     """
-    if not content.strip():
-        raise ModelError(f"{source} is empty", _HINT)
     try:
         data = read_json(content)
     except NotJSONError as error:

@@ -95,6 +95,8 @@ def _parse_entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
     count = int(digits) if len(digits) < len(str(_LONGEST_SPEC)) else MAX_DEVICES + 1
     if not 0 < count <= MAX_DEVICES:
         raise DeviceError(f"{entry[:60]!r} asks for {digits[:20]} devices, expected 1 to {MAX_DEVICES}", _EXAMPLE)
+    if budget is not None and not budget.strip():
+        raise DeviceError(f"{entry[:60]!r} has no memory after the colon", _EXAMPLE)
     if name[0].isdecimal() and not match["colon"] and not catalogue.lookup(name):
         return count, Device(name=f"{name} GPU", budget_bytes=parse_bytes(name))
     gpu = catalogue.find(name)

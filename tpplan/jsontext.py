@@ -62,6 +62,8 @@ def read_json(text: str | bytes) -> object:
             object, NaN or Infinity, or a whole number beyond all reason.
     """
     text = decode(text) if isinstance(text, bytes) else text
+    if not text.strip():
+        raise NotJSONError("is empty")
     found: dict[str, None] = {}  # in order, each once
 
     def whole(digits: str) -> int:
