@@ -174,7 +174,8 @@ def place(
     shares = [host.speed if first or any(row[b] for row in placed) else 0 for b, host in enumerate(bins)]
     for i in items.keys() - rows.keys():
         count, minimum = items[i].count, items[i].minimum
-        uppers = [count if share else 0 for share in shares]
+        # Any used bin could hold all; its room decides between equal shares, or the order of the devices would.
+        uppers = [count + host.room if share else 0 for host, share in zip(bins, shares, strict=True)]
         rows[i] = tuple(apportion(count, minimum, shares, uppers) or ()) if count else (0,) * len(bins)
     return tuple(tuple(units + (i in first) for units in rows[i]) for i in sorted(rows))
 
