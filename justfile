@@ -23,7 +23,7 @@ demo: (_install "base" ".")
 
 # Run the tests, with the coverage of the plan half; arguments go to pytest
 test *args: sync
-    @pytest -n auto --maxprocesses 8 -q --cov --cov-report term -m "not gpu and not multi_gpu" {{ args }}
+    @pytest -q -n auto --maxprocesses 8 --dist worksteal --cov --cov-report term -m "not gpu and not multi_gpu" {{ args }}
 
 # Run the tests that need GPUs
 test-gpu *args: sync
