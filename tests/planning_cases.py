@@ -70,15 +70,15 @@ def tiny_model(rng: random.Random) -> ModelSpec:
         "num_key_value_heads": kv,
         "num_hidden_layers": rng.randint(1, 12),
         "intermediate_size": 128 * rng.randint(2, 24),
-        "vocab_size": rng.choice((32 * rng.randint(40, 400), rng.randint(1000, 9000))),
+        "vocab_size": rng.choice((32 * rng.randint(20, 120), rng.randint(700, 4000))),
         "max_position_embeddings": 65536,
         "tie_word_embeddings": rng.random() < 0.3,
         "torch_dtype": rng.choice(("bfloat16", "float32")),
     }
     if rng.random() < 0.3:
         config |= {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts_per_tok": 2}
-        config |= {"num_experts": 4, "moe_intermediate_size": 128 * rng.randint(2, 6), "decoder_sparse_step": 1}
-        config |= {"shared_expert_intermediate_size": 128 * rng.randint(2, 6), "mlp_only_layers": [0]}
+        config |= {"num_experts": 4, "moe_intermediate_size": 32 * rng.randint(2, 12), "decoder_sparse_step": 1}
+        config |= {"shared_expert_intermediate_size": 32 * rng.randint(2, 12), "mlp_only_layers": [0]}
     return spec(**config)
 
 
@@ -110,7 +110,8 @@ def case(seed: int, layout: str, strategy: str) -> Case:
 def optimum(task: Case) -> float | None:
     """A lower bound of the strategy's measure, by HiGHS, within 0.02 % of the optimum; None if nothing fits.
 
-    The measure is the largest share of a budget, or the longest time in seconds.
+    The measure is the largest share of a budget, or the longest time in seconds; every device in use counts the fixed
+    costs of all axes.
 
     Variables: units x and a flag y per axis and device, a flag z per device in use, and the maximum t, in that order.
     """
@@ -134,7 +135,8 @@ def optimum(task: Case) -> float | None:
             unit, x, y = axis.unit_cost(), i * count + d, flags + i * count + d
             fixed = axis.fixed_cost()
             used |= {x: unit.bytes, y: fixed.bytes}
-            load |= {x: unit.reads, y: fixed.reads} if by_reads else {x: unit.bytes, y: fixed.bytes}
+            load[x] = unit.reads if by_reads else unit.bytes
+            load[uses + d] += fixed.reads if by_reads else fixed.bytes
         rows.append(({k: v / MIB for k, v in used.items()}, -np.inf, device.budget_bytes / MIB))
         speed = device.bandwidth_bytes_per_second / 1e6 if by_reads else device.budget_bytes
         rows.append(({last: -1, **{k: v / speed for k, v in load.items()}}, -np.inf, 0))
@@ -158,14 +160,18 @@ def optimum(task: Case) -> float | None:
     return None if answer.x is None else float(answer.mip_dual_bound) / (1e6 if by_reads else 1)
 
 
-def measure(task: Case, bounds: Sequence[Sequence[int]], used: Sequence[int]) -> float:
-    """The same measure of a plan, from its bounds and bytes used per device."""
-    if task.request.strategy != "latency":
-        return max(u / d.budget_bytes for u, d in zip(used, task.devices, strict=True))
-    wanted, times = task.wanted, []
+def measure(task: Case, bounds: Sequence[Sequence[int]]) -> float:
+    """The same measure of a plan: every device in use counts the fixed costs of all axes."""
+    wanted, by_reads = task.wanted, task.request.strategy == "latency"
+    fixed = sum((axis.fixed_cost() for axis in wanted.axes), wanted.common)
+    found = []
     for d, device in enumerate(task.devices):
         held = [(axis, -(-(row[d + 1] - row[d]) // axis.unit)) for axis, row in zip(wanted.axes, bounds, strict=True)]
-        reads = sum(axis.fixed_cost().reads + axis.unit_cost().reads * units for axis, units in held if units)
-        if any(units for _, units in held):
-            times.append((reads + wanted.common.reads) / device.bandwidth_bytes_per_second)
-    return max(times)
+        if not any(units for _, units in held):
+            continue
+        load = sum(((axis.unit_cost().part(units, 1)) for axis, units in held), fixed)
+        if by_reads:
+            found.append(load.reads / device.bandwidth_bytes_per_second)
+        else:
+            found.append((load.bytes + device.overhead_bytes) / device.budget_bytes)
+    return max(found)

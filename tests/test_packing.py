@@ -35,7 +35,7 @@ def items(draw: st.DrawFn) -> Item:
     """An item of a few units; it may cost nothing, or weigh nothing."""
     count = draw(st.integers(1, 6))
     small, tiny = st.integers(0, 9), st.integers(0, 5)
-    return Item(count, draw(st.integers(1, min(3, count))), draw(small), draw(tiny), draw(small), draw(tiny))
+    return Item(count, draw(st.integers(1, min(3, count))), draw(small), draw(tiny), draw(small))
 
 
 @st.composite
@@ -56,7 +56,7 @@ def larger_instances(draw: st.DrawFn) -> Instance:
     things = []
     for _ in range(draw(st.integers(1, 3))):
         count, cost, kept = draw(st.integers(8, 40)), draw(st.integers(1, 90)), draw(st.integers(0, 200))
-        things.append(Item(count, draw(st.integers(1, 8)), cost, kept, draw(st.integers(0, 90)), kept))
+        things.append(Item(count, draw(st.integers(1, 8)), cost, kept, draw(st.integers(0, 90))))
     need = sum(item.cost * item.count + item.kept for item in things)
     host = st.builds(Bin, room=st.integers(need // 5, need), speed=st.integers(1, 99), load=st.integers(0, 50))
     return Instance(tuple(things), tuple(draw(st.lists(host, min_size=2, max_size=5))))
@@ -72,7 +72,7 @@ def rows(item: Item, bins: int) -> Iterator[tuple[int, ...]]:
 def used(task: Instance, placement: Sequence[Sequence[int]], b: int) -> tuple[int, int]:
     """Bytes and load that a bin bears, without its own."""
     held = [(item, row[b]) for item, row in zip(task.items, placement, strict=True) if row[b]]
-    return sum(i.kept + i.cost * n for i, n in held), sum(i.kept_load + i.load * n for i, n in held)
+    return sum(i.kept + i.cost * n for i, n in held), sum(i.load * n for i, n in held)
 
 
 def time(task: Instance, placement: Sequence[Sequence[int]]) -> Fraction:
@@ -231,7 +231,7 @@ def test_more_room_is_never_worse(task: Instance, more: int) -> None:
 
 def test_the_search_stops_when_its_budget_ends() -> None:
     """It says that it does not know, rather than that there is nothing."""
-    things = [Item(12, 1, 5, 0, 5, 0), Item(12, 1, 7, 0, 7, 0), Item(12, 1, 9, 0, 9, 0)]
+    things = [Item(12, 1, 5, 0, 5), Item(12, 1, 7, 0, 7), Item(12, 1, 9, 0, 9)]
     spaces = [(64, 1000)] * 4
     with pytest.raises(OutOfBudgetError):
         search(things, spaces, 50)

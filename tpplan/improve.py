@@ -160,7 +160,7 @@ def _with(side: _Side, item: Item, have: int, more: int) -> _Side:
     if not more:
         return side
     starts = (not have) - (have + more == 0)
-    return side[0] - item.cost * more - item.kept * starts, side[1] + item.load * more + item.kept_load * starts
+    return side[0] - item.cost * more - item.kept * starts, side[1] + item.load * more
 
 
 def _returns(item: Item, have: tuple[int, int], sides: tuple[_Side, _Side], speeds: tuple[int, int]) -> Iterator[int]:

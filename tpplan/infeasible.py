@@ -8,9 +8,8 @@ from attrs import evolve, frozen
 
 from tpplan.errors import TpplanError
 from tpplan.memory import demands
-from tpplan.packing import Bin
 from tpplan.plan import CACHE_KINDS, Cache, Request
-from tpplan.planner import Attempt, attempt, finish, place
+from tpplan.planner import Attempt, attempt, bin_of, finish, place
 from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -122,8 +121,7 @@ def _over_budget(model: ModelSpec, devices: tuple[Device, ...], request: Request
         if found:
             return found
     wanted = demands(model, request, len(devices))
-    fixed = [wanted.common.bytes + device.overhead_bytes for device in devices]
-    bins = [Bin(d.budget_bytes * _PLENTY, d.budget_bytes, f) for d, f in zip(devices, fixed, strict=True)]
+    bins = [evolve(bin_of(d, wanted, "balanced"), room=d.budget_bytes * _PLENTY) for d in devices]
     counts = place(wanted, bins, "balanced", thorough=False)
     assert counts is not None, "everything fits where there is plenty of room"  # noqa: S101
     return finish(model, devices, request, wanted, counts)

@@ -50,7 +50,6 @@ class Item:
         cost: bytes of a unit.
         kept: bytes that holding any unit costs once.
         load: of a unit.
-        kept_load: load that holding any unit adds once.
     """
 
     count: int
@@ -58,11 +57,10 @@ class Item:
     cost: int
     kept: int
     load: int
-    kept_load: int
 
     def upper(self, room: int, limit: int) -> int:
         """Return the most units that fit into ``room`` bytes and ``limit`` load, 0 if that is below the minimum."""
-        room, limit = room - self.kept, limit - self.kept_load
+        room -= self.kept
         if room < 0 or limit < 0:
             return 0
         units = self.count
@@ -197,9 +195,7 @@ class _Solver:
         for b, host in enumerate(self.bins):
             units = [row[b] for row in placement]
             if any(units):
-                load = sum(
-                    item.kept_load + item.load * n for item, n in zip(self.items, units, strict=True) if n
-                )  # fmt: skip
+                load = sum(item.load * n for item, n in zip(self.items, units, strict=True))
                 times.append(-(-((load + host.load) << SHIFT) // host.speed))
         return max(times)
 
@@ -225,7 +221,7 @@ class _Solver:
             if hosts > min(len(uppers), item.count // item.minimum):
                 return False
             cost += item.kept * hosts + item.cost * item.count
-            load += item.kept_load * hosts + item.load * item.count
+            load += item.load * item.count
         return cost <= sum(room for room, _ in spaces) and load <= sum(limit for _, limit in spaces)
 
     def _place(self, t: int | None, given: Sequence[Sequence[int]] = (), *, relaxed: bool = False) -> Placement | None:
@@ -254,7 +250,7 @@ class _Solver:
             for b, n in enumerate(units):
                 if n:
                     rooms[b] -= item.kept + item.cost * n
-                    limits[b] -= item.kept_load + item.load * n
+                    limits[b] -= item.load * n
                     borne[b] += measure * n
             placement.append(tuple(units))
         return tuple(placement)

@@ -133,7 +133,7 @@ def attempt(
     if request.strategy == "exllamav2":
         counts = exllamav2_counts(model, wanted, devices)
     else:
-        bins = [_bin(device, wanted, request.strategy) for device in devices]
+        bins = [bin_of(device, wanted, request.strategy) for device in devices]
         counts = place(wanted, bins, request.strategy, thorough=thorough)
     return None if counts is None else finish(model, devices, request, wanted, counts)
 
@@ -163,7 +163,7 @@ def place(
     for i in first:
         # Heads are replicated so that every device has some: each gets one before the others are placed.
         bins = [_with_one(items[i], host) for host in bins]
-        items[i] = evolve(items[i], count=items[i].count - len(bins), kept=0, kept_load=0)
+        items[i] = evolve(items[i], count=items[i].count - len(bins), kept=0)
         if min(host.room for host in bins) < 0:
             return None
     costly = [i for i, item in items.items() if item.count and (item.cost or item.kept)]
@@ -182,24 +182,26 @@ def place(
 
 def _with_one(item: Item, host: Bin) -> Bin:
     """Return what a bin is after one unit of an item has been put there."""
-    room, load = host.room - item.kept - item.cost, host.load + item.kept_load + item.load
-    return evolve(host, room=room, load=load)
+    return evolve(host, room=host.room - item.kept - item.cost, load=host.load + item.load)
 
 
 def _item(demand: Demand, strategy: str) -> Item:
     unit, kept = demand.unit_cost(), demand.fixed_cost()
     minimum = minimum_units(demand.axis, demand.size, demand.unit)
-    by_reads = strategy == "latency"
-    loads = (unit.reads, kept.reads) if by_reads else (unit.bytes, kept.bytes)
-    return Item(demand.units, minimum, unit.bytes, kept.bytes, *loads)
+    return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.reads if strategy == "latency" else unit.bytes)
 
 
-def _bin(device: Device, wanted: Demands, strategy: str) -> Bin:
-    fixed = wanted.common.bytes + device.overhead_bytes
-    room = device.budget_bytes - fixed
+def bin_of(device: Device, wanted: Demands, strategy: str) -> Bin:
+    """Return a device as a bin: its room, and its budget or bandwidth as speed.
+
+    The room is exact, but the load counts every fixed cost, as if the device held a part of every axis. Otherwise the
+    best plan for equal GPUs would leave one of them without attention, to save it its copy of a latent cache.
+    """
+    kept = sum((demand.fixed_cost() for demand in wanted.axes), wanted.common)
+    room = device.budget_bytes - device.overhead_bytes - wanted.common.bytes
     if strategy == "latency":
-        return Bin(room, device.bandwidth_bytes_per_second, wanted.common.reads)
-    return Bin(room, device.budget_bytes, fixed)
+        return Bin(room, device.bandwidth_bytes_per_second, kept.reads)
+    return Bin(room, device.budget_bytes, kept.bytes + device.overhead_bytes)
 
 
 def _splits(axes: Sequence[Demand], bounds: Sequence[tuple[int, ...]]) -> tuple[Split, ...]:

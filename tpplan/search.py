@@ -99,15 +99,15 @@ class _Walk:
             longer = []
             for units, room, limit in partial:
                 most = min(have, item.upper(room, limit))
+                self.budget -= 1 + most
+                if self.budget < 0:
+                    raise OutOfBudgetError
                 for n in (0, *range(item.minimum, most + 1)):
                     if 0 < have - n < item.minimum:
                         continue
-                    used = (item.kept + item.cost * n, item.kept_load + item.load * n) if n else (0, 0)
+                    used = (item.kept + item.cost * n, item.load * n) if n else (0, 0)
                     longer.append(((*units, n), room - used[0], limit - used[1]))
             partial = longer
-            self.budget -= len(partial)
-            if self.budget < 0:
-                raise OutOfBudgetError
         yield from partial
 
     def _hopeful(self, b: int, left: tuple[int, ...], filled: int) -> bool:
