@@ -21,7 +21,7 @@ from tpplan.infeasible import InfeasibleError, Shortfall
 from tpplan.problems import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from tpplan.devices import Device
     from tpplan.infeasible import Suggestion
@@ -45,9 +45,10 @@ class Advice:
     """A single change after which planning succeeds.
 
     Attributes:
-        kind: ``context``, ``cache``, ``layout``, ``kv``, ``strategy`` or ``memory``.
-        value: tokens per sequence, the cache kind, the layout, kv mode or strategy, or the budget in bytes.
-        device: the one that needs the budget; -1 for the other kinds.
+        kind: ``context``, ``cache``, ``layout``, ``kv``, ``strategy``, ``devices`` or ``memory``.
+        value: tokens per sequence, the cache kind, the layout, kv mode or strategy, how many more devices, or the
+            budget in bytes.
+        device: the one that needs the budget, or more of its kind; -1 for the other kinds.
         message: the change in words.
         option: the change as an option of ``tpplan plan``; left out where there is none.
     """
@@ -114,19 +115,24 @@ def error_report(error: TpplanError, gpus: str = "") -> ErrorReport:
 
 
 def _advice(suggestion: Suggestion, gpus: str) -> Advice:
-    option = f"--{suggestion.kind} {suggestion.value}"
-    if suggestion.kind == "memory":
-        option = more_memory(gpus, suggestion.device, int(suggestion.value))
     s = suggestion
+    option = f"--{s.kind} {s.value}"
+    if s.kind == "memory":
+        option = other_gpus(gpus, lambda devices: _replaced(devices, s.device, int(s.value)))
+    elif s.kind == "devices":
+        option = other_gpus(gpus, lambda devices: [*devices, *[devices[s.device]] * int(s.value)])
     return Advice(kind=s.kind, value=s.value, device=s.device, message=s.message, option=option)
 
 
-def more_memory(gpus: str, index: int, budget: int) -> str:
-    """Return ``--gpus`` with another budget for one device, or nothing where a list cannot say it."""
+def _replaced(devices: Sequence[Device], index: int, budget: int) -> list[Device]:
+    larger = evolve(devices[index], budget_bytes=budget)
+    return [*devices[:index], larger, *devices[index + 1 :]]
+
+
+def other_gpus(gpus: str, change: Callable[[Sequence[Device]], list[Device]]) -> str:
+    """Return ``--gpus`` with other devices, or nothing where a list cannot name them."""
     try:
-        devices = parse_devices(gpus)
-        wanted = [*devices]
-        wanted[index] = evolve(devices[index], budget_bytes=budget)
+        wanted = change(parse_devices(gpus))
         spec = ",".join(_entries(wanted))
         if [evolve(d, name="") for d in parse_devices(spec)] == [evolve(d, name="") for d in wanted]:
             return f"--gpus {spec}"

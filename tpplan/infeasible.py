@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 _CONTEXT_STEP = 256
 _MEMORY_STEP = 2**26
-_MOST_MEMORY = 2**46
-#: Of many different devices only the largest are tried for more memory.
+_MOST_MEMORY_STEPS = 2**20
+_MOST_JOINING = 64
+#: Of many different devices only the largest are tried, for more of them and for more memory.
 _TRIED_DEVICES = 6
 #: Times the budget, any model fits on any device.
 _PLENTY = 2**60
@@ -67,9 +68,10 @@ class Suggestion:
     """One change after which planning succeeds.
 
     Attributes:
-        kind: ``context``, ``cache``, ``layout``, ``kv``, ``strategy`` or ``memory``.
-        value: tokens per sequence, the cache kind, the layout, kv mode or strategy, or the budget in bytes.
-        device: which one needs the budget; -1 for the other kinds.
+        kind: ``context``, ``cache``, ``layout``, ``kv``, ``strategy``, ``devices`` or ``memory``.
+        value: tokens per sequence, the cache kind, the layout, kv mode or strategy, how many more devices, or the
+            budget in bytes.
+        device: which one needs the budget, or more of its kind; -1 for the other kinds.
         message: the change in words.
     """
 
@@ -176,6 +178,7 @@ def _suggestions(model: ModelSpec, devices: tuple[Device, ...], request: Request
         yield Suggestion("kv", "replicate", -1, "replicate the KV heads")
     if request.strategy == "exllamav2" and fits(evolve(request, strategy="balanced")):
         yield Suggestion("strategy", "balanced", -1, "use the strategy balanced, which keeps budgets")
+    yield from _more_devices(model, devices, request)
     yield from _more_memory(model, devices, request)
 
 
@@ -196,42 +199,61 @@ def _largest_context(request: Request, fits: Callable[[Request], bool]) -> int:
     return low * _CONTEXT_STEP
 
 
+def _different(devices: tuple[Device, ...]) -> list[tuple[int, Device]]:
+    """Return the largest different devices, each with the index of its first."""
+    first = {device: i for i, device in reversed([*enumerate(devices)])}
+    return sorted(((i, d) for d, i in first.items()), key=lambda pair: (-pair[1].budget_bytes, pair[0]))[
+        :_TRIED_DEVICES
+    ]
+
+
+def _more_devices(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> Iterator[Suggestion]:
+    """Yield the fewest devices of a kind that is there that would have to join."""
+    best: tuple[int, int] | None = None
+    for index, device in _different(devices):
+        count = _least(
+            lambda more, device=device: _fits(model, (*devices, *[device] * more), request),  # type: ignore[misc]
+            best[0] - 1 if best else _MOST_JOINING,
+        )
+        if count:
+            best = (count, index)
+    if best:
+        count, index = best
+        yield Suggestion("devices", str(count), index, f"add {count} more {devices[index].name}")
+
+
 def _more_memory(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> Iterator[Suggestion]:
     """Yield the one device that needs the least more memory, with its new budget."""
-    different = {device: i for i, device in reversed([*enumerate(devices)])}
-    largest = sorted(different, key=lambda device: (-device.budget_bytes, different[device]))[:_TRIED_DEVICES]
     best: tuple[int, int] | None = None
-    for device in largest:
-        index = different[device]
+    for index, device in _different(devices):
 
-        def fits(more: int, index: int = index, device: Device = device) -> bool:
-            larger = evolve(device, budget_bytes=device.budget_bytes + more)
+        def fits(steps: int, index: int = index, device: Device = device) -> bool:
+            larger = evolve(device, budget_bytes=device.budget_bytes + steps * _MEMORY_STEP)
             return _fits(model, (*devices[:index], larger, *devices[index + 1 :]), request)
 
-        limit = best[0] - _MEMORY_STEP if best else _MOST_MEMORY
-        more = _least(fits, limit)
-        if more:
-            best = (more, index)
+        steps = _least(fits, best[0] - 1 if best else _MOST_MEMORY_STEPS)
+        if steps:
+            best = (steps, index)
     if best:
-        more, index = best
+        more, index = best[0] * _MEMORY_STEP, best[1]
         budget = devices[index].budget_bytes + more
         words = f"give device {index} ({devices[index].name}) {format_bytes(more)} more, {format_bytes(budget)} in all"
         yield Suggestion("memory", str(budget), index, words)
 
 
-def _least(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the least multiple of 64 MiB that fits, at most ``limit``, or 0."""
-    high = _MEMORY_STEP
-    while high < limit and not fits(high):
+def _least(fits: Callable[[int], bool], most: int) -> int:
+    """Return the least number from 1 to ``most`` that fits, or 0; a number that fits means that larger ones do."""
+    high = 1
+    while high < most and not fits(high):
         high *= 2
-    high = min(high, limit) // _MEMORY_STEP
-    if high < 1 or not fits(high * _MEMORY_STEP):
+    high = min(high, most)
+    if high < 1 or not fits(high):
         return 0
     low = high // 2
     while low + 1 < high:
         middle = (low + high) // 2
-        if fits(middle * _MEMORY_STEP):
+        if fits(middle):
             high = middle
         else:
             low = middle
-    return high * _MEMORY_STEP
+    return high
