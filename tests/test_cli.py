@@ -157,7 +157,7 @@ def test_infeasible_says_what_is_missing_and_what_helps() -> None:
 
 def test_single_advice_is_not_told_as_one_of_many() -> None:
     """Where one change alone would help, the hint says so."""
-    done = command("plan", LLAMA_8B, "--gpus", "15GiB", "--context", 1024, "--cache", "q4", "--layout", "gather")
+    done = command("plan", LLAMA_8B, "--gpus", "65x1MiB", "--context", 1024)
     hint, *options = done.err.partition("hint: ")[2].splitlines()
     assert (hint, len(options)) == ("this makes it fit", 1)
 
