@@ -205,7 +205,7 @@ def read_config(path: str | Path) -> Config:
         if size > MAX_CONFIG_BYTES:
             raise ModelError(f"{_name(path)} has {size} bytes; a config.json has at most {MAX_CONFIG_BYTES}", _HINT)
         with path.open("rb") as file:
-            content = file.read(MAX_CONFIG_BYTES)
+            content = file.read(size)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(f"{_name(path)} cannot be read: {reason}", _HINT) from error

@@ -27,7 +27,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         with Path(path).open("rb") as file:
             if (size := os.fstat(file.fileno()).st_size) > LARGEST_DOCUMENT:
                 raise malformed(os.fspath(path), f"has {size} bytes, the most is {LARGEST_DOCUMENT}")
-            data = file.read(LARGEST_DOCUMENT + 1)  # a device or pipe has no size
+            data = file.read((size or LARGEST_DOCUMENT) + 1)  # a device or pipe has no size
     except (OSError, ValueError) as error:
         raise TpplanError(f"cannot read {os.fspath(path)!r}: {_reason(error)}", "check the path") from error
     return decode(data, os.fspath(path))

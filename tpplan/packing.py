@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 SHIFT = 64
 #: A placement within 1/2048 of the lower bound is good enough.
 TOLERANCE_BITS = 11
-#: Rounds of the local search without gain before it gives up, times bins, times items.
-PATIENCE = 5000
+#: Rounds of the local search without gain before it gives up, times items, times bins squared.
+PATIENCE = 40_000
 #: Moves that the exhaustive search may look at: to find a placement at all, and to improve one.
 FIRST_BUDGET = 600_000
 BETTER_BUDGET = 60_000
@@ -160,7 +160,7 @@ class _Solver:
         best = Improver(self.items, self.bins, start)
         best.run(low)
         score = best.score()
-        rounds = max(4, min(200, PATIENCE // (len(self.bins) * len(self.items)))) if self.thorough else 0
+        rounds = max(4, min(200, PATIENCE // (len(self.items) * len(self.bins) ** 2))) if self.thorough else 0
         scatter, stale = numbers(), 0
         while stale < rounds:
             if not score[0] and not self._is_gap(low, score[1]):
