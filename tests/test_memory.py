@@ -449,6 +449,21 @@ def test_replicated_heads_are_held_once_and_cost_every_device_that_has_one() -> 
     assert kv.cost(1, 3).cache == 2 * 100 * 2 * 64 * 2  # one of each
 
 
+@pytest.mark.parametrize("replicas", [2, 3, 4, 6])
+def test_every_slice_of_replicated_heads_is_covered_by_what_planning_charges(replicas: int) -> None:
+    """Wherever a slice begins and ends among the replicas; for slices that touch the most heads, to the last byte."""
+    chosen = spec(num_key_value_heads=3, num_attention_heads=3 * replicas)
+    request = Request("reduce", "balanced", Cache("fp16", 96), 1, 1, "replicate")
+    (kv,) = (d for d in demands(chosen, request, 3 * replicas).axes if d.axis is Axis.KV)
+    assert kv.replicas == replicas
+    spare = [
+        kv.fixed_cost().bytes + (end - start) * kv.unit_cost().bytes - kv.cost(start, end).bytes
+        for start in range(kv.size)
+        for end in range(start + 1, kv.size + 1)
+    ]
+    assert 0 <= min(spare) <= 4 * kv.size  # rounding up, once for each unit and bucket
+
+
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "devices", "expected"),
     [

@@ -96,6 +96,34 @@ def test_activations_of_32_bits_take_twice_the_room_and_logits_the_same() -> Non
     assert wide - same == 2 * (narrow - same)
 
 
+@pytest.mark.parametrize(
+    ("keys", "widest"),
+    [
+        ({"intermediate_size": 4096}, 4096),
+        ({"intermediate_size": 512}, 8 * 64),  # the attention's output
+        ({"intermediate_size": 512, "head_dim": 96}, 8 * 96),
+        (
+            {
+                "model_type": "qwen2_moe",
+                "architectures": ["Qwen2MoeForCausalLM"],
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 1536,
+                "shared_expert_intermediate_size": 640,
+            },
+            1536,
+        ),
+    ],
+)
+def test_gathering_takes_a_buffer_for_the_widest_input(keys: dict[str, object], widest: int) -> None:
+    """Whichever of attention and MLP it is; reducing needs no such buffer."""
+    common = [
+        demands(spec(**keys), Request(layout, "balanced", Cache("fp16", 1), 1, 32, "idle"), 1).common.workspace
+        for layout in ("gather", "reduce")
+    ]
+    assert common[0] - common[1] == 32 * widest * 2
+
+
 @pytest.mark.parametrize(("size", "expected"), [(0, 0), (1, 64), (64, 64), (65, 128)])
 def test_buffers_start_at_multiples_of_64_bytes(size: int, expected: int) -> None:
     """Every buffer takes whole blocks of 64 bytes."""
