@@ -97,6 +97,22 @@ def test_devices_have_no_order(task: Case, rng: random.Random) -> None:
         assert holdings(found) == holdings(other)
 
 
+@pytest.mark.parametrize(
+    ("keys", "kv", "count"),
+    [({}, "idle", 1), ({"vocab_size": 4097}, "idle", 1), ({"num_key_value_heads": 1}, "replicate", 2)],
+    ids=["whole units", "ragged vocab", "replicated heads"],
+)
+def test_a_budget_that_is_exactly_enough_is_enough(keys: dict[str, int], kv: str, count: int) -> None:
+    """What a plan uses, to the byte, is all that it takes; a byte less on any device is refused with that byte."""
+    asked: dict[str, Any] = {"cache": Cache("fp16", 256), "max_rows": 1, "kv": kv}
+    found = plan(spec(**keys), [Device(name="x", budget_bytes=GIB, overhead_bytes=0)] * count, **asked)
+    exact = [evolve(d, budget_bytes=e.used_bytes) for d, e in zip(found.devices, found.memory, strict=True)]
+    assert plan(spec(**keys), exact, **asked).splits == found.splits
+    with pytest.raises(InfeasibleError) as error:
+        plan(spec(**keys), [evolve(exact[0], budget_bytes=exact[0].budget_bytes - 1), *exact[1:]], **asked)
+    assert max(s.missing_bytes for s in error.value.shortfalls) > 0
+
+
 def test_equal_shares_are_not_decided_by_order() -> None:
     """17 units of a residual stream that costs nothing, for equal budgets: 9 go where more room is, first or last."""
     devices = [Device(name="x", budget_bytes=GIB, overhead_bytes=overhead) for overhead in (0, MIB)]

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from attrs import evolve, frozen
 
 from tpplan.errors import TpplanError
-from tpplan.memory import demands
 from tpplan.plan import CACHE_KINDS, Cache, Request
-from tpplan.planner import Attempt, attempt, bin_of, finish, place
+from tpplan.planner import Attempt, attempt, most_even
 from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ _MOST_MEMORY_STEPS = 2**20
 _MOST_JOINING = 64
 #: Of many different devices only the largest are tried, for more of them and for more memory.
 _TRIED_DEVICES = 6
-#: Times the budget, any model fits on any device.
-_PLENTY = 2**60
 
 
 @frozen
@@ -99,7 +96,8 @@ class InfeasibleError(TpplanError):
 
 def explain(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> InfeasibleError:
     """Return the error for a request that does not fit, with shortfalls and suggestions."""
-    best = _over_budget(model, devices, request)
+    original = attempt(model, devices, request) if request.strategy == "exllamav2" else None
+    best = original or most_even(model, devices, request)
     shortfalls = tuple(_shortfall(best, i) for i in range(len(devices)))
     suggestions = tuple(_suggestions(model, devices, request))
     needed = sum(entry.used_bytes for entry in best.memory)
@@ -114,19 +112,6 @@ def explain(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> 
         message += "; there is enough in all, but whole units do not divide so"
     hint = "; or ".join(s.message for s in suggestions) or "use more or larger devices, or a smaller model"
     return InfeasibleError(message, hint, shortfalls, suggestions)
-
-
-def _over_budget(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> Attempt:
-    """Return the most even cut with no regard to budgets (the original's own, for ``exllamav2``)."""
-    if request.strategy == "exllamav2":
-        found = attempt(model, devices, request)
-        if found:
-            return found
-    wanted = demands(model, request, len(devices))
-    bins = [evolve(bin_of(d, wanted, "balanced"), room=d.budget_bytes * _PLENTY) for d in devices]
-    counts = place(wanted, bins, "balanced", thorough=False)
-    assert counts is not None, "everything fits where there is plenty of room"  # noqa: S101
-    return finish(model, devices, request, wanted, counts)
 
 
 def _shortfall(best: Attempt, index: int) -> Shortfall:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tpplan.memory import Demand
 
 DEFAULT_MAX_ROWS = 2048
+#: Times the budget, any model fits on any device.
+_PLENTY = 2**60
 
 
 def plan(
@@ -132,10 +134,24 @@ def attempt(
     wanted = demands(model, request, len(devices))
     if request.strategy == "exllamav2":
         counts = exllamav2_counts(model, wanted, devices)
-    else:
-        bins = [bin_of(device, wanted, request.strategy) for device in devices]
-        counts = place(wanted, bins, request.strategy, thorough=thorough)
-    return None if counts is None else finish(model, devices, request, wanted, counts)
+        return None if counts is None else finish(model, devices, request, wanted, counts)
+    bins = [bin_of(device, wanted, request.strategy) for device in devices]
+    counts = place(wanted, bins, request.strategy, thorough=thorough)
+    if counts:
+        return finish(model, devices, request, wanted, counts)
+    # A ragged unit is charged as a whole one, replicated heads at the most that they can cost: where that is too much
+    # by a little, the exact ledger may still accept a cut.
+    found = most_even(model, devices, request) if thorough else None
+    return found if found and not found.lacking else None
+
+
+def most_even(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> Attempt:
+    """Return the cut that follows the budgets, whether or not it keeps them."""
+    wanted = demands(model, request, len(devices))
+    bins = [evolve(bin_of(d, wanted, "balanced"), room=d.budget_bytes * _PLENTY) for d in devices]
+    counts = place(wanted, bins, "balanced", thorough=False)
+    assert counts is not None, "everything fits where there is plenty of room"  # noqa: S101
+    return finish(model, devices, request, wanted, counts)
 
 
 def finish(
