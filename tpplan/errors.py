@@ -53,6 +53,10 @@ class PlanError(TpplanError):
         self.problems = problems
 
 
+class ExecutionError(TpplanError):
+    """A compiled plan cannot do what it was asked: operands of the wrong shape or device, no room, use after close."""
+
+
 class UsageError(TpplanError):
     """Arguments that are no command."""
 
