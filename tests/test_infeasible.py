@@ -139,7 +139,7 @@ def test_a_smaller_cache_is_suggested_in_the_best_kind_that_fits(
     """Of 8 bits, if they fit; of 6 with less memory; and none where not even 4 bits fit."""
     model, devices, asked = large_cache
     assert by_kind(refused(model, devices, **asked))["cache"].value == "fp8"
-    less = tuple(evolve(d, budget_bytes=205 * MIB) for d in devices)
+    less = tuple(evolve(d, budget_bytes=213 * MIB) for d in devices)
     assert by_kind(refused(model, less, **asked))["cache"].value == "q6"
     assert "cache" not in by_kind(refused(model, tuple(evolve(d, budget_bytes=90 * MIB) for d in devices), **asked))
     assert follow(by_kind(refused(model, less, **asked))["cache"], model, less, asked).request.cache.kind == "q6"

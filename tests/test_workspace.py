@@ -9,6 +9,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import strategies
 from tests.planning_cases import spec, tiny_model
 from tests.strategies import bounds
 from tpplan.axes import Axis
@@ -16,7 +17,7 @@ from tpplan.devices import Device
 from tpplan.memory import demands, ledger
 from tpplan.plan import KV_MODES, LAYOUTS, Cache, Request, Split, SplitPlan
 from tpplan.planner import Attempt
-from tpplan.workspace import align, workspace_bytes
+from tpplan.workspace import Areas, Pinned, align, areas, pinned_bytes, slot_bytes, workspace_bytes
 
 MIB = 2**20
 
@@ -73,13 +74,14 @@ def test_llama_8b_by_hand(layout: str, gathered: int) -> None:
     """2,048 rows in 16 bits: every buffer of both devices written out; the third is idle and has none."""
     request = Request(layout, "balanced", Cache("fp16", 8192), 4, 2048, "idle")
     common = 8 * MIB + 3 * 2048 * 4096 * 2 + gathered  # control, three of the residual stream, the whole input
+    common += 2 * (8192 // 4) * 128 * 2  # sine and cosine of a quarter of the cache's tokens, for a head in 16 bits
     first = 2048 * 2 * (24 * 128 + 2 * 6 * 128 + 2 * 9984) + 4 * 96000 * 4  # queries, keys, values, gate, up, logits
     second = 2048 * 2 * (8 * 128 + 2 * 2 * 128 + 2 * 4352) + 4 * 32256 * 4
     assert workspace_bytes(CUTS, "bfloat16", request) == (common + first, common + second, 0)
 
 
 def test_a_residual_slice_alone_makes_a_device_used() -> None:
-    """Whoever holds any slice has the common buffers, even if that slice needs none of its own."""
+    """Whoever holds any slice has the common buffers, even if that slice needs none of its own; no heads, no tables."""
     request = Request("reduce", "balanced", Cache("fp16", 8192), 1, 16, "idle")
     cuts = [
         evolve(CUTS[-1], bounds=(0, 2048, 4096, 4096)),
@@ -94,6 +96,115 @@ def test_activations_of_32_bits_take_twice_the_room_and_logits_the_same() -> Non
     narrow, wide = (workspace_bytes(CUTS, dtype, request)[0] for dtype in ("float16", "float32"))
     same = 8 * MIB + 4 * 96000 * 4
     assert wide - same == 2 * (narrow - same)
+
+
+def test_the_areas_of_llama_8b_by_hand() -> None:
+    """The second device in use: control, one of three wide buffers, two tables of 2,048 positions, and the rest."""
+    request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 2048, "idle")
+    slices = 2048 * 2 * (8 * 128 + 2 * 2 * 128 + 2 * 4352) + 4 * 32256 * 4
+    wide = 2048 * 4096 * 2
+    assert areas(CUTS, "bfloat16", request)[1:] == (
+        Areas(
+            control_bytes=8 * MIB,
+            exchange_bytes=wide,
+            rope_bytes=2 * 2048 * 128 * 2,
+            scratch_bytes=2 * wide + slices,
+        ),
+        Areas(0, 0, 0, 0),
+    )
+
+
+@given(strategies.plans())
+def test_every_area_of_any_valid_plan_starts_aligned(plan: SplitPlan) -> None:
+    """All areas are multiples of 64 bytes and add up to the workspace; only devices with KV heads have tables."""
+    dtype, request = plan.model.dtype, plan.request
+    divided = areas(plan.splits, dtype, request)
+    totals = []
+    for i, area in enumerate(divided):
+        parts = (area.control_bytes, area.exchange_bytes, area.rope_bytes, area.scratch_bytes)
+        assert all(part % 64 == 0 for part in parts)
+        held = [s for s in plan.splits if s.bounds[i] < s.bounds[i + 1]]
+        assert (area.control_bytes == 8 * MIB) == bool(held)
+        assert (area.rope_bytes > 0) == any(s.axis is Axis.KV for s in held)
+        totals.append(sum(parts))
+    assert workspace_bytes(plan.splits, dtype, request) == tuple(totals)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "positions"), [(8192, 1, 8192), (8192, 4, 2048), (8193, 4, 2049), (3, 4, 1)]
+)
+def test_tables_have_a_row_for_each_position_of_one_sequence(tokens: int, batch: int, positions: int) -> None:
+    """The cache's tokens over the batch, rounded up; in the activations' dtype."""
+    request = Request("reduce", "balanced", Cache("q4", tokens), batch, 2048, "idle")
+    for dtype, item in (("float16", 2), ("float32", 4)):
+        assert areas(CUTS, dtype, request)[0].rope_bytes == 2 * positions * 128 * item
+
+
+def test_every_cut_of_the_kv_heads_has_its_own_tables() -> None:
+    """Layers with heads of another size need other tables; a device without any of their heads does not."""
+    request = Request("reduce", "balanced", Cache("fp16", 100), 1, 16, "idle")
+    kv, q, *rest = splits((0, 6, 8, 8), (0, 9984, 14336, 14336), (0, 96000, 128256, 128256))
+    other = [
+        evolve(kv, layers="32-39", width=64, bounds=(0, 8, 8, 8)),
+        evolve(q, layers="32-39", width=64, bounds=(0, 32, 32, 32)),
+    ]
+    found = areas([kv, other[0], q, other[1], *rest], "bfloat16", request)
+    assert [area.rope_bytes for area in found] == [2 * 100 * (128 + 64) * 2, 2 * 100 * 128 * 2, 0]
+
+
+def test_layers_that_share_query_heads_may_cut_kv_heads_in_two_ways() -> None:
+    """The group size is looked up layer by layer: 8 heads of 4 queries and 4 heads of 8 take what each would alone."""
+    request = Request("reduce", "balanced", Cache("fp16", 100), 1, 16, "idle")
+    kv, q, *rest = CUTS
+    few = evolve(kv, layers="32-39", size=4, bounds=(0, 3, 4, 4))
+    both, first, second = (
+        workspace_bytes([*cuts, evolve(q, layers=layers), *rest], "float16", request)[0]
+        for cuts, layers in (((kv, few), "0-39"), ((kv,), "0-31"), ((few,), "32-39"))
+    )
+    outside = workspace_bytes(rest, "float16", request)[0]
+    assert both - outside == (first - outside) + (second - outside)
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(1, 0), (2, 2_080_768), (3, 1_040_384), (8, 297_216)])
+def test_slots_share_the_control_area(devices: int, expected: int) -> None:
+    """8 MiB less 64 KiB, for two slots of each other device, of twice the data; alone there is nobody to hear from."""
+    assert slot_bytes(devices) == expected
+
+
+@given(st.integers(2, 1024))
+def test_slots_are_as_large_as_fits(devices: int) -> None:
+    """Flags and all slots fit in the control area, and with 64 bytes more in each they would not."""
+    size = slot_bytes(devices)
+    assert size % 64 == 0
+    assert 64 * 1024 + (devices - 1) * 2 * 2 * size <= 8 * MIB < 64 * 1024 + (devices - 1) * 2 * 2 * (size + 64)
+
+
+def test_the_pinned_memory_of_llama_8b_by_hand() -> None:
+    """Buffers of 2,048 rows of the MLP; two chunks of 2 MiB for each of two devices; what the host sends at once."""
+    request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 2048, "idle")
+    found = pinned_bytes(CUTS, "bfloat16", request)
+    message = 2048 * 14336 * 2
+    assert found == Pinned(buffer_bytes=message, chunk_bytes=2 * MIB, stage_bytes=2 * 2 * 2 * MIB + message)
+    assert found.total_bytes == 3 * message + 8 * MIB
+
+
+def test_few_rows_pin_room_for_logits_and_whole_chunks() -> None:
+    """With a row of activations, logits are larger, the widest row sets the chunk, and the host has two chunks too."""
+    request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 4, "idle")
+    cuts = splits((0, 6, 8, 8), (0, 9984, 14336, 14336), (0, 96000, 300_001, 300_001))
+    wide = [evolve(split, size=300_001) if split.axis is Axis.VC else split for split in cuts]
+    chunk = 300_001 * 8 + 56  # rounded up to 64
+    assert pinned_bytes(wide, "float16", request) == Pinned(4 * 300_001 * 4 + 48, chunk, 2 * chunk * 2 + 2 * chunk)
+
+
+@pytest.mark.parametrize(
+    ("axis", "size", "width"), [(Axis.Q, 64, 256), (Axis.KV, 64, 256), (Axis.ID, 14400, 1), (Axis.RS, 20_000, 1)]
+)
+def test_the_widest_axis_sets_the_pinned_buffers(axis: Axis, size: int, width: int) -> None:
+    """Heads count with their size; a residual stream may be the widest."""
+    cuts = [evolve(s, size=size, width=width) if s.axis is axis else s for s in CUTS]
+    request = Request("reduce", "balanced", Cache("fp16", 8192), 1, 100, "idle")
+    assert pinned_bytes(cuts, "float32", request).buffer_bytes == 100 * size * width * 4
 
 
 @pytest.mark.parametrize(
@@ -131,10 +242,10 @@ def test_buffers_start_at_multiples_of_64_bytes(size: int, expected: int) -> Non
 
 
 def test_small_buffers_are_rounded_up_each() -> None:
-    """One row of one head of 4 elements in 16 bits is 8 bytes, and takes 64, three times; so does a ragged unit."""
+    """A row of a head of 4 elements in 16 bits is 8 bytes and takes 64, as do both tables; so does a ragged unit."""
     model = spec(head_dim=4, num_attention_heads=1, num_key_value_heads=1, vocab_size=33, intermediate_size=256)
     request = Request("reduce", "balanced", Cache("fp16", 1), 1, 1, "idle")
     (kv, intermediate, vocab, _) = demands(model, request, 1).axes
-    assert kv.cost(0, 1).workspace == 3 * 64
+    assert kv.cost(0, 1).workspace == 3 * 64 + 2 * 64
     assert intermediate.cost(0, 128).workspace == 2 * 256
     assert [vocab.cost(0, n).workspace for n in (32, 33)] == [128, 256]

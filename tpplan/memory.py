@@ -14,7 +14,7 @@ from attrs import define, evolve, field, frozen
 from tpplan.axes import DEFAULT_UNIT, Axis, format_layers, power_of_two_unit, unit_count
 from tpplan.model import Segment
 from tpplan.plan import CACHE_KINDS, DeviceMemory, Request
-from tpplan.workspace import common_workspace, unit_workspace
+from tpplan.workspace import common_workspace, rope_workspace, unit_workspace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -271,6 +271,7 @@ def _order(group: _Group) -> tuple[int, int, int]:
 def _demand(group: _Group, dtype: str, request: Request) -> Demand:
     unit = axis_unit(group.axis, group.size, group.units)
     rows = unit_workspace(group.axis, unit, group.width, group.group, dtype, request=request)
+    tables = rope_workspace(group.width, dtype, request) if group.axis is Axis.KV else 0
     return Demand(
         axis=group.axis,
         layers=format_layers(group.layers) if group.layers else "",
@@ -280,7 +281,7 @@ def _demand(group: _Group, dtype: str, request: Request) -> Demand:
         replicas=group.replicas,
         group=group.group,
         split=evolve(group.split, workspace=rows),
-        kept=group.kept,
+        kept=group.kept + Cost(workspace=tables),
         head=group.head,
     )
 
