@@ -1,0 +1,1 @@
+"""The executor: compiles a plan into device contexts and moves tensors between them. Everything here needs torch."""

@@ -1,0 +1,44 @@
+"""The commands by which streams wait for each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpplan.exec.program import CALLER, HOST, OWN, Event, Record, Stream, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tpplan.exec.program import Command
+
+HOST_STREAM = Stream(OWN, HOST)
+
+
+def caller(device: int) -> Stream:
+    """Return the stream that was current on a device when the operation was called."""
+    return Stream(CALLER, device)
+
+
+def own(device: int) -> Stream:
+    """Return tpplan's stream on a device, or the host's."""
+    return Stream(OWN, device)
+
+
+def fence(name: str, before: Iterable[Stream], hub: Stream, after: Iterable[Stream]) -> Iterator[Command]:
+    """Let everything later in ``after`` wait for everything earlier in ``before``, over one stream.
+
+    That takes an event for each stream, where waiting for each other would take the product of their numbers.
+    """
+    for stream in before:
+        if stream != hub:
+            yield from order(name, stream, hub)
+    waiting = [stream for stream in after if stream != hub]
+    if waiting:
+        yield Record(hub, Event(name, hub))
+        yield from (Wait(stream, Event(name, hub)) for stream in waiting)
+
+
+def order(name: str, first: Stream, then: Stream) -> Iterator[Command]:
+    """Let ``then`` wait for what is in ``first`` by now."""
+    yield Record(first, Event(name, first))
+    yield Wait(then, Event(name, first))

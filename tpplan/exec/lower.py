@@ -1,0 +1,134 @@
+"""Lowering: an operation, a transport and a class of sizes make a program.
+
+- ``events``: copies from device to device between fences of events. Needs nothing but copies that arrive.
+- ``peer``: one kernel per device, which writes into the others' memory. What fits a slot goes through slots; what does
+  not goes straight where it belongs, and sums are shared out by columns.
+- ``host``: through pinned host memory. What fits a slot goes by kernels, what does not in parts by copies.
+
+What comes from the host, or stays on its device, is the same for all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from tpplan.errors import ExecutionError
+from tpplan.exec import lower_events, lower_flags, lower_host
+from tpplan.exec.operation import Moves
+from tpplan.exec.program import HOST
+from tpplan.sizes import format_bytes
+from tpplan.workspace import ALIGNMENT
+
+if TYPE_CHECKING:
+    from tpplan.exec.operation import Reduction
+    from tpplan.exec.program import Program
+
+TRANSPORTS = ("peer", "host", "events")
+
+
+@frozen
+class Limits:
+    """Room for messages in the context's memory.
+
+    Attributes:
+        slot_bytes: of a slot of a queue.
+        stage_bytes: of a slot of a pinned ring.
+        exchange_bytes: of a device's exchange buffer.
+    """
+
+    slot_bytes: int
+    stage_bytes: int
+    exchange_bytes: int
+
+
+@frozen
+class Route:
+    """How an operation of some size goes; equal routes have equal programs.
+
+    Attributes:
+        transport: ``peer``, ``host``, ``events``, or ``local`` where no device talks to another.
+        small: whether every message fits a slot.
+        parts: into how many parts the rows are cut.
+    """
+
+    transport: str
+    small: bool = False
+    parts: int = 1
+
+
+def route(operation: Moves | Reduction, transport: str, rows: int, item_bytes: int, limits: Limits) -> Route:
+    """Choose between what a transport has for small and for large tensors.
+
+    Args:
+        operation: to be lowered.
+        transport: ``peer``, ``host`` or ``events``.
+        rows: at least 1.
+        item_bytes: of an element.
+        limits: of the context.
+
+    Raises:
+        ExecutionError: one row is more than the context has room for.
+    """
+    row_bytes = operation.columns * item_bytes
+    if isinstance(operation, Moves):
+        ends = {(s.buffer.device, t.buffer.device) for s, t in operation.moves}
+        if all(target in {HOST, source} for source, target in ends):
+            return Route("local")
+        if any(source == HOST for source, _ in ends):
+            return Route("host", parts=_parts(rows, row_bytes, limits.stage_bytes))
+    elif len(operation.devices) == 1:
+        return Route("local")
+    if transport != "events" and rows * row_bytes <= limits.slot_bytes:
+        return Route(transport, small=True)
+    parts = _parts(rows, row_bytes, limits.stage_bytes) if transport == "host" else 1
+    if not isinstance(operation, Moves) and transport != "peer":
+        widest = max(share.stop - share.start for share in operation.shares())
+        fetched = max(len(operation.others(taker)) for taker in operation.takers)
+        if fetched:
+            slab = limits.exchange_bytes // fetched // ALIGNMENT * ALIGNMENT
+            parts = max(parts, _parts(rows, widest * item_bytes, slab))
+    return Route(transport, parts=parts)
+
+
+def _parts(rows: int, row_bytes: int, limit: int) -> int:
+    """Return into how many parts to cut the rows so that each fits: a power of two, so that programs stay few.
+
+    Raises:
+        ExecutionError: a single row does not fit.
+    """
+    if row_bytes > limit:
+        raise ExecutionError(
+            f"one row of {format_bytes(row_bytes)} is more than the {format_bytes(limit)} that the plan left for it",
+            "move fewer columns at a time",
+        )
+    parts = 1
+    while -(-rows // parts) * row_bytes > limit:
+        parts *= 2
+    return parts
+
+
+def lower(operation: Moves | Reduction, way: Route) -> Program:
+    """Return the program of an operation for a route that :func:`route` gave for it."""
+    if isinstance(operation, Moves):
+        return _lower_moves(operation, way)
+    if way.transport in {"local", "events"}:
+        return lower_events.reduction(operation, way.parts)
+    if way.small:
+        return lower_flags.reduction(operation, on_host=way.transport == "host")
+    if way.transport == "peer":
+        return lower_flags.direct_reduction(operation)
+    return lower_host.reduction(operation, way.parts)
+
+
+def _lower_moves(operation: Moves, way: Route) -> Program:
+    if way.transport == "local":
+        return lower_events.local(operation)
+    if way.transport == "events":
+        return lower_events.moves(operation)
+    if way.small:
+        return lower_flags.moves(operation, on_host=way.transport == "host")
+    if way.transport == "peer":
+        return lower_flags.direct_moves(operation)
+    return lower_host.moves(operation, way.parts)

@@ -1,0 +1,74 @@
+"""Lowering to copies between devices that events keep in order; what works wherever copies do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tpplan.exec.fence import caller, fence, order, own
+from tpplan.exec.program import HOST, INPUT, OUTPUT, Buffer, Copy, Event, Program, Sum, View
+
+if TYPE_CHECKING:
+    from tpplan.exec.operation import Moves, Reduction
+    from tpplan.exec.program import Command
+
+
+def moves(operation: Moves) -> Program:
+    """Every target pulls its columns."""
+    devices = operation.devices
+    workers = sorted({own(move.target.buffer.device) for move in operation.moves})
+    hub = workers[0]
+    commands: list[Command] = [
+        *fence("enter", map(caller, devices), hub, workers),
+        *(Copy(own(target.buffer.device), source, target) for source, target in operation.moves),
+        *fence("leave", workers, hub, map(caller, devices)),
+    ]
+    return Program(f"{operation.name} by events", tuple(commands))
+
+
+def local(operation: Moves) -> Program:
+    """Every device copies its own columns, within itself or to the host; none waits for another."""
+    commands: list[Command] = []
+    results = []
+    for source, target in operation.moves:
+        device = source.buffer.device
+        commands += order("enter", caller(device), own(device))
+        commands.append(Copy(own(device), source, target))
+        commands += order("leave", own(device), caller(device))
+        if target.buffer.device == HOST:
+            results.append(Event("leave", own(device)))
+    return Program(f"{operation.name} on each device", tuple(commands), tuple(results))
+
+
+def add(name: str, slices: tuple[tuple[int, int, int], ...]) -> Program:
+    """Add to each device's output its columns ``start`` to ``stop`` of its own input."""
+    commands: list[Command] = []
+    for device, start, stop in slices:
+        target = View(Buffer(OUTPUT, device), 0, stop - start)
+        commands += order("enter", caller(device), own(device))
+        commands.append(Sum(own(device), (target, View(Buffer(INPUT, device), start, stop)), target))
+        commands += order("leave", own(device), caller(device))
+    return Program(f"{name} on each device", tuple(commands))
+
+
+def reduction(operation: Reduction, parts: int) -> Program:
+    """Each taker pulls its share of the columns from all givers, adds it up, and then pulls the other shares."""
+    callers = [caller(device) for device in operation.devices]
+    workers = [own(taker) for taker in operation.takers]
+    hub = workers[0]
+    commands: list[Command] = [*fence("enter", callers, hub, workers)]
+    for part in range(parts):
+        for share in operation.shares(part, parts):
+            stream = own(share.taker)
+            givers = operation.others(share.taker)
+            commands += (Copy(stream, share.of(INPUT, g), operation.slab(share, g)) for g in givers)
+            commands.append(operation.total(stream, share, partial(operation.slab, share)))
+    shares = operation.shares()
+    summed = [own(share.taker) for share in shares]
+    commands += fence("sum", summed, summed[0], [w for w in workers if {*summed} - {w}])
+    for taker in operation.takers:
+        for share in shares:
+            if share.taker != taker:
+                commands.append(Copy(own(taker), share.of(OUTPUT, share.taker), share.of(OUTPUT, taker)))
+    commands += fence("leave", workers, hub, callers)
+    return Program(f"{operation.name} by events", tuple(commands))

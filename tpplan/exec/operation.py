@@ -1,0 +1,151 @@
+"""What an operation moves or adds up, before it is known by which transport."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from attrs import frozen
+
+from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, SCRATCH, Buffer, Sum, View
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tpplan.exec.program import Stream
+
+#: Columns that are added together start at multiples of this, so that a kernel reads 16 bytes at a time.
+_GRAIN = 8
+
+
+class Move(NamedTuple):
+    """Columns that are to be copied.
+
+    Attributes:
+        source: of a caller's tensor.
+        target: as many columns of a caller's tensor.
+    """
+
+    source: View
+    target: View
+
+
+@frozen
+class Moves:
+    """An operation that only copies.
+
+    Attributes:
+        name: for people.
+        moves: in device order; none is empty, and no two write the same columns.
+    """
+
+    name: str
+    moves: tuple[Move, ...]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Those that read or write, without the host, ascending."""
+        ends = {view.buffer.device for move in self.moves for view in (move.source, move.target)}
+        return tuple(sorted(ends - {HOST}))
+
+    @property
+    def columns(self) -> int:
+        """Columns of the widest move."""
+        return max(source.stop - source.start for source, _ in self.moves)
+
+
+class Share(NamedTuple):
+    """Columns that one taker adds up for all.
+
+    Attributes:
+        taker: the device.
+        start: first column.
+        stop: one past the last.
+        part: of the rows.
+        parts: of the rows.
+    """
+
+    taker: int
+    start: int
+    stop: int
+    part: int = 0
+    parts: int = 1
+
+    def of(self, role: str, device: int) -> View:
+        """Return these columns of a caller's tensor."""
+        return View(Buffer(role, device), self.start, self.stop, self.part, self.parts)
+
+
+@frozen
+class Reduction:
+    """An operation that adds up: every taker gets the sum of all parts and of its residual.
+
+    Attributes:
+        name: for people.
+        columns: of a part and of the sum.
+        givers: devices that have a part, in the order of adding.
+        takers: devices that get the sum, ascending.
+        residual: whether the takers have a residual, which is added last.
+    """
+
+    name: str
+    columns: int
+    givers: tuple[int, ...]
+    takers: tuple[int, ...]
+    residual: bool
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Those that read or write, ascending."""
+        return tuple(sorted({*self.givers, *self.takers}))
+
+    def shares(self, part: int = 0, parts: int = 1) -> tuple[Share, ...]:
+        """Return about equal columns for each taker; few columns are not enough for all takers."""
+        count = len(self.takers)
+        cuts = [min(self.columns, -(-self.columns * i // (count * _GRAIN)) * _GRAIN) for i in range(count + 1)]
+        spans = zip(self.takers, pairwise(cuts), strict=True)
+        return tuple(Share(taker, a, b, part, parts) for taker, (a, b) in spans if b > a)
+
+    def others(self, taker: int) -> tuple[int, ...]:
+        """Return the givers whose parts a taker has to fetch."""
+        return tuple(giver for giver in self.givers if giver != taker)
+
+    def slab(self, share: Share, giver: int) -> View:
+        """Return where in its exchange buffer the taker of a share keeps another giver's columns."""
+        others = self.others(share.taker)
+        buffer = Buffer(SCRATCH, share.taker, others.index(giver), len(others))
+        width = share.stop - share.start
+        return View(buffer, 0, width, share.part, share.parts, width)
+
+    def total(self, stream: Stream, share: Share, fetched: Callable[[int], View]) -> Sum:
+        """Return the command that adds up a share; ``fetched`` tells where the parts of other givers are."""
+        own = (share.of(INPUT, g) if g == share.taker else fetched(g) for g in self.givers)
+        residual = (share.of(RESIDUAL, share.taker),) if self.residual else ()
+        return Sum(stream, (*own, *residual), share.of(OUTPUT, share.taker))
+
+
+def broadcast(source: int, targets: tuple[int, ...], columns: int) -> Moves:
+    """Copy all columns of the source's tensor to every target."""
+    whole = View(Buffer(INPUT, source), 0, columns)
+    return Moves("broadcast", tuple(Move(whole, View(Buffer(OUTPUT, d), 0, columns)) for d in targets))
+
+
+def scatter(source: int, slices: tuple[tuple[int, int, int], ...]) -> Moves:
+    """Copy to each device its slice (device, start, stop) of the source's columns."""
+    x = Buffer(INPUT, source)
+    return Moves(
+        "scatter", tuple(Move(View(x, a, b), View(Buffer(OUTPUT, d), 0, b - a)) for d, a, b in slices if b > a)
+    )
+
+
+def allgather(name: str, slices: tuple[tuple[int, int, int], ...], targets: tuple[int, ...]) -> Moves:
+    """Copy every device's slice (device, start, stop) to these columns on every target, which may be the host."""
+    return Moves(
+        name,
+        tuple(
+            Move(View(Buffer(INPUT, s), 0, b - a), View(Buffer(OUTPUT, d), a, b))
+            for d in targets
+            for s, a, b in slices
+            if b > a
+        ),
+    )
