@@ -1,0 +1,128 @@
+"""The memory of one device, allocated once and handed out in slices."""
+
+from __future__ import annotations
+
+import torch
+
+from tpplan.errors import ExecutionError
+from tpplan.workspace import ALIGNMENT, align
+
+
+class Arena:
+    """Bytes of one device in one block: areas that are kept lie in front, scratch behind them.
+
+    Everything handed out starts at a multiple of 64 bytes and is uninitialised. A kept area is nobody else's for good.
+    A scratch slice is the caller's until :meth:`begin`: slices handed out after it may alias those from before, and
+    whoever still uses one of those has to order the two. Not safe for two threads at once.
+
+    The block is a single allocation of exactly ``size_bytes``, made at once and freed by :meth:`close`, or later, with
+    the last tensor that was handed out.
+
+    Attributes:
+        size_bytes: of the block.
+        name: what errors call the device.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device | str, name: str, *, pinned: bool = False) -> None:
+        """Allocate the block.
+
+        Args:
+            size_bytes: a multiple of 64, as every workspace of a ledger is.
+            device: where to.
+            name: what errors call the device.
+            pinned: whether to lock the pages, on the CPU; needs a driver.
+
+        Raises:
+            ExecutionError: the size is no multiple of 64, or torch cannot allocate it there.
+        """
+        if size_bytes % ALIGNMENT:
+            raise ExecutionError(
+                f"{name}: an arena of {size_bytes} bytes is no multiple of {ALIGNMENT}", f"use {align(size_bytes)}"
+            )
+        try:
+            with torch.inference_mode(mode=False):  # or no slice could be written outside of it
+                block = torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        except (RuntimeError, AssertionError) as error:  # the latter where torch was built without the device's driver
+            reason = str(error).partition("\n")[0]
+            kind = "pinned bytes" if pinned else "bytes"
+            raise ExecutionError(
+                f"{name}: cannot allocate {size_bytes} {kind} on {device}: {reason}",
+                "free memory there, or plan with a smaller budget",
+            ) from error
+        self.size_bytes = size_bytes
+        self.name = name
+        self._block: torch.Tensor | None = block
+        self._kept = self._used = 0  # both multiples of the alignment
+
+    @property
+    def free_bytes(self) -> int:
+        """What can be handed out before the next :meth:`begin`; 0 once closed."""
+        return 0 if self._block is None else self.size_bytes - self._used
+
+    def keep(self, size_bytes: int) -> torch.Tensor:
+        """Return ``size_bytes`` of uint8 that no slice will ever alias.
+
+        Raises:
+            ExecutionError: scratch is in use, there is too little room, or the arena is closed.
+        """
+        if self._used > self._kept:
+            in_use = self._used - self._kept
+            raise ExecutionError(
+                f"{self.name}: {size_bytes} bytes to keep, but {in_use} bytes behind the kept ones are sliced already",
+                "keep areas before the first slice, or call begin()",
+            )
+        area = self._take(size_bytes)
+        self._kept = self._used
+        return area
+
+    def begin(self) -> None:
+        """Make all of the scratch free again, whoever still holds slices of it.
+
+        Raises:
+            ExecutionError: the arena is closed.
+        """
+        self._open()
+        self._used = self._kept
+
+    def slice(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous tensor ``[rows, columns]`` of scratch, valid until the next :meth:`begin`.
+
+        Raises:
+            ExecutionError: a size is negative, there is too little room, or the arena is closed.
+        """
+        if min(rows, columns) < 0:
+            raise ExecutionError(f"{self.name}: a slice cannot have {rows} rows of {columns}", "sizes are 0 or more")
+        return self._take(rows * columns * dtype.itemsize).view(dtype).view(rows, columns)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Make sure that slices of ``size_bytes`` together, each rounded up to 64, can follow a :meth:`begin`.
+
+        Raises:
+            ExecutionError: there is less scratch than that in all, or the arena is closed.
+        """
+        self._open()
+        if size_bytes > self.size_bytes - self._kept:
+            raise self._exhausted(size_bytes, self.size_bytes - self._kept)
+
+    def close(self) -> None:
+        """Let go of the block; closing again does nothing."""
+        self._block = None
+
+    def _open(self) -> torch.Tensor:
+        if self._block is None:
+            raise ExecutionError(f"{self.name}: the arena is closed", "compile the plan again")
+        return self._block
+
+    def _take(self, size_bytes: int) -> torch.Tensor:
+        block, start = self._open(), self._used
+        if align(size_bytes) > self.free_bytes:
+            raise self._exhausted(size_bytes, self.free_bytes)
+        self._used += align(size_bytes)
+        return block[start : start + size_bytes]
+
+    def _exhausted(self, asked: int, free: int) -> ExecutionError:
+        """Return the error for too little room; new scratch helps only if all of it would be enough."""
+        scratch, hint = self.size_bytes - self._kept, "plan with more --max-rows"
+        if align(asked) <= scratch:
+            hint = f"call begin() before slices that may take the place of older ones, or {hint}"
+        return ExecutionError(f"{self.name}: {asked} bytes asked for, {free} free of {scratch} of scratch", hint)
