@@ -80,7 +80,8 @@ def route(operation: Moves | Reduction, transport: str, rows: int, item_bytes: i
             return Route("host", parts=_parts(rows, row_bytes, limits.stage_bytes))
     elif len(operation.devices) == 1:
         return Route("local")
-    if transport != "events" and rows * row_bytes <= limits.slot_bytes:
+    message = operation.span if transport == "host" and isinstance(operation, Moves) else operation.columns
+    if transport != "events" and rows * message * item_bytes <= limits.slot_bytes:
         return Route(transport, small=True)
     parts = _parts(rows, row_bytes, limits.stage_bytes) if transport == "host" else 1
     if not isinstance(operation, Moves) and transport != "peer":

@@ -42,32 +42,33 @@ class Message(NamedTuple):
     source: View
     queue: Queue
 
-    @property
-    def slot(self) -> View:
-        """Where it is on its way."""
-        width = self.source.stop - self.source.start
-        return View(Buffer(SLOT, self.queue.place, queue=self.queue), 0, width, width=width)
+    def slot(self, start: int, stop: int) -> View:
+        """Return where these columns of the source are on their way."""
+        first, last = self.source.start, self.source.stop
+        return View(Buffer(SLOT, self.queue.place, queue=self.queue), start - first, stop - first, width=last - first)
 
     def send(self) -> Iterator[Step]:
         """Wait until every receiver has freed the slot, fill it, and say so."""
         stream = own(self.queue.sender)
         yield from (Await(stream, Flag("free", self.queue, r), SLOTS) for r in self.queue.receivers)
-        yield Copy(stream, self.source, self.slot)
+        yield Copy(stream, self.source, self.slot(self.source.start, self.source.stop))
         yield Signal(stream, Flag("full", self.queue))
 
 
-def _messages(sends: Iterable[tuple[View, int]], *, on_host: bool) -> list[Message]:
-    """Address views to receivers; in host memory, which all can read, one message serves all receivers of a view."""
-    receivers: dict[View, list[int]] = {}
-    for source, receiver in sends:
-        receivers.setdefault(source, []).append(receiver)
-    messages = []
-    for source, who in receivers.items():
-        sender = source.buffer.device
-        if on_host:
-            messages.append(Message(source, Queue(HOST, sender, tuple(who))))
-        else:
-            messages += [Message(source, Queue(r, sender, (r,))) for r in who]
+def _messages(sends: Iterable[tuple[View, int]], *, on_host: bool) -> dict[tuple[int, int], Message]:
+    """Return the message for every sender and receiver.
+
+    Host memory can be read by all, so that one message there, of all columns that anybody wants, serves all receivers.
+    """
+    wanted = {(source.buffer.device, receiver): source for source, receiver in sends}
+    if not on_host:
+        return {ends: Message(source, Queue(ends[1], ends[0], ends[1:])) for ends, source in wanted.items()}
+    messages = {}
+    for sender in dict.fromkeys(sender for sender, _ in wanted):
+        views = {receiver: source for (s, receiver), source in wanted.items() if s == sender}
+        start, stop = min(v.start for v in views.values()), max(v.stop for v in views.values())
+        message = Message(View(Buffer(INPUT, sender), start, stop), Queue(HOST, sender, tuple(sorted(views))))
+        messages.update(dict.fromkeys(((sender, receiver) for receiver in views), message))
     return messages
 
 
@@ -75,17 +76,15 @@ def moves(operation: Moves, *, on_host: bool) -> Program:
     """Send every view through a slot."""
     sends = [(source, target.buffer.device) for source, target in operation.moves if _is_remote(source, target)]
     messages = _messages(sends, on_host=on_host)
-    kernels: dict[int, list[Step]] = {device: [] for device in operation.devices}
-    for message in messages:
-        kernels[message.queue.sender] += message.send()
+    kernels = _senders(operation.devices, messages)
     for source, target in operation.moves:
         device = target.buffer.device
         stream = own(device)
         if _is_remote(source, target):
-            message = next(m for m in messages if m.source == source and device in m.queue.receivers)
+            message = messages[source.buffer.device, device]
             kernels[device] += (
                 Await(stream, Flag("full", message.queue)),
-                Copy(stream, message.slot, target),
+                Copy(stream, message.slot(source.start, source.stop), target),
                 Signal(stream, Flag("free", message.queue, device)),
             )
         else:
@@ -102,16 +101,14 @@ def reduction(operation: Reduction, *, on_host: bool) -> Program:
         if giver != taker
     ]
     messages = _messages(sends, on_host=on_host)
-    kernels: dict[int, list[Step]] = {device: [] for device in operation.devices}
-    for message in messages:
-        kernels[message.queue.sender] += message.send()
+    kernels = _senders(operation.devices, messages)
     for taker in operation.takers:
-        queues = [m.queue for m in messages if taker in m.queue.receivers]
-        slots = {m.queue.sender: m.slot for m in messages if taker in m.queue.receivers}
+        received = {sender: message for (sender, receiver), message in messages.items() if receiver == taker}
+        slots = {sender: message.slot(0, operation.columns) for sender, message in received.items()}
         whole = Share(taker, 0, operation.columns)
-        kernels[taker] += (Await(own(taker), Flag("full", queue)) for queue in queues)
+        kernels[taker] += (Await(own(taker), Flag("full", message.queue)) for message in received.values())
         kernels[taker].append(operation.total(own(taker), whole, slots.__getitem__))
-        kernels[taker] += (Signal(own(taker), Flag("free", queue, taker)) for queue in queues)
+        kernels[taker] += (Signal(own(taker), Flag("free", message.queue, taker)) for message in received.values())
     return _program(f"{operation.name} by {_slots(on_host=on_host)}", kernels)
 
 
@@ -167,6 +164,14 @@ def _close(kernels: dict[int, list[Step]], pairs: list[Queue]) -> None:
 
 def _slots(*, on_host: bool) -> str:
     return "slots on the host" if on_host else "slots of peers"
+
+
+def _senders(devices: Iterable[int], messages: dict[tuple[int, int], Message]) -> dict[int, list[Step]]:
+    """Start kernels with what each device sends."""
+    kernels: dict[int, list[Step]] = {device: [] for device in devices}
+    for message in dict.fromkeys(messages.values()):
+        kernels[message.queue.sender] += message.send()
+    return kernels
 
 
 def _is_remote(source: View, target: View) -> bool:

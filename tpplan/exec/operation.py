@@ -53,6 +53,14 @@ class Moves:
         """Columns of the widest move."""
         return max(source.stop - source.start for source, _ in self.moves)
 
+    @property
+    def span(self) -> int:
+        """Columns from the first to the last that anybody wants of one tensor, of the widest."""
+        wanted: dict[Buffer, list[View]] = {}
+        for source, _ in self.moves:
+            wanted.setdefault(source.buffer, []).append(source)
+        return max(max(v.stop for v in views) - min(v.start for v in views) for views in wanted.values())
+
 
 class Share(NamedTuple):
     """Columns that one taker adds up for all.
