@@ -16,13 +16,13 @@ from attrs import frozen
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import lower_events, lower_flags, lower_host
-from tpplan.exec.operation import Moves
+from tpplan.exec.operation import Addition, Moves
 from tpplan.exec.program import HOST
 from tpplan.sizes import format_bytes
 from tpplan.workspace import ALIGNMENT
 
 if TYPE_CHECKING:
-    from tpplan.exec.operation import Reduction
+    from tpplan.exec.operation import Operation
     from tpplan.exec.program import Program
 
 TRANSPORTS = ("peer", "host", "events")
@@ -58,7 +58,7 @@ class Route:
     parts: int = 1
 
 
-def route(operation: Moves | Reduction, transport: str, rows: int, item_bytes: int, limits: Limits) -> Route:
+def route(operation: Operation, transport: str, rows: int, item_bytes: int, limits: Limits) -> Route:
     """Choose between what a transport has for small and for large tensors.
 
     Args:
@@ -72,6 +72,8 @@ def route(operation: Moves | Reduction, transport: str, rows: int, item_bytes: i
         ExecutionError: one row is more than the context has room for.
     """
     row_bytes = operation.columns * item_bytes
+    if isinstance(operation, Addition):
+        return Route("local")
     if isinstance(operation, Moves):
         ends = {(s.buffer.device, t.buffer.device) for s, t in operation.moves}
         if all(target in {HOST, source} for source, target in ends):
@@ -110,8 +112,10 @@ def _parts(rows: int, row_bytes: int, limit: int) -> int:
     return parts
 
 
-def lower(operation: Moves | Reduction, way: Route) -> Program:
+def lower(operation: Operation, way: Route) -> Program:
     """Return the program of an operation for a route that :func:`route` gave for it."""
+    if isinstance(operation, Addition):
+        return lower_events.addition(operation)
     if isinstance(operation, Moves):
         return _lower_moves(operation, way)
     if way.transport in {"local", "events"}:

@@ -9,7 +9,7 @@ from tpplan.exec.fence import caller, fence, order, own
 from tpplan.exec.program import HOST, INPUT, OUTPUT, Buffer, Copy, Event, Program, Sum, View
 
 if TYPE_CHECKING:
-    from tpplan.exec.operation import Moves, Reduction
+    from tpplan.exec.operation import Addition, Moves, Reduction
     from tpplan.exec.program import Command
 
 
@@ -40,15 +40,16 @@ def local(operation: Moves) -> Program:
     return Program(f"{operation.name} on each device", tuple(commands), tuple(results))
 
 
-def add(name: str, slices: tuple[tuple[int, int, int], ...]) -> Program:
-    """Add to each device's output its columns ``start`` to ``stop`` of its own input."""
+def addition(operation: Addition) -> Program:
+    """Every device adds its own columns."""
     commands: list[Command] = []
-    for device, start, stop in slices:
-        target = View(Buffer(OUTPUT, device), 0, stop - start)
+    for share in operation.shares:
+        device = share.taker
+        target = View(Buffer(OUTPUT, device), 0, share.stop - share.start)
         commands += order("enter", caller(device), own(device))
-        commands.append(Sum(own(device), (target, View(Buffer(INPUT, device), start, stop)), target))
+        commands.append(Sum(own(device), (target, share.of(INPUT, device)), target))
         commands += order("leave", own(device), caller(device))
-    return Program(f"{name} on each device", tuple(commands))
+    return Program(f"{operation.name} on each device", tuple(commands))
 
 
 def reduction(operation: Reduction, parts: int) -> Program:

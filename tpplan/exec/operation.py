@@ -132,6 +132,32 @@ class Reduction:
         return Sum(stream, (*own, *residual), share.of(OUTPUT, share.taker))
 
 
+@frozen
+class Addition:
+    """An operation within each device: columns of its input are added to its output.
+
+    Attributes:
+        name: for people.
+        shares: the columns of the input that belong to the output's, for each device.
+    """
+
+    name: str
+    shares: tuple[Share, ...]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Those that add, ascending."""
+        return tuple(share.taker for share in self.shares)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the widest share."""
+        return max(share.stop - share.start for share in self.shares)
+
+
+Operation = Moves | Reduction | Addition
+
+
 def broadcast(source: int, targets: tuple[int, ...], columns: int) -> Moves:
     """Copy all columns of the source's tensor to every target."""
     whole = View(Buffer(INPUT, source), 0, columns)

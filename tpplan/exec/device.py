@@ -1,0 +1,100 @@
+"""One device of a context: its memory, its stream, its RoPE tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpplan.errors import ExecutionError
+from tpplan.exec.arena import Arena
+from tpplan.sizes import format_bytes
+from tpplan.workspace import align
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from tpplan.exec.rope import Rope
+    from tpplan.workspace import Areas
+
+
+class DeviceContext:
+    """What a context has on one of the plan's devices.
+
+    Attributes:
+        index: into the plan's devices.
+        name: of the device in the plan.
+        device: torch's.
+        arena: all of the device's workspace: the bytes of the plan's ledger, in one block.
+        control: of it, flags and slots.
+        exchange: of it, the buffer of large exchanges.
+    """
+
+    def __init__(self, index: int, name: str, device: torch.device, areas: Areas) -> None:
+        """Allocate the device's workspace.
+
+        Raises:
+            ExecutionError: there is no room.
+        """
+        self.index = index
+        self.name = name
+        self.device = device
+        self.arena = Arena(areas.total_bytes, device, f"device {index} ({name})")
+        self.control = self.arena.keep(areas.control_bytes)
+        self.exchange = self.arena.keep(areas.exchange_bytes)
+        self._rope_area = self.arena.keep(areas.rope_bytes)
+        self._rope_used = 0
+        self._tables: dict[tuple[Rope, int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def __repr__(self) -> str:
+        return f"<DeviceContext {self.index} ({self.name}) on {self.device}>"
+
+    def begin_scratch(self) -> None:
+        """Make all scratch free again; see :class:`tpplan.exec.arena.Arena`."""
+        self.arena.begin()
+
+    def scratch(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised ``[rows, columns]`` that is the caller's until :meth:`begin_scratch`.
+
+        Raises:
+            ExecutionError: there is too little room, with the numbers.
+        """
+        return self.arena.slice(rows, columns, dtype)
+
+    def reserve_scratch(self, size_bytes: int) -> None:
+        """Make sure that slices of this size together can follow a :meth:`begin_scratch`.
+
+        Raises:
+            ExecutionError: there is less scratch than that.
+        """
+        self.arena.reserve(size_bytes)
+
+    def rope_tables(self, rope: Rope, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the sine and the cosine table, ``[positions, rope.width]`` each, made once and kept.
+
+        Raises:
+            ExecutionError: the plan left too little room for them.
+        """
+        key = (rope, positions, dtype)
+        if key not in self._tables:
+            size = positions * rope.width * dtype.itemsize
+            free = len(self._rope_area) - self._rope_used
+            if 2 * align(size) > free:
+                raise ExecutionError(
+                    f"device {self.index} ({self.name}): the RoPE tables of {positions} positions take "
+                    f"{format_bytes(2 * align(size))}, but the plan left {format_bytes(free)} for them",
+                    "ask for fewer positions; devices without KV heads have no tables",
+                )
+            start = self._rope_used
+            sin, cos = (
+                self._rope_area[at : at + size].view(dtype).view(positions, rope.width)
+                for at in (start, start + align(size))
+            )
+            rope.fill(sin, cos)
+            self._rope_used += 2 * align(size)
+            self._tables[key] = sin, cos
+        return self._tables[key]
+
+    def close(self) -> None:
+        """Let go of the device's memory."""
+        self._tables.clear()
+        self.arena.close()
