@@ -152,17 +152,20 @@ def test_every_cut_of_the_kv_heads_has_its_own_tables() -> None:
     assert [area.rope_bytes for area in found] == [2 * 100 * (128 + 64) * 2, 2 * 100 * 128 * 2, 0]
 
 
-def test_layers_that_share_query_heads_may_cut_kv_heads_in_two_ways() -> None:
-    """The group size is looked up layer by layer: 8 heads of 4 queries and 4 heads of 8 take what each would alone."""
+@pytest.mark.parametrize("heads", [32, 64])
+def test_each_cut_of_the_kv_heads_has_its_own_group_size(heads: int) -> None:
+    """8 heads of 4 queries and 4 heads of 8 or 16 take what each would alone, whether or not they share query heads."""
     request = Request("reduce", "balanced", Cache("fp16", 100), 1, 16, "idle")
     kv, q, *rest = CUTS
     few = evolve(kv, layers="32-39", size=4, bounds=(0, 3, 4, 4))
-    both, first, second = (
-        workspace_bytes([*cuts, evolve(q, layers=layers), *rest], "float16", request)[0]
-        for cuts, layers in (((kv, few), "0-39"), ((kv,), "0-31"), ((few,), "32-39"))
+    last = evolve(q, layers="32-39", size=heads, bounds=(0, heads * 3 // 4, heads, heads))
+    queries = [evolve(q, layers="0-39")] if last.size == q.size else [q, last]
+    both, first, second, outside = (
+        workspace_bytes(cuts, "float16", request)[0]
+        for cuts in ([kv, few, *queries, *rest], [kv, q, *rest], [few, last, *rest], rest)
     )
-    outside = workspace_bytes(rest, "float16", request)[0]
     assert both - outside == (first - outside) + (second - outside)
+    assert second - outside == 2 * 16 * (3 * heads // 4 * 128 + 2 * 3 * 128) + 2 * 100 * 128 * 2
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(1, 0), (2, 2_080_768), (3, 1_040_384), (8, 297_216)])
@@ -195,6 +198,13 @@ def test_few_rows_pin_room_for_logits_and_whole_chunks() -> None:
     wide = [evolve(split, size=300_001) if split.axis is Axis.VC else split for split in cuts]
     chunk = 300_001 * 8 + 56  # rounded up to 64
     assert pinned_bytes(wide, "float16", request) == Pinned(4 * 300_001 * 4 + 48, chunk, 2 * chunk * 2 + 2 * chunk)
+
+
+def test_a_row_of_any_axis_fits_in_a_chunk() -> None:
+    """Also of the heads, where the vocabulary is small."""
+    request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 4, "idle")
+    wide = [evolve(split, width=10_000) if split.axis is Axis.Q else split for split in CUTS]
+    assert pinned_bytes(wide, "float16", request).chunk_bytes == 32 * 10_000 * 8
 
 
 @pytest.mark.parametrize(
