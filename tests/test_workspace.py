@@ -183,21 +183,44 @@ def test_slots_are_as_large_as_fits(devices: int) -> None:
 
 
 def test_the_pinned_memory_of_llama_8b_by_hand() -> None:
-    """Buffers of 2,048 rows of the MLP; two chunks of 2 MiB for each of two devices; what the host sends at once."""
+    """Buffers of 2,048 rows of the MLP; a ring for two devices and the host; queues to both, and to the first."""
     request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 2048, "idle")
     found = pinned_bytes(CUTS, "bfloat16", request)
     message = 2048 * 14336 * 2
-    assert found == Pinned(buffer_bytes=message, chunk_bytes=2 * MIB, stage_bytes=2 * 2 * 2 * MIB + message)
-    assert found.total_bytes == 3 * message + 8 * MIB
+    assert found == Pinned(buffer_bytes=message, chunk_bytes=2 * MIB, rings=3, queues=4)
+    assert found.total_bytes == 2 * message + 3 * 2 * 2 * MIB + 4 * 2 * 2 * 64 * 1024
 
 
-def test_few_rows_pin_room_for_logits_and_whole_chunks() -> None:
-    """With a row of activations, logits are larger, the widest row sets the chunk, and the host has two chunks too."""
+def test_few_rows_pin_room_for_logits_and_a_row_in_each_chunk() -> None:
+    """With a row of activations, logits are larger, and the widest row sets the chunk."""
     request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 4, "idle")
     cuts = splits((0, 6, 8, 8), (0, 9984, 14336, 14336), (0, 96000, 300_001, 300_001))
     wide = [evolve(split, size=300_001) if split.axis is Axis.VC else split for split in cuts]
     chunk = 300_001 * 8 + 56  # rounded up to 64
-    assert pinned_bytes(wide, "float16", request) == Pinned(4 * 300_001 * 4 + 48, chunk, 2 * chunk * 2 + 2 * chunk)
+    found = pinned_bytes(wide, "float16", request)
+    assert (found.buffer_bytes, found.chunk_bytes) == (4 * 300_001 * 4 + 48, chunk)
+
+
+@pytest.mark.parametrize(
+    ("kv", "vocab", "expected"),
+    [
+        ((0, 3, 6, 8), (0, 32064, 64128, 128256), 6),  # all devices, and the residual stream's one
+        ((0, 6, 8, 8), (0, 32064, 64128, 128256), 9),  # heads on two devices: another group
+        ((0, 6, 8, 8), (0, 0, 64128, 128256), 12),
+        ((0, 8, 8, 8), (0, 128256, 128256, 128256), 6),  # heads, vocabulary and residual stream on the same one
+    ],
+)
+def test_a_queue_for_every_sender_and_group(kv: tuple[int, ...], vocab: tuple[int, ...], expected: int) -> None:
+    """Axes on the same devices share queues; every device in use may send to every group."""
+    request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 4, "idle")
+    assert pinned_bytes(splits(kv, (0, 4096, 9984, 14336), vocab), "float16", request).queues == expected
+
+
+def test_one_device_sends_nothing_through_host_memory() -> None:
+    """No queues; its ring is for the rows that come from the host."""
+    request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 4, "idle")
+    found = pinned_bytes(splits((0, 8), (0, 14336), (0, 128256)), "float16", request)
+    assert (found.queues, found.rings) == (0, 2)
 
 
 def test_a_row_of_any_axis_fits_in_a_chunk() -> None:

@@ -37,6 +37,8 @@ ROPE_TABLES = 2
 LOGIT_BYTES = 4
 #: Copies through host memory are cut into chunks of at least this.
 CHUNK_BYTES = 2 * 2**20
+#: Bytes of data of a message in a slot in host memory.
+HOST_SLOT_BYTES = 64 * 2**10
 #: Of the widest element that an operation may move.
 LARGEST_ITEM = 8
 
@@ -71,18 +73,20 @@ class Pinned:
         buffer_bytes: each of two buffers that callers may use. Holds ``max_rows`` rows of the widest axis but the
             vocabulary in the activations' dtype, or ``batch`` rows of logits.
         chunk_bytes: what a copy through host memory moves at once: a row of any axis in the widest dtype, or more.
-        stage_bytes: two chunks for every device in use, as a sender, and then what the host itself sends: the widest
-            message in the activations' dtype, but at least two chunks, so that any dtype passes.
+        rings: of a pair of chunks: one for each device in use, and one for what the host itself sends.
+        queues: pairs of slots for small exchanges through host memory: each device in use may send to the devices of
+            every axis, and to all of them.
     """
 
     buffer_bytes: int
     chunk_bytes: int
-    stage_bytes: int
+    rings: int
+    queues: int
 
     @property
     def total_bytes(self) -> int:
-        """Both buffers and the staging rings."""
-        return 2 * self.buffer_bytes + self.stage_bytes
+        """Both buffers, the rings, and the queues, whose slots take twice the bytes of their data."""
+        return 2 * self.buffer_bytes + PAIR * (self.rings * self.chunk_bytes + self.queues * 2 * HOST_SLOT_BYTES)
 
 
 def align(size: int) -> int:
@@ -185,11 +189,13 @@ def pinned_bytes(splits: Sequence[Split], dtype: str, request: Request) -> Pinne
     vocab = max((s.size for s in splits if s.axis is Axis.VC), default=0)
     widest = max((s.size * s.width for s in splits if s.axis is not Axis.VC), default=0)
     message = align(request.max_rows * widest * ITEM_BYTES[dtype])
-    chunk = max(CHUNK_BYTES, align(max(vocab, widest) * LARGEST_ITEM))
+    used = _used(splits)
+    groups = {used, *(frozenset(held.device for held in slices_of(s.bounds)) for s in splits)}
     return Pinned(
         buffer_bytes=max(message, align(request.batch * vocab * LOGIT_BYTES)),
-        chunk_bytes=chunk,
-        stage_bytes=PAIR * chunk * len(_used(splits)) + max(PAIR * chunk, message),
+        chunk_bytes=max(CHUNK_BYTES, align(max(vocab, widest) * LARGEST_ITEM)),
+        rings=len(used) + 1,
+        queues=len(used) * len(groups) if len(used) > 1 else 0,
     )
 
 
