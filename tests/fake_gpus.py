@@ -1,0 +1,190 @@
+"""GPUs in this process's memory, with links that lie as real ones do, for the probe of links."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+
+from tpplan.exec.link import Mechanism, Route
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GPUS = ("GPU-a", "GPU-b", "GPU-c")
+
+
+@define(eq=False)
+class Piece:
+    """A piece of a GPU's memory."""
+
+    gpu: int
+    data: bytearray
+
+
+@define
+class Move:
+    """What a link is asked to do, and under which circumstances."""
+
+    driver: FakeDriver
+    source: Piece
+    target: Piece
+    size: int
+    at_once: int
+
+    def deliver(self, data: bytes) -> None:
+        """Write the target's memory."""
+        self.target.data[: self.size] = data
+
+    def sent(self) -> bytes:
+        """Return the bytes to move: those of the target GPU's mirror of the source, if it has one."""
+        mirror = self.driver.mirrors.get((self.target.gpu, self.source))
+        return self.driver.read(self.source, self.size) if mirror is None else mirror[: self.size]
+
+    def honestly(self) -> None:
+        """Do what was asked."""
+        self.deliver(self.sent())
+
+
+@define
+class FakeDriver:
+    """Any number of GPUs whose links do what was asked, but for those that lie."""
+
+    lies: dict[Route, Callable[[Move], None]] = field(factory=dict)
+    names: tuple[str, ...] = GPUS
+    untestable: dict[Mechanism, str] = field(factory=dict)
+    mirrors: dict[tuple[int, Piece], bytes] = field(factory=dict)
+
+    def gpus(self) -> tuple[str, ...]:
+        """Return the UUIDs."""
+        return self.names
+
+    def software(self) -> str:
+        """Return what a test has set."""
+        return os.environ.get("FAKE_SOFTWARE", "fake driver 1")
+
+    def lacks(self, mechanism: Mechanism) -> str:
+        """Return why a mechanism cannot be tested."""
+        return self.untestable.get(mechanism, "")
+
+    def allocate(self, gpu: int, size: int) -> Piece:
+        """Return memory that holds zeros."""
+        return Piece(gpu, bytearray(size))
+
+    def write(self, buffer: Piece, data: memoryview) -> None:
+        """Write as the owner."""
+        buffer.data[: len(data)] = data
+
+    def read(self, buffer: Piece, size: int) -> bytes:
+        """Read as the owner."""
+        return bytes(buffer.data[:size])
+
+    def move(self, mechanism: Mechanism, moves: Sequence[tuple[Piece, Piece]], size: int) -> None:
+        """Move as each link does it."""
+        for source, target in moves:
+            route = mechanism, source.gpu, target.gpu
+            self.lies.get(route, Move.honestly)(Move(self, source, target, size, len(moves)))
+
+
+def zeros(move: Move) -> None:
+    """Zeros arrive."""
+    move.deliver(bytes(move.size))
+
+
+def lost(move: Move) -> None:
+    """Nothing arrives."""
+
+
+def private_mirror(move: Move) -> None:
+    """The writer writes a mirror of the target's memory that only it sees."""
+    move.driver.mirrors[move.source.gpu, move.target] = move.sent()
+
+
+def stale(move: Move) -> None:
+    """What was read of the source before is taken from a cache for ever."""
+    old = move.driver.mirrors.setdefault((move.target.gpu, move.source), b"")
+    fresh = move.driver.read(move.source, move.size)[len(old) :]
+    move.deliver((old + fresh)[: move.size])
+    move.driver.mirrors[move.target.gpu, move.source] = old + fresh
+
+
+def when_concurrent(move: Move) -> None:
+    """Zeros arrive while other links are busy."""
+    (zeros if move.at_once > 1 else Move.honestly)(move)
+
+
+def when_large(move: Move) -> None:
+    """The last byte of more than 4 MiB is lost."""
+    last = move.target.data[move.size - 1]
+    move.honestly()
+    if move.size > 4 * 2**20:
+        move.target.data[move.size - 1] = last
+
+
+def hang(_: Move) -> None:
+    """Never return."""
+    time.sleep(3600)
+
+
+def hang_when_concurrent(move: Move) -> None:
+    """Never return while other links are busy."""
+    (hang if move.at_once > 1 else Move.honestly)(move)
+
+
+def fail(move: Move) -> None:
+    """Raise."""
+    raise RuntimeError(f"illegal access at GPU {move.target.gpu}")
+
+
+def die(_: Move) -> None:
+    """Take the process along, as a crash inside a driver does."""
+    os._exit(86)
+
+
+@define
+class FullDriver(FakeDriver):
+    """GPUs without room."""
+
+    def allocate(self, gpu: int, size: int) -> Piece:
+        """Raise."""
+        raise MemoryError(f"GPU {gpu} has no {size} bytes")
+
+
+#: Factories that a child process imports by name.
+honest = FakeDriver
+reordered = partial(FakeDriver, names=(GPUS[2], GPUS[0], GPUS[1]))
+pair = partial(FakeDriver, names=GPUS[:2])
+single = partial(FakeDriver, names=GPUS[:1])
+nameless = partial(FakeDriver, names=("", ""))
+twins = partial(FakeDriver, names=("GPU-a", "GPU-a"))
+full = partial(FullDriver, names=GPUS[:2])
+copies_only = partial(FakeDriver, untestable={m: "no kernel" for m in Mechanism if m != Mechanism.COPY})
+one_way = partial(FakeDriver, {(Mechanism.COPY, 1, 0): zeros})
+hanging_store = partial(FakeDriver, {(Mechanism.STORE, 1, 0): hang, (Mechanism.LOAD, 0, 1): lost}, GPUS[:2])
+hanging_together = partial(FakeDriver, {(Mechanism.LOAD, 0, 1): hang_when_concurrent}, GPUS[:2])
+hanging_always = partial(FakeDriver, {(m, a, b): hang for m in Mechanism for a in range(2) for b in range(2)}, GPUS[:2])
+failing = partial(FakeDriver, {(Mechanism.FLAG, 0, 1): fail, (Mechanism.COPY, 1, 0): die}, GPUS[:2])
+
+
+def noisy() -> FakeDriver:
+    """Return honest GPUs of a driver that prints to both of the process's outputs."""
+    os.write(1, b"driver: hello\n")
+    print("driver: hello")  # noqa: T201
+    return pair()
+
+
+def changing() -> FakeDriver:
+    """Return other GPUs to a child than to its parent."""
+    return FakeDriver(names=GPUS if "pytest" in sys.modules else GPUS[::-1])
+
+
+def broken_driver() -> FakeDriver:
+    """Return honest GPUs to a parent, and fail in a child."""
+    if "pytest" not in sys.modules:
+        raise OSError("no such driver")
+    return FakeDriver()

@@ -1,0 +1,347 @@
+"""The link report: every lie of a link is found, and nothing else is forbidden."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import fake_gpus
+from tests.fake_gpus import GPUS, FakeDriver
+from tpplan import codec
+from tpplan.exec import link_cache, link_child, link_probe
+from tpplan.exec.link import Link, LinkReport, Mechanism, Verdict, routes
+from tpplan.exec.link_probe import probe
+from tpplan.exec.links import link_report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.fake_gpus import Move
+    from tpplan.exec.link import Route
+
+COPY, STORE, LOAD, FLAG = Mechanism
+WORKS, BROKEN, UNTESTED = Verdict
+
+#: Long enough for an honest step on a busy machine.
+DEADLINE_S = 3.0
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the cache of each test to itself; return its folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "tpplan"
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Probe in this process, with small moves; return the list of drivers that were probed."""
+    used: list[str] = []
+
+    def stand_in(driver: str, _gpus: object, wanted: list[Route], _deadline: object) -> tuple[Link, ...]:
+        used.append(driver.rpartition(":")[2])
+        events = probe(link_child.load_driver(driver), wanted)
+        found = {event.route: event for event in events if isinstance(event, Link)}
+        return tuple(found[route] for route in wanted)
+
+    monkeypatch.setattr("tpplan.exec.links.probe_in_child", stand_in)
+    monkeypatch.setattr(link_probe, "ALONE", (16,))
+    monkeypatch.setattr(link_probe, "TOGETHER", (16,))
+    return used
+
+
+def _probed(driver: FakeDriver) -> dict[Route, Link]:
+    """Return the verdicts of a probe in this process."""
+    found = [event for event in probe(driver, routes(len(driver.names))) if isinstance(event, Link)]
+    assert len(found) == len({link.route for link in found}) == len(routes(len(driver.names)))
+    return {link.route: link for link in found}
+
+
+def _report(name: str, **options: bool) -> LinkReport:
+    return link_report(driver=f"tests.fake_gpus:{name}", deadline_s=DEADLINE_S, **options)
+
+
+def _not_working(report: LinkReport) -> dict[Route, Verdict]:
+    return {link.route: link.verdict for link in report.links if link.verdict != WORKS}
+
+
+LIES = {
+    "zeros arrive": (fake_gpus.zeros, {(COPY, 0, 1), (COPY, 1, 0)}, "zeros arrived"),
+    "private mirror": (fake_gpus.private_mirror, {(COPY, 0, 1)}, "nothing arrived"),
+    "kernel stores are lost while copies work": (fake_gpus.lost, {(STORE, 0, 2), (STORE, 2, 0)}, "nothing arrived"),
+    "kernel loads come from a stale cache": (fake_gpus.stale, {(LOAD, 1, 2)}, "wrong bytes arrived"),
+    "flags are lost": (fake_gpus.lost, {(FLAG, 2, 1)}, "nothing arrived"),
+    "one bad direction": (fake_gpus.zeros, {(COPY, 1, 0)}, "zeros arrived of 16 bytes"),
+    "only when concurrent": (fake_gpus.when_concurrent, {(STORE, 1, 2)}, "zeros arrived of 4096 bytes with 6 links"),
+    "only when large": (fake_gpus.when_large, {(LOAD, 0, 1)}, "wrong bytes arrived of 16777216 bytes"),
+}
+
+
+@pytest.mark.parametrize(("lie", "liars", "reason"), LIES.values(), ids=LIES)
+def test_a_lie_is_found_and_nothing_else_is_forbidden(
+    lie: Callable[[Move], None], liars: set[Route], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly the routes that lie are broken, with a reason that tells what arrived; all others work."""
+    if lie is not fake_gpus.when_large:
+        monkeypatch.setattr(link_probe, "ALONE", (16, 4096, 4096))
+        monkeypatch.setattr(link_probe, "TOGETHER", (4096, 4096))
+    found = _probed(FakeDriver(dict.fromkeys(liars, lie)))
+    assert {route for route, link in found.items() if link.verdict == BROKEN} == liars
+    assert {link.verdict for link in found.values()} == {WORKS, BROKEN}
+    assert all(found[route].reason.startswith(reason) for route in liars), found
+
+
+def test_honest_links_all_work() -> None:
+    """Of GPUs that do what they are asked every route works."""
+    assert {link.verdict for link in _probed(FakeDriver()).values()} == {WORKS}
+
+
+def test_a_private_mirror_passes_a_round_trip() -> None:
+    """The fake mirror is the one that fools a test which copies there and back: the first GPU gets its bytes again."""
+    driver = FakeDriver({(COPY, 0, 1): fake_gpus.private_mirror})
+    here, there, back = (driver.allocate(gpu, 20) for gpu in (0, 1, 0))
+    driver.write(here, memoryview(b"five floats, 4 bytes"))
+    driver.move(COPY, [(here, there)], 20)
+    driver.move(COPY, [(there, back)], 20)
+    assert (driver.read(back, 20), driver.read(there, 20)) == (b"five floats, 4 bytes", bytes(20))
+
+
+@given(
+    lies=st.dictionaries(
+        st.sampled_from(routes(3)),
+        st.sampled_from([fake_gpus.zeros, fake_gpus.lost, fake_gpus.stale, fake_gpus.private_mirror]),
+    )
+)
+@settings(max_examples=50)
+def test_any_mixture_of_lies_is_found(lies: dict[Route, Callable[[Move], None]]) -> None:
+    """Whichever routes lie in whichever way, exactly they are broken."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link_probe, "ALONE", (16, 64, 64))
+        patch.setattr(link_probe, "TOGETHER", (64, 64))
+        found = _probed(FakeDriver(lies))
+    assert {route for route, link in found.items() if link.verdict == BROKEN} == set(lies)
+
+
+def test_full_gpus_are_untested() -> None:
+    """Where there is no memory for the test nothing is verified, and nothing is said to be broken."""
+    found = _probed(fake_gpus.FullDriver(names=GPUS[:2])).values()
+    assert {(link.verdict, link.reason) for link in found} == {
+        (UNTESTED, "no memory for the test: GPU 0 has no 16777216 bytes"),
+        (UNTESTED, "no memory for the test: GPU 1 has no 16777216 bytes"),
+    }
+
+
+def test_the_poison_differs_in_every_byte() -> None:
+    """No byte of the poison is the byte that is sent there, and contents change from draw to draw."""
+    contents = link_probe._Contents(4096)
+    (sent, poison), (again, _) = contents.draw(4096), contents.draw(4096)
+    assert not any(a == b for a, b in zip(sent, poison, strict=True))
+    assert bytes(sent) != bytes(again)
+
+
+def test_a_hang_costs_only_the_links_under_test() -> None:
+    """A link that hangs is broken; verdicts before it stand, and those after it are found by another child."""
+    report = _report("hanging_store")
+    assert _not_working(report) == {(STORE, 1, 0): BROKEN, (LOAD, 0, 1): BROKEN}
+    reasons = {link.route: link.reason for link in report.links}
+    assert reasons[STORE, 1, 0] == "the probe hung for 3 s"
+    assert reasons[LOAD, 0, 1] == "nothing arrived of 16 bytes"
+
+
+def test_a_hang_when_concurrent_breaks_all_links_that_were_busy() -> None:
+    """If all links of a mechanism at once hang, none of them may be used; the other mechanisms still may."""
+    report = _report("hanging_together")
+    assert _not_working(report) == {route: BROKEN for route in routes(2) if route[0] == LOAD}
+    assert "the probe hung for 3 s with 2 links at once" in {link.reason for link in report.links}
+
+
+def test_the_probe_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every child hangs, all links are broken after a few: what did not finish must not be used."""
+    monkeypatch.setattr(link_child, "CHILDREN", 2)
+    report = link_report(driver="tests.fake_gpus:hanging_always", deadline_s=1.0)
+    assert {link.verdict for link in report.links} == {BROKEN}
+    assert [link.reason.partition(",")[0] for link in report.links[:3]] == [
+        "the probe hung for 1 s",
+        "the probe hung for 1 s",
+        "not finished before 2 probes had failed",
+    ]
+
+
+def test_a_crash_costs_only_the_link_under_test() -> None:
+    """A link whose test raises, or takes the process along, is broken, and the reason says how it ended."""
+    report = _report("failing")
+    assert _not_working(report) == {(COPY, 1, 0): BROKEN, (FLAG, 0, 1): BROKEN}
+    reasons = {link.route: link.reason for link in report.links}
+    assert reasons[COPY, 1, 0] == "the probe died with exit code 86"
+    assert reasons[FLAG, 0, 1] == "the probe died with exit code 1: RuntimeError: illegal access at GPU 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("broken_driver", "the probe died with exit code 1: OSError: no such driver"),
+        ("changing", "the probe died with exit code 1: it sees other GPUs than its parent: GPU-c, GPU-b, GPU-a"),
+    ],
+)
+def test_a_child_that_cannot_start_leaves_all_untested(name: str, reason: str, cache: Path) -> None:
+    """Without a probe, or with one that sees other GPUs, no link is verified or blamed, and nothing is cached."""
+    assert {(link.verdict, link.reason) for link in _report(name).links} == {(UNTESTED, reason)}
+    assert not cache.exists()
+
+
+def test_what_a_driver_prints_does_not_disturb() -> None:
+    """The child's verdicts are not mixed up with what libraries write to standard output."""
+    assert _not_working(_report("noisy")) == {}
+
+
+@pytest.mark.usefixtures("probes")
+def test_mechanisms_without_a_test_are_untested(cache: Path) -> None:
+    """A mechanism that the driver cannot test is never allowed; what it can test is cached all the same."""
+    report = _report("copies_only")
+    assert _not_working(report) == {route: UNTESTED for route in routes(3) if route[0] != COPY}
+    assert {link.reason for link in report.links if link.mechanism == FLAG} == {"no kernel"}
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.usefixtures("probes")
+def test_a_report_answers_by_direction_and_mechanism() -> None:
+    """``works`` and ``pairs`` tell directions and mechanisms apart, and deny what the report does not have."""
+    report = _report("one_way")
+    assert report.works(0, 1, COPY)
+    assert not report.works(1, 0, COPY)
+    assert report.works(1, 0, STORE)
+    assert not report.works(0, 3, COPY)
+    assert report.pairs(COPY) == {(a, b) for _, a, b in routes(3)} - {(1, 0)}
+
+
+def test_one_gpu_or_none_needs_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no two GPUs the report is empty, without a child process; also for torch without any GPU."""
+    monkeypatch.delattr(subprocess, "Popen")
+    assert _report("single") == LinkReport(("GPU-a",), ())
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.device_count", lambda: 0)
+        assert link_report() == LinkReport((), ())
+
+
+def test_a_report_is_cached_for_other_orders_of_the_gpus(probes: list[str]) -> None:
+    """A later process takes the verdicts from disk, and the same GPUs in another order get their own ones."""
+    report = _report("one_way")
+    assert _not_working(report) == {(COPY, 1, 0): BROKEN}  # from GPU-b to GPU-a
+    assert _report("one_way") == report
+    again = _report("reordered")  # GPU-c, GPU-a, GPU-b
+    assert _not_working(again) == {(COPY, 2, 1): BROKEN}
+    assert again.gpus == ("GPU-c", "GPU-a", "GPU-b")
+    assert tuple(link.route for link in again.links) == routes(3)
+    assert probes == ["one_way"]
+
+
+def test_the_cache_can_be_forced(probes: list[str]) -> None:
+    """With ``use_cache=False`` the GPUs are probed anew, and later processes get the new verdicts."""
+    _report("one_way")
+    assert _not_working(_report("honest", use_cache=False)) == {}
+    assert _not_working(_report("one_way")) == {}
+    assert probes == ["one_way", "honest"]
+
+
+@pytest.mark.parametrize("what", ["driver", "boot", "probe", "GPUs", "mechanisms"])
+def test_other_circumstances_are_probed_anew(
+    what: str, probes: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Verdicts are not used under another driver, after a boot, by another probe, for other GPUs or more mechanisms."""
+    _report("copies_only")
+    boot = tmp_path / "boot_id"
+    boot.write_text("another\n")
+    changes: dict[str, Callable[[], None]] = {
+        "driver": lambda: monkeypatch.setenv("FAKE_SOFTWARE", "fake driver 2"),
+        "boot": lambda: monkeypatch.setattr(link_cache, "_BOOT_ID", boot),
+        "probe": lambda: monkeypatch.setattr(link_cache, "PROBE_VERSION", 0),
+    }
+    changes.get(what, lambda: None)()
+    name = {"GPUs": "pair", "mechanisms": "honest"}.get(what, "copies_only")
+    for _ in range(2):
+        _report(name)
+    assert probes == ["copies_only", name]
+
+
+DAMAGES: dict[str, Callable[[str], bytes]] = {
+    "empty": lambda _: b"",
+    "cut off": lambda text: text[: len(text) // 2].encode(),
+    "no text": lambda _: b"\xff\xfe\x00",
+    "no object": lambda _: b"[]",
+    "a link is missing": lambda text: text.replace(
+        '{"mechanism": "copy", "source": 0, "target": 1,', '{"x": 1,'
+    ).encode(),
+    "a link is there twice": lambda text: text.replace('"source": 0, "target": 1', '"source": 1, "target": 0').encode(),
+    "a verdict is unknown": lambda text: text.replace('"works"', '"perfect"').encode(),
+    "a GPU is another": lambda text: text.replace('"GPU-a"', '"GPU-z"').encode(),
+    "deep": lambda _: b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_cache_is_probed_anew(damage: Callable[[str], bytes], probes: list[str], cache: Path) -> None:
+    """Whatever is in the file, nobody sees an error: the GPUs are probed again and the file is whole again."""
+    report = _report("one_way")
+    (file,) = cache.iterdir()
+    text = file.read_text()
+    file.write_bytes(damage(text))
+    assert file.read_bytes() != text.encode()
+    assert _report("one_way") == report
+    assert probes == ["one_way", "one_way"]
+    assert file.read_text() == text
+
+
+def test_an_unwritable_cache_is_no_obstacle(probes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing can be written every process probes."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert _not_working(_report("one_way")) == _not_working(_report("one_way")) == {(COPY, 1, 0): BROKEN}
+    assert probes == ["one_way", "one_way"]
+
+
+@pytest.mark.parametrize("name", ["nameless", "twins", "full"])
+def test_what_cannot_be_told_apart_or_tested_is_not_cached(name: str, probes: list[str], cache: Path) -> None:
+    """GPUs without a UUID or with the same one, and probes that had no room, leave nothing on disk."""
+    _report(name)
+    assert not cache.exists()
+    assert probes == [name]
+
+
+def test_an_unknown_driver_or_boot_is_not_cached(
+    probes: list[str], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where driver or boot cannot be told, no old verdict can be trusted and none is kept."""
+    monkeypatch.setenv("FAKE_SOFTWARE", "")
+    _report("honest")
+    monkeypatch.delenv("FAKE_SOFTWARE")
+    monkeypatch.setattr(link_cache, "_BOOT_ID", tmp_path / "none")
+    _report("honest")
+    assert not cache.exists()
+    assert len(probes) == 2
+
+
+@pytest.mark.usefixtures("probes")
+def test_the_cache_is_where_the_desktop_standard_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an absolute ``XDG_CACHE_HOME`` the cache is in the home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    _report("honest")
+    (file,) = (tmp_path / ".cache" / "tpplan").iterdir()
+    assert file.name.startswith("links-")
+
+
+@pytest.mark.usefixtures("probes")
+def test_a_report_has_a_json_form() -> None:
+    """The canonical JSON of a report has everything in it."""
+    report = _report("one_way")
+    text = codec.dumps(report)
+    assert (
+        '{"mechanism": "copy", "source": 1, "target": 0, "verdict": "broken", "reason": "zeros arrived of 16 bytes"}'
+        in text
+    )
+    assert codec.structure(codec.parse_json(text, "it"), LinkReport, "it") == report

@@ -1,0 +1,89 @@
+"""Links: what is verified of moving data from one GPU to another."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from attrs import evolve, frozen
+
+
+class Mechanism(StrEnum):
+    """How bytes get from the memory of GPU a to the memory of GPU b, without the host."""
+
+    COPY = "copy"  # a's or b's copy engine
+    STORE = "store"  # a kernel on a writes b's memory
+    LOAD = "load"  # a kernel on b reads a's memory
+    FLAG = "flag"  # kernels on both at once: a stores data and a flag, b polls the flag, takes the data, and answers
+
+
+class Verdict(StrEnum):
+    """What the probe found."""
+
+    WORKS = "works"
+    BROKEN = "broken"
+    UNTESTED = "untested"
+
+
+#: What is tested: (mechanism, source, target).
+Route = tuple[Mechanism, int, int]
+
+
+@frozen
+class Link:
+    """The verdict on one mechanism in one direction.
+
+    Attributes:
+        mechanism: that moves the bytes.
+        source: index of the GPU that has them.
+        target: index of the GPU that gets them.
+        verdict: only a link that works may be used.
+        reason: of the verdict, for people.
+    """
+
+    mechanism: Mechanism
+    source: int
+    target: int
+    verdict: Verdict
+    reason: str
+
+    @property
+    def route(self) -> Route:
+        """What the verdict is on."""
+        return self.mechanism, self.source, self.target
+
+
+@frozen
+class LinkReport:
+    """The verdicts on all links of some GPUs; :func:`tpplan.codec.dumps` makes JSON of it.
+
+    Attributes:
+        gpus: UUIDs, in the order that indices refer to.
+        links: one per route, in the order of :func:`routes`.
+    """
+
+    gpus: tuple[str, ...]
+    links: tuple[Link, ...]
+
+    def pairs(self, mechanism: Mechanism) -> frozenset[tuple[int, int]]:
+        """Return the (source, target) between which a mechanism is verified; it must not be used between others."""
+        return frozenset(
+            (link.source, link.target)
+            for link in self.links
+            if link.mechanism == mechanism and link.verdict == Verdict.WORKS
+        )
+
+    def works(self, source: int, target: int, mechanism: Mechanism) -> bool:
+        """Tell whether a mechanism is verified from one GPU to another."""
+        return (source, target) in self.pairs(mechanism)
+
+    def reordered(self, gpus: tuple[str, ...]) -> LinkReport:
+        """Return the same verdicts with the indices of another order of the same GPUs, which have distinct UUIDs."""
+        index = [gpus.index(gpu) for gpu in self.gpus]
+        moved = (evolve(link, source=index[link.source], target=index[link.target]) for link in self.links)
+        order = {route: i for i, route in enumerate(routes(len(gpus)))}
+        return LinkReport(gpus, tuple(sorted(moved, key=lambda link: order[link.route])))
+
+
+def routes(gpus: int) -> tuple[Route, ...]:
+    """Return what there is to test between a number of GPUs: by mechanism, then source, then target."""
+    return tuple((m, a, b) for m in Mechanism for a in range(gpus) for b in range(gpus) if a != b)

@@ -1,0 +1,82 @@
+"""The GPUs that torch sees, for the probe of links."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpplan.exec.link import Mechanism
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Files of which the first that exists tells the version of the GPUs' driver.
+_DRIVER_VERSIONS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/amdgpu/srcversion")
+
+#: Settings of torch's allocator: memory of another kind may be reached in another way.
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+class TorchDriver:
+    """Tests what torch's copies do; implements :class:`tpplan.exec.link_probe.Driver`."""
+
+    def gpus(self) -> tuple[str, ...]:
+        """Return the UUIDs of the GPUs that torch sees."""
+        count = torch.cuda.device_count()
+        return tuple(str(getattr(torch.cuda.get_device_properties(i), "uuid", "")) for i in range(count))
+
+    def software(self) -> str:
+        """Return driver, torch and the settings of its allocator; empty if no file tells the driver's version."""
+        path = next((path for path in map(Path, _DRIVER_VERSIONS) if path.is_file()), None)
+        if path is None:
+            return ""
+        driver = path.read_text().partition("\n")[0]
+        settings = [f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ]
+        return "; ".join((driver, f"torch {torch.__version__}", *settings))
+
+    def lacks(self, mechanism: Mechanism) -> str:
+        """Return why a mechanism cannot be tested: torch has no kernels that reach into another GPU's memory."""
+        return "" if mechanism == Mechanism.COPY else "no kernel tests it yet"
+
+    def allocate(self, gpu: int, size: int) -> torch.Tensor:
+        """Return ``size`` bytes of a GPU's memory.
+
+        Raises:
+            MemoryError: there is no room.
+        """
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", gpu))
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"GPU {gpu} has no {size} bytes left") from error
+
+    def write(self, buffer: torch.Tensor, data: memoryview) -> None:
+        """Fill the first bytes of a buffer from the host."""
+        buffer[: len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        torch.cuda.synchronize(buffer.device)
+
+    def read(self, buffer: torch.Tensor, size: int) -> bytes:
+        """Return the first bytes of a buffer."""
+        data = bytearray(size)
+        torch.frombuffer(data, dtype=torch.uint8).copy_(buffer[:size])
+        return bytes(data)
+
+    def move(self, mechanism: Mechanism, moves: Sequence[tuple[torch.Tensor, torch.Tensor]], size: int) -> None:
+        """Copy the first bytes of each source to its target, each on streams of its own at both ends."""
+        if reason := self.lacks(mechanism):
+            raise NotImplementedError(f"{mechanism}: {reason}")
+        streams = [[_stream(end) for end in move] for move in moves]  # at both, as torch makes either end wait
+        for (source, target), ends in zip(moves, streams, strict=True):
+            with ExitStack() as stack:
+                for stream in ends:
+                    stack.enter_context(torch.cuda.stream(stream))
+                target[:size].copy_(source[:size], non_blocking=True)
+        for stream in (stream for ends in streams for stream in ends):
+            stream.synchronize()
+
+
+def _stream(end: torch.Tensor) -> torch.cuda.Stream:
+    return torch.cuda.Stream(end.device)  # type: ignore[no-untyped-call]

@@ -1,0 +1,65 @@
+"""Which links between the GPUs here work: asked of the cache, else of the probe.
+
+``python -m tpplan.exec.links`` prints the report as JSON, after probing anew.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tpplan import codec
+from tpplan.exec import link_cache
+from tpplan.exec.link import Link, LinkReport, Mechanism, Verdict, routes
+from tpplan.exec.link_child import load_driver, probe_in_child
+
+__all__ = ["Link", "LinkReport", "Mechanism", "Verdict", "link_report"]
+
+TORCH = "tpplan.exec.link_driver:TorchDriver"
+
+
+def link_report(*, use_cache: bool = True, driver: str = TORCH, deadline_s: float = 30.0) -> LinkReport:
+    """Return the verdict on every mechanism from each GPU that this process sees to each other.
+
+    A verdict can only forbid: what is broken, untested or missing in the report must not be used. The probe runs in a
+    child process, takes some seconds, and needs up to 32 MiB, and 16 MiB per other GPU, of each GPU's memory besides
+    the driver's own for another process. Its verdicts are kept on disk until the next boot, under
+    ``$XDG_CACHE_HOME/tpplan``, by UUIDs of the GPUs, driver and version of the probe; those of a probe that could not
+    test what it should are not.
+
+    Args:
+        use_cache: take the verdicts from disk if they are there; otherwise probe anew, and keep that.
+        driver: of the GPUs, as ``module:factory`` of a :class:`tpplan.exec.link_probe.Driver`.
+        deadline_s: seconds after which a step of the probe counts as hung.
+
+    Returns:
+        The report, with the indices of the driver; without links where there are fewer than two GPUs.
+    """
+    gpus_driver = load_driver(driver)
+    gpus = gpus_driver.gpus()
+    lacks = {mechanism: gpus_driver.lacks(mechanism) for mechanism in Mechanism}
+    wanted = [route for route in routes(len(gpus)) if not lacks[route[0]]]
+    if not wanted:
+        return _report(gpus, lacks, ())
+    origin = link_cache.origin(gpus, gpus_driver.software())
+    if origin and use_cache and (report := link_cache.load(origin, gpus)) and _is_complete(report, lacks):
+        return report
+    report = _report(gpus, lacks, probe_in_child(driver, gpus, wanted, deadline_s))
+    if origin and _is_complete(report, lacks):
+        link_cache.save(origin, report)
+    return report
+
+
+def _report(gpus: tuple[str, ...], lacks: dict[Mechanism, str], links: tuple[Link, ...]) -> LinkReport:
+    """Add the mechanisms that cannot be tested."""
+    found = {link.route: link for link in links}
+    every = (found.get(r) or Link(*r, Verdict.UNTESTED, lacks[r[0]]) for r in routes(len(gpus)))
+    return LinkReport(gpus, tuple(every))
+
+
+def _is_complete(report: LinkReport, lacks: dict[Mechanism, str]) -> bool:
+    """Tell whether everything is tested that can be."""
+    return all(lacks[link.mechanism] or link.verdict != Verdict.UNTESTED for link in report.links)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(codec.dumps(link_report(use_cache=False)))
