@@ -428,6 +428,34 @@ def test_any_parameters(forms: tuple[Json, Json], positions: int) -> None:
     assert_tables(new, positions)
 
 
+#: Scalings at their edges: where a formula changes, or a number means "not given".
+EDGES: dict[str, Json] = {
+    "YaRN, hardly longer": {**YARN, "factor": 1.5},
+    "YaRN, shorter": {**YARN, "factor": 0.75},
+    "YaRN, mscale alone": {**YARN, "mscale": 0.8},
+    "YaRN, mscale over 0": {**YARN, "mscale": 0.8, "mscale_all_dim": 0},
+    "YaRN, mscale over mscale": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5},
+    "YaRN, attention of 0": {**YARN, "attention_factor": 0.0},
+    "YaRN, ramp beyond the last pair": {**YARN, "rope_theta": 9.0, ORIGINAL: 3000},
+    "YaRN, ramp without width": {**YARN, ORIGINAL: 6},
+    "YaRN, turns of 0": {**YARN, "beta_fast": 0, "beta_slow": 0},
+    "dynamic, not to be computed in float32": {"rope_type": "dynamic", "factor": 1.7},
+    "LongRoPE, hardly longer": {**LONGROPE, "factor": 1.5},
+    "LongRoPE, shorter": {**LONGROPE, "factor": 0.75},
+    "LongRoPE, attention of 0": {**LONGROPE, "attention_factor": 0},
+    "type beside rope_type": {"rope_type": "linear", "type": "dynamic", "factor": 2},
+    "original context left out": {key: value for key, value in LLAMA3.items() if key != ORIGINAL},
+}
+
+
+@pytest.mark.parametrize("scaling", EDGES.values(), ids=EDGES)
+def test_edges(scaling: Json) -> None:
+    """Scalings at their edges give transformers' tables, for a sequence as long as the context or one more."""
+    config = {**LLAMA, "rope_scaling": scaling}
+    for positions in (64, 65, 256, 257):
+        assert_tables(config, positions)
+
+
 @pytest.mark.parametrize("scaling", [{"rope_type": "dynamic", "factor": 3.0}, {**LONGROPE, ORIGINAL: 256}])
 def test_length_matters(scaling: Json) -> None:
     """With dynamic scaling and LongRoPE, a sequence beyond the context turns differently from its start on."""
