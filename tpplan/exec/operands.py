@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.program import HOST
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
+
+#: Device, first column and one past the last, of each.
+Slices = tuple[tuple[int, int, int], ...]
 
 _ITEM_BYTES = (1, 2, 4, 8)
 _ADDABLE = (torch.float16, torch.bfloat16, torch.float32)
@@ -33,10 +38,98 @@ class Layout:
     @property
     def rows(self) -> int:
         """Tokens."""
-        rows = 1
-        for size in self.lead:
-            rows *= size
-        return rows
+        return prod(self.lead)
+
+
+class Operands:
+    """Checks the operands of a context's operations.
+
+    Attributes:
+        places: torch's device for each of the plan's in use, and for HOST.
+        max_rows: most rows of an operand.
+    """
+
+    def __init__(self, places: Mapping[int, torch.device], max_rows: int) -> None:
+        self.places = places
+        self.max_rows = max_rows
+
+    def origin(self, what: str, x: Tensor, source: int | None) -> tuple[int, Layout]:
+        """Return the device that a single tensor is on, or HOST, and its layout.
+
+        Args:
+            what: to call the operation in errors.
+            x: the tensor.
+            source: where the caller says that it is, if it does.
+
+        Raises:
+            ExecutionError: it is on no device of the plan, or not on that one, or see :func:`layout_of`.
+        """
+        layout = layout_of(f"{what}: x", x, self.max_rows)
+        if source is None:
+            source = next((index for index, place in self.places.items() if place == x.device), None)
+        if source is None:
+            names = ", ".join(map(str, dict.fromkeys(self.places.values())))
+            raise ExecutionError(f"{what}: x is on {x.device}, expected one of {names}", "move it there first")
+        if source not in self.places:
+            names = ", ".join(map(str, self.places))
+            raise ExecutionError(f"{what}: source is {source}, expected one of {names}", f"{HOST} is the host")
+        check(f"{what}: x", x, layout, x.shape[-1], self.places[source])
+        return source, layout
+
+    def parts(self, what: str, parts: Sequence[Tensor], slices: Slices, *, adds: bool = False) -> Layout:
+        """Check one part for each slice, and return what they have in common.
+
+        Raises:
+            ExecutionError: see :func:`layout_of`, :func:`check_count` and :func:`check`.
+        """
+        check_count(what, parts, tuple(device for device, _, _ in slices))
+        layout = layout_of(f"{what}[0]", parts[0], self.max_rows, adds=adds)
+        self.like(what, parts, slices, layout)
+        return layout
+
+    def like(self, what: str, tensors: Sequence[Tensor], slices: Slices, layout: Layout) -> None:
+        """Check one tensor for each slice against the layout of others.
+
+        Raises:
+            ExecutionError: see :func:`check_count` and :func:`check`.
+        """
+        check_count(what, tensors, tuple(device for device, _, _ in slices))
+        for i, (tensor, (device, start, stop)) in enumerate(zip(tensors, slices, strict=True)):
+            check(f"{what}[{i}] of device {device}", tensor, layout, stop - start, self.places[device])
+
+    def outputs(
+        self,
+        what: str,
+        slices: Slices,
+        layout: Layout,
+        *,
+        out: Sequence[Tensor] | None,
+        inputs: Sequence[Tensor],
+        own: Sequence[Sequence[Tensor]] = (),
+    ) -> tuple[Tensor, ...]:
+        """Return a tensor to write to for each slice: new ones, or the caller's.
+
+        Args:
+            what: to call the operation in errors.
+            slices: device and columns of each.
+            layout: of the operation.
+            out: the caller's, if there are any.
+            inputs: all tensors that are read, which the caller's must not overlap.
+            own: for each slice the inputs that the caller's may be, exactly; or nothing.
+
+        Raises:
+            ExecutionError: see :func:`check_count`, :func:`check`, :func:`check_writable` and :func:`check_apart`.
+        """
+        if out is None:
+            return tuple(
+                torch.empty((*layout.lead, stop - start), dtype=layout.dtype, device=self.places[device])
+                for device, start, stop in slices
+            )
+        self.like(f"{what}: out", out, slices, layout)
+        for i, tensor in enumerate(out):
+            check_writable(f"{what}: out[{i}]", tensor)
+        check_apart(what, out, inputs, own)
+        return tuple(out)
 
 
 def layout_of(what: str, tensor: Tensor, max_rows: int, *, adds: bool = False) -> Layout:
@@ -72,6 +165,18 @@ def layout_of(what: str, tensor: Tensor, max_rows: int, *, adds: bool = False) -
     return layout
 
 
+def columns_of(what: str, tensor: Tensor) -> int:
+    """Return the size of the last dimension.
+
+    Raises:
+        ExecutionError: there is none.
+    """
+    _check_kind(what, tensor)
+    if not tensor.dim():
+        raise ExecutionError(f"{what} has no dimensions, so no columns", "the last dimension holds the columns")
+    return tensor.shape[-1]
+
+
 def check(what: str, tensor: Tensor, layout: Layout, columns: int, device: torch.device) -> None:
     """Refuse a tensor that does not fit the others of its operation.
 
@@ -103,27 +208,26 @@ def check_count(what: str, tensors: Sequence[Tensor], devices: tuple[int, ...]) 
         raise ExecutionError(f"{what}: {got}, expected one for each of the devices {names}", "in device order")
 
 
-def check_apart(what: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, in_place: bool) -> None:
-    """Refuse outputs that lie over inputs or over each other.
+def check_apart(what: str, out: Sequence[Tensor], inputs: Sequence[Tensor], own: Sequence[Sequence[Tensor]]) -> None:
+    """Refuse outputs that lie over each other or over inputs.
 
     Args:
         what: to call the operation in errors.
-        outputs: given by the caller.
-        inputs: all others.
-        in_place: whether an output may be exactly an input.
+        out: given by the caller.
+        inputs: all tensors that are read.
+        own: for each output the inputs that it may be, exactly; or nothing.
 
     Raises:
         ExecutionError: two of them overlap.
     """
-    spans = [(*_span(t), i < len(outputs), t) for i, t in enumerate((*outputs, *inputs))]
-    for i, (start, stop, written, tensor) in enumerate(spans):
-        for other_start, other_stop, _, other in spans[i + 1 :]:
-            if not written or stop <= other_start or other_stop <= start or tensor.device != other.device:
-                continue
-            if not (in_place and _is_same(tensor, other) and not any(other is o for o in outputs)):
-                raise ExecutionError(
-                    f"{what}: out shares memory with another tensor", "pass tensors of their own as out"
-                )
+    spans = [(*_span(tensor), tensor) for tensor in (*out, *inputs)]
+    for i, (start, stop, output) in enumerate(spans[: len(out)]):
+        twins = own[i] if own else ()
+        for other_start, other_stop, other in spans[i + 1 :]:
+            if start < other_stop and other_start < stop and output.device == other.device:
+                if any(other is twin for twin in twins) and _is_same(output, other):
+                    continue
+                raise ExecutionError(f"{what}: out[{i}] shares memory with another tensor", "give it memory of its own")
 
 
 def matrix(tensor: Tensor) -> Tensor:
@@ -134,21 +238,23 @@ def matrix(tensor: Tensor) -> Tensor:
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
 
 
-def output_matrix(what: str, tensor: Tensor) -> Tensor:
-    """Return a tensor to write to as ``[rows, columns]``.
+def check_writable(what: str, tensor: Tensor) -> None:
+    """Refuse an output that cannot be written row by row.
 
     Raises:
-        ExecutionError: its strides do not allow it.
+        ExecutionError: it has to be copied to have rows one step apart, or its rows or columns overlap.
     """
     columns = tensor.shape[-1]
     try:
         flat = tensor.detach().view(-1, columns)
     except RuntimeError:
         flat = None
-    if flat is None or (flat.stride(-1) != 1 and columns > 1) or (flat.stride(0) < columns and flat.shape[0] > 1):
-        hint = "the last dimension is contiguous, and the others are one step apart, row by row"
-        raise ExecutionError(f"{what} has strides {tensor.stride()}, which cannot be written row by row", hint)
-    return flat
+    dense = flat is not None and (columns == 1 or flat.stride(1) == 1)
+    if flat is None or not dense or (flat.shape[0] > 1 and flat.stride(0) < columns):
+        message = (
+            f"{what} has shape {list(tensor.shape)} and strides {tensor.stride()}, which cannot be written by rows"
+        )
+        raise ExecutionError(message, "let its last dimension be contiguous and its rows the same step apart")
 
 
 def _check_kind(what: str, tensor: object) -> None:

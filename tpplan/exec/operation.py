@@ -183,3 +183,13 @@ def allgather(name: str, slices: tuple[tuple[int, int, int], ...], targets: tupl
             if b > a
         ),
     )
+
+
+def all_reduce(columns: int, givers: tuple[int, ...], takers: tuple[int, ...], residual: bool) -> Reduction:  # noqa: FBT001
+    """Add up the givers' parts, and a residual, on all takers."""
+    return Reduction("all_reduce", columns, givers, takers, residual)
+
+
+def add(slices: tuple[tuple[int, int, int], ...]) -> Addition:
+    """Add to each device's output the columns (device, start, stop) of its input."""
+    return Addition("add_residual", tuple(Share(device, a, b) for device, a, b in slices if b > a))

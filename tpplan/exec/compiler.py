@@ -1,0 +1,224 @@
+"""Compiling: a plan is held against the machine, and what it needs there is made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+
+from tpplan.codec import fingerprint
+from tpplan.errors import ExecutionError, RequestError
+from tpplan.exec.binding import Memory
+from tpplan.exec.context import TPContext
+from tpplan.exec.cpu import VirtualDevices
+from tpplan.exec.device import DeviceContext
+from tpplan.exec.engine import Engine
+from tpplan.exec.host import HostMemory
+from tpplan.exec.lower import TRANSPORTS, Limits
+from tpplan.exec.program import HOST, SLOTS
+from tpplan.model import ModelSpec
+from tpplan.reader import read_model
+from tpplan.sizes import format_bytes
+from tpplan.verify import verify
+from tpplan.workspace import FLAG_BYTES, HOST_SLOT_BYTES, areas, pinned_bytes, slot_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from tpplan.exec.engine import Backend
+    from tpplan.exec.program import Queue
+    from tpplan.plan import SplitPlan
+
+BACKENDS = ("auto", "cpu", "cuda")
+#: What virtual devices use if not told otherwise: the fewest copies.
+_PLAINEST = "events"
+
+
+@frozen
+class Found:
+    """What a machine has where the plan expects a device.
+
+    Attributes:
+        name: of the device.
+        free_bytes: of its memory.
+        capability: CUDA compute capability such as ``8.9``.
+    """
+
+    name: str
+    free_bytes: int
+    capability: str
+
+
+def compile(  # noqa: A001 (what it does, and the name that the field uses)
+    plan: SplitPlan,
+    *,
+    backend: str = "auto",
+    devices: Sequence[torch.device | str | int] | None = None,
+    model: ModelSpec | str | Path | None = None,
+    max_rows: int | None = None,
+    dtype: torch.dtype | None = None,
+    transport: str = "auto",
+) -> TPContext:
+    """Hold a plan against the machine and make everything that its operations need.
+
+    Args:
+        plan: to run by.
+        backend: ``cuda``, ``cpu`` (virtual devices, all in host memory), or ``auto``: CUDA if the machine has the
+            devices.
+        devices: torch devices, one for each of the plan's; ``cuda:0``, ``cuda:1``, … if not given.
+        model: that is to run, or its directory; refused if the plan is for another.
+        max_rows: most rows of an operand, up to what the plan has room for, which is the default.
+        dtype: of the activations; the plan's if not given.
+        transport: ``peer``, ``host``, ``events``, or ``auto`` for the fastest that works.
+
+    Returns:
+        A context; closing it gives everything back.
+
+    Raises:
+        PlanError: the plan breaks a rule.
+        ExecutionError: the plan does not fit the machine or the arguments; every difference is listed.
+        RequestError: an argument has no meaning.
+    """
+    verify(plan)
+    _known("backend", backend, BACKENDS)
+    _known("transport", transport, ("auto", *TRANSPORTS))
+    dtype = dtype or getattr(torch, plan.model.dtype)
+    max_rows = plan.request.max_rows if max_rows is None else max_rows
+    places, problems = _places(plan, backend, devices)
+    problems += _mismatches(plan, model, max_rows, dtype)
+    if backend != "cpu":
+        found = [_found(place) if plan.memory[i].used_bytes else None for i, place in enumerate(places)]
+        problems += differences(plan, found)
+    if problems:
+        hint = 'plan again for this machine and model, or run on virtual devices with backend="cpu"'
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        raise ExecutionError(f"the plan for {plan.model.name} is not for this:{listed}", hint)
+    if backend != "cpu":
+        raise ExecutionError("this version runs programs on virtual devices only", 'use backend="cpu"')
+    chosen = _PLAINEST if transport == "auto" else transport
+    return build(plan, places, VirtualDevices, transport=chosen, max_rows=max_rows, dtype=dtype)
+
+
+def build(
+    plan: SplitPlan,
+    places: Sequence[torch.device],
+    start: Callable[[Memory], Backend],
+    *,
+    transport: str,
+    max_rows: int,
+    dtype: torch.dtype,
+) -> TPContext:
+    """Make a context on devices that were looked at.
+
+    Args:
+        plan: that obeys the rules.
+        places: a torch device for each of the plan's.
+        start: makes the backend over the context's memory.
+        transport: ``peer``, ``host`` or ``events``.
+        max_rows: most rows of an operand.
+        dtype: of the activations.
+
+    Raises:
+        ExecutionError: there is not enough memory.
+    """
+    sizes = areas(plan.splits, plan.model.dtype, plan.request)
+    devices = [
+        DeviceContext(i, plan.devices[i].name, places[i], area) for i, area in enumerate(sizes) if area.total_bytes
+    ]
+    used = [device.index for device in devices]
+    pinned = pinned_bytes(plan.splits, plan.model.dtype, plan.request)
+    host = HostMemory(pinned, used, lock_pages=any(place.type == "cuda" for place in places))
+    peer_slot = slot_bytes(len(devices))
+    contexts = {device.index: device for device in devices}
+
+    def slots(queue: Queue) -> torch.Tensor:
+        if queue.place == HOST:
+            return host.slots(queue)
+        senders = [index for index in used if index != queue.place]
+        area = contexts[queue.place].control[FLAG_BYTES:]
+        size = 2 * SLOTS * peer_slot  # flags travel inside the data
+        first = senders.index(queue.sender) * size
+        return area[first : first + size].view(SLOTS, -1)
+
+    backend = start(Memory({d.index: d.exchange for d in devices}, host.rings, slots))
+    limits = Limits(
+        slot_bytes=HOST_SLOT_BYTES if transport == "host" else peer_slot,
+        stage_bytes=pinned.chunk_bytes,
+        exchange_bytes=len(devices[0].exchange),
+    )
+    return TPContext(plan, devices, host, Engine(backend, transport, limits), max_rows=max_rows, dtype=dtype)
+
+
+def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
+    """Return what the plan expects of each device and the machine does not have.
+
+    Args:
+        plan: to be compiled.
+        found: for each of the plan's devices; None where none is needed.
+    """
+    problems = []
+    for i, (device, here) in enumerate(zip(plan.devices, found, strict=False)):
+        if here is None:
+            continue
+        where = f"devices[{i}] ({device.name}), here {here.name}"
+        memory = plan.memory[i]
+        needed = memory.used_bytes - memory.overhead_bytes  # the driver's part is taken by the time of asking
+        if here.free_bytes < needed:
+            problems.append(f"{where}: needs {format_bytes(needed)}, {format_bytes(here.free_bytes)} are free")
+        if device.capability and device.capability != here.capability:
+            problems.append(f"{where}: planned for capability {device.capability}, has {here.capability}")
+    return problems
+
+
+def _places(
+    plan: SplitPlan, backend: str, devices: Sequence[torch.device | str | int] | None
+) -> tuple[tuple[torch.device, ...], list[str]]:
+    """Return a torch device for each of the plan's, and why there is none for some."""
+    wanted = len(plan.devices)
+    if devices is not None:
+        places = tuple(
+            torch.device(d) if isinstance(d, torch.device | str) else torch.device("cuda", d) for d in devices
+        )
+        kind = "cpu" if backend == "cpu" else "cuda"
+        problems = [f"devices: {place} is not for the backend {backend}" for place in places if place.type != kind]
+        if kind == "cuda" and len(set(places)) < len(places):
+            problems.append(f"devices: {', '.join(map(str, places))} are not all different")
+        if len(places) != wanted:
+            problems.append(f"devices: the plan has {wanted}, {len(places)} were given")
+        return ((), problems) if problems else (places, [])
+    if backend == "cpu":
+        return (torch.device("cpu"),) * wanted, []
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if here < wanted:
+        return (), [f"devices: the plan has {wanted}, this machine has {here} CUDA devices"]
+    return tuple(torch.device("cuda", i) for i in range(wanted)), []
+
+
+def _mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows: int, dtype: torch.dtype) -> list[str]:
+    """Return what of the arguments the plan has no room for."""
+    problems = []
+    if model is not None:
+        given = fingerprint(model if isinstance(model, ModelSpec) else read_model(model))
+        if given != plan.model.fingerprint:
+            problems.append(f"model: the plan is for {plan.model.fingerprint}, this one is {given}")
+    if not 1 <= max_rows <= plan.request.max_rows:
+        problems.append(f"max_rows: the plan has room for 1 to {plan.request.max_rows}, {max_rows} were asked for")
+    planned: torch.dtype = getattr(torch, plan.model.dtype)
+    if not dtype.is_floating_point or dtype.itemsize > planned.itemsize:
+        problems.append(
+            f"dtype: the plan has room for {plan.model.dtype}, {str(dtype).partition('.')[2]} was asked for"
+        )
+    return problems
+
+
+def _found(device: torch.device) -> Found:
+    major, minor = torch.cuda.get_device_capability(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    return Found(torch.cuda.get_device_name(device), free, f"{major}.{minor}")
+
+
+def _known(what: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise RequestError(f"unknown {what} {str(value)[:40]!r}, expected {', '.join(choices)}", "choose one of these")

@@ -1,0 +1,305 @@
+"""The context of a compiled plan: its operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from tpplan.exec import operation
+from tpplan.exec.context_memory import ContextMemory
+from tpplan.exec.gathered import Gathered
+from tpplan.exec.operands import Operands, check, check_count, columns_of
+from tpplan.exec.program import HOST
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from torch import Tensor
+
+    from tpplan.axes import Axis
+    from tpplan.exec.device import DeviceContext
+    from tpplan.exec.engine import Engine
+    from tpplan.exec.host import HostMemory
+    from tpplan.plan import SplitPlan
+
+
+class TPContext(ContextMemory):
+    """A plan, compiled: every operation that moves data between the plan's devices.
+
+    Devices are named by their index in the plan. Tensors have the shape ``[..., columns]``; all dimensions but the last
+    together are the rows (tokens), 0 to ``max_rows``. An operation on an axis takes or returns one tensor for each
+    device that holds a part of the axis, in device order (:meth:`devices_of`); ``axis=None`` stands for all devices in
+    use. A part has the columns of the device's slice, times ``dim`` (such as the head size). ``layer`` is needed only
+    where the plan cuts layers differently.
+
+    Ordering: an operation reads its operands after what the caller's current streams on their devices hold at the time
+    of the call, and these streams go on after its results. So a result may be used, and an operand overwritten, right
+    away. Results are new tensors that no later call writes, unless the caller passes ``out``. No call changes the
+    current device or stream. Everything is checked before anything moves: an error leaves all tensors as they were.
+
+    A context serves one thread at a time and says so to others. Leaving it as a context manager closes it.
+
+    Attributes:
+        plan: what was compiled.
+        devices: what the context has on each device in use.
+        all_devices: the devices in use, ascending.
+        max_rows: most rows of an operand.
+        dtype: of the activations, for scratch and RoPE tables; operations take any dtype.
+    """
+
+    def __init__(
+        self,
+        plan: SplitPlan,
+        devices: Sequence[DeviceContext],
+        host: HostMemory,
+        engine: Engine,
+        *,
+        max_rows: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Take over everything that :func:`tpplan.exec.compile` has made."""
+        super().__init__(plan, devices, host, dtype)
+        self.max_rows = max_rows
+        self._engine = engine
+        places = {d.index: d.device for d in devices}
+        self._operands = Operands({**places, HOST: torch.device("cpu")}, max_rows)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._guard.closed else f"{len(self.devices)} devices"
+        return f"<TPContext {self.plan.model.name}, {state}>"
+
+    def broadcast(
+        self,
+        x: Tensor,
+        axis: Axis | str | None = None,
+        *,
+        layer: int | None = None,
+        source: int | None = None,
+        out: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Copy ``x`` to every device that holds a part of ``axis``.
+
+        Args:
+            x: ``[..., columns]``, any dtype of 1, 2, 4 or 8 bytes; on one of the devices or in host memory.
+            axis: whose devices get a copy.
+            layer: whose cut is meant.
+            source: the device that ``x`` is on, or HOST; needed only where its torch device does not tell: virtual
+                devices share the CPU, and ``x`` counts as the first one's.
+            out: tensors like the results, to write to instead of new ones.
+
+        Returns:
+            A tensor like ``x`` on each of the devices, also on the one that ``x`` is on.
+
+        Raises:
+            ExecutionError: an operand of the wrong kind, shape, dtype, device or number, or a closed context.
+        """
+        with self._guard:
+            origin, layout = self._operands.origin("broadcast", x, source)
+            targets, columns = self.devices_of(axis, layer), x.shape[-1]
+            slices = tuple((device, 0, columns) for device in targets)
+            outputs = self._operands.outputs("broadcast", slices, layout, out=out, inputs=(x,))
+            self._engine.run(operation.broadcast, (origin, targets, columns), layout, (x,), outputs)
+            return outputs
+
+    def scatter(
+        self,
+        x: Tensor,
+        axis: Axis | str,
+        *,
+        dim: int = 1,
+        layer: int | None = None,
+        source: int | None = None,
+        out: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Copy to every device its slice of the columns of ``x``.
+
+        Args:
+            x: ``[..., size of the axis × dim]``; for dtype and place see :meth:`broadcast`.
+            axis: that cuts the columns.
+            dim: columns per element of the axis.
+            layer: whose cut is meant.
+            source: see :meth:`broadcast`.
+            out: tensors like the results, to write to instead of new ones.
+
+        Returns:
+            ``[..., elements × dim]`` on each device that holds elements of the axis.
+
+        Raises:
+            ExecutionError: see :meth:`broadcast`.
+        """
+        with self._guard:
+            origin, layout = self._operands.origin("scatter", x, source)
+            slices = self._columns("scatter", axis, layer, dim)
+            check("scatter: x", x, layout, slices[-1][2], x.device)
+            outputs = self._operands.outputs("scatter", slices, layout, out=out, inputs=(x,))
+            self._engine.run(operation.scatter, (origin, slices), layout, (x,), outputs)
+            return outputs
+
+    def gather(
+        self,
+        parts: Sequence[Tensor],
+        axis: Axis | str,
+        *,
+        dim: int = 1,
+        layer: int | None = None,
+        out: Tensor | None = None,
+    ) -> Gathered:
+        """Copy the parts of all devices into one tensor in host memory, without waiting for it.
+
+        Args:
+            parts: ``[..., elements × dim]`` from each device that holds elements of the axis.
+            axis: that cuts the columns.
+            dim: columns per element of the axis.
+            layer: whose cut is meant.
+            out: ``[..., size of the axis × dim]`` in host memory, to write to; not to be read before the result is.
+
+        Returns:
+            A handle; its ``tensor``, ``[..., size of the axis × dim]``, waits until it is complete.
+
+        Raises:
+            ExecutionError: see :meth:`broadcast`.
+        """
+        with self._guard:
+            slices = self._columns("gather", axis, layer, dim)
+            layout = self._operands.parts("gather: parts", parts, slices)
+            whole, given = ((HOST, 0, slices[-1][2]),), None if out is None else (out,)
+            outputs = self._operands.outputs("gather", whole, layout, out=given, inputs=parts)
+            pending = self._engine.run(operation.allgather, ("gather", slices, (HOST,)), layout, parts, outputs)
+            return Gathered(outputs[0], pending)
+
+    def allgather(
+        self,
+        parts: Sequence[Tensor],
+        axis: Axis | str,
+        to: Axis | str | None = None,
+        *,
+        dim: int = 1,
+        layer: int | None = None,
+        out: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Copy the parts of all devices into one tensor on every device that holds a part of ``to``.
+
+        Args:
+            parts: ``[..., elements × dim]`` from each device that holds elements of ``axis``.
+            axis: that cuts the columns.
+            to: whose devices get the whole.
+            dim: columns per element of ``axis``.
+            layer: whose cuts are meant.
+            out: tensors like the results, to write to instead of new ones.
+
+        Returns:
+            ``[..., size of the axis × dim]`` on each device of ``to``.
+
+        Raises:
+            ExecutionError: see :meth:`broadcast`.
+        """
+        with self._guard:
+            slices = self._columns("allgather", axis, layer, dim)
+            layout = self._operands.parts("allgather: parts", parts, slices)
+            targets = self.devices_of(to, layer)
+            whole = tuple((device, 0, slices[-1][2]) for device in targets)
+            outputs = self._operands.outputs("allgather", whole, layout, out=out, inputs=parts)
+            self._engine.run(operation.allgather, ("allgather", slices, targets), layout, parts, outputs)
+            return outputs
+
+    def all_reduce(
+        self,
+        parts: Sequence[Tensor],
+        residual: Sequence[Tensor] | None = None,
+        *,
+        axis: Axis | str | None = None,
+        layer: int | None = None,
+        out: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Add up the parts of all devices, and a residual, on every device in use.
+
+        The parts are added in float32 in device order, then the residual, and the sum is rounded once: all devices
+        hold the same bits, and the same as on one device.
+
+        Args:
+            parts: ``[..., columns]`` in float16, bfloat16 or float32 from each device that holds elements of ``axis``.
+            residual: tensors like the parts, one on each device in use, all with the same contents.
+            axis: whose devices have parts.
+            layer: whose cut is meant.
+            out: tensors like the results, to write to instead of new ones; may be parts or residuals themselves.
+
+        Returns:
+            ``[..., columns]`` on each device in use.
+
+        Raises:
+            ExecutionError: see :meth:`broadcast`.
+        """
+        with self._guard:
+            givers, takers = self.devices_of(axis, layer), self.all_devices
+            check_count("all_reduce: parts", parts, givers)
+            columns = columns_of("all_reduce: parts[0]", parts[0])
+            given, sums = (tuple((device, 0, columns) for device in devices) for devices in (givers, takers))
+            layout = self._operands.parts("all_reduce: parts", parts, given, adds=True)
+            if residual is not None:
+                self._operands.like("all_reduce: residual", residual, sums, layout)
+            residuals = () if residual is None else tuple(residual)
+            inputs = (*parts, *residuals)
+            own = [[x for d, x in zip((*givers, *takers), inputs, strict=False) if d == taker] for taker in takers]
+            outputs = self._operands.outputs("all_reduce", sums, layout, out=out, inputs=inputs, own=own)
+            arguments = (columns, givers, takers, residual is not None)
+            self._engine.run(operation.all_reduce, arguments, layout, inputs, outputs)
+            return outputs
+
+    def add_residual(
+        self,
+        target: Sequence[Tensor],
+        source: Sequence[Tensor],
+        axis: Axis | str,
+        *,
+        dim: int = 1,
+        layer: int | None = None,
+    ) -> None:
+        """Add to every target, in place, the columns of its source that belong to the device's slice.
+
+        Args:
+            target: ``[..., elements × dim]`` in float16, bfloat16 or float32, on each device that holds elements.
+            source: on each of them ``[..., size of the axis × dim]``, of which the slice is taken, or the slice.
+            axis: that cuts the columns.
+            dim: columns per element of the axis.
+            layer: whose cut is meant.
+
+        Raises:
+            ExecutionError: see :meth:`broadcast`.
+        """
+        with self._guard:
+            slices = self._columns("add_residual", axis, layer, dim)
+            layout = self._operands.parts("add_residual: target", target, slices, adds=True)
+            check_count("add_residual: source", source, tuple(device for device, _, _ in slices))
+            size = slices[-1][2]
+            taken = tuple(
+                (d, a, b) if columns_of("add_residual: source", x) == size else (d, 0, b - a)
+                for (d, a, b), x in zip(slices, source, strict=True)
+            )
+            given = tuple((d, 0, max(x.shape[-1], b)) for (d, _, b), x in zip(taken, source, strict=True))
+            self._operands.like("add_residual: source", source, given, layout)
+            self._operands.outputs("add_residual", slices, layout, out=target, inputs=source)
+            self._engine.run(operation.add, (taken,), layout, source, target)
+
+    def synchronize(self) -> None:
+        """Return when everything that was issued is complete."""
+        with self._guard:
+            self._engine.backend.synchronize()
+
+    def close(self) -> None:
+        """Wait for everything, and give all memory back; closing again does nothing."""
+        if self._guard.close():
+            self._engine.backend.synchronize()
+            self._engine.backend.close()
+            self._host.close()
+            for device in self.devices.values():
+                device.close()

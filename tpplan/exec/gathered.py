@@ -1,0 +1,72 @@
+"""What a gather returns before it is complete."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch import Tensor
+
+
+class Pending(Protocol):
+    """A program that was issued."""
+
+    def done(self) -> bool:
+        """Return whether its results in host memory are complete."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when they are.
+
+        Raises:
+            TimeoutError: they are not, after ``timeout`` seconds.
+        """
+
+
+class Gathered:
+    """A tensor in host memory that devices may still be writing; it cannot be seen before it is complete.
+
+    Works like a future: ``done()``, ``result(timeout)``, and ``await`` in a coroutine.
+    """
+
+    def __init__(self, tensor: Tensor, pending: Pending | None) -> None:
+        """Hold back ``tensor`` until ``pending`` is done; None if it is complete."""
+        self._tensor = tensor
+        self._pending = pending
+
+    def __repr__(self) -> str:
+        return f"<Gathered {list(self._tensor.shape)} {'done' if self.done() else 'pending'}>"
+
+    def done(self) -> bool:
+        """Return whether the tensor is complete; does not wait."""
+        return self._pending is None or self._pending.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the tensor is complete.
+
+        Args:
+            timeout: in seconds; None waits for as long as it takes.
+
+        Raises:
+            TimeoutError: it is not complete in time.
+        """
+        if self._pending is not None:
+            self._pending.wait(timeout)
+            self._pending = None
+
+    def result(self, timeout: float | None = None) -> Tensor:
+        """Wait, as :meth:`wait` does, and return the tensor ``[..., columns]`` on the CPU."""
+        self.wait(timeout)
+        return self._tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The complete tensor ``[..., columns]`` on the CPU; waits for it."""
+        return self.result()
+
+    def __await__(self) -> Generator[None, None, Tensor]:
+        while not self.done():
+            yield from asyncio.sleep(0).__await__()
+        return self.result()

@@ -1,0 +1,74 @@
+"""The host's memory of a context: buffers for the caller, rings for copies, slots for small messages."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpplan.errors import ExecutionError
+from tpplan.exec.arena import Arena
+from tpplan.exec.program import HOST, SLOTS
+from tpplan.workspace import HOST_SLOT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tpplan.exec.program import Queue
+    from tpplan.workspace import Pinned
+
+
+class HostMemory:
+    """One block of host memory, pinned where devices read it.
+
+    Attributes:
+        rings: of each sender, the host included, for copies in parts.
+    """
+
+    def __init__(self, pinned: Pinned, devices: Sequence[int], *, lock_pages: bool) -> None:
+        """Allocate it.
+
+        Args:
+            pinned: how much.
+            devices: those in use.
+            lock_pages: whether to pin it, which takes a driver.
+
+        Raises:
+            ExecutionError: there is no room.
+        """
+        self._arena = Arena(pinned.total_bytes, torch.device("cpu"), "host memory", pinned=lock_pages)
+        self._buffers = tuple(self._arena.keep(pinned.buffer_bytes) for _ in range(2))
+        self.rings = {sender: self._arena.keep(SLOTS * pinned.chunk_bytes) for sender in (*devices, HOST)}
+        self._slot_bytes = 2 * HOST_SLOT_BYTES  # flags travel inside the data
+        self._slots: dict[Queue, Tensor] = {}
+
+    def buffer(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor over one of the caller's buffers.
+
+        Raises:
+            ExecutionError: there is no such buffer, or it is too small.
+        """
+        if index not in (0, 1):
+            raise ExecutionError(f"there is no host buffer {index}", "the buffers are 0 and 1")
+        memory = self._buffers[index]
+        size = prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or size > len(memory):
+            raise ExecutionError(
+                f"a host buffer of {len(memory)} bytes has no room for {list(shape)} in {str(dtype).partition('.')[2]}",
+                "plan with more --max-rows",
+            )
+        return memory[:size].view(dtype).view(tuple(shape))
+
+    def slots(self, queue: Queue) -> Tensor:
+        """Return the slots of a queue in host memory, ``[SLOTS, bytes]``; the same ones every time."""
+        if queue not in self._slots:
+            self._slots[queue] = self._arena.keep(SLOTS * self._slot_bytes).view(SLOTS, self._slot_bytes)
+        return self._slots[queue]
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._slots.clear()
+        self._arena.close()
