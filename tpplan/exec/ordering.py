@@ -1,0 +1,246 @@
+"""A happens-before checker: whatever the streams do, nothing touches bytes that something else is writing.
+
+What is checked, of programs that one context is given one after the other:
+
+- Any two accesses to the same bytes, one of which writes, are ordered: by a stream, an event, a flag or the host.
+- Nothing waits for ever, or for a command that is not issued by the end of the program.
+- Every program raises each flag as often as it is awaited, and every message is freed, so that the counts by which
+  senders and receivers find a slot stay together.
+- What a program reads of the context's memory or of its outputs, it has written before, and it has not yet written what
+  it reads of its inputs.
+- No output has a gap.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from attrs import Factory, define, frozen
+
+from tpplan.errors import InternalError
+from tpplan.exec.fence import own
+from tpplan.exec.program import (
+    HOST,
+    INPUT,
+    OUTPUT,
+    RESIDUAL,
+    SLOT,
+    SLOTS,
+    Await,
+    Flag,
+    Signal,
+    Sum,
+    View,
+    flat,
+    writes,
+)
+from tpplan.exec.region import missing
+from tpplan.exec.timeline import Node, Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tpplan.exec.program import Buffer, Program, Stream
+    from tpplan.exec.region import Region
+
+#: Kinds of findings.
+RACE, DEADLOCK, FLAGS, UNWRITTEN, OVERWRITTEN, GAP = "race", "deadlock", "flags", "unwritten", "overwritten", "gap"
+
+_SHOWN = 5
+
+
+@frozen
+class Finding:
+    """Something that is wrong with programs.
+
+    Attributes:
+        kind: ``race``, ``deadlock``, ``flags``, ``unwritten``, ``overwritten`` or ``gap``.
+        message: a sentence that names the commands, the columns and, counted from 1, the programs of the sequence.
+    """
+
+    kind: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+def verify(program: Program, *, in_place: bool = False) -> Program:
+    """Return a program that may run any number of times in a row.
+
+    Args:
+        program: to be checked.
+        in_place: whether each device's output may be its input or its residual.
+
+    Raises:
+        InternalError: something is wrong with it.
+    """
+    # Every run leaves the same behind, so that the second meets what all later ones meet; but in a slot a run meets the
+    # message that was sent SLOTS before, which in the worst case is as many runs ago.
+    slots = any(view.buffer.role == SLOT for step in flat(program) for view in writes(step))
+    found = check([program] * (1 + (SLOTS if slots else 1)), in_place=in_place)
+    if found:
+        more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        raise InternalError("\n".join((f"{program.name} is not safe:", *map(str, found[:_SHOWN]), *more)))
+    return program
+
+
+def check(programs: Sequence[Program], *, in_place: bool = False) -> tuple[Finding, ...]:
+    """Return what is wrong with programs that one context is given in this order; nothing if all is well.
+
+    Args:
+        programs: the same one any number of times.
+        in_place: whether each device's output may be its input or its residual.
+    """
+    timeline = Timeline(in_place)
+    for program in programs:
+        timeline.run(program)
+    found = [finding for program in dict.fromkeys(programs) for finding in (*_flags(program), *_gaps(program))]
+    order = _order(timeline.nodes)
+    found += _deadlocks(timeline, order)
+    found += _Watch(timeline.nodes).watch(order)
+    return tuple(found)
+
+
+def _flags(program: Program) -> Iterator[Finding]:
+    """Find flags that are raised more or less often than awaited, and messages that not every receiver frees."""
+    raised: defaultdict[Flag, list[Stream]] = defaultdict(list)
+    awaited: defaultdict[Flag, list[Stream]] = defaultdict(list)
+    for step in flat(program):
+        if isinstance(step, Signal | Await):
+            (raised if isinstance(step, Signal) else awaited)[step.flag].append(step.stream)
+    for flag in sorted({*raised, *awaited}):
+        queue, count = flag.queue, len(raised[flag])
+        by, to = (queue.sender, queue.receivers) if flag.device == HOST else (flag.device, (queue.sender,))
+        others = {*raised[flag]} - {own(by)} | {*awaited[flag]} - {own(device) for device in to}
+        if others:
+            yield Finding(FLAGS, f"{flag} is not for {min(others)} to use")
+        for device in to:
+            waits = awaited[flag].count(own(device))
+            if waits != count:
+                yield Finding(FLAGS, f"{flag} is raised {count} times and awaited {waits} times by {own(device)}")
+    for queue, receiver in sorted({(flag.queue, r) for flag in raised for r in flag.queue.receivers}):
+        full, free = Flag("full", queue), Flag("free", queue, receiver)
+        if len(raised[full]) != len(raised[free]):
+            yield Finding(FLAGS, f"{full} is raised {len(raised[full])} times, but {free} {len(raised[free])} times")
+
+
+def _gaps(program: Program) -> Iterator[Finding]:
+    """Find columns of an output that are not written, though later ones or other rows of them are."""
+    written: defaultdict[Buffer, list[View]] = defaultdict(list)
+    for step in flat(program):
+        for view in writes(step):
+            if view.buffer.role == OUTPUT:
+                written[view.buffer].append(view)
+    for buffer, views in written.items():
+        gap = missing(View(buffer, 0, max(view.stop for view in views)), views)
+        if gap:
+            yield Finding(GAP, f"nothing in {program.name} writes {gap}")
+
+
+def _order(nodes: Sequence[Node]) -> list[int]:
+    """Return the nodes that ever run, each behind those that it comes after."""
+    left = [len(node.after) for node in nodes]
+    followers: list[list[int]] = [[] for _ in nodes]
+    for index, node in enumerate(nodes):
+        for earlier in node.after:
+            followers[earlier].append(index)
+    order = [index for index, count in enumerate(left) if not count]
+    for index in order:  # which grows
+        for follower in followers[index]:
+            left[follower] -= 1
+            if not left[follower]:
+                order.append(follower)
+    return order
+
+
+def _deadlocks(timeline: Timeline, order: Sequence[int]) -> Iterator[Finding]:
+    """Find what waits for ever."""
+    for node, wanted, raised in timeline.stuck:
+        yield Finding(DEADLOCK, f"{node} waits for {wanted} signals, of which {raised} are issued with it or before")
+    blocked = {*range(len(timeline.nodes))}.difference(order)
+    if blocked:
+        path = [min(blocked)]
+        while path[-1] not in path[:-1]:
+            path.append(next(index for index in timeline.nodes[path[-1]].after if index in blocked))
+        cycle = path[path.index(path[-1]) :]
+        yield Finding(DEADLOCK, ", which waits for ".join(str(timeline.nodes[index]) for index in cycle))
+
+
+_Accesses = dict[tuple[object, ...], list[tuple[int, "Region"]]]
+
+
+@define
+class _Watch:
+    """Looks at all accesses to memory, in an order in which they may happen.
+
+    Attributes:
+        nodes: of a timeline.
+        found: so far, by the commands.
+        past: for each node, a bit for every node that is complete by its end.
+        read: each memory, by which nodes. Forgets what a later write covers: whatever is to come after the one is
+            compared with the other, which comes after it.
+        written: the same.
+    """
+
+    nodes: Sequence[Node]
+    found: dict[tuple[object, ...], Finding] = Factory(dict)
+    past: list[int] = Factory(list)
+    read: _Accesses = Factory(lambda: defaultdict(list))
+    written: _Accesses = Factory(lambda: defaultdict(list))
+
+    def watch(self, order: Iterable[int]) -> Iterable[Finding]:
+        """Return races, and reads of what is not there yet or not there any more."""
+        self.past = [1 << index for index in range(len(self.nodes))]
+        for index in order:
+            node = self.nodes[index]
+            for earlier in node.after:
+                self.past[index] |= self.past[earlier]
+            for region in node.reads:
+                self._compare(index, region, self.written)
+                self._check_content(index, region)
+            for region in node.writes:
+                self._compare(index, region, self.written)
+                self._compare(index, region, self.read)
+                for accesses in (self.read, self.written):
+                    left = [(i, r) for i, r in accesses[region.memory] if not region.covers(r)]
+                    accesses[region.memory] = left
+                self.written[region.memory].append((index, region))
+            for region in node.reads:
+                self.read[region.memory].append((index, region))
+        return self.found.values()
+
+    def _compare(self, index: int, region: Region, accesses: _Accesses) -> None:
+        """Find accesses to the same bytes that this one does not come after."""
+        past = self.past[index]
+        for earlier, other in accesses[region.memory]:
+            if not past >> earlier & 1 and region.overlaps(other):
+                self._tell(RACE, index, f"touches {region.view} in no order with {other.view} in", earlier)
+
+    def _check_content(self, index: int, region: Region) -> None:
+        """Find reads of what the program has not written yet, or of operands that it has."""
+        node, view, past = self.nodes[index], region.view, self.past[index]
+        for target in node.writes:
+            if target.memory == region.memory and target.overlaps(region) and target[2:] != region[2:]:
+                self._tell(OVERWRITTEN, index, f"reads {view} and writes {target.view} in", index)
+        written = [
+            (i, r)
+            for i, r in self.written[region.memory]
+            if past >> i & 1 and self.nodes[i].program == node.program and not isinstance(self.nodes[i].what, str)
+        ]
+        if view.buffer.role in {INPUT, RESIDUAL}:
+            for earlier, other in written:
+                if region.overlaps(other):
+                    self._tell(OVERWRITTEN, index, f"reads {view} after {other.view} was written by", earlier)
+        elif not (isinstance(node.what, Sum) and view == node.what.target):
+            gap = missing(view, (r.view for _, r in written if (r.cut, r.shape) == (region.cut, region.shape)))
+            if gap:
+                self._tell(UNWRITTEN, index, f"reads {gap} before it is written in", index)
+
+    def _tell(self, kind: str, index: int, does: str, other: int) -> None:
+        """Keep a finding, once for all runs of the same commands."""
+        first, second = self.nodes[index], self.nodes[other]
+        key = (kind, first.what, does, second.what)
+        self.found.setdefault(key, Finding(kind, f"{first} {does} {second}"))
