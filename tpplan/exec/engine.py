@@ -9,6 +9,7 @@ from attrs import Factory, define
 from tpplan.exec.lower import Route, lower, route
 from tpplan.exec.operands import matrix
 from tpplan.exec.operation import Moves, Operation, Reduction
+from tpplan.exec.ordering import verify
 from tpplan.exec.program import INPUT, OUTPUT, RESIDUAL, Buffer, Program
 
 if TYPE_CHECKING:
@@ -74,10 +75,14 @@ class Engine:
         return self._prepared[key]
 
     def program(self, operation: Operation, way: Route) -> Program:
-        """Return the program of an operation, lowered and checked once."""
+        """Return the program of an operation, lowered and checked once.
+
+        Raises:
+            InternalError: what was lowered is not safe.
+        """
         key = (operation, way)
         if key not in self._programs:
-            self._programs[key] = lower(operation, way)
+            self._programs[key] = verify(lower(operation, way), in_place=isinstance(operation, Reduction))
         return self._programs[key]
 
     def route(self, operation: Operation, rows: int, item_bytes: int) -> Route:
