@@ -100,7 +100,11 @@ class _Rings:
         loads = [stream for stream in streams if stream.kind == LOAD]
         devices = sorted({stream.device for stream in streams})
         commands: list[Command] = [Record(caller(d), Event("enter", caller(d))) for d in devices]
-        commands += (Wait(stream, Event("enter", caller(stream.device))) for stream in streams)
+        for device in devices:
+            first, *others = sorted((s for s in streams if s.device == device), reverse=True)  # own, then load
+            commands.append(Wait(first, Event("enter", caller(device))))
+            # An earlier program by another transport may have used the same scratch in the device's own stream.
+            commands += (command for stream in others for command in order("enter", first, stream))
         commands += (Wait(own(sender), _DRAINED) for sender in sorted(self.filled))
         commands += self.commands
         for stream in streams:

@@ -37,7 +37,7 @@ from tpplan.exec.program import (
     writes,
 )
 from tpplan.exec.region import missing
-from tpplan.exec.timeline import Node, Timeline
+from tpplan.exec.timeline import Call, Node, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -80,24 +80,23 @@ def verify(program: Program, *, in_place: bool = False) -> Program:
     # Every run leaves the same behind, so that the second meets what all later ones meet; but in a slot a run meets the
     # message that was sent SLOTS before, which in the worst case is as many runs ago.
     slots = any(view.buffer.role == SLOT for step in flat(program) for view in writes(step))
-    found = check([program] * (1 + (SLOTS if slots else 1)), in_place=in_place)
+    found = check([Call(program, in_place)] * (1 + (SLOTS if slots else 1)))
     if found:
         more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         raise InternalError("\n".join((f"{program.name} is not safe:", *map(str, found[:_SHOWN]), *more)))
     return program
 
 
-def check(programs: Sequence[Program], *, in_place: bool = False) -> tuple[Finding, ...]:
+def check(calls: Sequence[Call]) -> tuple[Finding, ...]:
     """Return what is wrong with programs that one context is given in this order; nothing if all is well.
 
-    Args:
-        programs: the same one any number of times.
-        in_place: whether each device's output may be its input or its residual.
+    What is wrong again in a later call of the same program is told once.
     """
-    timeline = Timeline(in_place)
-    for program in programs:
-        timeline.run(program)
-    found = [finding for program in dict.fromkeys(programs) for finding in (*_flags(program), *_gaps(program))]
+    timeline = Timeline()
+    for call in calls:
+        timeline.run(call)
+    programs = {id(call.program): call.program for call in calls}.values()  # a hash of a program takes its time
+    found = [finding for program in programs for finding in (*_flags(program), *_gaps(program))]
     order = _order(timeline.nodes)
     found += _deadlocks(timeline, order)
     found += _Watch(timeline.nodes).watch(order)

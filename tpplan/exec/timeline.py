@@ -45,11 +45,23 @@ if TYPE_CHECKING:
 _ALL_COLUMNS = 2**62
 
 
+class Call(NamedTuple):
+    """A program with its caller's operands, which are not those of any other call.
+
+    Attributes:
+        program: to be run.
+        in_place: whether each device's output may be its input or its residual.
+    """
+
+    program: Program
+    in_place: bool = False
+
+
 class Node(NamedTuple):
     """Something that runs.
 
     Attributes:
-        program: whose, as an index into the sequence.
+        program: of which call, as an index into the sequence.
         what: a command, or in words what the caller does.
         reads: regions.
         writes: regions.
@@ -85,24 +97,24 @@ class Timeline:
     """What a sequence of programs does on one context.
 
     Attributes:
-        in_place: whether each device's output may be its input or its residual.
         nodes: in order of issue.
         stuck: among them.
     """
 
-    in_place: bool = False
     nodes: list[Node] = Factory(list)
     stuck: list[Stuck] = Factory(list)
     _program: int = -1
     _operands: frozenset[Buffer] = frozenset()
+    _in_place: bool = False
     _last: dict[tuple[Stream, int], int] = Factory(dict)
     _recorded: dict[Event, int] = Factory(dict)
     _raised: defaultdict[Flag, list[int]] = Factory(lambda: defaultdict(list))
     _awaited: Counter[tuple[Flag, int]] = Factory(Counter)
     _polling: list[tuple[int, Flag, int]] = Factory(list)
 
-    def run(self, program: Program) -> None:
+    def run(self, call: Call) -> None:
         """Issue a program, with what its caller does before and after it."""
+        program, self._in_place = call
         self._program += 1
         steps = tuple(flat(program))
         used = {view.buffer for step in steps for view in (*reads(step), *writes(step))}
@@ -175,7 +187,7 @@ class Timeline:
             passed = Flag("full", buffer.queue) if sends else Flag("free", buffer.queue, device)
             slot = len(self._raised[passed]) % SLOTS
         yield region(view, self._program, slot)
-        if self.in_place and buffer.role == OUTPUT:
+        if self._in_place and buffer.role == OUTPUT:
             for role in (INPUT, RESIDUAL):
                 alias = buffer._replace(role=role)
                 if alias in self._operands:
