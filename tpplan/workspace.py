@@ -37,6 +37,8 @@ ROPE_TABLES = 2
 LOGIT_BYTES = 4
 #: Copies through host memory are cut into chunks of at least this.
 CHUNK_BYTES = 2 * 2**20
+#: And into this many, or a few more: while one is filled another is read, and every one costs some commands.
+CHUNKS = 8
 #: Bytes of data of a message in a slot in host memory.
 HOST_SLOT_BYTES = 64 * 2**10
 #: Of the widest element that an operation may move.
@@ -72,7 +74,8 @@ class Pinned:
     Attributes:
         buffer_bytes: each of two buffers that callers may use. Holds ``max_rows`` rows of the widest axis but the
             vocabulary in the activations' dtype, or ``batch`` rows of logits.
-        chunk_bytes: what a copy through host memory moves at once: a row of any axis in the widest dtype, or more.
+        chunk_bytes: what a copy through host memory moves at once: an eighth of the rows that such a buffer holds, but
+            at least 2 MiB, and a row of any axis in the widest dtype.
         rings: of a pair of chunks: one for each device in use, and one for what the host itself sends.
         queues: pairs of slots for small exchanges through host memory: each device in use may send to the devices of
             every axis, and to all of them.
@@ -193,7 +196,7 @@ def pinned_bytes(splits: Sequence[Split], dtype: str, request: Request) -> Pinne
     groups = {used, *(frozenset(held.device for held in slices_of(s.bounds)) for s in splits)}
     return Pinned(
         buffer_bytes=max(message, align(request.batch * vocab * LOGIT_BYTES)),
-        chunk_bytes=max(CHUNK_BYTES, align(max(vocab, widest) * LARGEST_ITEM)),
+        chunk_bytes=max(CHUNK_BYTES, align(max(vocab, widest) * LARGEST_ITEM), align(-(-message // CHUNKS))),
         rings=len(used) + 1,
         queues=len(used) * len(groups) if len(used) > 1 else 0,
     )

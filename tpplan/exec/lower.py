@@ -16,7 +16,7 @@ from attrs import frozen
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import lower_events, lower_flags, lower_host
-from tpplan.exec.operation import Addition, Moves
+from tpplan.exec.operation import Addition, Moves, Reduction
 from tpplan.exec.program import HOST
 from tpplan.sizes import format_bytes
 from tpplan.workspace import ALIGNMENT
@@ -71,28 +71,31 @@ def route(operation: Operation, transport: str, rows: int, item_bytes: int, limi
     Raises:
         ExecutionError: one row is more than the context has room for.
     """
-    row_bytes = operation.columns * item_bytes
-    if isinstance(operation, Addition):
+    if _is_local(operation):
         return Route("local")
+    columns, small = operation.columns, transport != "events"
     if isinstance(operation, Moves):
-        ends = {(s.buffer.device, t.buffer.device) for s, t in operation.moves}
-        if all(target in {HOST, source} for source, target in ends):
-            return Route("local")
-        if any(source == HOST for source, _ in ends):
-            return Route("host", parts=_parts(rows, row_bytes, limits.stage_bytes))
-    elif len(operation.devices) == 1:
-        return Route("local")
-    message = operation.span if transport == "host" and isinstance(operation, Moves) else operation.columns
-    if transport != "events" and rows * message * item_bytes <= limits.slot_bytes:
+        if any(source.buffer.device == HOST for source, _ in operation.moves):
+            transport, small = "host", False
+        if transport == "host":
+            columns = operation.span  # one message for all
+    row_bytes, limit = columns * item_bytes, limits.stage_bytes
+    if small and rows * row_bytes <= limits.slot_bytes:
         return Route(transport, small=True)
-    parts = _parts(rows, row_bytes, limits.stage_bytes) if transport == "host" else 1
-    if not isinstance(operation, Moves) and transport != "peer":
-        widest = max(share.stop - share.start for share in operation.shares())
+    if transport == "events" and isinstance(operation, Reduction):
+        row_bytes = max(share.stop - share.start for share in operation.shares()) * item_bytes
         fetched = max(len(operation.others(taker)) for taker in operation.takers)
-        if fetched:
-            slab = limits.exchange_bytes // fetched // ALIGNMENT * ALIGNMENT
-            parts = max(parts, _parts(rows, widest * item_bytes, slab))
-    return Route(transport, parts=parts)
+        limit = limits.exchange_bytes // fetched // ALIGNMENT * ALIGNMENT
+    elif transport != "host":
+        return Route(transport)
+    return Route(transport, parts=_parts(rows, row_bytes, limit))
+
+
+def _is_local(operation: Operation) -> bool:
+    """Tell whether every device keeps to itself, or talks to the host alone."""
+    if isinstance(operation, Moves):
+        return all(target.buffer.device in {HOST, source.buffer.device} for source, target in operation.moves)
+    return isinstance(operation, Addition) or len(operation.devices) == 1
 
 
 def _parts(rows: int, row_bytes: int, limit: int) -> int:

@@ -1,19 +1,18 @@
 """Lowering to copies through pinned host memory, a ring of it for each sender, in parts that overlap.
 
-Events keep them in order, for the copy engines know no flags.
+A part of the rows goes in a round: all senders fill the next slot of their rings, then all receivers read it, while the
+senders fill the other slot. Events keep the rounds in order, for the copy engines know no flags.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from attrs import Factory, define
 
-from tpplan.exec.fence import HOST_STREAM, caller, order, own
+from tpplan.exec.fence import HOST_STREAM, caller, fence, order, own
 from tpplan.exec.program import (
-    HOST,
     INPUT,
     LOAD,
     OUTPUT,
@@ -26,14 +25,15 @@ from tpplan.exec.program import (
     Program,
     Record,
     Stream,
+    Sum,
     View,
     Wait,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
-    from tpplan.exec.operation import Moves, Reduction, Share
+    from tpplan.exec.operation import Moves, Reduction
 
 #: All rings were read; the next program that fills one waits for it.
 _DRAINED = Event("drained", HOST_STREAM)
@@ -44,132 +44,117 @@ def load(device: int) -> Stream:
     return Stream(LOAD, device)
 
 
-class Delivery(NamedTuple):
-    """Where a receiver of a message puts some of its columns.
-
-    Attributes:
-        start: first of the message's columns.
-        target: as many columns as are wanted.
-    """
-
-    start: int
-    target: View
+def staged(source: View, start: int, stop: int) -> View:
+    """Return where these columns of what is sent are in the sender's ring; parts take turns with its slots."""
+    ring = Buffer(STAGE, source.buffer.device, source.part % SLOTS, SLOTS)
+    width = source.stop - source.start
+    return View(ring, start - source.start, stop - source.start, source.part, source.parts, width)
 
 
 @define
-class _Rings:
-    """Commands that go through the rings.
+class _Rounds:
+    """Rounds so far.
 
     Attributes:
-        commands: so far.
-        filled: how often each sender's ring was filled.
-        readers: the streams that read what each slot of a ring last held.
+        commands: of them.
+        senders: all streams that have filled a ring.
+        readers: the streams that read in each round since all slots were free.
     """
 
     commands: list[Command] = Factory(list)
-    filled: Counter[int] = Factory(Counter)
-    readers: dict[tuple[int, int], list[Stream]] = Factory(dict)
+    senders: set[Stream] = Factory(set)
+    readers: list[list[Stream]] = Factory(list)
 
-    def send(self, source: View, deliveries: Iterable[Delivery]) -> None:
-        """Fill the next slot of the source's ring when it was read, and deliver what is in it."""
-        sender = source.buffer.device
-        stream, slot, width = own(sender), self.filled[sender] % SLOTS, source.stop - source.start
-        stage = View(Buffer(STAGE, sender, slot, SLOTS), 0, width, source.part, source.parts, width)
-        freed = (sender + 1) * SLOTS + slot
-        self.commands += (Wait(stream, Event("freed", r, freed)) for r in self.readers.get((sender, slot), ()))
-        self.commands += (Copy(stream, source, stage), Record(stream, Event("staged", stream, slot)))
-        self.filled[sender] += 1
-        self.readers[sender, slot] = []
-        for start, target in deliveries:
-            reader = load(target.buffer.device)
-            if sender != HOST:  # what the host has done is done before it issues what follows
-                self.commands.append(Wait(reader, Event("staged", stream, slot)))
-            columns = stage._replace(start=start, stop=start + target.stop - target.start)
-            self.commands += (Copy(reader, columns, target), Record(reader, Event("freed", reader, freed)))
-            self.readers[sender, slot].append(reader)
+    def add(self, sent: Sequence[View], taken: Sequence[Copy | Sum]) -> None:
+        """Add a round.
 
-    def after_sending(self, device: int) -> None:
-        """Let what a device loads from now on wait until what it sent was read: it may be written over that."""
-        if self.filled[device]:
-            sent = Event("staged", own(device), (self.filled[device] - 1) % SLOTS)
-            self.commands.append(Wait(load(device), sent))
+        Args:
+            sent: by different senders.
+            taken: what reads where that is staged.
+        """
+        senders = [own(view.buffer.device) for view in sent]
+        readers = sorted({command.stream for command in taken})
+        if len(self.readers) >= SLOTS:
+            freed = self.readers[-SLOTS]
+            self.commands += fence("freed", freed, freed[0], senders)
+        self.commands += (Copy(own(v.buffer.device), v, staged(v, v.start, v.stop)) for v in sent)
+        if HOST_STREAM not in senders:  # what the host has done is done before it issues what follows
+            self.commands += fence("staged", senders, senders[0], readers)
+        self.commands += taken
+        self.senders.update(senders)
+        self.readers.append(readers)
+
+    def turn(self, then: Sequence[Stream]) -> None:
+        """Let ``then`` wait until everything is read."""
+        readers = sorted({stream for streams in self.readers for stream in streams})
+        self.commands += fence("read", readers, readers[0], then)
+        self.readers.clear()
 
     def program(self, name: str) -> Program:
         """Put the commands between the caller's streams and, at both ends, what fills the rings before and after."""
-        streams = sorted({c.stream for c in self.commands if c.stream != HOST_STREAM})
+        streams = sorted({command.stream for command in self.commands} - {HOST_STREAM})
         loads = [stream for stream in streams if stream.kind == LOAD]
         devices = sorted({stream.device for stream in streams})
         commands: list[Command] = [Record(caller(d), Event("enter", caller(d))) for d in devices]
-        for device in devices:
-            first, *others = sorted((s for s in streams if s.device == device), reverse=True)  # own, then load
-            commands.append(Wait(first, Event("enter", caller(device))))
-            # An earlier program by another transport may have used the same scratch in the device's own stream.
-            commands += (command for stream in others for command in order("enter", first, stream))
-        commands += (Wait(own(sender), _DRAINED) for sender in sorted(self.filled))
+        commands += (Wait(stream, Event("enter", caller(stream.device))) for stream in streams)
+        commands += (Wait(sender, _DRAINED) for sender in sorted(self.senders))
         commands += self.commands
         for stream in streams:
             commands += order("leave", stream, caller(stream.device))
         commands += (Wait(loads[0], Event("leave", stream)) for stream in loads[1:])
         commands.append(Record(loads[0], _DRAINED))
-        return Program(f"{name} through host memory", _pruned(commands))
+        return Program(f"{name} through host memory", tuple(commands))
 
 
 def moves(operation: Moves, parts: int) -> Program:
-    """Every view goes into its sender's ring once, and from there to all its targets."""
-    rings = _Rings()
-    targets: dict[View, list[View]] = {}
+    """Every sender sends all columns that anybody else wants of its tensor, and every receiver takes its own."""
+    rounds = _Rounds()
+    remote = []
+    sent: dict[Buffer, View] = {}
     for source, target in operation.moves:
         if source.buffer.device == target.buffer.device:
-            rings.commands.append(Copy(own(source.buffer.device), source, target))
-        else:
-            targets.setdefault(source, []).append(target)
+            rounds.commands.append(Copy(own(source.buffer.device), source, target))
+            continue
+        remote.append((source, target))
+        first = sent.get(source.buffer, source)
+        sent[source.buffer] = first._replace(start=min(first.start, source.start), stop=max(first.stop, source.stop))
     for part in range(parts):
-        for source, views in targets.items():
-            rings.send(source.rows(part, parts), [Delivery(0, view.rows(part, parts)) for view in views])
-    return rings.program(operation.name)
+        piece = {buffer: view.rows(part, parts) for buffer, view in sent.items()}
+        taken = [
+            Copy(load(t.buffer.device), staged(piece[s.buffer], s.start, s.stop), t.rows(part, parts))
+            for s, t in remote
+        ]
+        rounds.add(tuple(piece.values()), taken)
+    return rounds.program(operation.name)
 
 
 def reduction(operation: Reduction, parts: int) -> Program:
-    """Every taker fetches its share of the columns from all rings, adds it up, and sends the sum to the others."""
-    rings = _Rings()
+    """Every taker adds up its share of the columns from all rings, and sends the sum to the others."""
+    rounds = _Rounds()
+    summing = [share.taker for share in operation.shares()]
+    givers = [giver for giver in operation.givers if summing != [giver]]
     for part in range(parts):
-        _add_up(rings, operation, operation.shares(part, parts))
-    summing = {share.taker for share in operation.shares()}
-    for taker in operation.takers:
-        if taker in summing:
-            rings.commands += order("summed", load(taker), own(taker))
-        else:
-            rings.after_sending(taker)
-    for part in range(parts):
-        for share in operation.shares(part, parts):
-            others = [Delivery(0, share.of(OUTPUT, t)) for t in operation.takers if t != share.taker]
-            if others:
-                rings.send(share.of(OUTPUT, share.taker), others)
-    return rings.program(operation.name)
+        given = {g: View(Buffer(INPUT, g), 0, operation.columns, part, parts) for g in givers}
+        sums = [
+            operation.total(load(share.taker), share, partial(_fetched, given, share.start, share.stop))
+            for share in operation.shares(part, parts)
+        ]
+        rounds.add(tuple(given.values()), sums)
+    if len(operation.takers) > 1:
+        rounds.turn([own(taker) for taker in summing])
+        for part in range(parts):
+            shares = operation.shares(part, parts)
+            sent = [share.of(OUTPUT, share.taker) for share in shares]
+            copies = [
+                Copy(load(taker), staged(view, view.start, view.stop), share.of(OUTPUT, taker))
+                for share, view in zip(shares, sent, strict=True)
+                for taker in operation.takers
+                if taker != share.taker
+            ]
+            rounds.add(sent, copies)
+    return rounds.program(operation.name)
 
 
-def _add_up(rings: _Rings, operation: Reduction, shares: tuple[Share, ...]) -> None:
-    """Fetch a part of the rows from all givers and add it up."""
-    for giver in operation.givers:
-        wanted = [Delivery(share.start, operation.slab(share, giver)) for share in shares if share.taker != giver]
-        if wanted:
-            whole = View(Buffer(INPUT, giver), 0, operation.columns)
-            rings.send(whole.rows(shares[0].part, shares[0].parts), wanted)
-    for share in shares:
-        rings.after_sending(share.taker)
-        rings.commands.append(operation.total(load(share.taker), share, partial(operation.slab, share)))
-
-
-def _pruned(commands: list[Command]) -> tuple[Command, ...]:
-    """Leave out the records that nothing waits for."""
-    wanted = {_DRAINED}
-    kept: list[Command] = []
-    for command in reversed(commands):
-        if isinstance(command, Record):
-            if command.event not in wanted:
-                continue
-            wanted.discard(command.event)
-        elif isinstance(command, Wait):
-            wanted.add(command.event)
-        kept.append(command)
-    return tuple(reversed(kept))
+def _fetched(given: dict[int, View], start: int, stop: int, giver: int) -> View:
+    """Return where a giver's columns are staged."""
+    return staged(given[giver], start, stop)
