@@ -183,7 +183,7 @@ def test_slots_are_as_large_as_fits(devices: int) -> None:
 
 
 def test_the_pinned_memory_of_llama_8b_by_hand() -> None:
-    """Buffers of 2,048 rows of the MLP; rings of two eighths of them for each sender; queues to both, and to the first."""
+    """Buffers of 2,048 rows of the MLP; rings of two eighths of them for each sender; queues to both, and to one."""
     request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 2048, "idle")
     found = pinned_bytes(CUTS, "bfloat16", request)
     message = 2048 * 14336 * 2
