@@ -1,0 +1,105 @@
+"""Binding: from the views of a program to tensors, for given operands and a given context's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from torch import Tensor
+
+from tpplan.errors import InternalError
+from tpplan.exec.program import OPERANDS, SCRATCH, SLOT, SLOTS, Flag, Queue
+from tpplan.workspace import ALIGNMENT
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    import torch
+
+    from tpplan.exec.program import Buffer, View
+
+
+@frozen
+class Memory:
+    """What a context owns; every tensor is contiguous uint8 and starts at a multiple of 64 bytes.
+
+    Attributes:
+        scratch: exchange buffer ``[bytes]`` of each device.
+        rings: pinned host memory ``[bytes]`` of each sender, the host included; ``SLOTS`` equal pieces.
+        slots: the slots ``[SLOTS, slot bytes]`` of a queue; the same tensor whenever it is asked for the same queue.
+    """
+
+    scratch: Mapping[int, Tensor] = field(repr=False)
+    rings: Mapping[int, Tensor] = field(repr=False)
+    slots: Callable[[Queue], Tensor] = field(repr=False)
+
+    def block(self, buffer: Buffer, slot: int) -> Tensor:
+        """Return the bytes of one of the context's buffers, without those that no 64-byte boundary reaches.
+
+        Args:
+            buffer: ``scratch``, ``stage`` or ``slot``.
+            slot: which of a queue's; see :func:`slot_number`.
+        """
+        if buffer.role == SLOT:
+            return self.slots(_queue(buffer))[slot]
+        whole = (self.scratch if buffer.role == SCRATCH else self.rings)[buffer.device]
+        size = whole.shape[0] // buffer.pieces // ALIGNMENT * ALIGNMENT
+        return whole[buffer.piece * size : (buffer.piece + 1) * size]
+
+
+def span(view: View, rows: int) -> tuple[int, int]:
+    """Return the first row of a view's part and the one past its last; a part may be empty."""
+    return rows * view.part // view.parts, rows * (view.part + 1) // view.parts
+
+
+def resolve(
+    view: View, operands: Mapping[Buffer, Tensor], memory: Memory, rows: int, dtype: torch.dtype, *, slot: int = 0
+) -> Tensor:
+    """Return a view's elements ``[rows of its part, columns]``, without copying.
+
+    Args:
+        view: of an operand or of the context's memory.
+        operands: the caller's tensors, ``[rows, columns]`` with any strides.
+        memory: of the context; read as ``dtype``.
+        rows: of the operands.
+        dtype: of the operands.
+        slot: which of a queue's slots.
+
+    Raises:
+        InternalError: the part does not fit its place in the context's memory.
+    """
+    first, end = span(view, rows)
+    if view.buffer.role in OPERANDS:
+        tensor = operands[view.buffer]
+        if view.parts > 1:
+            tensor = tensor.narrow(0, first, end - first)
+    else:
+        block = memory.block(view.buffer, slot)
+        size = (end - first) * view.width * dtype.itemsize
+        if size > block.shape[0]:
+            raise InternalError(f"{view} takes {size} bytes, but its place has {block.shape[0]}")
+        tensor = block[:size].view(dtype).view(end - first, view.width)
+    if view.start == 0 and view.stop == tensor.shape[1]:
+        return tensor
+    return tensor.narrow(1, view.start, view.stop - view.start)
+
+
+def slot_number(view: View, device: int, raised: Counter[Flag]) -> int:
+    """Return which of its queue's slots a device means by a view; 0 if the view is of no slot.
+
+    Args:
+        view: that the device reads or writes.
+        device: sender or receiver.
+        raised: how often each flag was raised.
+    """
+    if view.buffer.role != SLOT:
+        return 0
+    queue = _queue(view.buffer)
+    return raised[Flag("full", queue) if device == queue.sender else Flag("free", queue, device)] % SLOTS
+
+
+def _queue(buffer: Buffer) -> Queue:
+    if buffer.queue is None:
+        raise InternalError(f"{buffer} is of no queue")
+    return buffer.queue
