@@ -56,17 +56,17 @@ def reduction(operation: Reduction, parts: int) -> Program:
     """Each taker pulls its share of the columns from all givers, adds it up, and then pulls the other shares."""
     callers = [caller(device) for device in operation.devices]
     workers = [own(taker) for taker in operation.takers]
-    hub = workers[0]
-    commands: list[Command] = [*fence("enter", callers, hub, workers)]
+    shares = operation.shares()
+    summed = [own(share.taker) for share in shares]
+    hub = summed[0]
+    commands: list[Command] = [*fence("enter", callers, hub, summed)]
     for part in range(parts):
         for share in operation.shares(part, parts):
             stream = own(share.taker)
             givers = operation.others(share.taker)
             commands += (Copy(stream, share.of(INPUT, g), operation.slab(share, g)) for g in givers)
             commands.append(operation.total(stream, share, partial(operation.slab, share)))
-    shares = operation.shares()
-    summed = [own(share.taker) for share in shares]
-    commands += fence("sum", summed, summed[0], [w for w in workers if {*summed} - {w}])
+    commands += fence("sum", summed, hub, [w for w in workers if {*summed} - {w}])
     for taker in operation.takers:
         for share in shares:
             if share.taker != taker:

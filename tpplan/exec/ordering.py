@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import lcm
 from typing import TYPE_CHECKING
 
 from attrs import Factory, define, frozen
@@ -36,14 +37,13 @@ from tpplan.exec.program import (
     flat,
     writes,
 )
-from tpplan.exec.region import missing
+from tpplan.exec.region import Memory, Region, gap, regions
 from tpplan.exec.timeline import Call, Node, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from tpplan.exec.program import Buffer, Program, Stream
-    from tpplan.exec.region import Region
 
 #: Kinds of findings.
 RACE, DEADLOCK, FLAGS, UNWRITTEN, OVERWRITTEN, GAP = "race", "deadlock", "flags", "unwritten", "overwritten", "gap"
@@ -134,9 +134,15 @@ def _gaps(program: Program) -> Iterator[Finding]:
             if view.buffer.role == OUTPUT:
                 written[view.buffer].append(view)
     for buffer, views in written.items():
-        gap = missing(View(buffer, 0, max(view.stop for view in views)), views)
-        if gap:
-            yield Finding(GAP, f"nothing in {program.name} writes {gap}")
+        stop, parts = max(view.stop for view in views), lcm(*{view.parts for view in views})
+        spans: defaultdict[Memory, list[tuple[int, int]]] = defaultdict(list)
+        for region in (r for view in views for r in regions(view, 0, parts)):
+            spans[region.memory].append((region.start, region.stop))
+        for whole in regions(View(buffer, 0, stop), 0, parts):
+            column = gap(spans[whole.memory], 0, stop)
+            if column is not None:
+                yield Finding(GAP, f"nothing in {program.name} writes all rows of {View(buffer, column, stop)}")
+                break
 
 
 def _order(nodes: Sequence[Node]) -> list[int]:
@@ -168,7 +174,7 @@ def _deadlocks(timeline: Timeline, order: Sequence[int]) -> Iterator[Finding]:
         yield Finding(DEADLOCK, ", which waits for ".join(str(timeline.nodes[index]) for index in cycle))
 
 
-_Accesses = dict[tuple[object, ...], list[tuple[int, "Region"]]]
+_Accesses = dict[Memory, list[tuple[int, Region]]]
 
 
 @define
@@ -234,9 +240,10 @@ class _Watch:
                 if region.overlaps(other):
                     self._tell(OVERWRITTEN, index, f"reads {view} after {other.view} was written by", earlier)
         elif not (isinstance(node.what, Sum) and view == node.what.target):
-            gap = missing(view, (r.view for _, r in written if (r.cut, r.shape) == (region.cut, region.shape)))
-            if gap:
-                self._tell(UNWRITTEN, index, f"reads {gap} before it is written in", index)
+            spans = ((r.start, r.stop) for _, r in written if r[2:5] == region[2:5])  # the same place for the same rows
+            column = gap(spans, region.start, region.stop)
+            if column is not None:
+                self._tell(UNWRITTEN, index, f"reads {view} before column {column} is written in", index)
 
     def _tell(self, kind: str, index: int, does: str, other: int) -> None:
         """Keep a finding, once for all runs of the same commands."""

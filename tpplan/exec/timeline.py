@@ -8,6 +8,7 @@ issued; what it got it reads and overwrites when the program's results are there
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import Factory, define
@@ -34,7 +35,7 @@ from tpplan.exec.program import (
     reads,
     writes,
 )
-from tpplan.exec.region import region
+from tpplan.exec.region import regions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -106,6 +107,7 @@ class Timeline:
     _program: int = -1
     _operands: frozenset[Buffer] = frozenset()
     _in_place: bool = False
+    _parts: int = 1
     _last: dict[tuple[Stream, int], int] = Factory(dict)
     _recorded: dict[Event, int] = Factory(dict)
     _raised: defaultdict[Flag, list[int]] = Factory(lambda: defaultdict(list))
@@ -117,8 +119,9 @@ class Timeline:
         program, self._in_place = call
         self._program += 1
         steps = tuple(flat(program))
-        used = {view.buffer for step in steps for view in (*reads(step), *writes(step))}
-        self._operands = frozenset(buffer for buffer in used if buffer.role in OPERANDS)
+        views = [v for step in steps for v in (*reads(step), *writes(step)) if v.buffer.role in OPERANDS]
+        self._operands = frozenset(view.buffer for view in views)
+        self._parts = lcm(*{view.parts for view in views})
         devices = sorted({buffer.device for buffer in self._operands})
         for device in devices:
             self._call("writes", device, OPERANDS, HOST_STREAM if device == HOST else caller(device))
@@ -138,9 +141,9 @@ class Timeline:
         """Add an access of the caller to all of some operands, if there are any."""
         operands = sorted(b for b in self._operands if b.device == device and b.role in roles)
         if operands:
-            regions = tuple(r for b in operands for r in self._regions(View(b, 0, _ALL_COLUMNS), device))
+            wholes = tuple(r for b in operands for r in self._regions(View(b, 0, _ALL_COLUMNS), device))
             what = f"the caller {does} {', '.join(map(str, operands))}"
-            self._add(stream, Node(self._program, what, (), regions, [*after]))
+            self._add(stream, Node(self._program, what, (), wholes, [*after]))
 
     def _issue(self, step: Step | Record | Wait) -> None:
         """Add a command."""
@@ -186,9 +189,10 @@ class Timeline:
             sends = device == buffer.queue.sender
             passed = Flag("full", buffer.queue) if sends else Flag("free", buffer.queue, device)
             slot = len(self._raised[passed]) % SLOTS
-        yield region(view, self._program, slot)
+        yield from regions(view, self._program, self._parts, slot)
         if self._in_place and buffer.role == OUTPUT:
             for role in (INPUT, RESIDUAL):
                 alias = buffer._replace(role=role)
                 if alias in self._operands:
-                    yield region(view._replace(buffer=alias), self._program)._replace(view=view)
+                    may_be = regions(view._replace(buffer=alias), self._program, self._parts)
+                    yield from (region._replace(view=view) for region in may_be)
