@@ -18,6 +18,7 @@ from tpplan.exec.host import HostMemory
 from tpplan.exec.lower import TRANSPORTS, Limits
 from tpplan.exec.program import HOST, SLOTS
 from tpplan.model import ModelSpec
+from tpplan.plan import SplitPlan
 from tpplan.reader import read_model
 from tpplan.sizes import format_bytes
 from tpplan.verify import verify
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from tpplan.exec.engine import Backend
     from tpplan.exec.program import Queue
-    from tpplan.plan import SplitPlan
 
 BACKENDS = ("auto", "cpu", "cuda")
 #: What virtual devices use if not told otherwise: the fewest copies.
@@ -81,6 +81,8 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         ExecutionError: the plan does not fit the machine or the arguments; every difference is listed.
         RequestError: an argument has no meaning.
     """
+    if type(plan) is not SplitPlan:
+        raise RequestError(f"compile takes a plan, this is {type(plan).__name__}", "read its file with tpplan.load")
     verify(plan)
     _known("backend", backend, BACKENDS)
     _known("transport", transport, ("auto", *TRANSPORTS))
@@ -178,16 +180,19 @@ def _places(
     """Return a torch device for each of the plan's, and why there is none for some."""
     wanted = len(plan.devices)
     if devices is not None:
-        places = tuple(
-            torch.device(d) if isinstance(d, torch.device | str) else torch.device("cuda", d) for d in devices
-        )
+        places, problems = [], []
+        for i, device in enumerate(devices):
+            try:
+                places.append(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
+            except (RuntimeError, TypeError):
+                problems.append(f"devices[{i}]: {str(device)[:40]!r} is no torch device")
         kind = "cpu" if backend == "cpu" else "cuda"
-        problems = [f"devices: {place} is not for the backend {backend}" for place in places if place.type != kind]
+        problems += [f"devices: {place} is not for the backend {backend}" for place in places if place.type != kind]
         if kind == "cuda" and len(set(places)) < len(places):
             problems.append(f"devices: {', '.join(map(str, places))} are not all different")
-        if len(places) != wanted:
-            problems.append(f"devices: the plan has {wanted}, {len(places)} were given")
-        return ((), problems) if problems else (places, [])
+        if len(devices) != wanted:
+            problems.append(f"devices: the plan has {wanted}, {len(devices)} were given")
+        return ((), problems) if problems else (tuple(places), [])
     if backend == "cpu":
         return (torch.device("cpu"),) * wanted, []
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -203,13 +208,12 @@ def _mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows:
         given = fingerprint(model if isinstance(model, ModelSpec) else read_model(model))
         if given != plan.model.fingerprint:
             problems.append(f"model: the plan is for {plan.model.fingerprint}, this one is {given}")
-    if not 1 <= max_rows <= plan.request.max_rows:
+    if type(max_rows) is not int or not 1 <= max_rows <= plan.request.max_rows:
         problems.append(f"max_rows: the plan has room for 1 to {plan.request.max_rows}, {max_rows} were asked for")
     planned: torch.dtype = getattr(torch, plan.model.dtype)
-    if not dtype.is_floating_point or dtype.itemsize > planned.itemsize:
-        problems.append(
-            f"dtype: the plan has room for {plan.model.dtype}, {str(dtype).partition('.')[2]} was asked for"
-        )
+    if type(dtype) is not torch.dtype or not dtype.is_floating_point or dtype.itemsize > planned.itemsize:
+        asked = str(dtype).removeprefix("torch.")
+        problems.append(f"dtype: the plan has room for {plan.model.dtype}, {asked} was asked for")
     return problems
 
 

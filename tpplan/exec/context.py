@@ -249,8 +249,8 @@ class TPContext(ContextMemory):
                 self._operands.like("all_reduce: residual", residual, sums, layout)
             residuals = () if residual is None else tuple(residual)
             inputs = (*parts, *residuals)
-            own = [[x for d, x in zip((*givers, *takers), inputs, strict=False) if d == taker] for taker in takers]
-            outputs = self._operands.outputs("all_reduce", sums, layout, out=out, inputs=inputs, own=own)
+            owners = (*givers, *takers)[: len(inputs)]
+            outputs = self._operands.outputs("all_reduce", sums, layout, out=out, inputs=inputs, owners=owners)
             arguments = (columns, givers, takers, residual is not None)
             self._engine.run(operation.all_reduce, arguments, layout, inputs, outputs)
             return outputs
@@ -281,11 +281,10 @@ class TPContext(ContextMemory):
             layout = self._operands.parts("add_residual: target", target, slices, adds=True)
             check_count("add_residual: source", source, tuple(device for device, _, _ in slices))
             size = slices[-1][2]
-            taken = tuple(
-                (d, a, b) if columns_of("add_residual: source", x) == size else (d, 0, b - a)
-                for (d, a, b), x in zip(slices, source, strict=True)
-            )
-            given = tuple((d, 0, max(x.shape[-1], b)) for (d, _, b), x in zip(taken, source, strict=True))
+            wholes = [columns_of(f"add_residual: source[{i}]", x) == size for i, x in enumerate(source)]
+            cut = list(zip(slices, wholes, strict=True))
+            taken = tuple((d, a, b) if whole else (d, 0, b - a) for (d, a, b), whole in cut)
+            given = tuple((d, 0, size if whole else b - a) for (d, a, b), whole in cut)
             self._operands.like("add_residual: source", source, given, layout)
             self._operands.outputs("add_residual", slices, layout, out=target, inputs=source)
             self._engine.run(operation.add, (taken,), layout, source, target)

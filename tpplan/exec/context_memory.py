@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tpplan.axes import Axis, Slice, slices_of
 from tpplan.errors import ExecutionError
 from tpplan.exec.guard import Guard
+from tpplan.exec.operands import check_kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,10 +47,12 @@ class ContextMemory:
         Raises:
             RequestError: the plan has no such axis, or cuts it in several ways and no layer was named.
         """
-        key = (axis, layer)
-        if key not in self._slices:
-            self._slices[key] = slices_of(self.plan.bounds(axis, layer))
-        return self._slices[key]
+        try:
+            return self._slices[axis, layer]
+        except (KeyError, TypeError):  # the latter for what cannot be hashed, which the plan does not know either
+            found = slices_of(self.plan.bounds(axis, layer))
+        self._slices[axis, layer] = found
+        return found
 
     def devices_of(self, axis: Axis | str | None, layer: int | None = None) -> tuple[int, ...]:
         """Return the devices that hold a part of ``axis``, ascending; all in use for None.
@@ -70,9 +73,14 @@ class ContextMemory:
             The copy: a view of the buffer, valid until it is used for something else.
 
         Raises:
-            ExecutionError: there is no such buffer, or it is too small.
+            ExecutionError: there is no such buffer, it is too small, or the tensor has no values that can be copied.
         """
         with self._guard:
+            check_kind("copy_pinned: x", x)
+            if x.is_meta:
+                raise ExecutionError(
+                    "copy_pinned: x is on meta, where tensors have no values", "copy one that has some"
+                )
             view = self._host.buffer(buffer, x.shape, x.dtype)
             view.copy_(x.detach())
             return view
@@ -156,21 +164,23 @@ class ContextMemory:
             Two tensors ``[positions, rope.width]`` for each device, in the activations' dtype.
 
         Raises:
-            ExecutionError: the plan left too little room for them.
+            ExecutionError: there are no positions, or the plan left too little room for the tables.
         """
         with self._guard:
             request = self.plan.request
-            rows = positions or -(-request.cache.tokens // request.batch)
+            rows = -(-request.cache.tokens // request.batch) if positions is None else positions
             heads = [split.bounds for split in self.plan.splits if split.axis is Axis.KV]
             holders = [d for d in self.devices.values() if any(b[d.index] < b[d.index + 1] for b in heads)]
+            for device in holders:
+                device.check_rope_tables(rope, rows, self.dtype)
             return tuple(device.rope_tables(rope, rows, self.dtype) for device in holders)
 
     def _columns(self, what: str, axis: Axis | str, layer: int | None, dim: int) -> tuple[tuple[int, int, int], ...]:
         """Return (device, start, stop) of every slice in columns; the last one stops where the axis does.
 
         Raises:
-            ExecutionError: ``dim`` is less than 1.
+            ExecutionError: ``dim`` is no whole number or less than 1.
         """
-        if dim < 1:
+        if type(dim) is not int or dim < 1:
             raise ExecutionError(f"{what}: dim is {dim}, expected 1 or more", "dim is the columns per element")
         return tuple((s.device, s.start * dim, s.end * dim) for s in self.split(axis, layer))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from tpplan.errors import ExecutionError
 from tpplan.exec.arena import Arena
 from tpplan.sizes import format_bytes
 from tpplan.workspace import align
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from tpplan.exec.rope import Rope
@@ -68,22 +69,33 @@ class DeviceContext:
         """
         self.arena.reserve(size_bytes)
 
+    def check_rope_tables(self, rope: Rope, positions: int, dtype: torch.dtype) -> None:
+        """Make sure that :meth:`rope_tables` will succeed.
+
+        Raises:
+            ExecutionError: there are no positions, or the plan left too little room for the tables.
+        """
+        if positions < 1:
+            raise ExecutionError(f"RoPE tables of {positions} positions", "ask for 1 or more")
+        size = 2 * align(positions * rope.width * dtype.itemsize)
+        free = len(self._rope_area) - self._rope_used
+        if size > free and (rope, positions, dtype) not in self._tables:
+            raise ExecutionError(
+                f"device {self.index} ({self.name}): the RoPE tables of {positions} positions take "
+                f"{format_bytes(size)}, but the plan left {format_bytes(free)} for them",
+                "ask for fewer positions; devices without KV heads have no tables",
+            )
+
     def rope_tables(self, rope: Rope, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the sine and the cosine table, ``[positions, rope.width]`` each, made once and kept.
 
         Raises:
-            ExecutionError: the plan left too little room for them.
+            ExecutionError: see :meth:`check_rope_tables`.
         """
+        self.check_rope_tables(rope, positions, dtype)
         key = (rope, positions, dtype)
         if key not in self._tables:
             size = positions * rope.width * dtype.itemsize
-            free = len(self._rope_area) - self._rope_used
-            if 2 * align(size) > free:
-                raise ExecutionError(
-                    f"device {self.index} ({self.name}): the RoPE tables of {positions} positions take "
-                    f"{format_bytes(2 * align(size))}, but the plan left {format_bytes(free)} for them",
-                    "ask for fewer positions; devices without KV heads have no tables",
-                )
             start = self._rope_used
             sin, cos = (
                 self._rope_area[at : at + size].view(dtype).view(positions, rope.width)
@@ -96,5 +108,6 @@ class DeviceContext:
 
     def close(self) -> None:
         """Let go of the device's memory."""
+        self.control = self.exchange = self._rope_area = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._tables.clear()
         self.arena.close()

@@ -40,7 +40,7 @@ class HostMemory:
             ExecutionError: there is no room.
         """
         self._arena = Arena(pinned.total_bytes, torch.device("cpu"), "host memory", pinned=lock_pages)
-        self._buffers = tuple(self._arena.keep(pinned.buffer_bytes) for _ in range(2))
+        self._buffers: tuple[Tensor, ...] = tuple(self._arena.keep(pinned.buffer_bytes) for _ in range(2))
         self.rings = {sender: self._arena.keep(SLOTS * pinned.chunk_bytes) for sender in (*devices, HOST)}
         self._slot_bytes = 2 * HOST_SLOT_BYTES  # flags travel inside the data
         self._slots: dict[Queue, Tensor] = {}
@@ -70,5 +70,7 @@ class HostMemory:
 
     def close(self) -> None:
         """Let go of it."""
+        self._buffers = ()
+        self.rings.clear()
         self._slots.clear()
         self._arena.close()

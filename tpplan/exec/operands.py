@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,7 @@ class Operands:
         if source is None:
             names = ", ".join(map(str, dict.fromkeys(self.places.values())))
             raise ExecutionError(f"{what}: x is on {x.device}, expected one of {names}", "move it there first")
-        if source not in self.places:
+        if type(source) is not int or source not in self.places:
             names = ", ".join(map(str, self.places))
             raise ExecutionError(f"{what}: source is {source}, expected one of {names}", f"{HOST} is the host")
         check(f"{what}: x", x, layout, x.shape[-1], self.places[source])
@@ -105,7 +106,7 @@ class Operands:
         *,
         out: Sequence[Tensor] | None,
         inputs: Sequence[Tensor],
-        own: Sequence[Sequence[Tensor]] = (),
+        owners: Sequence[int] = (),
     ) -> tuple[Tensor, ...]:
         """Return a tensor to write to for each slice: new ones, or the caller's.
 
@@ -115,7 +116,7 @@ class Operands:
             layout: of the operation.
             out: the caller's, if there are any.
             inputs: all tensors that are read, which the caller's must not overlap.
-            own: for each slice the inputs that the caller's may be, exactly; or nothing.
+            owners: the device of each input, where a device's output may be its input itself; or nothing.
 
         Raises:
             ExecutionError: see :func:`check_count`, :func:`check`, :func:`check_writable` and :func:`check_apart`.
@@ -128,7 +129,7 @@ class Operands:
         self.like(f"{what}: out", out, slices, layout)
         for i, tensor in enumerate(out):
             check_writable(f"{what}: out[{i}]", tensor)
-        check_apart(what, out, inputs, own)
+        check_apart(what, out, inputs, [[owner == device for owner in owners] for device, _, _ in slices])
         return tuple(out)
 
 
@@ -145,16 +146,15 @@ def layout_of(what: str, tensor: Tensor, max_rows: int, *, adds: bool = False) -
         ExecutionError: it is no dense tensor, its elements cannot be moved or added, it has no columns, or too many
             rows.
     """
-    _check_kind(what, tensor)
-    if tensor.layout is not torch.strided:
-        raise ExecutionError(f"{what} is {tensor.layout}, expected a dense tensor", "convert it with to_dense()")
+    check_kind(what, tensor)
     layout = Layout(tuple(tensor.shape[:-1]), tensor.dtype)
     if adds and tensor.dtype not in _ADDABLE:
         hint = "convert it to one of float16, bfloat16 and float32"
         raise ExecutionError(f"{what} has dtype {_name(tensor.dtype)}, which is not added up", hint)
-    if tensor.dtype.itemsize not in _ITEM_BYTES:
-        message = f"{what} has dtype {_name(tensor.dtype)} of {tensor.dtype.itemsize} bytes, expected 1, 2, 4 or 8"
-        raise ExecutionError(message, "view it as a dtype of one of these sizes")
+    if tensor.dtype.itemsize not in _ITEM_BYTES or not _is_copied(tensor.dtype):
+        size = tensor.dtype.itemsize
+        message = f"{what} has dtype {_name(tensor.dtype)} of {size} bytes, which is not moved"
+        raise ExecutionError(message, "view it as a dtype of 1, 2, 4 or 8 bytes, such as uint8")
     if not tensor.dim() or not tensor.shape[-1]:
         raise ExecutionError(
             f"{what} has shape {list(tensor.shape)}, which has no columns", "the last dimension is cut"
@@ -165,13 +165,26 @@ def layout_of(what: str, tensor: Tensor, max_rows: int, *, adds: bool = False) -
     return layout
 
 
+def check_kind(what: str, tensor: object) -> None:
+    """Refuse what is no dense tensor.
+
+    Raises:
+        ExecutionError: naming what it is.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ExecutionError(f"{what} is {type(tensor).__name__}, expected a tensor", "pass a torch.Tensor")
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise ExecutionError(f"{what} is {kind}, expected a dense tensor", "convert it to a dense one")
+
+
 def columns_of(what: str, tensor: Tensor) -> int:
     """Return the size of the last dimension.
 
     Raises:
         ExecutionError: there is none.
     """
-    _check_kind(what, tensor)
+    check_kind(what, tensor)
     if not tensor.dim():
         raise ExecutionError(f"{what} has no dimensions, so no columns", "the last dimension holds the columns")
     return tensor.shape[-1]
@@ -183,7 +196,7 @@ def check(what: str, tensor: Tensor, layout: Layout, columns: int, device: torch
     Raises:
         ExecutionError: naming what it has and what was expected.
     """
-    _check_kind(what, tensor)
+    check_kind(what, tensor)
     if tensor.device != device:
         hint = "one tensor per device, in the order of the plan's devices"
         raise ExecutionError(f"{what} is on {tensor.device}, expected {device}", hint)
@@ -208,31 +221,33 @@ def check_count(what: str, tensors: Sequence[Tensor], devices: tuple[int, ...]) 
         raise ExecutionError(f"{what}: {got}, expected one for each of the devices {names}", "in device order")
 
 
-def check_apart(what: str, out: Sequence[Tensor], inputs: Sequence[Tensor], own: Sequence[Sequence[Tensor]]) -> None:
-    """Refuse outputs that lie over each other or over inputs.
+def check_apart(what: str, out: Sequence[Tensor], inputs: Sequence[Tensor], own: Sequence[Sequence[bool]]) -> None:
+    """Refuse outputs that lie over each other or over inputs; columns next to each other are apart.
 
     Args:
         what: to call the operation in errors.
         out: given by the caller.
         inputs: all tensors that are read.
-        own: for each output the inputs that it may be, exactly; or nothing.
+        own: for each output whether it may be the very input, for each of them; empty where it may be none.
 
     Raises:
         ExecutionError: two of them overlap.
     """
     spans = [(*_span(tensor), tensor) for tensor in (*out, *inputs)]
     for i, (start, stop, output) in enumerate(spans[: len(out)]):
-        twins = own[i] if own else ()
-        for other_start, other_stop, other in spans[i + 1 :]:
-            if start < other_stop and other_start < stop and output.device == other.device:
-                if any(other is twin for twin in twins) and _is_same(output, other):
-                    continue
-                raise ExecutionError(f"{what}: out[{i}] shares memory with another tensor", "give it memory of its own")
+        for j, (other_start, other_stop, other) in enumerate(spans[i + 1 :], i + 1 - len(out)):
+            if start >= other_stop or other_start >= stop or output.device != other.device:
+                continue
+            if j >= 0 and own[i] and own[i][j] and _is_same(output, other):
+                continue
+            if not _is_beside(output, other):
+                name = f"input {j}" if j >= 0 else f"out[{j + len(out)}]"
+                raise ExecutionError(f"{what}: out[{i}] shares memory with {name}", "give it memory of its own")
 
 
 def matrix(tensor: Tensor) -> Tensor:
-    """Return a tensor as ``[rows, columns]``: a view if its strides allow one, else a copy."""
-    flat = tensor.detach()
+    """Return a tensor as ``[rows, columns]``: a view if its strides allow one, else a copy; its bits are its values."""
+    flat = tensor.detach().resolve_conj().resolve_neg()
     if flat.dim() != 2:  # noqa: PLR2004
         flat = flat.reshape(-1, flat.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
@@ -250,16 +265,17 @@ def check_writable(what: str, tensor: Tensor) -> None:
     except RuntimeError:
         flat = None
     dense = flat is not None and (columns == 1 or flat.stride(1) == 1)
-    if flat is None or not dense or (flat.shape[0] > 1 and flat.stride(0) < columns):
+    if (
+        flat is None
+        or not dense
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or (flat.shape[0] > 1 and flat.stride(0) < columns)
+    ):
         message = (
             f"{what} has shape {list(tensor.shape)} and strides {tensor.stride()}, which cannot be written by rows"
         )
         raise ExecutionError(message, "let its last dimension be contiguous and its rows the same step apart")
-
-
-def _check_kind(what: str, tensor: object) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ExecutionError(f"{what} is {type(tensor).__name__}, expected a tensor", "pass a torch.Tensor")
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -273,6 +289,30 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _is_beside(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors are different columns of the same rows."""
+    try:
+        left, right = (tensor.detach().view(-1, tensor.shape[-1]) for tensor in (a, b))
+    except RuntimeError:
+        return False
+    dense = all(flat.stride(1) == 1 or flat.shape[1] == 1 for flat in (left, right))
+    step, size = left.stride(0) * a.element_size(), a.element_size()
+    if not dense or not step or left.stride(0) != right.stride(0):
+        return False
+    gap = (right.data_ptr() - left.data_ptr()) % step
+    return left.shape[1] * size <= gap <= step - right.shape[1] * size
+
+
+@cache
+def _is_copied(dtype: torch.dtype) -> bool:
+    """Tell whether torch copies elements of a dtype: some it only stores."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").clone()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _name(dtype: torch.dtype) -> str:
