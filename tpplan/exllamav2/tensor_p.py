@@ -1,0 +1,252 @@
+"""ExLlamaV2's TPContext, planned and run by tpplan."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpplan.errors import ExecutionError
+from tpplan.exllamav2.rope import read_rope
+from tpplan.exllamav2.splits import Splits, axis_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+# Indices of tpplan.exllamav2.splits.AXES.
+BROADCAST_KV = 0
+BROADCAST_ID = 1
+BROADCAST_VC = 2
+BROADCAST_RS = 3
+BROADCAST_Q = 4
+
+
+class TPContext(Splits):
+    """The splits of a model over several GPUs, and the movements of data between them.
+
+    The constructor plans; :meth:`finalize` compiles the plan, after which data moves. Operations take and return a list
+    with one tensor for each device of a split, in device order. ``buffer`` is 0 or 1, as in the original; operations
+    stage in memory of their own, and only :meth:`gather` leaves something in that buffer.
+
+    Ordering is that of :class:`tpplan.exec.TPContext`: an operation follows what the caller's current streams hold, and
+    these go on after its results. No call changes the current device or stream.
+
+    Attributes:
+        model: as given.
+        plan: the splits and the ledger, to be saved, shown and compared.
+        context: the compiled plan, None before :meth:`finalize` and after :meth:`unload`.
+        kv_split: of the KV heads: (device, start, end) for each device that holds a part.
+        id_split: of the intermediate size, likewise.
+        vc_split: of the vocabulary, padded to a multiple of 32.
+        rs_split: of the residual stream.
+        q_split: of the query heads.
+        pinned_temp: two flat float16 tensors in host memory, pinned where there are GPUs; None unless finalized.
+        device: the first device in use.
+        all_devs: the devices in use, ascending.
+        num_devices: one more than the last device in use.
+        ext_tp_context: a number that is not 0 while finalized, else None.
+        sin: by device the sine table, None for devices without KV heads; None before :meth:`get_sin_cos`.
+        cos: likewise the cosine table.
+    """
+
+    def broadcast(self, buffer: int, input_tensor: Tensor, broadcast_type: int, dim: int = 1) -> list[Tensor]:  # noqa: ARG002
+        """Copy a tensor to every device of a split.
+
+        Args:
+            buffer: 0 or 1.
+            input_tensor: ``[..., columns]`` of any dtype, on a device of the plan or in host memory.
+            broadcast_type: whose devices get it.
+            dim: without effect, as in the original.
+
+        Returns:
+            A tensor like the input on each device.
+
+        Raises:
+            ExecutionError: an operand of the wrong kind, shape, dtype or device, or the context is not finalized.
+            RequestError: there is no such type.
+        """
+        context = self._ready(buffer)
+        return list(context.broadcast(input_tensor, axis_of(broadcast_type)))
+
+    def gather(self, buffer: int, inputs: Sequence[Tensor], broadcast_type: int, dim: int = 1) -> Tensor:
+        """Copy the parts of all devices of a split into one tensor in host memory.
+
+        Args:
+            buffer: gets a copy of the result at its start, if it has room; see :meth:`get_pinned`.
+            inputs: ``[rows, elements × dim]`` on each device of the split.
+            broadcast_type: of the split.
+            dim: columns per element.
+
+        Returns:
+            ``[rows, size × dim]``, complete, in memory of its own.
+
+        Raises:
+            ExecutionError: see :meth:`broadcast`.
+            RequestError: there is no such type.
+        """
+        context = self._ready(buffer)
+        whole = context.gather(inputs, axis_of(broadcast_type), dim=dim).result()
+        if whole.nbytes <= self._memory(buffer).nbytes:
+            self._pinned(buffer, whole.shape, whole.dtype).copy_(whole)
+        return whole
+
+    def allgather(
+        self, buffer: int, inputs: Sequence[Tensor], broadcast_type_g: int, broadcast_type_b: int, dim: int = 1
+    ) -> list[Tensor]:
+        """Copy the parts of all devices of one split into one tensor on every device of another.
+
+        Args:
+            buffer: 0 or 1.
+            inputs: ``[rows, elements × dim]`` on each device of the split ``broadcast_type_g``.
+            broadcast_type_g: of the parts.
+            broadcast_type_b: whose devices get the whole.
+            dim: columns per element of the parts' axis.
+
+        Returns:
+            ``[rows, size × dim]`` on each device of ``broadcast_type_b``, with the size of the parts' axis.
+
+        Raises:
+            ExecutionError: see :meth:`broadcast`.
+            RequestError: there is no such type.
+        """
+        context = self._ready(buffer)
+        return list(context.allgather(inputs, axis_of(broadcast_type_g), axis_of(broadcast_type_b), dim=dim))
+
+    def all_reduce(self, buffer: int, tensors: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
+        """Add up tensors over all devices in use, onto each device's residual in place (``tp_all_reduce``).
+
+        Args:
+            buffer: 0 or 1.
+            tensors: ``[rows, columns]`` in float16, bfloat16 or float32, one on each device in use.
+            residuals: likewise, all with the same contents; each becomes itself plus the sum, rounded once.
+
+        Raises:
+            ExecutionError: see :meth:`broadcast`.
+        """
+        self._ready(buffer).all_reduce(tensors, residuals, out=residuals)
+
+    def add_residual(
+        self, target: Sequence[Tensor], source: Sequence[Tensor], broadcast_type: int, dim: int = 1
+    ) -> None:
+        """Add to every target, in place, the columns of its source that belong to the device's part.
+
+        Args:
+            target: ``[rows, elements × dim]`` on each device of the split.
+            source: ``[rows, size × dim]``, likewise.
+            broadcast_type: of the split.
+            dim: columns per element.
+
+        Raises:
+            ExecutionError: see :meth:`broadcast`.
+            RequestError: there is no such type.
+        """
+        self._ready().add_residual(target, source, axis_of(broadcast_type), dim=dim)
+
+    def wait_streams(self) -> None:
+        """Return when everything on the devices in use is complete, the caller's work too.
+
+        Raises:
+            ExecutionError: the context is not finalized.
+        """
+        context = self._ready()
+        context.synchronize()
+        for device in context.devices.values():
+            if device.device.type == "cuda":
+                torch.cuda.synchronize(device.device)
+
+    def get_sin_cos(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Return the RoPE tables of each device, made once.
+
+        Returns:
+            Sines and cosines: by device number ``[1, 1, positions, head size]`` in float16, with as many positions as
+            the context or the cache has tokens; None for a device without KV heads, or a model without RoPE.
+
+        Raises:
+            ExecutionError: the context is not finalized.
+            ModelError: the config's RoPE is unknown or incomplete.
+        """
+        context = self._ready()
+        if self.sin is None or self.cos is None:
+            rope = read_rope(self.model.config, self._numbers.head_dim, self._numbers.context)
+            rows = min(self._numbers.context, self.plan.request.cache.tokens)
+            tables = () if rope is None else context.rope_tables(rope, rows)
+            made = dict(zip(self.get_devs(BROADCAST_KV), tables, strict=False))
+            by_device = [made.get(device, (None, None)) for device in range(self.num_devices)]
+            self.sin = [None if sin is None else sin[None, None] for sin, _ in by_device]
+            self.cos = [None if cos is None else cos[None, None] for _, cos in by_device]
+        return self.sin, self.cos
+
+    def get_pinned(self, buffer: int, batch_size: int, q_len: int, dim: int) -> Tensor:
+        """Return the start of a host buffer as float16 ``[batch_size, q_len, dim]``.
+
+        Raises:
+            ExecutionError: the buffer is too small, or the context is not finalized.
+        """
+        self._ready(buffer)
+        return self._pinned(buffer, (batch_size, q_len, dim), torch.half)
+
+    def copy_pinned(self, buffer: int, inputs: Tensor) -> Tensor:
+        """Copy a tensor of any shape, dtype and device to the start of a host buffer, and wait until it is there.
+
+        Raises:
+            ExecutionError: see :meth:`get_pinned`.
+        """
+        self._ready(buffer)
+        return self._pinned(buffer, inputs.shape, inputs.dtype).copy_(inputs.detach())
+
+    def begin_scratch_alloc_tp(self) -> None:
+        """Make the scratch of all devices free again: slices from now on may alias older ones.
+
+        Raises:
+            ExecutionError: the context is not finalized.
+        """
+        self._ready().begin_scratch()
+
+    def get_scratch_slice_tp(self, rows: int, dtype: torch.dtype, broadcast_type: int, dim: int = 1) -> list[Tensor]:
+        """Return uninitialised scratch ``[rows, elements × dim]`` on each device of a split.
+
+        Raises:
+            ExecutionError: a device has too little room, or the context is not finalized.
+            RequestError: there is no such type.
+        """
+        return list(self._ready().scratch(rows, axis_of(broadcast_type), dim=dim, dtype=dtype))
+
+    def get_scratch_slice_tp_bc(self, rows: int, dtype: torch.dtype, broadcast_type: int, dim: int = 1) -> list[Tensor]:
+        """Return uninitialised scratch ``[rows, size × dim]``, as wide as the whole axis, on each device of a split.
+
+        Raises:
+            ExecutionError: see :meth:`get_scratch_slice_tp`.
+            RequestError: there is no such type.
+        """
+        return list(self._ready().scratch(rows, axis_of(broadcast_type), dim=dim, dtype=dtype, full=True))
+
+    def reserve_scratch(self, scratch: Sequence[int]) -> None:
+        """Set bytes of scratch aside on each device, by device number, until :meth:`begin_scratch_alloc_tp`.
+
+        Raises:
+            ExecutionError: a device has too little room or is not in use, or the context is not finalized.
+        """
+        context = self._ready()
+        indices = {ordinal: i for i, ordinal in enumerate(self._ordinals)}
+        for ordinal, size in enumerate(scratch):
+            device = context.devices.get(indices.get(ordinal, -1))
+            if device is not None:
+                device.scratch(1, size, torch.uint8)
+            elif size:
+                raise ExecutionError(f"device {ordinal} is not in use", f"devices in use: {self.all_devs}")
+
+    def _memory(self, buffer: int) -> Tensor:
+        """Return a host buffer; the context is finalized."""
+        assert self.pinned_temp is not None  # noqa: S101
+        return self.pinned_temp[buffer]
+
+    def _pinned(self, buffer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the start of a host buffer."""
+        memory, size = self._memory(buffer).view(torch.uint8), math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or size > len(memory):
+            message = f"a host buffer of {len(memory)} bytes has no room for {list(shape)} in {dtype}"
+            raise ExecutionError(message, "set a larger max_input_len, max_output_len or max_batch_size in the config")
+        return memory[:size].view(dtype).view(*shape)
