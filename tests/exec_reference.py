@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import prod
 from random import Random
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import torch
 from attrs import Factory, define
 from torch import Tensor
 
-from tests.caller import bits, noise, total
+from tests.caller import noise, total
 from tpplan.axes import Axis
 from tpplan.exec.context import TPContext
 
@@ -80,11 +81,16 @@ def values(lead: Sequence[int], columns: int, dtype: torch.dtype, random: Random
     return found.reshape(*lead, columns)
 
 
+def columns(x: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Return views of so many columns each."""
+    return [x[..., end - width : end] for width, end in zip(widths, accumulate(widths), strict=True)]
+
+
 def same(found: Tensor, truth: Tensor) -> bool:
     """Tell whether two tensors have the same shape, dtype and bits."""
     if found.shape != truth.shape or found.dtype != truth.dtype:
         return False
-    return torch.equal(*(bits(x.detach().resolve_conj().contiguous()) for x in (found, truth)))
+    return torch.equal(*(x.detach().resolve_conj().contiguous().view(-1).view(torch.uint8) for x in (found, truth)))
 
 
 @define(eq=False)
