@@ -148,34 +148,54 @@ def die(_: Move) -> None:
 
 @define
 class FullDriver(FakeDriver):
-    """GPUs without room."""
+    """GPUs that each have room for one piece."""
+
+    used: set[int] = field(factory=set)
 
     def allocate(self, gpu: int, size: int) -> Piece:
-        """Raise."""
-        raise MemoryError(f"GPU {gpu} has no {size} bytes")
+        """Raise from the second piece on."""
+        if gpu in self.used:
+            raise MemoryError(f"GPU {gpu} has no {size} bytes")
+        self.used.add(gpu)
+        return super().allocate(gpu, size)
 
+
+@define
+class ForgetfulDriver(FakeDriver):
+    """GPUs of which the second loses what its host wrote."""
+
+    def read(self, buffer: Piece, size: int) -> bytes:
+        """Return nothing but zeros from it."""
+        return bytes(size) if buffer.gpu == 1 else super().read(buffer, size)
+
+
+def _only(*mechanisms: Mechanism) -> dict[Mechanism, str]:
+    return {m: "no kernel" for m in Mechanism if m not in mechanisms}
+
+
+_COPY, _STORE, _LOAD, _FLAG = Mechanism
+_PAIR = GPUS[:2]
 
 #: Factories that a child process imports by name.
 honest = FakeDriver
 reordered = partial(FakeDriver, names=(GPUS[2], GPUS[0], GPUS[1]))
-pair = partial(FakeDriver, names=GPUS[:2])
+pair = partial(FakeDriver, names=_PAIR)
 single = partial(FakeDriver, names=GPUS[:1])
-nameless = partial(FakeDriver, names=("", ""))
+nameless = partial(FakeDriver, names=("", "GPU-b"))
 twins = partial(FakeDriver, names=("GPU-a", "GPU-a"))
-full = partial(FullDriver, names=GPUS[:2])
-copies_only = partial(FakeDriver, untestable={m: "no kernel" for m in Mechanism if m != Mechanism.COPY})
-one_way = partial(FakeDriver, {(Mechanism.COPY, 1, 0): zeros})
-hanging_store = partial(FakeDriver, {(Mechanism.STORE, 1, 0): hang, (Mechanism.LOAD, 0, 1): lost}, GPUS[:2])
-hanging_together = partial(FakeDriver, {(Mechanism.LOAD, 0, 1): hang_when_concurrent}, GPUS[:2])
-hanging_always = partial(FakeDriver, {(m, a, b): hang for m in Mechanism for a in range(2) for b in range(2)}, GPUS[:2])
-failing = partial(FakeDriver, {(Mechanism.FLAG, 0, 1): fail, (Mechanism.COPY, 1, 0): die}, GPUS[:2])
+full = partial(FullDriver, names=_PAIR)
+forgetful = partial(ForgetfulDriver, names=_PAIR)
+copies_only = partial(FakeDriver, untestable=_only(_COPY))
+one_way = partial(FakeDriver, {(_COPY, 1, 0): zeros})
+hanging_together = partial(FakeDriver, {(_LOAD, 0, 1): hang_when_concurrent}, _PAIR, _only(_STORE, _LOAD))
+hanging_always = partial(FakeDriver, {(m, a, b): hang for m in Mechanism for a in (0, 1) for b in (0, 1)}, _PAIR)
 
 
-def noisy() -> FakeDriver:
-    """Return honest GPUs of a driver that prints to both of the process's outputs."""
+def faulty() -> FakeDriver:
+    """Return GPUs of which some links crash, hang or lie, of a driver that prints to both of the process's outputs."""
     os.write(1, b"driver: hello\n")
     print("driver: hello")  # noqa: T201
-    return pair()
+    return FakeDriver({(_COPY, 1, 0): die, (_STORE, 1, 0): hang, (_LOAD, 0, 1): lost, (_FLAG, 0, 1): fail}, _PAIR)
 
 
 def changing() -> FakeDriver:

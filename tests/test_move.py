@@ -406,3 +406,22 @@ def test_any_history_of_moves_is_right(
     for source, target in set(moves):
         times = moves.count((source, target)) if (source, target) not in failing else 1
         assert tried.count((f"cuda:{source}", f"cuda:{target}")) == (times if (source, target) in verified else 0)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_real_gpus_move_and_leave_device_and_streams(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Between real GPUs values and strides arrive, also after work on streams of the caller's, which stay current."""
+    streams = [torch.cuda.Stream(gpu) for gpu in GPU[:2]]  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
+        for source, target in permutations(GPU[:2], 2):
+            torch.cuda._sleep(10**8)  # type: ignore[no-untyped-call] # on the current device
+            data = view(X.to(source) + 1)
+            moved = safe_move_tensor((data,), target)[0]
+            assert (moved.device, moved.stride()) == (target, data.to("meta").stride())
+            assert torch.equal(moved.cpu().flatten().view(torch.uint8), data.cpu().flatten().view(torch.uint8))
+            filled = torch.zeros_like(moved)
+            gpu_peer_copy(filled, data)
+            assert torch.equal(filled.cpu().flatten().view(torch.uint8), data.cpu().flatten().view(torch.uint8))
+        assert [torch.cuda.current_stream(gpu) for gpu in GPU[:2]] == streams
+        assert torch.cuda.current_device() == 1

@@ -74,14 +74,14 @@ def probe_in_child(driver: str, gpus: tuple[str, ...], routes: Sequence[Route], 
                     testing = [_route(route) for route in line.get("testing", testing)]
                     for link in (_link(fields) for fields in line.get("found", ())):
                         found[link.route] = link
-        except _FaultError as error:
+        except (_FaultError, OSError) as error:
             if not testing:
                 end = (Verdict.UNTESTED, str(error))
                 break
             at_once = f" with {len(testing)} links at once" if len(testing) > 1 else ""
             broken = {route: Link(*route, Verdict.BROKEN, f"{error}{at_once}") for route in testing}
             found = broken | found  # a verdict stands
-            end = (Verdict.BROKEN, f"not finished before {CHILDREN} probes had failed, the last one so: {error}")
+            end = (Verdict.BROKEN, f"not finished before too many probes had failed, the last one so: {error}")
     return tuple(found.get(route) or Link(*route, *end) for route in routes)
 
 

@@ -82,9 +82,12 @@ def probe(driver: Driver[B], routes: Sequence[Route]) -> Iterator[tuple[Route, .
         verdict for each route, as soon as it is final.
 
     Raises:
-        Exception: what the driver raises. It may be unable to go on, so the next test needs a new process.
+        Exception: what the driver raises. It may be unable to go on, so the next test needs a new process. If that is
+            before the first routes, a GPU cannot be used at all, which tells nothing of its links.
     """
     contents = _Contents(max(ALONE + TOGETHER))
+    for gpu in sorted({gpu for _, *pair in routes for gpu in pair}):
+        _use_alone(driver, contents, gpu)
     for mechanism in Mechanism:
         passed: list[Route] = []
         for route in (route for route in routes if route[0] == mechanism):
@@ -111,6 +114,14 @@ class _Contents:
         """Return fresh contents, and the poison that differs from them in every byte."""
         start = secrets.randbelow(_STARTS)
         return self._random[start : start + size], self._poison[start : start + size]
+
+
+def _use_alone(driver: Driver[B], contents: _Contents, gpu: int) -> None:
+    """Fail if the owner of a memory cannot be a witness."""
+    buffer, (data, _) = driver.allocate(gpu, KIB), contents.draw(KIB)
+    driver.write(buffer, data)
+    if driver.read(buffer, KIB) != bytes(data):
+        raise RuntimeError(f"GPU {gpu} does not hold what the host wrote to it")
 
 
 _Fault = tuple[Verdict, str]

@@ -113,10 +113,8 @@ class Mover:
         return torch.device("cuda", index)
 
     def _moved(self, tensor: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
-        if tensor.device == device:
-            return tensor
         if not _are_two_gpus(tensor.device, device):
-            return tensor.to(device, non_blocking=non_blocking)
+            return tensor.to(device, non_blocking=non_blocking)  # the same object where it is there already
         if tensor.layout is torch.strided:
             whole = _in_one_piece(tensor)
             copied = self._peer(tensor.device, device, lambda: whole.to(device, non_blocking=non_blocking))
