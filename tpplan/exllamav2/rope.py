@@ -99,8 +99,10 @@ def _scaling(config: Any, context: int) -> dict[str, object] | None:
     if method not in _METHODS:
         raise ModelError(f"model.config.alt_rope_method is {str(method)[:60]!r}", f"known are {', '.join(_METHODS)}")
     given = {key: getattr(config, name, None) for name, key in _METHODS[method].items()}
+    if missing := [name for name, key in _METHODS[method].items() if given[key] is None]:
+        raise ModelError(f"model.config has no {missing[0]}", f"alt_rope_method {method!r} needs it")
     trained = given["original_max_position_embeddings"]
-    is_stretched = not isinstance(trained, int) or context > trained
+    is_stretched = not isinstance(trained, int) or context > trained  # what is no number is reported where it is read
     if method == "su":  # the original chooses by the context, however many positions a table has
         factors = given["long_factor" if is_stretched else "short_factor"]
         return {"rope_type": "longrope", **given, "long_factor": factors, "short_factor": factors}
