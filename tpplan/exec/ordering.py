@@ -222,14 +222,14 @@ class _Watch:
         past = self.past[index]
         for earlier, other in accesses[region.memory]:
             if not past >> earlier & 1 and region.overlaps(other):
-                self._tell(RACE, index, f"touches {region.view} in no order with {other.view} in", earlier)
+                self._tell(RACE, f"{region.view} in {{}} and {other.view} in {{}} are in no order", index, earlier)
 
     def _check_content(self, index: int, region: Region) -> None:
         """Find reads of what the program has not written yet, or of operands that it has."""
         node, view, past = self.nodes[index], region.view, self.past[index]
         for target in node.writes:
             if target.memory == region.memory and target.overlaps(region) and target[2:] != region[2:]:
-                self._tell(OVERWRITTEN, index, f"reads {view} and writes {target.view} in", index)
+                self._tell(OVERWRITTEN, f"{{}} reads {view} while it writes {target.view}", index, index)
         written = [
             (i, r)
             for i, r in self.written[region.memory]
@@ -238,15 +238,14 @@ class _Watch:
         if view.buffer.role in {INPUT, RESIDUAL}:
             for earlier, other in written:
                 if region.overlaps(other):
-                    self._tell(OVERWRITTEN, index, f"reads {view} after {other.view} was written by", earlier)
+                    self._tell(OVERWRITTEN, f"{{}} reads {view} after {{}} wrote {other.view}", index, earlier)
         elif not (isinstance(node.what, Sum) and view == node.what.target):
             spans = ((r.start, r.stop) for _, r in written if r[2:5] == region[2:5])  # the same place for the same rows
             column = gap(spans, region.start, region.stop)
             if column is not None:
-                self._tell(UNWRITTEN, index, f"reads {view} before column {column} is written in", index)
+                self._tell(UNWRITTEN, f"{{}} reads {view} before column {column} is written", index, index)
 
-    def _tell(self, kind: str, index: int, does: str, other: int) -> None:
-        """Keep a finding, once for all runs of the same commands."""
+    def _tell(self, kind: str, sentence: str, index: int, other: int) -> None:
+        """Keep a finding about two nodes, once for all runs of the same commands."""
         first, second = self.nodes[index], self.nodes[other]
-        key = (kind, first.what, does, second.what)
-        self.found.setdefault(key, Finding(kind, f"{first} {does} {second}"))
+        self.found.setdefault((kind, sentence, first.what, second.what), Finding(kind, sentence.format(first, second)))

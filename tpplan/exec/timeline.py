@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from tpplan.exec.program import Program, Step
     from tpplan.exec.region import Region
 
-_ALL_COLUMNS = 2**62
-
 
 class Call(NamedTuple):
     """A program with its caller's operands, which are not those of any other call.
@@ -105,7 +103,7 @@ class Timeline:
     nodes: list[Node] = Factory(list)
     stuck: list[Stuck] = Factory(list)
     _program: int = -1
-    _operands: frozenset[Buffer] = frozenset()
+    _operands: dict[Buffer, int] = Factory(dict)
     _in_place: bool = False
     _parts: int = 1
     _last: dict[tuple[Stream, int], int] = Factory(dict)
@@ -120,7 +118,9 @@ class Timeline:
         self._program += 1
         steps = tuple(flat(program))
         views = [v for step in steps for v in (*reads(step), *writes(step)) if v.buffer.role in OPERANDS]
-        self._operands = frozenset(view.buffer for view in views)
+        self._operands = {}
+        for view in views:
+            self._operands[view.buffer] = max(view.stop, self._operands.get(view.buffer, 0))
         self._parts = lcm(*{view.parts for view in views})
         devices = sorted({buffer.device for buffer in self._operands})
         for device in devices:
@@ -141,7 +141,7 @@ class Timeline:
         """Add an access of the caller to all of some operands, if there are any."""
         operands = sorted(b for b in self._operands if b.device == device and b.role in roles)
         if operands:
-            wholes = tuple(r for b in operands for r in self._regions(View(b, 0, _ALL_COLUMNS), device))
+            wholes = tuple(r for b in operands for r in self._regions(View(b, 0, self._operands[b]), device))
             what = f"the caller {does} {', '.join(map(str, operands))}"
             self._add(stream, Node(self._program, what, (), wholes, [*after]))
 
