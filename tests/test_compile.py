@@ -1,0 +1,282 @@
+"""Compiling: what a plan is held against, in which words it is refused, and that memory is what the ledger says."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tpplan
+from tests import contexts
+from tests.exec_reference import same
+from tests.planning_cases import spec, tiny_model
+from tests.strategies import bounds
+from tpplan import exec as tpx
+from tpplan.axes import Axis
+from tpplan.codec import fingerprint
+from tpplan.devices import Device
+from tpplan.errors import ExecutionError, PlanError, RequestError
+from tpplan.exec.compiler import Found, differences
+from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.rope import Rope
+from tpplan.exec.rope_scaling import Default
+from tpplan.memory import demands, ledger
+from tpplan.plan import KV_MODES, LAYOUTS, Cache, Request, SplitPlan
+from tpplan.planner import Attempt
+from tpplan.workspace import pinned_bytes
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples" / "plans").rglob("*.json"))
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def plan() -> SplitPlan:
+    """Plan the tiny llama for two devices."""
+    devices = [Device(name=name, budget_bytes=size * MIB, overhead_bytes=MIB) for name, size in (("A", 50), ("B", 45))]
+    return tpplan.plan(spec(), devices, cache=Cache("fp16", 2048), max_rows=64)
+
+
+def refusal(plan: SplitPlan, **arguments: Any) -> list[str]:
+    """Return every difference that compiling a plan reports."""
+    with pytest.raises(ExecutionError) as error:
+        tpx.compile(plan, **arguments)
+    first, *differences = error.value.message.split("\n  ")
+    assert first == f"the plan for {plan.model.name} is not for this:"
+    assert 'backend="cpu"' in error.value.hint
+    return differences
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without GPUs")
+@pytest.mark.parametrize("arguments", [{}, {"backend": "auto"}, {"backend": "cuda"}])
+def test_without_gpus_virtual_devices_are_offered(plan: SplitPlan, arguments: dict[str, str]) -> None:
+    """A machine without the plan's devices says how many it has; the hint names the way that needs none."""
+    assert refusal(plan, **arguments) == ["devices: the plan has 2, this machine has 0 CUDA devices"]
+
+
+def test_everything_that_differs_is_listed_at_once(plan: SplitPlan) -> None:
+    """Devices, model, rows and dtype are each an entry, with what the plan has and what was asked for."""
+    other = spec(intermediate_size=1920)
+    found = refusal(
+        plan, backend="cpu", devices=["cpu", "cuda:1", "cpu"], model=other, max_rows=65, dtype=torch.float32
+    )
+    assert found == [
+        "devices: cuda:1 is not for the backend cpu",
+        "devices: the plan has 2, 3 were given",
+        f"model: the plan is for {plan.model.fingerprint}, this one is {fingerprint(other)}",
+        "max_rows: the plan has room for 1 to 64, 65 were asked for",
+        "dtype: the plan has room for bfloat16, float32 was asked for",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "difference"),
+    [
+        ({"devices": ["cpu", "gpu one"]}, "devices[1]: 'gpu one' is no torch device"),
+        ({"devices": [0.5, "cpu"]}, "devices[0]: '0.5' is no torch device"),
+        ({"devices": [0, 1]}, "devices: cuda:0 is not for the backend cpu"),
+        ({"devices": []}, "devices: the plan has 2, 0 were given"),
+        ({"max_rows": 0}, "max_rows: the plan has room for 1 to 64, 0 were asked for"),
+        ({"max_rows": 1.5}, "max_rows: the plan has room for 1 to 64, 1.5 were asked for"),
+        ({"max_rows": "8"}, "max_rows: the plan has room for 1 to 64, 8 were asked for"),
+        ({"dtype": torch.float64}, "dtype: the plan has room for bfloat16, float64 was asked for"),
+        ({"dtype": torch.int16}, "dtype: the plan has room for bfloat16, int16 was asked for"),
+        ({"dtype": "float16"}, "dtype: the plan has room for bfloat16, float16 was asked for"),
+    ],
+)
+def test_each_argument_is_held_against_the_plan(plan: SplitPlan, arguments: dict[str, Any], difference: str) -> None:
+    """What the plan has no room for, or nobody understands, is named with what was expected."""
+    assert difference in refusal(plan, backend="cpu", **arguments)
+
+
+def test_cuda_devices_are_different_ones(plan: SplitPlan) -> None:
+    """The same GPU twice is not two, and the CPU is none."""
+    assert "devices: cuda:0, cuda:0 are not all different" in refusal(plan, backend="cuda", devices=[0, "cuda:0"])
+    assert "devices: cpu is not for the backend auto" in refusal(plan, devices=["cpu", 1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "tpu"}, "unknown backend 'tpu', expected auto, cpu, cuda"),
+        ({"backend": None}, "unknown backend 'None'"),
+        ({"backend": "cpu", "transport": "nvlink"}, "unknown transport 'nvlink', expected auto, peer, host, events"),
+    ],
+)
+def test_unknown_names_list_the_known_ones(plan: SplitPlan, arguments: dict[str, Any], message: str) -> None:
+    """A backend or transport that there is not is a RequestError before the plan is looked at any further."""
+    with pytest.raises(RequestError, match=message):
+        tpx.compile(plan, **arguments)
+
+
+def test_a_plan_is_a_plan() -> None:
+    """A path in place of a plan is told how to become one."""
+    wrong: Any = "plan.json"
+    with pytest.raises(RequestError, match="compile takes a plan, this is str") as error:
+        tpx.compile(wrong, backend="cpu")
+    assert "tpplan.load" in error.value.hint
+
+
+def test_a_plan_that_breaks_rules_is_not_run(plan: SplitPlan) -> None:
+    """The rules are the first thing to hold, and every broken one is listed."""
+    first = evolve(plan.splits[0], bounds=(0, 3, 7))
+    broken = evolve(plan, splits=(first, *plan.splits[1:]), memory=plan.memory[:1])
+    with pytest.raises(PlanError, match="TP") as error:
+        tpx.compile(broken, backend="cpu", max_rows=999)
+    assert len(error.value.problems) >= 2
+
+
+def test_the_model_may_be_given(plan: SplitPlan, llama_config: Path) -> None:
+    """The model that the plan was made for passes, as an object; a directory's is read and told apart."""
+    tpx.compile(plan, backend="cpu", model=spec()).close()
+    (difference,) = refusal(plan, backend="cpu", model=llama_config)
+    assert difference == (
+        f"model: the plan is for {plan.model.fingerprint}, this one is {fingerprint(tpplan.read_model(llama_config))}"
+    )
+
+
+def test_differences_of_the_machine(plan: SplitPlan) -> None:
+    """Free bytes are held against what is still to be allocated, capability where the plan names one."""
+    named = evolve(plan, devices=(evolve(plan.devices[0], capability="8.9"), plan.devices[1]))
+    needed = [m.used_bytes - m.overhead_bytes for m in plan.memory]
+    enough = [Found("RTX 4090", needed[0], "8.9"), Found("RTX 3060", needed[1], "8.6")]
+    assert differences(named, enough) == []
+    assert differences(named, [None, None]) == []
+    short = [Found("RTX 4090", needed[0] - 1, "8.9"), Found("RTX 3060", 0, "8.6")]
+    assert [text.partition(",")[0] for text in differences(named, short)] == [
+        f"devices[{i}] ({device.name})" for i, device in enumerate(plan.devices)
+    ]
+    assert "needs" in differences(named, short)[1]
+    assert differences(named, short)[1].endswith("0 B are free")
+    other = [Found("A100", needed[0], "8.0"), Found("A100", 0, "8.0")]
+    assert differences(named, other)[0].endswith("here A100: planned for capability 8.9, has 8.0")
+    assert len(differences(named, other)) == 2
+
+
+def test_the_arguments_are_obeyed(plan: SplitPlan) -> None:
+    """Fewer rows and another 16-bit dtype than planned are what the context then has."""
+    with tpx.compile(plan, backend="cpu", devices=["cpu", "cpu"], max_rows=8, dtype=torch.float16) as ctx:
+        assert ctx.max_rows == 8
+        assert {x.dtype for x in ctx.scratch(2, Axis.ID)} == {torch.float16}
+        with pytest.raises(ExecutionError, match="9 rows, but the context was compiled for 8"):
+            ctx.broadcast(torch.ones(9, 512))
+    with tpx.compile(plan, backend="cpu") as ctx:
+        assert (ctx.max_rows, ctx.dtype) == (64, torch.bfloat16)
+
+
+def assert_ledger(plan: SplitPlan) -> None:
+    """Compile a plan and hold the bytes on every device, and on the host, against the plan's."""
+    with tpx.compile(plan, backend="cpu") as ctx:
+        for entry in plan.memory:
+            device = ctx.devices.get(entry.device)
+            allocated = device.control.untyped_storage().nbytes() if device else 0
+            assert allocated == entry.workspace_bytes, entry.device
+        pinned = pinned_bytes(plan.splits, plan.model.dtype, plan.request).total_bytes
+        assert ctx.get_pinned(0, 1).untyped_storage().nbytes() == pinned
+        used = tuple(entry.device for entry in plan.memory if entry.used_bytes)
+        assert ctx.all_devices == used
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name} on {path.stem}")
+def test_examples_take_the_bytes_of_their_ledgers(path: Path) -> None:
+    """What is allocated on each device is to the byte what the file says; what is pinned is what the formula says."""
+    assert_ledger(tpplan.load(path))
+
+
+@st.composite
+def tiny_plans(draw: st.DrawFn) -> SplitPlan:
+    """A model of a random family, cut at random for one to six devices, some of them idle."""
+    model = tiny_model(random.Random(draw(st.integers(0, 999))))
+    layout, kv = draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(KV_MODES))
+    request = Request(layout, "balanced", Cache("q4", 999), draw(st.sampled_from((1, 5))), 64, kv)
+    count = draw(st.integers(1, 6))
+    wanted = demands(model, request, count)
+    cuts = tuple(draw(bounds(d.axis, d.size, d.unit, count)) for d in wanted.axes)
+    devices = (Device(name="x", budget_bytes=2**40),) * count
+    return Attempt(model, devices, request, wanted, cuts, ledger(cuts, wanted, devices)).plan()
+
+
+@settings(max_examples=60)
+@given(tiny_plans())
+def test_any_plan_takes_the_bytes_of_its_ledger(plan: SplitPlan) -> None:
+    """Of any family, however it is cut, layers alike or not, with idle devices or without."""
+    assert_ledger(plan)
+
+
+@pytest.mark.parametrize("path", [EXAMPLES[3]], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_large_plans_at_their_real_size(path: Path, transport: str) -> None:
+    """With the real sizes of slots and stages, a decode step and a prefill of a large model move right."""
+    plan = tpplan.load(path)
+    with tpx.compile(plan, backend="cpu", transport=transport) as ctx:
+        hidden = plan.split(Axis.RS).size
+        for rows in (1, 30):
+            x = torch.randn(rows, hidden).bfloat16()
+            parts = ctx.scatter(x, Axis.RS)
+            assert same(ctx.gather(parts, Axis.RS).tensor, x)
+            assert all(same(y, x) for y in ctx.allgather(parts, Axis.RS))
+            total = x.float()
+            for _ in ctx.all_devices:
+                total = total + x.float()
+            sums = ctx.all_reduce([x for _ in ctx.all_devices], [x for _ in ctx.all_devices])
+            assert all(same(y, total.bfloat16()) for y in sums)
+
+
+def test_rope_tables_are_the_plans(plan: SplitPlan) -> None:
+    """As long as a sequence's part of the cache, on every device with heads, made once, in the context's dtype."""
+    rope = Rope(10000.0, 64, Default())
+    with tpx.compile(plan, backend="cpu") as ctx:
+        tables = ctx.rope_tables(rope)
+        assert len(tables) == len(ctx.devices_of(Axis.KV))
+        truth = [table.bfloat16() for table in rope.tables(2048)]
+        for pair in tables:
+            assert all(same(table, right) for table, right in zip(pair, truth, strict=True))
+        again = ctx.rope_tables(rope)
+        assert [t.data_ptr() for pair in again for t in pair] == [t.data_ptr() for pair in tables for t in pair]
+        with pytest.raises(ExecutionError, match=r"the RoPE tables of 1 positions take .* but the plan left 0 B"):
+            ctx.rope_tables(rope, positions=1)
+        for device in ctx.devices.values():  # nothing else wrote there
+            device.scratch(1, device.arena.free_bytes, torch.uint8).fill_(255)
+            device.exchange.fill_(255)
+            device.control.fill_(255)
+        assert all(same(table, right) for table, right in zip(tables[-1], truth, strict=True))
+
+
+def test_rope_tables_of_two_kinds_share_the_room(plan: SplitPlan) -> None:
+    """Shorter tables leave room for others; what does not fit is told with numbers, and takes nothing."""
+    local, distant = Rope(10000.0, 64, Default()), Rope(1e6, 64, Default())
+    with tpx.compile(plan, backend="cpu") as ctx:
+        ctx.rope_tables(local, 1024)
+        for _ in range(2):
+            with pytest.raises(ExecutionError, match=r"1025 positions take .* but the plan left 256.00 KiB for them"):
+                ctx.rope_tables(distant, 1025)
+        second = ctx.rope_tables(distant, 1024)
+        assert same(second[0][1], distant.tables(1024)[1].bfloat16())
+        for positions in (0, -5):
+            with pytest.raises(ExecutionError, match=f"RoPE tables of {positions} positions"):
+                ctx.rope_tables(local, positions)
+
+
+def test_rope_tables_fit_everywhere_or_nowhere() -> None:
+    """If one device has too little room, none has given any of its own away."""
+    uneven = contexts.plan_of(
+        *contexts.heads((0, 2, 2, 4), layers="0-1"),
+        *contexts.heads((0, 4, 4, 4), layers="2-3"),
+        *[split for split in contexts.REPLICATED.splits if split.axis in {Axis.VC, Axis.RS}],
+    )
+    first, second, third = (Rope(theta, 8, Default()) for theta in (1e4, 1e5, 1e6))
+    with contexts.context(uneven, "events") as ctx:
+        assert len(ctx.rope_tables(first)) == 2
+        with pytest.raises(ExecutionError, match="device 2"):
+            ctx.rope_tables(second)
+        with pytest.raises(ExecutionError, match="device 2"):
+            ctx.rope_tables(third)
+        device = ctx.devices[0]
+        device.rope_tables(third, 16, torch.bfloat16)  # still has room for tables of its second cut
+        with pytest.raises(ExecutionError, match="left 0 B"):
+            device.rope_tables(second, 16, torch.bfloat16)
