@@ -6,13 +6,13 @@ senders fill the other slot. Events keep the rounds in order, for the copy engin
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING
-
-from attrs import Factory, define
+from typing import TYPE_CHECKING, NamedTuple
 
 from tpplan.exec.fence import HOST_STREAM, caller, fence, order, own
 from tpplan.exec.program import (
+    HOST,
     INPUT,
     LOAD,
     OUTPUT,
@@ -31,12 +31,15 @@ from tpplan.exec.program import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tpplan.exec.operation import Moves, Reduction
 
 #: All rings were read; the next program that fills one waits for it.
 _DRAINED = Event("drained", HOST_STREAM)
+
+#: Every share is added up, and all rings were read.
+_SUMMED = Event("summed", HOST_STREAM)
 
 
 def load(device: int) -> Stream:
@@ -51,108 +54,124 @@ def staged(source: View, start: int, stop: int) -> View:
     return View(ring, start - source.start, stop - source.start, source.part, source.parts, width)
 
 
-@define
-class _Rounds:
-    """Rounds so far.
+class _Round(NamedTuple):
+    """A part of the rows on its way.
 
     Attributes:
-        commands: of them.
-        senders: all streams that have filled a ring.
-        readers: the streams that read in each round since all slots were free.
+        sent: views, by different senders.
+        taken: what reads where they are staged.
     """
 
-    commands: list[Command] = Factory(list)
-    senders: set[Stream] = Factory(set)
-    readers: list[list[Stream]] = Factory(list)
+    sent: tuple[View, ...]
+    taken: tuple[Copy | Sum, ...]
 
-    def add(self, sent: Sequence[View], taken: Sequence[Copy | Sum]) -> None:
-        """Add a round.
 
-        Args:
-            sent: by different senders.
-            taken: what reads where that is staged.
-        """
+def _rounds(begin: Event, rounds: Sequence[_Round], end: Event) -> Iterator[Command]:
+    """Let rounds by the same streams follow one another: each starts when the slot's last message is read.
+
+    Args:
+        begin: all slots are free.
+        rounds: in order.
+        end: is recorded when all slots are free again.
+    """
+    for number, (sent, taken) in enumerate(rounds):
         senders = [own(view.buffer.device) for view in sent]
         readers = sorted({command.stream for command in taken})
-        if len(self.readers) >= SLOTS:
-            freed = self.readers[-SLOTS]
-            self.commands += fence("freed", freed, freed[0], senders)
-        self.commands += (Copy(own(v.buffer.device), v, staged(v, v.start, v.stop)) for v in sent)
+        hub, freed = readers[0], Event("freed", readers[0], number % SLOTS)
+        if number == 0 or number >= SLOTS:
+            yield from (Wait(sender, freed if number else begin) for sender in senders)
+        yield from (Copy(own(v.buffer.device), v, staged(v, v.start, v.stop)) for v in sent)
         if HOST_STREAM not in senders:  # what the host has done is done before it issues what follows
-            self.commands += fence("staged", senders, senders[0], readers)
-        self.commands += taken
-        self.senders.update(senders)
-        self.readers.append(readers)
+            yield from fence("staged", senders, senders[0], readers)
+        yield from taken
+        last = number == len(rounds) - 1
+        if last or number + SLOTS < len(rounds):
+            for reader in readers[1:]:
+                yield from order("read", reader, hub)
+            yield Record(hub, end if last else freed)
 
-    def turn(self, then: Sequence[Stream]) -> None:
-        """Let ``then`` wait until everything is read."""
-        readers = sorted({stream for streams in self.readers for stream in streams})
-        self.commands += fence("read", readers, readers[0], then)
-        self.readers.clear()
 
-    def program(self, name: str) -> Program:
-        """Put the commands between the caller's streams and, at both ends, what fills the rings before and after."""
-        streams = sorted({command.stream for command in self.commands} - {HOST_STREAM})
-        loads = [stream for stream in streams if stream.kind == LOAD]
-        devices = sorted({stream.device for stream in streams})
-        commands: list[Command] = [Record(caller(d), Event("enter", caller(d))) for d in devices]
-        commands += (Wait(stream, Event("enter", caller(stream.device))) for stream in streams)
-        commands += (Wait(sender, _DRAINED) for sender in sorted(self.senders))
-        commands += self.commands
-        for stream in streams:
-            commands += order("leave", stream, caller(stream.device))
-        commands += (Wait(loads[0], Event("leave", stream)) for stream in loads[1:])
-        commands.append(Record(loads[0], _DRAINED))
-        return Program(f"{name} through host memory", tuple(commands))
+def _program(name: str, commands: Iterable[Command]) -> Program:
+    """Put commands between the caller's streams, unless other commands put them there.
+
+    Every copy and sum touches operands of its own device only.
+    """
+    body: list[Command] = []
+    entered: defaultdict[Stream | Event, set[int]] = defaultdict(set)  # whose caller's stream it comes after
+    for command in commands:
+        stream, device = command.stream, command.stream.device
+        if isinstance(command, Record):
+            entered[command.event] = {*entered[stream]}
+        elif isinstance(command, Wait):
+            entered[stream] |= entered[command.event]
+        elif device not in {HOST, *entered[stream]}:
+            body.append(Wait(stream, Event("enter", caller(device))))
+            entered[stream].add(device)
+        body.append(command)
+    devices = sorted({command.stream.device for command in body} - {HOST})
+    leave: list[Command] = []
+    left: defaultdict[Stream | Event, set[int]] = defaultdict(set)  # whose caller's stream comes after it
+    left[HOST_STREAM].update(devices)
+    for command in reversed(body):
+        stream, device = command.stream, command.stream.device
+        if isinstance(command, Wait):
+            left[command.event] |= left[stream]
+        elif isinstance(command, Record):
+            left[stream] |= left.pop(command.event, set())
+        elif device not in {HOST, *left[stream]}:
+            leave += order("leave", stream, caller(device))
+            left[stream].add(device)
+    enter = (Record(caller(device), Event("enter", caller(device))) for device in devices)
+    return Program(f"{name} through host memory", (*enter, *body, *leave))
 
 
 def moves(operation: Moves, parts: int) -> Program:
     """Every sender sends all columns that anybody else wants of its tensor, and every receiver takes its own."""
-    rounds = _Rounds()
+    commands: list[Command] = []
     remote = []
     sent: dict[Buffer, View] = {}
     for source, target in operation.moves:
         if source.buffer.device == target.buffer.device:
-            rounds.commands.append(Copy(own(source.buffer.device), source, target))
+            commands.append(Copy(own(source.buffer.device), source, target))
             continue
         remote.append((source, target))
         first = sent.get(source.buffer, source)
         sent[source.buffer] = first._replace(start=min(first.start, source.start), stop=max(first.stop, source.stop))
+    rounds = []
     for part in range(parts):
         piece = {buffer: view.rows(part, parts) for buffer, view in sent.items()}
-        taken = [
+        taken = (
             Copy(load(t.buffer.device), staged(piece[s.buffer], s.start, s.stop), t.rows(part, parts))
             for s, t in remote
-        ]
-        rounds.add(tuple(piece.values()), taken)
-    return rounds.program(operation.name)
+        )
+        rounds.append(_Round(tuple(piece.values()), tuple(taken)))
+    return _program(operation.name, (*commands, *_rounds(_DRAINED, rounds, _DRAINED)))
 
 
 def reduction(operation: Reduction, parts: int) -> Program:
     """Every taker adds up its share of the columns from all rings, and sends the sum to the others."""
-    rounds = _Rounds()
     summing = [share.taker for share in operation.shares()]
     givers = [giver for giver in operation.givers if summing != [giver]]
+    adding, spreading = [], []
     for part in range(parts):
+        shares = operation.shares(part, parts)
         given = {g: View(Buffer(INPUT, g), 0, operation.columns, part, parts) for g in givers}
-        sums = [
+        sums = (
             operation.total(load(share.taker), share, partial(_fetched, given, share.start, share.stop))
-            for share in operation.shares(part, parts)
-        ]
-        rounds.add(tuple(given.values()), sums)
-    if len(operation.takers) > 1:
-        rounds.turn([own(taker) for taker in summing])
-        for part in range(parts):
-            shares = operation.shares(part, parts)
-            sent = [share.of(OUTPUT, share.taker) for share in shares]
-            copies = [
-                Copy(load(taker), staged(view, view.start, view.stop), share.of(OUTPUT, taker))
-                for share, view in zip(shares, sent, strict=True)
-                for taker in operation.takers
-                if taker != share.taker
-            ]
-            rounds.add(sent, copies)
-    return rounds.program(operation.name)
+            for share in shares
+        )
+        adding.append(_Round(tuple(given.values()), tuple(sums)))
+        sent = {share: share.of(OUTPUT, share.taker) for share in shares}
+        copies = (
+            Copy(load(taker), staged(view, view.start, view.stop), share.of(OUTPUT, taker))
+            for share, view in sent.items()
+            for taker in operation.takers
+            if taker != share.taker
+        )
+        spreading.append(_Round(tuple(sent.values()), tuple(copies)))
+    if len(operation.takers) == 1:
+        return _program(operation.name, _rounds(_DRAINED, adding, _DRAINED))
+    return _program(operation.name, (*_rounds(_DRAINED, adding, _SUMMED), *_rounds(_SUMMED, spreading, _DRAINED)))
 
 
 def _fetched(given: dict[int, View], start: int, stop: int, giver: int) -> View:
