@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,8 @@ from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.device import DeviceContext
 from tpplan.exec.engine import Engine
 from tpplan.exec.host import HostMemory
+from tpplan.exec.kernel_cache import MOST_SOURCES
+from tpplan.exec.links import Mechanism, link_report
 from tpplan.exec.lower import TRANSPORTS, Limits
 from tpplan.exec.program import HOST, SLOTS
 from tpplan.model import ModelSpec
@@ -71,7 +74,8 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         model: that is to run, or its directory; refused if the plan is for another.
         max_rows: most rows of an operand, up to what the plan has room for, which is the default.
         dtype: of the activations; the plan's if not given.
-        transport: ``peer``, ``host``, ``events``, or ``auto`` for the fastest that works.
+        transport: ``peer`` (virtual devices only, in this version), ``host``, ``events``, or ``auto``: copies from
+            device to device where they are verified to arrive.
 
     Returns:
         A context; closing it gives everything back.
@@ -90,17 +94,25 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     max_rows = plan.request.max_rows if max_rows is None else max_rows
     places, problems = _places(plan, backend, devices)
     problems += _mismatches(plan, model, max_rows, dtype)
+    used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes and places]
     if backend != "cpu":
-        found = [_found(place) if plan.memory[i].used_bytes else None for i, place in enumerate(places)]
+        found = [_found(place) if i in used else None for i, place in enumerate(places)]
         problems += differences(plan, found)
+        transport, unfit = _cuda_transport([places[i] for i in used], transport)
+        problems += unfit
     if problems:
         hint = 'plan again for this machine and model, or run on virtual devices with backend="cpu"'
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise ExecutionError(f"the plan for {plan.model.name} is not for this:{listed}", hint)
+    start: Callable[[Memory], Backend] = VirtualDevices
     if backend != "cpu":
-        raise ExecutionError("this version runs programs on virtual devices only", 'use backend="cpu"')
+        from tpplan.exec.cuda import CudaDevices  # noqa: PLC0415 (needs a driver)
+
+        start = partial(CudaDevices, places={i: places[i] for i in used})
     chosen = _PLAINEST if transport == "auto" else transport
-    return build(plan, places, VirtualDevices, transport=chosen, max_rows=max_rows, dtype=dtype)
+    return build(
+        plan, places, start, transport=chosen, max_rows=max_rows, dtype=dtype, kernels_exchange=backend == "cpu"
+    )
 
 
 def build(
@@ -111,6 +123,7 @@ def build(
     transport: str,
     max_rows: int,
     dtype: torch.dtype,
+    kernels_exchange: bool = True,
 ) -> TPContext:
     """Make a context on devices that were looked at.
 
@@ -121,6 +134,7 @@ def build(
         transport: ``peer``, ``host`` or ``events``.
         max_rows: most rows of an operand.
         dtype: of the activations.
+        kernels_exchange: whether the backend can run exchanges, and so small messages through slots.
 
     Raises:
         ExecutionError: there is not enough memory.
@@ -133,6 +147,7 @@ def build(
     pinned = pinned_bytes(plan.splits, plan.model.dtype, plan.request)
     host = HostMemory(pinned, used, lock_pages=any(place.type == "cuda" for place in places))
     peer_slot = slot_bytes(len(devices))
+    largest_message = HOST_SLOT_BYTES if transport == "host" else peer_slot
     contexts = {device.index: device for device in devices}
 
     def slots(queue: Queue) -> torch.Tensor:
@@ -146,7 +161,7 @@ def build(
 
     backend = start(Memory({d.index: d.exchange for d in devices}, host.rings, slots))
     limits = Limits(
-        slot_bytes=HOST_SLOT_BYTES if transport == "host" else peer_slot,
+        slot_bytes=largest_message if kernels_exchange else 0,
         stage_bytes=pinned.chunk_bytes,
         exchange_bytes=len(devices[0].exchange),
     )
@@ -215,6 +230,23 @@ def _mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows:
         asked = str(dtype).removeprefix("torch.")
         problems.append(f"dtype: the plan has room for {plan.model.dtype}, {asked} was asked for")
     return problems
+
+
+def _cuda_transport(places: Sequence[torch.device], transport: str) -> tuple[str, list[str]]:
+    """Return the transport for CUDA devices, and what speaks against it."""
+    problems = []
+    if len(places) > MOST_SOURCES - 1:
+        problems.append(f"devices: {len(places)} in use, CUDA devices add up at most {MOST_SOURCES - 1}")
+    if transport == "peer":
+        problems.append("transport: peer runs on virtual devices only, in this version")
+    unverified = []
+    if len(places) > 1 and transport != "host":
+        verified = link_report().pairs(Mechanism.COPY)
+        unverified = [(a, b) for a in places for b in places if a != b and (a.index, b.index) not in verified]
+    if transport == "events" and unverified:
+        pairs = ", ".join(f"{a} to {b}" for a, b in unverified[:4])
+        problems.append(f"transport: copies are not verified to arrive from {pairs}; see python -m tpplan.exec.links")
+    return ("host" if unverified else "events") if transport == "auto" else transport, problems
 
 
 def _found(device: torch.device) -> Found:

@@ -1,0 +1,64 @@
+"""Kernels compile for every generation of GPUs without one, and become the machine code that they should."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tpplan.exec import kernel_cache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("numba.cuda", reason="needs numba-cuda: pip install 'tpplan[cu13]'")
+
+SUMS = ("sum_bf16", "sum_f16", "sum_f32")
+CAPABILITIES = ((8, 0), (9, 0), (12, 0))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_read_vectors_and_spill_nothing(name: str, capability: tuple[int, int]) -> None:
+    """Loads and stores are of 16 bytes and coherent, adding is in float32, and everything stays in registers."""
+    text = kernel_cache.ptx(name, capability)
+    assert f".visible .entry {name}(" in text
+    assert "ld.global.v4.u32" in text
+    assert "st.global.v4.u32" in text
+    assert "add.f32" in text
+    assert "ld.global.nc" not in text  # which may miss what a peer has written
+    assert ".local" not in text
+    code, log = kernel_cache.assemble(name, capability)
+    assert code[:4] == b"\x7fELF"
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+
+
+def test_a_kernel_on_disk_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second process finds the same machine code without importing numba."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = kernel_cache.machine_code("sum_f32", (9, 0))
+    script = """if True:
+        import sys
+        from tpplan.exec.kernel_cache import machine_code
+        sys.stdout.buffer.write(machine_code("sum_f32", (9, 0)))
+        sys.exit("numba" in sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, code), done.stderr.decode()
+    assert [path.suffix for path in (tmp_path / "tpplan" / "kernels").iterdir()] == [".cubin"]
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cache, a kernel is compiled each time."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert kernel_cache.machine_code("sum_f32", (9, 0))[:4] == b"\x7fELF"
+
+
+def test_each_source_and_capability_has_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled for one GPU is not run on another."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kernel_cache.machine_code("sum_f32", (8, 0)) != kernel_cache.machine_code("sum_f32", (9, 0))
+    assert len(list((tmp_path / "tpplan" / "kernels").iterdir())) == 2

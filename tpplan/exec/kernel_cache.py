@@ -1,0 +1,90 @@
+"""Kernels as machine code: compiled by numba without a GPU, kept on disk, and loaded on the GPUs that run them.
+
+Who finds a kernel on disk does not pay for importing numba.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+#: Most matrices that one launch adds up: a part of each of eight devices, and a residual.
+MOST_SOURCES = 9
+
+_LOG = logging.getLogger(__name__)
+_SOURCES = ("kernels.py", "ptx.py")
+_COMPILERS = ("numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
+
+
+def load(name: str, capability: tuple[int, int]) -> Any:
+    """Return a kernel that ``cuda.core.launch`` can run on every GPU of a compute capability.
+
+    Args:
+        name: of one in ``tpplan.exec.kernels``.
+        capability: such as ``(9, 0)``.
+    """
+    from cuda.core import ObjectCode  # noqa: PLC0415 (needs a driver)
+
+    return ObjectCode.from_cubin(machine_code(name, capability)).get_kernel(name)
+
+
+def machine_code(name: str, capability: tuple[int, int]) -> bytes:
+    """Return a kernel's cubin, from the disk if it was compiled before; needs no GPU."""
+    path = _path(name, capability)
+    try:
+        return path.read_bytes()
+    except OSError:
+        code, _ = assemble(name, capability)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        part.write_bytes(code)
+        part.replace(path)  # whole or not at all, whoever else compiles it now
+    except OSError as error:
+        _LOG.debug("cannot keep the kernel %s: %s", name, error)
+    return code
+
+
+def assemble(name: str, capability: tuple[int, int]) -> tuple[bytes, str]:
+    """Return a kernel's cubin, and what the assembler says of its registers and spills."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode  # noqa: PLC0415 (not for who has it on disk)
+
+    options = LinkerOptions(arch=f"sm_{capability[0]}{capability[1]}", ptxas_options=["-v"])
+    linker = Linker(ObjectCode.from_ptx(ptx(name, capability).encode()), options=options)
+    code = linker.link("cubin").code
+    return bytes(code), str(linker.get_info_log())
+
+
+def ptx(name: str, capability: tuple[int, int]) -> str:
+    """Return a kernel's PTX; its entry has the kernel's name."""
+    from numba import cuda  # noqa: PLC0415 (a second to import, so not for who has it on disk)
+
+    from tpplan.exec import kernels  # noqa: PLC0415
+
+    kernel = kernels.KERNELS[name]
+    text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability)
+    mangled = text.partition(".visible .entry ")[2].partition("(")[0]
+    return str(text.replace(mangled, name))
+
+
+def _path(name: str, capability: tuple[int, int]) -> Path:
+    """Return the file for this source, these compilers and this capability."""
+    digest = hashlib.sha256()
+    for source in _SOURCES:
+        digest.update(Path(__file__).with_name(source).read_bytes())
+    digest.update(repr([(package, _version(package)) for package in _COMPILERS]).encode())
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(root) if Path(root).is_absolute() else Path.home() / ".cache"
+    arch = f"sm_{capability[0]}{capability[1]}"
+    return folder / "tpplan" / "kernels" / f"{name}-{arch}-{digest.hexdigest()[:16]}.cubin"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except ImportError:  # PackageNotFoundError: from somewhere else, such as a whole CUDA toolkit
+        return ""

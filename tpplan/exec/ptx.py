@@ -1,0 +1,83 @@
+"""The PTX instructions that numba has no function for, by 64-bit address. All inline PTX is in this file.
+
+Needs numba-cuda, but no GPU: a kernel that uses them compiles anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+#: Of each operand: numba's type, LLVM's, and the letter of the constraint.
+_OPERANDS = {
+    "u16": (types.uint16, ir.IntType(16), "h"),
+    "u32": (types.uint32, ir.IntType(32), "r"),
+    "u64": (types.uint64, ir.IntType(64), "l"),
+    "f32": (types.float32, ir.FloatType(), "f"),
+}
+
+
+def _instruction(text: str, results: str, arguments: str, *, memory: bool = False) -> Any:
+    """Return an intrinsic for one instruction.
+
+    Args:
+        text: of the instruction; ``$0`` is the first result, and arguments follow the results.
+        results: names of operand types; several make a tuple.
+        arguments: the same.
+        memory: whether it touches memory, so that the compiler must neither move nor drop nor repeat it.
+    """
+    outs, ins = ([_OPERANDS[name] for name in names.split()] for names in (results, arguments))
+    kinds = [out[0] for out in outs]
+    returned = types.void if not kinds else kinds[0] if len(kinds) == 1 else types.Tuple(tuple(kinds))
+    raw = ir.VoidType() if not outs else outs[0][1] if len(outs) == 1 else ir.LiteralStructType([o[1] for o in outs])
+    kind = ir.FunctionType(raw, [each[1] for each in ins])
+    constraint = ",".join([f"={out[2]}" for out in outs] + [each[2] for each in ins] + ["~{memory}"] * memory)
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        got = builder.call(ir.InlineAsm(kind, text, constraint, side_effect=memory), values)
+        if not outs:
+            return context.get_dummy_value()
+        if len(outs) == 1:
+            return got
+        return context.make_tuple(
+            builder, signature.return_type, [builder.extract_value(got, i) for i in range(len(outs))]
+        )
+
+    signature = returned(*(each[0] for each in ins))
+    return intrinsic(_TYPERS[len(ins)](signature, codegen))
+
+
+def _typer_of_1(signature: Any, codegen: Any) -> Any:
+    return lambda typingctx, a: (signature, codegen)  # noqa: ARG005 (numba reads the number of parameters)
+
+
+def _typer_of_2(signature: Any, codegen: Any) -> Any:
+    return lambda typingctx, a, b: (signature, codegen)  # noqa: ARG005
+
+
+def _typer_of_5(signature: Any, codegen: Any) -> Any:
+    return lambda typingctx, a, b, c, d, e: (signature, codegen)  # noqa: ARG005
+
+
+_TYPERS = {1: _typer_of_1, 2: _typer_of_2, 5: _typer_of_5}
+
+load_16 = _instruction("ld.global.u16 $0, [$1];", "u16", "u64", memory=True)
+store_16 = _instruction("st.global.u16 [$0], $1;", "", "u64 u16", memory=True)
+load_32 = _instruction("ld.global.u32 $0, [$1];", "u32", "u64", memory=True)
+store_32 = _instruction("st.global.u32 [$0], $1;", "", "u64 u32", memory=True)
+#: 16 bytes, at a multiple of 16.
+load_128 = _instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
+store_128 = _instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
+
+#: Two 16-bit floats lie in one register, the first of them in its low half.
+low_bf16 = _instruction("{ .reg .b32 b; shl.b32 b, $1, 16; mov.b32 $0, b; }", "f32", "u32")
+high_bf16 = _instruction("{ .reg .b32 b; and.b32 b, $1, 0xffff0000; mov.b32 $0, b; }", "f32", "u32")
+two_bf16 = _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", "u32", "f32 f32")
+low_f16 = _instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "f32", "u32")
+high_f16 = _instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }", "f32", "u32")
+two_f16 = _instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", "f32 f32")
+float_of = _instruction("mov.b32 $0, $1;", "f32", "u32")
+bits_of = _instruction("mov.b32 $0, $1;", "u32", "f32")
