@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -178,9 +178,18 @@ def test_a_hang_when_concurrent_breaks_all_links_that_were_busy() -> None:
 
 
 def test_the_probe_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every child hangs, all links are broken after a few: what did not finish must not be used."""
+    """Where every child hangs, what did not finish after a few must not be used; no child is left."""
+    started: list[subprocess.Popen[str]] = []
+    start = subprocess.Popen.__init__
+
+    def note(process: subprocess.Popen[str], *args: Any, **options: Any) -> None:
+        started.append(process)
+        start(process, *args, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", note)
     monkeypatch.setattr(link_child, "CHILDREN", 1)
     report = link_report(driver="tests.fake_gpus:hanging_always", deadline_s=1.0)
+    assert [process.poll() is None for process in started] == [False]
     assert {link.verdict for link in report.links} == {BROKEN}
     assert [link.reason.partition(",")[0] for link in report.links[:2]] == [
         "the probe hung for 1 s",
