@@ -405,13 +405,12 @@ def parameters(kind: str, pairs: int) -> dict[str, st.SearchStrategy[Any]]:
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> tuple[Json, Json]:
-    """Return the same model with any scaling in the old form of a config and in the new one."""
+def configs(draw: st.DrawFn, kind: str) -> tuple[Json, Json]:
+    """Return the same model with any scaling of a kind in the old form of a config and in the new one."""
     head, part = 2 * draw(st.integers(2, 80)), draw(st.sampled_from([1.0, 0.25, 0.334, 0.5, 0.75]))
     dim = int(head * part)
-    kinds = ["default", "linear", "llama3", "longrope"]
-    kinds += ["yarn"] * (dim % 2 == 0) + ["dynamic"] * (dim > 2)
-    kind = draw(st.sampled_from(kinds))
+    if (kind == "yarn" and dim % 2) or (kind == "dynamic" and dim <= 2):  # neither can be had
+        part, dim = 1.0, head
     scaling = {"rope_type": kind, **draw(st.fixed_dictionaries(parameters(kind, -(-dim // 2))))}
     own = {"rope_theta": draw(st.floats(10, 1e8) | st.integers(100, 10**7)), "partial_rotary_factor": part}
     common = {
@@ -425,17 +424,19 @@ def configs(draw: st.DrawFn) -> tuple[Json, Json]:
     return {**common, **own, "rope_scaling": scaling}, {**common, "rope_parameters": {**scaling, **own}}
 
 
-@settings(max_examples=200)
-@given(forms=configs(), positions=st.integers(1, 4000))
-def test_any_parameters(forms: tuple[Json, Json], positions: int) -> None:
+@pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "llama3", "yarn", "longrope"])
+@settings(max_examples=50)
+@given(data=st.data(), positions=st.integers(1, 4000))
+def test_any_parameters(kind: str, data: st.DataObject, positions: int) -> None:
     """Any parameters, parts and lengths give transformers' tables, in the old form of a config and in the new one."""
-    old, new = forms
+    old, new = data.draw(configs(kind))
     assert Rope.from_config(old) == Rope.from_config(new)
     assert_tables(new, positions)
 
 
 #: Scalings at their edges: where a formula changes, or a number means "not given".
 EDGES: dict[str, Json] = {
+    "YaRN, factor left to the contexts": {**YARN, "factor": None},
     "YaRN, hardly longer": {**YARN, "factor": 1.5},
     "YaRN, shorter": {**YARN, "factor": 0.75},
     "YaRN, mscale alone": {**YARN, "mscale": 0.8},
@@ -495,6 +496,12 @@ def test_style(name: str) -> None:
     if name == "DeepSeek-V3":  # it leaves the first of all pairs before the second of all
         ours = torch.cat((ours[:, 0::2], ours[:, 1::2]), dim=1)
     assert torch.equal(ours, theirs[0, 0])
+
+
+def test_latent_attention_turns_its_rotary_part() -> None:
+    """With MLA only the rotary part of a head is turned, also if the config tells the size of the whole."""
+    config = MODELS["DeepSeek-V3"]
+    assert Rope.from_config({**config, "head_dim": 192}) == Rope.from_config(config)
 
 
 def test_deepseek_may_be_stored_in_halves() -> None:
