@@ -41,6 +41,8 @@ CHUNK_BYTES = 2 * 2**20
 CHUNKS = 8
 #: Bytes of data of a message in a slot in host memory.
 HOST_SLOT_BYTES = 64 * 2**10
+#: And of the counters of such a queue.
+HOST_FLAG_BYTES = 4 * 2**10
 #: Of the widest element that an operation may move.
 LARGEST_ITEM = 8
 
@@ -89,7 +91,11 @@ class Pinned:
     @property
     def total_bytes(self) -> int:
         """Both buffers, the rings, and the queues, whose slots take twice the bytes of their data."""
-        return 2 * self.buffer_bytes + PAIR * (self.rings * self.chunk_bytes + self.queues * 2 * HOST_SLOT_BYTES)
+        return (
+            2 * self.buffer_bytes
+            + PAIR * (self.rings * self.chunk_bytes + self.queues * 2 * HOST_SLOT_BYTES)
+            + (self.queues * HOST_FLAG_BYTES)
+        )
 
 
 def align(size: int) -> int:

@@ -5,11 +5,32 @@ Names are imported when they are first used, as in ``tpplan`` itself.
 
 from __future__ import annotations
 
-from tpplan.exec.compiler import compile  # noqa: A004
-from tpplan.exec.context import TPContext
-from tpplan.exec.device import DeviceContext
-from tpplan.exec.gathered import Gathered
-from tpplan.exec.program import HOST
-from tpplan.exec.rope import Rope
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpplan.exec.compiler import compile  # noqa: A004
+    from tpplan.exec.context import TPContext
+    from tpplan.exec.device import DeviceContext
+    from tpplan.exec.gathered import Gathered
+    from tpplan.exec.program import HOST
+    from tpplan.exec.rope import Rope
+
+_MODULE_OF = {
+    "HOST": "program",
+    "DeviceContext": "device",
+    "Gathered": "gathered",
+    "Rope": "rope",
+    "TPContext": "context",
+    "compile": "compiler",
+}
 
 __all__ = ["HOST", "DeviceContext", "Gathered", "Rope", "TPContext", "compile"]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its module."""
+    if name not in _MODULE_OF:
+        message = f"module 'tpplan.exec' has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(import_module(f"tpplan.exec.{_MODULE_OF[name]}"), name)

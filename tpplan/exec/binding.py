@@ -28,11 +28,13 @@ class Memory:
         scratch: exchange buffer ``[bytes]`` of each device.
         rings: pinned host memory ``[bytes]`` of each sender, the host included; ``SLOTS`` equal pieces.
         slots: the slots ``[SLOTS, slot bytes]`` of a queue; the same tensor whenever it is asked for the same queue.
+        flags: ``[bytes]`` on each device, and on the host, for the counters of kernels.
     """
 
     scratch: Mapping[int, Tensor] = field(repr=False)
     rings: Mapping[int, Tensor] = field(repr=False)
     slots: Callable[[Queue], Tensor] = field(repr=False)
+    flags: Mapping[int, Tensor] = field(factory=dict, repr=False)
 
     def block(self, buffer: Buffer, slot: int) -> Tensor:
         """Return the bytes of one of the context's buffers, without those that no 64-byte boundary reaches.

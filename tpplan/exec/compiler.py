@@ -20,6 +20,7 @@ from tpplan.exec.kernel_cache import MOST_SOURCES
 from tpplan.exec.links import Mechanism, link_report
 from tpplan.exec.lower import TRANSPORTS, Limits
 from tpplan.exec.program import HOST, SLOTS
+from tpplan.exec.slot_table import capacity
 from tpplan.model import ModelSpec
 from tpplan.plan import SplitPlan
 from tpplan.reader import read_model
@@ -110,9 +111,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
 
         start = partial(CudaDevices, places={i: places[i] for i in used})
     chosen = _PLAINEST if transport == "auto" else transport
-    return build(
-        plan, places, start, transport=chosen, max_rows=max_rows, dtype=dtype, kernels_exchange=backend == "cpu"
-    )
+    return build(plan, places, start, transport=chosen, max_rows=max_rows, dtype=dtype, straight=backend == "cpu")
 
 
 def build(
@@ -123,7 +122,7 @@ def build(
     transport: str,
     max_rows: int,
     dtype: torch.dtype,
-    kernels_exchange: bool = True,
+    straight: bool = True,
 ) -> TPContext:
     """Make a context on devices that were looked at.
 
@@ -134,7 +133,7 @@ def build(
         transport: ``peer``, ``host`` or ``events``.
         max_rows: most rows of an operand.
         dtype: of the activations.
-        kernels_exchange: whether the backend can run exchanges, and so small messages through slots.
+        straight: whether the backend can write straight into the tensors of other devices.
 
     Raises:
         ExecutionError: there is not enough memory.
@@ -148,6 +147,8 @@ def build(
     host = HostMemory(pinned, used, lock_pages=any(place.type == "cuda" for place in places))
     peer_slot = slot_bytes(len(devices))
     largest_message = HOST_SLOT_BYTES if transport == "host" else peer_slot
+    if not straight:
+        largest_message = capacity(2 * largest_message)
     contexts = {device.index: device for device in devices}
 
     def slots(queue: Queue) -> torch.Tensor:
@@ -159,11 +160,13 @@ def build(
         first = senders.index(queue.sender) * size
         return area[first : first + size].view(SLOTS, -1)
 
-    backend = start(Memory({d.index: d.exchange for d in devices}, host.rings, slots))
+    flags = {**{d.index: d.control[:FLAG_BYTES] for d in devices}, HOST: host.flags}
+    backend = start(Memory({d.index: d.exchange for d in devices}, host.rings, slots, flags))
     limits = Limits(
-        slot_bytes=largest_message if kernels_exchange else 0,
+        slot_bytes=largest_message,
         stage_bytes=pinned.chunk_bytes,
         exchange_bytes=len(devices[0].exchange),
+        direct=straight,
     )
     return TPContext(plan, devices, host, Engine(backend, transport, limits), max_rows=max_rows, dtype=dtype)
 
@@ -237,8 +240,6 @@ def _cuda_transport(places: Sequence[torch.device], transport: str) -> tuple[str
     problems = []
     if len(places) > MOST_SOURCES - 1:
         problems.append(f"devices: {len(places)} in use, CUDA devices add up at most {MOST_SOURCES - 1}")
-    if transport == "peer":
-        problems.append("transport: peer runs on virtual devices only, in this version")
     unverified = []
     if len(places) > 1 and transport != "host":
         verified = link_report().pairs(Mechanism.COPY)

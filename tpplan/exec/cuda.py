@@ -1,4 +1,4 @@
-"""CUDA devices: programs run on streams; copies by the copy engines, sums by kernels.
+"""CUDA devices: programs run on streams; copies by the copy engines, sums and exchanges by kernels.
 
 Streams and events are torch's, so that a caller's torch work and tpplan's wait for each other. Nothing here changes the
 current device or stream.
@@ -15,12 +15,13 @@ from cuda.bindings import runtime
 from cuda.core import LaunchConfig, launch
 from cuda.core import Stream as LaunchStream
 
-from tpplan.errors import ExecutionError, InternalError
+from tpplan.errors import ExecutionError
 from tpplan.exec import kernel_cache
 from tpplan.exec.binding import resolve
 from tpplan.exec.fence import HOST_STREAM
 from tpplan.exec.kernel_cache import MOST_SOURCES
-from tpplan.exec.program import CALLER, LOAD, OWN, Copy, Event, Record, Stream, Sum, Wait, flat
+from tpplan.exec.program import CALLER, LOAD, OWN, Copy, Event, Exchange, Record, Stream, Wait
+from tpplan.exec.slots import Slots
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,6 +91,7 @@ class CudaDevices:
         self._events: dict[tuple[Event, int], torch.cuda.Event] = {}
         self._kernels: dict[tuple[torch.dtype, tuple[int, int]], Any] = {}
         self._capability = {d: torch.cuda.get_device_capability(p) for d, p in places.items()}
+        self._slots = Slots(memory, places, self._launches)
         for source in places.values():  # torch lets devices see each other when it first copies between them
             for target in places.values():
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
@@ -98,17 +100,19 @@ class CudaDevices:
         """Issue a program.
 
         Args:
-            program: without exchanges.
+            program: whose exchanges, if there are any, go through slots.
             operands: the caller's tensors, ``[rows, columns]`` each.
         """
         some = next(iter(operands.values()))
         rows, dtype = some.shape[0], some.dtype
-        for step in flat(program):
+        for step in program.commands:
             if isinstance(step, Record):
                 self._record(step)
             elif isinstance(step, Wait):
                 self._wait(step)
-            elif isinstance(step, Copy | Sum):
+            elif isinstance(step, Exchange):
+                self._slots.launch(program, step, operands, self._launches[step.stream])
+            else:
                 views = (step.target, step.source) if isinstance(step, Copy) else (step.target, *step.sources)
                 target, *sources = (resolve(view, operands, self._memory, rows, dtype) for view in views)
                 if not target.numel():
@@ -117,8 +121,6 @@ class CudaDevices:
                     self._copy(step.stream, target, sources[0])
                 else:
                     self._add(step.stream, target, sources)
-            else:
-                raise InternalError(f"{program.name}: CUDA devices cannot run {step}")
         return Pending(tuple(self._recorded[event] for event in program.results))
 
     def synchronize(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 MOST_SOURCES = 9
 
 _LOG = logging.getLogger(__name__)
-_SOURCES = ("kernels.py", "ptx.py")
+_SOURCES = ("kernels.py", "ptx.py", "slot_kernels.py", "slot_table.py")
 _COMPILERS = ("numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
 
 
@@ -63,9 +63,9 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     """Return a kernel's PTX; its entry has the kernel's name."""
     from numba import cuda  # noqa: PLC0415 (a second to import, so not for who has it on disk)
 
-    from tpplan.exec import kernels  # noqa: PLC0415
+    from tpplan.exec import kernels, slot_kernels  # noqa: PLC0415
 
-    kernel = kernels.KERNELS[name]
+    kernel = getattr(slot_kernels if name.startswith("slot_") else kernels, name.upper())
     text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability)
     mangled = text.partition(".visible .entry ")[2].partition("(")[0]
     return str(text.replace(mangled, name))

@@ -62,7 +62,7 @@ def _sum(name: str, item: int, first: Any, second: Any, both: Any) -> Kernel:
         else:
             ptx.store_32(address, both(value, value))
 
-    def add(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (a kernel has no keywords)
+    def add(  # type: ignore[no-untyped-def]
         target, pitch, rows, width, vectors, count,
         a0, p0, a1, p1, a2, p2, a3, p3, a4, p4, a5, p5, a6, p6, a7, p7, a8, p8,
     ):  # fmt: skip
@@ -102,18 +102,17 @@ def _sum(name: str, item: int, first: Any, second: Any, both: Any) -> Kernel:
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
-def _only(value: Any, _: Any) -> Any:
+def only(value: Any, _: Any) -> Any:
     """Return the bits of the one float32 in 32 bits."""
     return ptx.bits_of(value)
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
-def _none(_: Any) -> Any:
+def none(_: Any) -> Any:
     """Return nothing: there is no second float32 in 32 bits."""
     return types.float32(0)
 
 
 SUM_BF16 = _sum("sum_bf16", 2, ptx.low_bf16, ptx.high_bf16, ptx.two_bf16)
 SUM_F16 = _sum("sum_f16", 2, ptx.low_f16, ptx.high_f16, ptx.two_f16)
-SUM_F32 = _sum("sum_f32", 4, ptx.float_of, _none, _only)
-KERNELS = {kernel.name: kernel for kernel in (SUM_BF16, SUM_F16, SUM_F32)}
+SUM_F32 = _sum("sum_f32", 4, ptx.float_of, none, only)

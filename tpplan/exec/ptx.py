@@ -50,6 +50,10 @@ def _instruction(text: str, results: str, arguments: str, *, memory: bool = Fals
     return intrinsic(_TYPERS[len(ins)](signature, codegen))
 
 
+def _typer_of_0(signature: Any, codegen: Any) -> Any:
+    return lambda typingctx: (signature, codegen)  # noqa: ARG005
+
+
 def _typer_of_1(signature: Any, codegen: Any) -> Any:
     return lambda typingctx, a: (signature, codegen)  # noqa: ARG005 (numba reads the number of parameters)
 
@@ -58,19 +62,36 @@ def _typer_of_2(signature: Any, codegen: Any) -> Any:
     return lambda typingctx, a, b: (signature, codegen)  # noqa: ARG005
 
 
+def _typer_of_3(signature: Any, codegen: Any) -> Any:
+    return lambda typingctx, a, b, c: (signature, codegen)  # noqa: ARG005
+
+
 def _typer_of_5(signature: Any, codegen: Any) -> Any:
     return lambda typingctx, a, b, c, d, e: (signature, codegen)  # noqa: ARG005
 
 
-_TYPERS = {1: _typer_of_1, 2: _typer_of_2, 5: _typer_of_5}
+_TYPERS = {0: _typer_of_0, 1: _typer_of_1, 2: _typer_of_2, 3: _typer_of_3, 5: _typer_of_5}
 
 load_16 = _instruction("ld.global.u16 $0, [$1];", "u16", "u64", memory=True)
 store_16 = _instruction("st.global.u16 [$0], $1;", "", "u64 u16", memory=True)
 load_32 = _instruction("ld.global.u32 $0, [$1];", "u32", "u64", memory=True)
 store_32 = _instruction("st.global.u32 [$0], $1;", "", "u64 u32", memory=True)
+load_64 = _instruction("ld.global.v2.u32 {$0,$1}, [$2];", "u32 u32", "u64", memory=True)
+store_64 = _instruction("st.global.v2.u32 [$0], {$1,$2};", "", "u64 u32 u32", memory=True)
+load_8 = _instruction("ld.global.u8 $0, [$1];", "u16", "u64", memory=True)
+store_8 = _instruction("st.global.u8 [$0], $1;", "", "u64 u16", memory=True)
 #: 16 bytes, at a multiple of 16.
 load_128 = _instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
 store_128 = _instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
+
+#: What another device writes or reads while the kernel runs; the compiler neither keeps nor repeats it.
+poll_32 = _instruction("ld.volatile.global.u32 $0, [$1];", "u32", "u64", memory=True)
+post_32 = _instruction("st.volatile.global.u32 [$0], $1;", "", "u64 u32", memory=True)
+poll_128 = _instruction("ld.volatile.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
+post_128 = _instruction("st.volatile.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
+load_word = _instruction("ld.global.u64 $0, [$1];", "u64", "u64", memory=True)
+#: Cycles of the multiprocessor's clock.
+cycles = _instruction("mov.u64 $0, %clock64;", "u64", "", memory=True)
 
 #: Two 16-bit floats lie in one register, the first of them in its low half.
 low_bf16 = _instruction("{ .reg .b32 b; shl.b32 b, $1, 16; mov.b32 $0, b; }", "f32", "u32")

@@ -1,0 +1,156 @@
+"""Exchanges through slots on CUDA devices: their tables and counters, and the launches of their kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from cuda.core import LaunchConfig, launch
+from torch import Tensor
+
+from tpplan.errors import ExecutionError
+from tpplan.exec import kernel_cache
+from tpplan.exec.program import HOST, INPUT, OUTPUT, OWN, RESIDUAL, Buffer, Exchange, Stream, Sum
+from tpplan.exec.slot_table import BLOCKS, DATA_BYTES, THREADS, Place, queues, table, widest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tpplan.exec.binding import Memory
+    from tpplan.exec.program import Program, Queue
+
+_SUMS = {torch.bfloat16: "slot_sum_bf16", torch.float16: "slot_sum_f16", torch.float32: "slot_sum_f32"}
+_COUNTER_BYTES = 4 * BLOCKS
+#: A device that does not answer for about so many cycles of a multiprocessor never will: ten seconds, or a few more.
+_DEADLINE = 20_000_000_000
+
+
+@frozen(eq=False)
+class _Ready:
+    """An exchange of one device, for elements of some size.
+
+    Attributes:
+        table: on the device.
+        words: of it.
+        sums: whether it adds.
+        columns: of the program's widest message.
+    """
+
+    table: Tensor
+    words: int
+    sums: bool
+    columns: int
+
+
+class Slots:
+    """Launches exchanges; the same programs always in the same order on all devices."""
+
+    def __init__(self, memory: Memory, places: Mapping[int, torch.device], streams: Mapping[Stream, Any]) -> None:
+        """Load every kernel on every device: one that is loaded later would wait for those that wait for it.
+
+        Args:
+            memory: of the context.
+            places: torch's device for each of the plan's in use.
+            streams: to launch on.
+        """
+        self._memory = memory
+        self._places = places
+        self._ready: dict[tuple[int, int, int], _Ready] = {}
+        self._programs: list[Program] = []  # kept, for they are known by their identity
+        self._counters: dict[tuple[Queue, str, int], int] = {}
+        self._used: dict[int, int] = dict.fromkeys(memory.flags, 0)
+        self._status = torch.zeros(16, dtype=torch.int32, pin_memory=True)
+        self._kernels: dict[tuple[str, int], Any] = {}
+        for area in memory.flags.values():
+            area.zero_()
+        for device, place in places.items():
+            nothing = torch.zeros(16, dtype=torch.int64, device=place)
+            torch.cuda.synchronize(place)
+            for name in ("slot_move", *_SUMS.values()):
+                kernel = kernel_cache.load(name, torch.cuda.get_device_capability(place))
+                self._kernels[name, device] = kernel
+                rest = [0] * (8 if name == "slot_move" else 11)
+                config = LaunchConfig(grid=1, block=THREADS)
+                launch(streams[Stream(OWN, device)], config, kernel, nothing.data_ptr(), 13, 0, *rest)
+            torch.cuda.synchronize(place)
+
+    def launch(self, program: Program, exchange: Exchange, operands: Mapping[Buffer, Tensor], stream: Any) -> None:
+        """Launch the kernel of one device.
+
+        Raises:
+            ExecutionError: an earlier exchange waited in vain.
+        """
+        self.check()
+        device = exchange.stream.device
+        some = next(iter(operands.values()))
+        rows, item = some.shape[0], some.element_size()
+        if (id(program), device, item) not in self._ready:
+            self._prepare(program, item)
+        ready = self._ready[id(program), device, item]
+        packets = -(-rows * ready.columns * item // DATA_BYTES)
+        config = LaunchConfig(grid=max(1, min(BLOCKS, -(-packets // THREADS))), block=THREADS)
+        roles = (INPUT, RESIDUAL, OUTPUT) if ready.sums else (INPUT, OUTPUT)
+        ends = [end for role in roles for end in _end(operands.get(Buffer(role, device)))]
+        kernel = self._kernels[_SUMS[some.dtype] if ready.sums else "slot_move", device]
+        status = self._status.data_ptr()
+        launch(stream, config, kernel, ready.table.data_ptr(), ready.words, rows, *ends, _DEADLINE, status)
+
+    def check(self) -> None:
+        """Refuse to go on after an exchange in which a device waited in vain.
+
+        Raises:
+            ExecutionError: there was one.
+        """
+        if code := int(self._status[0]):
+            what = {1: "a message", 2: "a slot to be freed"}[code]
+            raise ExecutionError(f"a device waited for {what} that never came", "close the context, and compile again")
+
+    def _prepare(self, program: Program, item: int) -> None:
+        """Write the tables of all devices: nothing may be allocated or copied while some of them are waiting."""
+        exchanges = [command for command in program.commands if isinstance(command, Exchange)]
+        sums = any(isinstance(step, Sum) for each in exchanges for step in each.steps)
+        columns = widest(exchanges)
+        for queue in {queue for each in exchanges for queue in queues(each)} - {key[0] for key in self._counters}:
+            self._memory.slots(queue).zero_()  # where no message is, no number may be
+        for exchange in exchanges:
+            device = exchange.stream.device
+            found = {queue: self._place(queue, device) for queue in queues(exchange)}
+            stride = max((self._memory.slots(queue).shape[1] for queue in found), default=0)
+            words = table(exchange, item, found, stride)
+            there = torch.tensor(words, dtype=torch.int64).to(self._places[device])
+            self._ready[id(program), device, item] = _Ready(there, len(words), sums, columns)
+        for place in self._places.values():
+            torch.cuda.synchronize(place)
+        self._programs.append(program)
+
+    def _place(self, queue: Queue, device: int) -> Place:
+        """Return where a device finds a queue; its sender has the credits, unless that is the host's memory."""
+        readers = queue.receivers if device == queue.sender else (device,)
+        home = HOST if queue.place == HOST else queue.sender
+        return Place(
+            self._memory.slots(queue).data_ptr(),
+            self._counter(queue, "sequence", device, device),
+            tuple(self._counter(queue, "credit", reader, home) for reader in readers),
+        )
+
+    def _counter(self, queue: Queue, name: str, device: int, home: int) -> int:
+        """Return the address of a counter, made when it is first asked for."""
+        key = (queue, name, device)
+        if key not in self._counters:
+            area, used = self._memory.flags[home], self._used[home]
+            if used + _COUNTER_BYTES > len(area):
+                raise ExecutionError(f"device {home} has no room for more counters", "use fewer devices")
+            self._counters[key] = area.data_ptr() + used
+            self._used[home] += _COUNTER_BYTES
+        return self._counters[key]
+
+
+def _end(matrix: Tensor | None) -> tuple[int, int, int]:
+    """Return address, pitch, and the largest piece of at most 8 bytes to which all rows are aligned."""
+    if matrix is None:
+        return 0, 0, 1
+    item, (rows, columns) = matrix.element_size(), matrix.shape
+    pitch = (columns if rows == 1 else matrix.stride(0)) * item
+    every = matrix.data_ptr() | pitch | columns * item | DATA_BYTES
+    return matrix.data_ptr(), pitch, every & -every
