@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 #: How many programs, and programs bound to a size, are remembered: prompts of any length come, so that sizes never end.
 _KEPT = 128
 
+#: Elements that are added at once by each of torch's threads, so that the sums so far stay in its cache.
+_CACHED = 2**16
+
 
 class Place(NamedTuple):
     """What a command reads or writes.
@@ -200,7 +203,7 @@ def _resolved(program: Program) -> list[tuple[int, Step | Record | Wait, int | N
 
 
 def add(target: Tensor, sources: Sequence[Tensor]) -> None:
-    """Add in float32, in the given order, and round once: to the bit what :class:`~tpplan.exec.program.Sum` says.
+    """Add in float32, in the given order, and round once: to the bit, but for what else a NaN carries.
 
     Args:
         target: float16, bfloat16 or float32; it may be one of the sources.
@@ -209,6 +212,16 @@ def add(target: Tensor, sources: Sequence[Tensor]) -> None:
     if len(sources) == 2:  # noqa: PLR2004
         torch.add(*sources, out=target)  # torch adds two halves in float32, too
         return
+    rows, columns = target.shape
+    at_once = max(1, _CACHED * torch.get_num_threads() // columns)
+    if rows <= at_once:
+        _add(target, sources)
+        return
+    for part, *parts in zip(*(torch.split(tensor, at_once) for tensor in (target, *sources)), strict=True):
+        _add(part, parts)
+
+
+def _add(target: Tensor, sources: Sequence[Tensor]) -> None:
     if target.dtype == torch.float32 and target.data_ptr() not in {source.data_ptr() for source in sources[2:]}:
         total = torch.add(*sources[:2], out=target)
     else:
