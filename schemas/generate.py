@@ -19,6 +19,7 @@ from tpplan.plandiff import PlanDiff
 from tpplan.probe.report import DeviceReport
 from tpplan.report import ShowReport
 from tpplan.rules import CAPABILITY, DTYPES, FINGERPRINT, LEAST, LONGEST_NAME, MOST
+from tpplan.selftest_report import SelftestReport
 from tpplan.validation import ValidationReport
 
 #: Every document that tpplan writes, by the name of its schema.
@@ -31,6 +32,7 @@ DOCUMENTS: dict[str, type] = {
     "show-report": ShowReport,
     "validation-report": ValidationReport,
     "check-report": CheckReport,
+    "selftest-report": SelftestReport,
     "error-report": ErrorReport,
 }
 
@@ -56,6 +58,7 @@ _CONSTRAINTS: dict[str, dict[str, Any]] = {
     "SplitPlan.devices": {"minItems": 1},
     "GpuProcess.device": {"minimum": -1},  # unknown
     "Advice.device": {"minimum": -1},  # not about a device
+    "Fault.device": {"minimum": -1},  # the host
 }
 
 

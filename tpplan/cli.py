@@ -1,40 +1,25 @@
-"""The command line: arguments in, exit code out.
-
-What a command needs is imported when it runs: showing a plan must not pay for planning one.
-"""
+"""The command line: arguments in, exit code out."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import CycloptsError, UnusedCliTokensError
 
-from tpplan import __version__, console
-from tpplan.errors import InternalError, RequestError, TpplanError, UsageError
+from tpplan import console
+from tpplan.commands import NO, OK, app
+from tpplan.errors import InternalError, TpplanError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tpplan.model import ModelSpec
-    from tpplan.plan import SplitPlan
-
-OK, NO, FAILED, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
+FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 
 #: Stands for a lone ``-`` while arguments are parsed, which would take it for an option; no argument can contain it.
 _DASH = "\0"
-
-app = App(
-    name="tpplan",
-    version=f"tpplan {__version__}",
-    help="Plan how a large language model is split over uneven GPUs; save the plan, review it, and check it.",
-    help_format="plaintext",
-    default_parameter=Parameter(negative=(), show_default=False),
-)
-
-_Output = Annotated[str, Parameter(name=["--output", "-o"])]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,233 +95,3 @@ def _unexpected(error: Exception) -> TpplanError:
     where = f"{os.path.basename(frame.filename)}, line {frame.lineno}"  # noqa: PTH119
     message = f"tpplan has a bug: {type(error).__name__}: {error} ({where})"
     return InternalError(message, "please report it with the command; TPPLAN_DEBUG=1 shows the traceback")
-
-
-def _model(path: str) -> ModelSpec:
-    from tpplan.reader import read_model  # noqa: PLC0415
-
-    with console.busy(f"reading {path}"):
-        return read_model(path)
-
-
-def _plan(path: str, *, allow_newer: bool = False) -> SplitPlan:
-    from tpplan.codec import loads  # noqa: PLC0415
-    from tpplan.versions import is_newer  # noqa: PLC0415
-
-    name = console.shown(path)
-    found = loads(console.read(path), name, allow_newer=allow_newer)
-    if is_newer(found.format_version):
-        text = f"{name} has format {found.format_version}, newer than this tpplan: what only it knows is not shown"
-        console.say("warning", text, "warn")
-    return found
-
-
-def _show(plan: SplitPlan, *, json: bool = False, plain: bool = False) -> None:
-    from tpplan.render.show import show as view  # noqa: PLC0415
-    from tpplan.report import show_report  # noqa: PLC0415
-
-    console.answer(show_report(plan), view, json=json, plain=plain)
-
-
-def _tell(plan: SplitPlan) -> None:
-    """Say on standard error in one line what a plan that is not on the screen comes to."""
-    from tpplan.codec import unstructure  # noqa: PLC0415
-    from tpplan.render.show import count, summary  # noqa: PLC0415
-    from tpplan.report import show_report  # noqa: PLC0415
-
-    report = unstructure(show_report(plan))
-    console.say(f"{plan.model.name} on {count(report['plan'])}", summary(report))
-
-
-def _draw(plan: SplitPlan, svg: str, html: str) -> None:
-    from tpplan.codec import unstructure  # noqa: PLC0415
-    from tpplan.render.html import page  # noqa: PLC0415
-    from tpplan.render.svg import picture  # noqa: PLC0415
-    from tpplan.report import show_report  # noqa: PLC0415
-
-    data = unstructure(show_report(plan))
-    for draw, path in ((picture, svg), (page, html)):
-        if path:
-            console.save(draw(data), path)
-
-
-def _note(text: str) -> None:
-    console.say("note", text, "warn")
-
-
-def _some(plans: tuple[str, ...]) -> tuple[str, ...]:
-    if not plans:
-        raise UsageError("no plan was named", "name one or more plan files, such as plans/*.json")
-    if plans.count(console.STREAM) > 1:
-        raise UsageError("standard input was named twice, and can be read once", "save one of the plans in a file")
-    return plans
-
-
-@app.command
-def inspect(model: str, /, *, json: bool = False) -> int:
-    """Show a model's shapes, parameters, weight bytes and cache bytes per token.
-
-    Args:
-        model: a directory with a config.json and perhaps safetensors files, or a config.json.
-        json: print one JSON document.
-    """
-    from tpplan.inspection import inspect as look  # noqa: PLC0415
-    from tpplan.render.inspection import inspection as view  # noqa: PLC0415
-
-    console.answer(look(_model(model)), view, json=json)
-    return OK
-
-
-@app.command
-def devices(*, output: _Output = "", json: bool = False) -> int:
-    """Show the GPUs of this machine: memory, bandwidth, links, and who else uses them.
-
-    Args:
-        output: write a devices file for --gpus; - is standard output.
-        json: print one JSON document.
-    """
-    from tpplan import devices_file, probe  # noqa: PLC0415
-    from tpplan.render.devices import devices as view  # noqa: PLC0415
-
-    report = probe.probe()
-    if output:
-        console.save(devices_file.dumps(probe.devices_file(report)), output)
-    if output != console.STREAM:
-        console.answer(report, view, json=json)
-    else:
-        for note in report.notes:
-            _note(note)
-    return OK
-
-
-@app.command
-def plan(
-    model: str,
-    /,
-    *,
-    gpus: str,
-    output: _Output = "",
-    context: int | None = None,
-    batch: int = 1,
-    cache: str = "fp16",
-    layout: str = "",
-    strategy: str = "balanced",
-    max_rows: int = 2048,
-    kv: str = "idle",
-    json: bool = False,
-) -> int:
-    """Split a model over GPUs, and show the plan or write it; exit 1 if it does not fit.
-
-    Args:
-        model: a directory with a config.json and perhaps safetensors files, or a config.json.
-        gpus: a list such as 2x24GiB,12GiB or 4xRTX4090,RTX3060 or H100:72GiB, a devices file, or auto.
-        output: write the plan to this file; - is standard output.
-        context: tokens per sequence to cache; the longest that the model was made for by default.
-        batch: sequences that share the cache; 1 by default.
-        cache: its kind: fp16 (by default), fp8, q8, q6 or q4.
-        layout: reduce or gather; reduce by default, gather where the weights' rows cannot be cut.
-        strategy: balanced (by default), latency or exllamav2.
-        max_rows: tokens in the largest forward pass; 2048 by default.
-        kv: idle (by default) or replicate, for devices beyond the KV heads.
-        json: print the plan as JSON.
-    """
-    from tpplan.codec import dumps  # noqa: PLC0415
-    from tpplan.devices import parse_devices  # noqa: PLC0415
-    from tpplan.plan import Cache  # noqa: PLC0415
-    from tpplan.planner import plan as make  # noqa: PLC0415
-
-    if context is not None and context < 1:
-        raise RequestError(f"--context is {context}, expected 1 or more tokens per sequence", "or leave it out")
-    spec, gpu_list = _model(model), parse_devices(gpus, _note)
-    wanted = Cache(cache, (context or 0) * batch)
-    with console.busy("planning"):
-        found = make(
-            spec, gpu_list, cache=wanted, layout=layout, strategy=strategy, batch=batch, max_rows=max_rows, kv=kv
-        )
-    if found.request.layout != (layout or "reduce"):
-        _note(f"layout gather, because rows cannot be cut: {spec.gather_only}")
-    if output:
-        console.save(dumps(found), output)
-        _tell(found)
-    if json and output != console.STREAM:
-        console.emit(dumps(found))
-    elif not output:
-        _show(found)
-        console.say("hint", "this plan is not saved; -o FILE writes it", "hint")
-    return OK
-
-
-@app.command
-def show(plan: str, /, *, svg: str = "", html: str = "", plain: bool = False, json: bool = False) -> int:
-    """Show a plan on one screen: memory per device, splits, shares.
-
-    Args:
-        plan: a plan file; - is standard input.
-        svg: draw it into this file instead; - is standard output.
-        html: write it as a page into this file instead; - is standard output.
-        plain: no colour and 100 columns, also on a terminal.
-        json: print one JSON document.
-    """
-    if [svg == console.STREAM, html == console.STREAM, json].count(True) > 1:
-        raise UsageError("standard output would be several documents", "write all but one of them into files")
-    found = _plan(plan, allow_newer=True)
-    if svg or html:
-        _draw(found, svg, html)
-    if json or not (svg or html):
-        _show(found, json=json, plain=plain)
-    return OK
-
-
-@app.command
-def diff(before: str, after: str, /, *, json: bool = False) -> int:
-    """Show what moves between devices from one plan to another; exit 1 if they differ.
-
-    Args:
-        before: a plan file; - is standard input.
-        after: a plan file; - is standard input.
-        json: print one JSON document.
-    """
-    from tpplan.diff import diff as compare  # noqa: PLC0415
-    from tpplan.render.diff import diff as view  # noqa: PLC0415
-
-    found = compare(*(_plan(path, allow_newer=True) for path in _some((before, after))))
-    console.answer(found, view, json=json)
-    return NO if found else OK
-
-
-@app.command
-def validate(*plans: str, json: bool = False) -> int:
-    """Check plan files against every rule and list every problem; exit 1 if one is invalid.
-
-    Args:
-        plans: plan files; - is standard input.
-        json: print one JSON document.
-    """
-    from tpplan.render.verdicts import validation as view  # noqa: PLC0415
-    from tpplan.validation import validate as judge  # noqa: PLC0415
-
-    found = judge(_some(plans), console.read)
-    console.answer(found, view, json=json)
-    if not found.ok:
-        console.say("hint", "make it again with tpplan plan; docs/plan-format.md explains the rules", "hint")
-    return OK if found.ok else NO
-
-
-@app.command
-def check(*plans: str, model: str, json: bool = False) -> int:
-    """Plan again from what each plan was asked, and compare; exit 1 if one is stale.
-
-    Args:
-        plans: plan files; - is standard input.
-        model: the model's directory or config.json.
-        json: print one JSON document.
-    """
-    from tpplan.check import check as compare  # noqa: PLC0415
-    from tpplan.render.verdicts import check as view  # noqa: PLC0415
-
-    stored = {path: _plan(path) for path in _some(plans)}
-    found = compare(stored, _model(model))
-    console.answer(found, view, json=json)
-    if not found.current:
-        console.say("hint", "make it again with tpplan plan, and see with tpplan diff what that changes", "hint")
-    return OK if found.current else NO

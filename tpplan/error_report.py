@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from tpplan.devices import parse_devices
 from tpplan.errors import (
     DeviceError,
+    ExecutionError,
     InternalError,
     ModelError,
     PlanError,
@@ -33,6 +34,7 @@ _KINDS: dict[type[TpplanError], str] = {
     DeviceError: "device",
     RequestError: "request",
     PlanError: "plan",
+    ExecutionError: "execution",
     UsageError: "usage",
     InternalError: "internal",
     TpplanError: "file",

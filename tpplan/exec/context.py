@@ -8,6 +8,7 @@ import torch
 
 from tpplan.exec import operation
 from tpplan.exec.context_memory import ContextMemory
+from tpplan.exec.explain import explain
 from tpplan.exec.gathered import Gathered
 from tpplan.exec.operands import Operands, check, check_count, columns_of
 from tpplan.exec.program import HOST
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tpplan.axes import Axis
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.engine import Engine
+    from tpplan.exec.explain import Explanation
     from tpplan.exec.host import HostMemory
     from tpplan.plan import SplitPlan
 
@@ -288,6 +290,11 @@ class TPContext(ContextMemory):
             self._operands.like("add_residual: source", source, given, layout)
             self._operands.outputs("add_residual", slices, layout, out=target, inputs=source)
             self._engine.run(operation.add, (taken,), layout, source, target)
+
+    def explain(self) -> Explanation:
+        """Return how each operation goes on each axis, for how many rows, and why; ``str()`` makes a table of it."""
+        with self._guard:
+            return explain(self.plan, self.all_devices, self._engine, self.max_rows, self.dtype)
 
     def synchronize(self) -> None:
         """Return when everything that was issued is complete."""

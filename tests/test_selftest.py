@@ -1,0 +1,378 @@
+"""The test of a compiled plan: what it covers, that it finds what is wrong, and how it says so."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+import torch
+from attrs import evolve
+from jsonschema import Draft202012Validator
+
+import tpplan
+from schemas import generate
+from tests.command import Done, command
+from tpplan.codec import render, unstructure
+from tpplan.errors import ExecutionError, InternalError
+from tpplan.exec import compile as compile_plan
+from tpplan.exec import engine, lower_events, selftest
+from tpplan.exec.compiler import build
+from tpplan.exec.cpu import VirtualDevices
+from tpplan.exec.fence import own
+from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.program import HOST, INPUT, OUTPUT, Await, Buffer, Exchange, Flag, Program, Queue, Wait
+from tpplan.exec.references import KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from tpplan.exec.context import TPContext
+    from tpplan.exec.cpu import Pending
+    from tpplan.exec.operation import Moves, Reduction
+    from tpplan.plan import SplitPlan
+    from tpplan.selftest_report import SelftestReport
+
+EXAMPLES = Path(__file__).parents[1] / "examples/plans"
+SCHEMA = Draft202012Validator(generate.schema("selftest-report"))
+
+#: The element of an operand that is made wrong.
+_COLUMN = 3
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file of a plan for three uneven devices, of a model so small that its tests take no time."""
+    folder = tmp_path_factory.mktemp("folder") / "model"
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 256,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 2080,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    gpus = tpplan.parse_devices("3GiB,3GiB,2GiB")
+    plan = tpplan.plan(
+        tpplan.read_model(folder), gpus, cache=tpplan.Cache("fp16", 256), max_rows=1300, strategy="exllamav2"
+    )
+    plan.save(folder / "plan.json")
+    return folder / "plan.json"
+
+
+@pytest.fixture(scope="module")
+def plan(path: Path) -> SplitPlan:
+    """Return that plan."""
+    return tpplan.load(path)
+
+
+def _compiler(plan: SplitPlan) -> Callable[[str], TPContext]:
+    return lambda transport: compile_plan(plan, backend="cpu", transport=transport)
+
+
+@pytest.fixture(scope="module")
+def report(plan: SplitPlan) -> SelftestReport:
+    """Return the report on a plan with which nothing is wrong."""
+    return selftest.selftest(plan, _compiler(plan), TRANSPORTS)
+
+
+def test_everything_is_tested(plan: SplitPlan, report: SelftestReport) -> None:
+    """Every operation runs on every axis by every transport, one by one and in the worst order, and is right."""
+    assert report.ok
+    assert not report.faults
+    axes = {str(split.axis) for split in plan.splits}
+    operations = {"broadcast", "scatter", "gather", "allgather", "all_reduce", "add_residual"}
+    for schedule in ("plain", "adversarial"):
+        for transport in TRANSPORTS:
+            mine = [t for t in report.tested if (t.schedule, t.transport) == (schedule, transport)]
+            assert operations <= {one.operation for one in mine}
+            assert all(axes <= set(one.axes) and one.checks and one.compared_bytes for one in mine)
+
+
+def test_every_way_is_gone(report: SelftestReport) -> None:
+    """Small and large messages are tried, and more parts of one than a ring has slots, by each transport."""
+    ways = {(t.operation, t.transport): (t.ways, t.skipped) for t in report.tested if t.schedule == "plain"}
+    for operation in ("broadcast", "scatter", "allgather", "all_reduce"):
+        assert ways[operation, "peer"] == (("slots", "straight"), ())
+        assert ways[operation, "events"] == (("1 part",), ())
+        assert {"slots", "1 part", "2 parts"} <= set(ways[operation, "host"][0])
+    assert "4 parts" in ways["all_reduce", "host"][0]
+    assert "4 parts" in ways["broadcast from the host", "events"][0]
+    assert ways["gather", "host"] == (("on each device",), ())
+
+
+def test_the_same_trials_every_time(plan: SplitPlan, report: SelftestReport) -> None:
+    """Testing again gives the same report, to the byte."""
+    again = selftest.selftest(plan, _compiler(plan), ["events"])
+    assert again.tested == tuple(one for one in report.tested if one.transport == "events")
+
+
+def _flip(tensor: Tensor) -> None:
+    """Change a bit in the first row, in the first byte of the fourth element."""
+    if tensor.shape[0] and tensor.shape[1] > _COLUMN:
+        tensor.untyped_storage()[(tensor.storage_offset() + _COLUMN * tensor.stride(1)) * tensor.itemsize] ^= 1
+
+
+def _spill(tensor: Tensor) -> None:
+    """Change a bit right beside the first row, if there is anything."""
+    storage, at = tensor.untyped_storage(), (tensor.storage_offset() + tensor.shape[1]) * tensor.itemsize
+    if tensor.stride(0) > tensor.shape[1] and at < len(storage):
+        storage[at] ^= 1
+
+
+class _Harm(NamedTuple):
+    """What a broken backend does after programs of a name, and what is found then.
+
+    Attributes:
+        program: the begin of its name.
+        buffer: of it.
+        harm: done to it.
+        device: where something wrong is found.
+        what: in words.
+    """
+
+    program: str
+    buffer: Buffer
+    harm: Callable[[Tensor], None]
+    device: int
+    what: str
+
+
+HARMS = {
+    "a sum": _Harm("all_reduce", Buffer(OUTPUT, 1), _flip, 1, "the result of device 1 has"),
+    "a copy": _Harm("broadcast", Buffer(OUTPUT, 2), _flip, 2, "the result of device 2 has"),
+    "an addition": _Harm("add_residual", Buffer(OUTPUT, 0), _flip, 0, "the result of device 0 has"),
+    "what the host gets": _Harm("gather", Buffer(OUTPUT, HOST), _flip, HOST, "the result in host memory has"),
+    "an input": _Harm("allgather", Buffer(INPUT, 1), _flip, 1, "an input, afterwards, of device 1 has"),
+    "what is beside": _Harm(
+        "scatter", Buffer(OUTPUT, 0), _spill, 0, "an output with the columns beside it of device 0"
+    ),
+}
+
+
+def _tested(plan: SplitPlan, after: Callable[[Program, Mapping[Buffer, Tensor]], None]) -> SelftestReport:
+    """Return the report, by events, on devices that do something after every program."""
+
+    class Broken(VirtualDevices):
+        def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
+            pending = super().run(program, operands)
+            after(program, operands)
+            return pending
+
+    def make(transport: str) -> TPContext:
+        places = (torch.device("cpu"),) * len(plan.devices)
+        return build(plan, places, Broken, transport=transport, max_rows=1300, dtype=torch.bfloat16)
+
+    return selftest.selftest(plan, make, ["events"])
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+def test_a_wrong_byte_is_found(plan: SplitPlan, harm: _Harm) -> None:
+    """A single wrong bit is found, wherever it is, and nothing else is said to be wrong."""
+
+    def after(program: Program, operands: Mapping[Buffer, Tensor]) -> None:
+        if program.name.startswith(harm.program) and harm.buffer in operands:
+            harm.harm(operands[harm.buffer])
+
+    report = _tested(plan, after)
+    assert not report.ok
+    assert report.wrong == sum(one.wrong for one in report.tested)
+    assert {(one.operation.split()[0], one.schedule) for one in report.tested if one.wrong} == {(harm.program, "plain")}
+    for fault in report.faults:
+        assert fault.operation.startswith(harm.program)
+        assert fault.device == harm.device
+        assert fault.message.startswith(harm.what)
+        if harm.harm is _flip and fault.operands != "columns apart":
+            assert fault.byte == _COLUMN * getattr(torch, fault.elements).itemsize
+
+
+def test_an_error_is_a_fault(plan: SplitPlan) -> None:
+    """An operation that ends with an error is wrong, and the others are tested all the same."""
+
+    def after(program: Program, _: object) -> None:
+        if program.name.startswith("scatter"):
+            raise InternalError("the bus is on fire")
+
+    report = _tested(plan, after)
+    assert {fault.message for fault in report.faults} == {"the bus is on fire"}
+    assert {fault.device for fault in report.faults} == {None}
+    checks = {one.operation: (one.checks, one.wrong) for one in report.tested if one.schedule == "plain"}
+    assert 0 < checks["scatter"][1] < checks["scatter"][0]  # without rows nothing is to be done
+    assert checks["gather"][1] == 0 < checks["gather"][0]
+
+
+def test_the_worst_order_finds_a_race(plan: SplitPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that are fetched before they are complete are wrong in the worst order, and only there."""
+    reduction = lower_events.reduction
+
+    def racing(operation: Reduction, parts: int) -> Program:
+        program = reduction(operation, parts)
+        kept = (c for c in program.commands if not (isinstance(c, Wait) and c.event.name == "sum"))
+        return evolve(program, commands=tuple(kept))
+
+    monkeypatch.setattr(lower_events, "reduction", racing)
+    monkeypatch.setattr(engine, "verify", lambda program, **_: program)
+    report = selftest.selftest(plan, _compiler(plan), ["events"])
+    assert {(one.operation, one.schedule) for one in report.tested if one.wrong} == {("all_reduce", "adversarial")}
+
+
+def test_a_deadlock_is_found(plan: SplitPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that wait for each other for ever are a fault that says what they wait for."""
+
+    def stuck(_: Moves) -> Program:
+        flag = Flag("full", Queue(HOST, 0, (1,)))
+        return Program("stuck", (Exchange(own(1), (Await(own(1), flag),)),))
+
+    monkeypatch.setattr(lower_events, "moves", stuck)
+    monkeypatch.setattr(engine, "verify", lambda program, **_: program)
+    report = selftest.selftest(plan, _compiler(plan), ["events"])
+    told = {fault.schedule: fault.message for fault in report.faults}
+    assert told["plain"] == "stuck never ends: own1: await full(0→1)"
+    assert told["adversarial"].startswith("deadlock: ")
+    assert "own1 at own1: await full(0→1)" in told["adversarial"]
+
+
+def test_a_transport_that_is_refused(plan: SplitPlan) -> None:
+    """Of several transports those that compile are tested; if none does, that is an error."""
+
+    def make(transport: str) -> TPContext:
+        if transport != "events":
+            raise ExecutionError(f"{transport} does not work here")
+        return _compiler(plan)(transport)
+
+    notes: list[str] = []
+    report = selftest.selftest(plan, make, ["peer", "events"], note=notes.append)
+    assert {one.transport for one in report.tested} == {"events"}
+    assert notes == ["not every transport was tested: peer does not work here"]
+    with pytest.raises(ExecutionError, match="host does not work here"):
+        selftest.selftest(plan, make, ["peer", "host"])
+
+
+def test_threads_are_as_before(plan: SplitPlan) -> None:
+    """Testing leaves torch with as many threads as it had."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        selftest.selftest(plan, _compiler(plan), ["events"])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [("Qwen2.5-7B/6xRTX3060", "peer"), ("Mixtral-8x7B/A100-40GB+3xRTX3090", "events")],
+)
+def test_examples(name: str, transport: str) -> None:
+    """Real plans pass, with replicated heads, the layout gather and experts."""
+    found = tpplan.load(EXAMPLES / f"{name}.json")
+    assert selftest.selftest(found, _compiler(found), [transport]).ok
+
+
+def _without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def _selftest(path: Path, *options: str, terminal: bool = False) -> Done:
+    return command("selftest", path, "--transport", "events", *options, terminal=terminal)
+
+
+def test_the_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that passes: exit 0, one screen with a line per operation and the verdict, and why on virtual devices."""
+    _without_gpus(monkeypatch)
+    done = _selftest(path)
+    assert done.code == 0
+    lines = done.out.splitlines()
+    assert len(lines) < 24
+    assert max(map(len, lines)) <= 100
+    assert lines[0].endswith("on 3 virtual devices")
+    assert lines[-1].endswith("compared: every byte is right")
+    for operation in KINDS:
+        assert sum(one.startswith(f"{operation}  ") for one in lines) == 1
+    assert done.err.startswith("note: on virtual devices, because the plan for model is not for this")
+    assert done.err.count("\n") == 1
+
+
+def test_the_document(path: Path, plan: SplitPlan) -> None:
+    """``--json`` prints the report itself, which conforms to its schema."""
+    done = _selftest(path, "--backend", "cpu", "--json")
+    assert (done.code, done.err) == (0, "")
+    document = json.loads(done.out)
+    SCHEMA.validate(document)
+    assert document == json.loads(render(unstructure(selftest.selftest(plan, _compiler(plan), ["events"]))))
+
+
+def test_progress(path: Path) -> None:
+    """A terminal sees what is being tested, and in the end nothing of it."""
+    done = _selftest(path, "--backend", "cpu", terminal=True)
+    assert "testing all_reduce by events" in done.err
+    assert not done.err.rpartition("\r")[2]
+
+
+def test_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something wrong: exit 1, which operation, axis, device and byte, and how many checks failed."""
+    run = VirtualDevices.run
+
+    def broken(self: VirtualDevices, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
+        pending = run(self, program, operands)
+        if program.name.startswith("allgather"):
+            _flip(operands[Buffer(OUTPUT, 1)])
+        return pending
+
+    monkeypatch.setattr(VirtualDevices, "run", broken)
+    done = _selftest(path, "--backend", "cpu")
+    assert done.code == 1
+    text = " ".join(done.out.split())
+    told = (
+        r"allgather on kv_heads, by events, plain: 1 row of uint8, [a-z ]+: the result of device 1 has 0x.. at byte 3, "
+    )
+    assert re.search(told, text)
+    assert re.search(r" \d+ of \d+ wrong ", done.out)
+    assert re.search(r"compared: \d+ checks failed$", done.out.rstrip())
+    document = json.loads(_selftest(path, "--backend", "cpu", "--json").out)
+    SCHEMA.validate(document)
+    assert document["ok"] is False
+    assert len(document["faults"]) == 3 < document["wrong"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--backend", "metal"), "unknown backend 'metal'"),
+        (("--backend", "cuda"), "this machine has 0 CUDA devices"),
+        (("--transport", "pigeon"), "unknown transport 'pigeon', expected peer, host, events"),
+    ],
+)
+def test_no_answer(path: Path, options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be tested is exit 2 with the reason, and nothing on standard output."""
+    _without_gpus(monkeypatch)
+    done = command("selftest", path, *options)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert "hint: " in done.err
+
+
+def test_without_torch(path: Path) -> None:
+    """Where torch is missing, the error says what to install; the plan half goes on to work."""
+    code = "import sys; sys.modules['torch'] = None; from tpplan.cli import main; sys.exit(main())"
+    runs = [
+        subprocess.run([sys.executable, "-c", code, *words, path], capture_output=True, text=True, check=False)
+        for words in (["selftest"], ["show"])
+    ]
+    assert [done.returncode for done in runs] == [2, 0]
+    assert "needs torch, which is not installed" in runs[0].stderr
+    assert "hint: pip install 'tpplan[exec]'" in runs[0].stderr
+    assert "Traceback" not in runs[0].stderr

@@ -1,0 +1,129 @@
+"""Which sizes of an operation to try: odd ones, and every way that it goes."""
+
+from __future__ import annotations
+
+from itertools import cycle, product
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+
+from tpplan.axes import Axis
+from tpplan.exec.context import TPContext
+from tpplan.exec.explain import cuts
+from tpplan.exec.references import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from random import Random
+
+    from tpplan.exec.explain import Way
+
+#: Of one, two, four and eight bytes; and those that are added up.
+_MOVED = (torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64)
+_ADDED = (torch.float16, torch.bfloat16, torch.float32)
+
+#: Dimensions before the columns: one row with and without any, three, and none.
+_LEADS = ((), (3, 1), (1,), (0,))
+
+#: Columns of a tensor that is not cut: too few for every device to add some up, and no multiple of anything.
+_FEW = 5
+
+#: Attempts of about so many bytes are always made; to see a way that nothing smaller goes, one of up to so many.
+_CHEAP, _MOST = 2 * 2**20, 128 * 2**20
+
+#: Where every byte takes long, attempts are up to so many bytes, or of one row.
+_SMALL = 2**18
+
+
+@frozen
+class Attempt:
+    """A size to be tried.
+
+    Attributes:
+        axis: as the plan's :func:`~tpplan.exec.explain.cuts` call it.
+        lead: dimensions before the columns.
+        dim: columns per element of the axis; of operations that cut nothing, the columns.
+        dtype: of the operands.
+        how: which way it goes; empty where that is not known before.
+    """
+
+    axis: str
+    lead: tuple[int, ...]
+    dim: int
+    dtype: torch.dtype
+    how: str = ""
+
+
+@frozen
+class Attempts:
+    """The sizes of one operation on a context.
+
+    Attributes:
+        context: a compiled plan.
+        kind: of operation.
+        columns: of an axis with ``dim`` 1.
+        dims: of an axis, a wide one and a narrow one.
+    """
+
+    context: TPContext
+    kind: Kind
+    columns: dict[str, int]
+    dims: dict[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, context: TPContext, kind: Kind) -> Attempts:
+        """Look up the axes and their sizes."""
+        plan = context.plan
+        if not kind.cuts:
+            axes = cuts(plan)
+            return cls(context, kind, dict.fromkeys(axes, 1), dict.fromkeys(axes, (plan.split(Axis.RS).size, _FEW)))
+        splits = {axis: split for axis, split in cuts(plan).items() if split}
+        columns = {axis: split.size for axis, split in splits.items()}
+        return cls(context, kind, columns, {axis: (split.width, 1) for axis, split in splits.items()})
+
+    def all(self, ways: Sequence[Way]) -> Iterator[Attempt]:
+        """Yield odd sizes on every axis in every dtype, and the fewest and most rows that go each way."""
+        yield from filter(self._is_cheap, self._odd())
+        seen: set[str] = set()
+        for attempt in sorted(self._of_ways(ways), key=self._cost):
+            if self._cost(attempt) <= (_CHEAP if attempt.how in seen else _MOST):
+                seen.add(attempt.how)
+                yield attempt
+
+    def some(self, random: Random) -> Iterator[Attempt]:
+        """Yield a random small size on every axis."""
+        for axis, (_, narrow) in self.dims.items():
+            rows = random.randint(1, self.context.max_rows)
+            attempt = Attempt(axis, (rows,), narrow, random.choice(self._dtypes))
+            small = self._fits(attempt) and self._cost(attempt) <= _SMALL
+            yield attempt if small else Attempt(axis, (1,), narrow, self._dtypes[0])
+
+    @property
+    def _dtypes(self) -> tuple[torch.dtype, ...]:
+        return _ADDED if self.kind.adds else _MOVED
+
+    def _odd(self) -> Iterator[Attempt]:
+        for axis, dims in self.dims.items():
+            sizes = product(self._dtypes, _LEADS)
+            yield from (Attempt(axis, lead, dim, dtype) for (dtype, lead), dim in zip(sizes, cycle(dims), strict=False))
+            yield Attempt(axis, (self.context.max_rows,), dims[1], self._dtypes[0])
+
+    def _of_ways(self, ways: Sequence[Way]) -> Iterator[Attempt]:
+        for way in ways:
+            for axis, rows in product(way.axes, dict.fromkeys((way.first, way.last))):
+                yield Attempt(axis, (rows,), self.dims[axis][0], self.context.dtype, way.how)
+
+    def _is_cheap(self, attempt: Attempt) -> bool:
+        return self._fits(attempt) and (self._cost(attempt) <= _CHEAP or prod(attempt.lead) == 1)
+
+    def _fits(self, attempt: Attempt) -> bool:
+        """Tell whether a sum has room: the plan counts with the dtype of the activations."""
+        room = self.context.max_rows * self.context.dtype.itemsize
+        return not self.kind.adds or prod(attempt.lead) * attempt.dtype.itemsize <= room
+
+    def _cost(self, attempt: Attempt) -> int:
+        """Return about how many bytes are moved."""
+        size = prod(attempt.lead) * self.columns[attempt.axis] * attempt.dim * attempt.dtype.itemsize
+        return size * (len(self.context.all_devices) + 1)

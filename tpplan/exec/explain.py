@@ -1,0 +1,249 @@
+"""How a context does each operation, for how many rows, and why."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from attrs import evolve, frozen
+
+from tpplan.axes import Axis, slices_of
+from tpplan.errors import ExecutionError
+from tpplan.exec import operation
+from tpplan.exec.lower import lower
+from tpplan.exec.operation import Addition, Moves
+from tpplan.exec.program import HOST, SCRATCH, SLOT, STAGE, flat, reads, writes
+from tpplan.render.text import table
+from tpplan.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from tpplan.exec.engine import Engine
+    from tpplan.exec.lower import Limits, Route
+    from tpplan.exec.operation import Operation
+    from tpplan.exec.program import Buffer, Program
+    from tpplan.plan import Split, SplitPlan
+    from tpplan.render.text import Span
+
+#: Stands for the devices in use, where an axis is expected.
+ALL = "all devices"
+
+#: What to call the context's memory: its role, and whether it is on the host.
+_BUFFERS = {
+    (SCRATCH, False): "exchange buffer",
+    (STAGE, True): "host rings",
+    (SLOT, False): "peer slots",
+    (SLOT, True): "host slots",
+}
+
+
+@frozen(kw_only=True)
+class Way:
+    """How an operation goes on some axes, for some numbers of rows.
+
+    Attributes:
+        operation: its name; ``from the host`` where its tensor is in host memory.
+        axes: on which of them it goes like this: names, with the layers where these are cut differently, or
+            ``all devices``.
+        first: fewest rows.
+        last: most rows.
+        transport: ``peer``, ``host``, ``events``, ``local`` where no device talks to another, or ``refused``.
+        how: ``slots``, ``straight``, or in how many parts.
+        why: in words.
+        row_bytes: that one row moves from one memory to another, on all devices together.
+        buffers: of the context's memory that are used.
+    """
+
+    operation: str
+    axes: tuple[str, ...]
+    first: int
+    last: int
+    transport: str
+    how: str
+    why: str
+    row_bytes: int
+    buffers: tuple[str, ...]
+
+
+@frozen(kw_only=True)
+class Explanation:
+    """How a context does each operation; as text, a table.
+
+    Broadcasts and all-reduces are of the width of the residual stream, the others of their axis, all in the dtype of
+    the activations. Other widths and dtypes go the same ways at other numbers of rows.
+
+    Attributes:
+        model: the name of the plan's model.
+        transport: the context's.
+        dtype: of the activations.
+        max_rows: most rows of an operand.
+        ways: by operation, then axis, then rows.
+    """
+
+    model: str
+    transport: str
+    dtype: str
+    max_rows: int
+    ways: tuple[Way, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.model}, transport {self.transport}, 1 to {self.max_rows} rows of {self.dtype}"
+        on = {
+            way.operation: {axis for w in self.ways if w.operation == way.operation for axis in w.axes}
+            for way in self.ways
+        }
+        cells = [("operation", "on", "rows", "transport", "how", "bytes per row", "buffers", "why")]
+        for way in self.ways:
+            rows = f"{way.first}-{way.last}" if way.last > way.first else str(way.first)
+            moved = format_bytes(way.row_bytes) if way.row_bytes else "none"
+            buffers = ", ".join(way.buffers) or "none"
+            axes = "every axis" if 1 < len(way.axes) == len(on[way.operation]) else ", ".join(way.axes)
+            cells.append((way.operation, axes, rows, way.transport, way.how, moved, buffers, way.why))
+        spans: list[list[Span]] = [[(cell, "") for cell in row] for row in cells]
+        return "\n".join((head, "", *("".join(text for text, _ in one) for one in table(spans, "<<><<><<"))))
+
+
+def cuts(plan: SplitPlan) -> dict[str, Split | None]:
+    """Return every way that a plan cuts an axis by what to call it, and None for all devices."""
+    several = [split.axis for split in plan.splits]
+    names = (f"{s.axis} in layers {s.layers}" if several.count(s.axis) > 1 else str(s.axis) for s in plan.splits)
+    return {ALL: None, **dict(zip(names, plan.splits, strict=True))}
+
+
+def explain(
+    plan: SplitPlan, devices: tuple[int, ...], engine: Engine, max_rows: int, dtype: torch.dtype
+) -> Explanation:
+    """Return how an engine does each operation of a plan.
+
+    Args:
+        plan: that was compiled.
+        devices: in use.
+        engine: of the context.
+        max_rows: most rows of an operand.
+        dtype: of the activations.
+    """
+    grouped: dict[Way, list[str]] = {}
+    for name, axis, wanted in _operations(plan, devices):
+        for way in _ways(name, wanted, engine, max_rows, dtype.itemsize):
+            grouped.setdefault(way, []).append(axis)
+    return Explanation(
+        model=plan.model.name,
+        transport=engine.transport,
+        dtype=str(dtype).removeprefix("torch."),
+        max_rows=max_rows,
+        ways=tuple(evolve(way, axes=tuple(axes)) for way, axes in grouped.items()),
+    )
+
+
+def _operations(plan: SplitPlan, devices: tuple[int, ...]) -> Iterator[tuple[str, str, Operation]]:
+    """Yield every operation on every axis: its name, the axis, and what is moved or added."""
+    stream = plan.split(Axis.RS).size
+    slices = {
+        axis: tuple((x.device, x.start * split.width, x.end * split.width) for x in slices_of(split.bounds))
+        for axis, split in cuts(plan).items()
+        if split
+    }
+    held = {ALL: devices, **{axis: tuple(device for device, _, _ in cut) for axis, cut in slices.items()}}
+    first = devices[0]
+    for source, name in ((first, "broadcast"), (HOST, "broadcast from the host")):
+        yield from ((name, axis, operation.broadcast(source, targets, stream)) for axis, targets in held.items())
+    for source, name in ((first, "scatter"), (HOST, "scatter from the host")):
+        yield from ((name, axis, operation.scatter(source, cut)) for axis, cut in slices.items())
+    yield from (("gather", axis, operation.allgather("gather", cut, (HOST,))) for axis, cut in slices.items())
+    yield from (("allgather", axis, operation.allgather("allgather", cut, devices)) for axis, cut in slices.items())
+    yield from (
+        ("all_reduce", axis, operation.all_reduce(stream, givers, devices, residual=True))
+        for axis, givers in held.items()
+    )
+    yield from (("add_residual", axis, operation.add(cut)) for axis, cut in slices.items())
+
+
+def _ways(name: str, operation: Operation, engine: Engine, max_rows: int, item_bytes: int) -> Iterator[Way]:
+    """Yield how an operation goes, from one row to the most; axes are filled in later."""
+    bare = partial(Way, operation=name, axes=())
+    first = 1
+    try:
+        while first <= max_rows:
+            route = engine.route(operation, first, item_bytes)
+            last = _last(route, partial(engine.route, operation, item_bytes=item_bytes), first, max_rows)
+            program = lower(operation, evolve(route, parts=1))  # parts move the same bytes, together
+            yield bare(
+                first=first,
+                last=last,
+                transport=route.transport,
+                how=_how(route),
+                why=_why(operation, route, engine.limits),
+                row_bytes=item_bytes * _crossing(program),
+                buffers=_buffers(program),
+            )
+            first = last + 1
+    except ExecutionError as error:
+        yield bare(first=first, last=max_rows, transport="refused", how="", why=error.message, row_bytes=0, buffers=())
+
+
+def _last(route: Route, route_of: Callable[[int], Route], first: int, most: int) -> int:
+    """Return the most rows that go like the first ones: more rows never go back to an earlier way."""
+    low, high = first, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if route_of(middle) == route else (low, middle - 1)
+    return low
+
+
+def _how(route: Route) -> str:
+    if route.transport == "local":
+        return "on each device"
+    if route.small:
+        return "slots"
+    if route.transport == "peer":
+        return "straight"
+    return f"{route.parts} part{'s' if route.parts > 1 else ''}"
+
+
+def _why(operation: Operation, route: Route, limits: Limits) -> str:
+    """Say in words what decided the route."""
+    if route.transport == "local":
+        if isinstance(operation, Addition):
+            return "each adds its own"
+        return "each writes its own" if operation.name == "gather" else "no other device"
+    slot = format_bytes(limits.slot_bytes)
+    if route.small:
+        return f"fits a slot of {slot}"
+    if route.transport == "peer":
+        return f"larger than a slot of {slot}"
+    if route.transport == "events" and isinstance(operation, Moves):
+        return "copies of any size"
+    room = f"a chunk of {format_bytes(limits.stage_bytes)}"
+    if route.transport == "events":
+        room = f"the exchange buffer of {format_bytes(limits.exchange_bytes)}"
+    return f"fits {room}" if route.parts == 1 else f"parts fit {room}"
+
+
+def _crossing(program: Program) -> int:
+    """Return the columns, counted once per row, that commands read or write outside their device's memory."""
+    return sum(
+        view.stop - view.start
+        for step in flat(program)
+        for view in (*reads(step), *writes(step))
+        if _place(view.buffer) != step.stream.device
+    )
+
+
+def _buffers(program: Program) -> tuple[str, ...]:
+    """Return which of the context's memory a program uses."""
+    used = {
+        (view.buffer.role, _place(view.buffer) == HOST)
+        for step in flat(program)
+        for view in (*reads(step), *writes(step))
+    }
+    return tuple(name for key, name in _BUFFERS.items() if key in used)
+
+
+def _place(buffer: Buffer) -> int:
+    """Return the device in whose memory a buffer is, or HOST."""
+    if buffer.role == STAGE:
+        return HOST
+    return buffer.queue.place if buffer.queue else buffer.device
