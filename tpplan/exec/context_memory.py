@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.host import HostMemory
+    from tpplan.exec.operands import Slices
     from tpplan.exec.rope import Rope
     from tpplan.plan import SplitPlan
 
@@ -40,6 +41,7 @@ class ContextMemory:
         self._host = host
         self._guard = Guard()
         self._slices: dict[tuple[Axis | str, int | None], tuple[Slice, ...]] = {}
+        self._cuts: dict[tuple[Axis | str, int | None, int], Slices] = {}
 
     def split(self, axis: Axis | str, layer: int | None = None) -> tuple[Slice, ...]:
         """Return the slices of the devices that hold a part of ``axis``, in elements.
@@ -175,7 +177,7 @@ class ContextMemory:
                 device.check_rope_tables(rope, rows, self.dtype)
             return tuple(device.rope_tables(rope, rows, self.dtype) for device in holders)
 
-    def _columns(self, what: str, axis: Axis | str, layer: int | None, dim: int) -> tuple[tuple[int, int, int], ...]:
+    def _columns(self, what: str, axis: Axis | str, layer: int | None, dim: int) -> Slices:
         """Return (device, start, stop) of every slice in columns; the last one stops where the axis does.
 
         Raises:
@@ -183,4 +185,8 @@ class ContextMemory:
         """
         if type(dim) is not int or dim < 1:
             raise ExecutionError(f"{what}: dim is {dim}, expected 1 or more", "dim is the columns per element")
-        return tuple((s.device, s.start * dim, s.end * dim) for s in self.split(axis, layer))
+        slices = self.split(axis, layer)
+        key = (axis, layer, dim)
+        if key not in self._cuts:
+            self._cuts[key] = tuple((s.device, s.start * dim, s.end * dim) for s in slices)
+        return self._cuts[key]

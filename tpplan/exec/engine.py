@@ -114,8 +114,7 @@ class Engine:
         if program is None:
             program = self.program(prepared.operation, self.route(prepared.operation, *size))
             prepared.programs[size] = program
-        matrices = [matrix(tensor) for tensor in inputs]
-        matrices += [tensor.detach().view(-1, tensor.shape[-1]) for tensor in outputs]
+        matrices = [matrix(tensor) for tensor in (*inputs, *outputs)]
         return self.backend.run(program, dict(zip(prepared.operands, matrices, strict=True)))
 
 

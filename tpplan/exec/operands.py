@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from attrs import frozen
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.overlap import check_apart
 from tpplan.exec.program import HOST
 
 if TYPE_CHECKING:
@@ -24,22 +24,18 @@ _ITEM_BYTES = (1, 2, 4, 8)
 _ADDABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@frozen
-class Layout:
+class Layout(NamedTuple):
     """What the tensors of one operation have in common.
 
     Attributes:
-        lead: all dimensions but the last; their product is the rows.
+        lead: all dimensions but the last.
         dtype: of the elements.
+        rows: tokens, the product of ``lead``.
     """
 
     lead: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def rows(self) -> int:
-        """Tokens."""
-        return prod(self.lead)
+    rows: int
 
 
 class Operands:
@@ -83,7 +79,7 @@ class Operands:
         Raises:
             ExecutionError: see :func:`layout_of`, :func:`check_count` and :func:`check`.
         """
-        check_count(what, parts, tuple(device for device, _, _ in slices))
+        check_count(what, parts, [device for device, _, _ in slices])
         layout = layout_of(f"{what}[0]", parts[0], self.max_rows, adds=adds)
         self.like(what, parts, slices, layout)
         return layout
@@ -94,9 +90,10 @@ class Operands:
         Raises:
             ExecutionError: see :func:`check_count` and :func:`check`.
         """
-        check_count(what, tensors, tuple(device for device, _, _ in slices))
+        check_count(what, tensors, [device for device, _, _ in slices])
         for i, (tensor, (device, start, stop)) in enumerate(zip(tensors, slices, strict=True)):
-            check(f"{what}[{i}] of device {device}", tensor, layout, stop - start, self.places[device])
+            if not _is_like(tensor, layout, stop - start, self.places[device]):
+                check(f"{what}[{i}] of device {device}", tensor, layout, stop - start, self.places[device])
 
     def outputs(
         self,
@@ -119,7 +116,8 @@ class Operands:
             owners: the device of each input, where a device's output may be its input itself; or nothing.
 
         Raises:
-            ExecutionError: see :func:`check_count`, :func:`check`, :func:`check_writable` and :func:`check_apart`.
+            ExecutionError: see :func:`check_count`, :func:`check`, :func:`check_writable` and
+                :func:`~tpplan.exec.overlap.check_apart`.
         """
         if out is None:
             return tuple(
@@ -147,7 +145,8 @@ def layout_of(what: str, tensor: Tensor, max_rows: int, *, adds: bool = False) -
             rows.
     """
     check_kind(what, tensor)
-    layout = Layout(tuple(tensor.shape[:-1]), tensor.dtype)
+    lead = tensor.shape[:-1]
+    layout = Layout(lead, tensor.dtype, prod(lead))
     if adds and tensor.dtype not in _ADDABLE:
         hint = "convert it to one of float16, bfloat16 and float32"
         raise ExecutionError(f"{what} has dtype {_name(tensor.dtype)}, which is not added up", hint)
@@ -209,7 +208,19 @@ def check(what: str, tensor: Tensor, layout: Layout, columns: int, device: torch
         raise ExecutionError(message, "all tensors of an operation have one dtype")
 
 
-def check_count(what: str, tensors: Sequence[Tensor], devices: tuple[int, ...]) -> None:
+def _is_like(tensor: object, layout: Layout, columns: int, device: torch.device) -> bool:
+    """Tell what :func:`check` will find, without preparing to say it."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.shape == (*layout.lead, columns)
+        and tensor.dtype == layout.dtype
+        and tensor.device == device
+    )
+
+
+def check_count(what: str, tensors: Sequence[Tensor], devices: Sequence[int]) -> None:
     """Refuse another number of tensors than devices.
 
     Raises:
@@ -221,33 +232,10 @@ def check_count(what: str, tensors: Sequence[Tensor], devices: tuple[int, ...]) 
         raise ExecutionError(f"{what}: {got}, expected one for each of the devices {names}", "in device order")
 
 
-def check_apart(what: str, out: Sequence[Tensor], inputs: Sequence[Tensor], own: Sequence[Sequence[bool]]) -> None:
-    """Refuse outputs that lie over each other or over inputs; columns next to each other are apart.
-
-    Args:
-        what: to call the operation in errors.
-        out: given by the caller.
-        inputs: all tensors that are read.
-        own: for each output whether it may be the very input, for each of them; empty where it may be none.
-
-    Raises:
-        ExecutionError: two of them overlap.
-    """
-    spans = [(*_span(tensor), tensor) for tensor in (*out, *inputs)]
-    for i, (start, stop, output) in enumerate(spans[: len(out)]):
-        for j, (other_start, other_stop, other) in enumerate(spans[i + 1 :], i + 1 - len(out)):
-            if start >= other_stop or other_start >= stop or output.device != other.device:
-                continue
-            if j >= 0 and own[i] and own[i][j] and _is_same(output, other):
-                continue
-            if not _is_beside(output, other):
-                name = f"input {j}" if j >= 0 else f"out[{j + len(out)}]"
-                raise ExecutionError(f"{what}: out[{i}] shares memory with {name}", "give it memory of its own")
-
-
 def matrix(tensor: Tensor) -> Tensor:
     """Return a tensor as ``[rows, columns]``: a view if its strides allow one, else a copy; its bits are its values."""
-    flat = tensor.detach().resolve_conj().resolve_neg()
+    is_special = tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
+    flat = tensor.detach().resolve_conj().resolve_neg() if is_special else tensor
     if flat.dim() != 2:  # noqa: PLR2004
         flat = flat.reshape(-1, flat.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
@@ -260,6 +248,8 @@ def check_writable(what: str, tensor: Tensor) -> None:
         ExecutionError: it has to be copied to have rows one step apart, or its rows or columns overlap.
     """
     columns = tensor.shape[-1]
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return
     try:
         flat = tensor.detach().view(-1, columns)
     except RuntimeError:
@@ -276,33 +266,6 @@ def check_writable(what: str, tensor: Tensor) -> None:
             f"{what} has shape {list(tensor.shape)} and strides {tensor.stride()}, which cannot be written by rows"
         )
         raise ExecutionError(message, "let its last dimension be contiguous and its rows the same step apart")
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor and one past its last."""
-    if not tensor.numel():
-        return 0, 0
-    start = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-
-
-def _is_beside(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors are different columns of the same rows."""
-    try:
-        left, right = (tensor.detach().view(-1, tensor.shape[-1]) for tensor in (a, b))
-    except RuntimeError:
-        return False
-    dense = all(flat.stride(1) == 1 or flat.shape[1] == 1 for flat in (left, right))
-    step, size = left.stride(0) * a.element_size(), a.element_size()
-    if not dense or not step or left.stride(0) != right.stride(0):
-        return False
-    gap = (right.data_ptr() - left.data_ptr()) % step
-    return left.shape[1] * size <= gap <= step - right.shape[1] * size
 
 
 @cache

@@ -1,0 +1,69 @@
+"""Which of the caller's tensors share memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from tpplan.errors import ExecutionError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+def check_apart(what: str, out: Sequence[Tensor], inputs: Sequence[Tensor], own: Sequence[Sequence[bool]]) -> None:
+    """Refuse outputs that lie over each other or over inputs; columns next to each other are apart.
+
+    Args:
+        what: to call the operation in errors.
+        out: given by the caller.
+        inputs: all tensors that are read.
+        own: for each output whether it may be the very input, for each of them; empty where it may be none.
+
+    Raises:
+        ExecutionError: two of them overlap.
+    """
+    spans = [(*_span(tensor), tensor) for tensor in (*out, *inputs)]
+    ranges = sorted((start, stop) for start, stop, _ in spans)
+    if all(stop <= start for (_, stop), (start, _) in pairwise(ranges)):
+        return
+    for i, (start, stop, output) in enumerate(spans[: len(out)]):
+        for j, (other_start, other_stop, other) in enumerate(spans[i + 1 :], i + 1 - len(out)):
+            if start >= other_stop or other_start >= stop or output.device != other.device:
+                continue
+            if j >= 0 and own[i] and own[i][j] and _is_same(output, other):
+                continue
+            if not _is_beside(output, other):
+                name = f"input {j}" if j >= 0 else f"out[{j + len(out)}]"
+                raise ExecutionError(f"{what}: out[{i}] shares memory with {name}", "give it memory of its own")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor and one past its last."""
+    if not tensor.numel():
+        return 0, 0
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _is_beside(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors are different columns of the same rows."""
+    try:
+        left, right = (tensor.detach().view(-1, tensor.shape[-1]) for tensor in (a, b))
+    except RuntimeError:
+        return False
+    dense = all(flat.stride(1) == 1 or flat.shape[1] == 1 for flat in (left, right))
+    step, size = left.stride(0) * a.element_size(), a.element_size()
+    if not dense or not step or left.stride(0) != right.stride(0):
+        return False
+    gap = (right.data_ptr() - left.data_ptr()) % step
+    return left.shape[1] * size <= gap <= step - right.shape[1] * size
