@@ -47,11 +47,13 @@ fmt: sync
 schema: sync
     @python schemas/generate.py
 
-# Measure start-up, planning and loading on this machine
-bench *args: (_install "base" ".")
+# Measure start-up, planning, loading and the executor's overhead on this machine
+bench *args: sync
     @python -m benchmarks.bench_cli {{ args }}
     @echo
     @python -m benchmarks.bench_plan {{ args }}
+    @echo
+    @python -m benchmarks.bench_exec {{ args }}
 
 # Build the wheel and the source distribution into dist/
 dist: sync

@@ -29,26 +29,29 @@ class Row:
         name: what is measured.
         run: does it once and returns the peak of memory in bytes, or 0 if that is measured apart.
         aim: seconds that the median should stay under, 0 for none.
-        seconds: of each round.
+        calls: how often a round runs it, for what is too short to be timed once.
+        seconds: of each round, per call.
         peak_bytes: largest peak of memory seen.
     """
 
     name: str
     run: Callable[[], int]
     aim: float = 0
+    calls: int = 1
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
     def measure(self) -> None:
-        """Run once more."""
+        """Run once more, or ``calls`` times."""
         start = time.perf_counter()
-        peak = self.run()
-        self.seconds.append(time.perf_counter() - start)
+        for _ in range(self.calls):
+            peak = self.run()
+        self.seconds.append((time.perf_counter() - start) / self.calls)
         self.peak_bytes = max(self.peak_bytes, peak)
 
     @property
     def median(self) -> float:
-        """Median of the rounds in seconds."""
+        """Median of the rounds in seconds per call."""
         return statistics.median(self.seconds)
 
 
@@ -58,21 +61,25 @@ def rounds_wanted(doc: str | None) -> int:
     parser.add_argument("--rounds", type=int, default=15, help="runs of each line, at least 2 (default 15)")
     rounds: int = max(2, parser.parse_args().rounds)
     machine = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
-    print(f"{machine}; {rounds} rounds, times in ms")
+    print(f"{machine}; {rounds} rounds")
     return rounds
 
 
-def measure(rows: list[Row], rounds: int) -> None:
-    """Run every row in turn, first once to warm up, and print the table."""
+def measure(rows: list[Row], rounds: int, unit: str = "ms") -> None:
+    """Run every row in turn, first once to warm up, and print the table, in ms or µs."""
+    scale = {"ms": 1e3, "µs": 1e6}[unit]
     for turn in range(rounds + 1):
         for row in rows:
             row.measure()
             if not turn:
                 row.seconds.clear()
-    print(f"\n{'':42}{'median':>10}{'10 %':>9}{'90 %':>9}{'aim':>8}{'peak MiB':>11}")
+    with_peaks = any(row.peak_bytes for row in rows)
+    peaks = f"{'peak MiB':>11}" if with_peaks else ""
+    print(f"\n{f'times in {unit}':42}{'median':>10}{'10 %':>9}{'90 %':>9}{'aim':>8}{peaks}")
     for row in rows:
         tenths = statistics.quantiles(row.seconds, n=10, method="inclusive")
-        times = "".join(f"{t * 1e3:{w}.1f}" for t, w in ((row.median, 10), (tenths[0], 9), (tenths[-1], 9)))
-        aim = f"{row.aim * 1e3:.0f}" if row.aim else ""
+        times = "".join(f"{t * scale:{w}.1f}" for t, w in ((row.median, 10), (tenths[0], 9), (tenths[-1], 9)))
+        aim = f"{row.aim * scale:.0f}" if row.aim else ""
         over = "  over" if 0 < row.aim < row.median else ""
-        print(f"{row.name:42}{times}{aim:>8}{row.peak_bytes / 2**20:11.2f}{over}")
+        peak = f"{row.peak_bytes / 2**20:11.2f}" if with_peaks else ""
+        print(f"{row.name:42}{times}{aim:>8}{peak}{over}")
