@@ -10,6 +10,7 @@ from attrs import frozen
 
 from tpplan.codec import fingerprint
 from tpplan.errors import ExecutionError, RequestError
+from tpplan.exec import kernel_cache
 from tpplan.exec.binding import Memory
 from tpplan.exec.context import TPContext
 from tpplan.exec.cpu import VirtualDevices
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "cpu", "cuda")
 #: What virtual devices use if not told otherwise: the fewest copies.
 _PLAINEST = "events"
+#: Faults of links that an error names.
+_NAMED = 4
 
 
 @frozen
@@ -75,8 +78,8 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         model: that is to run, or its directory; refused if the plan is for another.
         max_rows: most rows of an operand, up to what the plan has room for, which is the default.
         dtype: of the activations; the plan's if not given.
-        transport: ``peer`` (virtual devices only, in this version), ``host``, ``events``, or ``auto``: copies from
-            device to device where they are verified to arrive.
+        transport: ``peer``, ``host``, ``events``, or ``auto``: on CUDA devices the first of ``peer``, ``events`` and
+            ``host`` for which all links between the devices are verified.
 
     Returns:
         A context; closing it gives everything back.
@@ -235,19 +238,30 @@ def _mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows:
     return problems
 
 
+#: What has to be verified from each device to each other for a transport between them.
+_NEEDED = {"peer": (Mechanism.COPY, Mechanism.STORE, Mechanism.FLAG), "events": (Mechanism.COPY,), "host": ()}
+
+
 def _cuda_transport(places: Sequence[torch.device], transport: str) -> tuple[str, list[str]]:
     """Return the transport for CUDA devices, and what speaks against it."""
     problems = []
-    if len(places) > MOST_SOURCES - 1:
+    if lacks := kernel_cache.lacks():
+        problems.append(f"kernels: {lacks}")
+    if len(places) >= MOST_SOURCES:
         problems.append(f"devices: {len(places)} in use, CUDA devices add up at most {MOST_SOURCES - 1}")
-    unverified = []
-    if len(places) > 1 and transport != "host":
-        verified = link_report().pairs(Mechanism.COPY)
-        unverified = [(a, b) for a in places for b in places if a != b and (a.index, b.index) not in verified]
-    if transport == "events" and unverified:
-        pairs = ", ".join(f"{a} to {b}" for a, b in unverified[:4])
-        problems.append(f"transport: copies are not verified to arrive from {pairs}; see python -m tpplan.exec.links")
-    return ("host" if unverified else "events") if transport == "auto" else transport, problems
+    pairs = [(a.index, b.index) for a in places for b in places if a != b]
+    report = link_report() if pairs and transport != "host" else None
+    missing = {
+        name: [f"{need} {a} to {b}" for need in needed for a, b in pairs if report and not report.works(a, b, need)]
+        for name, needed in _NEEDED.items()
+    }
+    if transport == "auto":
+        return next(name for name, what in missing.items() if not what), problems
+    if what := missing[transport]:
+        more = f" and {len(what) - _NAMED} more" if len(what) > _NAMED else ""
+        listed = ", ".join(what[:_NAMED])
+        problems.append(f"transport: {transport} is not verified: {listed}{more}; see python -m tpplan.exec.links")
+    return transport, problems
 
 
 def _found(device: torch.device) -> Found:

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,19 @@ MOST_SOURCES = 9
 _LOG = logging.getLogger(__name__)
 _SOURCES = ("kernels.py", "ptx.py", "slot_kernels.py", "slot_table.py")
 _COMPILERS = ("numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
+
+
+def lacks() -> str:
+    """Return what is missing to compile and launch kernels; empty if nothing is."""
+    missing = [name for name in ("numba_cuda", "cuda.core") if not _is_installed(name)]
+    return f"{' and '.join(missing)} not installed: pip install 'tpplan[cu13]'" if missing else ""
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
 
 
 def load(name: str, capability: tuple[int, int]) -> Any:

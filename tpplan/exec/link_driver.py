@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tpplan.exec import kernel_cache
 from tpplan.exec.link import Mechanism
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 
 class TorchDriver:
-    """Tests what torch's copies do; implements :class:`tpplan.exec.link_probe.Driver`."""
+    """Tests what torch's copies and tpplan's kernels do; implements :class:`tpplan.exec.link_probe.Driver`."""
 
     def gpus(self) -> tuple[str, ...]:
         """Return the UUIDs of the GPUs that torch sees."""
@@ -39,8 +40,8 @@ class TorchDriver:
         return "; ".join((driver, f"torch {torch.__version__}", *settings))
 
     def lacks(self, mechanism: Mechanism) -> str:
-        """Return why a mechanism cannot be tested: torch has no kernels that reach into another GPU's memory."""
-        return "" if mechanism == Mechanism.COPY else "no kernel tests it yet"
+        """Return why a mechanism cannot be tested: kernels need a compiler."""
+        return "" if mechanism == Mechanism.COPY else kernel_cache.lacks()
 
     def allocate(self, gpu: int, size: int) -> torch.Tensor:
         """Return ``size`` bytes of a GPU's memory.
@@ -65,9 +66,14 @@ class TorchDriver:
         return bytes(data)
 
     def move(self, mechanism: Mechanism, moves: Sequence[tuple[torch.Tensor, torch.Tensor]], size: int) -> None:
-        """Copy the first bytes of each source to its target, each on streams of its own at both ends."""
+        """Move the first bytes of each source to its target, each on streams of its own."""
         if reason := self.lacks(mechanism):
             raise NotImplementedError(f"{mechanism}: {reason}")
+        if mechanism != Mechanism.COPY:
+            from tpplan.exec import link_kernels  # noqa: PLC0415 (needs a driver)
+
+            link_kernels.move(mechanism, [(source[:size], target[:size]) for source, target in moves])
+            return
         streams = [[_stream(end) for end in move] for move in moves]  # at both, as torch makes either end wait
         for (source, target), ends in zip(moves, streams, strict=True):
             with ExitStack() as stack:

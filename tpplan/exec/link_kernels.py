@@ -1,0 +1,116 @@
+"""Kernels that reach into another GPU's memory, for the probe of links."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from cuda.bindings import runtime
+from cuda.core import LaunchConfig, launch
+from cuda.core import Stream as LaunchStream
+
+from tpplan.exec import kernel_cache, lower_flags, operation
+from tpplan.exec.binding import Memory
+from tpplan.exec.kernel_cache import MOST_SOURCES
+from tpplan.exec.link import Mechanism
+from tpplan.exec.program import INPUT, OUTPUT, OWN, SLOTS, Buffer, Exchange, Stream
+from tpplan.exec.slot_table import capacity
+from tpplan.exec.slots import Slots
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tpplan.exec.program import Program
+
+_SLOT_BYTES = 2**17
+_THREADS, _BLOCKS = 256, 32
+
+#: A source and a target, of as many bytes each.
+Move = tuple["Tensor", "Tensor"]
+
+
+def move(mechanism: Mechanism, moves: Sequence[Move]) -> None:
+    """Move bytes by kernels, all moves at the same time; they are there on return.
+
+    Args:
+        mechanism: ``store``, ``load`` or ``flag``.
+        moves: of a multiple of 16 bytes each.
+
+    Raises:
+        ExecutionError: a kernel waited in vain.
+    """
+    for source, target in moves:
+        for one, other in ((source, target), (target, source)):
+            with torch.cuda.device(one.device):
+                runtime.cudaDeviceEnablePeerAccess(other.get_device(), 0)  # or it is enabled already
+    if mechanism == Mechanism.FLAG:
+        _exchange(moves)
+    else:
+        _copy(moves, by_source=mechanism == Mechanism.STORE)
+
+
+def _copy(moves: Sequence[Move], *, by_source: bool) -> None:
+    """Let kernels on the sources write the targets, or kernels on the targets read the sources."""
+    streams = []
+    for source, target in moves:
+        device = (source if by_source else target).device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        kernel = kernel_cache.load("sum_f32", torch.cuda.get_device_capability(device))  # of one source: a copy
+        size = source.numel()
+        rest = [source.data_ptr(), size] + [0] * (2 * MOST_SOURCES - 2)
+        config = LaunchConfig(grid=_BLOCKS, block=_THREADS)
+        handle = LaunchStream.from_handle(stream.cuda_stream)
+        launch(handle, config, kernel, target.data_ptr(), size, 1, size, 1, 1, *rest)
+        streams.append(stream)
+    for stream in streams:
+        stream.synchronize()
+
+
+def _exchange(moves: Sequence[Move]) -> None:
+    """Send every source through slots in its target's memory, which kernels on both ends fill, poll and free."""
+    pairs = [_Pair(source, target) for source, target in moves]
+    step = capacity(_SLOT_BYTES)
+    for start in range(0, max(source.numel() for source, _ in moves), step):
+        for pair in pairs:
+            pair.launch(start, start + step)
+    for pair in pairs:
+        pair.finish()
+
+
+class _Pair:
+    """A sender, device 0, and a receiver, device 1, with slots and counters of their own."""
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        self._ends = (source, target)
+        self._programs: dict[int, Program] = {}
+        places = dict(enumerate(end.device for end in self._ends))
+        slots = torch.empty((SLOTS, _SLOT_BYTES), dtype=torch.uint8, device=target.device)
+        flags = {i: torch.empty(2**12, dtype=torch.uint8, device=place) for i, place in places.items()}
+        self._streams = [torch.cuda.Stream(place) for place in places.values()]  # type: ignore[no-untyped-call]
+        self._launches = [LaunchStream.from_handle(stream.cuda_stream) for stream in self._streams]
+        memory = Memory({}, {}, lambda _: slots, flags)
+        self._slots = Slots(memory, places, {Stream(OWN, i): each for i, each in enumerate(self._launches)})
+
+    def launch(self, start: int, stop: int) -> None:
+        """Send some of the bytes."""
+        source, target = (end[start:stop].view(1, -1) for end in self._ends)
+        if size := source.numel():
+            if size not in self._programs:
+                self._programs[size] = lower_flags.moves(operation.broadcast(0, (1,), size), on_host=False)
+            program = self._programs[size]
+            operands = {Buffer(INPUT, 0): source, Buffer(OUTPUT, 1): target}
+            for command in program.commands:
+                if isinstance(command, Exchange):
+                    self._slots.launch(program, command, operands, self._launches[command.stream.device])
+
+    def finish(self) -> None:
+        """Wait until everything is there.
+
+        Raises:
+            ExecutionError: a kernel waited in vain.
+        """
+        for stream in self._streams:
+            stream.synchronize()
+        self._slots.check()
