@@ -206,5 +206,6 @@ def test_every_mutant_is_caught_or_explained(name: str) -> None:
     one, others = call(found), neighbours(found)
     mutants = [mutant for mutation in (dropped, weakened, misplaced, moved) for mutant in mutation(one.program)]
     assert mutants
+    assert not is_caught(one, others)
     survivors = {what for what, program in mutants if not is_caught(one._replace(program=program), others)}
     assert survivors == SURVIVORS.get(name, {}).keys()
