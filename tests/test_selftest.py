@@ -17,12 +17,14 @@ from jsonschema import Draft202012Validator
 import tpplan
 from schemas import generate
 from tests.command import Done, command
+from tests.contexts import PLANS, UNEVEN, little_room  # noqa: F401 (for every test here)
 from tpplan.codec import render, unstructure
 from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec import engine, lower_events, selftest
 from tpplan.exec.compiler import build
 from tpplan.exec.cpu import VirtualDevices
+from tpplan.exec.explain import ALL, cuts
 from tpplan.exec.fence import own
 from tpplan.exec.lower import TRANSPORTS
 from tpplan.exec.program import HOST, INPUT, OUTPUT, Await, Buffer, Exchange, Flag, Program, Queue, Wait
@@ -48,35 +50,16 @@ _COLUMN = 3
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the file of a plan for three uneven devices, of a model so small that its tests take no time."""
-    folder = tmp_path_factory.mktemp("folder") / "model"
-    folder.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 1536,
-        "max_position_embeddings": 256,
-        "num_attention_heads": 8,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 2080,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    gpus = tpplan.parse_devices("3GiB,3GiB,2GiB")
-    plan = tpplan.plan(
-        tpplan.read_model(folder), gpus, cache=tpplan.Cache("fp16", 256), max_rows=1300, strategy="exllamav2"
-    )
-    plan.save(folder / "plan.json")
-    return folder / "plan.json"
+    """Return the file of a plan for uneven devices, one of which is idle."""
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    UNEVEN.save(path)
+    return path
 
 
 @pytest.fixture(scope="module")
-def plan(path: Path) -> SplitPlan:
+def plan() -> SplitPlan:
     """Return that plan."""
-    return tpplan.load(path)
+    return UNEVEN
 
 
 def _compiler(plan: SplitPlan) -> Callable[[str], TPContext]:
@@ -103,15 +86,27 @@ def test_everything_is_tested(plan: SplitPlan, report: SelftestReport) -> None:
 
 
 def test_every_way_is_gone(report: SelftestReport) -> None:
-    """Small and large messages are tried, and more parts of one than a ring has slots, by each transport."""
-    ways = {(t.operation, t.transport): (t.ways, t.skipped) for t in report.tested if t.schedule == "plain"}
+    """Small and large messages are tried, and more parts of one than a ring has slots."""
+    ways = {(t.operation, t.transport): t.ways for t in report.tested if t.schedule == "plain"}
     for operation in ("broadcast", "scatter", "allgather", "all_reduce"):
-        assert ways[operation, "peer"] == (("slots", "straight"), ())
-        assert ways[operation, "events"] == (("1 part",), ())
-        assert {"slots", "1 part", "2 parts"} <= set(ways[operation, "host"][0])
-    assert "4 parts" in ways["all_reduce", "host"][0]
-    assert "4 parts" in ways["broadcast from the host", "events"][0]
-    assert ways["gather", "host"] == (("on each device",), ())
+        assert set(ways[operation, "peer"]) == {"slots", "straight"}
+        assert {"slots", "1 part", "2 parts"} <= set(ways[operation, "host"])
+    assert "2 parts" in ways["broadcast from the host", "events"]
+    assert ways["gather", "host"] == ("on each device",)
+    assert not any(one.skipped for one in report.tested)
+
+
+@pytest.mark.parametrize("name", ["alone", "replicated"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_other_plans(name: str, transport: str) -> None:
+    """One device alone, and layers that are cut in several ways, each of which is tested."""
+    plan = PLANS[name]
+    report = selftest.selftest(plan, _compiler(plan), [transport])
+    assert report.ok
+    kinds = {one.operation: set(one.axes) for one in report.tested}
+    assert kinds["gather"] == kinds["scatter"] == set(cuts(plan)) - {ALL}
+    assert kinds["broadcast"] == kinds["all_reduce"] == set(cuts(plan))
+    assert ("kv_heads in layers 1,3" in kinds["gather"]) == (name == "replicated")
 
 
 def test_the_same_trials_every_time(plan: SplitPlan, report: SelftestReport) -> None:
@@ -152,11 +147,11 @@ class _Harm(NamedTuple):
 
 
 HARMS = {
-    "a sum": _Harm("all_reduce", Buffer(OUTPUT, 1), _flip, 1, "the result of device 1 has"),
+    "a sum": _Harm("all_reduce", Buffer(OUTPUT, 2), _flip, 2, "the result of device 2 has"),
     "a copy": _Harm("broadcast", Buffer(OUTPUT, 2), _flip, 2, "the result of device 2 has"),
     "an addition": _Harm("add_residual", Buffer(OUTPUT, 0), _flip, 0, "the result of device 0 has"),
     "what the host gets": _Harm("gather", Buffer(OUTPUT, HOST), _flip, HOST, "the result in host memory has"),
-    "an input": _Harm("allgather", Buffer(INPUT, 1), _flip, 1, "an input, afterwards, of device 1 has"),
+    "an input": _Harm("allgather", Buffer(INPUT, 2), _flip, 2, "an input, afterwards, of device 2 has"),
     "what is beside": _Harm(
         "scatter", Buffer(OUTPUT, 0), _spill, 0, "an output with the columns beside it of device 0"
     ),
@@ -174,7 +169,7 @@ def _tested(plan: SplitPlan, after: Callable[[Program, Mapping[Buffer, Tensor]],
 
     def make(transport: str) -> TPContext:
         places = (torch.device("cpu"),) * len(plan.devices)
-        return build(plan, places, Broken, transport=transport, max_rows=1300, dtype=torch.bfloat16)
+        return build(plan, places, Broken, transport=transport, max_rows=plan.request.max_rows, dtype=torch.bfloat16)
 
     return selftest.selftest(plan, make, ["events"])
 
@@ -302,7 +297,7 @@ def test_the_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[-1].endswith("compared: every byte is right")
     for operation in KINDS:
         assert sum(one.startswith(f"{operation}  ") for one in lines) == 1
-    assert done.err.startswith("note: on virtual devices, because the plan for model is not for this")
+    assert done.err.startswith("note: on virtual devices, because the plan for Tiny is not for this")
     assert done.err.count("\n") == 1
 
 
@@ -329,7 +324,7 @@ def test_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: VirtualDevices, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         pending = run(self, program, operands)
         if program.name.startswith("allgather"):
-            _flip(operands[Buffer(OUTPUT, 1)])
+            _flip(operands[Buffer(OUTPUT, 2)])
         return pending
 
     monkeypatch.setattr(VirtualDevices, "run", broken)
@@ -337,7 +332,7 @@ def test_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.code == 1
     text = " ".join(done.out.split())
     told = (
-        r"allgather on kv_heads, by events, plain: 1 row of uint8, [a-z ]+: the result of device 1 has 0x.. at byte 3, "
+        r"allgather on kv_heads, by events, plain: 1 row of uint8, [a-z ]+: the result of device 2 has 0x.. at byte 3, "
     )
     assert re.search(told, text)
     assert re.search(r" \d+ of \d+ wrong ", done.out)

@@ -128,9 +128,9 @@ class Kind:
 
 #: Every operation, by the name that :class:`~tpplan.exec.explain.Way` has for it.
 KINDS = {
-    "broadcast": Kind(lambda scene: _broadcast(scene, scene.context.all_devices[0]), cuts=False),
+    "broadcast": Kind(lambda scene: _broadcast(scene, scene.source), cuts=False),
     "broadcast from the host": Kind(lambda scene: _broadcast(scene, HOST), cuts=False),
-    "scatter": Kind(lambda scene: _scatter(scene, scene.context.all_devices[-1]), cuts=True),
+    "scatter": Kind(lambda scene: _scatter(scene, scene.source), cuts=True),
     "scatter from the host": Kind(lambda scene: _scatter(scene, HOST), cuts=True),
     "gather": Kind(_gather, cuts=True),
     "allgather": Kind(_allgather, cuts=True),

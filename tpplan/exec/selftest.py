@@ -207,14 +207,16 @@ class _Tally:
 
 def _plain(context: TPContext, transport: str, busy: Callable[[str], AbstractContextManager[None]]) -> Iterator[_Tally]:
     """Try all sizes of every operation, one after the other."""
-    noise, forms = Noise(Random(0)), cycle(FORMS)  # noqa: S311 (to be the same every time)
+    noise = Noise(Random(0))  # noqa: S311 (to be the same every time)
+    forms, sources = cycle(FORMS), cycle(context.all_devices)
     ways = context.explain().ways
     for name, kind in KINDS.items():
         tally = _Tally(name, transport, PLAIN)
         mine = [way for way in ways if way.operation == name and way.transport != "refused"]
         with busy(f"testing {name} by {transport}"):
             for attempt in Attempts.of(context, kind).all(mine):
-                scene = _scene(context, kind, attempt, next(forms), noise)
+                source = context.all_devices[0] if attempt.how else next(sources)
+                scene = _scene(context, kind, attempt, noise, source=source, form=next(forms))
                 trial = _issued(tally, kind, attempt, scene)
                 if trial:
                     tally.judge(attempt, scene, trial)
@@ -233,7 +235,8 @@ def _adversarial(plan: SplitPlan, transport: str) -> Iterator[_Tally]:
         random.shuffle(attempts)
         issued = []
         for name, attempt in attempts:
-            scene = _scene(context, KINDS[name], attempt, random.choice(FORMS), noise)
+            source, form = random.choice(context.all_devices), random.choice(FORMS)
+            scene = _scene(context, KINDS[name], attempt, noise, source=source, form=form)
             trial = _issued(tallies[name], KINDS[name], attempt, scene)
             if trial:
                 issued.append((name, attempt, scene, trial))
@@ -262,12 +265,13 @@ def _adversary(plan: SplitPlan, transport: str, random: Random) -> TPContext:
     )
 
 
-def _scene(context: TPContext, kind: Kind, attempt: Attempt, form: Form, noise: Noise) -> Scene:
+def _scene(context: TPContext, kind: Kind, attempt: Attempt, noise: Noise, *, source: int, form: Form) -> Scene:
     split = cuts(context.plan)[attempt.axis]
     return Scene(
         context=context,
         axis=split.axis if split else None,
         layer=min(parse_layers(split.layers)) if split and split.layers else None,
+        source=source,
         lead=attempt.lead,
         dim=attempt.dim,
         dtype=attempt.dtype,

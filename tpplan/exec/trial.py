@@ -141,6 +141,7 @@ class Scene:
         context: a compiled plan.
         axis: None for all devices.
         layer: whose cut is meant.
+        source: the device that a single tensor is on.
         lead: all dimensions but the last.
         dim: columns per element of the axis; of operations that cut nothing, the columns.
         dtype: of the operands.
@@ -152,6 +153,7 @@ class Scene:
     context: TPContext
     axis: Axis | None
     layer: int | None
+    source: int
     lead: tuple[int, ...]
     dim: int
     dtype: torch.dtype

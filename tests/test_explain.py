@@ -1,0 +1,197 @@
+"""What ``explain()`` says of a context is what the context does."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.contexts import MAX_ROWS, PLANS, UNEVEN, context, little_room  # noqa: F401 (for every test here)
+from tpplan.axes import parse_layers
+from tpplan.errors import ExecutionError
+from tpplan.exec.compiler import build
+from tpplan.exec.cpu import Pending, VirtualDevices
+from tpplan.exec.engine import Engine
+from tpplan.exec.explain import ALL, Explanation, Way, cuts, explain
+from tpplan.exec.lower import TRANSPORTS, Limits
+from tpplan.exec.program import HOST, SCRATCH, SLOT, STAGE, Buffer, Program, flat, reads, writes
+from tpplan.exec.references import KINDS
+from tpplan.exec.trial import FORMS, Noise, Scene
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tpplan.plan import SplitPlan
+
+#: What a program's name says of the way that it goes.
+NAMES = {
+    ("peer", "slots"): "by slots of peers",
+    ("peer", "straight"): "straight",
+    ("host", "slots"): "by slots on the host",
+    ("host", "parts"): "through host memory",
+    ("events", "parts"): "by events",
+}
+#: By which buffers a program goes.
+ROLES = {SCRATCH: "exchange buffer", STAGE: "host rings", SLOT: "slots"}
+
+
+class Recorder(VirtualDevices):
+    """Virtual devices that only remember the last program."""
+
+    last: Program | None = None
+
+    def run(self, program: Program, operands: Mapping[Buffer, torch.Tensor]) -> Pending:
+        """Remember a program."""
+        assert operands
+        Recorder.last = program
+        return Pending()
+
+
+def _wide(plan: SplitPlan, axis: str, *, cuts_axis: bool) -> int:
+    """Return the columns per element that the explanation is about, or the columns."""
+    split = cuts(plan)[axis]
+    return split.width if split and cuts_axis else plan.split("residual").size
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", PLANS)
+def test_calls_go_as_explained(name: str, transport: str) -> None:
+    """The program of a call with the fewest and with the most rows of a way has its name, parts, buffers and bytes."""
+    plan = PLANS[name]
+    places = (torch.device("cpu"),) * len(plan.devices)
+    tested = build(plan, places, Recorder, transport=transport, max_rows=MAX_ROWS, dtype=torch.bfloat16)
+    noise = Noise(Random(0))
+    for way in tested.explain().ways:
+        kind = KINDS[way.operation]
+        for axis in way.axes:
+            split = cuts(plan)[axis]
+            for rows in {way.first, way.last}:
+                scene = Scene(
+                    context=tested,
+                    axis=split.axis if split else None,
+                    layer=min(parse_layers(split.layers)) if split and split.layers else None,
+                    source=tested.all_devices[0],
+                    lead=(rows,),
+                    dim=_wide(plan, axis, cuts_axis=kind.cuts),
+                    dtype=torch.bfloat16,
+                    form=FORMS[1],
+                    noise=noise,
+                    numbers=kind.adds,
+                )
+                trial = kind.make(scene)
+                trial.call([t.clone() for t in trial.before] or None)
+                _agree(way, Recorder.last, rows)
+
+
+def _agree(way: Way, program: Program | None, rows: int) -> None:
+    """Compare a way with the program of a call."""
+    assert program
+    views = [view for step in flat(program) for view in (*reads(step), *writes(step))]
+    how = "parts" if way.how.endswith(("part", "parts")) else way.how
+    assert way.transport == "local" or NAMES[way.transport, how] in program.name
+    if how == "parts":
+        assert way.how.split()[0] == str(max(view.parts for view in views))
+    used = {ROLES[view.buffer.role] for view in views if view.buffer.role in ROLES}
+    assert used == {buffer.replace("peer slots", "slots").replace("host slots", "slots") for buffer in way.buffers}
+    moved = 0
+    for step in flat(program):
+        for view in (*reads(step), *writes(step)):
+            place = view.buffer.queue.place if view.buffer.queue else view.buffer.device
+            if step.stream.device != (HOST if view.buffer.role == STAGE else place):
+                height = rows * (view.part + 1) // view.parts - rows * view.part // view.parts
+                moved += height * (view.stop - view.start) * 2
+    assert moved == way.row_bytes * rows
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", PLANS)
+def test_every_size_is_explained(name: str, transport: str) -> None:
+    """For every operation and axis the ways cover every number of rows once, and neighbours differ."""
+    plan = PLANS[name]
+    with context(plan, transport) as tested:
+        explanation = tested.explain()
+    assert {way.operation for way in explanation.ways} == set(KINDS)
+    for operation, kind in KINDS.items():
+        for axis in set(cuts(plan)) - ({ALL} if kind.cuts else set()):
+            mine = [way for way in explanation.ways if way.operation == operation and axis in way.axes]
+            assert [row for way in mine for row in range(way.first, way.last + 1)] == [*range(1, MAX_ROWS + 1)]
+            assert all(a.how != b.how for a, b in pairwise(mine))
+
+
+def _one(explanation: Explanation, operation: str, axis: str, rows: int) -> Way:
+    (way,) = (
+        w for w in explanation.ways if (w.operation, axis in w.axes) == (operation, True) and w.first <= rows <= w.last
+    )
+    return way
+
+
+#: Operation, axis, rows, transport; how, bytes per row, buffers, why. The stream is 40 columns of 2 bytes; devices 0, 2
+#: and 3 are in use, of which 0, 2 and 3 hold 11, 18 and 11 of it, and 0 and 3 hold heads.
+EXPECTED = {
+    ("broadcast", ALL, 1, "peer"): ("slots", 160, ("peer slots",), "fits a slot of "),
+    ("broadcast", ALL, 12, "peer"): ("straight", 160, (), "larger than a slot of "),
+    ("broadcast", "kv_heads", 12, "events"): ("1 part", 80, (), "copies of any size"),
+    ("broadcast", ALL, 1, "host"): ("slots", 240, ("host slots",), "fits a slot of 256 B"),
+    ("broadcast from the host", ALL, 1, "peer"): ("1 part", 160 + 80, ("host rings",), "fits a chunk of "),
+    ("broadcast from the host", ALL, 12, "events"): ("2 parts", 240, ("host rings",), "parts fit a chunk of "),
+    ("scatter", "residual", 1, "events"): ("1 part", 58, (), "copies of any size"),
+    ("gather", "residual", 12, "host"): ("on each device", 80, (), "each writes its own"),
+    ("all_reduce", ALL, 1, "peer"): ("slots", 3 * 160, ("peer slots",), "fits a slot of "),
+    ("all_reduce", ALL, 1, "events"): ("1 part", 2 * 160, ("exchange buffer",), "fits the exchange buffer of "),
+    ("add_residual", "residual", 1, "host"): ("on each device", 0, (), "each adds its own"),
+}
+
+
+@pytest.mark.parametrize(("asked", "told"), EXPECTED.items())
+def test_known_answers(asked: tuple[str, str, int, str], told: tuple[str, int, tuple[str, ...], str]) -> None:
+    """How, how many bytes, by which buffers and why, for cases that can be counted by hand."""
+    operation, axis, rows, transport = asked
+    with context(UNEVEN, transport) as tested:
+        way = _one(tested.explain(), operation, axis, rows)
+    assert (way.how, way.row_bytes, way.buffers) == told[:3]
+    assert way.why.startswith(told[3])
+
+
+def test_one_device_has_nobody_to_talk_to() -> None:
+    """On a single device everything but what comes from the host stays on it."""
+    with context(PLANS["alone"], "peer") as tested:
+        ways = tested.explain().ways
+    assert {way.transport for way in ways if "from the host" not in way.operation} == {"local"}
+    assert {way.why for way in ways if way.operation in {"broadcast", "all_reduce"}} == {"no other device"}
+
+
+def test_the_table() -> None:
+    """As text it is a table: a title, and under each heading its column; equal axes share a line."""
+    with context(UNEVEN, "host") as tested:
+        explanation = tested.explain()
+    title, blank, heads, *lines = str(explanation).split("\n")
+    assert title == "Tiny, transport host, 1 to 12 rows of bfloat16"
+    assert not blank
+    assert len(lines) == len(explanation.ways)
+    assert heads.split() == ["operation", "on", "rows", "transport", "how", "bytes", "per", "row", "buffers", "why"]
+    for line, way in zip(lines, explanation.ways, strict=True):
+        assert line.startswith(way.operation)
+        for head, cell in (("transport", way.transport), ("how", way.how), ("why", way.why)):
+            assert line[heads.index(head) :].startswith(cell)
+    assert any(re.match(r"add_residual +every axis +1-12 +local", line) for line in lines)
+    assert any(re.match(r"scatter +kv_heads +", line) for line in lines)
+
+
+def test_what_has_no_room_is_refused() -> None:
+    """Where not even one row fits, the explanation is the error that a call would raise."""
+    engine = Engine(VirtualDevices(None), "events", Limits(slot_bytes=0, stage_bytes=4096, exchange_bytes=16))  # type: ignore[arg-type]
+    way = _one(explain(UNEVEN, (0, 2, 3), engine, MAX_ROWS, torch.float32), "all_reduce", ALL, 1)
+    assert (way.transport, way.first, way.last, way.row_bytes) == ("refused", 1, MAX_ROWS, 0)
+    assert way.why.startswith("one row of 64 B is more than the 0 B")
+
+
+def test_a_closed_context_explains_nothing() -> None:
+    """Use after close is an error, here too."""
+    tested = context(UNEVEN, "peer")
+    tested.close()
+    with pytest.raises(ExecutionError, match="closed"):
+        tested.explain()
