@@ -205,10 +205,11 @@ def test_caches_are_known_by_name(base: type | None, kind: str) -> None:
     assert sum(entry.cache_bytes for entry in tp.plan.memory) == cache_bytes(2 * 8 * 32 * 2 * 1000, kind)
 
 
-def test_no_tokens_mean_all() -> None:
-    """0 cache tokens stand for the longest context of the largest batch; more than that can be asked for."""
-    assert TPContext(_model(), [1.0]).plan.request.cache.tokens == 2 * 256
-    assert TPContext(_model(), [1.0], 5000).plan.request.cache.tokens == 5000
+@pytest.mark.parametrize(("tokens", "batch"), [(0, 2), (100, 1), (256, 1), (600, 2), (5000, 19), (100_000, 40)])
+def test_cache_tokens(tokens: int, batch: int) -> None:
+    """0 tokens stand for the longest context of the largest batch; so many make room for that many sequences."""
+    request = TPContext(_model(), [1.0], tokens).plan.request
+    assert (request.cache.tokens, request.batch) == (tokens or 2 * 256, batch)
 
 
 def test_weights_are_those_of_the_modules() -> None:
@@ -226,6 +227,17 @@ def test_weights_are_those_of_the_modules() -> None:
     ):
         (entry,) = TPContext(_model(known), [1.0]).plan.memory
         assert entry.weights_bytes == expected + norms
+
+
+def test_weights_lie_where_the_splits_put_them() -> None:
+    """Each matrix is cut by its outputs: a device holds so many rows of 16 bits of each, for every layer."""
+    tp = TPContext(_model(), [3.0, 1.0])
+    for device, entry in enumerate(tp.plan.memory):
+        kv, ids, vc, rs, q = (tp.get_split(kind)[device] for kind in range(5))
+        rows = [(2 * kv[2] - 2 * kv[1] + q[2] - q[1]) * 32 * 512, (rs[2] - rs[1]) * 512]
+        rows += [2 * (ids[2] - ids[1]) * 512, (rs[2] - rs[1]) * 2048, 2 * 512]
+        assert entry.weights_bytes == 2 * (2 * sum(rows) + (vc[2] - vc[1]) * 512 + 512)
+        assert entry.cache_bytes == 2 * 2 * (kv[2] - kv[1]) * 2 * 32 * 512
 
 
 def test_define_split_again() -> None:
@@ -567,11 +579,11 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("layer", ["attention", "mlp"])
 def test_the_scratch_of_a_layer(gpu_split: tuple[float, ...], keys: dict[str, Any], layer: str) -> None:
     """The slices of the original's layers, all rows at once, fit on every device, apart and after what is reserved."""
-    tp = _finalized(gpu_split, 10_000, **keys)
+    tp = _finalized(gpu_split, 1_000_000, **keys)
     rows, dim = 40, tp.model.config.head_dim
     for _ in range(2):
         tp.begin_scratch_alloc_tp()
-        tp.reserve_scratch([10_000 if device in tp.all_devs else 0 for device in range(tp.num_devices)])
+        tp.reserve_scratch([1_000_000 if device in tp.all_devs else 0 for device in range(tp.num_devices)])
         full = [(BROADCAST_RS, 1), (BROADCAST_RS, 1), (BROADCAST_Q, dim) if layer == "attention" else (BROADCAST_ID, 1)]
         part = [(BROADCAST_ID, 1), (BROADCAST_ID, 1)]
         if layer == "attention":
@@ -832,11 +844,15 @@ def test_life() -> None:
         assert tp.ext_tp_context
         for call in _calls(tp).values():
             call()
-        before = tp.context
+        contexts = [tp.context]
         tp.finalize()
-        assert tp.context is not before
+        contexts.append(tp.context)
         for _ in range(2):
             tp.unload()
+        for context in contexts:
+            assert context is not None
+            with pytest.raises(ExecutionError, match="the context is closed"):
+                context.synchronize()
 
 
 def test_numbers_of_buffers_and_types() -> None:
