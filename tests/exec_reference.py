@@ -90,7 +90,8 @@ def same(found: Tensor, truth: Tensor) -> bool:
     """Tell whether two tensors have the same shape, dtype and bits."""
     if found.shape != truth.shape or found.dtype != truth.dtype:
         return False
-    return torch.equal(*(x.detach().resolve_conj().contiguous().view(-1).view(torch.uint8) for x in (found, truth)))
+    dense = (x.detach().resolve_conj().clone(memory_format=torch.contiguous_format) for x in (found, truth))
+    return torch.equal(*(x.view(-1).view(torch.uint8) for x in dense))
 
 
 @define(eq=False)
