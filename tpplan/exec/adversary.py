@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from attrs import Factory, define, frozen
 from torch import Tensor
 
-from tpplan.errors import InternalError
+from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec.binding import resolve, slot_number
 from tpplan.exec.fence import caller
 from tpplan.exec.program import HOST, SLOT, Await, Buffer, Copy, Record, Signal, Step, Sum, Wait, flat, reads
@@ -184,6 +184,14 @@ class Adversary:
             InternalError: something never is.
         """
         self.drive(lambda: not any(self._queues.values()))
+
+    def capture(self) -> NoReturn:
+        """Refuse: there is no CUDA graph without CUDA devices.
+
+        Raises:
+            ExecutionError: always.
+        """
+        raise ExecutionError("virtual devices have no graphs", 'capture with backend="cuda"')
 
     def close(self) -> None:
         """Do what was issued; closing again does nothing.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.engine import Engine
     from tpplan.exec.explain import Explanation
+    from tpplan.exec.graph import Graph
     from tpplan.exec.host import HostMemory
     from tpplan.plan import SplitPlan
 
@@ -295,6 +296,18 @@ class TPContext(ContextMemory):
         """Return how each operation goes on each axis, for how many rows, and why; ``str()`` makes a table of it."""
         with self._guard:
             return explain(self.plan, self.all_devices, self._engine, self.max_rows, self.dtype)
+
+    def capture(self) -> Graph:
+        """Capture operations, and the caller's own torch work on all devices, into one CUDA graph.
+
+        ``with ctx.capture() as graph:`` records what the block issues; ``graph.replay()`` runs it. Run everything once
+        before; inputs and outputs keep their addresses, so write new inputs into the old tensors.
+
+        Raises:
+            ExecutionError: the context is on virtual devices.
+        """
+        with self._guard:
+            return self._engine.backend.capture()
 
     def synchronize(self) -> None:
         """Return when everything that was issued is complete."""

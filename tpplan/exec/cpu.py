@@ -7,7 +7,7 @@ are its copies and sums. :mod:`tpplan.exec.adversary` has the same interface and
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
@@ -119,6 +119,14 @@ class VirtualDevices:
 
     def synchronize(self) -> None:
         """Return at once: nothing is ever under way."""
+
+    def capture(self) -> NoReturn:
+        """Refuse: there is no CUDA graph without CUDA devices.
+
+        Raises:
+            ExecutionError: always.
+        """
+        raise ExecutionError("virtual devices have no graphs", 'capture with backend="cuda"')
 
     def close(self) -> None:
         """Let go of the memory; closing again does nothing."""

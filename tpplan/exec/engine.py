@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec.gathered import Pending
+    from tpplan.exec.graph import Graph
     from tpplan.exec.lower import Limits
     from tpplan.exec.operands import Layout
 
@@ -30,6 +31,13 @@ class Backend(Protocol):
 
     def synchronize(self) -> None:
         """Return when everything that was issued is complete."""
+
+    def capture(self) -> Graph:
+        """Return a graph that captures what a ``with`` block issues.
+
+        Raises:
+            ExecutionError: this backend has no graphs.
+        """
 
     def close(self) -> None:
         """Give everything back."""

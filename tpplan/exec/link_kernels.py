@@ -13,7 +13,7 @@ from tpplan.exec import kernel_cache, lower_flags, operation
 from tpplan.exec.binding import Memory
 from tpplan.exec.kernel_cache import MOST_SOURCES
 from tpplan.exec.link import Mechanism
-from tpplan.exec.program import INPUT, OUTPUT, OWN, SLOTS, Buffer, Exchange, Stream
+from tpplan.exec.program import INPUT, OUTPUT, SLOTS, Buffer, Exchange
 from tpplan.exec.slot_table import capacity
 from tpplan.exec.slots import Slots
 
@@ -91,7 +91,7 @@ class _Pair:
         self._streams = [torch.cuda.Stream(place) for place in places.values()]  # type: ignore[no-untyped-call]
         self._launches = [LaunchStream.from_handle(stream.cuda_stream) for stream in self._streams]
         memory = Memory({}, {}, lambda _: slots, flags)
-        self._slots = Slots(memory, places, {Stream(OWN, i): each for i, each in enumerate(self._launches)})
+        self._slots = Slots(memory, places)
 
     def launch(self, start: int, stop: int) -> None:
         """Send some of the bytes."""

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 from cuda.core import LaunchConfig, launch
+from cuda.core import Stream as LaunchStream
 from torch import Tensor
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import kernel_cache
-from tpplan.exec.program import HOST, INPUT, OUTPUT, OWN, RESIDUAL, Buffer, Exchange, Stream, Sum
+from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Exchange, Sum
 from tpplan.exec.slot_table import BLOCKS, DATA_BYTES, THREADS, Place, queues, table, widest
 
 if TYPE_CHECKING:
@@ -46,13 +47,12 @@ class _Ready:
 class Slots:
     """Launches exchanges; the same programs always in the same order on all devices."""
 
-    def __init__(self, memory: Memory, places: Mapping[int, torch.device], streams: Mapping[Stream, Any]) -> None:
+    def __init__(self, memory: Memory, places: Mapping[int, torch.device]) -> None:
         """Load every kernel on every device: one that is loaded later would wait for those that wait for it.
 
         Args:
             memory: of the context.
             places: torch's device for each of the plan's in use.
-            streams: to launch on.
         """
         self._memory = memory
         self._places = places
@@ -65,6 +65,7 @@ class Slots:
         for area in memory.flags.values():
             area.zero_()
         for device, place in places.items():
+            stream = LaunchStream.from_handle(torch.cuda.Stream(place).cuda_stream)  # type: ignore[no-untyped-call]
             nothing = torch.zeros(16, dtype=torch.int64, device=place)
             torch.cuda.synchronize(place)
             for name in ("slot_move", *_SUMS.values()):
@@ -72,7 +73,7 @@ class Slots:
                 self._kernels[name, device] = kernel
                 rest = [0] * (8 if name == "slot_move" else 11)
                 config = LaunchConfig(grid=1, block=THREADS)
-                launch(streams[Stream(OWN, device)], config, kernel, nothing.data_ptr(), 13, 0, *rest)
+                launch(stream, config, kernel, nothing.data_ptr(), 13, 0, *rest)
             torch.cuda.synchronize(place)
 
     def launch(self, program: Program, exchange: Exchange, operands: Mapping[Buffer, Tensor], stream: Any) -> None:
@@ -107,7 +108,13 @@ class Slots:
             raise ExecutionError(f"a device waited for {what} that never came", "close the context, and compile again")
 
     def _prepare(self, program: Program, item: int) -> None:
-        """Write the tables of all devices: nothing may be allocated or copied while some of them are waiting."""
+        """Write the tables of all devices: nothing may be allocated or copied while some of them are waiting.
+
+        Raises:
+            ExecutionError: a graph is being captured.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise ExecutionError(f"{program.name} was not run before", "run everything once before capturing it")
         exchanges = [command for command in program.commands if isinstance(command, Exchange)]
         sums = any(isinstance(step, Sum) for each in exchanges for step in each.steps)
         columns = widest(exchanges)

@@ -1,0 +1,111 @@
+"""Graphs: operations and the caller's own torch work on all devices, captured once and launched as one."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from tpplan.errors import ExecutionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import TracebackType
+
+    from tpplan.exec.cuda import CudaDevices
+
+#: What dead graphs have left, given back when the next one is about to be captured.
+_RETIRED: list[object] = []
+
+
+class Graph:
+    """What a ``with`` block issues on all devices, as one CUDA graph.
+
+    Inside the block, new streams are current on all devices; torch work on any device and operations of the context are
+    recorded, not run. Tensors that it makes keep their memory as long as the graph lives. Everything has to have run
+    once before: nothing can be compiled, loaded or looked up while a graph is captured.
+    """
+
+    def __init__(self, backend: CudaDevices, places: Mapping[int, torch.device]) -> None:
+        """Get ready to capture on these devices."""
+        self._backend = backend
+        self._places = tuple(places.values())
+        self._graph = torch.cuda.CUDAGraph()
+        self._pools = [torch.cuda.MemPool() for _ in self._places[1:]]
+        self._streams = [torch.cuda.Stream(place) for place in self._places]  # type: ignore[no-untyped-call]
+        self._stack = ExitStack()
+        self._captured = False
+
+    def __enter__(self) -> Self:
+        if self._captured:
+            raise ExecutionError("this graph is captured already", "capture another one")
+        for place in self._places:
+            torch.cuda.synchronize(place)
+        _RETIRED.clear()
+        self._backend.forget()
+        first, *others = self._streams
+        with ExitStack() as stack:
+            stack.enter_context(_streams_restored(self._places))
+            stack.enter_context(torch.cuda.graph(self._graph, stream=first, capture_error_mode="relaxed"))
+            stack.callback(self._join)
+            for stream, place, pool in zip(others, self._places[1:], self._pools, strict=True):
+                stream.wait_stream(first)
+                stack.enter_context(torch.cuda.use_mem_pool(pool, device=place))
+            _make_current(self._streams)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._stack.__exit__(kind, error, trace)
+        finally:
+            self._backend.forget()
+        self._captured = kind is None
+
+    def __del__(self) -> None:
+        # torch aborts the process if a graph's memory is given back while another one is captured, and
+        # `with ctx.capture() as graph` drops an older `graph` just then.
+        _RETIRED.append((self._graph, self._pools))
+
+    def replay(self) -> None:
+        """Run what was captured: after what the current streams of all devices hold, which then wait for it.
+
+        Raises:
+            ExecutionError: nothing was captured.
+        """
+        if not self._captured:
+            raise ExecutionError("nothing was captured", "use the graph in a with statement first")
+        first, *others = (torch.cuda.current_stream(place) for place in self._places)
+        for stream in others:
+            first.wait_stream(stream)
+        with torch.cuda.stream(first):
+            self._graph.replay()
+        for stream in others:
+            stream.wait_stream(first)
+        self._backend.turn_to_current()
+
+    def _join(self) -> None:
+        """Let the first device's stream wait for all others, as the end of a capture demands."""
+        for stream in (*self._backend.streams(), *self._streams[1:]):
+            self._streams[0].wait_stream(stream)
+
+
+@contextmanager
+def _streams_restored(places: Sequence[torch.device]) -> Iterator[None]:
+    """Set the streams of some devices back at the end, and the current device."""
+    before = [torch.cuda.current_stream(place) for place in places]
+    try:
+        yield
+    finally:
+        _make_current(before)
+
+
+def _make_current(streams: Sequence[torch.cuda.Stream]) -> None:
+    """Make each stream its device's current one, without changing the current device."""
+    device = torch.cuda.current_device()
+    for stream in streams:
+        torch.cuda.set_stream(stream)
+    torch.cuda.set_device(device)
