@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tpplan
+from tpplan.exec import compile as compile_plan
 from tpplan.families import supported
 
 ROOT = Path(__file__).parents[1]
@@ -28,10 +31,12 @@ def test_the_python_of_the_readme(
     """The lines run, and what their comments say is what they give."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+    code, execution = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)  # noqa: S102 (our own)
     assert capsys.readouterr().out == "the plans are equal\n"
+    exec(execution, names)  # noqa: S102 (our own)
+    assert capsys.readouterr().out.startswith("Llama-3.1-8B, transport events, 1 to 2048 rows of bfloat16\n")
     promised = re.findall(r"^(plan\..+?)  # (.+)$", code, re.MULTILINE)
     assert len(promised) == 2
     for call, value in promised:
@@ -42,3 +47,28 @@ def test_the_readme_names_the_models() -> None:
     """The list of models is the list of the tables."""
     text = README.partition("## Models")[2].partition(". Their names")[0]
     assert set(re.findall("[a-z0-9_]+", text)) - {"and"} == set(supported())
+
+
+def test_the_python_of_the_executor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example runs, its assertions hold, and it prints what its comment says."""
+    monkeypatch.chdir(ROOT)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/executor.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(code, {})  # noqa: S102 (our own)
+    assert capsys.readouterr().out.strip() in code
+
+
+def test_the_explanation_of_the_executor() -> None:
+    """The lines of ``explain()`` that the page shows are among those that it gives for the example that has them."""
+    page = (ROOT / "docs/executor.md").read_text(encoding="utf-8")
+    heads, *shown = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    plan = tpplan.load(ROOT / "examples/plans/Llama-3.1-70B/2xRTX5090+4xRTX4090.json")
+    with compile_plan(plan, backend="cpu", transport="peer") as context:
+        lines = str(context.explain()).splitlines()
+    squeezed = {re.sub(" +", " ", line) for line in lines}
+    assert {re.sub(" +", " ", line) for line in (heads, *shown)} <= squeezed
+
+
+def test_the_picture_of_a_program() -> None:
+    """The committed picture is what the script draws from the program; ``python examples/draw_program.py`` does."""
+    drawn = runpy.run_path(str(ROOT / "examples/draw_program.py"))
+    assert drawn["PICTURE"].read_text(encoding="utf-8") == drawn["picture"]()

@@ -181,6 +181,17 @@ def test_the_table() -> None:
     assert any(re.match(r"scatter +kv_heads +", line) for line in lines)
 
 
+def test_large_messages_without_kernels_that_write_straight() -> None:
+    """Where kernels cannot write to peers, what is larger than a slot goes by events, and that is the reason given."""
+    limits = Limits(slot_bytes=256, stage_bytes=4096, exchange_bytes=4096, direct=False)
+    engine = Engine(VirtualDevices(None), "peer", limits)  # type: ignore[arg-type]
+    explanation = explain(UNEVEN, (0, 2, 3), engine, MAX_ROWS, torch.bfloat16)
+    ways = {name: _one(explanation, name, ALL, MAX_ROWS) for name in ("broadcast", "all_reduce")}
+    assert {way.transport for way in ways.values()} == {"events"}
+    assert ways["broadcast"].why == "larger than a slot of 256 B: copies of any size"
+    assert ways["all_reduce"].why == "larger than a slot of 256 B: fits the exchange buffer of 4.00 KiB"
+
+
 def test_what_has_no_room_is_refused() -> None:
     """Where not even one row fits, the explanation is the error that a call would raise."""
     engine = Engine(VirtualDevices(None), "events", Limits(slot_bytes=0, stage_bytes=4096, exchange_bytes=16))  # type: ignore[arg-type]

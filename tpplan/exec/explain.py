@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from tpplan.exec.engine import Engine
-    from tpplan.exec.lower import Limits, Route
+    from tpplan.exec.lower import Route
     from tpplan.exec.operation import Operation
     from tpplan.exec.program import Buffer, Program
     from tpplan.plan import Split, SplitPlan
@@ -175,7 +175,7 @@ def _ways(name: str, operation: Operation, engine: Engine, max_rows: int, item_b
                 last=last,
                 transport=route.transport,
                 how=_how(route),
-                why=_why(operation, route, engine.limits),
+                why=_why(operation, route, engine),
                 row_bytes=item_bytes * _crossing(program),
                 buffers=_buffers(program),
             )
@@ -203,23 +203,25 @@ def _how(route: Route) -> str:
     return f"{route.parts} part{'s' if route.parts > 1 else ''}"
 
 
-def _why(operation: Operation, route: Route, limits: Limits) -> str:
+def _why(operation: Operation, route: Route, engine: Engine) -> str:
     """Say in words what decided the route."""
     if route.transport == "local":
         if isinstance(operation, Addition):
             return "each adds its own"
         return "each writes its own" if operation.name == "gather" else "no other device"
+    limits = engine.limits
     slot = format_bytes(limits.slot_bytes)
     if route.small:
         return f"fits a slot of {slot}"
     if route.transport == "peer":
         return f"larger than a slot of {slot}"
+    large = f"larger than a slot of {slot}: " if engine.transport == "peer" and route.transport == "events" else ""
     if route.transport == "events" and isinstance(operation, Moves):
-        return "copies of any size"
+        return f"{large}copies of any size"
     room = f"a chunk of {format_bytes(limits.stage_bytes)}"
     if route.transport == "events":
         room = f"the exchange buffer of {format_bytes(limits.exchange_bytes)}"
-    return f"fits {room}" if route.parts == 1 else f"parts fit {room}"
+    return f"{large}fits {room}" if route.parts == 1 else f"{large}parts fit {room}"
 
 
 def _crossing(program: Program) -> int:
