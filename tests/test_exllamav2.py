@@ -232,11 +232,11 @@ def test_weights_are_those_of_the_modules() -> None:
 def test_weights_lie_where_the_splits_put_them() -> None:
     """Each matrix is cut by its outputs: a device holds so many rows of 16 bits of each, for every layer."""
     hidden = 1024
-    tp = TPContext(_model(hidden_size=hidden), [3.0, 1.0])
+    tp = TPContext(_model(hidden_size=hidden, num_key_value_heads=3), [2.0, 1.3])
     assert all(len(tp.get_split(kind)) == 2 for kind in range(5))
     for device, entry in enumerate(tp.plan.memory):
         kv, ids, vc, rs, q = (tp.get_split(kind)[device] for kind in range(5))
-        rows = [(2 * kv[2] - 2 * kv[1] + q[2] - q[1]) * 32 * hidden, (rs[2] - rs[1]) * 512]
+        rows = [(2 * kv[2] - 2 * kv[1] + q[2] - q[1]) * 32 * hidden, (rs[2] - rs[1]) * 6 * 32]
         rows += [2 * (ids[2] - ids[1]) * hidden, (rs[2] - rs[1]) * 2048, 2 * hidden]
         assert entry.weights_bytes == 2 * (2 * sum(rows) + (vc[2] - vc[1]) * hidden + hidden)
         assert entry.cache_bytes == 2 * 2 * (kv[2] - kv[1]) * 2 * 32 * 512
