@@ -141,11 +141,13 @@ def test_the_model_may_be_given(plan: SplitPlan, llama_config: Path) -> None:
 
 
 def test_differences_of_the_machine(plan: SplitPlan) -> None:
-    """Free bytes are held against what is still to be allocated, capability where the plan names one."""
+    """Free bytes are held against what is still to be allocated, capability, which may be newer, where the plan has one."""
     named = evolve(plan, devices=(evolve(plan.devices[0], capability="8.9"), plan.devices[1]))
     needed = [m.used_bytes - m.overhead_bytes for m in plan.memory]
     enough = [Found("RTX 4090", needed[0], "8.9"), Found("RTX 3060", needed[1], "8.6")]
     assert differences(named, enough) == []
+    newer = [Found("RTX PRO 6000", needed[0], "12.0"), Found("RTX 3060", needed[1], "8.6")]
+    assert differences(named, newer) == []
     assert differences(named, [None, None]) == []
     short = [Found("RTX 4090", needed[0] - 1, "8.9"), Found("RTX 3060", 0, "8.6")]
     assert [text.partition(",")[0] for text in differences(named, short)] == [

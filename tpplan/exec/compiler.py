@@ -175,7 +175,7 @@ def build(
 
 
 def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
-    """Return what the plan expects of each device and the machine does not have.
+    """Return what the plan expects of each device and the machine does not have; a newer capability does as well.
 
     Args:
         plan: to be compiled.
@@ -190,9 +190,13 @@ def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
         needed = memory.used_bytes - memory.overhead_bytes  # the driver's part is taken by the time of asking
         if here.free_bytes < needed:
             problems.append(f"{where}: needs {format_bytes(needed)}, {format_bytes(here.free_bytes)} are free")
-        if device.capability and device.capability != here.capability:
+        if device.capability and _version(here.capability) < _version(device.capability):
             problems.append(f"{where}: planned for capability {device.capability}, has {here.capability}")
     return problems
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
 
 
 def _places(
