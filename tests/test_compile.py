@@ -141,7 +141,7 @@ def test_the_model_may_be_given(plan: SplitPlan, llama_config: Path) -> None:
 
 
 def test_differences_of_the_machine(plan: SplitPlan) -> None:
-    """Free bytes are held against what is still to be allocated, capability, which may be newer, where the plan has one."""
+    """Free bytes are held against what is still to be allocated; a capability is the least that will do."""
     named = evolve(plan, devices=(evolve(plan.devices[0], capability="8.9"), plan.devices[1]))
     needed = [m.used_bytes - m.overhead_bytes for m in plan.memory]
     enough = [Found("RTX 4090", needed[0], "8.9"), Found("RTX 3060", needed[1], "8.6")]

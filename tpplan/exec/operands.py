@@ -121,14 +121,18 @@ class Operands:
         """
         if out is None:
             return tuple(
-                torch.empty((*layout.lead, stop - start), dtype=layout.dtype, device=self.places[device])
-                for device, start, stop in slices
+                self._new((*layout.lead, stop - start), layout.dtype, device) for device, start, stop in slices
             )
         self.like(f"{what}: out", out, slices, layout)
         for i, tensor in enumerate(out):
             check_writable(f"{what}: out[{i}]", tensor)
         check_apart(what, out, inputs, [[owner == device for owner in owners] for device, _, _ in slices])
         return tuple(out)
+
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Tensor:
+        """Return an uninitialised tensor; one on the host is pinned if devices write it."""
+        pinned = device == HOST and any(place.type == "cuda" for place in self.places.values())
+        return torch.empty(shape, dtype=dtype, device=self.places[device], pin_memory=pinned)
 
 
 def layout_of(what: str, tensor: Tensor, max_rows: int, *, adds: bool = False) -> Layout:

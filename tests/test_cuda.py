@@ -1,0 +1,151 @@
+"""CUDA devices: what virtual ones do, on real GPUs, with streams, graphs and deadlines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import tpplan
+from tests.planning_cases import spec
+from tpplan import exec as tpx
+from tpplan.errors import ExecutionError
+from tpplan.exec import slots
+from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.selftest import selftest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _plan(devices: int) -> tpplan.SplitPlan:
+    """An uneven plan for the first GPUs."""
+    sizes = ",".join(f"{size}GiB" for size in (8, 4, 6, 5)[:devices])
+    return tpplan.plan(spec(), tpplan.parse_devices(sizes), cache=tpplan.Cache(tokens=4096), max_rows=512)
+
+
+@pytest.fixture(params=TRANSPORTS)
+def ctx(request: pytest.FixtureRequest) -> Iterator[tpx.TPContext]:
+    """A context on two GPUs, by every transport."""
+    if GPUS < 2:
+        pytest.skip(f"needs 2 GPUs, found {GPUS}")
+    with tpx.compile(_plan(2), backend="cuda", devices=[0, 1], transport=request.param) as context:
+        yield context
+
+
+@pytest.mark.gpu
+def test_one_gpu_passes_the_selftest() -> None:
+    """All operations of a plan for a single device are right on it."""
+    if not GPUS:
+        pytest.skip("needs a GPU, found none")
+    plan = _plan(1)
+    report = selftest(plan, lambda way: tpx.compile(plan, backend="cuda", devices=[0], transport=way), TRANSPORTS)
+    assert report.ok, report.faults
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_several_gpus_pass_the_selftest(count: int) -> None:
+    """All operations by all transports are right to the byte."""
+    if count > GPUS:
+        pytest.skip(f"needs {count} GPUs, found {GPUS}")
+    plan = _plan(count)
+    places = list(range(count))
+    report = selftest(plan, lambda way: tpx.compile(plan, backend="cuda", devices=places, transport=way), TRANSPORTS)
+    assert report.ok, report.faults
+
+
+def _parts(ctx: tpx.TPContext, rows: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Parts on every device, and their sum."""
+    parts = [torch.randn(rows, 4096).bfloat16() for _ in ctx.all_devices]
+    total = sum((part.float() for part in parts[1:]), parts[0].float())
+    return [part.to(ctx.devices[d].device) for d, part in zip(ctx.all_devices, parts, strict=True)], total.bfloat16()
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("rows", [1, 512])
+def test_callers_streams_are_waited_for_and_stay_current(ctx: tpx.TPContext, rows: int) -> None:
+    """Work on streams of the caller's own is in order with operations, also when the streams change in between."""
+    for turn in range(6):
+        parts, total = _parts(ctx, rows)
+        late = [torch.empty_like(part) for part in parts]
+        streams = [torch.cuda.Stream(part.device) for part in parts]  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(turn % 2)
+        for part in parts:
+            torch.cuda.synchronize(part.device)
+        results: list[torch.Tensor] = []
+        with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
+            for target, part in zip(late, parts, strict=True):
+                torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+                target.copy_(part)
+            before = [torch.cuda.current_stream(part.device) for part in parts]
+            results += ctx.all_reduce(late)
+            assert [torch.cuda.current_stream(part.device) for part in parts] == before
+            for target in late:
+                target.zero_()
+        assert torch.cuda.current_device() == turn % 2
+        for stream in streams:
+            stream.synchronize()
+        assert all(torch.equal(result.cpu(), total) for result in results)
+
+
+@pytest.mark.multi_gpu
+def test_a_graph_does_what_calls_do(ctx: tpx.TPContext) -> None:
+    """Operations and torch work on all devices replay with new inputs, in any order with calls and other graphs."""
+    weights = [torch.randn(4096, 4096, device=ctx.devices[d].device).bfloat16() / 64 for d in ctx.all_devices]
+    x = torch.randn(2, 4096, device=ctx.devices[0].device).bfloat16()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        copies = ctx.broadcast(x)
+        return ctx.all_reduce([torch.relu(copy) @ weight for copy, weight in zip(copies, weights, strict=True)], copies)
+
+    step()
+    graphs, kept = [], []
+    for _ in range(2):
+        with ctx.capture() as graph:
+            kept.append(step())
+        graphs.append(graph)
+    for turn in (0, 0, 1, 0, 1, 1):
+        x.normal_()
+        graphs[turn].replay()
+        expected = step()
+        for got, wanted in zip(kept[turn], expected, strict=True):
+            assert torch.equal(got.cpu(), wanted.cpu())
+
+
+@pytest.mark.multi_gpu
+def test_what_was_never_run_is_not_captured(ctx: tpx.TPContext) -> None:
+    """A graph cannot compile or allocate; the error says what to do, and the context still works."""
+    parts, total = _parts(ctx, 3)
+    if "slots" not in str(ctx.explain()):
+        pytest.skip("nothing has to be prepared for this transport")
+    with pytest.raises(ExecutionError, match="run everything once"), ctx.capture():
+        ctx.all_reduce(parts)
+    assert all(torch.equal(result.cpu(), total) for result in ctx.all_reduce(parts))
+
+
+@pytest.mark.multi_gpu
+def test_a_device_that_never_comes_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that waits in vain gives up at its deadline, and the context says so from then on."""
+    if GPUS < 2:
+        pytest.skip(f"needs 2 GPUs, found {GPUS}")
+    monkeypatch.setattr(slots, "_DEADLINE", 200_000_000)
+    with tpx.compile(_plan(2), backend="cuda", devices=[0, 1], transport="peer") as ctx:
+        parts, _ = _parts(ctx, 1)
+        ctx.all_reduce(parts)
+        launch = slots.Slots.launch
+        monkeypatch.setattr(
+            slots.Slots,
+            "launch",
+            lambda self, program, exchange, *rest: exchange.stream.device and launch(self, program, exchange, *rest),
+        )
+        ctx.all_reduce(parts)
+        with pytest.raises(ExecutionError, match="never came"):
+            ctx.synchronize()
+        with pytest.raises(ExecutionError, match="never came"):
+            ctx.all_reduce(parts)
+        with pytest.raises(ExecutionError, match="never came"):
+            ctx.close()
