@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tpplan.plan import SplitPlan
 
 COLUMNS = 8192
-CALLS = 20
+CALLS = 5
 
 
 def row(name: str, work: Callable[[], object], calls: int = CALLS, aim: float = 0) -> Row:
