@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import tpplan
-from tests.planning_cases import spec
 from tpplan import exec as tpx
 from tpplan.errors import ExecutionError
 from tpplan.exec import slots
@@ -18,13 +18,14 @@ from tpplan.exec.selftest import selftest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+MODEL = Path(__file__).parent.parent / "examples" / "models" / "Llama-3.1-8B" / "config.json"
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _plan(devices: int) -> tpplan.SplitPlan:
     """An uneven plan for the first GPUs."""
-    sizes = ",".join(f"{size}GiB" for size in (8, 4, 6, 5)[:devices])
-    return tpplan.plan(spec(), tpplan.parse_devices(sizes), cache=tpplan.Cache(tokens=4096), max_rows=512)
+    sizes = ",".join(f"{size}GiB" for size in (40, 20, 30, 25)[:devices])
+    return tpplan.plan(tpplan.read_model(MODEL), tpplan.parse_devices(sizes), cache=tpplan.Cache(tokens=4096))
 
 
 @pytest.fixture(params=TRANSPORTS)

@@ -68,6 +68,8 @@ class _Entries:
     locals: list[tuple[int, ...]] = Factory(list)
     receives: list[tuple[int, ...]] = Factory(list)
     width: int = 0
+    read: int = 0
+    written: int = 0
 
     def sequence(self, queue: Queue) -> int:
         """Return the index of the device's counter of a queue."""
@@ -86,6 +88,7 @@ class _Entries:
         if target.buffer.queue is not None:
             queue = target.buffer.queue
             first, width = self.columns(source)
+            self.read |= first | width
             lane = (self.places[queue].slots, self.sequence(queue))
             self.credits += ((lane[1], address) for address in self.places[queue].credits)
             if self.sends and self.sends[-1][:2] == (first, width):
@@ -97,14 +100,20 @@ class _Entries:
             skip, width = self.columns(source)
             to, _ = self.columns(target)
             message = source.width * self.item
+            self.written |= message | skip | width | to
             index = self.sequence(source.buffer.queue)
             self.receives.append((place.slots, index, place.credits[0], message, skip, width, to))
         else:
-            self.locals.append((self.columns(source)[0], *self.columns(target)))
+            entry = (self.columns(source)[0], *self.columns(target))
+            self.read |= entry[0] | entry[2]
+            self.written |= entry[1] | entry[2]
+            self.locals.append(entry)
 
     def add(self, step: Sum) -> None:
         """Add the sources of a sum."""
         self.width = self.columns(step.target)[1]
+        self.read |= self.width
+        self.written |= self.width
         for view in step.sources:
             queue = view.buffer.queue
             if queue is None:
@@ -135,8 +144,23 @@ class _Entries:
         return table
 
 
-def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int) -> list[int]:
-    """Return the words of the table of an exchange through slots.
+@frozen
+class Table:
+    """What a slot kernel is told.
+
+    Attributes:
+        words: of the table.
+        read: bits of all bytes at which it starts to read a row, and of those that it reads.
+        written: the same of what it writes.
+    """
+
+    words: list[int]
+    read: int
+    written: int
+
+
+def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int) -> Table:
+    """Return the table of an exchange through slots.
 
     Args:
         exchange: of one device.
@@ -155,7 +179,7 @@ def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int
             entries.add(step)
         elif step.flag.name not in {"full", "free"}:
             raise InternalError(f"no slot kernel for {step}")
-    return entries.words(stride)
+    return Table(entries.words(stride), entries.read, entries.written)
 
 
 def queues(exchange: Exchange) -> tuple[Queue, ...]:

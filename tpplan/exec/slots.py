@@ -34,14 +34,19 @@ class _Ready:
     Attributes:
         table: on the device.
         words: of it.
-        sums: whether it adds.
+        roles: of the operands, in the order of the kernel's arguments, each with the bits of the bytes it starts at.
         columns: of the program's widest message.
     """
 
     table: Tensor
     words: int
-    sums: bool
+    roles: tuple[tuple[Buffer, int], ...]
     columns: int
+
+    @property
+    def sums(self) -> bool:
+        """Whether it adds, and so has a residual."""
+        return len(self.roles) == 3  # noqa: PLR2004
 
 
 class Slots:
@@ -91,8 +96,7 @@ class Slots:
         ready = self._ready[id(program), device, item]
         packets = -(-rows * ready.columns * item // DATA_BYTES)
         config = LaunchConfig(grid=max(1, min(BLOCKS, -(-packets // THREADS))), block=THREADS)
-        roles = (INPUT, RESIDUAL, OUTPUT) if ready.sums else (INPUT, OUTPUT)
-        ends = [end for role in roles for end in _end(operands.get(Buffer(role, device)))]
+        ends = [end for buffer, bits in ready.roles for end in _end(operands.get(buffer), bits)]
         kernel = self._kernels[_SUMS[some.dtype] if ready.sums else "slot_move", device]
         status = self._status.data_ptr()
         launch(stream, config, kernel, ready.table.data_ptr(), ready.words, rows, *ends, _DEADLINE, status)
@@ -124,9 +128,11 @@ class Slots:
             device = exchange.stream.device
             found = {queue: self._place(queue, device) for queue in queues(exchange)}
             stride = max((self._memory.slots(queue).shape[1] for queue in found), default=0)
-            words = table(exchange, item, found, stride)
-            there = torch.tensor(words, dtype=torch.int64).to(self._places[device])
-            self._ready[id(program), device, item] = _Ready(there, len(words), sums, columns)
+            made = table(exchange, item, found, stride)
+            there = torch.tensor(made.words, dtype=torch.int64).to(self._places[device])
+            roles = {INPUT: made.read, RESIDUAL: made.read, OUTPUT: made.written}
+            ends = tuple((Buffer(role, device), bits) for role, bits in roles.items() if sums or role != RESIDUAL)
+            self._ready[id(program), device, item] = _Ready(there, len(made.words), ends, columns)
         for place in self._places.values():
             torch.cuda.synchronize(place)
         self._programs.append(program)
@@ -153,11 +159,11 @@ class Slots:
         return self._counters[key]
 
 
-def _end(matrix: Tensor | None) -> tuple[int, int, int]:
-    """Return address, pitch, and the largest piece of at most 8 bytes to which all rows are aligned."""
+def _end(matrix: Tensor | None, bits: int) -> tuple[int, int, int]:
+    """Return address, pitch, and the largest piece of at most 8 bytes to which everything in a matrix is aligned."""
     if matrix is None:
         return 0, 0, 1
     item, (rows, columns) = matrix.element_size(), matrix.shape
     pitch = (columns if rows == 1 else matrix.stride(0)) * item
-    every = matrix.data_ptr() | pitch | columns * item | DATA_BYTES
+    every = matrix.data_ptr() | pitch | bits | DATA_BYTES
     return matrix.data_ptr(), pitch, every & -every
