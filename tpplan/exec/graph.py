@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Self
 
@@ -60,7 +61,8 @@ class Graph:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._stack.__exit__(kind, error, trace)
+            with warnings.catch_warnings(action="ignore" if kind else None):  # that what failed at once has no commands
+                self._stack.__exit__(kind, error, trace)
         finally:
             self._backend.forget()
         self._captured = kind is None
