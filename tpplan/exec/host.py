@@ -73,6 +73,7 @@ class HostMemory:
     def close(self) -> None:
         """Let go of it."""
         self._buffers = ()
+        self.flags = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.rings.clear()
         self._slots.clear()
         self._arena.close()
