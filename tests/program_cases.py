@@ -79,6 +79,7 @@ OPERATIONS: dict[str, Operation] = {
     "all_reduce with residual": Reduction("all_reduce", 40, (0, 1, 2), (0, 1, 2), residual=True),
     "all_reduce of fewer": Reduction("all_reduce", 40, (0, 2), (0, 1, 2, 3), residual=True),
     "all_reduce of one": Reduction("all_reduce", 40, (1,), (0, 1, 2), residual=True),
+    "all_reduce of one and few columns": Reduction("all_reduce", 8, (0,), (0, 1, 2), residual=True),
     "all_reduce of few columns": Reduction("all_reduce", 8, (0, 1, 2), (0, 1, 2), residual=True),
     "all_reduce of two": Reduction("all_reduce", 40, (0, 1), (0, 1), residual=False),
     "all_reduce of five": Reduction("all_reduce", 40, (0, 1, 2, 3, 4), (0, 1, 2, 3, 4), residual=False),

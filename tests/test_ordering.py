@@ -178,12 +178,16 @@ def test_which_views_share_bytes(first: View, second: View, expected: bool) -> N
 
 def test_programs_share_the_contexts_memory_whatever_they_keep_there() -> None:
     """Other columns of the same piece may be the same bytes, if the other program's rows are of another size."""
-    first = program(Copy(own(0), of(INPUT, 0, 0, 4), kept(SCRATCH)._replace(stop=4)))
-    second = program(Copy(Stream("load", 0), of(INPUT, 0, 4), kept(SCRATCH)._replace(start=4)))
-    entering = Wait(Stream("load", 0), Event("enter", caller(0)))
-    second = evolve(second, commands=(second.commands[0], entering, *second.commands[1:]))
-    assert kinds(first, first) == []
-    assert RACE in kinds(first, second)
+
+    def half(number: int, start: int, stop: int) -> Program:
+        """Fill some columns of a piece in a stream that no other program uses."""
+        stream = Stream(f"own{number}", 0)
+        fill = Copy(stream, of(INPUT, 0, start, stop), View(Buffer(SCRATCH, 0), start, stop, width=8))
+        return Program("half", (*order("enter", caller(0), stream), fill, *order("leave", stream, caller(0))))
+
+    assert kinds(half(1, 0, 4), half(1, 4, 8)) == []
+    assert kinds(half(1, 0, 4), half(2, 4, 8)) == [RACE]
+    assert kinds(half(1, 0, 4), half(1, 0, 8), half(2, 4, 8)) == [RACE, RACE]
 
 
 def test_outputs_in_place_are_inputs_or_residuals_too() -> None:
@@ -334,6 +338,7 @@ def test_an_output_is_passed_on_only_when_it_is_written() -> None:
         ([of(OUTPUT, 0, 0, 4), of(OUTPUT, 0, 4, 8).rows(1, 2)], "output@0[4:8]"),
         ([of(OUTPUT).rows(0, 2), of(OUTPUT).rows(1, 2)], ""),
         ([of(OUTPUT, 0, 0, 4), of(OUTPUT, 0, 3, 8)], ""),
+        ([of(OUTPUT, 0, 0, 8), of(OUTPUT, 0, 2, 4)], ""),
     ],
 )
 def test_outputs_have_no_gaps(written: list[View], gap: str) -> None:

@@ -68,6 +68,7 @@ _LATER = (
     "What the only giver adds up last it sends on last, in the second slot's second turn, for which it waits until all "
     "have read the first turn: its own stream that has added up among them."
 )
+_NOT_YET = "Device 2 gives nothing, so that its caller need only be waited for before the sum is there for it to fetch."
 
 #: Mutants that are as good as the program, and why.
 SURVIVORS = {
@@ -91,6 +92,9 @@ SURVIVORS = {
         "load0: output@0[16:24] rows 2/4 = stage[0/2]@1[0:8] rows 2/4 in own0": _HUB,
         "load0: output@0[24:32] rows 2/4 = stage[0/2]@2[0:8] rows 2/4 in own0": _HUB,
         "load0: output@0[32:40] rows 2/4 = stage[0/2]@3[0:8] rows 2/4 in own0": _HUB,
+    },
+    "all_reduce of one and few columns, events-1 parts": {
+        "own0: wait enter(caller2) on the wrong side of own0: output@0[0:8] = input@0[0:8] + residual@0[0:8]": _NOT_YET,
     },
     "all_reduce of one, host-1 parts": {
         "load1: output@1[16:32] = input@1[16:32] + residual@1[16:32] in own1": _ALONE,

@@ -169,6 +169,9 @@ def reduction(operation: Reduction, parts: int) -> Program:
             if taker != share.taker
         )
         spreading.append(_Round(tuple(sent.values()), tuple(copies)))
+    if not givers:  # who adds up all columns has all that there is to add up
+        alone = (operation.total(own(each.taker), each, partial(each.of, INPUT)) for each in operation.shares())
+        return _program(operation.name, (*alone, *_rounds(_DRAINED, spreading, _DRAINED)))
     if len(operation.takers) == 1:
         return _program(operation.name, _rounds(_DRAINED, adding, _DRAINED))
     return _program(operation.name, (*_rounds(_DRAINED, adding, _SUMMED), *_rounds(_SUMMED, spreading, _DRAINED)))

@@ -225,15 +225,15 @@ class _Watch:
                 self._tell(RACE, f"{region.view} in {{}} and {other.view} in {{}} are in no order", index, earlier)
 
     def _check_content(self, index: int, region: Region) -> None:
-        """Find reads of what the program has not written yet, or of operands that it has."""
-        node, view, past = self.nodes[index], region.view, self.past[index]
+        """Find reads of what the program has not written yet, or of operands that it has, unless they are races."""
+        node, view = self.nodes[index], region.view
         for target in node.writes:
             if target.memory == region.memory and target.overlaps(region) and target[2:] != region[2:]:
                 self._tell(OVERWRITTEN, f"{{}} reads {view} while it writes {target.view}", index, index)
         written = [
             (i, r)
             for i, r in self.written[region.memory]
-            if past >> i & 1 and self.nodes[i].program == node.program and not isinstance(self.nodes[i].what, str)
+            if self.nodes[i].program == node.program and not isinstance(self.nodes[i].what, str)
         ]
         if view.buffer.role in {INPUT, RESIDUAL}:
             for earlier, other in written:
