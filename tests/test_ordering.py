@@ -188,6 +188,8 @@ def test_programs_share_the_contexts_memory_whatever_they_keep_there() -> None:
     assert kinds(half(1, 0, 4), half(1, 4, 8)) == []
     assert kinds(half(1, 0, 4), half(2, 4, 8)) == [RACE]
     assert kinds(half(1, 0, 4), half(1, 0, 8), half(2, 4, 8)) == [RACE, RACE]
+    both = Program("halves", (*half(1, 4, 8).commands, *half(2, 0, 4).commands))
+    assert kinds(half(1, 4, 8), both) == [RACE]
 
 
 def test_outputs_in_place_are_inputs_or_residuals_too() -> None:
