@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -151,7 +152,7 @@ def build(
     peer_slot = slot_bytes(len(devices))
     largest_message = HOST_SLOT_BYTES if transport == "host" else peer_slot
     if not straight:
-        largest_message = capacity(2 * largest_message)
+        largest_message = 0 if _launches_block() else capacity(2 * largest_message)
     contexts = {device.index: device for device in devices}
 
     def slots(queue: Queue) -> torch.Tensor:
@@ -254,18 +255,25 @@ def _cuda_transport(places: Sequence[torch.device], transport: str) -> tuple[str
     if len(places) >= MOST_SOURCES:
         problems.append(f"devices: {len(places)} in use, CUDA devices add up at most {MOST_SOURCES - 1}")
     pairs = [(a.index, b.index) for a in places for b in places if a != b]
+    if transport == "peer" and _launches_block():
+        problems.append("transport: CUDA_LAUNCH_BLOCKING is set, so that kernels cannot wait for each other")
     report = link_report() if pairs and transport != "host" else None
     missing = {
         name: [f"{need} {a} to {b}" for need in needed for a, b in pairs if report and not report.works(a, b, need)]
         for name, needed in _NEEDED.items()
     }
     if transport == "auto":
-        return next(name for name, what in missing.items() if not what), problems
+        return next(n for n, what in missing.items() if not what and not (n == "peer" and _launches_block())), problems
     if what := missing[transport]:
         more = f" and {len(what) - _NAMED} more" if len(what) > _NAMED else ""
         listed = ", ".join(what[:_NAMED])
         problems.append(f"transport: {transport} is not verified: {listed}{more}; see python -m tpplan.exec.links")
     return transport, problems
+
+
+def _launches_block() -> bool:
+    """Tell whether a launch waits for its kernel, as debugging wants it."""
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in {"", "0"}
 
 
 def _found(device: torch.device) -> Found:

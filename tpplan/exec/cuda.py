@@ -7,11 +7,10 @@ current device or stream.
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from cuda.bindings import runtime
 from cuda.core import LaunchConfig, launch
 from cuda.core import Stream as LaunchStream
@@ -19,14 +18,15 @@ from cuda.core import Stream as LaunchStream
 from tpplan.errors import ExecutionError
 from tpplan.exec import kernel_cache
 from tpplan.exec.binding import resolve
-from tpplan.exec.fence import HOST_STREAM, own
+from tpplan.exec.fence import HOST_STREAM, without_callers
 from tpplan.exec.graph import Graph
 from tpplan.exec.kernel_cache import MOST_SOURCES
-from tpplan.exec.program import CALLER, HOST, LOAD, Command, Copy, Event, Exchange, Program, Record, Stream, Wait
-from tpplan.exec.slots import Slots
+from tpplan.exec.program import HOST, LOAD, Command, Copy, Event, Exchange, Program, Record, Stream, Wait
+from tpplan.exec.slots import Launch, Slots
+from tpplan.exec.torch_shims import stream_handle, switch_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -71,6 +71,23 @@ class Pending:
                 time.sleep(0)
 
 
+@frozen(eq=False)
+class _Ready:
+    """A program, ready to be issued for a dtype.
+
+    Attributes:
+        program: kept, for it is known by its identity.
+        commands: without what the caller's streams being tpplan's makes needless.
+        devices: that it uses, each with its CUDA ordinal.
+        launches: of its exchanges, in order.
+    """
+
+    program: Program
+    commands: tuple[Command, ...]
+    devices: tuple[tuple[int, int], ...]
+    launches: tuple[Launch, ...]
+
+
 class CudaDevices:
     """Runs programs on CUDA devices. Not safe for two threads at once.
 
@@ -83,19 +100,19 @@ class CudaDevices:
 
         Args:
             memory: of the context, on these devices.
-            places: torch's device for each of the plan's in use.
+            places: torch's device for each of the plan's in use, with its ordinal.
         """
         self._memory = memory
         self._places = places
+        self._ordinals = {device: int(place.index) for device, place in places.items()}
         self._loads = {d: torch.cuda.Stream(place) for d, place in places.items()}  # type: ignore[no-untyped-call]
-        self._current: dict[int, torch.cuda.Stream] = {}
         self._loaded: set[int] = set()
-        self._handles: dict[tuple[int, int], LaunchStream] = {}
+        self._current: dict[int, int] = {}
+        self._streams: dict[tuple[int, int], tuple[torch.cuda.Stream, LaunchStream]] = {}
         self._recorded: dict[Event, torch.cuda.Event] = {}
         self._events: dict[tuple[Event, int], torch.cuda.Event] = {}
-        self._kernels: dict[tuple[torch.dtype, tuple[int, int]], Any] = {}
-        self._programs: dict[int, tuple[Program, tuple[Command, ...], tuple[int, ...]]] = {}
-        self._capability = {d: torch.cuda.get_device_capability(p) for d, p in places.items()}
+        self._kernels: dict[tuple[torch.dtype, int], Any] = {}
+        self._ready: dict[tuple[int, torch.dtype], _Ready] = {}
         self._slots = Slots(memory, places)
         for source in places.values():  # torch lets devices see each other when it first copies between them
             for target in places.values():
@@ -109,21 +126,19 @@ class CudaDevices:
             operands: the caller's tensors, ``[rows, columns]`` each.
 
         Raises:
-            ExecutionError: a copy failed, or a device waited in vain in an earlier exchange.
+            ExecutionError: a copy failed, a device waited in vain in an earlier exchange, or something that was not
+                run before is captured.
         """
         some = next(iter(operands.values()))
         rows, dtype = some.shape[0], some.dtype
-        if id(program) not in self._programs:
-            commands = without_callers(program)
-            used = {command.stream.device for command in commands} - {HOST}
-            self._programs[id(program)] = program, commands, tuple(sorted(used))
-        _, commands, devices = self._programs[id(program)]
-        for device in devices:
-            self._turn_to(device)
-        for step in commands:
+        ready = self._ready.get((id(program), dtype)) or self._prepare(program, dtype)
+        self._slots.check()
+        for device, ordinal in ready.devices:
+            self._turn_to(device, stream_handle(ordinal))
+        launches = iter(ready.launches)
+        for step in ready.commands:
             if isinstance(step, Exchange):
-                with self._ready_to_issue(step.stream) as stream:
-                    self._slots.launch(program, step, operands, stream)
+                self._issue(step.stream, self._slots.launch, next(launches), operands, rows)
             elif isinstance(step, Record):
                 self._record(step, new=step.event in program.results)
             elif isinstance(step, Wait):
@@ -133,10 +148,10 @@ class CudaDevices:
                 target, *sources = (resolve(view, operands, self._memory, rows, dtype) for view in views)
                 if not target.numel():
                     continue
-                if isinstance(step, Copy):
-                    self._copy(step.stream, target, sources[0])
+                if step.stream == HOST_STREAM:
+                    target.copy_(sources[0])
                 else:
-                    self._add(step.stream, target, sources)
+                    self._issue(step.stream, _copy if isinstance(step, Copy) else self._add, target, sources)
         return Pending(tuple(self._recorded[event] for event in program.results))
 
     def synchronize(self) -> None:
@@ -145,9 +160,18 @@ class CudaDevices:
         Raises:
             ExecutionError: a device waited in vain.
         """
-        for stream in (*self._current.values(), *self._loads.values()):
+        for stream in self.streams():
             stream.synchronize()
         self._slots.check()
+
+    def capture(self) -> Graph:
+        """Return a graph that captures what a ``with`` block issues."""
+        return Graph(self, self._places)
+
+    def streams(self) -> tuple[torch.cuda.Stream, ...]:
+        """Return the streams on which something was issued since the last :meth:`forget`."""
+        current = [self._streams[each][0] for each in self._current.items()]
+        return (*current, *(self._loads[device] for device in sorted(self._loaded)))
 
     def forget(self) -> None:
         """Start anew after everything is complete, as a graph does that is to be captured, or was."""
@@ -155,50 +179,61 @@ class CudaDevices:
         self._loaded.clear()
         self._recorded.clear()
 
-    def streams(self) -> tuple[torch.cuda.Stream, ...]:
-        """Return the streams on which something was issued since the last :meth:`forget`."""
-        return (*self._current.values(), *(self._loads[d] for d in sorted(self._loaded)))
-
-    def capture(self) -> Graph:
-        """Return a graph that captures what a ``with`` block issues."""
-        return Graph(self, self._places)
-
     def turn_to_current(self) -> None:
         """Let what is issued from now on follow what the current streams hold."""
-        for device in self._places:
-            self._turn_to(device)
+        for device, ordinal in self._ordinals.items():
+            self._turn_to(device, stream_handle(ordinal))
 
     def close(self) -> None:
         """Let go of streams, events and kernels; closing again does nothing."""
-        for held in (self._current, self._handles, self._recorded, self._events, self._kernels, self._programs):
+        for held in (self._current, self._streams, self._recorded, self._events, self._kernels, self._ready):
             held.clear()
 
-    def _turn_to(self, device: int) -> None:
-        """Make the current stream of a device tpplan's: it waits for the one that was."""
-        current = torch.cuda.current_stream(self._places[device])
-        before = self._current.get(device)
-        if before is not None and before != current:
-            current.wait_stream(before)
-        self._current[device] = current
+    def _prepare(self, program: Program, dtype: torch.dtype) -> _Ready:
+        launches = self._slots.prepare(program, dtype)
+        commands = without_callers(program)
+        used = sorted({command.stream.device for command in commands} - {HOST})
+        devices = tuple((device, self._ordinals[device]) for device in used)
+        ready = self._ready[id(program), dtype] = _Ready(program, commands, devices, launches)
+        return ready
 
-    def _stream(self, stream: Stream) -> torch.cuda.Stream:
+    def _turn_to(self, device: int, handle: int) -> None:
+        """Make the current stream of a device tpplan's: it waits for the one that was."""
+        before = self._current.get(device)
+        if before == handle:
+            return
+        key = (device, handle)
+        if key not in self._streams:
+            place = self._places[device]
+            stream = torch.cuda.default_stream(place)
+            if handle:
+                stream = torch.cuda.ExternalStream(handle, place)  # type: ignore[no-untyped-call]
+            self._streams[key] = stream, LaunchStream.from_handle(handle)
+        if before is not None:
+            self._streams[key][0].wait_stream(self._streams[device, before][0])
+        self._current[device] = handle
+
+    def _real(self, stream: Stream) -> torch.cuda.Stream:
         if stream.kind == LOAD:
             self._loaded.add(stream.device)
             return self._loads[stream.device]
-        return self._current[stream.device]
+        return self._streams[stream.device, self._current[stream.device]][0]
 
-    @contextmanager
-    def _ready_to_issue(self, stream: Stream) -> Iterator[LaunchStream]:
-        """Return a stream to launch on; a default stream is the current device's, whichever was meant."""
-        real = self._stream(stream)
-        key = (stream.device, real.cuda_stream)
-        if key not in self._handles:
-            self._handles[key] = LaunchStream.from_handle(key[1])
-        if key[1]:
-            yield self._handles[key]
-        else:
-            with torch.cuda.device(self._places[stream.device]):
-                yield self._handles[key]
+    def _issue(self, stream: Stream, work: Callable[..., None], *arguments: object) -> None:
+        """Issue work to a stream; where that is a default stream, its device has to be current."""
+        if stream.kind == LOAD:
+            work(LaunchStream.from_handle(self._real(stream).cuda_stream), stream.device, *arguments)
+            return
+        handle = self._current[stream.device]
+        real = self._streams[stream.device, handle][1]
+        if handle:
+            work(real, stream.device, *arguments)
+            return
+        before = switch_device(self._ordinals[stream.device])
+        try:
+            work(real, stream.device, *arguments)
+        finally:
+            switch_device(before)
 
     def _record(self, step: Record, *, new: bool) -> None:
         """Record an event of the stream's device: each has its own, for any device may record some events."""
@@ -206,7 +241,7 @@ class CudaDevices:
         if new or key not in self._events:
             self._events[key] = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event = self._recorded[step.event] = self._events[key]
-        event.record(self._stream(step.stream))
+        event.record(self._real(step.stream))
 
     def _wait(self, step: Wait) -> None:
         event = self._recorded.get(step.event)
@@ -215,30 +250,9 @@ class CudaDevices:
         if step.stream == HOST_STREAM:
             event.synchronize()
         else:
-            self._stream(step.stream).wait_event(event)
+            self._real(step.stream).wait_event(event)
 
-    def _copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
-        if stream == HOST_STREAM:
-            target.copy_(source)
-            return
-        item, (rows, columns) = target.element_size(), target.shape
-        with self._ready_to_issue(stream):
-            (result,) = runtime.cudaMemcpy2DAsync(
-                target.data_ptr(),
-                _pitch(target),
-                source.data_ptr(),
-                _pitch(source),
-                columns * item,
-                rows,
-                runtime.cudaMemcpyKind.cudaMemcpyDefault,
-                self._stream(stream).cuda_stream,
-            )
-        if result != runtime.cudaError_t.cudaSuccess:
-            raise ExecutionError(
-                f"a copy from {source.device} to {target.device} failed: {result.name}", "see the driver"
-            )
-
-    def _add(self, stream: Stream, target: Tensor, sources: list[Tensor]) -> None:
+    def _add(self, stream: LaunchStream, device: int, target: Tensor, sources: list[Tensor]) -> None:
         item, (rows, columns) = target.element_size(), target.shape
         width = columns * item
         places = [(tensor.data_ptr(), _pitch(tensor)) for tensor in (target, *sources)]
@@ -247,38 +261,28 @@ class CudaDevices:
         threads = rows * width // (_VECTOR_BYTES if vectors else item)
         config = LaunchConfig(grid=min(_MOST_BLOCKS, -(-threads // _THREADS)), block=_THREADS)
         arguments = [n for place in rest for n in place] + [0] * (2 * (MOST_SOURCES - len(rest)))
-        kernel = self._kernel(target.dtype, stream.device)
-        with self._ready_to_issue(stream) as ready:
-            launch(ready, config, kernel, address, pitch, rows, width, vectors * 1, len(rest), *arguments)
-
-    def _kernel(self, dtype: torch.dtype, device: int) -> Any:
-        key = (dtype, self._capability[device])
+        key = (target.dtype, device)
         if key not in self._kernels:
-            self._kernels[key] = kernel_cache.load(_SUMS[dtype], key[1])
-        return self._kernels[key]
+            capability = torch.cuda.get_device_capability(self._places[device])
+            self._kernels[key] = kernel_cache.load(_SUMS[target.dtype], capability)
+        launch(stream, config, self._kernels[key], address, pitch, rows, width, vectors * 1, len(rest), *arguments)
 
 
-def without_callers(program: Program) -> tuple[Command, ...]:
-    """Return the commands of a program whose callers' streams are tpplan's, without events that order nothing."""
-    recorded: dict[Event, Stream] = {}
-    waiting: list[Command] = []
-    for command in program.commands:
-        if isinstance(command, Record | Wait) and command.stream.kind == CALLER:
-            command = evolve(command, stream=own(command.stream.device))  # noqa: PLW2901
-        if isinstance(command, Record):
-            recorded[command.event] = command.stream
-        if not (isinstance(command, Wait) and recorded.get(command.event) == command.stream):
-            waiting.append(command)
-    # Events that any stream may record order programs too; all others order commands of one.
-    wanted = {*program.results, *(event for event in recorded if event.stream == HOST_STREAM)}
-    kept: list[Command] = []
-    for command in reversed(waiting):
-        if isinstance(command, Record) and command.event not in wanted:
-            continue
-        if isinstance(command, Wait):
-            wanted.add(command.event)
-        kept.append(command)
-    return tuple(reversed(kept))
+def _copy(stream: LaunchStream, _: int, target: Tensor, sources: list[Tensor]) -> None:
+    item, (rows, columns), (source,) = target.element_size(), target.shape, sources
+    (result,) = runtime.cudaMemcpy2DAsync(
+        target.data_ptr(),
+        _pitch(target),
+        source.data_ptr(),
+        _pitch(source),
+        columns * item,
+        rows,
+        runtime.cudaMemcpyKind.cudaMemcpyDefault,
+        int(stream.handle),
+    )
+    if result != runtime.cudaError_t.cudaSuccess:
+        message = f"a copy from {source.device} to {target.device} failed: {result.name}"
+        raise ExecutionError(message, "earlier work on these devices may have failed")
 
 
 def _pitch(tensor: Tensor) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attrs import evolve
+
 from tpplan.exec.program import CALLER, HOST, OWN, Event, Record, Stream, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from tpplan.exec.program import Command
+    from tpplan.exec.program import Command, Program
 
 HOST_STREAM = Stream(OWN, HOST)
 
@@ -42,3 +44,26 @@ def order(name: str, first: Stream, then: Stream) -> Iterator[Command]:
     """Let ``then`` wait for what is in ``first`` by now."""
     yield Record(first, Event(name, first))
     yield Wait(then, Event(name, first))
+
+
+def without_callers(program: Program) -> tuple[Command, ...]:
+    """Return the commands of a program whose callers' streams are tpplan's, without events that order nothing."""
+    recorded: dict[Event, Stream] = {}
+    waiting: list[Command] = []
+    for each in program.commands:
+        called = isinstance(each, Record | Wait) and each.stream.kind == CALLER
+        command = evolve(each, stream=own(each.stream.device)) if called else each
+        if isinstance(command, Record):
+            recorded[command.event] = command.stream
+        if not (isinstance(command, Wait) and recorded.get(command.event) == command.stream):
+            waiting.append(command)
+    # Events that any stream may record order programs too; all others order commands of one.
+    wanted = {*program.results, *(event for event in recorded if event.stream == HOST_STREAM)}
+    kept: list[Command] = []
+    for command in reversed(waiting):
+        if isinstance(command, Record) and command.event not in wanted:
+            continue
+        if isinstance(command, Wait):
+            wanted.add(command.event)
+        kept.append(command)
+    return tuple(reversed(kept))

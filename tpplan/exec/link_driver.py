@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 #: Files of which the first that exists tells the version of the GPUs' driver.
 _DRIVER_VERSIONS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/amdgpu/srcversion")
 
-#: Settings of torch's allocator: memory of another kind may be reached in another way.
-_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+#: Settings of torch's allocator, for memory of another kind may be reached in another way, and of launches: one that
+#: waits for its kernel never gets to the kernel that this one waits for.
+_SETTINGS = ("CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class TorchDriver:

@@ -13,16 +13,14 @@ from tpplan.exec import kernel_cache, lower_flags, operation
 from tpplan.exec.binding import Memory
 from tpplan.exec.kernel_cache import MOST_SOURCES
 from tpplan.exec.link import Mechanism
-from tpplan.exec.program import INPUT, OUTPUT, SLOTS, Buffer, Exchange
+from tpplan.exec.program import INPUT, OUTPUT, SLOTS, Buffer
 from tpplan.exec.slot_table import capacity
-from tpplan.exec.slots import Slots
+from tpplan.exec.slots import Launch, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-
-    from tpplan.exec.program import Program
 
 _SLOT_BYTES = 2**17
 _THREADS, _BLOCKS = 256, 32
@@ -84,7 +82,7 @@ class _Pair:
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
         self._ends = (source, target)
-        self._programs: dict[int, Program] = {}
+        self._sizes: dict[int, tuple[Launch, ...]] = {}
         places = dict(enumerate(end.device for end in self._ends))
         slots = torch.empty((SLOTS, _SLOT_BYTES), dtype=torch.uint8, device=target.device)
         flags = {i: torch.empty(2**12, dtype=torch.uint8, device=place) for i, place in places.items()}
@@ -97,13 +95,13 @@ class _Pair:
         """Send some of the bytes."""
         source, target = (end[start:stop].view(1, -1) for end in self._ends)
         if size := source.numel():
-            if size not in self._programs:
-                self._programs[size] = lower_flags.moves(operation.broadcast(0, (1,), size), on_host=False)
-            program = self._programs[size]
+            if size not in self._sizes:
+                program = lower_flags.moves(operation.broadcast(0, (1,), size), on_host=False)
+                self._sizes[size] = self._slots.prepare(program, torch.uint8)
             operands = {Buffer(INPUT, 0): source, Buffer(OUTPUT, 1): target}
-            for command in program.commands:
-                if isinstance(command, Exchange):
-                    self._slots.launch(program, command, operands, self._launches[command.stream.device])
+            for each in self._sizes[size]:
+                device = each.stream.device
+                self._slots.launch(self._launches[device], device, each, operands, 1)
 
     def finish(self) -> None:
         """Wait until everything is there.

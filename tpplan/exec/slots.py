@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import kernel_cache
-from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Exchange, Sum
+from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Exchange, Stream, Sum
 from tpplan.exec.slot_table import BLOCKS, DATA_BYTES, THREADS, Place, queues, table, widest
 
 if TYPE_CHECKING:
@@ -28,25 +28,24 @@ _DEADLINE = 20_000_000_000
 
 
 @frozen(eq=False)
-class _Ready:
-    """An exchange of one device, for elements of some size.
+class Launch:
+    """The kernel of one device in an exchange, for a dtype.
 
     Attributes:
+        stream: of the program, that it is launched on.
+        kernel: to launch.
         table: on the device.
         words: of it.
         roles: of the operands, in the order of the kernel's arguments, each with the bits of the bytes it starts at.
-        columns: of the program's widest message.
+        row_bytes: of the program's widest message.
     """
 
+    stream: Stream
+    kernel: Any
     table: Tensor
     words: int
     roles: tuple[tuple[Buffer, int], ...]
-    columns: int
-
-    @property
-    def sums(self) -> bool:
-        """Whether it adds, and so has a residual."""
-        return len(self.roles) == 3  # noqa: PLR2004
+    row_bytes: int
 
 
 class Slots:
@@ -61,11 +60,11 @@ class Slots:
         """
         self._memory = memory
         self._places = places
-        self._ready: dict[tuple[int, int, int], _Ready] = {}
-        self._programs: list[Program] = []  # kept, for they are known by their identity
         self._counters: dict[tuple[Queue, str, int], int] = {}
         self._used: dict[int, int] = dict.fromkeys(memory.flags, 0)
         self._status = torch.zeros(16, dtype=torch.int32, pin_memory=True)
+        self._seen, self._word = self._status.numpy(), self._status.data_ptr()
+        self._configs = {blocks: LaunchConfig(grid=blocks, block=THREADS) for blocks in range(1, BLOCKS + 1)}
         self._kernels: dict[tuple[str, int], Any] = {}
         for area in memory.flags.values():
             area.zero_()
@@ -77,29 +76,22 @@ class Slots:
                 kernel = kernel_cache.load(name, torch.cuda.get_device_capability(place))
                 self._kernels[name, device] = kernel
                 rest = [0] * (8 if name == "slot_move" else 11)
-                config = LaunchConfig(grid=1, block=THREADS)
-                launch(stream, config, kernel, nothing.data_ptr(), 13, 0, *rest)
+                launch(stream, self._configs[1], kernel, nothing.data_ptr(), 13, 0, *rest)
             torch.cuda.synchronize(place)
 
-    def launch(self, program: Program, exchange: Exchange, operands: Mapping[Buffer, Tensor], stream: Any) -> None:
+    def launch(self, stream: LaunchStream, _: int, ready: Launch, operands: Mapping[Buffer, Tensor], rows: int) -> None:
         """Launch the kernel of one device.
 
-        Raises:
-            ExecutionError: an earlier exchange waited in vain.
+        Args:
+            stream: to launch on.
+            ready: made by :meth:`prepare`.
+            operands: the caller's tensors.
+            rows: of each.
         """
-        self.check()
-        device = exchange.stream.device
-        some = next(iter(operands.values()))
-        rows, item = some.shape[0], some.element_size()
-        if (id(program), device, item) not in self._ready:
-            self._prepare(program, item)
-        ready = self._ready[id(program), device, item]
-        packets = -(-rows * ready.columns * item // DATA_BYTES)
-        config = LaunchConfig(grid=max(1, min(BLOCKS, -(-packets // THREADS))), block=THREADS)
+        blocks = min(BLOCKS, -(-rows * ready.row_bytes // (DATA_BYTES * THREADS)))
         ends = [end for buffer, bits in ready.roles for end in _end(operands.get(buffer), bits)]
-        kernel = self._kernels[_SUMS[some.dtype] if ready.sums else "slot_move", device]
-        status = self._status.data_ptr()
-        launch(stream, config, kernel, ready.table.data_ptr(), ready.words, rows, *ends, _DEADLINE, status)
+        config = self._configs[max(1, blocks)]
+        launch(stream, config, ready.kernel, ready.table.data_ptr(), ready.words, rows, *ends, _DEADLINE, self._word)
 
     def check(self) -> None:
         """Refuse to go on after an exchange in which a device waited in vain.
@@ -107,35 +99,39 @@ class Slots:
         Raises:
             ExecutionError: there was one.
         """
-        if code := int(self._status[0]):
+        if code := int(self._seen[0]):
             what = {1: "a message", 2: "a slot to be freed"}[code]
             raise ExecutionError(f"a device waited for {what} that never came", "close the context, and compile again")
 
-    def _prepare(self, program: Program, item: int) -> None:
-        """Write the tables of all devices: nothing may be allocated or copied while some of them are waiting.
+    def prepare(self, program: Program, dtype: torch.dtype) -> tuple[Launch, ...]:
+        """Return the launches of a program's exchanges, in order.
+
+        The tables of all devices are written first: nothing may be allocated or copied while some of them are waiting.
 
         Raises:
             ExecutionError: a graph is being captured.
         """
-        if torch.cuda.is_current_stream_capturing():
-            raise ExecutionError(f"{program.name} was not run before", "run everything once before capturing it")
         exchanges = [command for command in program.commands if isinstance(command, Exchange)]
+        if exchanges and torch.cuda.is_current_stream_capturing():
+            raise ExecutionError(f"{program.name} was not run before", "run everything once before capturing it")
         sums = any(isinstance(step, Sum) for each in exchanges for step in each.steps)
-        columns = widest(exchanges)
+        row_bytes = widest(exchanges) * dtype.itemsize
         for queue in {queue for each in exchanges for queue in queues(each)} - {key[0] for key in self._counters}:
             self._memory.slots(queue).zero_()  # where no message is, no number may be
+        launches = []
         for exchange in exchanges:
             device = exchange.stream.device
             found = {queue: self._place(queue, device) for queue in queues(exchange)}
             stride = max((self._memory.slots(queue).shape[1] for queue in found), default=0)
-            made = table(exchange, item, found, stride)
+            made = table(exchange, dtype.itemsize, found, stride)
             there = torch.tensor(made.words, dtype=torch.int64).to(self._places[device])
             roles = {INPUT: made.read, RESIDUAL: made.read, OUTPUT: made.written}
             ends = tuple((Buffer(role, device), bits) for role, bits in roles.items() if sums or role != RESIDUAL)
-            self._ready[id(program), device, item] = _Ready(there, len(made.words), ends, columns)
-        for place in self._places.values():
+            kernel = self._kernels[_SUMS[dtype] if sums else "slot_move", device]
+            launches.append(Launch(exchange.stream, kernel, there, len(made.words), ends, row_bytes))
+        for place in self._places.values() if launches else ():
             torch.cuda.synchronize(place)
-        self._programs.append(program)
+        return tuple(launches)
 
     def _place(self, queue: Queue, device: int) -> Place:
         """Return where a device finds a queue; its sender has the credits, unless that is the host's memory."""
