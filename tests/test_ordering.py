@@ -188,7 +188,10 @@ def test_programs_share_the_contexts_memory_whatever_they_keep_there() -> None:
     assert kinds(half(1, 0, 4), half(1, 4, 8)) == []
     assert kinds(half(1, 0, 4), half(2, 4, 8)) == [RACE]
     assert kinds(half(1, 0, 4), half(1, 0, 8), half(2, 4, 8)) == [RACE, RACE]
-    both = Program("halves", (*half(1, 4, 8).commands, *half(2, 0, 4).commands))
+    other = half(2, 0, 4).commands
+    late = [Record(other[1].stream, Event("late", other[1].stream))] * 9  # so that it is looked at behind the others
+    both = Program("halves", (*other[:2], *late, *half(1, 4, 8).commands, *other[2:]))
+    assert kinds(both) == []
     assert kinds(half(1, 4, 8), both) == [RACE]
 
 
