@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _SLOW_IS_FINE = (HealthCheck.too_slow,)  # one slow core must not turn a green run red
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads on top of pytest's workers only get in each other's way
+
 settings.register_profile("dev", deadline=None, suppress_health_check=_SLOW_IS_FINE)
 settings.register_profile("ci", deadline=None, suppress_health_check=_SLOW_IS_FINE, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")

@@ -188,7 +188,7 @@ def test_the_pinned_memory_of_llama_8b_by_hand() -> None:
     found = pinned_bytes(CUTS, "bfloat16", request)
     message = 2048 * 14336 * 2
     assert found == Pinned(buffer_bytes=message, chunk_bytes=message // 8, rings=3, queues=4)
-    assert found.total_bytes == 2 * message + 3 * 2 * message // 8 + 4 * 2 * 2 * 64 * 1024
+    assert found.total_bytes == 2 * message + 3 * 2 * message // 8 + 4 * (2 * 2 * 64 * 1024 + 4096)
 
 
 def test_few_rows_pin_room_for_logits_and_a_row_in_each_chunk() -> None:
@@ -282,3 +282,10 @@ def test_small_buffers_are_rounded_up_each() -> None:
     assert kv.cost(0, 1).workspace == 3 * 64 + 2 * 64
     assert intermediate.cost(0, 128).workspace == 2 * 256
     assert [vocab.cost(0, n).workspace for n in (32, 33)] == [128, 256]
+
+
+def test_a_row_of_float32_always_fits_the_exchange_buffer() -> None:
+    """Also of a narrow model and a single row, in a piece for each of many devices, aligned."""
+    request = Request("reduce", "balanced", Cache("fp16", 8192), 1, 1, "idle")
+    narrow = [evolve(split, size=576) if split.axis is Axis.RS else split for split in CUTS]
+    assert areas(narrow, "bfloat16", request)[0].exchange_bytes == 576 * 4 + 64 * 1024

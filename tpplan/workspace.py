@@ -32,6 +32,8 @@ PAIR = 2
 SLICE_BUFFERS = {Axis.Q: 1, Axis.KV: 2, Axis.ID: 2, Axis.EX: 2, Axis.SX: 2}
 #: Buffers as wide as the residual stream, on every device in use: the stream, its normed copy, and an exchange.
 FULL_BUFFERS = 3
+#: For the alignment of pieces of the exchange buffer.
+SPARE_BYTES = 64 * 2**10
 #: Sine and cosine.
 ROPE_TABLES = 2
 LOGIT_BYTES = 4
@@ -134,12 +136,20 @@ def common_workspace(splits: Iterable[tuple[Axis, int, int]], dtype: str, reques
     sizes = tuple(splits)
     inputs = max((size * width for axis, size, width in sizes if axis in SLICE_BUFFERS), default=0)
     gathered = align(request.max_rows * inputs * ITEM_BYTES[dtype]) if request.layout == "gather" else 0
-    return CONTROL_BYTES + FULL_BUFFERS * _full_buffer(sizes, dtype, request) + gathered
+    full = _full_buffer(sizes, dtype, request)
+    return CONTROL_BYTES + _exchange(sizes, dtype, request) + (FULL_BUFFERS - 1) * full + gathered
 
 
 def _full_buffer(splits: Iterable[tuple[Axis, int, int]], dtype: str, request: Request) -> int:
     hidden = max((size for axis, size, _ in splits if axis is Axis.RS), default=0)
     return align(request.max_rows * hidden * ITEM_BYTES[dtype])
+
+
+def _exchange(splits: Iterable[tuple[Axis, int, int]], dtype: str, request: Request) -> int:
+    """Return the bytes of the exchange buffer: a row of float32 always fits, in as many aligned pieces as devices."""
+    sizes = tuple(splits)
+    hidden = max((size for axis, size, _ in sizes if axis is Axis.RS), default=0)
+    return max(_full_buffer(sizes, dtype, request), align(hidden * LOGIT_BYTES) + SPARE_BYTES)
 
 
 def areas(splits: Sequence[Split], dtype: str, request: Request) -> tuple[Areas, ...]:
@@ -153,7 +163,7 @@ def areas(splits: Sequence[Split], dtype: str, request: Request) -> tuple[Areas,
     # Layers that share a cut of the query heads need not share one of the KV heads.
     queries = {layer: s.size for s in splits if s.axis is Axis.Q for layer in parse_layers(s.layers)}
     sizes = [(s.axis, s.size, s.width) for s in splits]
-    exchange = _full_buffer(sizes, dtype, request)
+    exchange = _exchange(sizes, dtype, request)
     scratch = common_workspace(sizes, dtype, request) - CONTROL_BYTES - exchange
     count = len(splits[0].bounds) - 1
     slices, ropes = [0] * count, [0] * count
