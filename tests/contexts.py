@@ -38,7 +38,13 @@ FREE = 2**30
 def little_room() -> Iterator[None]:
     """Make slots, stages and flags small in every context of a module that imports this."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in {"FLAG_BYTES": 64, "CONTROL_BYTES": 4096, "CHUNK_BYTES": 64, "HOST_SLOT_BYTES": 256}.items():
+        for name, size in {
+            "FLAG_BYTES": 64,
+            "CONTROL_BYTES": 4096,
+            "CHUNK_BYTES": 64,
+            "HOST_SLOT_BYTES": 256,
+            "SPARE_BYTES": 256,
+        }.items():
             for module in (workspace, compiler, host):
                 if hasattr(module, name):
                     patch.setattr(module, name, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -10,6 +11,7 @@ from tpplan.exec import operation
 from tpplan.exec.context_memory import ContextMemory
 from tpplan.exec.explain import explain
 from tpplan.exec.gathered import Gathered
+from tpplan.exec.inflight import Inflight
 from tpplan.exec.operands import Operands, check, check_count, columns_of
 from tpplan.exec.program import HOST
 
@@ -66,6 +68,7 @@ class TPContext(ContextMemory):
         super().__init__(plan, devices, host, dtype)
         self.max_rows = max_rows
         self._engine = engine
+        self._inflight = Inflight()
         places = {d.index: d.device for d in devices}
         self._operands = Operands({**places, HOST: torch.device("cpu")}, max_rows)
 
@@ -108,6 +111,8 @@ class TPContext(ContextMemory):
         """
         with self._guard:
             origin, layout = self._operands.origin("broadcast", x, source)
+            if origin == HOST:
+                self._inflight.settle(x)
             targets, columns = self.devices_of(axis, layer), x.shape[-1]
             slices = tuple((device, 0, columns) for device in targets)
             outputs = self._operands.outputs("broadcast", slices, layout, out=out, inputs=(x,))
@@ -142,6 +147,8 @@ class TPContext(ContextMemory):
         """
         with self._guard:
             origin, layout = self._operands.origin("scatter", x, source)
+            if origin == HOST:
+                self._inflight.settle(x)
             slices = self._columns("scatter", axis, layer, dim)
             check("scatter: x", x, layout, slices[-1][2], x.device)
             outputs = self._operands.outputs("scatter", slices, layout, out=out, inputs=(x,))
@@ -177,7 +184,11 @@ class TPContext(ContextMemory):
             layout = self._operands.parts("gather: parts", parts, slices)
             whole, given = ((HOST, 0, slices[-1][2]),), None if out is None else (out,)
             outputs = self._operands.outputs("gather", whole, layout, out=given, inputs=parts)
+            if out is not None:
+                self._inflight.settle(out)
             pending = self._engine.run(operation.allgather, ("gather", slices, (HOST,)), layout, parts, outputs)
+            if pending is not None:
+                self._inflight.add(outputs[0], pending)
             return Gathered(outputs[0], pending)
 
     def allgather(
@@ -315,10 +326,16 @@ class TPContext(ContextMemory):
             self._engine.backend.synchronize()
 
     def close(self) -> None:
-        """Wait for everything, and give all memory back; closing again does nothing."""
+        """Wait for everything, and give all memory back, also if something has failed; closing again does nothing.
+
+        Raises:
+            ExecutionError: a device waited in vain, or the call comes from inside an operation.
+        """
         if self._guard.close():
-            self._engine.backend.synchronize()
-            self._engine.backend.close()
-            self._host.close()
-            for device in self.devices.values():
-                device.close()
+            with ExitStack() as stack:
+                for device in self.devices.values():
+                    stack.callback(device.close)
+                stack.callback(self._host.close)
+                stack.callback(self._inflight.clear)
+                stack.callback(self._engine.backend.close)
+                self._engine.backend.synchronize()

@@ -38,6 +38,8 @@ _SUMS = {torch.bfloat16: "sum_bf16", torch.float16: "sum_f16", torch.float32: "s
 _VECTOR_BYTES = 16
 _THREADS = 256
 _MOST_BLOCKS = 264
+#: How many programs are remembered, each for a dtype.
+_KEPT = 1024
 
 
 @frozen(eq=False)
@@ -173,6 +175,10 @@ class CudaDevices:
         current = [self._streams[each][0] for each in self._current.items()]
         return (*current, *(self._loads[device] for device in sorted(self._loaded)))
 
+    def prepared(self) -> tuple[object, ...]:
+        """Return what the kernels issued so far read besides their operands; it has to live until they are complete."""
+        return tuple(self._ready.values())
+
     def forget(self) -> None:
         """Start anew after everything is complete, as a graph does that is to be captured, or was."""
         self._current.clear()
@@ -190,6 +196,9 @@ class CudaDevices:
             held.clear()
 
     def _prepare(self, program: Program, dtype: torch.dtype) -> _Ready:
+        if len(self._ready) >= _KEPT and not torch.cuda.is_current_stream_capturing():
+            self.synchronize()
+            self._ready.clear()
         launches = self._slots.prepare(program, dtype)
         commands = without_callers(program)
         used = sorted({command.stream.device for command in commands} - {HOST})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import Factory, define
 
@@ -43,6 +43,10 @@ class Backend(Protocol):
         """Give everything back."""
 
 
+#: How many operations, programs, and sizes of an operation are remembered.
+_KEPT = 1024
+
+
 @define(eq=False)
 class Prepared:
     """An operation with its programs.
@@ -78,6 +82,7 @@ class Engine:
         """Return the operation that ``make`` makes of these arguments, made once."""
         key = (make, arguments)
         if key not in self._prepared:
+            _make_room(self._prepared)
             operation = make(*arguments)
             self._prepared[key] = Prepared(operation, _operands(operation))
         return self._prepared[key]
@@ -90,6 +95,7 @@ class Engine:
         """
         key = (operation, way)
         if key not in self._programs:
+            _make_room(self._programs)
             self._programs[key] = verify(lower(operation, way), in_place=isinstance(operation, Reduction))
         return self._programs[key]
 
@@ -121,9 +127,16 @@ class Engine:
         program = prepared.programs.get(size)
         if program is None:
             program = self.program(prepared.operation, self.route(prepared.operation, *size))
+            _make_room(prepared.programs)
             prepared.programs[size] = program
         matrices = [matrix(tensor) for tensor in (*inputs, *outputs)]
         return self.backend.run(program, dict(zip(prepared.operands, matrices, strict=True)))
+
+
+def _make_room(kept: dict[Any, Any]) -> None:
+    """Forget the oldest entry where there are many: widths and rows that never come again do not add up."""
+    if len(kept) >= _KEPT:
+        del kept[next(iter(kept))]
 
 
 def _operands(operation: Operation) -> tuple[Buffer, ...]:

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+#: By how much longer a coroutine sleeps each time before it asks again, and how long at most.
+_STEP_SECONDS, _LONGEST_SECONDS = 2e-5, 1e-3
+
 
 class Pending(Protocol):
     """A program that was issued."""
@@ -28,7 +31,7 @@ class Pending(Protocol):
 class Gathered:
     """A tensor in host memory that devices may still be writing; it cannot be seen before it is complete.
 
-    Works like a future: ``done()``, ``result(timeout)``, and ``await`` in a coroutine.
+    Works like a future: ``done()``, ``result(timeout)``, ``exception(timeout)``, and ``await`` in a coroutine.
     """
 
     def __init__(self, tensor: Tensor, pending: Pending | None) -> None:
@@ -61,12 +64,18 @@ class Gathered:
         self.wait(timeout)
         return self._tensor
 
+    def exception(self, timeout: float | None = None) -> None:
+        """Wait, as :meth:`wait` does, and return None: what arrives has no exception."""
+        self.wait(timeout)
+
     @property
     def tensor(self) -> Tensor:
         """The complete tensor ``[..., columns]`` on the CPU; waits for it."""
         return self.result()
 
     def __await__(self) -> Generator[None, None, Tensor]:
+        delay = 0.0  # most copies are done at once or soon; what takes longer is not asked all the time
         while not self.done():
-            yield from asyncio.sleep(0).__await__()
+            yield from asyncio.sleep(delay).__await__()
+            delay = min(delay + _STEP_SECONDS, _LONGEST_SECONDS)
         return self.result()

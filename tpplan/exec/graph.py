@@ -37,6 +37,7 @@ class Graph:
         self._streams = [torch.cuda.Stream(place) for place in self._places]  # type: ignore[no-untyped-call]
         self._stack = ExitStack()
         self._captured = False
+        self._used: tuple[object, ...] = ()
 
     def __enter__(self) -> Self:
         if self._captured:
@@ -66,11 +67,12 @@ class Graph:
         finally:
             self._backend.forget()
         self._captured = kind is None
+        self._used = self._backend.prepared()  # whose tables its kernels read
 
     def __del__(self) -> None:
         # torch aborts the process if a graph's memory is given back while another one is captured, and
         # `with ctx.capture() as graph` drops an older `graph` just then.
-        _RETIRED.append((self._graph, self._pools))
+        _RETIRED.append((self._graph, self._pools, self._used))
 
     def replay(self) -> None:
         """Run what was captured: after what the current streams of all devices hold, which then wait for it.

@@ -13,20 +13,35 @@ class Guard:
     def __init__(self) -> None:
         self.closed = False
         self._lock = threading.Lock()
+        self._owner = 0
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
+            self._refuse_own()
             hint = "give each thread a context of its own, or take turns"
             raise ExecutionError("another thread is using this context", hint)
         if self.closed:
             self._lock.release()
             raise ExecutionError("the context is closed", "compile the plan again")
+        self._owner = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:
+        self._owner = 0
         self._lock.release()
 
     def close(self) -> bool:
-        """Wait for whoever is inside, and say whether it was open."""
+        """Wait for whoever is inside, and say whether it was open.
+
+        Raises:
+            ExecutionError: the one inside is the calling thread, which would wait for ever.
+        """
+        self._refuse_own()
         with self._lock:
             was_open, self.closed = not self.closed, True
         return was_open
+
+    def _refuse_own(self) -> None:
+        """Refuse the thread that is inside, which comes back from a signal handler or a callback."""
+        if self._owner == threading.get_ident():
+            hint = "let the handler set a flag, and act on it after the operation"
+            raise ExecutionError("this thread is in an operation of the context", hint)

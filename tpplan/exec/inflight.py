@@ -1,0 +1,39 @@
+"""Host memory that devices may still be writing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tpplan.exec.gathered import Pending
+
+
+class Inflight:
+    """The results of gathers that are not complete.
+
+    The host has no stream that would keep a later use of the same memory behind them, and torch does not know of the
+    copies, so that the memory is kept alive here until they are done, whether or not anybody still wants it.
+    """
+
+    def __init__(self) -> None:
+        self._writes: list[tuple[Tensor, Pending]] = []
+
+    def add(self, tensor: Tensor, pending: Pending) -> None:
+        """Keep a tensor until a program has written it."""
+        self._writes = [write for write in self._writes if not write[1].done()]
+        if not pending.done():
+            self._writes.append((tensor, pending))
+
+    def settle(self, tensor: Tensor) -> None:
+        """Wait for everything that writes the storage of a tensor."""
+        if self._writes:
+            storage = tensor.untyped_storage().data_ptr()
+            for other, pending in self._writes:
+                if other.untyped_storage().data_ptr() == storage:
+                    pending.wait()
+
+    def clear(self) -> None:
+        """Forget all of them, as they are complete."""
+        self._writes.clear()
