@@ -139,9 +139,7 @@ def test_a_device_that_never_comes_ends_in_an_error(monkeypatch: pytest.MonkeyPa
         ctx.all_reduce(parts)
         launch = slots.Slots.launch
         monkeypatch.setattr(
-            slots.Slots,
-            "launch",
-            lambda self, program, exchange, *rest: exchange.stream.device and launch(self, program, exchange, *rest),
+            slots.Slots, "launch", lambda self, stream, device, *rest: device and launch(self, stream, device, *rest)
         )
         ctx.all_reduce(parts)
         with pytest.raises(ExecutionError, match="never came"):

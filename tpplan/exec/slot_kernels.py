@@ -18,11 +18,12 @@ from numba.cuda import types
 from tpplan.exec import ptx
 from tpplan.exec.kernels import Kernel, none, only
 from tpplan.exec.slot_table import (
+    COUNTER_BYTES,
     CREDITS,
     DATA_BYTES,
     FETCHED,
     LOCALS,
-    MOST_SEQUENCES,
+    MOST_COUNTERS,
     MOST_WORDS,
     OWN,
     PACKET_BYTES,
@@ -113,38 +114,44 @@ def _receive(address: Any, number: Any, start: Any, deadline: Any, status: Any) 
 
 
 @_device
-def _read(table: Any, words: Any, address: Any, numbers: Any) -> None:
-    """Fetch the table, and then the block's counters, into shared memory."""
+def _counter(counters: Any, number: Any) -> Any:
+    """Return the address of the block's part of a counter."""
+    return counters + _WORD(COUNTER_BYTES) * _WORD(number) + _WORD(4) * _WORD(cuda.blockIdx.x)
+
+
+@_device
+def _read(table: Any, words: Any, address: Any, counts: Any, counters: Any, count: Any) -> None:
+    """Fetch the table and all of the device's counters into shared memory, at the same time."""
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    if thread < count:
+        counts[thread] = ptx.poll_32(_counter(counters, thread))
     index = thread
     while index < words:
         table[index] = ptx.load_word(address + _WORD(8) * _WORD(index))
         index += threads
     cuda.syncthreads()
-    if thread < table[SEQUENCES]:
-        counter = table[table[SEQUENCES + 1] + _WORD(thread)]
-        numbers[thread] = ptx.load_32(counter + _WORD(4) * _WORD(cuda.blockIdx.x)) + _HALF(1)
-    cuda.syncthreads()
 
 
 @_device
-def _await_credits(table: Any, numbers: Any, start: Any, deadline: Any, status: Any) -> None:
+def _await_credits(table: Any, counts: Any, start: Any, deadline: Any, status: Any) -> None:
     """Wait until the slots that are to be filled were read by all their receivers."""
     thread = cuda.threadIdx.x
     if thread < table[CREDITS]:
-        entry = table[CREDITS + 1] + _WORD(2) * _WORD(thread)
-        number, address = numbers[table[entry]], table[entry + 1] + _WORD(4) * _WORD(cuda.blockIdx.x)
+        entry = table[CREDITS + 1] + _WORD(3) * _WORD(thread)
+        number, address = counts[table[entry]] + _HALF(1), table[entry + 2] + _WORD(4) * _WORD(cuda.blockIdx.x)
+        freed = counts[table[entry + 1] - _WORD(1)] if table[entry + 1] else ptx.poll_32(address)
         polls = _HALF(0)
-        while _HALF(number - ptx.poll_32(address)) > _HALF(2):
+        while _HALF(number - freed) > _HALF(2):
             polls += _HALF(1)
             if polls & _HALF(_PATIENCE) == 0 and ptx.cycles() - start > deadline:
                 ptx.post_32(status, _HALF(2))
                 break
+            freed = ptx.poll_32(address)
     cuda.syncthreads()
 
 
 @_device
-def _send(table: Any, numbers: Any, rows: Any, x: Any, pitch: Any, piece: Any) -> None:
+def _send(table: Any, counts: Any, rows: Any, x: Any, pitch: Any, piece: Any) -> None:
     """Write every message into its slots."""
     block, thread = _WORD(cuda.blockIdx.x), _WORD(cuda.threadIdx.x)
     step = _WORD(cuda.gridDim.x) * _WORD(cuda.blockDim.x)
@@ -159,7 +166,7 @@ def _send(table: Any, numbers: Any, rows: Any, x: Any, pitch: Any, piece: Any) -
             low, high = _HALF(value), _HALF(value >> _WORD(32))
             index = lane
             while index < lane + _WORD(2) * lanes:
-                number = numbers[table[index + 1]]
+                number = _HALF(counts[table[index + 1]] + _HALF(1))
                 slot = table[index] + _WORD(number & _HALF(1)) * table[STRIDE]
                 ptx.post_128(slot + offset, low, number, high, number)
                 index += _WORD(2)
@@ -168,35 +175,37 @@ def _send(table: Any, numbers: Any, rows: Any, x: Any, pitch: Any, piece: Any) -
 
 
 @_device
-def _finish(table: Any, numbers: Any, words: Any, sequence: Any, credit: Any) -> None:
+def _finish(table: Any, counts: Any, counters: Any, words: Any, sequence: Any, credit: Any) -> None:
     """Count the messages, and free the slots that were read.
 
     Args:
         table: of the kernel.
-        numbers: of the messages.
+        counts: of messages, before.
+        counters: address of the device's.
         words: of each entry of what is received.
         sequence: which of them is the counter.
         credit: which of them is the address of the credit; 0 where there is none.
     """
     cuda.syncthreads()
-    thread, block = cuda.threadIdx.x, _WORD(cuda.blockIdx.x)
+    thread = cuda.threadIdx.x
     if thread < table[SEQUENCES]:
-        counter = table[table[SEQUENCES + 1] + _WORD(thread)]
-        ptx.store_32(counter + _WORD(4) * block, numbers[thread])
+        number = table[table[SEQUENCES + 1] + _WORD(thread)]
+        ptx.store_32(_counter(counters, number), _HALF(counts[number] + _HALF(1)))
     if thread < table[RECEIVES]:
         entry = table[RECEIVES + 1] + _WORD(words) * _WORD(thread)
         if table[entry + _WORD(credit)]:
-            ptx.post_32(table[entry + _WORD(credit)] + _WORD(4) * block, numbers[table[entry + _WORD(sequence)]])
+            freed = _HALF(counts[table[entry + _WORD(sequence)]] + _HALF(1))
+            ptx.post_32(table[entry + _WORD(credit)] + _WORD(4) * _WORD(cuda.blockIdx.x), freed)
 
 
 def _move(  # type: ignore[no-untyped-def]
-    address, words, rows, x, x_pitch, x_piece, out, out_pitch, out_piece, deadline, status
+    address, words, counters, count, rows, x, x_pitch, x_piece, out, out_pitch, out_piece, deadline, status
 ):
-    table, numbers = cuda.shared.array(MOST_WORDS, _WORD), cuda.shared.array(MOST_SEQUENCES, _HALF)
+    table, counts = cuda.shared.array(MOST_WORDS, _WORD), cuda.shared.array(MOST_COUNTERS, _HALF)
     start = ptx.cycles()
-    _read(table, words, address, numbers)
-    _await_credits(table, numbers, start, deadline, status)
-    _send(table, numbers, rows, x, x_pitch, x_piece)
+    _read(table, words, address, counts, counters, count)
+    _await_credits(table, counts, start, deadline, status)
+    _send(table, counts, rows, x, x_pitch, x_piece)
     block, thread = _WORD(cuda.blockIdx.x), _WORD(cuda.threadIdx.x)
     step = _WORD(cuda.gridDim.x) * _WORD(cuda.blockDim.x)
     for k in range(table[LOCALS]):
@@ -210,7 +219,7 @@ def _move(  # type: ignore[no-untyped-def]
             packet += step
     for k in range(table[RECEIVES]):
         entry = table[RECEIVES + 1] + _WORD(7) * _WORD(k)
-        number, message = numbers[table[entry + 1]], table[entry + 3]
+        number, message = _HALF(counts[table[entry + 1]] + _HALF(1)), table[entry + 3]
         slot = table[entry] + _WORD(number & _HALF(1)) * table[STRIDE]
         packet = block * _WORD(cuda.blockDim.x) + thread
         offset = block * table[REGION] + thread * _WORD(PACKET_BYTES)
@@ -221,20 +230,21 @@ def _move(  # type: ignore[no-untyped-def]
             _scatter(target, out_pitch, message, skip, width, rows * message, packet, value, out_piece)
             packet += step
             offset += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
-    _finish(table, numbers, 7, 1, 2)
+    _finish(table, counts, counters, 7, 1, 2)
 
 
 def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
     """Make a kernel in which every device sends its part and adds up all parts in float32, in order."""
 
     def add(  # type: ignore[no-untyped-def]
-        address, words, rows, x, x_pitch, x_piece, r, r_pitch, r_piece, out, out_pitch, out_piece, deadline, status
-    ):
-        table, numbers = cuda.shared.array(MOST_WORDS, _WORD), cuda.shared.array(MOST_SEQUENCES, _HALF)
+        address, words, counters, count, rows, x, x_pitch, x_piece, r, r_pitch, r_piece, out, out_pitch, out_piece,
+        deadline, status,
+    ):  # fmt: skip
+        table, counts = cuda.shared.array(MOST_WORDS, _WORD), cuda.shared.array(MOST_COUNTERS, _HALF)
         start = ptx.cycles()
-        _read(table, words, address, numbers)
-        _await_credits(table, numbers, start, deadline, status)
-        _send(table, numbers, rows, x, x_pitch, x_piece)
+        _read(table, words, address, counts, counters, count)
+        _await_credits(table, counts, start, deadline, status)
+        _send(table, counts, rows, x, x_pitch, x_piece)
         block, thread = _WORD(cuda.blockIdx.x), _WORD(cuda.threadIdx.x)
         packet = block * _WORD(cuda.blockDim.x) + thread
         offset = block * table[REGION] + thread * _WORD(PACKET_BYTES)
@@ -244,7 +254,7 @@ def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
             for k in range(table[RECEIVES]):
                 entry = table[RECEIVES + 1] + _WORD(4) * _WORD(k)
                 if table[entry] == FETCHED:
-                    number = numbers[table[entry + 2]]
+                    number = _HALF(counts[table[entry + 2]] + _HALF(1))
                     slot = table[entry + 1] + _WORD(number & _HALF(1)) * table[STRIDE]
                     value = _receive(slot + offset, number, start, deadline, status)
                 elif table[entry] == OWN:
@@ -260,12 +270,12 @@ def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
             _scatter(out, out_pitch, width, _WORD(0), width, total, packet, value, out_piece)
             packet += _WORD(cuda.gridDim.x) * _WORD(cuda.blockDim.x)
             offset += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
-        _finish(table, numbers, 4, 2, 3)
+        _finish(table, counts, counters, 4, 2, 3)
 
-    return Kernel(name, add, 14)
+    return Kernel(name, add, 16)
 
 
-SLOT_MOVE = Kernel("slot_move", _move, 11)
+SLOT_MOVE = Kernel("slot_move", _move, 13)
 SLOT_SUM_BF16 = _sum("slot_sum_bf16", ptx.low_bf16, ptx.high_bf16, ptx.two_bf16)
 SLOT_SUM_F16 = _sum("slot_sum_f16", ptx.low_f16, ptx.high_f16, ptx.two_f16)
 SLOT_SUM_F32 = _sum("slot_sum_f32", ptx.float_of, none, only)

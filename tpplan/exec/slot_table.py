@@ -1,7 +1,7 @@
 """The table of a slot kernel: what one device does in an exchange, in words of 8 bytes.
 
 A table starts with the number and the offset of the entries of each kind, and then has the entries. Columns are in
-bytes, addresses are of counters (one of 4 bytes for each block of threads) and of slots.
+bytes. A device's counters are numbered; each has 4 bytes for every block of threads.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ SEQUENCES, CREDITS, SENDS, LOCALS, RECEIVES = 0, 2, 4, 6, 8
 #: Bytes of a block's part of a slot, of a slot, and of a row of a sum.
 REGION, STRIDE, WIDTH = 10, 11, 12
 HEADER_WORDS = 13
-#: Words of the longest table, and most counters, that a kernel has room for.
-MOST_WORDS, MOST_SEQUENCES = 512, 64
+#: Words of the longest table, and most counters of a device, that a kernel has room for.
+MOST_WORDS, MOST_COUNTERS = 512, 128
+#: Bytes of a counter: 4 for each block.
+COUNTER_BYTES = 4 * BLOCKS
 
 #: What a source of a sum is.
 OWN, RESIDUE, FETCHED = 0, 1, 2
@@ -41,14 +43,14 @@ class Place:
 
     Attributes:
         slots: address of the first slot.
-        sequence: address of the device's count of messages.
-        credits: addresses of the counts of the messages that each receiver has freed; the sender reads all of them, a
-            receiver has its own only.
+        sequence: which of the device's counters is of the messages.
+        credits: the counts of the messages that each receiver has freed: its address, and which of the device's
+            counters it is, or -1 if it is elsewhere. The sender reads all of them, a receiver writes its own.
     """
 
     slots: int
     sequence: int
-    credits: tuple[int, ...]
+    credits: tuple[tuple[int, int], ...]
 
 
 def capacity(stride: int) -> int:
@@ -63,7 +65,7 @@ class _Entries:
     item: int
     places: dict[Queue, Place]
     sequences: list[int] = Factory(list)
-    credits: list[tuple[int, int]] = Factory(list)
+    credits: list[tuple[int, int, int]] = Factory(list)
     sends: list[tuple[int, int, list[tuple[int, int]]]] = Factory(list)
     locals: list[tuple[int, ...]] = Factory(list)
     receives: list[tuple[int, ...]] = Factory(list)
@@ -72,11 +74,11 @@ class _Entries:
     written: int = 0
 
     def sequence(self, queue: Queue) -> int:
-        """Return the index of the device's counter of a queue."""
-        address = self.places[queue].sequence
-        if address not in self.sequences:
-            self.sequences.append(address)
-        return self.sequences.index(address)
+        """Return the number of the device's counter of a queue, which is to be raised."""
+        number = self.places[queue].sequence
+        if number not in self.sequences:
+            self.sequences.append(number)
+        return number
 
     def columns(self, view: View) -> tuple[int, int]:
         """Return the first byte and the bytes of a view's columns."""
@@ -90,7 +92,7 @@ class _Entries:
             first, width = self.columns(source)
             self.read |= first | width
             lane = (self.places[queue].slots, self.sequence(queue))
-            self.credits += ((lane[1], address) for address in self.places[queue].credits)
+            self.credits += ((lane[1], number + 1, address) for address, number in self.places[queue].credits)
             if self.sends and self.sends[-1][:2] == (first, width):
                 self.sends[-1][2].append(lane)
             else:
@@ -102,7 +104,7 @@ class _Entries:
             message = source.width * self.item
             self.written |= message | skip | width | to
             index = self.sequence(source.buffer.queue)
-            self.receives.append((place.slots, index, place.credits[0], message, skip, width, to))
+            self.receives.append((place.slots, index, place.credits[0][0], message, skip, width, to))
         else:
             entry = (self.columns(source)[0], *self.columns(target))
             self.read |= entry[0] | entry[2]
@@ -120,7 +122,7 @@ class _Entries:
                 self.receives.append((OWN if view.buffer.role == INPUT else RESIDUE, 0, 0, 0))
             else:
                 place = self.places[queue]
-                self.receives.append((FETCHED, place.slots, self.sequence(queue), place.credits[0]))
+                self.receives.append((FETCHED, place.slots, self.sequence(queue), place.credits[0][0]))
 
     def words(self, stride: int) -> list[int]:
         """Return the table."""
@@ -139,8 +141,8 @@ class _Entries:
             offset += len(section)
         region = stride // BLOCKS // (PACKET_BYTES * THREADS) * PACKET_BYTES * THREADS
         table = [*header, region, stride, self.width, *(word for section in sections for word in section)]
-        if len(table) > MOST_WORDS or len(self.sequences) > MOST_SEQUENCES:
-            raise InternalError(f"a table of {len(table)} words and {len(self.sequences)} counters is too long")
+        if len(table) > MOST_WORDS:
+            raise InternalError(f"a table of {len(table)} words is too long")
         return table
 
 

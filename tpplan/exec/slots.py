@@ -13,7 +13,17 @@ from torch import Tensor
 from tpplan.errors import ExecutionError
 from tpplan.exec import kernel_cache
 from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Exchange, Stream, Sum
-from tpplan.exec.slot_table import BLOCKS, DATA_BYTES, THREADS, Place, queues, table, widest
+from tpplan.exec.slot_table import (
+    BLOCKS,
+    COUNTER_BYTES,
+    DATA_BYTES,
+    MOST_COUNTERS,
+    THREADS,
+    Place,
+    queues,
+    table,
+    widest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +32,6 @@ if TYPE_CHECKING:
     from tpplan.exec.program import Program, Queue
 
 _SUMS = {torch.bfloat16: "slot_sum_bf16", torch.float16: "slot_sum_f16", torch.float32: "slot_sum_f32"}
-_COUNTER_BYTES = 4 * BLOCKS
 #: A device that does not answer for about so many cycles of a multiprocessor never will: ten seconds, or a few more.
 _DEADLINE = 20_000_000_000
 
@@ -61,10 +70,11 @@ class Slots:
         self._memory = memory
         self._places = places
         self._counters: dict[tuple[Queue, str, int], int] = {}
-        self._used: dict[int, int] = dict.fromkeys(memory.flags, 0)
+        self._used: dict[int, int] = dict.fromkeys(memory.flags, 0)  # counters, numbered on each device
         self._status = torch.zeros(16, dtype=torch.int32, pin_memory=True)
         self._seen, self._word = self._status.numpy(), self._status.data_ptr()
         self._configs = {blocks: LaunchConfig(grid=blocks, block=THREADS) for blocks in range(1, BLOCKS + 1)}
+        self._flags: dict[int, tuple[int, int]] = {}  # address and number of each device's counters
         self._kernels: dict[tuple[str, int], Any] = {}
         for area in memory.flags.values():
             area.zero_()
@@ -75,8 +85,8 @@ class Slots:
             for name in ("slot_move", *_SUMS.values()):
                 kernel = kernel_cache.load(name, torch.cuda.get_device_capability(place))
                 self._kernels[name, device] = kernel
-                rest = [0] * (8 if name == "slot_move" else 11)
-                launch(stream, self._configs[1], kernel, nothing.data_ptr(), 13, 0, *rest)
+                rest = [0] * (11 if name == "slot_move" else 14)
+                launch(stream, self._configs[1], kernel, nothing.data_ptr(), 13, *rest)
             torch.cuda.synchronize(place)
 
     def launch(self, stream: LaunchStream, _: int, ready: Launch, operands: Mapping[Buffer, Tensor], rows: int) -> None:
@@ -91,7 +101,8 @@ class Slots:
         blocks = min(BLOCKS, -(-rows * ready.row_bytes // (DATA_BYTES * THREADS)))
         ends = [end for buffer, bits in ready.roles for end in _end(operands.get(buffer), bits)]
         config = self._configs[max(1, blocks)]
-        launch(stream, config, ready.kernel, ready.table.data_ptr(), ready.words, rows, *ends, _DEADLINE, self._word)
+        where, counters = ready.table.data_ptr(), self._flags[ready.stream.device]
+        launch(stream, config, ready.kernel, where, ready.words, *counters, rows, *ends, _DEADLINE, self._word)
 
     def check(self) -> None:
         """Refuse to go on after an exchange in which a device waited in vain.
@@ -140,18 +151,30 @@ class Slots:
         return Place(
             self._memory.slots(queue).data_ptr(),
             self._counter(queue, "sequence", device, device),
-            tuple(self._counter(queue, "credit", reader, home) for reader in readers),
+            tuple(self._credit(queue, reader, home, device) for reader in readers),
         )
 
+    def _credit(self, queue: Queue, reader: int, home: int, device: int) -> tuple[int, int]:
+        """Return the address of a reader's count, and its number if it is one of the device's counters."""
+        number = self._counter(queue, "credit", reader, home)
+        address = self._memory.flags[home].data_ptr() + number * COUNTER_BYTES
+        return address, number if home == device else -1
+
     def _counter(self, queue: Queue, name: str, device: int, home: int) -> int:
-        """Return the address of a counter, made when it is first asked for."""
+        """Return the number of a counter, made when it is first asked for.
+
+        Raises:
+            ExecutionError: there is no room for more.
+        """
         key = (queue, name, device)
         if key not in self._counters:
-            area, used = self._memory.flags[home], self._used[home]
-            if used + _COUNTER_BYTES > len(area):
-                raise ExecutionError(f"device {home} has no room for more counters", "use fewer devices")
-            self._counters[key] = area.data_ptr() + used
-            self._used[home] += _COUNTER_BYTES
+            number = self._counters[key] = self._used[home]
+            room = len(self._memory.flags[home]) // COUNTER_BYTES
+            if number >= (room if home == HOST else min(room, MOST_COUNTERS)):
+                raise ExecutionError(f"device {home} has no room for more than {number} counters", "use fewer devices")
+            self._used[home] += 1
+            if home != HOST:
+                self._flags[home] = self._memory.flags[home].data_ptr(), self._used[home]
         return self._counters[key]
 
 
