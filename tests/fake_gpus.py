@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from tpplan.exec.link import Mechanism, Route
+from tpplan.exec.link_report import Mechanism, Route
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -173,7 +173,7 @@ def _only(*mechanisms: Mechanism) -> dict[Mechanism, str]:
     return {m: "no kernel" for m in Mechanism if m not in mechanisms}
 
 
-_COPY, _STORE, _LOAD, _FLAG = Mechanism
+_COPY, _STORE, _FLAG, _LOAD = Mechanism
 _PAIR = GPUS[:2]
 
 #: Factories that a child process imports by name.
@@ -188,6 +188,7 @@ forgetful = partial(ForgetfulDriver, names=_PAIR)
 copies_only = partial(FakeDriver, untestable=_only(_COPY))
 one_way = partial(FakeDriver, {(_COPY, 1, 0): zeros})
 hanging_together = partial(FakeDriver, {(_LOAD, 0, 1): hang_when_concurrent}, _PAIR, _only(_STORE, _LOAD))
+hanging_loads = partial(FakeDriver, {(_LOAD, a, b): hang for a in (0, 1) for b in (0, 1)}, _PAIR)
 hanging_always = partial(FakeDriver, {(m, a, b): hang for m in Mechanism for a in (0, 1) for b in (0, 1)}, _PAIR)
 
 

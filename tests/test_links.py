@@ -13,8 +13,8 @@ from tests import fake_gpus
 from tests.fake_gpus import GPUS, FakeDriver
 from tpplan import codec
 from tpplan.exec import link_cache, link_child, link_probe
-from tpplan.exec.link import Link, LinkReport, Mechanism, Verdict, routes
 from tpplan.exec.link_probe import probe
+from tpplan.exec.link_report import Link, LinkReport, Mechanism, Verdict, routes
 from tpplan.exec.links import link_report
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.fake_gpus import Move
-    from tpplan.exec.link import Route
+    from tpplan.exec.link_report import Route
 
-COPY, STORE, LOAD, FLAG = Mechanism
+COPY, STORE, FLAG, LOAD = Mechanism
 WORKS, BROKEN, UNTESTED = Verdict
 
 #: Long enough for an honest step on a busy machine.
@@ -197,6 +197,13 @@ def test_the_probe_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_loads_are_tested_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No transport uses the loads of kernels, so where they use up all children, all other verdicts are there."""
+    monkeypatch.setattr(link_child, "CHILDREN", 1)
+    report = link_report(driver="tests.fake_gpus:hanging_loads", deadline_s=DEADLINE_S)
+    assert _not_working(report) == {(LOAD, 0, 1): BROKEN, (LOAD, 1, 0): BROKEN}
+
+
 def test_an_owner_that_cannot_be_a_witness_stops_the_probe() -> None:
     """A GPU that loses what its host writes tells nothing of links: no route is tested."""
     with pytest.raises(RuntimeError, match="GPU 1 does not hold what the host wrote to it"):
@@ -235,6 +242,7 @@ def test_a_report_answers_by_direction_and_mechanism() -> None:
     assert report.works(1, 0, STORE)
     assert not report.works(0, 3, COPY)
     assert report.pairs(COPY) == {(a, b) for _, a, b in routes(3)} - {(1, 0)}
+    assert report.reordered(report.gpus[::-1]).pairs(COPY) == {(a, b) for _, a, b in routes(3)} - {(1, 2)}
 
 
 def test_one_gpu_or_none_needs_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:

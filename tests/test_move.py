@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tpplan.errors import DeviceError, ExecutionError
 from tpplan.exec import move
-from tpplan.exec.link import Link, LinkReport, Mechanism, Verdict, routes
+from tpplan.exec.link_report import Link, LinkReport, Mechanism, Verdict, routes
 from tpplan.exec.move import Mover, gpu_peer_copy, safe_move_tensor
 
 if TYPE_CHECKING:

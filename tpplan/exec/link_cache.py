@@ -11,8 +11,8 @@ from attrs import frozen
 
 from tpplan import codec
 from tpplan.errors import TpplanError
-from tpplan.exec.link import LinkReport, routes
 from tpplan.exec.link_probe import PROBE_VERSION
+from tpplan.exec.link_report import LinkReport, routes
 from tpplan.files import parse_json, read_text, save_text
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -20,14 +20,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 from attrs import astuple
 
-from tpplan.exec.link import Link, Mechanism, Verdict
 from tpplan.exec.link_probe import probe
+from tpplan.exec.link_report import Link, Mechanism, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tpplan.exec.link import Route
     from tpplan.exec.link_probe import Driver
+    from tpplan.exec.link_report import Route
 
 #: How long a child may take to import what it needs.
 START_SECONDS = 180.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpplan.exec import kernel_cache
-from tpplan.exec.link import Mechanism
+from tpplan.exec.link_report import Mechanism
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

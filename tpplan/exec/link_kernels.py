@@ -12,7 +12,7 @@ from cuda.core import Stream as LaunchStream
 from tpplan.exec import kernel_cache, lower_flags, operation
 from tpplan.exec.binding import Memory
 from tpplan.exec.kernel_cache import MOST_SOURCES
-from tpplan.exec.link import Mechanism
+from tpplan.exec.link_report import Mechanism
 from tpplan.exec.program import INPUT, OUTPUT, SLOTS, Buffer
 from tpplan.exec.slot_table import capacity
 from tpplan.exec.slots import Launch, Slots

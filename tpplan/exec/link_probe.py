@@ -12,12 +12,12 @@ import os
 import secrets
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from tpplan.exec.link import Link, Mechanism, Verdict
+from tpplan.exec.link_report import Link, Mechanism, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tpplan.exec.link import Route
+    from tpplan.exec.link_report import Route
 
 #: Of what is cached: raise it whenever an older probe may have passed what this one finds.
 PROBE_VERSION = 1

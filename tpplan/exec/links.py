@@ -9,8 +9,8 @@ import sys
 
 from tpplan import codec
 from tpplan.exec import link_cache
-from tpplan.exec.link import Link, LinkReport, Mechanism, Verdict, routes
 from tpplan.exec.link_child import load_driver, probe_in_child
+from tpplan.exec.link_report import Link, LinkReport, Mechanism, Verdict, routes
 
 __all__ = ["Link", "LinkReport", "Mechanism", "Verdict", "link_report"]
 

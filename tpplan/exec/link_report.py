@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cached_property
 
 from attrs import evolve, frozen
 
 
 class Mechanism(StrEnum):
-    """How bytes get from the memory of GPU a to the memory of GPU b, without the host."""
+    """How bytes get from the memory of GPU a to the memory of GPU b, without the host; tested in this order."""
 
     COPY = "copy"  # a's or b's copy engine
     STORE = "store"  # a kernel on a writes b's memory
-    LOAD = "load"  # a kernel on b reads a's memory
     FLAG = "flag"  # kernels on both at once: a stores data and a flag, b polls the flag, takes the data, and answers
+    LOAD = "load"  # a kernel on b reads a's memory; no transport does, so it is the last one to cost the probe anything
 
 
 class Verdict(StrEnum):
@@ -66,15 +67,15 @@ class LinkReport:
 
     def pairs(self, mechanism: Mechanism) -> frozenset[tuple[int, int]]:
         """Return the (source, target) between which a mechanism is verified; it must not be used between others."""
-        return frozenset(
-            (link.source, link.target)
-            for link in self.links
-            if link.mechanism == mechanism and link.verdict == Verdict.WORKS
-        )
+        return frozenset((source, target) for verified, source, target in self._working if verified == mechanism)
 
     def works(self, source: int, target: int, mechanism: Mechanism) -> bool:
         """Tell whether a mechanism is verified from one GPU to another."""
-        return (source, target) in self.pairs(mechanism)
+        return (mechanism, source, target) in self._working
+
+    @cached_property
+    def _working(self) -> frozenset[Route]:
+        return frozenset(link.route for link in self.links if link.verdict == Verdict.WORKS)
 
     def reordered(self, gpus: tuple[str, ...]) -> LinkReport:
         """Return the same verdicts with the indices of another order of the same GPUs, which have distinct UUIDs."""
