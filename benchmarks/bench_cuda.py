@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MODEL = ROOT / "examples" / "models" / "Llama-3.1-8B" / "config.json"
 HIDDEN = 4096
 IN_A_ROW = 50
+REPLAYS = 10
 
 
 def main() -> None:
@@ -77,7 +78,12 @@ def table(ctx: tpx.TPContext, count: int, kib: int, rounds: int) -> None:
         with ctx.capture() as own:
             for _ in range(IN_A_ROW):
                 ours()
-        runs = {"ours": repeat(ours), "nccl": repeat(theirs), "our graph": own.replay, "nccl graph": graph.replay}
+        runs = {
+            "ours": (repeat(ours, IN_A_ROW), IN_A_ROW),
+            "nccl": (repeat(theirs, IN_A_ROW), IN_A_ROW),
+            "our graph": (repeat(own.replay, REPLAYS), IN_A_ROW * REPLAYS),
+            "nccl graph": (repeat(graph.replay, REPLAYS), IN_A_ROW * REPLAYS),
+        }
         times = measured(runs, places, rounds)
         cells = [
             f"{times[a]:.1f} ({times[b] / times[a]:.2f})" for a, b in (("ours", "nccl"), ("our graph", "nccl graph"))
@@ -85,27 +91,29 @@ def table(ctx: tpx.TPContext, count: int, kib: int, rounds: int) -> None:
         print(f"| {kib} | {name} | {cells[0]} | {cells[1]} |", flush=True)
 
 
-def repeat(call: Callable[[], object]) -> Callable[[], None]:
-    """Call as often as a graph does."""
+def repeat(call: Callable[[], object], times: int) -> Callable[[], None]:
+    """Return what calls so often."""
 
     def run() -> None:
-        for _ in range(IN_A_ROW):
+        for _ in range(times):
             call()
 
     return run
 
 
-def measured(runs: dict[str, Callable[[], None]], places: Sequence[torch.device], rounds: int) -> dict[str, float]:
-    """Return the median µs of one operation of each run; they take turns, so that a slow minute slows all."""
+def measured(
+    runs: dict[str, tuple[Callable[[], None], int]], places: Sequence[torch.device], rounds: int
+) -> dict[str, float]:
+    """Return the median µs of an operation of each run, which has so many; they take turns, for noise to hit all."""
     seen: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
-        for name, run in runs.items():
+        for name, (run, operations) in runs.items():
             synchronize(places)
             start = time.perf_counter()
             run()
             synchronize(places)
             if turn:
-                seen[name].append((time.perf_counter() - start) / IN_A_ROW * 1e6)
+                seen[name].append((time.perf_counter() - start) / operations * 1e6)
     return {name: statistics.median(times) for name, times in seen.items()}
 
 
