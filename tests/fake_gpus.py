@@ -169,6 +169,17 @@ class ForgetfulDriver(FakeDriver):
         return bytes(size) if buffer.gpu == 1 else super().read(buffer, size)
 
 
+@define
+class StuckDriver(FakeDriver):
+    """GPUs of which the second cannot be used at all."""
+
+    def write(self, buffer: Piece, data: memoryview) -> None:
+        """Never return from writing to it."""
+        if buffer.gpu == 1:
+            time.sleep(3600)
+        super().write(buffer, data)
+
+
 def _only(*mechanisms: Mechanism) -> dict[Mechanism, str]:
     return {m: "no kernel" for m in Mechanism if m not in mechanisms}
 
@@ -185,6 +196,7 @@ nameless = partial(FakeDriver, names=("", "GPU-b"))
 twins = partial(FakeDriver, names=("GPU-a", "GPU-a"))
 full = partial(FullDriver, names=_PAIR)
 forgetful = partial(ForgetfulDriver, names=_PAIR)
+stuck = partial(StuckDriver, names=_PAIR)
 copies_only = partial(FakeDriver, untestable=_only(_COPY))
 one_way = partial(FakeDriver, {(_COPY, 1, 0): zeros})
 hanging_together = partial(FakeDriver, {(_LOAD, 0, 1): hang_when_concurrent}, _PAIR, _only(_STORE, _LOAD))

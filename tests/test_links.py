@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from tests import fake_gpus
 from tests.fake_gpus import GPUS, FakeDriver
 from tpplan import codec
-from tpplan.exec import link_cache, link_child, link_probe
+from tpplan.exec import kernel_cache, link_cache, link_child, link_driver, link_probe, links
 from tpplan.exec.link_probe import probe
 from tpplan.exec.link_report import Link, LinkReport, Mechanism, Verdict, routes
 from tpplan.exec.links import link_report
@@ -206,14 +208,17 @@ def test_loads_are_tested_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_owner_that_cannot_be_a_witness_stops_the_probe() -> None:
     """A GPU that loses what its host writes tells nothing of links: no route is tested."""
+    events = probe(fake_gpus.forgetful(), routes(2))
+    assert [next(events), next(events)] == [(), ()]
     with pytest.raises(RuntimeError, match="GPU 1 does not hold what the host wrote to it"):
-        next(probe(fake_gpus.forgetful(), routes(2)))
+        next(events)
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("broken_driver", "the probe died with exit code 1: OSError: no such driver"),
+        ("stuck", "the probe hung for 3 s"),
         ("changing", "the probe died with exit code 1: it sees other GPUs than its parent: GPU-c, GPU-b, GPU-a"),
     ],
 )
@@ -321,6 +326,46 @@ def test_a_damaged_cache_is_probed_anew(damage: Callable[[str], bytes], probes: 
     assert _report("one_way") == report
     assert probes == ["one_way", "one_way"]
     assert file.read_text() == text
+
+
+@pytest.mark.parametrize("change", ["source", "compiler", "setting"])
+def test_what_real_verdicts_depend_on(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real GPUs' verdicts are on the kernels too: another source, compiler or setting makes old ones worthless."""
+    for source in kernel_cache._SOURCES:
+        (tmp_path / source).write_text("a kernel")
+    (tmp_path / "version").write_text("driver 1\nbuilt then\n")
+    monkeypatch.setattr(kernel_cache, "__file__", str(tmp_path / "kernel_cache.py"))
+    monkeypatch.setattr(link_driver, "_DRIVER_VERSIONS", (str(tmp_path / "version"),))
+    before = link_driver.TorchDriver().software()
+    assert before == link_driver.TorchDriver().software()
+    assert before.startswith("driver 1; torch ")
+    changes: dict[str, Callable[[], object]] = {
+        "source": lambda: (tmp_path / "slot_kernels.py").write_text("another kernel"),
+        "compiler": lambda: monkeypatch.setattr(kernel_cache, "_version", lambda _: "another version"),
+        "setting": lambda: monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+    }
+    changes[change]()
+    assert link_driver.TorchDriver().software() not in ("", before)
+
+
+def test_the_command_takes_the_cache_unless_told(
+    probes: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``python -m tpplan.exec.links`` prints the cached report, with ``--no-cache`` a new one, and knows no more."""
+    monkeypatch.setattr(links, "link_report", partial(link_report, driver="tests.fake_gpus:one_way"))
+    printed = []
+    for arguments in ([], [], ["--no-cache"]):
+        monkeypatch.setattr(sys, "argv", ["links", *arguments])
+        links.main()
+        printed.append(capsys.readouterr().out)
+    assert printed == [codec.dumps(_report("one_way"))] * 3
+    assert probes == ["one_way"] * 2
+    monkeypatch.setattr(sys, "argv", ["links", "--no-cache", "--nonsense"])
+    with pytest.raises(SystemExit) as ended:
+        links.main()
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --nonsense" in capsys.readouterr().err
+    assert len(probes) == 2
 
 
 def test_an_unwritable_cache_is_no_obstacle(probes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

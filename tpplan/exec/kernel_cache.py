@@ -34,6 +34,15 @@ def _is_installed(name: str) -> bool:
         return False
 
 
+def digest() -> str:
+    """Return 16 hexadecimal digits that change with the kernels' sources and with their compilers."""
+    sha = hashlib.sha256()
+    for source in _SOURCES:
+        sha.update(Path(__file__).with_name(source).read_bytes())
+    sha.update(repr([(package, _version(package)) for package in _COMPILERS]).encode())
+    return sha.hexdigest()[:16]
+
+
 def load(name: str, capability: tuple[int, int]) -> Any:
     """Return a kernel that ``cuda.core.launch`` can run on every GPU of a compute capability.
 
@@ -87,14 +96,10 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
 
 def _path(name: str, capability: tuple[int, int]) -> Path:
     """Return the file for this source, these compilers and this capability."""
-    digest = hashlib.sha256()
-    for source in _SOURCES:
-        digest.update(Path(__file__).with_name(source).read_bytes())
-    digest.update(repr([(package, _version(package)) for package in _COMPILERS]).encode())
     root = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(root) if Path(root).is_absolute() else Path.home() / ".cache"
     arch = f"sm_{capability[0]}{capability[1]}"
-    return folder / "tpplan" / "kernels" / f"{name}-{arch}-{digest.hexdigest()[:16]}.cubin"
+    return folder / "tpplan" / "kernels" / f"{name}-{arch}-{digest()}.cubin"
 
 
 def _version(package: str) -> str:

@@ -68,9 +68,11 @@ def probe_in_child(driver: str, gpus: tuple[str, ...], routes: Sequence[Route], 
         if not left:
             break
         testing: list[Route] = []
+        seconds = START_SECONDS
         try:
             with _child(driver, gpus, left) as lines:
-                while line := _next(lines, deadline_s if testing else START_SECONDS):
+                while line := _next(lines, seconds):
+                    seconds = deadline_s
                     testing = [_route(route) for route in line.get("testing", testing)]
                     for link in (_link(fields) for fields in line.get("found", ())):
                         found[link.route] = link

@@ -32,13 +32,13 @@ class TorchDriver:
         return tuple(str(getattr(torch.cuda.get_device_properties(i), "uuid", "")) for i in range(count))
 
     def software(self) -> str:
-        """Return driver, torch and the settings of its allocator; empty if no file tells the driver's version."""
+        """Return driver, torch, kernels, and settings; empty if no file tells the driver's version."""
         path = next((path for path in map(Path, _DRIVER_VERSIONS) if path.is_file()), None)
         if path is None:
             return ""
         driver = path.read_text().partition("\n")[0]
         settings = [f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ]
-        return "; ".join((driver, f"torch {torch.__version__}", *settings))
+        return "; ".join((driver, f"torch {torch.__version__}", f"kernels {kernel_cache.digest()}", *settings))
 
     def lacks(self, mechanism: Mechanism) -> str:
         """Return why a mechanism cannot be tested: kernels need a compiler."""

@@ -78,8 +78,8 @@ def probe(driver: Driver[B], routes: Sequence[Route]) -> Iterator[tuple[Route, .
         routes: to test; the driver lacks none of their mechanisms.
 
     Yields:
-        The routes that are tested next, before every step, so that whoever waits knows whose fault a hang is; and a
-        verdict for each route, as soon as it is final.
+        The routes that are tested next, before every step, so that whoever waits knows whose fault a hang is: none,
+        before a GPU is used by itself; and a verdict for each route, as soon as it is final.
 
     Raises:
         Exception: what the driver raises. It may be unable to go on, so the next test needs a new process. If that is
@@ -87,6 +87,7 @@ def probe(driver: Driver[B], routes: Sequence[Route]) -> Iterator[tuple[Route, .
     """
     contents = _Contents(max(ALONE + TOGETHER))
     for gpu in sorted({gpu for _, *pair in routes for gpu in pair}):
+        yield ()
         _use_alone(driver, contents, gpu)
     for mechanism in Mechanism:
         passed: list[Route] = []

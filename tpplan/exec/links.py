@@ -1,11 +1,12 @@
 """Which links between the GPUs here work: asked of the cache, else of the probe.
 
-``python -m tpplan.exec.links`` prints the report as JSON, after probing anew.
+``python -m tpplan.exec.links`` prints the report as JSON, with ``--no-cache`` after probing anew.
 """
 
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 
 from tpplan import codec
 from tpplan.exec import link_cache
@@ -23,13 +24,17 @@ def link_report(*, use_cache: bool = True, driver: str = TORCH, deadline_s: floa
     A verdict can only forbid: what is broken, untested or missing in the report must not be used. The probe runs in a
     child process, takes some seconds, and needs up to 32 MiB, and 16 MiB per other GPU, of each GPU's memory besides
     the driver's own for another process. Its verdicts are kept on disk until the next boot, under
-    ``$XDG_CACHE_HOME/tpplan``, by UUIDs of the GPUs, driver and version of the probe; those of a probe that could not
-    test what it should are not.
+    ``$XDG_CACHE_HOME/tpplan``, by UUIDs of the GPUs, driver, torch, kernels and version of the probe; those of a probe
+    that could not test what it should are not.
+
+    A step takes milliseconds, or ``deadline_s`` if it hangs; then, as when the child dies, another child goes on. A
+    child may take 180 s to start and 10 s to go, and there are four at most: if all of them do, and hang, a quarter of
+    an hour.
 
     Args:
         use_cache: take the verdicts from disk if they are there; otherwise probe anew, and keep that.
         driver: of the GPUs, as ``module:factory`` of a :class:`tpplan.exec.link_probe.Driver`.
-        deadline_s: seconds after which a step of the probe counts as hung.
+        deadline_s: seconds after which a step of the probe counts as hung, be it the first use of a GPU by itself.
 
     Returns:
         The report, with the indices of the driver; without links where there are fewer than two GPUs.
@@ -61,5 +66,12 @@ def _is_complete(report: LinkReport, lacks: dict[Mechanism, str]) -> bool:
     return all(lacks[link.mechanism] or link.verdict != Verdict.UNTESTED for link in report.links)
 
 
+def main() -> None:
+    """Print the report."""
+    parser = ArgumentParser("python -m tpplan.exec.links", description="Print which links between the GPUs here work.")
+    parser.add_argument("--no-cache", action="store_true", help="probe anew, even if verdicts are on disk")
+    sys.stdout.write(codec.dumps(link_report(use_cache=not parser.parse_args().no_cache)))
+
+
 if __name__ == "__main__":
-    sys.stdout.write(codec.dumps(link_report(use_cache=False)))
+    main()
