@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Mapping
 from itertools import permutations
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ class Machine:
         data = source.as_subclass(torch.Tensor)
         if CPU in (source.place, target):
             return self.put(data.clone(), target)
-        if data.stride() != data.clone().stride() or data.is_conj():  # a kernel stores them, which does not work here
+        if data.stride() != data.clone().stride() or _is_lazy(data):  # a kernel stores them, which does not work here
             return self.put(torch.zeros_like(data), target)
         return self.put(self.peer(data), target)
 
@@ -95,8 +96,9 @@ class Placed(torch.Tensor):
 
     def copy_(self, source: Placed) -> Placed:  # type: ignore[override]
         """Write its bytes."""
-        if not self.is_contiguous() and CPU not in (self.place, source.place) and self.place != source.place:
-            pytest.fail("a peer copy into a target that is not contiguous is a kernel's")
+        is_plain = self.is_contiguous() and not _is_lazy(self)
+        if not is_plain and CPU not in (self.place, source.place) and self.place != source.place:
+            pytest.fail("a peer copy into a target that is not contiguous, or lazy, is a kernel's")
         data = self.machine.transfer(source, self.place, non_blocking=False)
         self.as_subclass(torch.Tensor).copy_(data.as_subclass(torch.Tensor))
         return self
@@ -114,8 +116,13 @@ class Placed(torch.Tensor):
         return self.machine.put(self.as_subclass(torch.Tensor).resolve_conj(), self.place)
 
     def resolve_neg(self) -> Placed:
-        """Do nothing: no test has such a tensor."""
-        return self
+        """Copy it on its device if its values are to be negated."""
+        return self.machine.put(self.as_subclass(torch.Tensor).resolve_neg(), self.place)
+
+
+def _is_lazy(data: torch.Tensor) -> bool:
+    """Tell whether who reads it has to conjugate or negate."""
+    return data.is_conj() or data.is_neg()
 
 
 def _fails(_: torch.Tensor) -> torch.Tensor:
@@ -128,6 +135,12 @@ def _full(_: torch.Tensor) -> torch.Tensor:
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor)) and a.dtype == b.dtype
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's values, in the order of its indices."""
+    plain = x.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+    return plain.contiguous().flatten().view(torch.uint8)
 
 
 X = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
@@ -164,6 +177,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "bytes": lambda x: x.to(torch.uint8).t() if x.ndim == 2 else x.to(torch.uint8),
     "fp8": lambda x: x.to(torch.float8_e4m3fn),
     "conjugated": lambda x: torch.complex(x, x + 1).conj(),
+    "negated": lambda x: torch.complex(x, x + 1).conj().imag,
 }
 
 
@@ -177,10 +191,7 @@ def test_strides_are_those_that_to_gives(
     data = view(X)
     moved = Mover(machine).move(machine.put(data, GPU[0]), GPU[1], non_blocking=False)
     assert moved.stride() == data.to("meta").stride()
-    as_bytes = [
-        x.as_subclass(torch.Tensor).resolve_conj().contiguous().flatten().view(torch.uint8) for x in (moved, data)
-    ]
-    assert torch.equal(*as_bytes)
+    assert torch.equal(_bytes(moved), _bytes(data))
     assert machine.ways() == ways
 
 
@@ -229,6 +240,91 @@ def test_containers_keep_their_structure_and_the_flag(non_blocking: bool) -> Non
     assert machine.log == [(origin, "cuda:1", non_blocking) for origin in ("cpu", "cuda:0", "cpu", "cpu")]
     assert default["k"] is on[CPU]
     assert "new" not in default
+
+
+class Named(list[Any]):
+    """A list that is made from anything but its items."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple that is made from anything but its items."""
+
+    __slots__ = ()
+
+    def __new__(cls, a: object, b: object = None) -> Self:
+        """Make it of two items."""
+        return super().__new__(cls, (a, b))
+
+
+class Fields(OrderedDict[str, Any]):
+    """A dict that is not to be updated, as the outputs of models."""
+
+    def update(self, *_: object) -> None:  # type: ignore[override]
+        """Refuse."""
+        raise TypeError("not so")
+
+
+class Unlike(list[Any]):
+    """A list that cannot be copied."""
+
+    def __new__(cls, _items: list[Any]) -> Self:
+        """Make it of items, which there must be."""
+        return super().__new__(cls)
+
+
+def _named(x: object) -> Named:
+    named = Named("weights")
+    named.append(x)
+    return named
+
+
+CONTAINERS: dict[str, tuple[Callable[[Any], Any], type]] = {
+    "UserDict": (lambda x: UserDict(k=x), UserDict),
+    "UserList": (lambda x: UserList([x]), UserList),
+    "deque": (lambda x: deque([x], maxlen=1), deque),
+    "list of its own": (_named, Named),
+    "tuple of its own": (Pair, Pair),
+    "dict of its own": (lambda x: Fields(k=x), Fields),
+    "ChainMap": (lambda x: ChainMap({"k": x}, {"k": None}), dict),
+    "read-only": (lambda x: MappingProxyType({"k": x}), dict),
+    "torch's": (lambda x: torch.return_types.max((x, x)), torch.return_types.max),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("make", "kind"), CONTAINERS.values(), ids=CONTAINERS)
+def test_other_containers_are_not_returned_unmoved(make: Callable[[Any], Any], kind: Any, inside: bool) -> None:
+    """Whatever is a sequence or mapping by its class is moved, inside others too, and the original is left alone."""
+    machine = Machine()
+    tree: Any = make(machine.put(X, CPU))
+    moved: Any = Mover(machine).move([tree] if inside else tree, 1, non_blocking=False)
+    moved = moved[0] if inside else moved
+    first = "k" if isinstance(tree, Mapping) else 0
+    assert type(moved) is kind
+    assert len(moved) == len(tree)
+    assert (moved[first].device, tree[first].device) == (GPU[1], CPU)
+    assert _same(moved[first], X)
+    assert getattr(moved, "name", None) == getattr(tree, "name", None)
+    assert getattr(moved, "maxlen", None) == getattr(tree, "maxlen", None)
+
+
+@pytest.mark.parametrize("tree", [None, "text", 7, {X}, SimpleNamespace(x=X), iter([X])])
+def test_what_holds_no_tensors_is_refused(tree: Any) -> None:
+    """What is neither a tensor nor a known container is an error, and not returned as if it were moved."""
+    with pytest.raises(ExecutionError, match=f"{type(tree).__name__} is neither a tensor nor a container of tensors"):
+        safe_move_tensor(tree, "cpu")
+
+
+def test_a_container_that_cannot_be_copied_is_refused() -> None:
+    """A class that makes objects in a way of its own is an error with its name, and the original is left alone."""
+    tree = Unlike([X])
+    with pytest.raises(ExecutionError, match=r"Unlike cannot be copied: .*items"):
+        safe_move_tensor([tree], "meta")
+    assert tree[0] is X
 
 
 def test_the_host_waits_for_the_first_half_of_a_staged_copy() -> None:
@@ -293,6 +389,32 @@ def test_peer_copies_fill_existing_tensors(
     assert machine.ways()[: len(ways)] == ways
 
 
+LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda x: x,
+    "conjugated": torch.conj,
+    "negated": torch._neg_view,
+    "both": lambda x: torch._neg_view(x.conj()),
+}
+
+
+@EACH_MACHINE
+@pytest.mark.parametrize("source_view", LAZY.values(), ids=LAZY)
+@pytest.mark.parametrize("target_view", LAZY.values(), ids=LAZY)
+def test_peer_copies_of_lazy_views_are_of_plain_bytes(
+    source_view: Callable[[torch.Tensor], torch.Tensor],
+    target_view: Callable[[torch.Tensor], torch.Tensor],
+    make: Callable[[], Machine],
+    ways: list[tuple[str, str]],
+) -> None:
+    """What is conjugated or negated by who reads it arrives by a way that works, in targets of the same kind too."""
+    machine = make()
+    source = source_view(torch.complex(X, X + 1))
+    target = target_view(torch.zeros(2, 3, 4, dtype=torch.complex64))
+    Mover(machine).copy(machine.put(target, GPU[1]), machine.put(source, GPU[0]))
+    assert torch.equal(target.resolve_conj().resolve_neg(), source.resolve_conj().resolve_neg())
+    assert machine.ways()[: len(ways)] == ways
+
+
 def test_peer_copies_fill_parameters() -> None:
     """A parameter that needs gradients is filled in place, without a record of it."""
     machine = Machine()
@@ -338,11 +460,15 @@ def test_the_links_are_asked_once() -> None:
     [
         ("gpu7", "'gpu7' names no device"),
         (-1, "-1 names no device"),
+        (None, "None names no device"),
+        (1.5, "1.5 names no device"),
+        (True, "True names no device"),
+        ([0], r"\[0\] names no device"),
         (3, "there is no GPU 3: this process sees 3"),
         ("cuda:9", "there is no GPU 9: this process sees 3"),
     ],
 )
-def test_unknown_devices_are_refused(device: str | int, message: str) -> None:
+def test_unknown_devices_are_refused(device: Any, message: str) -> None:
     """A device that is not there is an error with its name, before anything is copied."""
     machine = Machine()
     with pytest.raises(DeviceError, match=message):
@@ -419,9 +545,9 @@ def test_real_gpus_move_and_leave_device_and_streams(view: Callable[[torch.Tenso
             data = view(X.to(source) + 1)
             moved = safe_move_tensor((data,), target)[0]
             assert (moved.device, moved.stride()) == (target, data.to("meta").stride())
-            assert torch.equal(moved.cpu().flatten().view(torch.uint8), data.cpu().flatten().view(torch.uint8))
+            assert torch.equal(_bytes(moved.cpu()), _bytes(data.cpu()))
             filled = torch.zeros_like(moved)
             gpu_peer_copy(filled, data)
-            assert torch.equal(filled.cpu().flatten().view(torch.uint8), data.cpu().flatten().view(torch.uint8))
+            assert torch.equal(_bytes(filled.cpu()), _bytes(data.cpu()))
         assert [torch.cuda.current_stream(gpu) for gpu in GPU[:2]] == streams
         assert torch.cuda.current_device() == 1

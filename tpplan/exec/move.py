@@ -7,6 +7,8 @@ host's memory otherwise. The links are asked for, and if need be probed, at the 
 from __future__ import annotations
 
 import logging
+from collections import UserDict, UserList, deque
+from collections.abc import Mapping
 from copy import copy
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -23,6 +25,9 @@ __all__ = ["gpu_peer_copy", "safe_move_tensor", "test_gpu_peer_copy"]
 
 T = TypeVar("T")
 AnyDevice = torch.device | str | int
+
+#: Containers that are copied, whatever their class has besides, and their items replaced.
+_BY_KEY, _BY_INDEX = dict | UserDict, list | UserList | deque
 
 _CPU = torch.device("cpu")
 _LOG = logging.getLogger(__name__)
@@ -70,6 +75,9 @@ class Mover:
 
     def move(self, tree: T, device: AnyDevice, *, non_blocking: bool) -> T:
         """See :func:`safe_move_tensor`."""
+        if not isinstance(tree, torch.Tensor | Mapping | tuple | _BY_INDEX):
+            hint = "pass a tensor, or a tuple, list, deque or mapping of tensors"
+            raise ExecutionError(f"{type(tree).__name__} is neither a tensor nor a container of tensors", hint)
         moved: T = _each(tree, partial(self._moved, device=self._device(device), non_blocking=non_blocking))
         return moved
 
@@ -81,10 +89,10 @@ class Mover:
         with torch.no_grad():  # parameters are filled too
             if not _are_two_gpus(source.device, target.device):
                 target.copy_(source)
-            elif not target.is_contiguous():
+            elif not target.is_contiguous() or target.is_conj() or target.is_neg():
                 target.copy_(self._moved(source, target.device, non_blocking=False))
             else:
-                whole = source.contiguous()
+                whole = source.resolve_conj().resolve_neg().contiguous()
                 if self._peer(source.device, target.device, lambda: target.copy_(whole)) is None:
                     target.copy_(source.to(_CPU))
 
@@ -100,8 +108,9 @@ class Mover:
     def _device(self, wanted: AnyDevice) -> torch.device:
         """Return a device with its index."""
         try:
-            device = torch.device("cuda", wanted) if isinstance(wanted, int) else torch.device(wanted)
-        except RuntimeError as error:
+            is_index = isinstance(wanted, int) and not isinstance(wanted, bool)  # no bool: torch refuses it
+            device = torch.device(f"cuda:{wanted}" if is_index else wanted)
+        except (RuntimeError, TypeError) as error:
             raise DeviceError(f"{wanted!r} names no device", 'name one such as "cpu", "cuda:1" or 1') from error
         if device.type != "cuda":
             return device
@@ -155,14 +164,30 @@ def _each(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a copy of nested containers with every tensor changed and everything else as it is."""
     if isinstance(tree, torch.Tensor):
         return change(tree)
-    if isinstance(tree, dict):
-        new = copy(tree)  # of its class, with what else that has
-        new.update({key: _each(value, change) for key, value in tree.items()})
+    if isinstance(tree, tuple):
+        return _tuple(type(tree), [_each(item, change) for item in tree])
+    if isinstance(tree, _BY_KEY | _BY_INDEX):
+        try:
+            new = copy(tree)
+        except TypeError as error:  # its class makes objects in a way of its own
+            hint = "pass a plain dict, list or tuple"
+            raise ExecutionError(f"{type(tree).__name__} cannot be copied: {error}", hint) from error
+        for key in list(tree) if isinstance(tree, _BY_KEY) else range(len(tree)):
+            new[key] = _each(tree[key], change)
         return new
-    if isinstance(tree, tuple | list):
-        items = [_each(item, change) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, Mapping):
+        return {key: _each(value, change) for key, value in tree.items()}
     return tree
+
+
+def _tuple(kind: Any, items: list[Any]) -> Any:
+    """Return a tuple of a class, whose constructor may take anything."""
+    if hasattr(kind, "_make"):
+        return kind._make(items)
+    try:
+        return tuple.__new__(kind, items)
+    except TypeError:  # a class written in C, such as those in torch.return_types
+        return kind(items)
 
 
 _MOVER = Mover(TorchGpus())
@@ -186,13 +211,15 @@ def safe_move_tensor(tensor: T, device: AnyDevice, non_blocking: bool = False) -
     synchronised. Between GPUs the host waits only where the copy goes through its memory, and there it always does.
 
     Args:
-        tensor: of any shape and dtype; or a tuple, named tuple, list or dict of such or of such containers, of which
-            new ones are made. Anything else in them, such as None, is kept.
+        tensor: of any shape and dtype; or a tuple, list, deque or mapping of such or of such containers, of which new
+            ones of the same class are made (dicts of mappings that are neither dict nor UserDict). Anything else in
+            them, such as None or a data class, is kept.
         device: a torch.device, a text such as ``"cuda:1"`` or ``"cpu"``, or the index of a GPU.
         non_blocking: as in ``Tensor.to``, for every tensor at whatever depth.
 
     Raises:
         DeviceError: there is no such device.
+        ExecutionError: what is to be moved is none of these, or its class cannot be copied.
         torch.OutOfMemoryError: the device has no room.
     """
     return _MOVER.move(tensor, device, non_blocking=non_blocking)
