@@ -66,11 +66,11 @@ def test_everything_that_differs_is_listed_at_once(plan: SplitPlan) -> None:
         plan, backend="cpu", devices=["cpu", "cuda:1", "cpu"], model=other, max_rows=65, dtype=torch.float32
     )
     assert found == [
-        "devices: cuda:1 is not for the backend cpu",
+        "devices[1]: cuda:1 is not for the backend cpu",
         "devices: the plan has 2, 3 were given",
         f"model: the plan is for {plan.model.fingerprint}, this one is {fingerprint(other)}",
         "max_rows: the plan has room for 1 to 64, 65 were asked for",
-        "dtype: the plan has room for bfloat16, float32 was asked for",
+        "dtype: the plan has room for float16 or bfloat16, float32 was asked for",
     ]
 
 
@@ -79,14 +79,21 @@ def test_everything_that_differs_is_listed_at_once(plan: SplitPlan) -> None:
     [
         ({"devices": ["cpu", "gpu one"]}, "devices[1]: 'gpu one' is no torch device"),
         ({"devices": [0.5, "cpu"]}, "devices[0]: '0.5' is no torch device"),
-        ({"devices": [0, 1]}, "devices: cuda:0 is not for the backend cpu"),
+        ({"devices": ["cpu", True]}, "devices[1]: 'True' is no torch device"),
+        ({"devices": [10**9, "cpu"]}, "devices[0]: 'cuda:1000000000' is no torch device"),
+        ({"devices": ["cpu", -1]}, "devices[1]: 'cuda:-1' is no torch device"),
+        ({"devices": [0, 1]}, "devices[0]: cuda:0 is not for the backend cpu"),
         ({"devices": []}, "devices: the plan has 2, 0 were given"),
         ({"max_rows": 0}, "max_rows: the plan has room for 1 to 64, 0 were asked for"),
         ({"max_rows": 1.5}, "max_rows: the plan has room for 1 to 64, 1.5 were asked for"),
-        ({"max_rows": "8"}, "max_rows: the plan has room for 1 to 64, 8 were asked for"),
-        ({"dtype": torch.float64}, "dtype: the plan has room for bfloat16, float64 was asked for"),
-        ({"dtype": torch.int16}, "dtype: the plan has room for bfloat16, int16 was asked for"),
-        ({"dtype": "float16"}, "dtype: the plan has room for bfloat16, float16 was asked for"),
+        ({"max_rows": "8"}, "max_rows: the plan has room for 1 to 64, '8' were asked for"),
+        ({"max_rows": True}, "max_rows: the plan has room for 1 to 64, True were asked for"),
+        ({"dtype": torch.float64}, "dtype: the plan has room for float16 or bfloat16, float64 was asked for"),
+        ({"dtype": torch.int16}, "dtype: the plan has room for float16 or bfloat16, int16 was asked for"),
+        (
+            {"dtype": torch.float8_e4m3fn},
+            "dtype: the plan has room for float16 or bfloat16, float8_e4m3fn was asked for",
+        ),
     ],
 )
 def test_each_argument_is_held_against_the_plan(plan: SplitPlan, arguments: dict[str, Any], difference: str) -> None:
@@ -94,10 +101,15 @@ def test_each_argument_is_held_against_the_plan(plan: SplitPlan, arguments: dict
     assert difference in refusal(plan, backend="cpu", **arguments)
 
 
-def test_cuda_devices_are_different_ones(plan: SplitPlan) -> None:
-    """The same GPU twice is not two, and the CPU is none."""
+def test_cuda_devices_are_different_ones(plan: SplitPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same GPU twice is not two, the CPU is none, and neither is what has no number or too high a one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert "devices: cuda:0, cuda:0 are not all different" in refusal(plan, backend="cuda", devices=[0, "cuda:0"])
-    assert "devices: cpu is not for the backend auto" in refusal(plan, devices=["cpu", 1])
+    assert "devices[0]: cpu is not for the backend auto" in refusal(plan, devices=["cpu", 1])
+    for device in ("cuda", "cuda:2"):
+        difference = f"devices[1]: {device} is none of the 2 CUDA devices of this machine, which have numbers from 0"
+        assert difference in refusal(plan, devices=[0, device])
 
 
 @pytest.mark.parametrize(
@@ -105,13 +117,21 @@ def test_cuda_devices_are_different_ones(plan: SplitPlan) -> None:
     [
         ({"backend": "tpu"}, "unknown backend 'tpu', expected auto, cpu, cuda"),
         ({"backend": None}, "unknown backend 'None'"),
+        ({"devices": 5}, "devices is 5, expected a list with one for each of the plan's"),
+        ({"devices": "cuda"}, "devices is 'cuda', expected a list with one for each of the plan's"),
+        ({"model": 123}, "model is 123, expected a model or its directory"),
+        ({"dtype": "half"}, "dtype is 'half', expected a torch.dtype"),
+        ({"dtype": 0}, "dtype is 0, expected a torch.dtype"),
         ({"backend": "cpu", "transport": "nvlink"}, "unknown transport 'nvlink', expected auto, peer, host, events"),
     ],
 )
-def test_unknown_names_list_the_known_ones(plan: SplitPlan, arguments: dict[str, Any], message: str) -> None:
-    """A backend or transport that there is not is a RequestError before the plan is looked at any further."""
-    with pytest.raises(RequestError, match=message):
+def test_arguments_without_meaning_are_told_what_has_one(
+    plan: SplitPlan, arguments: dict[str, Any], message: str
+) -> None:
+    """An unknown name, or another type than expected, is a RequestError before anything is held against the plan."""
+    with pytest.raises(RequestError, match=message) as error:
         tpx.compile(plan, **arguments)
+    assert error.value.hint
 
 
 def test_a_plan_is_a_plan() -> None:
@@ -169,6 +189,13 @@ def test_the_arguments_are_obeyed(plan: SplitPlan) -> None:
             ctx.broadcast(torch.ones(9, 512))
     with tpx.compile(plan, backend="cpu") as ctx:
         assert (ctx.max_rows, ctx.dtype) == (64, torch.bfloat16)
+
+
+def test_virtual_devices_may_have_a_number(plan: SplitPlan) -> None:
+    """Torch calls the CPU's memory cpu:0 too, but says of tensors only that they are on cpu."""
+    with tpx.compile(plan, backend="cpu", devices=["cpu:0", torch.device("cpu")]) as ctx:
+        x = torch.randn(2, 512)
+        assert all(same(y, x) for y in ctx.broadcast(x, out=ctx.broadcast(x)))
 
 
 def assert_ledger(plan: SplitPlan) -> None:
@@ -260,7 +287,7 @@ def test_rope_tables_of_two_kinds_share_the_room(plan: SplitPlan) -> None:
         second = ctx.rope_tables(distant, 1024)
         assert same(second[0][1], distant.tables(1024)[1].bfloat16())
         for positions in (0, -5):
-            with pytest.raises(ExecutionError, match=f"RoPE tables of {positions} positions"):
+            with pytest.raises(ExecutionError, match=f"positions is {positions}, expected a whole number from 1"):
                 ctx.rope_tables(local, positions)
 
 

@@ -197,7 +197,7 @@ def test_what_has_no_room_is_refused() -> None:
     engine = Engine(VirtualDevices(None), "events", Limits(slot_bytes=0, stage_bytes=4096, exchange_bytes=16))  # type: ignore[arg-type]
     way = _one(explain(UNEVEN, (0, 2, 3), engine, MAX_ROWS, torch.float32), "all_reduce", ALL, 1)
     assert (way.transport, way.first, way.last, way.row_bytes) == ("refused", 1, MAX_ROWS, 0)
-    assert way.why.startswith("one row of 64 B is more than the 0 B")
+    assert way.why.startswith("all_reduce: one row takes 64 B, but the plan left 0 B for it")
 
 
 def test_a_closed_context_explains_nothing() -> None:

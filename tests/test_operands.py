@@ -9,6 +9,8 @@ import pytest
 import torch
 from attrs import Factory, define
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Parameter, UninitializedParameter
 
 from tests.contexts import MAX_ROWS, REPLICATED, UNEVEN, context, little_room
 from tests.exec_reference import columns, same
@@ -16,9 +18,12 @@ from tpplan.axes import Axis
 from tpplan.errors import ExecutionError, RequestError, TpplanError
 from tpplan.exec import TPContext
 from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.rope import Rope
+from tpplan.exec.rope_scaling import Default
 
 __all__ = ["little_room"]  # a fixture
 RS = Axis.RS
+ROPE = Rope(10000.0, 8, Default())
 COLUMNS = (11, 18, 11)  # of the residual stream, on devices 0, 2 and 3 of UNEVEN
 
 
@@ -54,6 +59,18 @@ Call = Callable[[TPContext, Tensors], object]
 def untyped(mistake: object) -> Any:
     """Return an argument that type checkers do not let pass."""
     return mistake
+
+
+def shrunk(x: Tensor, size: int) -> Tensor:
+    """Return a tensor whose storage was resized to so many bytes, as sharded modules do between their uses."""
+    x.untyped_storage().resize_(size)
+    return x
+
+
+def fake(*shape: int) -> Tensor:
+    """Return a tensor without values that says it is on the CPU."""
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=torch.bfloat16)
 
 
 def swapped(t: Tensors) -> tuple[list[Tensor], list[Tensor]]:
@@ -105,7 +122,7 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
     "from no device": (
         lambda c, t: c.scatter(t(2, 40), RS, source=untyped("0")),
         ExecutionError,
-        "source is 0, expected",
+        "source is '0', expected",
     ),
     "parts of two dtypes": (
         lambda c, t: c.allgather([*t.parts()[:2], t(2, 11, dtype=torch.float16)], RS),
@@ -272,14 +289,24 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
     "more columns than there is room for": (
         lambda c, t: c.all_reduce(t.wholes(4000)),
         ExecutionError,
-        "one row of .* is more than the .* that the plan left for it",
+        r"all_reduce: one row takes .*, but the plan left .* for it",
     ),
-    "dim of 0": (lambda c, t: c.scatter(t(2, 40), RS, dim=0), ExecutionError, "scatter: dim is 0, expected 1 or more"),
+    "dim of 0": (
+        lambda c, t: c.scatter(t(2, 40), RS, dim=0),
+        ExecutionError,
+        "scatter: dim is 0, expected a whole number from 1",
+    ),
     "dim of a half": (
         lambda c, t: c.gather(t.parts(), RS, dim=untyped(0.5)),
         ExecutionError,
         "gather: dim is 0.5, expected",
     ),
+    "dim of 1.0": (
+        lambda c, t: c.allgather(t.parts(), RS, dim=untyped(1.0)),
+        ExecutionError,
+        "allgather: dim is 1.0, expected a whole number from 1",
+    ),
+    "dim of True": (lambda c, _: c.scratch(1, RS, dim=True), ExecutionError, "scratch: dim is True, expected a whole"),
     "an unknown axis": (
         lambda c, t: c.scatter(t(2, 40), "heads"),
         RequestError,
@@ -295,7 +322,32 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
     "a layer that is not there": (
         lambda c, t: c.scatter(t(2, 70), Axis.ID, layer=4),
         RequestError,
-        "no axis intermediate in layer 4",
+        "the plan for Tiny has no layer 4",
+    ),
+    "a layer that is not there, of an axis outside of layers": (
+        lambda c, t: c.broadcast(t(2, 40), RS, layer=99),
+        RequestError,
+        "the plan for Tiny has no layer 99",
+    ),
+    "a layer that is not there, of no axis": (
+        lambda c, t: c.broadcast(t(2, 40), layer=4),
+        RequestError,
+        "the plan for Tiny has no layer 4",
+    ),
+    "a layer before the first": (
+        lambda c, t: c.all_reduce(t.wholes(count=2), axis=Axis.KV, layer=-1),
+        RequestError,
+        "has no layer -1",
+    ),
+    "a layer of 1.0": (
+        lambda c, t: (c.split(RS, 1), c.gather(t.parts(), RS, layer=untyped(1.0))),
+        RequestError,
+        "has no layer 1.0",
+    ),
+    "a layer of True": (
+        lambda c, t: (c.split(RS, 1), c.allgather(t.parts(), RS, layer=True)),
+        RequestError,
+        "has no layer True",
     ),
     "an output over the input": (
         lambda c, t: c.broadcast(x := t(2, 40), out=[t(2, 40), x, t(2, 40)]),
@@ -362,6 +414,81 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
         ExecutionError,
         r"gather: out\[0\] has shape .* which cannot be written",
     ),
+    "a freed tensor": (
+        lambda c, _: c.broadcast(shrunk(torch.ones(2, 40), 0)),
+        ExecutionError,
+        "broadcast: x takes bytes 0 to 320 of its storage, which has 0",
+    ),
+    "a freed part": (
+        lambda c, t: c.all_reduce([*t.wholes(dtype=torch.float32)[:2], shrunk(torch.ones(2, 40), 0)]),
+        ExecutionError,
+        r"all_reduce: parts\[2\] of device 3 takes bytes 0 to 320 of its storage, which has 0",
+    ),
+    "a freed output": (
+        lambda c, t: c.gather(t.parts(dtype=torch.float32), RS, out=shrunk(torch.ones(2, 40), 0)),
+        ExecutionError,
+        r"gather: out\[0\] of device -1 takes bytes 0 to 320 of its storage, which has 0",
+    ),
+    "a shrunk tensor": (
+        lambda c, _: c.broadcast(shrunk(torch.ones(2, 40), 319)),
+        ExecutionError,
+        "broadcast: x takes bytes 0 to 320 of its storage, which has 319",
+    ),
+    "the end of a shrunk tensor": (
+        lambda c, _: c.broadcast(shrunk(torch.ones(4, 40)[2:], 400)),
+        ExecutionError,
+        "broadcast: x takes bytes 320 to 640 of its storage, which has 400",
+    ),
+    "columns of a shrunk tensor": (
+        lambda c, _: c.broadcast(shrunk(torch.ones(2, 80)[:, :40], 479)),
+        ExecutionError,
+        "broadcast: x takes bytes 0 to 480 of its storage, which has 479",
+    ),
+    "a freed tensor into a host buffer": (
+        lambda c, _: c.copy_pinned(0, shrunk(torch.ones(2, 40), 0)),
+        ExecutionError,
+        "copy_pinned: x takes bytes 0 to 320 of its storage, which has 0",
+    ),
+    "a tensor that torch.func hides": (
+        lambda c, _: torch.func.vmap(lambda x: c.broadcast(x)[0])(torch.ones(3, 40)),
+        ExecutionError,
+        "broadcast: x takes bytes 0 to .* of its storage, which has 0",
+    ),
+    "a fake tensor": (
+        lambda c, _: c.broadcast(fake(2, 40)),
+        ExecutionError,
+        "broadcast: x is FakeTensor, expected a plain tensor",
+    ),
+    "a fake part": (
+        lambda c, t: c.gather([*t.parts()[:2], fake(2, 11)], RS),
+        ExecutionError,
+        r"gather: parts\[2\] of device 3 is FakeTensor, expected a plain tensor",
+    ),
+    "a fake tensor into a host buffer": (
+        lambda c, _: c.copy_pinned(0, fake(2, 40)),
+        ExecutionError,
+        "copy_pinned: x is FakeTensor, expected a plain tensor",
+    ),
+    "a parameter without a shape": (
+        lambda c, _: c.broadcast(UninitializedParameter()),
+        ExecutionError,
+        "broadcast: x is UninitializedParameter, expected a plain tensor",
+    ),
+    "a parameter as output": (
+        lambda c, t: c.broadcast(t(2, 40), out=[t(2, 40), Parameter(t(2, 40)), t(2, 40)]),
+        ExecutionError,
+        r"broadcast: out\[1\] requires grad",
+    ),
+    "an output with a history": (
+        lambda c, t: c.gather(t.parts(), RS, out=Parameter(t(2, 40)) + 1),
+        ExecutionError,
+        r"gather: out\[0\] requires grad",
+    ),
+    "a target that requires grad": (
+        lambda c, t: c.add_residual([Parameter(x) for x in t.parts()], t.parts(), RS),
+        ExecutionError,
+        r"add_residual: out\[0\] requires grad",
+    ),
     "a host buffer that is not there": (
         lambda c, t: c.copy_pinned(2, t(2, 40)),
         ExecutionError,
@@ -376,7 +503,35 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
     "a host buffer of less than nothing": (
         lambda c, _: c.get_pinned(1, -1, 4),
         ExecutionError,
-        r"no room for \[-1, 4\]",
+        r"get_pinned: shape\[0\] is -1, expected a whole number from 0",
+    ),
+    "half an element of a host buffer": (
+        lambda c, _: c.get_pinned(0, untyped(2.5), 2),
+        ExecutionError,
+        r"get_pinned: shape\[0\] is 2.5, expected a whole number from 0",
+    ),
+    "a host buffer of a letter": (
+        lambda c, _: c.get_pinned(0, untyped("a")),
+        ExecutionError,
+        r"shape\[0\] is 'a', exp",
+    ),
+    "a host buffer of two shapes": (
+        lambda c, _: c.get_pinned(0, (2, 3), (4,)),
+        ExecutionError,
+        r"get_pinned: shape\[0\] is \(2, 3\), expected a whole number",
+    ),
+    "a letter in a shape": (lambda c, _: c.get_pinned(0, (2, untyped("a"))), ExecutionError, r"shape\[1\] is 'a'"),
+    "a host buffer of a named dtype": (
+        lambda c, _: c.get_pinned(0, 2, dtype=untyped("half")),
+        ExecutionError,
+        "get_pinned: dtype is 'half', expected a torch.dtype",
+    ),
+    "a host buffer 0.0": (lambda c, _: c.get_pinned(untyped(0.0), 2), ExecutionError, "there is no host buffer 0.0"),
+    "a host buffer False": (lambda c, t: c.copy_pinned(False, t(2)), ExecutionError, "there is no host buffer False"),
+    "elements that torch does not copy, into a host buffer": (
+        lambda c, _: c.copy_pinned(0, torch.empty(2, 40, dtype=untyped(torch).int4)),
+        ExecutionError,
+        "copy_pinned: x has dtype int4 of 1 bytes, which is not moved",
     ),
     "nothing into a host buffer": (
         lambda c, _: c.copy_pinned(0, untyped(None)),
@@ -398,7 +553,31 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
         ExecutionError,
         r"device 0 \(GPU 0\): 22000000 bytes asked for, \d+ free of \d+ of scratch",
     ),
-    "scratch of negative rows": (lambda c, _: c.scratch(-1, RS), ExecutionError, "cannot have -1 rows of 11"),
+    "scratch of negative rows": (
+        lambda c, _: c.scratch(-1, RS),
+        ExecutionError,
+        "scratch: rows is -1, expected a whole number",
+    ),
+    "scratch of half a row": (
+        lambda c, _: c.scratch(untyped(2.5), RS),
+        ExecutionError,
+        "scratch: rows is 2.5, expected",
+    ),
+    "scratch of named rows": (
+        lambda c, _: c.scratch(untyped("2"), RS),
+        ExecutionError,
+        "scratch: rows is '2', expected",
+    ),
+    "scratch of a named dtype": (
+        lambda c, _: c.scratch(2, RS, dtype=untyped("half")),
+        ExecutionError,
+        "scratch: dtype is 'half', expected a torch.dtype",
+    ),
+    "half a column of a device's scratch": (
+        lambda c, _: c.devices[0].scratch(2, untyped(0.5), torch.int8),
+        ExecutionError,
+        "scratch: columns is 0.5, expected a whole number from 0",
+    ),
     "scratch of dim 0": (lambda c, _: c.scratch(1, RS, dim=0), ExecutionError, "scratch: dim is 0"),
     "more scratch reserved than there is": (
         lambda c, _: c.reserve_scratch({0: 64, 2: 10**9}),
@@ -410,6 +589,46 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
         ExecutionError,
         "device 1 is not in use",
     ),
+    "scratch on device 0.0": (
+        lambda c, _: c.reserve_scratch({untyped(0.0): 64}),
+        ExecutionError,
+        "device 0.0 is not in use",
+    ),
+    "a list of scratch": (
+        lambda c, _: c.reserve_scratch(untyped([1, 2, 3])),
+        ExecutionError,
+        "reserve_scratch: sizes is list, expected a Mapping",
+    ),
+    "a letter of scratch": (
+        lambda c, _: c.reserve_scratch({0: untyped("x")}),
+        ExecutionError,
+        r"reserve_scratch: sizes\[0\] is 'x', expected a whole number from 0",
+    ),
+    "less scratch than nothing": (
+        lambda c, _: c.reserve_scratch({0: 64, 2: -5}),
+        ExecutionError,
+        r"reserve_scratch: sizes\[2\] is -5, expected a whole number from 0",
+    ),
+    "RoPE tables of nothing": (
+        lambda c, _: c.rope_tables(untyped(None)),
+        ExecutionError,
+        "rope_tables: rope is NoneType, expected a Rope",
+    ),
+    "RoPE tables of a half": (
+        lambda c, _: c.rope_tables(ROPE, untyped(2.5)),
+        ExecutionError,
+        "rope_tables: positions is 2.5, expected a whole number from 1",
+    ),
+    "RoPE tables of no positions": (
+        lambda c, _: c.rope_tables(ROPE, 0),
+        ExecutionError,
+        "rope_tables: positions is 0, expected a whole number from 1",
+    ),
+    "RoPE tables of a named dtype": (
+        lambda c, _: c.devices[0].rope_tables(ROPE, 4, untyped("half")),
+        ExecutionError,
+        "rope_tables: dtype is 'half', expected a torch.dtype",
+    ),
 }
 
 
@@ -418,13 +637,15 @@ def test_a_mistake_is_told_before_anything_moves(call: Call, kind: type[TpplanEr
     """The error says what and how much, with a hint; operands are as before, and the context goes on."""
     tensors = Tensors()
     with context(UNEVEN, "events") as ctx:
-        before = [device.exchange.clone() for device in ctx.devices.values()]
+        before = [(device.exchange.clone(), device.arena.free_bytes) for device in ctx.devices.values()]
         with pytest.raises(kind, match=message) as error:
             call(ctx, tensors)
         assert type(error.value) is kind
         assert error.value.hint
         assert all(same(tensor, copy) for tensor, copy in tensors.known)
-        assert all(torch.equal(d.exchange, old) for d, old in zip(ctx.devices.values(), before, strict=True))
+        for device, (old, free) in zip(ctx.devices.values(), before, strict=True):
+            assert torch.equal(device.exchange, old)
+            assert device.arena.free_bytes == free
         x = torch.randn(2, 40)
         assert same(ctx.gather(ctx.scatter(x, RS), RS).tensor, x)
 
@@ -464,6 +685,7 @@ def test_use_after_close(call: Call) -> None:
         call(ctx, tensors)
     ctx.close()
     assert "closed" in repr(ctx)
+    assert ctx.devices_of(RS) == ctx.all_devices  # which takes no memory
     assert all(same(tensor, copy) for tensor, copy in tensors.known)
 
 
@@ -497,6 +719,60 @@ def test_scratch_ends_and_begins_again() -> None:
             device.scratch(1, 1, torch.uint8)
         ctx.begin_scratch()
         assert device.scratch(1, size, torch.uint8).data_ptr() == first.data_ptr()
+
+
+def test_scratch_is_given_by_all_devices_or_by_none() -> None:
+    """If one device has too little room, no other has given any of its own away."""
+    with context(UNEVEN, "events") as ctx:
+        first, full, last = ctx.devices.values()
+        full.scratch(1, full.arena.free_bytes, torch.uint8)
+        before = first.arena.free_bytes, last.arena.free_bytes
+        with pytest.raises(ExecutionError, match=r"device 2 \(GPU 2\): 72 bytes asked for, 0 free"):
+            ctx.scratch(2, RS)
+        assert (first.arena.free_bytes, last.arena.free_bytes) == before
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_outputs_may_require_grad_where_none_is_recorded(mode: type) -> None:
+    """As with torch's own out: a parameter is written under no_grad, and its detach() always."""
+    with context(UNEVEN, "events") as ctx:
+        x, outs = torch.randn(2, 40), [Parameter(torch.zeros(2, 40)) for _ in ctx.all_devices]
+        with mode():
+            ctx.broadcast(x, out=outs)
+        assert all(same(out, x) and out.requires_grad for out in outs)
+        ctx.broadcast(-x, out=[out.detach() for out in outs])
+        assert all(same(out, -x) for out in outs)
+
+
+def test_a_closed_device_says_so() -> None:
+    """Neither tables nor scratch are said to be too large for a device that has given its memory back."""
+    ctx = context(UNEVEN, "events")
+    device = ctx.devices[0]
+    ctx.close()
+    for call in (lambda: device.rope_tables(ROPE, 1, ctx.dtype), lambda: device.scratch(0, 0, ctx.dtype)):
+        with pytest.raises(ExecutionError, match=r"device 0 \(GPU 0\): the .* is closed"):
+            call()
+
+
+@pytest.mark.parametrize("index", [(), slice(1, None), slice(2, 2), (slice(None), slice(3, None)), (slice(None), 5)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_host_buffer_can_be_copied_within_itself(index: Any, turned: bool) -> None:
+    """What lies in a buffer, shifted or turned, arrives as it was before the copy."""
+    with context(UNEVEN, "events") as ctx:
+        whole = ctx.copy_pinned(0, torch.randn(6, 20))
+        x = (whole.t() if turned else whole)[index]
+        truth = x.clone()
+        assert same(ctx.copy_pinned(0, x), truth)
+
+
+def test_the_shape_of_a_host_buffer_may_be_one_argument() -> None:
+    """A tuple, a list and a torch.Size are as good as their numbers."""
+    with context(UNEVEN, "events") as ctx:
+        plain = ctx.get_pinned(1, 2, 3)
+        for shape in ((2, 3), [2, 3], torch.Size([2, 3])):
+            found = ctx.get_pinned(1, shape)
+            assert (found.shape, found.data_ptr()) == ((2, 3), plain.data_ptr())
+        assert ctx.get_pinned(1, ()).shape == ctx.get_pinned(1).shape == ()
 
 
 def test_host_buffers_are_two_and_stay_where_they_are() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from os import PathLike
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +22,10 @@ from tpplan.exec.host import HostMemory
 from tpplan.exec.kernel_cache import MOST_SOURCES
 from tpplan.exec.links import Mechanism, link_report
 from tpplan.exec.lower import TRANSPORTS, Limits
+from tpplan.exec.operands import ADDABLE
 from tpplan.exec.program import HOST, SLOTS
 from tpplan.exec.slot_table import capacity
+from tpplan.exec.tensors import name_of
 from tpplan.model import ModelSpec
 from tpplan.plan import SplitPlan
 from tpplan.reader import read_model
@@ -40,6 +43,12 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "cpu", "cuda")
 #: What virtual devices use if not told otherwise: the fewest copies.
 _PLAINEST = "events"
+#: For arguments of :func:`compile`: their types, and what errors say of them.
+_KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
+    "devices": ((list, tuple, range), "a list with one for each of the plan's", 'a list such as ["cuda:0", "cuda:1"]'),
+    "model": ((ModelSpec, str, PathLike), "a model or its directory", "what tpplan.read_model takes or returns"),
+    "dtype": ((torch.dtype,), "a torch.dtype", "one such as torch.float16"),
+}
 #: Faults of links that an error names.
 _NAMED = 4
 
@@ -78,7 +87,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         devices: torch devices, one for each of the plan's; ``cuda:0``, ``cuda:1``, … if not given.
         model: that is to run, or its directory; refused if the plan is for another.
         max_rows: most rows of an operand, up to what the plan has room for, which is the default.
-        dtype: of the activations; the plan's if not given.
+        dtype: of the activations, float16, bfloat16 or float32 and no wider than the plan's, which is the default.
         transport: ``peer``, ``host``, ``events``, or ``auto``: on CUDA devices the first of ``peer``, ``events`` and
             ``host`` for which all links between the devices are verified.
 
@@ -88,6 +97,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     Raises:
         PlanError: the plan breaks a rule.
         ExecutionError: the plan does not fit the machine or the arguments; every difference is listed.
+        ModelError: the model cannot be read.
         RequestError: an argument has no meaning.
     """
     if type(plan) is not SplitPlan:
@@ -95,7 +105,11 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     verify(plan)
     _known("backend", backend, BACKENDS)
     _known("transport", transport, ("auto", *TRANSPORTS))
-    dtype = dtype or getattr(torch, plan.model.dtype)
+    for name, value in {"devices": devices, "model": model, "dtype": dtype}.items():
+        kinds, expected, example = _KINDS[name]
+        if value is not None and not isinstance(value, kinds):
+            raise RequestError(f"{name} is {value!r:.40}, expected {expected}", f"pass {example}")
+    dtype = getattr(torch, plan.model.dtype) if dtype is None else dtype
     max_rows = plan.request.max_rows if max_rows is None else max_rows
     places, problems = _places(plan, backend, devices)
     problems += _mismatches(plan, model, max_rows, dtype)
@@ -205,26 +219,38 @@ def _places(
 ) -> tuple[tuple[torch.device, ...], list[str]]:
     """Return a torch device for each of the plan's, and why there is none for some."""
     wanted = len(plan.devices)
+    here = torch.cuda.device_count() if backend != "cpu" and torch.cuda.is_available() else 0
     if devices is not None:
-        places, problems = [], []
-        for i, device in enumerate(devices):
-            try:
-                places.append(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
-            except (RuntimeError, TypeError):
-                problems.append(f"devices[{i}]: {str(device)[:40]!r} is no torch device")
-        kind = "cpu" if backend == "cpu" else "cuda"
-        problems += [f"devices: {place} is not for the backend {backend}" for place in places if place.type != kind]
-        if kind == "cuda" and len(set(places)) < len(places):
+        found = [_place(device, backend, here) for device in devices]
+        problems = [f"devices[{i}]: {problem}" for i, problem in enumerate(found) if isinstance(problem, str)]
+        places = tuple(place for place in found if isinstance(place, torch.device))
+        if backend != "cpu" and len(set(places)) < len(places):
             problems.append(f"devices: {', '.join(map(str, places))} are not all different")
         if len(devices) != wanted:
             problems.append(f"devices: the plan has {wanted}, {len(devices)} were given")
-        return ((), problems) if problems else (tuple(places), [])
+        return ((), problems) if problems else (places, [])
     if backend == "cpu":
         return (torch.device("cpu"),) * wanted, []
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if here < wanted:
         return (), [f"devices: the plan has {wanted}, this machine has {here} CUDA devices"]
     return tuple(torch.device("cuda", i) for i in range(wanted)), []
+
+
+def _place(device: torch.device | str | int, backend: str, here: int) -> torch.device | str:
+    """Return the torch device that a caller means, or why it will not do; a machine has so many of CUDA's."""
+    text, kind = f"cuda:{device}" if type(device) is int else str(device), "cpu" if backend == "cpu" else "cuda"
+    unknown = f"{text[:40]!r} is no torch device"
+    try:
+        place = torch.device(text)
+    except RuntimeError:
+        return unknown
+    if str(place) != text:  # numbers that are too large come out smaller
+        return unknown
+    if place.type != kind:
+        return f"{place} is not for the backend {backend}"
+    if kind == "cuda" and place.index not in range(here):
+        return f"{place} is none of the {here} CUDA devices of this machine, which have numbers from 0"
+    return place if kind == "cuda" else torch.device("cpu")
 
 
 def _mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows: int, dtype: torch.dtype) -> list[str]:
@@ -235,11 +261,13 @@ def _mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows:
         if given != plan.model.fingerprint:
             problems.append(f"model: the plan is for {plan.model.fingerprint}, this one is {given}")
     if type(max_rows) is not int or not 1 <= max_rows <= plan.request.max_rows:
-        problems.append(f"max_rows: the plan has room for 1 to {plan.request.max_rows}, {max_rows} were asked for")
+        most = plan.request.max_rows
+        problems.append(f"max_rows: the plan has room for 1 to {most}, {max_rows!r:.40} were asked for")
     planned: torch.dtype = getattr(torch, plan.model.dtype)
-    if type(dtype) is not torch.dtype or not dtype.is_floating_point or dtype.itemsize > planned.itemsize:
-        asked = str(dtype).removeprefix("torch.")
-        problems.append(f"dtype: the plan has room for {plan.model.dtype}, {asked} was asked for")
+    fitting = [each for each in ADDABLE if each.itemsize <= planned.itemsize]
+    if dtype not in fitting:
+        names = " or ".join(map(name_of, fitting))
+        problems.append(f"dtype: the plan has room for {names}, {name_of(dtype)} was asked for")
     return problems
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tpplan.axes import Axis, Slice, slices_of
-from tpplan.errors import ExecutionError
+from tpplan.errors import ExecutionError, RequestError
+from tpplan.exec.arguments import check_dtype, check_type, whole
 from tpplan.exec.guard import Guard
-from tpplan.exec.operands import check_kind
+from tpplan.exec.overlap import share_bytes
+from tpplan.exec.tensors import check_copied, check_kind, check_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
     from torch import Tensor
@@ -44,11 +47,12 @@ class ContextMemory:
         self._cuts: dict[tuple[Axis | str, int | None, int], Slices] = {}
 
     def split(self, axis: Axis | str, layer: int | None = None) -> tuple[Slice, ...]:
-        """Return the slices of the devices that hold a part of ``axis``, in elements.
+        """Return the slices of the devices that hold a part of ``axis``, in elements; also of a closed context.
 
         Raises:
-            RequestError: the plan has no such axis, or cuts it in several ways and no layer was named.
+            RequestError: the plan has no such axis or layer, or cuts the axis in several ways and no layer was named.
         """
+        self._check_layer(layer)
         try:
             return self._slices[axis, layer]
         except (KeyError, TypeError):  # the latter for what cannot be hashed, which the plan does not know either
@@ -57,19 +61,28 @@ class ContextMemory:
         return found
 
     def devices_of(self, axis: Axis | str | None, layer: int | None = None) -> tuple[int, ...]:
-        """Return the devices that hold a part of ``axis``, ascending; all in use for None.
+        """Return the devices that hold a part of ``axis``, ascending, all in use for None; also of a closed context.
 
         Raises:
             RequestError: see :meth:`split`.
         """
-        return self.all_devices if axis is None else tuple(s.device for s in self.split(axis, layer))
+        if axis is None:
+            self._check_layer(layer)
+            return self.all_devices
+        return tuple(s.device for s in self.split(axis, layer))
+
+    def _check_layer(self, layer: int | None) -> None:
+        """Refuse a layer that the plan has not, also one that only equals one of its numbers, as True does."""
+        if layer is not None and (type(layer) is not int or not 0 <= layer < self.plan.model.layers):
+            name, last = self.plan.model.name, self.plan.model.layers - 1
+            raise RequestError(f"the plan for {name} has no layer {layer!r:.40}", f"its layers are 0 to {last}")
 
     def copy_pinned(self, buffer: int, x: Tensor) -> Tensor:
         """Copy a tensor into one of the two host buffers, and wait until it is there.
 
         Args:
             buffer: 0 or 1.
-            x: of any shape, on any device.
+            x: of any shape, on any device; it may lie in the buffers itself.
 
         Returns:
             The copy: a view of the buffer, valid until it is used for something else.
@@ -79,27 +92,35 @@ class ContextMemory:
         """
         with self._guard:
             check_kind("copy_pinned: x", x)
+            check_copied("copy_pinned: x", x.dtype)
             if x.is_meta:
                 raise ExecutionError(
                     "copy_pinned: x is on meta, where tensors have no values", "copy one that has some"
                 )
+            check_stored("copy_pinned: x", x)
             view = self._host.buffer(buffer, x.shape, x.dtype)
-            view.copy_(x.detach())
+            values = x.detach()
+            view.copy_(values.clone() if share_bytes(values, view) else values)
             return view
 
-    def get_pinned(self, buffer: int, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def get_pinned(self, buffer: int, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor over one of the two host buffers, pinned where devices read it.
 
         Args:
             buffer: 0 or 1.
-            shape: of the tensor, such as ``batch, query length, columns``.
+            shape: of the tensor, such as ``batch, query length, columns``, or these in a tuple.
             dtype: the activations' if not given.
 
         Raises:
-            ExecutionError: there is no such buffer, or it is too small.
+            ExecutionError: there is no such buffer, it is too small, or an argument is no whole number from 0 or no
+                dtype.
         """
         with self._guard:
-            return self._host.buffer(buffer, shape, dtype or self.dtype)
+            dtype = self.dtype if dtype is None else dtype
+            check_dtype("get_pinned: dtype", dtype)
+            sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+            checked = [whole(f"get_pinned: shape[{i}]", size) for i, size in enumerate(sizes)]
+            return self._host.buffer(buffer, checked, dtype)
 
     def begin_scratch(self) -> None:
         """Make the scratch of all devices free again: slices from now on may alias those handed out before."""
@@ -131,28 +152,29 @@ class ContextMemory:
             ``[rows, elements × dim]`` on each device that holds elements of the axis.
 
         Raises:
-            ExecutionError: a device has too little room.
+            ExecutionError: a device has too little room, or an argument is no whole number or no dtype; no device has
+                given any room away then.
         """
         with self._guard:
             slices = self._columns("scratch", axis, layer, dim)
-            width = slices[-1][2]
-            return tuple(
-                self.devices[device].scratch(rows, width if full else stop - start, dtype or self.dtype)
-                for device, start, stop in slices
-            )
+            dtype, width = self.dtype if dtype is None else dtype, slices[-1][2]
+            wanted = [(self.devices[device], width if full else stop - start) for device, start, stop in slices]
+            for device, columns in wanted:
+                device.check_scratch(rows, columns, dtype)
+            return tuple(device.arena.slice(rows, columns, dtype) for device, columns in wanted)
 
     def reserve_scratch(self, sizes: Mapping[int, int]) -> None:
         """Make sure that slices of these bytes, by device, can follow a :meth:`begin_scratch`.
 
         Raises:
-            ExecutionError: a device has less scratch than that, or is not in use.
+            ExecutionError: a device has less scratch than that, or is not in use, or a size is no whole number from 0.
         """
         with self._guard:
+            check_type("reserve_scratch: sizes", sizes, Mapping, "name bytes by device, such as {0: 4096}")
             for index, size in sizes.items():
-                if index not in self.devices:
-                    raise ExecutionError(
-                        f"device {index} is not in use", f"devices in use: {', '.join(map(str, self.devices))}"
-                    )
+                if type(index) is not int or index not in self.devices:
+                    message = f"reserve_scratch: device {index!r:.40} is not in use"
+                    raise ExecutionError(message, f"devices in use: {', '.join(map(str, self.devices))}")
                 self.devices[index].reserve_scratch(size)
 
     def rope_tables(self, rope: Rope, positions: int | None = None) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -166,7 +188,7 @@ class ContextMemory:
             Two tensors ``[positions, rope.width]`` for each device, in the activations' dtype.
 
         Raises:
-            ExecutionError: there are no positions, or the plan left too little room for the tables.
+            ExecutionError: this is no Rope or no number of positions, or the plan left too little room for the tables.
         """
         with self._guard:
             request = self.plan.request
@@ -183,8 +205,7 @@ class ContextMemory:
         Raises:
             ExecutionError: ``dim`` is no whole number or less than 1.
         """
-        if type(dim) is not int or dim < 1:
-            raise ExecutionError(f"{what}: dim is {dim}, expected 1 or more", "dim is the columns per element")
+        whole(f"{what}: dim", dim, 1, "dim is the columns per element")
         slices = self.split(axis, layer)
         key = (axis, layer, dim)
         if key not in self._cuts:

@@ -8,13 +8,14 @@ import torch
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.arena import Arena
+from tpplan.exec.arguments import check_dtype, check_type, whole
+from tpplan.exec.rope import Rope
 from tpplan.sizes import format_bytes
 from tpplan.workspace import align
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tpplan.exec.rope import Rope
     from tpplan.workspace import Areas
 
 
@@ -44,6 +45,7 @@ class DeviceContext:
         self.exchange = self.arena.keep(areas.exchange_bytes)
         self._rope_area = self.arena.keep(areas.rope_bytes)
         self._rope_used = 0
+        self._closed = False
         self._tables: dict[tuple[Rope, int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __repr__(self) -> str:
@@ -57,26 +59,45 @@ class DeviceContext:
         """Return an uninitialised ``[rows, columns]`` that is the caller's until :meth:`begin_scratch`.
 
         Raises:
-            ExecutionError: there is too little room, with the numbers.
+            ExecutionError: see :meth:`check_scratch`.
         """
+        self.check_scratch(rows, columns, dtype)
         return self.arena.slice(rows, columns, dtype)
+
+    def check_scratch(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        """Make sure that :meth:`scratch` will succeed.
+
+        Raises:
+            ExecutionError: an argument is no whole number from 0 or no dtype, or there is too little room, with the
+                numbers.
+        """
+        whole("scratch: rows", rows)
+        whole("scratch: columns", columns)
+        check_dtype("scratch: dtype", dtype)
+        if align(rows * columns * dtype.itemsize) > self.arena.free_bytes:
+            self.arena.slice(rows, columns, dtype)  # which says so
 
     def reserve_scratch(self, size_bytes: int) -> None:
         """Make sure that slices of this size together can follow a :meth:`begin_scratch`.
 
         Raises:
-            ExecutionError: there is less scratch than that.
+            ExecutionError: there is less scratch than that, or it is no whole number from 0.
         """
+        whole(f"reserve_scratch: sizes[{self.index}]", size_bytes, hint="name bytes for each device")
         self.arena.reserve(size_bytes)
 
     def check_rope_tables(self, rope: Rope, positions: int, dtype: torch.dtype) -> None:
         """Make sure that :meth:`rope_tables` will succeed.
 
         Raises:
-            ExecutionError: there are no positions, or the plan left too little room for the tables.
+            ExecutionError: this is no Rope or no number of positions, the plan left too little room for the tables, or
+                the context is closed.
         """
-        if positions < 1:
-            raise ExecutionError(f"RoPE tables of {positions} positions", "ask for 1 or more")
+        check_type("rope_tables: rope", rope, Rope, "make one with Rope.from_config")
+        whole("rope_tables: positions", positions, 1)
+        check_dtype("rope_tables: dtype", dtype)
+        if self._closed:
+            raise ExecutionError(f"device {self.index} ({self.name}): the context is closed", "compile the plan again")
         size = 2 * align(positions * rope.width * dtype.itemsize)
         free = len(self._rope_area) - self._rope_used
         if size > free and (rope, positions, dtype) not in self._tables:
@@ -108,6 +129,7 @@ class DeviceContext:
 
     def close(self) -> None:
         """Let go of the device's memory."""
+        self._closed = True
         self.control = self.exchange = self._rope_area = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._tables.clear()
         self.arena.close()

@@ -53,11 +53,11 @@ class HostMemory:
         Raises:
             ExecutionError: there is no such buffer, or it is too small.
         """
-        if index not in (0, 1):
-            raise ExecutionError(f"there is no host buffer {index}", "the buffers are 0 and 1")
+        if type(index) is not int or index not in (0, 1):
+            raise ExecutionError(f"there is no host buffer {index!r:.40}", "the buffers are 0 and 1")
         memory = self._buffers[index]
         size = prod(shape) * dtype.itemsize
-        if min(shape, default=0) < 0 or size > len(memory):
+        if size > len(memory):
             raise ExecutionError(
                 f"a host buffer of {len(memory)} bytes has no room for {list(shape)} in {str(dtype).partition('.')[2]}",
                 "plan with more --max-rows",

@@ -92,7 +92,7 @@ def route(operation: Operation, transport: str, rows: int, item_bytes: int, limi
         limit = limits.exchange_bytes // fetched // ALIGNMENT * ALIGNMENT
     elif transport != "host":
         return Route(transport)
-    return Route(transport, parts=_parts(rows, row_bytes, limit))
+    return Route(transport, parts=_parts(operation.name, rows, row_bytes, limit))
 
 
 def _is_local(operation: Operation) -> bool:
@@ -102,7 +102,7 @@ def _is_local(operation: Operation) -> bool:
     return isinstance(operation, Addition) or len(operation.devices) == 1
 
 
-def _parts(rows: int, row_bytes: int, limit: int) -> int:
+def _parts(what: str, rows: int, row_bytes: int, limit: int) -> int:
     """Return into how many parts to cut the rows so that each fits: a power of two, so that programs stay few.
 
     Raises:
@@ -110,7 +110,7 @@ def _parts(rows: int, row_bytes: int, limit: int) -> int:
     """
     if row_bytes > limit:
         raise ExecutionError(
-            f"one row of {format_bytes(row_bytes)} is more than the {format_bytes(limit)} that the plan left for it",
+            f"{what}: one row takes {format_bytes(row_bytes)}, but the plan left {format_bytes(limit)} for it",
             "move fewer columns at a time",
         )
     parts = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from tpplan.errors import ExecutionError
 from tpplan.exec.overlap import check_apart
 from tpplan.exec.program import HOST
+from tpplan.exec.tensors import check_copied, check_kind, check_stored, check_writable, is_plain, is_stored, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 Slices = tuple[tuple[int, int, int], ...]
 
 _ITEM_BYTES = (1, 2, 4, 8)
-_ADDABLE = (torch.float16, torch.bfloat16, torch.float32)
+#: Dtypes that are added up, and so those of activations.
+ADDABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Layout(NamedTuple):
@@ -69,8 +70,9 @@ class Operands:
             raise ExecutionError(f"{what}: x is on {x.device}, expected one of {names}", "move it there first")
         if type(source) is not int or source not in self.places:
             names = ", ".join(map(str, self.places))
-            raise ExecutionError(f"{what}: source is {source}, expected one of {names}", f"{HOST} is the host")
-        check(f"{what}: x", x, layout, x.shape[-1], self.places[source])
+            raise ExecutionError(f"{what}: source is {source!r:.40}, expected one of {names}", f"{HOST} is the host")
+        if x.device != self.places[source]:
+            check(f"{what}: x", x, layout, x.shape[-1], self.places[source])
         return source, layout
 
     def parts(self, what: str, parts: Sequence[Tensor], slices: Slices, *, adds: bool = False) -> Layout:
@@ -116,7 +118,7 @@ class Operands:
             owners: the device of each input, where a device's output may be its input itself; or nothing.
 
         Raises:
-            ExecutionError: see :func:`check_count`, :func:`check`, :func:`check_writable` and
+            ExecutionError: see :func:`check_count`, :func:`check`, :func:`~tpplan.exec.tensors.check_writable` and
                 :func:`~tpplan.exec.overlap.check_apart`.
         """
         if out is None:
@@ -151,13 +153,10 @@ def layout_of(what: str, tensor: Tensor, max_rows: int, *, adds: bool = False) -
     check_kind(what, tensor)
     lead = tensor.shape[:-1]
     layout = Layout(lead, tensor.dtype, prod(lead))
-    if adds and tensor.dtype not in _ADDABLE:
+    if adds and tensor.dtype not in ADDABLE:
         hint = "convert it to one of float16, bfloat16 and float32"
-        raise ExecutionError(f"{what} has dtype {_name(tensor.dtype)}, which is not added up", hint)
-    if tensor.dtype.itemsize not in _ITEM_BYTES or not _is_copied(tensor.dtype):
-        size = tensor.dtype.itemsize
-        message = f"{what} has dtype {_name(tensor.dtype)} of {size} bytes, which is not moved"
-        raise ExecutionError(message, "view it as a dtype of 1, 2, 4 or 8 bytes, such as uint8")
+        raise ExecutionError(f"{what} has dtype {name_of(tensor.dtype)}, which is not added up", hint)
+    check_copied(what, tensor.dtype, _ITEM_BYTES)
     if not tensor.dim() or not tensor.shape[-1]:
         raise ExecutionError(
             f"{what} has shape {list(tensor.shape)}, which has no columns", "the last dimension is cut"
@@ -165,20 +164,8 @@ def layout_of(what: str, tensor: Tensor, max_rows: int, *, adds: bool = False) -
     if layout.rows > max_rows:
         hint = "move fewer rows at a time, or plan with more --max-rows"
         raise ExecutionError(f"{what} has {layout.rows} rows, but the context was compiled for {max_rows}", hint)
+    check_stored(what, tensor)
     return layout
-
-
-def check_kind(what: str, tensor: object) -> None:
-    """Refuse what is no dense tensor.
-
-    Raises:
-        ExecutionError: naming what it is.
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise ExecutionError(f"{what} is {type(tensor).__name__}, expected a tensor", "pass a torch.Tensor")
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise ExecutionError(f"{what} is {kind}, expected a dense tensor", "convert it to a dense one")
 
 
 def columns_of(what: str, tensor: Tensor) -> int:
@@ -208,19 +195,21 @@ def check(what: str, tensor: Tensor, layout: Layout, columns: int, device: torch
         hint = "parts have the columns of their device's slice, times dim"
         raise ExecutionError(f"{what} has shape {list(tensor.shape)}, expected {list(shape)}", hint)
     if tensor.dtype != layout.dtype:
-        message = f"{what} has dtype {_name(tensor.dtype)}, expected {_name(layout.dtype)}"
+        message = f"{what} has dtype {name_of(tensor.dtype)}, expected {name_of(layout.dtype)}"
         raise ExecutionError(message, "all tensors of an operation have one dtype")
+    check_stored(what, tensor)
 
 
 def _is_like(tensor: object, layout: Layout, columns: int, device: torch.device) -> bool:
     """Tell what :func:`check` will find, without preparing to say it."""
     return (
-        isinstance(tensor, torch.Tensor)
+        (type(tensor) is torch.Tensor or (isinstance(tensor, torch.Tensor) and is_plain(tensor)))
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and tensor.shape == (*layout.lead, columns)
         and tensor.dtype == layout.dtype
         and tensor.device == device
+        and is_stored(tensor)
     )
 
 
@@ -243,44 +232,3 @@ def matrix(tensor: Tensor) -> Tensor:
     if flat.dim() != 2:  # noqa: PLR2004
         flat = flat.reshape(-1, flat.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
-
-
-def check_writable(what: str, tensor: Tensor) -> None:
-    """Refuse an output that cannot be written row by row.
-
-    Raises:
-        ExecutionError: it has to be copied to have rows one step apart, or its rows or columns overlap.
-    """
-    columns = tensor.shape[-1]
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return
-    try:
-        flat = tensor.detach().view(-1, columns)
-    except RuntimeError:
-        flat = None
-    dense = flat is not None and (columns == 1 or flat.stride(1) == 1)
-    if (
-        flat is None
-        or not dense
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or (flat.shape[0] > 1 and flat.stride(0) < columns)
-    ):
-        message = (
-            f"{what} has shape {list(tensor.shape)} and strides {tensor.stride()}, which cannot be written by rows"
-        )
-        raise ExecutionError(message, "let its last dimension be contiguous and its rows the same step apart")
-
-
-@cache
-def _is_copied(dtype: torch.dtype) -> bool:
-    """Tell whether torch copies elements of a dtype: some it only stores."""
-    try:
-        torch.empty(1, dtype=dtype, device="cpu").clone()
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -40,15 +40,25 @@ def check_apart(what: str, out: Sequence[Tensor], inputs: Sequence[Tensor], own:
                 raise ExecutionError(f"{what}: out[{i}] shares memory with {name}", "give it memory of its own")
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor and one past its last."""
-    if not tensor.numel():
-        return 0, 0
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
+def share_bytes(a: Tensor, b: Tensor) -> bool:
+    """Tell whether the memory from the first to the last element of one tensor reaches into that of another."""
+    (start, stop), (other_start, other_stop) = _span(a), _span(b)
+    return start < other_stop and other_start < stop
+
+
+def extent(tensor: Tensor) -> int:
+    """Return the bytes from the first element of a tensor, in memory, to the end of its last."""
+    if tensor.is_contiguous():  # as those without elements are
+        return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+    return (last + 1) * tensor.element_size()
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor and one past its last; they are equal if it has no elements."""
+    size = extent(tensor)
+    start = tensor.data_ptr() if size else 0
+    return start, start + size
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
