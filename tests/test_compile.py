@@ -22,8 +22,8 @@ from tpplan.axes import Axis
 from tpplan.codec import fingerprint
 from tpplan.devices import Device
 from tpplan.errors import ExecutionError, PlanError, RequestError
-from tpplan.exec.compiler import Found, differences
 from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.machine import Found, differences
 from tpplan.exec.rope import Rope
 from tpplan.exec.rope_scaling import Default
 from tpplan.memory import demands, ledger
@@ -47,7 +47,7 @@ def refusal(plan: SplitPlan, **arguments: Any) -> list[str]:
     with pytest.raises(ExecutionError) as error:
         tpx.compile(plan, **arguments)
     first, *differences = error.value.message.split("\n  ")
-    assert first == f"the plan for {plan.model.name} is not for this:"
+    assert first == f"the plan for {plan.model.name} cannot run here:"
     assert 'backend="cpu"' in error.value.hint
     return differences
 

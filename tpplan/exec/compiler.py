@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
 
 from tpplan.codec import fingerprint
 from tpplan.errors import ExecutionError, RequestError
-from tpplan.exec import kernel_cache
 from tpplan.exec.binding import Memory
 from tpplan.exec.context import TPContext
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.device import DeviceContext
 from tpplan.exec.engine import Engine
 from tpplan.exec.host import HostMemory
-from tpplan.exec.kernel_cache import MOST_SOURCES
-from tpplan.exec.links import Mechanism, link_report
 from tpplan.exec.lower import TRANSPORTS, Limits
+from tpplan.exec.machine import differences, launches_block, look_at, places_for, transport_for
 from tpplan.exec.operands import ADDABLE
 from tpplan.exec.program import HOST, SLOTS
 from tpplan.exec.slot_table import capacity
@@ -29,7 +25,6 @@ from tpplan.exec.tensors import name_of
 from tpplan.model import ModelSpec
 from tpplan.plan import SplitPlan
 from tpplan.reader import read_model
-from tpplan.sizes import format_bytes
 from tpplan.verify import verify
 from tpplan.workspace import FLAG_BYTES, HOST_SLOT_BYTES, areas, pinned_bytes, slot_bytes
 
@@ -49,23 +44,6 @@ _KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
     "model": ((ModelSpec, str, PathLike), "a model or its directory", "what tpplan.read_model takes or returns"),
     "dtype": ((torch.dtype,), "a torch.dtype", "one such as torch.float16"),
 }
-#: Faults of links that an error names.
-_NAMED = 4
-
-
-@frozen
-class Found:
-    """What a machine has where the plan expects a device.
-
-    Attributes:
-        name: of the device.
-        free_bytes: of its memory.
-        capability: CUDA compute capability such as ``8.9``.
-    """
-
-    name: str
-    free_bytes: int
-    capability: str
 
 
 def compile(  # noqa: A001 (what it does, and the name that the field uses)
@@ -111,18 +89,18 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
             raise RequestError(f"{name} is {value!r:.40}, expected {expected}", f"pass {example}")
     dtype = getattr(torch, plan.model.dtype) if dtype is None else dtype
     max_rows = plan.request.max_rows if max_rows is None else max_rows
-    places, problems = _places(plan, backend, devices)
+    places, problems = places_for(plan, backend, devices)
     problems += _mismatches(plan, model, max_rows, dtype)
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes and places]
     if backend != "cpu":
-        found = [_found(place) if i in used else None for i, place in enumerate(places)]
+        found = [look_at(place) if i in used else None for i, place in enumerate(places)]
         problems += differences(plan, found)
-        transport, unfit = _cuda_transport([places[i] for i in used], transport)
+        transport, unfit = transport_for([places[i] for i in used], transport)
         problems += unfit
     if problems:
         hint = 'plan again for this machine and model, or run on virtual devices with backend="cpu"'
         listed = "".join(f"\n  {problem}" for problem in problems)
-        raise ExecutionError(f"the plan for {plan.model.name} is not for this:{listed}", hint)
+        raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{listed}", hint)
     start: Callable[[Memory], Backend] = VirtualDevices
     if backend != "cpu":
         from tpplan.exec.cuda import CudaDevices  # noqa: PLC0415 (needs a driver)
@@ -166,7 +144,7 @@ def build(
     peer_slot = slot_bytes(len(devices))
     largest_message = HOST_SLOT_BYTES if transport == "host" else peer_slot
     if not straight:
-        largest_message = 0 if _launches_block() else capacity(2 * largest_message)
+        largest_message = 0 if launches_block() else capacity(2 * largest_message)
     contexts = {device.index: device for device in devices}
 
     def slots(queue: Queue) -> torch.Tensor:
@@ -184,73 +162,9 @@ def build(
         slot_bytes=largest_message,
         stage_bytes=pinned.chunk_bytes,
         exchange_bytes=len(devices[0].exchange),
-        direct=straight,
+        straight=straight,
     )
     return TPContext(plan, devices, host, Engine(backend, transport, limits), max_rows=max_rows, dtype=dtype)
-
-
-def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
-    """Return what the plan expects of each device and the machine does not have; a newer capability does as well.
-
-    Args:
-        plan: to be compiled.
-        found: for each of the plan's devices; None where none is needed.
-    """
-    problems = []
-    for i, (device, here) in enumerate(zip(plan.devices, found, strict=False)):
-        if here is None:
-            continue
-        where = f"devices[{i}] ({device.name}), here {here.name}"
-        memory = plan.memory[i]
-        needed = memory.used_bytes - memory.overhead_bytes  # the driver's part is taken by the time of asking
-        if here.free_bytes < needed:
-            problems.append(f"{where}: needs {format_bytes(needed)}, {format_bytes(here.free_bytes)} are free")
-        if device.capability and _version(here.capability) < _version(device.capability):
-            problems.append(f"{where}: planned for capability {device.capability}, has {here.capability}")
-    return problems
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(".")))
-
-
-def _places(
-    plan: SplitPlan, backend: str, devices: Sequence[torch.device | str | int] | None
-) -> tuple[tuple[torch.device, ...], list[str]]:
-    """Return a torch device for each of the plan's, and why there is none for some."""
-    wanted = len(plan.devices)
-    here = torch.cuda.device_count() if backend != "cpu" and torch.cuda.is_available() else 0
-    if devices is not None:
-        found = [_place(device, backend, here) for device in devices]
-        problems = [f"devices[{i}]: {problem}" for i, problem in enumerate(found) if isinstance(problem, str)]
-        places = tuple(place for place in found if isinstance(place, torch.device))
-        if backend != "cpu" and len(set(places)) < len(places):
-            problems.append(f"devices: {', '.join(map(str, places))} are not all different")
-        if len(devices) != wanted:
-            problems.append(f"devices: the plan has {wanted}, {len(devices)} were given")
-        return ((), problems) if problems else (places, [])
-    if backend == "cpu":
-        return (torch.device("cpu"),) * wanted, []
-    if here < wanted:
-        return (), [f"devices: the plan has {wanted}, this machine has {here} CUDA devices"]
-    return tuple(torch.device("cuda", i) for i in range(wanted)), []
-
-
-def _place(device: torch.device | str | int, backend: str, here: int) -> torch.device | str:
-    """Return the torch device that a caller means, or why it will not do; a machine has so many of CUDA's."""
-    text, kind = f"cuda:{device}" if type(device) is int else str(device), "cpu" if backend == "cpu" else "cuda"
-    unknown = f"{text[:40]!r} is no torch device"
-    try:
-        place = torch.device(text)
-    except RuntimeError:
-        return unknown
-    if str(place) != text:  # numbers that are too large come out smaller
-        return unknown
-    if place.type != kind:
-        return f"{place} is not for the backend {backend}"
-    if kind == "cuda" and place.index not in range(here):
-        return f"{place} is none of the {here} CUDA devices of this machine, which have numbers from 0"
-    return place if kind == "cuda" else torch.device("cpu")
 
 
 def _mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows: int, dtype: torch.dtype) -> list[str]:
@@ -269,45 +183,6 @@ def _mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows:
         names = " or ".join(map(name_of, fitting))
         problems.append(f"dtype: the plan has room for {names}, {name_of(dtype)} was asked for")
     return problems
-
-
-#: What has to be verified from each device to each other for a transport between them.
-_NEEDED = {"peer": (Mechanism.COPY, Mechanism.STORE, Mechanism.FLAG), "events": (Mechanism.COPY,), "host": ()}
-
-
-def _cuda_transport(places: Sequence[torch.device], transport: str) -> tuple[str, list[str]]:
-    """Return the transport for CUDA devices, and what speaks against it."""
-    problems = []
-    if lacks := kernel_cache.lacks():
-        problems.append(f"kernels: {lacks}")
-    if len(places) >= MOST_SOURCES:
-        problems.append(f"devices: {len(places)} in use, CUDA devices add up at most {MOST_SOURCES - 1}")
-    pairs = [(a.index, b.index) for a in places for b in places if a != b]
-    if transport == "peer" and _launches_block():
-        problems.append("transport: CUDA_LAUNCH_BLOCKING is set, so that kernels cannot wait for each other")
-    report = link_report() if pairs and transport != "host" else None
-    missing = {
-        name: [f"{need} {a} to {b}" for need in needed for a, b in pairs if report and not report.works(a, b, need)]
-        for name, needed in _NEEDED.items()
-    }
-    if transport == "auto":
-        return next(n for n, what in missing.items() if not what and not (n == "peer" and _launches_block())), problems
-    if what := missing[transport]:
-        more = f" and {len(what) - _NAMED} more" if len(what) > _NAMED else ""
-        listed = ", ".join(what[:_NAMED])
-        problems.append(f"transport: {transport} is not verified: {listed}{more}; see python -m tpplan.exec.links")
-    return transport, problems
-
-
-def _launches_block() -> bool:
-    """Tell whether a launch waits for its kernel, as debugging wants it."""
-    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in {"", "0"}
-
-
-def _found(device: torch.device) -> Found:
-    major, minor = torch.cuda.get_device_capability(device)
-    free, _ = torch.cuda.mem_get_info(device)
-    return Found(torch.cuda.get_device_name(device), free, f"{major}.{minor}")
 
 
 def _known(what: str, value: str, choices: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ from tpplan.exec import operation
 from tpplan.exec.context_memory import ContextMemory
 from tpplan.exec.explain import explain
 from tpplan.exec.gathered import Gathered
-from tpplan.exec.inflight import Inflight
 from tpplan.exec.operands import Operands, check, check_count, columns_of
 from tpplan.exec.program import HOST
 
@@ -68,7 +67,6 @@ class TPContext(ContextMemory):
         super().__init__(plan, devices, host, dtype)
         self.max_rows = max_rows
         self._engine = engine
-        self._inflight = Inflight()
         places = {d.index: d.device for d in devices}
         self._operands = Operands({**places, HOST: torch.device("cpu")}, max_rows)
 

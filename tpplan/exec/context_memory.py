@@ -9,6 +9,7 @@ from tpplan.axes import Axis, Slice, slices_of
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.arguments import check_dtype, check_type, whole
 from tpplan.exec.guard import Guard
+from tpplan.exec.inflight import Inflight
 from tpplan.exec.overlap import share_bytes
 from tpplan.exec.tensors import check_copied, check_kind, check_stored
 
@@ -43,6 +44,7 @@ class ContextMemory:
         self.dtype = dtype
         self._host = host
         self._guard = Guard()
+        self._inflight = Inflight()
         self._slices: dict[tuple[Axis | str, int | None], tuple[Slice, ...]] = {}
         self._cuts: dict[tuple[Axis | str, int | None, int], Slices] = {}
 
@@ -100,11 +102,14 @@ class ContextMemory:
             check_stored("copy_pinned: x", x)
             view = self._host.buffer(buffer, x.shape, x.dtype)
             values = x.detach()
+            self._inflight.settle(view)
+            if values.device.type == "cpu":
+                self._inflight.settle(values)
             view.copy_(values.clone() if share_bytes(values, view) else values)
             return view
 
     def get_pinned(self, buffer: int, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor over one of the two host buffers, pinned where devices read it.
+        """Return a tensor over one of the two host buffers, pinned where devices read it; no gather is writing it.
 
         Args:
             buffer: 0 or 1.
@@ -120,7 +125,9 @@ class ContextMemory:
             check_dtype("get_pinned: dtype", dtype)
             sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
             checked = [whole(f"get_pinned: shape[{i}]", size) for i, size in enumerate(sizes)]
-            return self._host.buffer(buffer, checked, dtype)
+            view = self._host.buffer(buffer, checked, dtype)
+            self._inflight.settle(view)
+            return view
 
     def begin_scratch(self) -> None:
         """Make the scratch of all devices free again: slices from now on may alias those handed out before."""

@@ -51,6 +51,11 @@ class DeviceContext:
     def __repr__(self) -> str:
         return f"<DeviceContext {self.index} ({self.name}) on {self.device}>"
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """What the next operation uses: the current stream of a CUDA device; None on a virtual one."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
     def begin_scratch(self) -> None:
         """Make all scratch free again; see :class:`tpplan.exec.arena.Arena`."""
         self.arena.begin()

@@ -36,13 +36,13 @@ class Limits:
         slot_bytes: of a slot of a queue.
         stage_bytes: of a slot of a pinned ring.
         exchange_bytes: of a device's exchange buffer.
-        direct: whether kernels can write straight into other devices' tensors; if not, large ones go by ``events``.
+        straight: whether kernels can write straight into other devices' tensors; if not, large ones go by ``events``.
     """
 
     slot_bytes: int
     stage_bytes: int
     exchange_bytes: int
-    direct: bool = True
+    straight: bool = True
 
 
 @frozen
@@ -84,7 +84,7 @@ def route(operation: Operation, transport: str, rows: int, item_bytes: int, limi
     row_bytes, limit = columns * item_bytes, limits.stage_bytes
     if small and rows * row_bytes <= limits.slot_bytes:
         return Route(transport, small=True)
-    if transport == "peer" and not limits.direct:
+    if transport == "peer" and not limits.straight:
         transport = "events"
     if transport == "events" and isinstance(operation, Reduction):
         row_bytes = max(share.stop - share.start for share in operation.shares()) * item_bytes
