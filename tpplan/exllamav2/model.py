@@ -22,6 +22,8 @@ _ITEM_BYTES = 2
 
 #: Larger numbers in a config are a mistake.
 _MOST = 2**31
+#: The planner's limit.
+MOST_ROWS = 2**24
 
 #: tpplan's cache kinds by the names of ExLlamaV2's cache classes.
 _CACHES = {
@@ -52,6 +54,7 @@ class Numbers:
         batch: ``max_batch_size``.
         rows: ``max_input_len`` times the batch, in tokens.
         output_rows: ``max_output_len``, or ``max_input_len``, times the batch.
+        dequantised: ``max_dq_size``, elements of a matrix that are dequantised at once.
     """
 
     hidden: int
@@ -65,6 +68,7 @@ class Numbers:
     batch: int
     rows: int
     output_rows: int
+    dequantised: int
 
     @property
     def widest(self) -> int:
@@ -93,6 +97,9 @@ def read_numbers(config: Any) -> Numbers:
         raise ModelError(f"model.config: {q_heads} query heads are no multiple of {kv_heads} KV heads", "check them")
     hidden, batch = _count(config, "hidden_size"), _count(config, "max_batch_size", 1)
     length = _count(config, "max_input_len", 2048)
+    if length * batch > MOST_ROWS:
+        message = f"model.config: max_input_len {length} times max_batch_size {batch} is more than {MOST_ROWS} rows"
+        raise ModelError(message, "set smaller ones")
     return Numbers(
         hidden=hidden,
         intermediate=_count(config, "intermediate_size"),
@@ -105,6 +112,7 @@ def read_numbers(config: Any) -> Numbers:
         batch=batch,
         rows=length * batch,
         output_rows=_count(config, "max_output_len", length) * batch,
+        dequantised=_count(config, "max_dq_size", 2**29),
     )
 
 

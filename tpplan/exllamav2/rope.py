@@ -14,6 +14,9 @@ from tpplan.exec.rope_scaling import Scaling
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: The original's styles by number.
+_STYLES = ("none", "gptj", "neox")
+
 #: What of a config the methods (``alt_rope_method``) need, and what config.json calls it.
 _METHODS = {
     "llama3": {
@@ -35,16 +38,18 @@ _METHODS = {
 
 
 @frozen
-class Compressed:
-    """Another scaling at positions divided by a factor (``scale_pos_emb``).
+class Adjusted:
+    """Another scaling at positions divided by a factor (``scale_pos_emb``), or in half precision.
 
     Attributes:
         scaling: the other one.
         factor: what positions are divided by.
+        half: whether its frequencies are rounded to float16 (``rope_freq_half``).
     """
 
     scaling: Scaling
     factor: float
+    half: bool
 
     @property
     def attention(self) -> float:
@@ -52,8 +57,9 @@ class Compressed:
         return self.scaling.attention
 
     def frequencies(self, theta: float, dim: int, positions: int) -> Tensor:
-        """Return the other one's, divided by the factor."""
-        return self.scaling.frequencies(theta, dim, positions) / self.factor
+        """Return the other one's, rounded, then divided by the factor."""
+        found = self.scaling.frequencies(theta, dim, positions)
+        return (found.half().float() if self.half else found) / self.factor
 
 
 def read_rope(config: Any, head_dim: int, context: int) -> Rope | None:
@@ -68,13 +74,17 @@ def read_rope(config: Any, head_dim: int, context: int) -> Rope | None:
         ModelError: the method is unknown, or what it needs is missing or out of range.
     """
     arch = getattr(config, "arch", None)
-    style = getattr(getattr(arch, "lm", arch), "rope_style", None)
-    name = str(getattr(style, "name", style or "NEOX")).lower()
+    lm = getattr(arch, "lm", arch)
+    style = getattr(lm, "rope_style", None)
+    style = "neox" if style is None else getattr(style, "name", style)
+    name = (_STYLES[style] if type(style) is int and style in range(len(_STYLES)) else str(style)).lower()
     if name == "none":
         return None
     chosen = next((known for known in STYLES if known == name), None)
     if chosen is None:
         raise ModelError(f"model.config.arch.lm.rope_style is {name[:60]!r}", f"known are none, {', '.join(STYLES)}")
+    if offset := getattr(config, "pos_id_index", None):
+        raise ModelError(f"model.config.pos_id_index is {str(offset)[:60]}", "tables here start at position 0")
     alpha, factor = _number(config, "scale_alpha_value", 1.0), _number(config, "scale_pos_emb", 1.0)
     if alpha != 1.0 and head_dim <= 2:  # noqa: PLR2004 - d / (d - 2)
         raise ModelError(f"model.config.scale_alpha_value with a head_dim of {head_dim}", "it needs a larger one")
@@ -88,7 +98,9 @@ def read_rope(config: Any, head_dim: int, context: int) -> Rope | None:
             "rope_scaling": _scaling(config, context),
         }
     )
-    return evolve(rope, style=chosen, scaling=rope.scaling if factor == 1.0 else Compressed(rope.scaling, factor))
+    half = bool(getattr(lm, "rope_freq_half", False))
+    plain = factor == 1.0 and not half
+    return evolve(rope, style=chosen, scaling=rope.scaling if plain else Adjusted(rope.scaling, factor, half))
 
 
 def _scaling(config: Any, context: int) -> dict[str, object] | None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from tpplan.errors import ExecutionError
 from tpplan.exllamav2.rope import read_rope
-from tpplan.exllamav2.splits import Splits, axis_of
+from tpplan.exllamav2.splits import MORE_SCRATCH, Splits, axis_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from tpplan.exllamav2.pinned import PinnedTemp
 
 # Indices of tpplan.exllamav2.splits.AXES.
 BROADCAST_KV = 0
@@ -43,7 +44,10 @@ class TPContext(Splits):
         vc_split: of the vocabulary, padded to a multiple of 32.
         rs_split: of the residual stream.
         q_split: of the query heads.
-        pinned_temp: two flat float16 tensors in host memory, pinned where there are GPUs; None unless finalized.
+        kv_split_devs: the devices of ``kv_split``; likewise ``id_split_devs``, ``vc_split_devs``, ``rs_split_devs`` and
+            ``q_split_devs``.
+        pinned_temp: two flat float16 tensors in host memory, pinned where there are GPUs, and each allocated when it is
+            first used; None unless finalized.
         device: the first device in use.
         all_devs: the devices in use, ascending.
         num_devices: one more than the last device in use.
@@ -68,8 +72,8 @@ class TPContext(Splits):
             ExecutionError: an operand of the wrong kind, shape, dtype or device, or the context is not finalized.
             RequestError: there is no such type.
         """
-        context = self._ready(buffer)
-        return list(context.broadcast(input_tensor, axis_of(broadcast_type)))
+        with self._using(buffer) as context:
+            return list(context.broadcast(input_tensor, axis_of(broadcast_type)))
 
     def gather(self, buffer: int, inputs: Sequence[Tensor], broadcast_type: int, dim: int = 1) -> Tensor:
         """Copy the parts of all devices of a split into one tensor in host memory.
@@ -87,10 +91,9 @@ class TPContext(Splits):
             ExecutionError: see :meth:`broadcast`.
             RequestError: there is no such type.
         """
-        context = self._ready(buffer)
-        whole = context.gather(inputs, axis_of(broadcast_type), dim=dim).result()
-        if whole.nbytes <= self._memory(buffer).nbytes:
-            self._pinned(buffer, whole.shape, whole.dtype).copy_(whole)
+        with self._using(buffer) as context:
+            whole = context.gather(inputs, axis_of(broadcast_type), dim=dim).result()
+        self._buffers(buffer).leave(buffer, whole)
         return whole
 
     def allgather(
@@ -112,8 +115,8 @@ class TPContext(Splits):
             ExecutionError: see :meth:`broadcast`.
             RequestError: there is no such type.
         """
-        context = self._ready(buffer)
-        return list(context.allgather(inputs, axis_of(broadcast_type_g), axis_of(broadcast_type_b), dim=dim))
+        with self._using(buffer) as context:
+            return list(context.allgather(inputs, axis_of(broadcast_type_g), axis_of(broadcast_type_b), dim=dim))
 
     def all_reduce(self, buffer: int, tensors: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
         """Add up tensors over all devices in use, onto each device's residual in place (``tp_all_reduce``).
@@ -126,7 +129,8 @@ class TPContext(Splits):
         Raises:
             ExecutionError: see :meth:`broadcast`.
         """
-        self._ready(buffer).all_reduce(tensors, residuals, out=residuals)
+        with self._using(buffer) as context:
+            context.all_reduce(tensors, residuals, out=residuals)
 
     def add_residual(
         self, target: Sequence[Tensor], source: Sequence[Tensor], broadcast_type: int, dim: int = 1
@@ -143,7 +147,8 @@ class TPContext(Splits):
             ExecutionError: see :meth:`broadcast`.
             RequestError: there is no such type.
         """
-        self._ready().add_residual(target, source, axis_of(broadcast_type), dim=dim)
+        with self._using() as context:
+            context.add_residual(target, source, axis_of(broadcast_type), dim=dim)
 
     def wait_streams(self) -> None:
         """Return when everything on the devices in use is complete, the caller's work too.
@@ -185,8 +190,7 @@ class TPContext(Splits):
         Raises:
             ExecutionError: the buffer is too small, or the context is not finalized.
         """
-        self._ready(buffer)
-        return self._pinned(buffer, (batch_size, q_len, dim), torch.half)
+        return self._buffers(buffer).view(buffer, (batch_size, q_len, dim), torch.half)
 
     def copy_pinned(self, buffer: int, inputs: Tensor) -> Tensor:
         """Copy a tensor of any shape, dtype and device to the start of a host buffer, and wait until it is there.
@@ -194,8 +198,7 @@ class TPContext(Splits):
         Raises:
             ExecutionError: see :meth:`get_pinned`.
         """
-        self._ready(buffer)
-        return self._pinned(buffer, inputs.shape, inputs.dtype).copy_(inputs.detach())
+        return self._buffers(buffer).view(buffer, inputs.shape, inputs.dtype).copy_(inputs.detach())
 
     def begin_scratch_alloc_tp(self) -> None:
         """Make the scratch of all devices free again: slices from now on may alias older ones.
@@ -212,7 +215,8 @@ class TPContext(Splits):
             ExecutionError: a device has too little room, or the context is not finalized.
             RequestError: there is no such type.
         """
-        return list(self._ready().scratch(rows, axis_of(broadcast_type), dim=dim, dtype=dtype))
+        with self._using(more=MORE_SCRATCH) as context:
+            return list(context.scratch(rows, axis_of(broadcast_type), dim=dim, dtype=dtype))
 
     def get_scratch_slice_tp_bc(self, rows: int, dtype: torch.dtype, broadcast_type: int, dim: int = 1) -> list[Tensor]:
         """Return uninitialised scratch ``[rows, size × dim]``, as wide as the whole axis, on each device of a split.
@@ -221,32 +225,77 @@ class TPContext(Splits):
             ExecutionError: see :meth:`get_scratch_slice_tp`.
             RequestError: there is no such type.
         """
-        return list(self._ready().scratch(rows, axis_of(broadcast_type), dim=dim, dtype=dtype, full=True))
+        with self._using(more=MORE_SCRATCH) as context:
+            return list(context.scratch(rows, axis_of(broadcast_type), dim=dim, dtype=dtype, full=True))
 
     def reserve_scratch(self, scratch: Sequence[int]) -> None:
         """Set bytes of scratch aside on each device, by device number, until :meth:`begin_scratch_alloc_tp`.
 
+        There is room for so many bytes that the widest matrix of a layer can be dequantised on each of its devices,
+        and the layer's slices follow; or for ``scratch_bytes`` of the constructor.
+
         Raises:
             ExecutionError: a device has too little room or is not in use, or the context is not finalized.
         """
-        context = self._ready()
         indices = {ordinal: i for i, ordinal in enumerate(self._ordinals)}
-        for ordinal, size in enumerate(scratch):
-            device = context.devices.get(indices.get(ordinal, -1))
-            if device is not None:
-                device.scratch(1, size, torch.uint8)
-            elif size:
-                raise ExecutionError(f"device {ordinal} is not in use", f"devices in use: {self.all_devs}")
+        with self._using(more=MORE_SCRATCH) as context:
+            devices = [context.devices.get(indices.get(ordinal, -1)) for ordinal in range(len(scratch))]
+            for ordinal, (device, size) in enumerate(zip(devices, scratch, strict=True)):
+                if size and device is None:
+                    raise ExecutionError(f"device {ordinal} is not in use", f"devices in use: {self.all_devs}")
+            for device, size in zip(devices, scratch, strict=True):
+                if device is not None:
+                    device.scratch(1, size, torch.uint8)
 
-    def _memory(self, buffer: int) -> Tensor:
-        """Return a host buffer; the context is finalized."""
-        assert self.pinned_temp is not None  # noqa: S101
-        return self.pinned_temp[buffer]
+    def get_temp_tensors(self, rows: int, dtype: torch.dtype, broadcast_type: int, dim: int = 1) -> list[Tensor]:
+        """Return new uninitialised tensors ``[rows, elements × dim]``, one on each device of a split.
 
-    def _pinned(self, buffer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the start of a host buffer."""
-        memory, size = self._memory(buffer).view(torch.uint8), math.prod(shape) * dtype.itemsize
-        if min(shape, default=0) < 0 or size > len(memory):
-            message = f"a host buffer of {len(memory)} bytes has no room for {list(shape)} in {dtype}"
-            raise ExecutionError(message, "set a larger max_input_len, max_output_len or max_batch_size in the config")
-        return memory[:size].view(dtype).view(*shape)
+        Raises:
+            ExecutionError: the context is not finalized.
+            RequestError: there is no such type.
+        """
+        return self._temp_tensors(rows, dtype, self._widths(broadcast_type, dim))
+
+    def get_temp_tensors_bc(self, rows: int, dtype: torch.dtype, broadcast_type: int, dim: int = 1) -> list[Tensor]:
+        """Return new uninitialised tensors ``[rows, size × dim]``, as wide as the whole axis; else as the above.
+
+        Raises:
+            ExecutionError: see :meth:`get_temp_tensors`.
+            RequestError: there is no such type.
+        """
+        return self._temp_tensors(rows, dtype, self._widths(broadcast_type, dim, whole=True))
+
+    def get_temp_tensors_s(self, rows: int, esize: int, broadcast_type: int, dim: int = 1) -> list[int]:
+        """Return by device number the bytes of :meth:`get_temp_tensors`, with elements of ``esize`` bytes.
+
+        Raises:
+            RequestError: there is no such type.
+        """
+        widths = self._widths(broadcast_type, dim)
+        return [rows * widths.get(device, 0) * esize for device in range(self.num_devices)]
+
+    def get_temp_tensors_bc_s(self, rows: int, esize: int, broadcast_type: int, dim: int = 1) -> list[int]:
+        """Return by device number the bytes of :meth:`get_temp_tensors_bc`, with elements of ``esize`` bytes.
+
+        Raises:
+            RequestError: there is no such type.
+        """
+        widths = self._widths(broadcast_type, dim, whole=True)
+        return [rows * widths.get(device, 0) * esize for device in range(self.num_devices)]
+
+    def _widths(self, broadcast_type: int, dim: int, *, whole: bool = False) -> dict[int, int]:
+        """Return the columns of each device of a split, or of the whole axis, by device number."""
+        split = self.get_split(broadcast_type)
+        return {device: (split[-1][2] if whole else b - a) * dim for device, a, b in split}
+
+    def _temp_tensors(self, rows: int, dtype: torch.dtype, widths: dict[int, int]) -> list[Tensor]:
+        """Return a new tensor on each of the devices."""
+        devices = self._ready().devices
+        places = {self._ordinals[i]: device.device for i, device in devices.items()}
+        return [torch.empty(rows, width, dtype=dtype, device=places[device]) for device, width in widths.items()]
+
+    def _buffers(self, buffer: int) -> PinnedTemp:
+        """Return the host buffers, of which there is such a one; the context is finalized."""
+        self._ready(buffer)
+        assert self._pinned is not None  # noqa: S101
+        return self._pinned
