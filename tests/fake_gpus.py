@@ -14,7 +14,7 @@ from attrs import define, field
 from tpplan.exec.link_report import Mechanism, Route
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 GPUS = ("GPU-a", "GPU-b", "GPU-c")
 
@@ -34,17 +34,24 @@ class Move:
     driver: FakeDriver
     source: Piece
     target: Piece
-    size: int
+    part: slice
     at_once: int
+    mechanisms: int
+
+    @property
+    def size(self) -> int:
+        """How many bytes to move."""
+        size: int = self.part.stop - self.part.start
+        return size
 
     def deliver(self, data: bytes) -> None:
         """Write the target's memory."""
-        self.target.data[: self.size] = data
+        self.target.data[self.part] = data
 
     def sent(self) -> bytes:
         """Return the bytes to move: those of the target GPU's mirror of the source, if it has one."""
         mirror = self.driver.mirrors.get((self.target.gpu, self.source))
-        return self.driver.read(self.source, self.size) if mirror is None else mirror[: self.size]
+        return bytes(self.source.data if mirror is None else mirror)[self.part]
 
     def honestly(self) -> None:
         """Do what was asked."""
@@ -84,11 +91,14 @@ class FakeDriver:
         """Read as the owner."""
         return bytes(buffer.data[:size])
 
-    def move(self, mechanism: Mechanism, moves: Sequence[tuple[Piece, Piece]], size: int) -> None:
+    def move(self, moves: Mapping[Mechanism, Sequence[tuple[Piece, Piece]]], part: slice) -> None:
         """Move as each link does it."""
-        for source, target in moves:
-            route = mechanism, source.gpu, target.gpu
-            self.lies.get(route, Move.honestly)(Move(self, source, target, size, len(moves)))
+        at_once = sum(map(len, moves.values()))
+        for mechanism, ends in moves.items():
+            for source, target in ends:
+                route = mechanism, source.gpu, target.gpu
+                move = Move(self, source, target, part, at_once, len(moves))
+                self.lies.get(route, Move.honestly)(move)
 
 
 def zeros(move: Move) -> None:
@@ -102,20 +112,48 @@ def lost(move: Move) -> None:
 
 def private_mirror(move: Move) -> None:
     """The writer writes a mirror of the target's memory that only it sees."""
-    move.driver.mirrors[move.source.gpu, move.target] = move.sent()
+    move.driver.mirrors[move.source.gpu, move.target] = bytes(move.part.start) + move.sent()
 
 
 def stale(move: Move) -> None:
     """What was read of the source before is taken from a cache for ever."""
     old = move.driver.mirrors.setdefault((move.target.gpu, move.source), b"")
-    fresh = move.driver.read(move.source, move.size)[len(old) :]
-    move.deliver((old + fresh)[: move.size])
+    fresh = move.driver.read(move.source, move.part.stop)[len(old) :]
+    move.deliver((old + fresh)[move.part])
     move.driver.mirrors[move.target.gpu, move.source] = old + fresh
 
 
 def when_concurrent(move: Move) -> None:
     """Zeros arrive while other links are busy."""
     (zeros if move.at_once > 1 else Move.honestly)(move)
+
+
+def beside_others(move: Move) -> None:
+    """Zeros arrive while links of another mechanism are busy."""
+    (zeros if move.mechanisms > 1 else Move.honestly)(move)
+
+
+def in_pages(move: Move) -> None:
+    """Whole pages of 4 KiB arrive."""
+    move.part = slice(move.part.start, move.part.start + -(-move.size // 2**12) * 2**12)
+    move.honestly()
+
+
+def from_even_on(move: Move) -> None:
+    """The byte before an odd address arrives too."""
+    move.part = slice(move.part.start // 2 * 2, move.part.stop)
+    move.honestly()
+
+
+def when_not_small(move: Move) -> None:
+    """Fewer than 16 bytes are lost."""
+    (lost if move.size < 16 else Move.honestly)(move)
+
+
+def in_pairs(move: Move) -> None:
+    """The last one of an odd number of bytes is lost."""
+    move.part = slice(move.part.start, move.part.start + move.size // 2 * 2)
+    move.honestly()
 
 
 def when_large(move: Move) -> None:
@@ -199,6 +237,7 @@ forgetful = partial(ForgetfulDriver, names=_PAIR)
 stuck = partial(StuckDriver, names=_PAIR)
 copies_only = partial(FakeDriver, untestable=_only(_COPY))
 one_way = partial(FakeDriver, {(_COPY, 1, 0): zeros})
+beside_copies = partial(FakeDriver, {(_COPY, 1, 0): zeros, (_STORE, 0, 1): beside_others, (_STORE, 1, 0): die}, _PAIR)
 hanging_together = partial(FakeDriver, {(_LOAD, 0, 1): hang_when_concurrent}, _PAIR, _only(_STORE, _LOAD))
 hanging_loads = partial(FakeDriver, {(_LOAD, a, b): hang for a in (0, 1) for b in (0, 1)}, _PAIR)
 hanging_always = partial(FakeDriver, {(m, a, b): hang for m in Mechanism for a in (0, 1) for b in (0, 1)}, _PAIR)

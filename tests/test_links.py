@@ -84,7 +84,12 @@ LIES = {
     "kernel loads come from a stale cache": (fake_gpus.stale, {(LOAD, 1, 2)}, "wrong bytes arrived"),
     "flags are lost": (fake_gpus.lost, {(FLAG, 2, 1)}, "nothing arrived"),
     "one bad direction": (fake_gpus.zeros, {(COPY, 1, 0)}, "zeros arrived of 16 bytes"),
-    "only when concurrent": (fake_gpus.when_concurrent, {(STORE, 1, 2)}, "zeros arrived of 4096 bytes with 6 links"),
+    "only when concurrent": (fake_gpus.when_concurrent, {(STORE, 1, 2)}, "zeros arrived of 4096 bytes with 12 links"),
+    "only beside copies": (fake_gpus.beside_others, {(STORE, 0, 1)}, "zeros arrived of 4096 bytes with 12 links"),
+    "more arrives": (fake_gpus.in_pages, {(COPY, 0, 1), (LOAD, 1, 0)}, "bytes changed outside of 16 bytes"),
+    "more arrives before": (fake_gpus.from_even_on, {(COPY, 0, 1)}, "bytes changed outside of 13 bytes"),
+    "few bytes are lost": (fake_gpus.when_not_small, {(COPY, 0, 1)}, "nothing arrived of 13 bytes"),
+    "odd bytes are lost": (fake_gpus.in_pairs, {(COPY, 2, 0)}, "wrong bytes arrived of 13 bytes"),
     "only when large": (fake_gpus.when_large, {(LOAD, 0, 1)}, "wrong bytes arrived of 16777216 bytes"),
 }
 
@@ -103,6 +108,24 @@ def test_a_lie_is_found_and_nothing_else_is_forbidden(
     assert all(found[route].reason.startswith(reason) for route in liars), found
 
 
+def test_stores_are_blamed_for_copies_that_fail_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that are wrong only while kernels store work, and the stores between the same GPUs are broken."""
+    monkeypatch.setattr(link_probe, "ALONE", (16,))
+    found = _probed(FakeDriver({(COPY, 1, 0): fake_gpus.beside_others}, GPUS[:2]))
+    assert {route: link.reason for route, link in found.items() if link.verdict != WORKS} == {
+        (STORE, 1, 0): "zeros arrived of 4096 bytes of copy with 4 links at once"
+    }
+
+
+def test_copies_that_a_former_child_verified_are_beside_stores() -> None:
+    """Who tests nothing but stores still finds what is wrong with them beside copies; broken copies are not used."""
+    report = _report("beside_copies")
+    assert _not_working(report) == {(COPY, 1, 0): BROKEN, (STORE, 0, 1): BROKEN, (STORE, 1, 0): BROKEN}
+    reasons = {link.route: link.reason for link in report.links}
+    assert reasons[STORE, 0, 1] == "zeros arrived of 4096 bytes with 2 links at once"
+    assert reasons[STORE, 1, 0] == "the probe died with exit code 86"
+
+
 def test_honest_links_all_work() -> None:
     """Of GPUs that do what they are asked every route works."""
     assert {link.verdict for link in _probed(fake_gpus.pair()).values()} == {WORKS}
@@ -113,8 +136,8 @@ def test_a_private_mirror_passes_a_round_trip() -> None:
     driver = FakeDriver({(COPY, 0, 1): fake_gpus.private_mirror})
     here, there, back = (driver.allocate(gpu, 20) for gpu in (0, 1, 0))
     driver.write(here, memoryview(b"five floats, 4 bytes"))
-    driver.move(COPY, [(here, there)], 20)
-    driver.move(COPY, [(there, back)], 20)
+    driver.move({COPY: [(here, there)]}, slice(0, 20))
+    driver.move({COPY: [(there, back)]}, slice(0, 20))
     assert (driver.read(back, 20), driver.read(there, 20)) == (b"five floats, 4 bytes", bytes(20))
 
 
@@ -138,8 +161,8 @@ def test_full_gpus_are_untested() -> None:
     """Where there is no memory for the test nothing is verified, and nothing is said to be broken."""
     found = _probed(fake_gpus.full()).values()
     assert {(link.verdict, link.reason) for link in found} == {
-        (UNTESTED, "no memory for the test: GPU 0 has no 16777216 bytes"),
-        (UNTESTED, "no memory for the test: GPU 1 has no 16777216 bytes"),
+        (UNTESTED, "no memory for the test: GPU 0 has no 16842752 bytes"),
+        (UNTESTED, "no memory for the test: GPU 1 has no 16842752 bytes"),
     }
 
 

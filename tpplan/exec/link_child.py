@@ -70,7 +70,8 @@ def probe_in_child(driver: str, gpus: tuple[str, ...], routes: Sequence[Route], 
         testing: list[Route] = []
         seconds = START_SECONDS
         try:
-            with _child(driver, gpus, left) as lines:
+            verified = [route for route, link in found.items() if link.verdict == Verdict.WORKS]
+            with _child(driver, [gpus, left, verified]) as lines:
                 while line := _next(lines, seconds):
                     seconds = deadline_s
                     testing = [_route(route) for route in line.get("testing", testing)]
@@ -88,13 +89,11 @@ def probe_in_child(driver: str, gpus: tuple[str, ...], routes: Sequence[Route], 
 
 
 @contextmanager
-def _child(
-    driver: str, gpus: tuple[str, ...], routes: Sequence[Route]
-) -> Iterator[Queue[dict[str, Any] | _FaultError]]:
+def _child(driver: str, job: list[Any]) -> Iterator[Queue[dict[str, Any] | _FaultError]]:
     """Start a child and yield what it will have said; end it on leaving."""
     # the same modules as here, and -P: none from the working directory that are not known here
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-P", "-m", __name__, driver, json.dumps([gpus, routes])]
+    command = [sys.executable, "-P", "-m", __name__, driver, json.dumps(job)]
     with TemporaryFile() as errors:
         process = subprocess.Popen(  # noqa: S603 - ourselves
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environ, encoding="utf-8"
@@ -146,15 +145,15 @@ def _link(fields: Sequence[Any]) -> Link:
 
 
 def main(driver_name: str, job: str) -> None:
-    """Be the child: test the routes in ``job``, which is JSON of GPUs and routes, and say so on standard output."""
+    """Be the child: test routes and say so on standard output; ``job`` is JSON of GPUs, routes and verified routes."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    gpus, routes = json.loads(job)
+    gpus, *groups = json.loads(job)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)  # what libraries print is not for the parent
         driver = load_driver(driver_name)
         if (seen := list(driver.gpus())) != gpus:
             sys.exit(f"it sees other GPUs than its parent: {', '.join(seen) or 'none'}")
-        for event in probe(driver, [_route(fields) for fields in routes]):
+        for event in probe(driver, *([_route(fields) for fields in routes] for routes in groups)):
             line = {"found": [astuple(event)]} if isinstance(event, Link) else {"testing": event}
             print(json.dumps(line), file=out, flush=True)
 

@@ -13,7 +13,7 @@ from tpplan.exec import kernel_cache
 from tpplan.exec.link_report import Mechanism
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 #: Files of which the first that exists tells the version of the GPUs' driver.
 _DRIVER_VERSIONS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/amdgpu/srcversion")
@@ -21,6 +21,9 @@ _DRIVER_VERSIONS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version",
 #: Settings of torch's allocator, for memory of another kind may be reached in another way, and of launches: one that
 #: waits for its kernel never gets to the kernel that this one waits for.
 _SETTINGS = ("CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+#: A source and a target, of as many bytes each.
+Move = tuple[torch.Tensor, torch.Tensor]
 
 
 class TorchDriver:
@@ -66,23 +69,39 @@ class TorchDriver:
         torch.frombuffer(data, dtype=torch.uint8).copy_(buffer[:size])
         return bytes(data)
 
-    def move(self, mechanism: Mechanism, moves: Sequence[tuple[torch.Tensor, torch.Tensor]], size: int) -> None:
-        """Move the first bytes of each source to its target, each on streams of its own."""
+    def move(self, moves: Mapping[Mechanism, Sequence[Move]], part: slice) -> None:
+        """Move a part of each source to the same part of its target, each move on streams of its own."""
+        waits = []
+        for mechanism, ends in moves.items():
+            parts = [(source[part], target[part]) for source, target in ends]
+            waits.append(self._start(mechanism, parts))
+        for wait in waits:
+            wait()
+
+    def _start(self, mechanism: Mechanism, moves: Sequence[Move]) -> Callable[[], None]:
+        """Start to move bytes and return what waits until they are there."""
         if reason := self.lacks(mechanism):
             raise NotImplementedError(f"{mechanism}: {reason}")
-        if mechanism != Mechanism.COPY:
-            from tpplan.exec import link_kernels  # noqa: PLC0415 (needs a driver)
+        if mechanism == Mechanism.COPY:
+            return _start_copies(moves)
+        from tpplan.exec import link_kernels  # noqa: PLC0415 (needs a driver)
 
-            link_kernels.move(mechanism, [(source[:size], target[:size]) for source, target in moves])
-            return
-        streams = [[_stream(end) for end in move] for move in moves]  # at both, as torch makes either end wait
-        for (source, target), ends in zip(moves, streams, strict=True):
-            with ExitStack() as stack:
-                for stream in ends:
-                    stack.enter_context(torch.cuda.stream(stream))
-                target[:size].copy_(source[:size], non_blocking=True)
+        return link_kernels.start(mechanism, moves)
+
+
+def _start_copies(moves: Sequence[Move]) -> Callable[[], None]:
+    streams = [[_stream(end) for end in move] for move in moves]  # at both, as torch makes either end wait
+    for (source, target), ends in zip(moves, streams, strict=True):
+        with ExitStack() as stack:
+            for stream in ends:
+                stack.enter_context(torch.cuda.stream(stream))
+            target.copy_(source, non_blocking=True)
+
+    def wait() -> None:
         for stream in (stream for ends in streams for stream in ends):
             stream.synchronize()
+
+    return wait
 
 
 def _stream(end: torch.Tensor) -> torch.cuda.Stream:

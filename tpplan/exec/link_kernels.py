@@ -18,7 +18,7 @@ from tpplan.exec.slot_table import capacity
 from tpplan.exec.slots import Launch, Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -29,29 +29,28 @@ _THREADS, _BLOCKS = 256, 32
 Move = tuple["Tensor", "Tensor"]
 
 
-def move(mechanism: Mechanism, moves: Sequence[Move]) -> None:
-    """Move bytes by kernels, all moves at the same time; they are there on return.
+def start(mechanism: Mechanism, moves: Sequence[Move]) -> Callable[[], None]:
+    """Start to move bytes by kernels, all moves at the same time, and return what waits until they are there.
 
     Args:
         mechanism: ``store``, ``load`` or ``flag``.
         moves: of a multiple of 16 bytes each.
 
     Raises:
-        ExecutionError: a kernel waited in vain.
+        ExecutionError: when waiting, a kernel waited in vain.
     """
     for source, target in moves:
         for one, other in ((source, target), (target, source)):
             with torch.cuda.device(one.device):
                 runtime.cudaDeviceEnablePeerAccess(other.get_device(), 0)  # or it is enabled already
     if mechanism == Mechanism.FLAG:
-        _exchange(moves)
-    else:
-        _copy(moves, by_source=mechanism == Mechanism.STORE)
+        return _exchange(moves)
+    return _copy(moves, by_source=mechanism == Mechanism.STORE)
 
 
-def _copy(moves: Sequence[Move], *, by_source: bool) -> None:
+def _copy(moves: Sequence[Move], *, by_source: bool) -> Callable[[], None]:
     """Let kernels on the sources write the targets, or kernels on the targets read the sources."""
-    streams = []
+    started = []
     for source, target in moves:
         device = (source if by_source else target).device
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -61,20 +60,28 @@ def _copy(moves: Sequence[Move], *, by_source: bool) -> None:
         config = LaunchConfig(grid=_BLOCKS, block=_THREADS)
         handle = LaunchStream.from_handle(stream.cuda_stream)
         launch(handle, config, kernel, target.data_ptr(), size, 1, size, 1, 1, *rest)
-        streams.append(stream)
-    for stream in streams:
-        stream.synchronize()
+        started.append((stream, kernel))  # which lives as long as it runs
+
+    def wait() -> None:
+        for stream, _ in started:
+            stream.synchronize()
+
+    return wait
 
 
-def _exchange(moves: Sequence[Move]) -> None:
+def _exchange(moves: Sequence[Move]) -> Callable[[], None]:
     """Send every source through slots in its target's memory, which kernels on both ends fill, poll and free."""
     pairs = [_Pair(source, target) for source, target in moves]
     step = capacity(_SLOT_BYTES)
     for start in range(0, max(source.numel() for source, _ in moves), step):
         for pair in pairs:
             pair.launch(start, start + step)
-    for pair in pairs:
-        pair.finish()
+
+    def wait() -> None:
+        for pair in pairs:
+            pair.finish()
+
+    return wait
 
 
 class _Pair:

@@ -2,8 +2,9 @@
 
 A peer copy that goes wrong often says nothing: zeros arrive, or nothing, or the writer reads its own bytes back from a
 mirror that the other GPU never sees. So every move is of fresh random bytes into memory that was filled with their
-complement, and it is the target GPU that then reads its own memory back to the host, by its own path. Each link is
-tested alone at several sizes, then all links of a mechanism at once.
+complement, and it is the target GPU that then reads its own memory back to the host, by its own path, also behind the
+bytes that were to be moved. Each link is tested alone at several sizes, then all links of a mechanism at once, those
+of stores with the copies between the same GPUs besides.
 """
 
 from __future__ import annotations
@@ -15,20 +16,26 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from tpplan.exec.link_report import Link, Mechanism, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from tpplan.exec.link_report import Route
 
 #: Of what is cached: raise it whenever an older probe may have passed what this one finds.
-PROBE_VERSION = 1
+PROBE_VERSION = 2
 
 KIB, MIB = 2**10, 2**20
 
 #: Bytes of the moves of a link alone; a size that comes twice has new contents at the same addresses.
 ALONE = (16, 4 * KIB, 4 * KIB, 64 * KIB + 16, MIB, 16 * MIB)
 
+#: What a copy engine alone moves besides: few bytes or many, an odd number, from an odd address on.
+ODD = (slice(3, 16), slice(5, 64 * KIB))
+
 #: Bytes of the moves of all links at once.
 TOGETHER = (4 * KIB, 4 * KIB, 8 * MIB)
+
+#: Bytes behind those that are moved, which must stay as they are.
+GUARD = 64 * KIB
 
 #: How many contents there are of any size.
 _STARTS = MIB
@@ -63,19 +70,26 @@ class Driver(Protocol[B]):
     def read(self, buffer: B, size: int) -> bytes:
         """Return the first bytes of a buffer, by its GPU's own path."""
 
-    def move(self, mechanism: Mechanism, moves: Sequence[tuple[B, B]], size: int) -> None:
-        """Move the first bytes of each source to its target, all at the same time; they are there on return.
+    def move(self, moves: Mapping[Mechanism, Sequence[tuple[B, B]]], part: slice) -> None:
+        """Move a part of each source to the same part of its target, all at the same time; they are there on return.
 
         It may raise, and may never return.
+
+        Args:
+            moves: (source, target) by the mechanism that moves them.
+            part: bytes from ``start`` to ``stop``; for other mechanisms than ``copy`` multiples of 16.
         """
 
 
-def probe(driver: Driver[B], routes: Sequence[Route]) -> Iterator[tuple[Route, ...] | Link]:
+def probe(
+    driver: Driver[B], routes: Sequence[Route], verified: Collection[Route] = ()
+) -> Iterator[tuple[Route, ...] | Link]:
     """Test links, one mechanism after the other.
 
     Args:
         driver: that has them.
         routes: to test; the driver lacks none of their mechanisms.
+        verified: others, known to work.
 
     Yields:
         The routes that are tested next, before every step, so that whoever waits knows whose fault a hang is: none,
@@ -85,7 +99,9 @@ def probe(driver: Driver[B], routes: Sequence[Route]) -> Iterator[tuple[Route, .
         Exception: what the driver raises. It may be unable to go on, so the next test needs a new process. If that is
             before the first routes, a GPU cannot be used at all, which tells nothing of its links.
     """
-    contents = _Contents(max(ALONE + TOGETHER))
+    copies = {route for route in verified if route[0] == Mechanism.COPY}
+    alone, together = ([slice(0, size) for size in sizes] for sizes in (ALONE, TOGETHER))
+    contents = _Contents(max(part.stop for part in (*alone, *together, *ODD)) + GUARD)
     for gpu in sorted({gpu for _, *pair in routes for gpu in pair}):
         yield ()
         _use_alone(driver, contents, gpu)
@@ -93,14 +109,18 @@ def probe(driver: Driver[B], routes: Sequence[Route]) -> Iterator[tuple[Route, .
         passed: list[Route] = []
         for route in (route for route in routes if route[0] == mechanism):
             yield (route,)
-            if fault := _faults(driver, contents, (route,), ALONE)[route]:
+            parts = [*alone, *ODD] if mechanism == Mechanism.COPY else alone
+            if fault := _faults(driver, contents, (route,), parts)[route]:
                 yield _link(route, fault)
             else:
                 passed.append(route)
         if passed:
             yield tuple(passed)
-            faults = _faults(driver, contents, passed, TOGETHER)
+            besides = copies & {(Mechanism.COPY, a, b) for _, a, b in passed} if mechanism == Mechanism.STORE else ()
+            faults = _faults(driver, contents, passed, together, sorted(besides))
             yield from (_link(route, faults[route]) for route in passed)
+            if mechanism == Mechanism.COPY:
+                copies.update(route for route in passed if not faults[route])
 
 
 class _Contents:
@@ -129,31 +149,50 @@ _Fault = tuple[Verdict, str]
 
 
 def _faults(
-    driver: Driver[B], contents: _Contents, routes: Sequence[Route], sizes: Sequence[int]
+    driver: Driver[B],
+    contents: _Contents,
+    routes: Sequence[Route],
+    parts: Sequence[slice],
+    besides: Sequence[Route] = (),
 ) -> dict[Route, _Fault | None]:
-    """Return what is wrong with each route when all of them are used at once; None if nothing is."""
+    """Return what is wrong with each route when all of them are used at once; None if nothing is.
+
+    All are of one mechanism. Those besides, of another, are the copies between some of the same GPUs and work without
+    these routes, so what is wrong with them is these routes' fault.
+    """
     faults: dict[Route, _Fault | None] = dict.fromkeys(routes)
-    at_once = f" with {len(routes)} links at once" if len(routes) > 1 else ""
+    every = (*routes, *besides)
+    at_once = f" with {len(every)} links at once" if len(every) > 1 else ""
+    size = max(part.stop for part in parts) + GUARD
     try:
-        moves = [(driver.allocate(a, max(sizes)), driver.allocate(b, max(sizes))) for _, a, b in routes]
+        ends = [(driver.allocate(a, size), driver.allocate(b, size)) for _, a, b in every]
     except MemoryError as error:
         return dict.fromkeys(routes, (Verdict.UNTESTED, f"no memory for the test: {error}"))
-    for size in sizes:
-        drawn = [contents.draw(size) for _ in routes]
-        for (source, target), (data, poison) in zip(moves, drawn, strict=True):
+    moves: dict[Mechanism, list[tuple[B, B]]] = {}
+    for route, move in zip(every, ends, strict=True):
+        moves.setdefault(route[0], []).append(move)
+    for part in parts:
+        drawn = [contents.draw(part.stop + GUARD) for _ in every]
+        for (source, target), (data, poison) in zip(ends, drawn, strict=True):
             driver.write(source, data)
             driver.write(target, poison)
-        driver.move(routes[0][0], moves, size)
-        for route, (_, target), (data, poison) in zip(routes, moves, drawn, strict=True):
-            if what := _difference(driver.read(target, size), data, poison):
-                faults[route] = faults[route] or (Verdict.BROKEN, f"{what} of {size} bytes{at_once}")
+        driver.move(moves, part)
+        for (mechanism, a, b), (_, target), (data, poison) in zip(every, ends, drawn, strict=True):
+            if what := _difference(driver.read(target, part.stop + GUARD), data, poison, part):
+                route = routes[0][0], a, b
+                of = f" of {mechanism}" if mechanism != route[0] else ""
+                reason = f"{what} of {part.stop - part.start} bytes{of}{at_once}"
+                faults[route] = faults[route] or (Verdict.BROKEN, reason)
     return faults
 
 
-def _difference(got: bytes, sent: memoryview, poison: memoryview) -> str:
-    """Tell in what way the owner's bytes are not those that were sent; empty if they are."""
-    known = (("", bytes(sent)), ("nothing arrived", bytes(poison)), ("zeros arrived", bytes(len(sent))))
-    return next((what for what, data in known if got == data), "wrong bytes arrived")
+def _difference(got: bytes, sent: memoryview, poison: memoryview, part: slice) -> str:
+    """Tell in what way the owner's bytes are not those that were sent, amid the poison; empty if they are."""
+    arrived, outside = got[part], [bytes(poison[: part.start]), bytes(poison[part.stop :])]
+    if arrived == sent[part]:
+        return "" if [got[: part.start], got[part.stop :]] == outside else "bytes changed outside"
+    known = {bytes(poison[part]): "nothing arrived", bytes(len(arrived)): "zeros arrived"}
+    return known.get(arrived, "wrong bytes arrived")
 
 
 def _link(route: Route, fault: _Fault | None) -> Link:

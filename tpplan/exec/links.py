@@ -22,7 +22,7 @@ def link_report(*, use_cache: bool = True, driver: str = TORCH, deadline_s: floa
     """Return the verdict on every mechanism from each GPU that this process sees to each other.
 
     A verdict can only forbid: what is broken, untested or missing in the report must not be used. The probe runs in a
-    child process, takes some seconds, and needs up to 32 MiB, and 16 MiB per other GPU, of each GPU's memory besides
+    child process, takes some seconds, and needs up to 32 MiB, and 40 MiB per other GPU, of each GPU's memory besides
     the driver's own for another process. Its verdicts are kept on disk until the next boot, under
     ``$XDG_CACHE_HOME/tpplan``, by UUIDs of the GPUs, driver, torch, kernels and version of the probe; those of a probe
     that could not test what it should are not.
