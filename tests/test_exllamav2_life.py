@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +32,6 @@ from tpplan.exllamav2 import (
     tensor_p,
     test_gpu_peer_copy,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def _calls(tp: TPContext) -> dict[str, Any]:
@@ -175,3 +174,68 @@ def test_usage_examples_of_compat() -> None:
     assert (compat.safe_move_tensor, tensor_p.TPContext) == (safe_move_tensor, TPContext)
     with pytest.raises(DeviceError, match="'cpu' is no GPU"):
         test_gpu_peer_copy(torch.device("cpu"), torch.device("cpu"))
+
+
+def test_the_python_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example of docs/exllamav2.md runs as it stands, prints what its comment says, and leaves no file."""
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[1] / "docs/exllamav2.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(code, {})  # noqa: S102 (our own)
+    (promised,) = re.findall(r"^print\(.*?\)  # (.*)$", code, re.MULTILINE)
+    assert capsys.readouterr().out == f"{promised}\n"
+    assert not [*tmp_path.iterdir()]
+
+
+#: The attributes and methods of the original.
+NAMES = (
+    "model",
+    "kv_split",
+    "kv_split_devs",
+    "id_split",
+    "id_split_devs",
+    "vc_split",
+    "vc_split_devs",
+    "rs_split",
+    "rs_split_devs",
+    "q_split",
+    "q_split_devs",
+    "pinned_temp",
+    "device",
+    "all_devs",
+    "num_devices",
+    "streams",
+    "ext_tp_context",
+    "sin",
+    "cos",
+    "unload",
+    "all_devices",
+    "define_split",
+    "finalize",
+    "get_split",
+    "get_devs",
+    "get_temp_tensors_bc",
+    "get_temp_tensors_bc_s",
+    "get_temp_tensors",
+    "get_temp_tensors_s",
+    "get_pinned",
+    "broadcast",
+    "gather",
+    "allgather",
+    "copy_pinned",
+    "add_residual",
+    "wait_streams",
+    "get_sin_cos",
+    "begin_scratch_alloc_tp",
+    "get_scratch_slice_tp_bc",
+    "get_scratch_slice_tp",
+    "reserve_scratch",
+)
+
+
+def test_the_original_s_names() -> None:
+    """All are there but the one that the page says is not."""
+    tp = finalized((1.0, 1.0))
+    assert [name for name in NAMES if not hasattr(tp, name)] == ["streams"]
