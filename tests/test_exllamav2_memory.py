@@ -115,10 +115,12 @@ def test_a_layer_as_the_original_loads_it(gpu_split: tuple[float, ...], keys: di
     tp.unload()
 
 
-@pytest.mark.parametrize("scratch_bytes", [None, 0, 3_000_000])
-def test_a_plan_has_no_more_rows_than_the_layers_need(scratch_bytes: int | None) -> None:
+@pytest.mark.parametrize(
+    ("scratch_bytes", "keys"), [(None, {}), (None, {"max_dq_size": 500_000}), (0, {}), (3_000_000, {})]
+)
+def test_a_plan_has_no_more_rows_than_the_layers_need(scratch_bytes: int | None, keys: dict[str, Any]) -> None:
     """With a row less, a layer would not fit; but the config's rows are the least. ``scratch_bytes`` is reserved."""
-    tp = finalized((2.0, 1.0), scratch_bytes)
+    tp = finalized((2.0, 1.0), scratch_bytes, **keys)
     assert tp.context is not None
     devices, layers, used = tp.context.devices.values(), ("attention", "mlp"), []
     widest = [max(sizes) for sizes in zip(*(_dequantised(tp, layer) for layer in layers), strict=True)]
