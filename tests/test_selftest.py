@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -18,28 +18,30 @@ import tpplan
 from schemas import generate
 from tests.command import Done, command
 from tests.contexts import PLANS, UNEVEN, little_room  # noqa: F401 (for every test here)
+from tpplan.axes import Axis
 from tpplan.codec import render, unstructure
 from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec import compile as compile_plan
-from tpplan.exec import engine, lower_events, selftest
+from tpplan.exec import engine, kernel_cache, lower_events, machine, selftest
 from tpplan.exec.compiler import build
+from tpplan.exec.context import TPContext
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.explain import ALL, cuts
 from tpplan.exec.fence import own
 from tpplan.exec.lower import TRANSPORTS
 from tpplan.exec.program import HOST, INPUT, OUTPUT, Await, Buffer, Exchange, Flag, Program, Queue, Wait
 from tpplan.exec.references import KINDS
+from tpplan.render.selftest import selftest as view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from tpplan.exec.context import TPContext
     from tpplan.exec.cpu import Pending
     from tpplan.exec.operation import Moves, Reduction
     from tpplan.plan import SplitPlan
-    from tpplan.selftest_report import SelftestReport
+    from tpplan.selftest_report import SelftestReport, Tested
 
 EXAMPLES = Path(__file__).parents[1] / "examples/plans"
 SCHEMA = Draft202012Validator(generate.schema("selftest-report"))
@@ -82,18 +84,57 @@ def test_everything_is_tested(plan: SplitPlan, report: SelftestReport) -> None:
         for transport in TRANSPORTS:
             mine = [t for t in report.tested if (t.schedule, t.transport) == (schedule, transport)]
             assert operations <= {one.operation for one in mine}
-            assert all(axes <= set(one.axes) and one.checks and one.compared_bytes for one in mine)
+            assert all(axes <= set(_axes(one)) and one.checks and one.compared_bytes for one in mine)
 
 
 def test_every_way_is_gone(report: SelftestReport) -> None:
-    """Small and large messages are tried, and more parts of one than a ring has slots."""
-    ways = {(t.operation, t.transport): t.ways for t in report.tested if t.schedule == "plain"}
+    """Small and large messages are tried on every axis, and more parts of one than a ring has slots."""
+    plain = [one for one in report.tested if one.schedule == "plain"]
+    ways = {(t.operation, t.transport): {way for axis in t.axes for way in axis.ways} for t in plain}
     for operation in ("broadcast", "scatter", "allgather", "all_reduce"):
-        assert set(ways[operation, "peer"]) == {"slots", "straight"}
-        assert {"slots", "1 part", "2 parts"} <= set(ways[operation, "host"])
+        assert ways[operation, "peer"] == {"slots", "straight"}
+        assert {"slots", "1 part", "2 parts"} <= ways[operation, "host"]
     assert "2 parts" in ways["broadcast from the host", "events"]
-    assert ways["gather", "host"] == ("on each device",)
-    assert not any(one.skipped for one in report.tested)
+    assert ways["gather", "host"] == {"on each device"}
+    assert all(axis.ways and not axis.skipped for one in plain for axis in one.axes)
+    assert all({0, 1, 3} <= {*axis.rows, *axis.narrow_rows} for one in plain for axis in one.axes)
+
+
+#: Operations that are made wrong where operands have several rows of the plan's own width.
+WIDE = ("broadcast", "scatter", "allgather", "all_reduce")
+
+
+@pytest.mark.parametrize("transport", ["peer", "events"])
+def test_a_fault_of_wide_rows_is_found(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a real plan, what goes wrong only with several rows of whole heads, or of the stream, is found on any axis."""
+    plan = tpplan.load(EXAMPLES / "Llama-3.1-8B/2xRTX3060.json")
+    stream = plan.split(Axis.RS).size
+    hit: set[tuple[str, str]] = set()
+
+    def wrong(name: str, run: Callable[..., Sequence[Tensor]]) -> Callable[..., Sequence[Tensor]]:
+        def zeroing(context: TPContext, x: object, *args: Any, **options: Any) -> Sequence[Tensor]:
+            results = run(context, x, *args, **options)
+            axis = options["axis"] if name == "all_reduce" else args[0]
+            wide = options["dim"] == plan.split(axis).width if "dim" in options else results[0].shape[-1] == stream
+            if wide and results[0].shape[:-1].numel() > 1:
+                hit.add((name, axis or ALL))
+                for result in results:
+                    result.zero_()
+            return results
+
+        return zeroing
+
+    for name in WIDE:
+        monkeypatch.setattr(TPContext, name, wrong(name, getattr(TPContext, name)))
+    report = selftest.selftest(plan, _compiler(plan), [transport])
+    found = {one.operation.removesuffix(" from the host") for one in report.tested if one.wrong}
+    assert found == set(WIDE)
+    assert hit == {(name, axis) for name in WIDE for axis in cuts(plan) if axis != ALL or not KINDS[name].cuts}
+    for one in report.tested:
+        if one.schedule == "plain":
+            assert all(max(axis.rows) > 1 for axis in one.axes)
+            if one.operation in WIDE:  # not in parts, which are large
+                assert not any(axis.skipped for axis in one.axes)
 
 
 @pytest.mark.parametrize("name", ["alone", "replicated"])
@@ -103,7 +144,7 @@ def test_other_plans(name: str, transport: str) -> None:
     plan = PLANS[name]
     report = selftest.selftest(plan, _compiler(plan), [transport])
     assert report.ok
-    kinds = {one.operation: set(one.axes) for one in report.tested}
+    kinds = {one.operation: set(_axes(one)) for one in report.tested}
     assert kinds["gather"] == kinds["scatter"] == set(cuts(plan)) - {ALL}
     assert kinds["broadcast"] == kinds["all_reduce"] == set(cuts(plan))
     assert ("kv_heads in layers 1,3" in kinds["gather"]) == (name == "replicated")
@@ -113,6 +154,10 @@ def test_the_same_trials_every_time(plan: SplitPlan, report: SelftestReport) -> 
     """Testing again gives the same report, to the byte."""
     again = selftest.selftest(plan, _compiler(plan), ["events"])
     assert again.tested == tuple(one for one in report.tested if one.transport == "events")
+
+
+def _axes(one: Tested) -> tuple[str, ...]:
+    return tuple(axis.axis for axis in one.axes)
 
 
 def _flip(tensor: Tensor) -> None:
@@ -240,31 +285,119 @@ def test_a_deadlock_is_found(plan: SplitPlan, monkeypatch: pytest.MonkeyPatch) -
     assert "own1 at own1: await full(0→1)" in told["adversarial"]
 
 
-def test_a_transport_that_is_refused(plan: SplitPlan) -> None:
-    """Of several transports those that compile are tested; if none does, that is an error."""
+class _NoLinks:
+    """A report on links of which none is verified."""
+
+    def works(self, *_: object) -> bool:
+        return False
+
+
+@pytest.fixture
+def gpus(plan: SplitPlan, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Make this machine look as if it had the plan's GPUs, with no memory left and no link that works.
+
+    Returns:
+        How much memory each has, in ``free``.
+    """
+    memory = {"free": 0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(plan.devices))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (memory["free"], 2**40))
+    monkeypatch.setattr(kernel_cache, "lacks", lambda: "")
+    monkeypatch.setattr(machine, "link_report", _NoLinks)
+    return memory
+
+
+def _only_events(plan: SplitPlan, error: ExecutionError) -> Callable[[str], TPContext]:
+    """Return what compiles for nothing but ``events``."""
 
     def make(transport: str) -> TPContext:
         if transport != "events":
-            raise ExecutionError(f"{transport} does not work here")
+            raise error
         return _compiler(plan)(transport)
 
-    notes: list[str] = []
-    report = selftest.selftest(plan, make, ["peer", "events"], note=notes.append)
+    return make
+
+
+def test_a_transport_that_is_not_verified(plan: SplitPlan, gpus: dict[str, int]) -> None:
+    """What is refused for its links alone is left out, every one of them is told, and the others decide."""
+    gpus["free"] = 2**40
+    real = selftest.compiler(plan, "cuda", print)
+    with pytest.raises(ExecutionError, match="peer is not verified") as refused:
+        real("peer")
+    report = selftest.selftest(plan, _only_events(plan, refused.value), ["peer", "host", "events"])
+    assert report.ok
     assert {one.transport for one in report.tested} == {"events"}
-    assert notes == ["not every transport was tested: peer does not work here"]
-    with pytest.raises(ExecutionError, match="host does not work here"):
-        selftest.selftest(plan, make, ["peer", "host"])
+    assert [(one.transport, one.unverified) for one in report.refused] == [("peer", True), ("host", True)]
+    assert "copy 0 to 2" in report.refused[0].message
+    shown = _shown(report)
+    assert "peer was not tested: the plan for Tiny cannot run here: transport: peer is not verified" in shown
+    assert "host was not tested: " in shown
+    SCHEMA.validate(json.loads(render(unstructure(report))))
+    gpus["free"] = 0
+    with pytest.raises(ExecutionError, match="devices") as refused:
+        real("peer")
+    report = selftest.selftest(plan, _only_events(plan, refused.value), ["peer", "events"])
+    assert [one.unverified for one in report.refused] == [False]  # for its links, and for its memory
 
 
-def test_threads_are_as_before(plan: SplitPlan) -> None:
-    """Testing leaves torch with as many threads as it had."""
+def test_a_transport_that_fails(plan: SplitPlan) -> None:
+    """A transport whose context ends with another error makes the test fail; if no other works, that is the error."""
+    error = ExecutionError("a kernel waited in vain on device 1")
+    report = selftest.selftest(plan, _only_events(plan, error), ["events", "peer"])
+    assert not report.ok
+    assert not report.wrong
+    assert [(one.transport, one.unverified) for one in report.refused] == [("peer", False)]
+    shown = _shown(report)
+    assert "peer ended with an error: a kernel waited in vain on device 1" in shown
+    assert shown.endswith("compared: peer ended with an error")
+    with pytest.raises(ExecutionError, match="waited in vain"):
+        selftest.selftest(plan, _only_events(plan, error), ["peer", "host"])
+
+
+def _shown(report: SelftestReport) -> str:
+    return " ".join("".join(text for text, _ in one) for one in view(unstructure(report)))
+
+
+def test_threads_and_device_are_as_before(plan: SplitPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Testing leaves torch with as many threads and on the CUDA device that it had, though it meanwhile uses others."""
+    current = [1]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, device))
+    seen = []
+
+    def make(transport: str) -> TPContext:
+        torch.cuda.set_device(0)
+        seen.append(torch.get_num_threads())
+        return _compiler(plan)(transport)
+
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        selftest.selftest(plan, _compiler(plan), ["events"])
-        assert torch.get_num_threads() == 2
+        selftest.selftest(PLANS["alone"], make, ["events"])
+        assert (torch.get_num_threads(), current) == (2, [1])
+        assert seen == [1]
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.multi_gpu
+def test_the_command_on_gpus(tmp_path: Path) -> None:
+    """On GPUs all transports that are verified pass, and torch's threads and current device stay."""
+    sizes = tpplan.parse_devices("40GiB,20GiB")
+    model = tpplan.read_model(EXAMPLES.parent / "models/Llama-3.1-8B/config.json")
+    tpplan.plan(model, sizes, cache=tpplan.Cache(tokens=4096)).save(tmp_path / "plan.json")
+    torch.cuda.set_device(1)
+    before = torch.get_num_threads()
+    done = command("selftest", tmp_path / "plan.json", "--json")
+    assert done.code == 0
+    assert done.err == ""
+    report = json.loads(done.out)
+    assert (report["backend"], report["refused"]) == ("cuda", [])
+    assert (torch.get_num_threads(), torch.cuda.current_device()) == (before, 1)
 
 
 @pytest.mark.parametrize(
@@ -297,8 +430,25 @@ def test_the_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[-1].endswith("compared: every byte is right")
     for operation in KINDS:
         assert sum(one.startswith(f"{operation}  ") for one in lines) == 1
-    assert done.err.startswith("note: on virtual devices, because the plan for Tiny is not for this")
-    assert done.err.count("\n") == 1
+    assert any(
+        one.startswith("most rows that every operation had at full width: 12 on all devices, 12 on ") for one in lines
+    )
+    assert any(one.startswith("in the worst order: on virtual devices") for one in lines)
+    assert done.err == "note: on virtual devices, because the plan has 4 and this machine 0 CUDA devices\n"
+
+
+def test_a_machine_that_refuses_the_plan(path: Path, gpus: dict[str, int]) -> None:
+    """Where there are GPUs enough and the plan does not fit them, nothing else is tested instead: that is exit 2."""
+    for options in ((), ("--backend", "auto"), ("--transport", "host")):
+        done = command("selftest", path, *options)
+        assert (done.code, done.out) == (2, "")
+        assert re.search(r"devices\[0\] \(GPU 0\), here GPU: needs .*, 0 B are free", done.err)
+        assert "--backend cpu" in done.err
+        assert "backend=" not in done.err
+    gpus["free"] = 2**40
+    done = command("selftest", path, "--transport", "events")
+    assert (done.code, done.out) == (2, "")
+    assert "transport: events is not verified" in done.err
 
 
 def test_the_document(path: Path, plan: SplitPlan) -> None:
@@ -332,7 +482,7 @@ def test_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.code == 1
     text = " ".join(done.out.split())
     told = (
-        r"allgather on kv_heads, by events, plain: 1 row of uint8, [a-z ]+: the result of device 2 has 0x.. at byte 3, "
+        r"allgather on kv_heads, by events: 1 row of uint8, dim 8, [a-z ]+: the result of device 2 has 0x.. at byte 3, "
     )
     assert re.search(told, text)
     assert re.search(r" \d+ of \d+ wrong ", done.out)
@@ -344,20 +494,26 @@ def test_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "message", "hint"),
     [
-        (("--backend", "metal"), "unknown backend 'metal'"),
-        (("--backend", "cuda"), "this machine has 0 CUDA devices"),
-        (("--transport", "pigeon"), "unknown transport 'pigeon', expected peer, host, events"),
+        (("--backend", "metal"), "unknown backend 'metal'", "choose one of these"),
+        (("--backend", "cuda"), "this machine has 0 CUDA devices", "or run on virtual devices with --backend cpu"),
+        (
+            ("--transport", "pigeon"),
+            "unknown transport 'pigeon', expected peer, host, events",
+            "name one of these, or leave --transport out to test them all",
+        ),
     ],
 )
-def test_no_answer(path: Path, options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer(
+    path: Path, options: tuple[str, ...], message: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What cannot be tested is exit 2 with the reason, and nothing on standard output."""
     _without_gpus(monkeypatch)
     done = command("selftest", path, *options)
     assert (done.code, done.out) == (2, "")
     assert message in done.err
-    assert "hint: " in done.err
+    assert re.search(f"hint: .*{hint}$", done.err.rstrip())
 
 
 def test_without_torch(path: Path) -> None:

@@ -265,7 +265,7 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
 
     Args:
         plan: a plan file; - is standard input.
-        backend: cuda, cpu (virtual devices), or auto (by default): cuda if the machine has the GPUs, else cpu.
+        backend: cuda, cpu (virtual devices), or auto (by default): cuda if the machine has as many GPUs, else cpu.
         transport: peer, host or events; all of them by default.
         json: print one JSON document.
     """
@@ -278,6 +278,6 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
         message = f"running a plan needs {error.name}, which is not installed"
         raise ExecutionError(message, "pip install 'tpplan[exec]'") from error
     wanted = tests.transports(transport)
-    report = tests.selftest(found, tests.compiler(found, backend, _note), wanted, console.busy, _note)
+    report = tests.selftest(found, tests.compiler(found, backend, _note), wanted, console.busy)
     console.answer(report, view, json=json)
     return OK if report.ok else NO

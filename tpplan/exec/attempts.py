@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import cycle, product
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from tpplan.axes import Axis
 from tpplan.exec.context import TPContext
@@ -30,8 +30,12 @@ _LEADS = ((), (3, 1), (1,), (0,))
 #: Columns of a tensor that is not cut: too few for every device to add some up, and no multiple of anything.
 _FEW = 5
 
-#: Attempts of about so many bytes are always made; to see a way that nothing smaller goes, one of up to so many.
-_CHEAP, _MOST = 2 * 2**20, 128 * 2**20
+#: Attempts of about so many bytes are always made, and several rows that go a way come to so many.
+_CHEAP, _SEVERAL = 2 * 2**20, 8 * 2**20
+
+#: To see an axis go a way that nothing smaller goes, one attempt is of up to so many bytes; to see any axis do so, of
+#: up to so many.
+_LARGE, _MOST = 32 * 2**20, 128 * 2**20
 
 #: Where every byte takes long, attempts are up to so many bytes, or of one row.
 _SMALL = 2**18
@@ -46,6 +50,7 @@ class Attempt:
         lead: dimensions before the columns.
         dim: columns per element of the axis; of operations that cut nothing, the columns.
         dtype: of the operands.
+        narrow: whether ``dim`` is not the plan's.
         how: which way it goes; empty where that is not known before.
     """
 
@@ -53,6 +58,7 @@ class Attempt:
     lead: tuple[int, ...]
     dim: int
     dtype: torch.dtype
+    narrow: bool = False
     how: str = ""
 
 
@@ -64,7 +70,7 @@ class Attempts:
         context: a compiled plan.
         kind: of operation.
         columns: of an axis with ``dim`` 1.
-        dims: of an axis, a wide one and a narrow one.
+        dims: of an axis, the plan's and a narrow one.
     """
 
     context: TPContext
@@ -84,36 +90,44 @@ class Attempts:
         return cls(context, kind, columns, {axis: (split.width, 1) for axis, split in splits.items()})
 
     def all(self, ways: Sequence[Way]) -> Iterator[Attempt]:
-        """Yield odd sizes on every axis in every dtype, and the fewest and most rows that go each way."""
+        """Yield odd sizes on every axis in every dtype; and of each axis one row and several that go each way."""
         yield from filter(self._is_cheap, self._odd())
-        seen: set[str] = set()
+        seen: set[object] = set()
         for attempt in sorted(self._of_ways(ways), key=self._cost):
-            if self._cost(attempt) <= (_CHEAP if attempt.how in seen else _MOST):
-                seen.add(attempt.how)
+            here = (attempt.axis, attempt.how, prod(attempt.lead) > 1)
+            most = _CHEAP if here in seen else _LARGE if attempt.how in seen else _MOST
+            if self._cost(attempt) <= most:
+                seen |= {here, attempt.how}
                 yield attempt
 
     def some(self, random: Random) -> Iterator[Attempt]:
         """Yield a random small size on every axis."""
-        for axis, (_, narrow) in self.dims.items():
-            rows = random.randint(1, self.context.max_rows)
-            attempt = Attempt(axis, (rows,), narrow, random.choice(self._dtypes))
+        for axis, dims in self.dims.items():
+            rows, dim = random.randint(1, self.context.max_rows), random.choice(dims)
+            attempt = self._attempt(axis, (rows,), dim, random.choice(self._dtypes))
             small = self._fits(attempt) and self._cost(attempt) <= _SMALL
-            yield attempt if small else Attempt(axis, (1,), narrow, self._dtypes[0])
+            yield attempt if small else self._attempt(axis, (1,), dims[1], self._dtypes[0])
 
     @property
     def _dtypes(self) -> tuple[torch.dtype, ...]:
         return _ADDED if self.kind.adds else _MOVED
 
+    def _attempt(self, axis: str, lead: tuple[int, ...], dim: int, dtype: torch.dtype) -> Attempt:
+        return Attempt(axis, lead, dim, dtype, narrow=dim != self.dims[axis][0])
+
     def _odd(self) -> Iterator[Attempt]:
         for axis, dims in self.dims.items():
-            sizes = product(self._dtypes, _LEADS)
-            yield from (Attempt(axis, lead, dim, dtype) for (dtype, lead), dim in zip(sizes, cycle(dims), strict=False))
-            yield Attempt(axis, (self.context.max_rows,), dims[1], self._dtypes[0])
+            for (i, dtype), (j, lead) in product(enumerate(self._dtypes), enumerate(_LEADS)):
+                yield self._attempt(axis, lead, dims[(i + j) % 2], dtype)  # of two dtypes, every lead has both widths
+            yield self._attempt(axis, (self.context.max_rows,), dims[1], self._dtypes[0])
 
     def _of_ways(self, ways: Sequence[Way]) -> Iterator[Attempt]:
         for way in ways:
-            for axis, rows in product(way.axes, dict.fromkeys((way.first, way.last))):
-                yield Attempt(axis, (rows,), self.dims[axis][0], self.context.dtype, way.how)
+            for axis in way.axes:
+                one = Attempt(axis, (1,), self.dims[axis][0], self.context.dtype, how=way.how)
+                several = max(way.first + 1, _SEVERAL // self._cost(one))
+                for rows in {way.first, min(several, way.last), way.last}:
+                    yield evolve(one, lead=(rows,))
 
     def _is_cheap(self, attempt: Attempt) -> bool:
         return self._fits(attempt) and (self._cost(attempt) <= _CHEAP or prod(attempt.lead) == 1)

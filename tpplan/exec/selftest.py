@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from itertools import cycle
-from math import prod
 from random import Random
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import Factory, define, evolve
+from attrs import evolve
 
 from tpplan.axes import parse_layers
 from tpplan.errors import ExecutionError, RequestError, TpplanError
@@ -20,8 +19,9 @@ from tpplan.exec.compiler import compile as compile_plan
 from tpplan.exec.explain import cuts
 from tpplan.exec.lower import TRANSPORTS
 from tpplan.exec.references import KINDS
-from tpplan.exec.trial import FORMS, Noise, Scene, compared_bytes, issue, judge
-from tpplan.selftest_report import Fault, SelftestReport, Tested
+from tpplan.exec.tally import Tally
+from tpplan.exec.trial import FORMS, Noise, Scene, issue
+from tpplan.selftest_report import Refusal, SelftestReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +48,6 @@ def selftest(
     make: Callable[[str], TPContext],
     transports: Sequence[str],
     busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
-    note: Callable[[str], None] = lambda _: None,
 ) -> SelftestReport:
     """Run every operation of a compiled plan and compare every byte with what slicing and adding on the CPU give.
 
@@ -58,34 +57,33 @@ def selftest(
     Args:
         plan: to be tested.
         make: compiles it for a transport.
-        transports: to be tested; of several, those that the devices can do.
+        transports: to be tested; those that end with an error are told in the report, unless no other is tested.
         busy: told what is being tested, for as long as it takes.
-        note: told why a transport is not tested.
 
     Raises:
         TpplanError: the plan cannot be compiled for any of them.
     """
-    tallies: list[_Tally] = []
-    refused: ExecutionError | None = None
-    with _one_thread():
+    tallies: list[Tally] = []
+    errors: dict[str, ExecutionError] = {}
+    with _undisturbed():
         for transport in transports:
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.empty_cache()  # what the last transport was tested with: compiling looks for free memory
             try:
-                context = make(transport)
+                with make(transport) as context:
+                    devices, max_rows = context.devices, context.max_rows
+                    tallies += _plain(context, transport, busy)
             except ExecutionError as error:
-                refused = error
-                continue
-            with context:
-                devices, max_rows = context.devices, context.max_rows
-                tallies += _plain(context, transport, busy)
-            with busy(f"testing every operation by {transport} in the worst order"):
-                tallies += _adversarial(plan, transport)
-    if refused:
-        if not tallies:
-            raise refused
-        note(f"not every transport was tested: {' '.join(refused.message.split())}")
+                errors[transport] = error
+            else:
+                with busy(f"testing every operation by {transport} in the worst order, on virtual devices"):
+                    tallies += _adversarial(plan, transport)
+    refused = tuple(Refusal(transport=x, unverified=_is_unverified(e), message=e.message) for x, e in errors.items())
+    if not tallies:
+        raise next((errors[one.transport] for one in refused if not one.unverified), errors[transports[0]])
     wrong = sum(tally.wrong for tally in tallies)
     return SelftestReport(
-        ok=not wrong,
+        ok=not wrong and all(one.unverified for one in refused),
         model=plan.model.name,
         devices=len(devices),
         backend=next(iter(devices.values())).device.type,
@@ -95,24 +93,31 @@ def selftest(
         compared_bytes=sum(tally.compared_bytes for tally in tallies),
         wrong=wrong,
         faults=tuple(fault for tally in tallies for fault in tally.faults[:_TOLD]),
+        refused=refused,
     )
 
 
 def compiler(plan: SplitPlan, backend: str, note: Callable[[str], None]) -> Callable[[str], TPContext]:
-    """Return what compiles a plan for a transport: on virtual devices if ``backend`` is ``auto`` and no other will do.
+    """Return what compiles a plan for a transport: on virtual devices if ``backend`` is ``auto`` and GPUs are too few.
 
     Args:
         plan: to be tested.
         backend: ``auto``, ``cpu`` or ``cuda``.
         note: told why the devices are virtual ones.
     """
-    if backend == "auto":
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "auto" and here < len(plan.devices):
+        note(f"on virtual devices, because the plan has {len(plan.devices)} and this machine {here} CUDA devices")
+        backend = "cpu"
+
+    def make(transport: str) -> TPContext:
         try:
-            compile_plan(plan).close()
+            return compile_plan(plan, backend=backend, transport=transport)
         except ExecutionError as error:
-            note(f"on virtual devices, because {' '.join(error.message.split())}")
-            backend = "cpu"
-    return lambda transport: compile_plan(plan, backend=backend, transport=transport)
+            error.hint = error.hint.replace('backend="cpu"', "--backend cpu")  # of a command, not of a call
+            raise
+
+    return make
 
 
 def transports(wanted: str) -> tuple[str, ...]:
@@ -122,97 +127,42 @@ def transports(wanted: str) -> tuple[str, ...]:
         RequestError: there is no such transport.
     """
     if wanted and wanted not in TRANSPORTS:
-        raise RequestError(f"unknown transport {wanted!r}, expected {', '.join(TRANSPORTS)}", "or leave it out")
+        message = f"unknown transport {wanted!r}, expected {', '.join(TRANSPORTS)}"
+        raise RequestError(message, "name one of these, or leave --transport out to test them all")
     return (wanted,) if wanted else TRANSPORTS
 
 
+def _is_unverified(error: ExecutionError) -> bool:
+    """Tell whether compiling found everything in order but what a transport needs, which another one may not need."""
+    _, *problems = error.message.splitlines()
+    return bool(problems) and all(problem.strip().startswith("transport: ") for problem in problems)
+
+
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch work in one thread: most tensors are small, and threads that wait for each other take longer."""
+def _undisturbed() -> Iterator[None]:
+    """Leave torch's threads and current device as they were.
+
+    Meanwhile torch works in one thread: most tensors are small, and threads that wait for each other take longer.
+    """
     threads = torch.get_num_threads()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.set_device(device)
 
 
-@define
-class _Tally:
-    """What was found of an operation by a transport; see :class:`~tpplan.selftest_report.Tested`."""
-
-    operation: str
-    transport: str
-    schedule: str
-    axes: dict[str, None] = Factory(dict)
-    ways: dict[str, None] = Factory(dict)
-    skipped: tuple[str, ...] = ()
-    checks: int = 0
-    compared_bytes: int = 0
-    wrong: int = 0
-    faults: list[Fault] = Factory(list)
-
-    @property
-    def tested(self) -> Tested:
-        return Tested(
-            operation=self.operation,
-            transport=self.transport,
-            schedule=self.schedule,
-            axes=tuple(self.axes),
-            ways=tuple(self.ways),
-            skipped=self.skipped,
-            checks=self.checks,
-            compared_bytes=self.compared_bytes,
-            wrong=self.wrong,
-        )
-
-    def judge(self, attempt: Attempt, scene: Scene, trial: Trial) -> None:
-        """Count a trial that was issued, and what is wrong with it."""
-        self.checks += 1
-        self.compared_bytes += compared_bytes(trial)
-        self.axes[attempt.axis] = None
-        if attempt.how:
-            self.ways[attempt.how] = None
-        try:
-            found = next(judge(trial), None)
-        except TpplanError as error:
-            self.fail(attempt, scene.form, error)
-        else:
-            if found:
-                self._fault(attempt, scene.form, found.message, found.device, found.byte)
-
-    def fail(self, attempt: Attempt, form: Form, error: TpplanError) -> None:
-        """Note an operation that ended with an error."""
-        self._fault(attempt, form, error.message)
-
-    def _fault(
-        self, attempt: Attempt, form: Form, message: str, device: int | None = None, byte: int | None = None
-    ) -> None:
-        self.wrong += 1
-        self.faults.append(
-            Fault(
-                operation=self.operation,
-                transport=self.transport,
-                schedule=self.schedule,
-                axis=attempt.axis,
-                rows=prod(attempt.lead),
-                elements=str(attempt.dtype).removeprefix("torch."),
-                operands=form.name,
-                device=device,
-                byte=byte,
-                message=message,
-            )
-        )
-
-
-def _plain(context: TPContext, transport: str, busy: Callable[[str], AbstractContextManager[None]]) -> Iterator[_Tally]:
+def _plain(context: TPContext, transport: str, busy: Callable[[str], AbstractContextManager[None]]) -> Iterator[Tally]:
     """Try all sizes of every operation, one after the other."""
     noise = Noise(Random(0))  # noqa: S311 (to be the same every time)
     forms, sources = cycle(FORMS), cycle(context.all_devices)
     ways = context.explain().ways
     for name, kind in KINDS.items():
-        tally = _Tally(name, transport, PLAIN)
         mine = [way for way in ways if way.operation == name and way.transport != "refused"]
+        tally = Tally(name, transport, PLAIN, mine)
         with busy(f"testing {name} by {transport}"):
             for attempt in Attempts.of(context, kind).all(mine):
                 source = context.all_devices[0] if attempt.how else next(sources)
@@ -220,13 +170,12 @@ def _plain(context: TPContext, transport: str, busy: Callable[[str], AbstractCon
                 trial = _issued(tally, kind, attempt, scene)
                 if trial:
                     tally.judge(attempt, scene, trial)
-        tally.skipped = tuple(dict.fromkeys(way.how for way in mine if way.how not in tally.ways))
         yield tally
 
 
-def _adversarial(plan: SplitPlan, transport: str) -> Iterator[_Tally]:
+def _adversarial(plan: SplitPlan, transport: str) -> Iterator[Tally]:
     """Issue all operations in random order, without waiting for any, on devices that do the worst that they may."""
-    tallies = {name: _Tally(name, transport, ADVERSARIAL) for name in KINDS}
+    tallies = {name: Tally(name, transport, ADVERSARIAL) for name in KINDS}
     for seed in _SEEDS:
         random = Random(seed)  # noqa: S311 (to be the same every time)
         noise = Noise(random)
@@ -281,7 +230,7 @@ def _scene(context: TPContext, kind: Kind, attempt: Attempt, noise: Noise, *, so
     )
 
 
-def _issued(tally: _Tally, kind: Kind, attempt: Attempt, scene: Scene) -> Trial | None:
+def _issued(tally: Tally, kind: Kind, attempt: Attempt, scene: Scene) -> Trial | None:
     """Return the trial, issued; or note the error that it ended with."""
     trial = kind.make(scene)
     try:

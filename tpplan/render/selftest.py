@@ -8,7 +8,11 @@ from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, table, wrapped
 from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tpplan.render.text import Line, Span
+
+_KEYS = ("transport", "operation")
 
 #: So many faults leave the rest of a screen to the table.
 _MOST_FAULTS = 6
@@ -18,45 +22,79 @@ def selftest(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]
     """Lay out a :class:`~tpplan.selftest_report.SelftestReport`."""
     virtual = "virtual " if report["backend"] == "cpu" else ""
     count = f"{report['devices']} {virtual}device{'s' if report['devices'] > 1 else ''}"
-    axes = dict.fromkeys(axis for one in report["tested"] for axis in one["axes"])
-    about = f"0 to {report['max_rows']} rows; on {', '.join(axes)}"
     lines = [line(f"{report['model']} on {count}", "title")]
-    lines += [line(text, "dim") for text in wrapped(about, columns)]
-    lines += [BLANK, *_operations(report), *_skipped(report, columns), BLANK]
-    for fault in report["faults"][:_MOST_FAULTS]:
-        where = f"{fault['operation']} on {fault['axis']}, by {fault['transport']}, {fault['schedule']}"
-        rows = f"{fault['rows']} row{'' if fault['rows'] == 1 else 's'}"
-        what = f"{rows} of {fault['elements']}, {fault['operands']}: {fault['message']}"
-        told = wrapped(f"{where}: {what}", columns - 2)
-        lines += [line(f"  {text}" if i else text, "" if i else "bad") for i, text in enumerate(told)]
+    lines += [line(text, "dim") for text in wrapped(_rows(report), columns)]
+    lines += [BLANK, *_operations(report)]
+    lines += [line(part, "dim") for text in _remarks(report) for part in wrapped(text, columns)]
+    lines.append(BLANK)
+    for told, style in _troubles(report):
+        parts = wrapped(told, columns - 2)
+        lines += [line(f"  {text}" if i else text, "" if i else style) for i, text in enumerate(parts)]
     if report["wrong"] > min(len(report["faults"]), _MOST_FAULTS):
         lines.append(line("and more", "bad"))
     checked = f"{report['checks']} checks, {format_bytes(report['compared_bytes'])} compared: "
-    verdict = ("every byte is right", "good") if report["ok"] else (f"{report['wrong']} checks failed", "bad")
-    return [*lines, *([BLANK] if report["faults"] else []), ((checked, ""), verdict)]
+    gap = [BLANK] if report["faults"] or report["refused"] else []
+    return [*lines, *gap, ((checked, ""), _verdict(report))]
+
+
+def _verdict(report: dict[str, Any]) -> Span:
+    failed = [one["transport"] for one in report["refused"] if not one["unverified"]]
+    wrong = [f"{report['wrong']} checks failed"] if report["wrong"] else []
+    bad = ", ".join((*wrong, *(f"{transport} ended with an error" for transport in failed)))
+    return (bad, "bad") if bad else ("every byte is right", "good")
+
+
+def _troubles(report: dict[str, Any]) -> Iterator[Span]:
+    """Yield what was wrong, and what was refused."""
+    for fault in report["faults"][:_MOST_FAULTS]:
+        schedule = "" if fault["schedule"] == "plain" else ", in the worst order"
+        where = f"{fault['operation']} on {fault['axis']}, by {fault['transport']}{schedule}"
+        rows = f"{fault['rows']} row{'' if fault['rows'] == 1 else 's'}"
+        yield (
+            f"{where}: {rows} of {fault['elements']}, dim {fault['dim']}, {fault['operands']}: {fault['message']}",
+            "bad",
+        )
+    for one in report["refused"]:
+        what = "was not tested" if one["unverified"] else "ended with an error"
+        yield f"{one['transport']} {what}: {' '.join(one['message'].split())}", "warn" if one["unverified"] else "bad"
+
+
+def _plain(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in report["tested"] if one["schedule"] == "plain"]
+
+
+def _rows(report: dict[str, Any]) -> str:
+    """Say how many rows of the plan's width every operation on an axis had, by every transport."""
+    most: dict[str, int] = {}
+    for axis in (axis for one in _plain(report) for axis in one["axes"]):
+        rows = max(axis["rows"], default=0)
+        most[axis["axis"]] = min(rows, most.get(axis["axis"], rows))
+    listed = ", ".join(f"{rows} on {axis}" for axis, rows in most.items())
+    return f"most rows that every operation had at full width: {listed}; the plan has room for {report['max_rows']}"
 
 
 def _operations(report: dict[str, Any]) -> list[Line]:
     """Return a row for each operation, with the checks by each transport and which ways it went."""
-    found: dict[tuple[str, str, str], dict[str, Any]] = {
-        (one["operation"], one["transport"], one["schedule"]): one for one in report["tested"]
-    }
-    operations, transports, schedules = (tuple(dict.fromkeys(keys)) for keys in zip(*found, strict=True))
+    transports, operations = (tuple(dict.fromkeys(one[key] for one in report["tested"])) for key in _KEYS)
     rows: list[list[Span]] = [[(title, "dim") for title in ("checks", *transports, "in the worst order", "ways")]]
     for operation in operations:
-        plain = [found[operation, transport, schedules[0]] for transport in transports]
-        worst = [found[operation, transport, schedules[1]] for transport in transports]
-        ways = dict.fromkeys(way for one in plain for way in one["ways"])
-        rows.append([(operation, ""), *map(_checks, ([one] for one in plain)), _checks(worst), (", ".join(ways), "")])
+        mine = [one for one in _plain(report) if one["operation"] == operation]
+        worst = [one for one in report["tested"] if one["operation"] == operation and one not in mine]
+        by = [[one for one in mine if one["transport"] == transport] for transport in transports]
+        ways = dict.fromkeys(way for one in mine for axis in one["axes"] for way in axis["ways"])
+        rows.append([(operation, ""), *map(_checks, by), _checks(worst), (", ".join(ways), "")])
     return table(rows, "<" + ">" * len(transports) + "><")
 
 
-def _skipped(report: dict[str, Any], columns: int) -> list[Line]:
-    """Say which ways nothing went."""
-    went = {way for one in report["tested"] for way in one["ways"]}
-    skipped = dict.fromkeys(way for one in report["tested"] for way in one["skipped"] if way not in went)
-    text = f"not run, as only tensors too large for a test go so: {', '.join(skipped)}"
-    return [line(part, "dim") for part in wrapped(text, columns)] if skipped else []
+def _remarks(report: dict[str, Any]) -> Iterator[str]:
+    """Say what the worst order is, and which ways nothing went."""
+    yield "in the worst order: on virtual devices, which run commands as late and as mixed as programs allow"
+    axes = [axis for one in _plain(report) for axis in one["axes"]]
+    went = {way for axis in axes for way in axis["ways"]}
+    skipped = dict.fromkeys(way for axis in axes for way in axis["skipped"])
+    if skipped:
+        listed = ", ".join(f"{way} on some axes" if way in went else way for way in skipped)
+        yield f"not run, as only tensors too large for a test go so: {listed}"
 
 
 def _checks(tested: list[dict[str, Any]]) -> Span:
