@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ from tpplan.codec import render, unstructure
 from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec import engine, kernel_cache, lower_events, machine, selftest
+from tpplan.exec.attempts import Attempts
 from tpplan.exec.compiler import build
 from tpplan.exec.context import TPContext
 from tpplan.exec.cpu import VirtualDevices
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
     from tpplan.exec.cpu import Pending
     from tpplan.exec.operation import Moves, Reduction
+    from tpplan.exec.references import Kind
     from tpplan.plan import SplitPlan
     from tpplan.selftest_report import SelftestReport, Tested
 
@@ -98,6 +101,20 @@ def test_every_way_is_gone(report: SelftestReport) -> None:
     assert ways["gather", "host"] == {"on each device"}
     assert all(axis.ways and not axis.skipped for one in plain for axis in one.axes)
     assert all({0, 1, 3} <= {*axis.rows, *axis.narrow_rows} for one in plain for axis in one.axes)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_odd_sizes(plan: SplitPlan, kind: Kind) -> None:
+    """Every shape of rows is tried with both widths, and every dtype with both, on every axis; of one byte to eight."""
+    with _compiler(plan)("peer") as context:
+        attempts = Attempts.of(context, kind)
+        odd = list(attempts.all([]))
+    for axis, dims in attempts.dims.items():
+        mine = [each for each in odd if each.axis == axis]
+        assert {(each.lead, each.dim) for each in mine} >= set(product([(), (3, 1), (1,), (0,)], dims))
+        assert {(each.dtype, each.dim) for each in mine} == set(product({each.dtype for each in mine}, dims))
+        assert {each.dtype.itemsize for each in mine} == ({2, 4} if kind.adds else {1, 2, 4, 8})
+        assert {each.dim for each in mine if not each.narrow} == {dims[0]}
 
 
 #: Operations that are made wrong where operands have several rows of the plan's own width.
@@ -362,12 +379,13 @@ def _shown(report: SelftestReport) -> str:
 
 
 def test_threads_and_device_are_as_before(plan: SplitPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Testing leaves torch with as many threads and on the CUDA device that it had, though it meanwhile uses others."""
+    """Testing leaves torch with the threads and the CUDA device that it had; memory is free for each transport."""
     current = [1]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, device))
-    seen = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
+    seen: list[object] = []
 
     def make(transport: str) -> TPContext:
         torch.cuda.set_device(0)
@@ -377,9 +395,9 @@ def test_threads_and_device_are_as_before(plan: SplitPlan, monkeypatch: pytest.M
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        selftest.selftest(PLANS["alone"], make, ["events"])
+        selftest.selftest(PLANS["alone"], make, ["events", "host"])
         assert (torch.get_num_threads(), current) == (2, [1])
-        assert seen == [1]
+        assert seen == ["emptied", 1, "emptied", 1]
     finally:
         torch.set_num_threads(before)
 
