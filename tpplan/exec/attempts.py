@@ -30,8 +30,8 @@ _LEADS = ((), (3, 1), (1,), (0,))
 #: Columns of a tensor that is not cut: too few for every device to add some up, and no multiple of anything.
 _FEW = 5
 
-#: Attempts of about so many bytes are always made, and several rows that go a way come to so many.
-_CHEAP, _SEVERAL = 2 * 2**20, 8 * 2**20
+#: Odd attempts of up to about so many bytes are made, and of those that go a known way, of up to so many.
+_CHEAP, _SEVERAL = 2 * 2**20, 4 * 2**20
 
 #: To see an axis go a way that nothing smaller goes, one attempt is of up to so many bytes; to see any axis do so, of
 #: up to so many.
@@ -95,7 +95,7 @@ class Attempts:
         seen: set[object] = set()
         for attempt in sorted(self._of_ways(ways), key=self._cost):
             here = (attempt.axis, attempt.how, prod(attempt.lead) > 1)
-            most = _CHEAP if here in seen else _LARGE if attempt.how in seen else _MOST
+            most = _SEVERAL if here in seen else _LARGE if attempt.how in seen else _MOST
             if self._cost(attempt) <= most:
                 seen |= {here, attempt.how}
                 yield attempt
