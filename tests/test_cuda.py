@@ -129,6 +129,18 @@ def test_what_was_never_run_is_not_captured(ctx: tpx.TPContext) -> None:
 
 
 @pytest.mark.multi_gpu
+def test_what_the_host_does_is_not_captured(ctx: tpx.TPContext) -> None:
+    """A gather, or an operation on host memory, would happen once and never again; it is refused, and works after."""
+    x = torch.randn(3, 4096).bfloat16()
+    parts = ctx.scatter(x, "residual")
+    for operation in (lambda: ctx.gather(parts, "residual"), lambda: ctx.broadcast(x)):
+        operation()
+        with pytest.raises(ExecutionError, match="the host takes part"), ctx.capture():
+            operation()
+    assert torch.equal(ctx.gather(parts, "residual").tensor, x)
+
+
+@pytest.mark.multi_gpu
 def test_a_device_that_never_comes_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that waits in vain gives up at its deadline, and the context says so from then on."""
     if GPUS < 2:

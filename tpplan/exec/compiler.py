@@ -105,7 +105,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     if backend != "cpu":
         from tpplan.exec.cuda import CudaDevices  # noqa: PLC0415 (needs a driver)
 
-        start = partial(CudaDevices, places={i: places[i] for i in used})
+        start = partial(CudaDevices, places={i: places[i] for i in used}, peers=transport != "host")
     chosen = _PLAINEST if transport == "auto" else transport
     return build(plan, places, start, transport=chosen, max_rows=max_rows, dtype=dtype, straight=backend == "cpu")
 

@@ -310,7 +310,8 @@ class TPContext(ContextMemory):
         """Capture operations, and the caller's own torch work on all devices, into one CUDA graph.
 
         ``with ctx.capture() as graph:`` records what the block issues; ``graph.replay()`` runs it. Run everything once
-        before; inputs and outputs keep their addresses, so write new inputs into the old tensors.
+        before; inputs and outputs keep their addresses, so write new inputs into the old tensors. What the host takes
+        part in cannot be captured: gather, and operations on tensors in host memory.
 
         Raises:
             ExecutionError: the context is on virtual devices.

@@ -82,12 +82,14 @@ class _Ready:
         commands: without what the caller's streams being tpplan's makes needless.
         devices: that it uses, each with its CUDA ordinal.
         launches: of its exchanges, in order.
+        on_host: whether the host takes part in it.
     """
 
     program: Program
     commands: tuple[Command, ...]
     devices: tuple[tuple[int, int], ...]
     launches: tuple[Launch, ...]
+    on_host: bool
 
 
 class CudaDevices:
@@ -97,12 +99,13 @@ class CudaDevices:
     events between the caller's stream and tpplan's. A second one loads from host memory.
     """
 
-    def __init__(self, memory: Memory, places: Mapping[int, torch.device]) -> None:
+    def __init__(self, memory: Memory, places: Mapping[int, torch.device], *, peers: bool) -> None:
         """Load the kernels on every device.
 
         Args:
             memory: of the context, on these devices.
             places: torch's device for each of the plan's in use, with its ordinal.
+            peers: whether devices reach into each other's memory.
         """
         self._memory = memory
         self._places = places
@@ -116,7 +119,7 @@ class CudaDevices:
         self._kernels: dict[tuple[torch.dtype, int], Any] = {}
         self._ready: dict[tuple[int, torch.dtype], _Ready] = {}
         self._slots = Slots(memory, places)
-        for source in places.values():  # torch lets devices see each other when it first copies between them
+        for source in places.values() if peers else ():  # torch gives access when it first copies between two devices
             for target in places.values():
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
 
@@ -128,13 +131,15 @@ class CudaDevices:
             operands: the caller's tensors, ``[rows, columns]`` each.
 
         Raises:
-            ExecutionError: a copy failed, a device waited in vain in an earlier exchange, or something that was not
-                run before is captured.
+            ExecutionError: a copy failed, a device waited in vain in an earlier exchange, or something is captured
+                that was not run before, or in which the host takes part.
         """
         some = next(iter(operands.values()))
         rows, dtype = some.shape[0], some.dtype
         ready = self._ready.get((id(program), dtype)) or self._prepare(program, dtype)
         self._slots.check()
+        if ready.on_host and torch.cuda.is_current_stream_capturing():
+            raise ExecutionError(f"{program.name} cannot be captured: the host takes part", "call it beside the graph")
         for device, ordinal in ready.devices:
             self._turn_to(device, stream_handle(ordinal))
         launches = iter(ready.launches)
@@ -203,7 +208,8 @@ class CudaDevices:
         commands = without_callers(program)
         used = sorted({command.stream.device for command in commands} - {HOST})
         devices = tuple((device, self._ordinals[device]) for device in used)
-        ready = self._ready[id(program), dtype] = _Ready(program, commands, devices, launches)
+        on_host = bool(program.results) or any(command.stream == HOST_STREAM for command in commands)
+        ready = self._ready[id(program), dtype] = _Ready(program, commands, devices, launches, on_host)
         return ready
 
     def _turn_to(self, device: int, handle: int) -> None:
