@@ -118,6 +118,67 @@ def test_a_graph_does_what_calls_do(ctx: tpx.TPContext) -> None:
 
 
 @pytest.mark.multi_gpu
+def test_replays_follow_calls_on_other_streams(ctx: tpx.TPContext) -> None:
+    """What was called from streams that are not current any more is done before a replay begins."""
+    parts, total = _parts(ctx, 2)
+    late = [torch.zeros_like(part) for part in parts]
+    ctx.all_reduce(parts)
+    with ctx.capture() as graph:
+        kept = ctx.all_reduce(parts)
+    for _ in range(5):
+        streams = [torch.cuda.Stream(part.device) for part in parts]  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
+            for target, part in zip(late, parts, strict=True):
+                torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+                target.copy_(part)
+            results = ctx.all_reduce(late)
+        graph.replay()
+        ctx.synchronize()
+        for found in (*results, *kept):
+            torch.cuda.synchronize(found.device)
+            assert torch.equal(found.cpu(), total)
+
+
+@pytest.mark.multi_gpu
+def test_an_interrupted_operation_is_the_last(ctx: tpx.TPContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an exception comes between the kernels of a program, nobody gets a message that is one behind."""
+    if "slots" not in str(ctx.explain()):
+        pytest.skip("no kernels exchange messages by this transport")
+    x = torch.randn(1, 4096, device=ctx.devices[0].device).bfloat16()
+    ctx.broadcast(x)
+    launch = slots.Slots.launch
+
+    def interrupted(self: slots.Slots, stream: object, device: int, *rest: object) -> None:
+        if device:
+            raise KeyboardInterrupt
+        launch(self, stream, device, *rest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots.Slots, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ctx.broadcast(x)
+    with pytest.raises(ExecutionError, match="interrupted"):
+        ctx.broadcast(x)
+    with pytest.raises(ExecutionError, match="interrupted"):
+        ctx.close()
+
+
+@pytest.mark.multi_gpu
+def test_a_close_gives_memory_back(ctx: tpx.TPContext) -> None:
+    """Also while the context and a graph of it are still referenced; a replay is refused then."""
+    parts, _ = _parts(ctx, 2)
+    ctx.all_reduce(parts)
+    with ctx.capture() as graph:
+        ctx.all_reduce(parts)
+    before = torch.cuda.memory_allocated(0)
+    size = ctx.devices[0].arena.size_bytes
+    ctx.close()
+    assert before - torch.cuda.memory_allocated(0) >= size
+    with pytest.raises(ExecutionError, match="closed"):
+        graph.replay()
+
+
+@pytest.mark.multi_gpu
 def test_what_was_never_run_is_not_captured(ctx: tpx.TPContext) -> None:
     """A graph cannot compile or allocate; the error says what to do, and the context still works."""
     parts, total = _parts(ctx, 3)

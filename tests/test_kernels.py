@@ -35,6 +35,21 @@ def test_sums_read_vectors_and_spill_nothing(name: str, capability: tuple[int, i
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
 
 
+@pytest.mark.parametrize("name", ["slot_move", "slot_sum_bf16", "slot_sum_f16", "slot_sum_f32"])
+def test_exchanges_poll_what_others_write(name: str) -> None:
+    """Packets are stored and polled whole, by accesses that the compiler keeps in their loops; nothing spills."""
+    for capability in CAPABILITIES:
+        text = kernel_cache.ptx(name, capability)
+        assert "st.volatile.global.v4.u32" in text
+        first = text.index("ld.volatile.global.v4.u32")
+        assert "ld.volatile.global.v4.u32" in text[first + 1 :]  # once before the loop, and again in it
+        assert "ld.volatile.global.u32" in text
+        assert "ld.global.nc" not in text
+        assert ".local" not in text
+        _, log = kernel_cache.assemble(name, capability)
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+
+
 def test_a_kernel_on_disk_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second process finds the same machine code without importing numba."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from attrs import field, frozen
 from torch import Tensor
 
@@ -14,8 +15,6 @@ from tpplan.workspace import ALIGNMENT
 
 if TYPE_CHECKING:
     from collections import Counter
-
-    import torch
 
     from tpplan.exec.program import Buffer, View
 
@@ -48,6 +47,11 @@ class Memory:
         whole = (self.scratch if buffer.role == SCRATCH else self.rings)[buffer.device]
         size = whole.shape[0] // buffer.pieces // ALIGNMENT * ALIGNMENT
         return whole[buffer.piece * size : (buffer.piece + 1) * size]
+
+
+def no_memory() -> Memory:
+    """Return what a closed context has."""
+    return Memory({}, {}, lambda _: torch.empty((0, 0), dtype=torch.uint8, device="cpu"))
 
 
 def span(view: View, rows: int) -> tuple[int, int]:

@@ -6,7 +6,10 @@ current device or stream.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +18,9 @@ from cuda.bindings import runtime
 from cuda.core import LaunchConfig, launch
 from cuda.core import Stream as LaunchStream
 
-from tpplan.errors import ExecutionError
+from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec import kernel_cache
-from tpplan.exec.binding import resolve
+from tpplan.exec.binding import no_memory, resolve
 from tpplan.exec.fence import HOST_STREAM, without_callers
 from tpplan.exec.graph import Graph
 from tpplan.exec.kernel_cache import MOST_SOURCES
@@ -26,7 +29,7 @@ from tpplan.exec.slots import Launch, Slots
 from tpplan.exec.torch_shims import stream_handle, switch_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -38,6 +41,8 @@ _SUMS = {torch.bfloat16: "sum_bf16", torch.float16: "sum_f16", torch.float32: "s
 _VECTOR_BYTES = 16
 _THREADS = 256
 _MOST_BLOCKS = 264
+#: Held while anything is issued that devices exchange by kernels: one program of one context at a time.
+_ISSUING = threading.RLock()
 #: How many programs are remembered, each for a dtype.
 _KEPT = 1024
 
@@ -48,9 +53,11 @@ class Pending:
 
     Attributes:
         events: that its results in host memory wait for.
+        check: refuses results of devices that waited in vain.
     """
 
     events: tuple[torch.cuda.Event, ...]
+    check: Callable[[], None]
 
     def done(self) -> bool:
         """Return whether the results are complete."""
@@ -61,6 +68,7 @@ class Pending:
 
         Raises:
             TimeoutError: they are not, after ``timeout`` seconds.
+            ExecutionError: they never will be, for a device waited in vain.
         """
         end = None if timeout is None else time.monotonic() + timeout
         for event in self.events:
@@ -71,6 +79,7 @@ class Pending:
                 if time.monotonic() > end:
                     raise TimeoutError(f"not complete after {timeout} s")
                 time.sleep(0)
+        self.check()
 
 
 @frozen(eq=False)
@@ -118,7 +127,9 @@ class CudaDevices:
         self._events: dict[tuple[Event, int], torch.cuda.Event] = {}
         self._kernels: dict[tuple[torch.dtype, int], Any] = {}
         self._ready: dict[tuple[int, torch.dtype], _Ready] = {}
-        self._slots = Slots(memory, places)
+        self._closed = False
+        with _ISSUING:
+            self._slots = Slots(memory, places)
         for source in places.values() if peers else ():  # torch gives access when it first copies between two devices
             for target in places.values():
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
@@ -134,10 +145,13 @@ class CudaDevices:
             ExecutionError: a copy failed, a device waited in vain in an earlier exchange, or something is captured
                 that was not run before, or in which the host takes part.
         """
+        with self.issuing():
+            return self._run(program, operands)
+
+    def _run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         some = next(iter(operands.values()))
         rows, dtype = some.shape[0], some.dtype
         ready = self._ready.get((id(program), dtype)) or self._prepare(program, dtype)
-        self._slots.check()
         if ready.on_host and torch.cuda.is_current_stream_capturing():
             raise ExecutionError(f"{program.name} cannot be captured: the host takes part", "call it beside the graph")
         for device, ordinal in ready.devices:
@@ -159,7 +173,27 @@ class CudaDevices:
                     target.copy_(sources[0])
                 else:
                     self._issue(step.stream, _copy if isinstance(step, Copy) else self._add, target, sources)
-        return Pending(tuple(self._recorded[event] for event in program.results))
+        return Pending(tuple(self._recorded[event] for event in program.results), self._slots.check)
+
+    @contextmanager
+    def issuing(self) -> Iterator[None]:
+        """Hold back other threads, for kernels of two contexts must not come in another order on another device.
+
+        Raises:
+            ExecutionError: the devices are closed, or one of them waited in vain, or the issue of a program was
+                interrupted, so that devices do not agree any more on the messages that they exchange.
+        """
+        with _ISSUING:
+            if self._closed:
+                raise ExecutionError("the context is closed", "compile the plan again")
+            self._slots.check()
+            try:
+                yield
+            except (ExecutionError, InternalError):
+                raise
+            except BaseException:
+                self._slots.interrupt()
+                raise
 
     def synchronize(self) -> None:
         """Return when everything that was issued is complete.
@@ -197,8 +231,11 @@ class CudaDevices:
 
     def close(self) -> None:
         """Let go of streams, events and kernels; closing again does nothing."""
+        self._closed = True
         for held in (self._current, self._streams, self._recorded, self._events, self._kernels, self._ready):
             held.clear()
+        self._memory = no_memory()
+        self._slots.close()
 
     def _prepare(self, program: Program, dtype: torch.dtype) -> _Ready:
         if len(self._ready) >= _KEPT and not torch.cuda.is_current_stream_capturing():

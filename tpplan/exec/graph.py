@@ -78,18 +78,19 @@ class Graph:
         """Run what was captured: after what the current streams of all devices hold, which then wait for it.
 
         Raises:
-            ExecutionError: nothing was captured.
+            ExecutionError: nothing was captured, the context is closed, or it has failed.
         """
         if not self._captured:
             raise ExecutionError("nothing was captured", "use the graph in a with statement first")
-        first, *others = (torch.cuda.current_stream(place) for place in self._places)
-        for stream in others:
-            first.wait_stream(stream)
-        with torch.cuda.stream(first):
-            self._graph.replay()
-        for stream in others:
-            stream.wait_stream(first)
-        self._backend.turn_to_current()
+        with self._backend.issuing():
+            self._backend.turn_to_current()  # which waits for what was issued to other streams
+            first, *others = (torch.cuda.current_stream(place) for place in self._places)
+            for stream in others:
+                first.wait_stream(stream)
+            with torch.cuda.stream(first):
+                self._graph.replay()
+            for stream in others:
+                stream.wait_stream(first)
 
     def _join(self) -> None:
         """Let the first device's stream wait for all others, as the end of a capture demands."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tpplan.exec.overlap import share_bytes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -27,12 +29,10 @@ class Inflight:
             self._writes.append((tensor, pending))
 
     def settle(self, tensor: Tensor) -> None:
-        """Wait for everything that writes the storage of a tensor."""
-        if self._writes:
-            storage = tensor.untyped_storage().data_ptr()
-            for other, pending in self._writes:
-                if other.untyped_storage().data_ptr() == storage:
-                    pending.wait()
+        """Wait for everything that writes where a tensor is."""
+        for other, pending in self._writes:
+            if share_bytes(other, tensor):
+                pending.wait()
 
     def clear(self) -> None:
         """Forget all of them, as they are complete."""

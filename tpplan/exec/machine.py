@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: What has to be verified from each device to each other for a transport between them.
 _NEEDED = {"peer": (Mechanism.COPY, Mechanism.STORE, Mechanism.FLAG), "events": (Mechanism.COPY,), "host": ()}
+#: The first that rounds to bfloat16 in one instruction.
+_LEAST_CAPABILITY = (8, 0)
 #: Faults of links that an error names.
 _NAMED = 4
 
@@ -108,6 +110,12 @@ def transport_for(places: Sequence[torch.device], transport: str) -> tuple[str, 
     problems = []
     if lacks := kernel_cache.lacks():
         problems.append(f"kernels: {lacks}")
+    found = {place: torch.cuda.get_device_capability(place) for place in places}
+    problems += [
+        f"kernels: {place} has capability {major}.{minor}, they need 8.0"
+        for place, (major, minor) in found.items()
+        if (major, minor) < _LEAST_CAPABILITY
+    ]
     if len(places) >= MOST_SOURCES:
         problems.append(f"devices: {len(places)} in use, CUDA devices add up at most {MOST_SOURCES - 1}")
     pairs = [(a.index, b.index) for a in places for b in places if a != b]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import kernel_cache
+from tpplan.exec.binding import no_memory
 from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Exchange, Stream, Sum
 from tpplan.exec.slot_table import (
     BLOCKS,
@@ -55,6 +56,15 @@ class Launch:
     words: int
     roles: tuple[tuple[Buffer, int], ...]
     row_bytes: int
+
+
+_INTERRUPTED = 3
+#: What the status says.
+_FAILURES = {
+    1: "a device waited for a message that never came",
+    2: "a device waited for a slot to be freed that never came",
+    _INTERRUPTED: "the issue of a program was interrupted, so that devices do not agree any more",
+}
 
 
 class Slots:
@@ -111,8 +121,15 @@ class Slots:
             ExecutionError: there was one.
         """
         if code := int(self._seen[0]):
-            what = {1: "a message", 2: "a slot to be freed"}[code]
-            raise ExecutionError(f"a device waited for {what} that never came", "close the context, and compile again")
+            raise ExecutionError(_FAILURES[code], "close the context, and compile again")
+
+    def interrupt(self) -> None:
+        """Refuse everything from now on: some devices have their part of a program, and others have not."""
+        self._seen[0] = _INTERRUPTED
+
+    def close(self) -> None:
+        """Let go of the context's memory."""
+        self._memory = no_memory()
 
     def prepare(self, program: Program, dtype: torch.dtype) -> tuple[Launch, ...]:
         """Return the launches of a program's exchanges, in order.
@@ -168,10 +185,11 @@ class Slots:
         """
         key = (queue, name, device)
         if key not in self._counters:
-            number = self._counters[key] = self._used[home]
+            number = self._used[home]
             room = len(self._memory.flags[home]) // COUNTER_BYTES
             if number >= (room if home == HOST else min(room, MOST_COUNTERS)):
                 raise ExecutionError(f"device {home} has no room for more than {number} counters", "use fewer devices")
+            self._counters[key] = number
             self._used[home] += 1
             if home != HOST:
                 self._flags[home] = self._memory.flags[home].data_ptr(), self._used[home]
