@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.program_cases import LIMITS, operations
 from tpplan.exec.adversary import Adversary
-from tpplan.exec.binding import Memory
+from tpplan.exec.binding import BITS, Memory
 from tpplan.exec.engine import Backend
 from tpplan.exec.gathered import Pending
 from tpplan.exec.lower import TRANSPORTS, lower, route
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 ADDED = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*ADDED, torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.int32, torch.int64, torch.complex64)
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: How a tensor of some rows and columns lies in memory.
 LAYOUTS: tuple[Callable[[int, int, torch.dtype], Tensor], ...] = (
@@ -57,7 +56,7 @@ def memory() -> Memory:
 
 def bits(tensor: Tensor) -> Tensor:
     """Return a tensor's elements as integers."""
-    return tensor.view(_BITS[tensor.element_size()])
+    return tensor.view(BITS[tensor.element_size()])
 
 
 def noise(rows: int, columns: int, dtype: torch.dtype, random: Random) -> Tensor:

@@ -148,10 +148,10 @@ def test_an_interrupted_operation_is_the_last(ctx: tpx.TPContext, monkeypatch: p
     ctx.broadcast(x)
     launch = slots.Slots.launch
 
-    def interrupted(self: slots.Slots, stream: object, device: int, *rest: object) -> None:
-        if device:
+    def interrupted(self: slots.Slots, stream: object, ready: slots.Launch, *rest: object) -> None:
+        if ready.stream.device:
             raise KeyboardInterrupt
-        launch(self, stream, device, *rest)  # type: ignore[arg-type]
+        launch(self, stream, ready, *rest)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(slots.Slots, "launch", interrupted)
@@ -212,7 +212,9 @@ def test_a_device_that_never_comes_ends_in_an_error(monkeypatch: pytest.MonkeyPa
         ctx.all_reduce(parts)
         launch = slots.Slots.launch
         monkeypatch.setattr(
-            slots.Slots, "launch", lambda self, stream, device, *rest: device and launch(self, stream, device, *rest)
+            slots.Slots,
+            "launch",
+            lambda self, stream, ready, *rest: ready.stream.device and launch(self, stream, ready, *rest),
         )
         ctx.all_reduce(parts)
         with pytest.raises(ExecutionError, match="never came"):

@@ -44,6 +44,7 @@ def test_exchanges_poll_what_others_write(name: str) -> None:
         first = text.index("ld.volatile.global.v4.u32")
         assert "ld.volatile.global.v4.u32" in text[first + 1 :]  # once before the loop, and again in it
         assert "ld.volatile.global.u32" in text
+        assert ".f64" not in text
         assert "ld.global.nc" not in text
         assert ".local" not in text
         _, log = kernel_cache.assemble(name, capability)

@@ -66,8 +66,23 @@ def _refusal(what: str, error: NotJSONError) -> PlanError:
     return refusal(what, [Problem(FORM, error.where, message) for message in error.found])
 
 
+def cache_folder() -> Path:
+    """Return where what can be made again is kept: ``$XDG_CACHE_HOME/tpplan``, or ``~/.cache/tpplan``.
+
+    Raises:
+        RuntimeError: nobody knows the home directory.
+    """
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if Path(root).is_absolute() else Path.home() / ".cache") / "tpplan"
+
+
 def save_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write a file as a whole or not at all; one that has this text already is left alone.
+    """Write a file as :func:`save_bytes` does."""
+    save_bytes(text.encode(), path)
+
+
+def save_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
+    """Write a file as a whole or not at all; one that has these bytes already is left alone.
 
     The new file takes the place and the mode of the old one. A symbolic link stays, and the file that it points to is
     replaced. A device or a pipe is written to.
@@ -76,7 +91,7 @@ def save_text(text: str, path: str | os.PathLike[str]) -> None:
         TpplanError: the file cannot be written; what was there before is still there.
     """
     try:
-        _replace(text.encode(), Path(path))
+        _replace(data, Path(path))
     except (OSError, ValueError) as error:
         raise TpplanError(f"cannot write {os.fspath(path)!r}: {_reason(error)}", "choose another file") from error
 

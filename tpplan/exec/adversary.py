@@ -18,7 +18,7 @@ from attrs import Factory, define, frozen
 from torch import Tensor
 
 from tpplan.errors import ExecutionError, InternalError
-from tpplan.exec.binding import resolve, slot_number
+from tpplan.exec.binding import BITS, resolve, slot_number
 from tpplan.exec.fence import caller
 from tpplan.exec.program import HOST, SLOT, Await, Buffer, Copy, Record, Signal, Step, Sum, Wait, flat, reads
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
     from tpplan.exec.binding import Memory
     from tpplan.exec.program import Event, Flag, Program, Queue, Stream
-
-#: Integers of so many bytes: elements of any dtype are moved and compared as these.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: A stream is up to so many times as likely to be chosen as another, so that some fall far behind.
 _UNFAIR = 1000
@@ -277,7 +274,7 @@ class Adversary:
             total = total.float()
             for source in tensors[2:]:
                 total += source.float()
-        bits = _BITS[some.dtype.itemsize]
+        bits = BITS[some.dtype.itemsize]
         target, *sources = (tensor.view(bits) for tensor in tensors)
         result = total.to(some.dtype).view(bits)
         poison = self._garbage(result)

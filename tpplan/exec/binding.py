@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from tpplan.exec.program import Buffer, View
 
 
+#: Integers of so many bytes, as which elements of any dtype are handled: a NaN is equal to itself.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 @frozen
 class Memory:
     """What a context owns; every tensor is contiguous uint8 and starts at a multiple of 64 bytes.
@@ -52,6 +56,12 @@ class Memory:
 def no_memory() -> Memory:
     """Return what a closed context has."""
     return Memory({}, {}, lambda _: torch.empty((0, 0), dtype=torch.uint8, device="cpu"))
+
+
+def pitch(matrix: Tensor) -> int:
+    """Return the bytes from one row of ``[rows, columns]`` to the next; of a single row, its bytes."""
+    rows, columns = matrix.shape
+    return (columns if rows == 1 else matrix.stride(0)) * matrix.element_size()
 
 
 def span(view: View, rows: int) -> tuple[int, int]:

@@ -10,22 +10,19 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
-from cuda.bindings import runtime
-from cuda.core import LaunchConfig, launch
 from cuda.core import Stream as LaunchStream
 
 from tpplan.errors import ExecutionError, InternalError
-from tpplan.exec import kernel_cache
 from tpplan.exec.binding import no_memory, resolve
 from tpplan.exec.fence import HOST_STREAM, without_callers
 from tpplan.exec.graph import Graph
-from tpplan.exec.kernel_cache import MOST_SOURCES
 from tpplan.exec.program import HOST, LOAD, Command, Copy, Event, Exchange, Program, Record, Stream, Wait
 from tpplan.exec.slots import Launch, Slots
+from tpplan.exec.sums import Sums, copy
 from tpplan.exec.torch_shims import stream_handle, switch_device
 
 if TYPE_CHECKING:
@@ -36,11 +33,6 @@ if TYPE_CHECKING:
     from tpplan.exec.binding import Memory
     from tpplan.exec.program import Buffer
 
-_SUMS = {torch.bfloat16: "sum_bf16", torch.float16: "sum_f16", torch.float32: "sum_f32"}
-#: What a thread of a kernel reads at once.
-_VECTOR_BYTES = 16
-_THREADS = 256
-_MOST_BLOCKS = 264
 #: Held while anything is issued that devices exchange by kernels: one program of one context at a time.
 _ISSUING = threading.RLock()
 #: How many programs are remembered, each for a dtype.
@@ -125,7 +117,7 @@ class CudaDevices:
         self._streams: dict[tuple[int, int], tuple[torch.cuda.Stream, LaunchStream]] = {}
         self._recorded: dict[Event, torch.cuda.Event] = {}
         self._events: dict[tuple[Event, int], torch.cuda.Event] = {}
-        self._kernels: dict[tuple[torch.dtype, int], Any] = {}
+        self._sums = Sums()
         self._ready: dict[tuple[int, torch.dtype], _Ready] = {}
         self._closed = False
         with _ISSUING:
@@ -172,7 +164,7 @@ class CudaDevices:
                 if step.stream == HOST_STREAM:
                     target.copy_(sources[0])
                 else:
-                    self._issue(step.stream, _copy if isinstance(step, Copy) else self._add, target, sources)
+                    self._issue(step.stream, copy if isinstance(step, Copy) else self._sums.add, target, sources)
         return Pending(tuple(self._recorded[event] for event in program.results), self._slots.check)
 
     @contextmanager
@@ -232,7 +224,7 @@ class CudaDevices:
     def close(self) -> None:
         """Let go of streams, events and kernels; closing again does nothing."""
         self._closed = True
-        for held in (self._current, self._streams, self._recorded, self._events, self._kernels, self._ready):
+        for held in (self._current, self._streams, self._recorded, self._events, self._ready):
             held.clear()
         self._memory = no_memory()
         self._slots.close()
@@ -274,16 +266,16 @@ class CudaDevices:
     def _issue(self, stream: Stream, work: Callable[..., None], *arguments: object) -> None:
         """Issue work to a stream; where that is a default stream, its device has to be current."""
         if stream.kind == LOAD:
-            work(LaunchStream.from_handle(self._real(stream).cuda_stream), stream.device, *arguments)
+            work(LaunchStream.from_handle(self._real(stream).cuda_stream), *arguments)
             return
         handle = self._current[stream.device]
         real = self._streams[stream.device, handle][1]
         if handle:
-            work(real, stream.device, *arguments)
+            work(real, *arguments)
             return
         before = switch_device(self._ordinals[stream.device])
         try:
-            work(real, stream.device, *arguments)
+            work(real, *arguments)
         finally:
             switch_device(before)
 
@@ -303,41 +295,3 @@ class CudaDevices:
             event.synchronize()
         else:
             self._real(step.stream).wait_event(event)
-
-    def _add(self, stream: LaunchStream, device: int, target: Tensor, sources: list[Tensor]) -> None:
-        item, (rows, columns) = target.element_size(), target.shape
-        width = columns * item
-        places = [(tensor.data_ptr(), _pitch(tensor)) for tensor in (target, *sources)]
-        vectors = not any(number % _VECTOR_BYTES for number in (width, *(n for place in places for n in place)))
-        (address, pitch), *rest = places
-        threads = rows * width // (_VECTOR_BYTES if vectors else item)
-        config = LaunchConfig(grid=min(_MOST_BLOCKS, -(-threads // _THREADS)), block=_THREADS)
-        arguments = [n for place in rest for n in place] + [0] * (2 * (MOST_SOURCES - len(rest)))
-        key = (target.dtype, device)
-        if key not in self._kernels:
-            capability = torch.cuda.get_device_capability(self._places[device])
-            self._kernels[key] = kernel_cache.load(_SUMS[target.dtype], capability)
-        launch(stream, config, self._kernels[key], address, pitch, rows, width, vectors * 1, len(rest), *arguments)
-
-
-def _copy(stream: LaunchStream, _: int, target: Tensor, sources: list[Tensor]) -> None:
-    item, (rows, columns), (source,) = target.element_size(), target.shape, sources
-    (result,) = runtime.cudaMemcpy2DAsync(
-        target.data_ptr(),
-        _pitch(target),
-        source.data_ptr(),
-        _pitch(source),
-        columns * item,
-        rows,
-        runtime.cudaMemcpyKind.cudaMemcpyDefault,
-        int(stream.handle),
-    )
-    if result != runtime.cudaError_t.cudaSuccess:
-        message = f"a copy from {source.device} to {target.device} failed: {result.name}"
-        raise ExecutionError(message, "earlier work on these devices may have failed")
-
-
-def _pitch(tensor: Tensor) -> int:
-    """Return the bytes from one row to the next; of a single row, its bytes."""
-    rows, columns = tensor.shape
-    return (columns if rows == 1 else tensor.stride(0)) * tensor.element_size()

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tpplan.errors import TpplanError
+from tpplan.files import cache_folder, save_bytes
+
 #: Most matrices that one launch adds up: a part of each of eight devices, and a residual.
 MOST_SOURCES = 9
 
 _LOG = logging.getLogger(__name__)
-_SOURCES = ("kernels.py", "ptx.py", "slot_kernels.py", "slot_table.py")
-_COMPILERS = ("numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
+_SOURCES = ("kernel_cache.py", "kernels.py", "ptx.py", "slot_kernels.py", "slot_table.py")
+_COMPILERS = ("numba", "llvmlite", "numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
 
 
 def lacks() -> str:
@@ -57,18 +59,19 @@ def load(name: str, capability: tuple[int, int]) -> Any:
 
 def machine_code(name: str, capability: tuple[int, int]) -> bytes:
     """Return a kernel's cubin, from the disk if it was compiled before; needs no GPU."""
-    path = _path(name, capability)
     try:
+        path = cache_folder() / "kernels" / f"{name}-{_arch(capability)}-{digest()}.cubin"
         return path.read_bytes()
-    except OSError:
+    except FileNotFoundError:
         code, _ = assemble(name, capability)
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows the home directory
+        _LOG.debug("no cached kernel %s: %s", name, error)
+        return assemble(name, capability)[0]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        part.write_bytes(code)
-        part.replace(path)  # whole or not at all, whoever else compiles it now
-    except OSError as error:
-        _LOG.debug("cannot keep the kernel %s: %s", name, error)
+        save_bytes(code, path)
+    except (OSError, TpplanError) as error:
+        _LOG.debug("the kernel %s is not cached: %s", name, error)
     return code
 
 
@@ -76,7 +79,7 @@ def assemble(name: str, capability: tuple[int, int]) -> tuple[bytes, str]:
     """Return a kernel's cubin, and what the assembler says of its registers and spills."""
     from cuda.core import Linker, LinkerOptions, ObjectCode  # noqa: PLC0415 (not for who has it on disk)
 
-    options = LinkerOptions(arch=f"sm_{capability[0]}{capability[1]}", ptxas_options=["-v"])
+    options = LinkerOptions(arch=_arch(capability), ptxas_options=["-v"])
     linker = Linker(ObjectCode.from_ptx(ptx(name, capability).encode()), options=options)
     code = linker.link("cubin").code
     return bytes(code), str(linker.get_info_log())
@@ -94,12 +97,8 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     return str(text.replace(mangled, name))
 
 
-def _path(name: str, capability: tuple[int, int]) -> Path:
-    """Return the file for this source, these compilers and this capability."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(root) if Path(root).is_absolute() else Path.home() / ".cache"
-    arch = f"sm_{capability[0]}{capability[1]}"
-    return folder / "tpplan" / "kernels" / f"{name}-{arch}-{digest()}.cubin"
+def _arch(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}"
 
 
 def _version(package: str) -> str:

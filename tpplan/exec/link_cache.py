@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from pathlib import Path
 
 from attrs import frozen
@@ -13,7 +12,7 @@ from tpplan import codec
 from tpplan.errors import TpplanError
 from tpplan.exec.link_probe import PROBE_VERSION
 from tpplan.exec.link_report import LinkReport, routes
-from tpplan.files import parse_json, read_text, save_text
+from tpplan.files import cache_folder, parse_json, read_text, save_text
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LOG = logging.getLogger(__name__)
@@ -38,10 +37,8 @@ class Origin:
     @property
     def path(self) -> Path:
         """The file for these GPUs; a later boot or driver takes the place of an earlier one."""
-        root = os.environ.get("XDG_CACHE_HOME", "")
-        folder = Path(root) if Path(root).is_absolute() else Path.home() / ".cache"
         digest = hashlib.sha256("\n".join(self.gpus).encode()).hexdigest()
-        return folder / "tpplan" / f"links-{digest[:16]}.json"
+        return cache_folder() / f"links-{digest[:16]}.json"
 
 
 @frozen

@@ -108,7 +108,7 @@ class _Pair:
             operands = {Buffer(INPUT, 0): source, Buffer(OUTPUT, 1): target}
             for each in self._sizes[size]:
                 device = each.stream.device
-                self._slots.launch(self._launches[device], device, each, operands, 1)
+                self._slots.launch(self._launches[device], each, operands, 1)
 
     def finish(self) -> None:
         """Wait until everything is there.

@@ -122,7 +122,7 @@ def _counter(counters: Any, number: Any) -> Any:
 @_device
 def _read(table: Any, words: Any, address: Any, counts: Any, counters: Any, count: Any) -> None:
     """Fetch the table and all of the device's counters into shared memory, at the same time."""
-    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    thread, threads = _WORD(cuda.threadIdx.x), _WORD(cuda.blockDim.x)
     if thread < count:
         counts[thread] = ptx.poll_32(_counter(counters, thread))
     index = thread
@@ -135,7 +135,7 @@ def _read(table: Any, words: Any, address: Any, counts: Any, counters: Any, coun
 @_device
 def _await_credits(table: Any, counts: Any, start: Any, deadline: Any, status: Any) -> None:
     """Wait until the slots that are to be filled were read by all their receivers."""
-    thread = cuda.threadIdx.x
+    thread = _WORD(cuda.threadIdx.x)  # as what it is compared with, or numba compares in float64
     if thread < table[CREDITS]:
         entry = table[CREDITS + 1] + _WORD(3) * _WORD(thread)
         number, address = counts[table[entry]] + _HALF(1), table[entry + 2] + _WORD(4) * _WORD(cuda.blockIdx.x)
@@ -187,7 +187,7 @@ def _finish(table: Any, counts: Any, counters: Any, words: Any, sequence: Any, c
         credit: which of them is the address of the credit; 0 where there is none.
     """
     cuda.syncthreads()
-    thread = cuda.threadIdx.x
+    thread = _WORD(cuda.threadIdx.x)  # as what it is compared with, or numba compares in float64
     if thread < table[SEQUENCES]:
         number = table[table[SEQUENCES + 1] + _WORD(thread)]
         ptx.store_32(_counter(counters, number), _HALF(counts[number] + _HALF(1)))

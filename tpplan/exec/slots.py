@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import kernel_cache
-from tpplan.exec.binding import no_memory
+from tpplan.exec.binding import no_memory, pitch
 from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Exchange, Stream, Sum
 from tpplan.exec.slot_table import (
     BLOCKS,
@@ -99,7 +99,7 @@ class Slots:
                 launch(stream, self._configs[1], kernel, nothing.data_ptr(), 13, *rest)
             torch.cuda.synchronize(place)
 
-    def launch(self, stream: LaunchStream, _: int, ready: Launch, operands: Mapping[Buffer, Tensor], rows: int) -> None:
+    def launch(self, stream: LaunchStream, ready: Launch, operands: Mapping[Buffer, Tensor], rows: int) -> None:
         """Launch the kernel of one device.
 
         Args:
@@ -200,7 +200,6 @@ def _end(matrix: Tensor | None, bits: int) -> tuple[int, int, int]:
     """Return address, pitch, and the largest piece of at most 8 bytes to which everything in a matrix is aligned."""
     if matrix is None:
         return 0, 0, 1
-    item, (rows, columns) = matrix.element_size(), matrix.shape
-    pitch = (columns if rows == 1 else matrix.stride(0)) * item
-    every = matrix.data_ptr() | pitch | bits | DATA_BYTES
-    return matrix.data_ptr(), pitch, every & -every
+    address, step = matrix.data_ptr(), pitch(matrix)
+    every = address | step | bits | DATA_BYTES
+    return address, step, every & -every

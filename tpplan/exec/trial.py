@@ -11,6 +11,7 @@ from attrs import Factory, define, frozen
 from torch import Tensor
 
 from tpplan.axes import Axis
+from tpplan.exec.binding import BITS
 from tpplan.exec.context import TPContext
 from tpplan.exec.gathered import Gathered
 from tpplan.exec.program import HOST
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 
 #: Elements that noise has before it repeats itself; no power of two, so that rows differ.
 _PERIOD = 2**20 + 24
-
-#: Integers of so many bytes, as which elements of any dtype are compared: a NaN is equal to itself.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Columns beside an output that nobody may write; an odd number, so that rows begin anywhere.
 _MARGIN = 3
@@ -237,7 +235,7 @@ def _compare(device: int, what: str, tensor: Tensor, right: Tensor) -> Iterator[
         message = f"{what} {where} is {tensor.dtype}{list(tensor.shape)}, expected {right.dtype}{list(right.shape)}"
         yield Wrong(device, 0, message)
         return
-    bits = _BITS[right.dtype.itemsize]
+    bits = BITS[right.dtype.itemsize]
     tensor = tensor.cpu()
     if not torch.equal(tensor.view(bits), right.view(bits)):
         got, expected = (
