@@ -81,14 +81,14 @@ class _Ready:
     Attributes:
         program: kept, for it is known by its identity.
         commands: without what the caller's streams being tpplan's makes needless.
-        devices: that it uses, each with its CUDA ordinal.
+        devices: that it uses.
         launches: of its exchanges, in order.
         on_host: whether the host takes part in it.
     """
 
     program: Program
     commands: tuple[Command, ...]
-    devices: tuple[tuple[int, int], ...]
+    devices: tuple[int, ...]
     launches: tuple[Launch, ...]
     on_host: bool
 
@@ -146,8 +146,8 @@ class CudaDevices:
         ready = self._ready.get((id(program), dtype)) or self._prepare(program, dtype)
         if ready.on_host and torch.cuda.is_current_stream_capturing():
             raise ExecutionError(f"{program.name} cannot be captured: the host takes part", "call it beside the graph")
-        for device, ordinal in ready.devices:
-            self._turn_to(device, stream_handle(ordinal))
+        for device in ready.devices:
+            self._turn_to(device, self._handle(device))
         launches = iter(ready.launches)
         for step in ready.commands:
             if isinstance(step, Exchange):
@@ -218,8 +218,8 @@ class CudaDevices:
 
     def turn_to_current(self) -> None:
         """Let what is issued from now on follow what the current streams hold."""
-        for device, ordinal in self._ordinals.items():
-            self._turn_to(device, stream_handle(ordinal))
+        for device in self._ordinals:
+            self._turn_to(device, self._handle(device))
 
     def close(self) -> None:
         """Let go of streams, events and kernels; closing again does nothing."""
@@ -235,11 +235,14 @@ class CudaDevices:
             self._ready.clear()
         launches = self._slots.prepare(program, dtype)
         commands = without_callers(program)
-        used = sorted({command.stream.device for command in commands} - {HOST})
-        devices = tuple((device, self._ordinals[device]) for device in used)
+        devices = tuple(sorted({command.stream.device for command in commands} - {HOST}))
         on_host = bool(program.results) or any(command.stream == HOST_STREAM for command in commands)
         ready = self._ready[id(program), dtype] = _Ready(program, commands, devices, launches, on_host)
         return ready
+
+    def _handle(self, device: int) -> int:
+        """Return the address of a device's current stream; 0 for its default one."""
+        return stream_handle(self._ordinals[device])
 
     def _turn_to(self, device: int, handle: int) -> None:
         """Make the current stream of a device tpplan's: it waits for the one that was."""
