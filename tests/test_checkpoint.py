@@ -46,7 +46,7 @@ def test_directory_without_safetensors_has_no_headers(tmp_path: Path) -> None:
 
 
 def test_single_file_as_the_library_writes_it(tmp_path: Path) -> None:
-    """Names, dtypes, shapes and bytes are those of the tensors that were saved."""
+    """Names, dtypes, shapes, bytes and places are those of the tensors that were saved."""
     tensors = {
         "a.weight": torch.zeros(3, 4, dtype=torch.bfloat16),
         "a.scale": torch.zeros((), dtype=torch.float32),
@@ -57,11 +57,12 @@ def test_single_file_as_the_library_writes_it(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     headers = read_headers(tmp_path)
     assert headers is not None
+    data = 8 + int.from_bytes(file.read_bytes()[:8], "little")  # the library puts wide dtypes first
     assert headers.tensors == {
-        "a.weight": Tensor("BF16", (3, 4), 24, file.name),
-        "a.scale": Tensor("F32", (), 4, file.name),
-        "b": Tensor("I32", (0, 7), 0, file.name),
-        "c": Tensor("F8_E4M3", (5,), 5, file.name),
+        "a.weight": Tensor("BF16", (3, 4), 24, file.name, data + 4),
+        "a.scale": Tensor("F32", (), 4, file.name, data),
+        "b": Tensor("I32", (0, 7), 0, file.name, data + 4),
+        "c": Tensor("F8_E4M3", (5,), 5, file.name, data + 28),
     }
     assert headers.file_bytes == file.stat().st_size
 

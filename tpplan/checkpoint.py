@@ -37,12 +37,14 @@ class Tensor(NamedTuple):
         shape: elements per dimension.
         nbytes: bytes in the file.
         file: name of the file that holds it.
+        start: where in that file, in bytes.
     """
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     file: str
+    start: int
 
 
 @frozen
@@ -160,7 +162,7 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], int]:
             message = f"{path.name} claims a header of {length} bytes, but the file of {size} bytes can have {limit}"
             raise ModelError(message, _HINT)
         header = _parse(file.read(length), f"the header of {path.name}")
-    return _tensors(header, path.name, size - _LENGTH_BYTES - length), size
+    return _tensors(header, path.name, _LENGTH_BYTES + length, size), size
 
 
 @contextmanager
@@ -186,8 +188,9 @@ def _parse(text: bytes, name: str) -> dict[str, Any]:
     return document
 
 
-def _tensors(header: dict[str, Any], file: str, data_bytes: int) -> dict[str, Tensor]:
+def _tensors(header: dict[str, Any], file: str, data_start: int, size: int) -> dict[str, Tensor]:
     """Check a header against the bytes of data that follow it: every byte belongs to exactly one tensor."""
+    data_bytes = size - data_start
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ModelError(f"{file}: __metadata__ is no map from text to text", _HINT)
@@ -195,11 +198,11 @@ def _tensors(header: dict[str, Any], file: str, data_bytes: int) -> dict[str, Te
     spans = []
     for name, entry in header.items():
         try:
-            tensor, start = _tensor(entry, file, data_bytes)
+            tensor = _tensor(entry, file, data_bytes)
         except ValueError as error:
             raise ModelError(f"{file}: tensor {name[:120]!r} {error!s:.300}", _HINT) from None
-        tensors[name] = tensor
-        spans.append((start, start + tensor.nbytes, name))
+        tensors[name] = tensor._replace(start=data_start + tensor.start)
+        spans.append((tensor.start, tensor.start + tensor.nbytes, name))
     end = 0
     for start, next_end, name in sorted(spans):
         if start != end:
@@ -214,8 +217,8 @@ def _tensors(header: dict[str, Any], file: str, data_bytes: int) -> dict[str, Te
     return tensors
 
 
-def _tensor(entry: Any, file: str, data_bytes: int) -> tuple[Tensor, int]:
-    """Return a tensor and where it starts.
+def _tensor(entry: Any, file: str, data_bytes: int) -> Tensor:
+    """Return a tensor, its start counted from the first byte of data.
 
     Raises:
         ValueError: what is wrong with the entry, as the rest of a sentence.
@@ -237,7 +240,7 @@ def _tensor(entry: Any, file: str, data_bytes: int) -> tuple[Tensor, int]:
             break
     if bits != 8 * (end - start):
         raise ValueError(f"is {dtype} of shape {shape!r:.80}, but its data_offsets span {end - start} bytes")
-    return Tensor(dtype, tuple(shape), end - start, file), start
+    return Tensor(dtype, tuple(shape), end - start, file, start)
 
 
 def _counts(numbers: Any) -> bool:

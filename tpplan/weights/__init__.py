@@ -1,0 +1,25 @@
+"""The weights of a checkpoint, cut by a plan: which slices go where, and loading them.
+
+Names are imported when they are first used, as in ``tpplan`` itself: knowing the slices takes no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpplan.weights.load import Weights, load_weights
+    from tpplan.weights.slices import TensorSlice, iter_slices
+
+_MODULE_OF = {"TensorSlice": "slices", "Weights": "load", "iter_slices": "slices", "load_weights": "load"}
+
+__all__ = ["TensorSlice", "Weights", "iter_slices", "load_weights"]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its module."""
+    if name not in _MODULE_OF:
+        message = f"module 'tpplan.weights' has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(import_module(f"tpplan.weights.{_MODULE_OF[name]}"), name)
