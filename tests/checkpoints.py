@@ -1,4 +1,4 @@
-"""Checkpoints made of headers alone: real names, dtypes and shapes over files that are holes."""
+"""Checkpoints made of headers alone, whose files are holes, and small ones with random values."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tpplan.model import DTYPE_BITS
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    import torch
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -82,3 +84,23 @@ def llama_layers(matrix: Any, dtype: str = "F16") -> Tensors:
             for suffix, tensor in matrix(inputs, outputs, layer).items():
                 tensors[start + name + suffix] = tensor
     return tensors
+
+
+def save_random(directory: Path, config: Mapping[str, Any], dtype: str, shard_bytes: int = 2**30) -> Path:
+    """Save a transformers model of this config, all of its tensors random, and return the directory."""
+    import torch  # noqa: PLC0415 (tests of headers alone do without)
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).to(getattr(torch, dtype))
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.normal_()
+    model.save_pretrained(directory, max_shard_size=shard_bytes)
+    return directory
+
+
+def saved_values(directory: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint's files, as the safetensors library reads them."""
+    from safetensors.torch import load_file  # noqa: PLC0415 (it imports torch)
+
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}

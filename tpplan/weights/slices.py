@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,14 @@ from attrs import frozen
 from tpplan.axes import Axis, slices_of, unit_count
 from tpplan.codec import fingerprint
 from tpplan.errors import ModelError
-from tpplan.model import DTYPE_BITS
+from tpplan.model import DTYPE_BITS, Parameter
 from tpplan.plan import Split
 from tpplan.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from tpplan.model import ModelSpec, Parameter
+    from tpplan.model import ModelSpec, Segment
     from tpplan.plan import SplitPlan
 
 _HINT = "plan again for this model, or fetch the checkpoint that the plan was made for"
@@ -79,19 +80,43 @@ def iter_slices(plan: SplitPlan, model: ModelSpec) -> Iterator[TensorSlice]:
         raise ModelError(
             f"the plan for {plan.model.name} is for {plan.model.fingerprint}, this model is {given}", _HINT
         )
-    used = tuple(sorted({s.device for split in plan.splits for s in slices_of(split.bounds)}))
     outside = ((Axis.VC, model.vocab_size), (Axis.RS, model.hidden_size))
-    parts = [(parameter, -1, _Cuts.of(plan, outside, None, used)) for parameter in model.parameters]
+    cuts = _Cuts.of(plan, outside, None)
+    held = [cuts.held(parameter, parameter.name) for parameter in model.parameters]
     blocks = {layer: block for block in model.blocks for layer in block.layers}
     for layer, block in sorted(blocks.items()):
-        cuts = _Cuts.of(plan, (*outside, *block.sizes()), layer, used)
+        cuts = _Cuts.of(plan, (*outside, *block.sizes()), layer)
         for parameter in block.parameters:
             if "{expert}" in parameter.name and parameter.copies != block.experts:
                 what = f"the experts of layer {layer} are stored in several ways ({parameter.name})"
-                raise ModelError(f"{what}, which tpplan plans but cannot cut", "convert all of them alike")
-            parts.append((parameter, layer, cuts))
-    layout = plan.request.layout
-    return (part for parameter, layer, cuts in parts for part in cuts.slices(parameter, layer, layout))
+                raise ModelError(f"{what}, which tpplan plans but does not cut", "convert all of them alike")
+            held.append(cuts.held(parameter, parameter.name.replace("{layer}", str(layer))))
+    return chain.from_iterable(one.slices() for one in held)
+
+
+@frozen
+class _Held:
+    """Who holds what of a parameter of one layer.
+
+    Attributes:
+        parameter: which.
+        name: of the tensor, with ``{expert}`` where the number goes.
+        dim: the dimension that is cut, None if none is.
+        ranges: of it, by device.
+    """
+
+    parameter: Parameter
+    name: str
+    dim: int | None
+    ranges: Mapping[int, tuple[tuple[int, int], ...]]
+
+    def slices(self) -> Iterator[TensorSlice]:
+        """Yield the parts, copy by copy and device by device."""
+        dtype, whole = self.parameter.dtype, self.parameter.shape
+        for expert in range(self.parameter.copies):
+            name = self.name.replace("{expert}", str(expert))
+            for device, ranges in self.ranges.items():
+                yield TensorSlice(name, device, dtype, whole, self.dim, ranges)
 
 
 @frozen
@@ -99,16 +124,18 @@ class _Cuts:
     """How a plan cuts the axes of one layer, or of what is outside the layers.
 
     Attributes:
+        layout: the plan's.
         splits: by axis.
         used: the devices that hold a part of anything.
     """
 
+    layout: str
     splits: Mapping[Axis, Split]
     used: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: SplitPlan, sizes: Iterable[tuple[Axis, int]], layer: int | None, used: tuple[int, ...]) -> _Cuts:
-        """Look the axes up.
+    def of(cls, plan: SplitPlan, sizes: Iterable[tuple[Axis, int]], layer: int | None) -> _Cuts:
+        """Look the axes up, which have these sizes in the model.
 
         Raises:
             ModelError: the plan cuts an axis of another size.
@@ -118,40 +145,45 @@ class _Cuts:
         for axis, size in sizes:
             splits[axis] = split = plan.split(axis, layer)
             if split.size != size * split.replicas:
-                where = "" if layer is None else f" in layer {layer}"
+                where = "" if layer is None else f" of layer {layer}"
                 what = f"the plan for {plan.model.name} cuts {split.size // split.replicas} {axis}{where}"
                 raise ModelError(f"{what}, the model has {size}", _HINT)
-        return cls(splits, used)
+        used = {each.device for split in plan.splits for each in slices_of(split.bounds)}
+        return cls(plan.request.layout, splits, tuple(sorted(used)))
 
-    def slices(self, parameter: Parameter, layer: int, layout: str) -> Iterator[TensorSlice]:
-        """Yield the parts of a parameter of a layer, copy by copy and device by device."""
-        dim, whole = parameter.cut_dim(layout), parameter.shape
-        held: dict[int, list[tuple[int, int]]] = {}
-        if dim is None:
-            held = {device: [] for device, *_ in self._ranges(None, parameter.home, 0)}
-        else:
-            at = 0
-            for segment in parameter.dims[dim]:
-                for device, start, end in self._ranges(segment.axis, parameter.home, segment.length):
-                    held.setdefault(device, []).append((at + start, at + end))
-                at += segment.length
-        name = parameter.name.replace("{layer}", str(layer))
-        for expert in range(parameter.copies):
-            one = name.replace("{expert}", str(expert))
-            for device, ranges in sorted(held.items()):
-                yield TensorSlice(one, device, parameter.dtype, whole, dim, tuple(ranges))
+    def held(self, parameter: Parameter, name: str) -> _Held:
+        """Return who holds what of a parameter: what pays for it in the ledger.
 
-    def _ranges(self, axis: Axis | None, home: Axis | None, length: int) -> Iterator[tuple[int, int, int]]:
-        """Yield for each device that pays for a segment of this length which part of it the device holds.
-
-        As in the ledger: what no axis cuts is whole on the devices of its home, without a home on all in use.
+        Raises:
+            ModelError: a cut of the plan separates elements that are stored together.
         """
-        key = axis or home
-        split = self.splits.get(key) if key else None
+        dim = parameter.cut_dim(self.layout)
+        if dim is None:
+            return _Held(parameter, name, None, dict.fromkeys(self._holders(parameter.home), ()))
+        ranges: dict[int, tuple[tuple[int, int], ...]] = {}
+        at = 0
+        for segment in parameter.dims[dim]:
+            for device, start, end in self._parts(segment, parameter.home, name):
+                ranges[device] = (*ranges.get(device, ()), (at + start, at + end))
+            at += segment.length
+        return _Held(parameter, name, dim, dict(sorted(ranges.items())))
+
+    def _holders(self, home: Axis | None) -> tuple[int, ...]:
+        """Return who holds what no axis cuts: the devices of its home, or all in use where it has none."""
+        split = self.splits.get(home) if home else None
+        return tuple(each.device for each in slices_of(split.bounds)) if split else self.used
+
+    def _parts(self, segment: Segment, home: Axis | None, name: str) -> Iterator[tuple[int, int, int]]:
+        """Yield who holds which elements of a segment; of replicated heads, all that a device has a replica of."""
+        split = self.splits.get(segment.axis) if segment.axis else None
         if split is None:
-            yield from ((device, 0, length) for device in self.used)
+            yield from ((device, 0, segment.length) for device in self._holders(segment.axis or home))
             return
         size = split.size // split.replicas
         for device, start, end in ((s.device, s.start, s.end) for s in slices_of(split.bounds)):
-            first, last = start // split.replicas, unit_count(end, split.replicas)
-            yield (device, length * first // size, length * last // size) if axis else (device, 0, length)
+            cuts = [segment.length * cut for cut in (start // split.replicas, unit_count(end, split.replicas))]
+            first, last = (cut // size for cut in cuts)
+            if any(cut % size for cut in cuts) or any(cut % segment.block for cut in (first, last % segment.length)):
+                what = f"the plan cuts {segment.axis} at {start} and {end}, within what {name} stores together"
+                raise ModelError(what, _HINT)
+            yield device, first, last

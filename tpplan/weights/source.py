@@ -1,0 +1,109 @@
+"""The checkpoint that weights come from, and whether it is the one that a plan was made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from attrs import frozen
+
+from tpplan.checkpoint import Headers, read_headers
+from tpplan.codec import fingerprint
+from tpplan.config import read_config
+from tpplan.errors import ModelError
+from tpplan.families import spec_from_config, tolerated
+from tpplan.model import ModelSpec
+from tpplan.reader import read_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tpplan.checkpoint import Tensor
+    from tpplan.plan import SplitPlan
+
+_SHOWN: Final = 3
+
+
+@frozen
+class Source:
+    """A checkpoint whose headers were read and held against its config.
+
+    Attributes:
+        directory: that it is in.
+        model: as config and headers describe it.
+        headers: of its files.
+    """
+
+    directory: Path
+    model: ModelSpec
+    headers: Headers
+
+    @classmethod
+    def read(cls, directory: Path) -> Source:
+        """Read the headers.
+
+        Raises:
+            ModelError: tensors are missing, too many, or of other shapes than the config says; or there are none.
+        """
+        model = read_model(directory)
+        headers = read_headers(directory) if directory.is_dir() else None
+        if headers is None:
+            hint = "name the directory that has the model's .safetensors files beside config.json"
+            raise ModelError(f"{directory} has no weights in safetensors files", hint)
+        return cls(directory, model, headers)
+
+    def find(self, name: str) -> Tensor:
+        """Return what the headers say of a tensor of the model, whose prefix the checkpoint may leave out."""
+        tensors = self.headers.tensors
+        return tensors.get(name) or tensors[name.removeprefix(tolerated(self.model.model_type).prefix)]
+
+    def check(self, plan: SplitPlan) -> None:
+        """Make sure that this is what a plan was made for.
+
+        Raises:
+            ModelError: it is not; the error names tensors of other dtypes, if these are the difference, else it says
+                what differs.
+        """
+        given = fingerprint(self.model)
+        if given == plan.model.fingerprint:
+            return
+        if odd := self._odd(plan):
+            more = f", and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+            listed = ", ".join(
+                f"{name} in {self.find(name).file} is {found} and not {want}" for name, found, want in odd[:_SHOWN]
+            )
+            what = f"the checkpoint has tensors of other dtypes than the plan for {plan.model.name}: {listed}{more}"
+            raise ModelError(what, "plan again from this checkpoint, or fetch the one that the plan was made for")
+        facts = (
+            ("architecture", plan.model.architecture, self.model.architecture),
+            ("layers", plan.model.layers, self.model.layer_count),
+            ("dtype", plan.model.dtype, self.model.dtype),
+            ("fingerprint", plan.model.fingerprint, given),
+        )
+        listed = ", ".join(f"{what} {here} and not {there}" for what, there, here in facts if here != there)
+        raise ModelError(
+            f"{self.directory} is not the model that the plan for {plan.model.name} was made for: {listed}",
+            "plan again for this model, or fetch the checkpoint that the plan was made for",
+        )
+
+    def _odd(self, plan: SplitPlan) -> list[tuple[str, str, str]]:
+        """Return names, dtypes and planned dtypes of tensors, if the checkpoint is the plan's in everything else."""
+        config = read_config(self.directory).having("tie_word_embeddings", self.model.tied_embeddings)
+        for key in ("torch_dtype", "dtype"):
+            config = config.having(key, plan.model.dtype)
+        planned = spec_from_config(config, self.model.name)  # of plain tensors, the only ones with one dtype for all
+        if fingerprint(planned) != plan.model.fingerprint:
+            return []
+        return [(name, found, want) for name, want in _dtypes(planned) if (found := self.find(name).dtype) != want]
+
+
+def _dtypes(model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Yield the name and dtype of every tensor."""
+    for parameter in model.parameters:
+        yield parameter.name, parameter.dtype
+    for block in model.blocks:
+        for parameter in block.parameters:
+            for layer in block.layers:
+                for expert in range(parameter.copies):
+                    name = parameter.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+                    yield name, parameter.dtype
