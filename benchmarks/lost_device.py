@@ -1,0 +1,110 @@
+"""A device that never arrives: how long the others wait, and what is left."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import evolve, frozen
+
+from tpplan.errors import ExecutionError
+from tpplan.exec.compiler import build
+from tpplan.exec.cuda import CudaDevices
+from tpplan.exec.program import Exchange
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from tpplan.exec.binding import Memory
+    from tpplan.exec.cuda import Pending
+    from tpplan.exec.program import Buffer, Program
+    from tpplan.plan import SplitPlan
+
+#: Seconds that an error may take: kernels give up after about ten, counted in cycles.
+_MOST = 15
+
+
+class _Losing(CudaDevices):
+    """Devices of which one does not take part any more, once it is ``lost``."""
+
+    lost: int | None = None
+
+    def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
+        """Issue a program but for the exchanges of the lost device."""
+        kept = [each for each in program.commands if not isinstance(each, Exchange) or each.stream.device != self.lost]
+        return super().run(evolve(program, commands=tuple(kept)) if self.lost is not None else program, operands)
+
+
+@frozen
+class Loss:
+    """What came of it.
+
+    Attributes:
+        seconds: until there was an error.
+        message: of it; empty if there was none.
+        refused: whether the context refused everything from then on.
+        freed: whether closing it gave the workspace back.
+    """
+
+    seconds: float
+    message: str
+    refused: bool
+    freed: bool
+
+    @property
+    def problems(self) -> list[str]:
+        """What is not as it should be, in words."""
+        found = {
+            "a lost device goes unnoticed": not self.message,
+            f"a lost device is noticed after {self.seconds:.0f} s": self.seconds > _MOST,
+            "a context goes on without a device": not self.refused,
+            "a context that lost a device keeps its memory": not self.freed,
+        }
+        return [problem for problem, is_so in found.items() if is_so]
+
+
+def lose(plan: SplitPlan, transport: str) -> Loss:
+    """Lose the last device in the middle of an all-reduce.
+
+    Args:
+        plan: for CUDA devices in the order of their numbers.
+        transport: whose kernels wait for each other: ``peer`` or ``host``.
+    """
+    places = [torch.device("cuda", i) for i in range(len(plan.devices))]
+    used = {i: places[i] for i, memory in enumerate(plan.memory) if memory.used_bytes}
+    made: list[_Losing] = []
+
+    def start(memory: Memory) -> _Losing:
+        made.append(_Losing(memory, used, peers=transport != "host"))
+        return made[-1]
+
+    dtype = getattr(torch, plan.model.dtype)
+    before = [torch.cuda.memory_allocated(place) for place in places]
+    rows = plan.request.max_rows
+    context = build(plan, places, start, transport=transport, max_rows=rows, dtype=dtype, straight=False)
+    parts = [torch.ones(1, 64, dtype=dtype, device=device.device) for device in context.devices.values()]
+    context.all_reduce(parts)
+    context.synchronize()
+    made[0].lost = context.all_devices[-1]
+    begun = time.perf_counter()
+    message, refused = "", False
+    try:
+        context.all_reduce(parts)
+        context.synchronize()
+    except ExecutionError as error:
+        message = error.message
+    seconds = time.perf_counter() - begun
+    try:
+        context.all_reduce(parts)
+    except ExecutionError:
+        refused = True
+    with suppress(ExecutionError):  # which tells of the lost device again
+        context.close()
+    del parts
+    left = [torch.cuda.memory_allocated(place) for place in places]
+    freed = all(b - a < plan.memory[i].workspace_bytes // 2 for i, (a, b) in enumerate(zip(before, left, strict=True)))
+    return Loss(seconds, message, refused, freed)

@@ -1,0 +1,123 @@
+"""What a context takes of memory: against what its plan foretold, and over time."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import Factory, define
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tpplan.exec import TPContext
+    from tpplan.plan import SplitPlan
+
+MIB = 2**20
+#: What may come and go: programs and their tables are remembered up to some number.
+_MOST_GROWTH = {"allocated": 4 * MIB, "used": 32 * MIB, "host": 256 * MIB}
+#: Looks from which growth can be told.
+_ENOUGH = 8
+#: Share of what was foretold by which an overhead may be off.
+_TOLERANCE = 0.05
+
+
+@define
+class Growth:
+    """Memory, looked at many times.
+
+    Attributes:
+        looks: bytes by what they are of, each time.
+    """
+
+    looks: list[dict[str, int]] = Factory(list)
+
+    def look(self, context: TPContext) -> None:
+        """Note what is in use now, without what torch keeps for later."""
+        gc.collect()
+        page = os.sysconf("SC_PAGE_SIZE")
+        look = {"host": int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * page}
+        places = dict.fromkeys(device.device for device in context.devices.values() if device.device.type == "cuda")
+        if places:
+            torch.cuda.empty_cache()
+        for place in places:
+            free, total = torch.cuda.mem_get_info(place)
+            look |= {f"allocated on {place}": torch.cuda.memory_allocated(place), f"used on {place}": total - free}
+        self.looks.append(look)
+
+    @property
+    def grown(self) -> dict[str, int]:
+        """By how much the most of the last half is above the most of the quarter before it; empty if looks are few."""
+        count = len(self.looks)
+        if count < _ENOUGH:
+            return {}
+        before, after = self.looks[count // 4 : count // 2], self.looks[count // 2 :]
+        return {name: max(x[name] for x in after) - max(x[name] for x in before) for name in self.looks[0]}
+
+    @property
+    def problems(self) -> list[str]:
+        """What grew too much, in words."""
+        return [
+            f"memory {name} grew by {grown / MIB:.1f} MiB"
+            for name, grown in self.grown.items()
+            if grown > _MOST_GROWTH[name.partition(" ")[0]]
+        ]
+
+
+def foretold(plan: SplitPlan, make: Callable[[], TPContext]) -> tuple[TPContext, list[tuple[int, int, int]]]:
+    """Return a context of a plan, and for each of its devices the workspace that was planned, and the bytes it took.
+
+    Args:
+        plan: for virtual devices, or for CUDA devices in the order of their numbers.
+        make: compiles it.
+    """
+    gc.collect()
+    cached = torch.cuda.is_available() and not os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")  # or nobody counts
+    before = [_requested(i) if cached else 0 for i in range(torch.cuda.device_count())]
+    context = make()
+    found = []
+    for index, device in context.devices.items():
+        taken = device.arena.size_bytes
+        if cached and device.device.type == "cuda":
+            taken = _requested(device.device.index) - before[device.device.index]
+        found.append((index, plan.memory[index].workspace_bytes, taken))
+    return context, found
+
+
+def overheads(count: int) -> list[int]:
+    """Return what a context and a first matrix product take of each of the first GPUs, by the driver; none if unknown.
+
+    Nothing may have used a GPU in this process before.
+    """
+    try:
+        import pynvml  # noqa: PLC0415 (an extra)
+
+        pynvml.nvmlInit()
+    except (ImportError, OSError):
+        return []
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    by_uuid = {str(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+    before = {uuid: pynvml.nvmlDeviceGetMemoryInfo(handle).used for uuid, handle in by_uuid.items()}
+    found = []
+    for i in range(count):
+        x = torch.ones(64, 64, dtype=torch.bfloat16, device=torch.device("cuda", i))
+        x @ x
+        torch.cuda.synchronize(i)
+        uuid = f"GPU-{torch.cuda.get_device_properties(i).uuid}"
+        found.append(pynvml.nvmlDeviceGetMemoryInfo(by_uuid[uuid]).used - before[uuid])
+    pynvml.nvmlShutdown()
+    return found
+
+
+def is_near(planned: int, measured: int) -> bool:
+    """Tell whether an overhead is what the devices file says, more or less."""
+    return abs(measured - planned) <= _TOLERANCE * planned
+
+
+def _requested(device: int) -> int:
+    """Return the bytes that tensors on a CUDA device asked for."""
+    count: int = torch.cuda.memory_stats(device).get("requested_bytes.all.current", 0)
+    return count

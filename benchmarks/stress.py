@@ -1,0 +1,336 @@
+"""Random operations of a context, each checked on the devices themselves without waiting for it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+
+from benchmarks.contents import STARTS, VERSIONS, Bank, Lane, Window
+from tpplan.axes import Axis, parse_layers
+from tpplan.exec import HOST, Gathered
+from tpplan.exec.explain import cuts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from tpplan.exec import TPContext
+    from tpplan.plan import Split
+
+_MOVED = (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64)
+_ADDED = (torch.float16, torch.bfloat16, torch.float32)
+_ON_DEVICES = ("broadcast", "scatter", "allgather", "all_reduce", "add_residual")
+_ADDING = ("all_reduce", "add_residual")
+_ON_HOST = ("gather", "broadcast from the host", "scatter from the host")
+#: Of an all-reduce over its parts or residuals; other operations take these as given.
+_OUTS = ("new", "given", "parts", "residual")
+#: Operations with the host move at most so many bytes, for its one thread works out what is right.
+_HOST_BYTES = 2**19
+#: Elements between the windows of two devices.
+_APART = 97
+#: Results of gathers that nobody has asked for yet, at most.
+_LATE = 8
+#: Share of operations that are delayed, and most cycles, as a power of two: up to half a millisecond.
+_DELAYED, _MOST_CYCLES = 0.05, 20
+#: Streams of a device that become current in turn, besides the one that is.
+_STREAMS = 3
+
+
+@frozen(kw_only=True)
+class Task:
+    """An operation to be tried.
+
+    Attributes:
+        kind: of operation.
+        axis: as the plan's :func:`~tpplan.exec.explain.cuts` call it.
+        rows: of the operands.
+        columns: per element of the axis; of what is not cut, the columns.
+        dtype: of the operands.
+        start: of their contents.
+        source: the device that a single tensor is on.
+        gap: columns between the rows of operands.
+        shift: elements before them.
+        out: where results go: to ``new`` tensors, to ``given`` ones, over the ``parts`` or over the ``residual``.
+        full: whether a residual is added, or a source of ``add_residual`` is as wide as the axis.
+        delays: before the operands are written, before the operation and before the check: a device and its cycles.
+    """
+
+    kind: str
+    axis: str
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    start: int
+    source: int
+    gap: int
+    shift: int
+    out: str
+    full: bool
+    delays: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        name = str(self.dtype).partition(".")[2]
+        size = f"{self.rows} x {self.columns} of {name}, {self.gap} columns apart, {self.shift} elements in"
+        delayed = f", delays {self.delays}" if any(cycles for _, cycles in self.delays) else ""
+        return f"{self.kind} on {self.axis}, source {self.source}, {size}, out {self.out}, full {self.full}{delayed}"
+
+
+@frozen(eq=False)
+class _Late:
+    """A gather whose result was not asked for yet, with its check, its contents, and their version then."""
+
+    handle: Gathered
+    check: int
+    window: Window
+    version: int
+
+
+class Stress:
+    """Random operations of one context.
+
+    Attributes:
+        context: whose operations.
+        turns: how often the contents changed so far; each replay of a graph changes them as often as its tasks do.
+    """
+
+    def __init__(
+        self,
+        context: TPContext,
+        seed: int,
+        *,
+        largest: int,
+        delays: bool = False,
+        streams: Mapping[int, torch.cuda.Stream] | None = None,
+    ) -> None:
+        """Allocate operands on every device.
+
+        Args:
+            context: on whatever devices.
+            seed: of everything random.
+            largest: bytes of the largest tensor, or more if a row of the widest axis has more.
+            delays: whether some devices are late now and then; only with CUDA.
+            streams: that the work of each device goes to where they share a GPU; results are given tensors then.
+        """
+        self.context, self.turns = context, 0
+        self._random, self._delays, self._streams = Random(seed), delays, streams  # noqa: S311 (to be the same again)
+        row = max(split.size * split.width for split in context.plan.splits) * torch.int64.itemsize
+        self._largest = -(-max(largest, row) // 8) * 8
+        places = {d: device.device for d, device in context.devices.items()} | {HOST: torch.device("cpu")}
+        banks = {place: Bank(place, self._largest) for place in dict.fromkeys(places.values())}
+        self._lanes = {d: Lane(banks[place], (streams or {}).get(d)) for d, place in places.items()}
+        self._cuts = cuts(context.plan)
+        hidden = context.plan.split(Axis.RS).size
+        self._widths = (1, 5, hidden, *(self._random.randint(1, hidden) for _ in range(9)))
+        self._checks: list[Task] = []
+        self._late: list[_Late] = []
+        self._others: dict[torch.device, list[torch.cuda.Stream]] = {}
+        self._calls: dict[str, Callable[[Task, int], None]] = {
+            "broadcast": self._broadcast,
+            "broadcast from the host": self._broadcast,
+            "scatter": self._scatter,
+            "scatter from the host": self._scatter,
+            "gather": self._gather,
+            "allgather": self._allgather,
+            "all_reduce": self._all_reduce,
+            "add_residual": self._add_residual,
+        }
+        for place in places.values():
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)  # work on other streams follows
+
+    def task(self, *, host: bool = True) -> Task:
+        """Return a random operation, also one that the host takes part in if told so."""
+        random = self._random
+        kind = random.choice(_ON_DEVICES + _ON_HOST * host)
+        whole = kind.startswith(("broadcast", "all_reduce"))
+        axis = random.choice([name for name, split in self._cuts.items() if split or whole])
+        split, dtype = self._cuts[axis], random.choice(_ADDED if kind in _ADDING else _MOVED)
+        columns, size = random.choice(self._widths), 1
+        if split and not whole:
+            columns, size = random.choice((1, split.width, min(3, split.width))), split.size
+        most = min(self._largest, _HOST_BYTES if kind in _ON_HOST else self._largest)
+        rows = int(most ** random.random()) // (columns * size * dtype.itemsize)
+        out = random.choice(_OUTS[1:] if self._streams else _OUTS)
+        return Task(
+            kind=kind,
+            axis=axis,
+            rows=min(max(1, rows), self.context.max_rows),
+            columns=columns,
+            dtype=dtype,
+            start=random.randrange(STARTS),
+            source=HOST if kind.endswith("host") else random.choice(self.context.all_devices),
+            gap=random.choice((0, 0, 1, 8)),
+            shift=random.choice((0, 0, 1, 8)),
+            out=out if kind == "all_reduce" or out == "new" else "given",
+            full=random.random() < 0.5,  # noqa: PLR2004
+            delays=tuple(self._delay() for _ in range(3)) if self._delays else (),
+        )
+
+    def issue(self, task: Task) -> None:
+        """Turn to the next contents, write operands, call the operation, and check its results."""
+        self.turns += 1
+        for device in self.context.all_devices:
+            self._lanes[device].advance()
+        self._lanes[HOST].version.fill_(self.turns % VERSIONS)
+        self._checks.append(task)
+        self._wait(task, 0)
+        self._calls[task.kind](task, len(self._checks) - 1)
+
+    def faults(self) -> list[str]:
+        """Wait for everything, and return the checks since the last time that found something wrong, in words."""
+        while self._late:
+            self._settle()
+        self.context.synchronize()
+        found = []
+        for device, lane in self._lanes.items():
+            if lane.stream:
+                lane.stream.synchronize()
+            counts = lane.wrong.cpu()
+            where = "in host memory" if device == HOST else f"on device {device}"
+            wrong = [(int(counts[check]), self._checks[check]) for check in counts.nonzero().flatten().tolist()]
+            found += [f"{count} elements wrong {where}: {task}" for count, task in wrong]
+            with lane.working():
+                lane.wrong.zero_()
+        self._checks.clear()
+        return found
+
+    @contextmanager
+    def other_streams(self) -> Iterator[None]:
+        """Make another stream current on every CUDA device: it follows the one that was, which follows it later."""
+        with ExitStack() as stack:
+            for place in dict.fromkeys(lane.bank.place for lane in self._lanes.values()):
+                if place.type != "cuda":
+                    continue
+                if place not in self._others:
+                    self._others[place] = [torch.cuda.Stream(place) for _ in range(_STREAMS)]  # type: ignore[no-untyped-call]
+                before, then = torch.cuda.current_stream(place), self._random.choice(self._others[place])
+                then.wait_stream(before)
+                stack.callback(before.wait_stream, then)
+                stack.enter_context(torch.cuda.stream(then))
+            yield
+
+    def _delay(self) -> tuple[int, int]:
+        late = self._random.random() < _DELAYED
+        return self._random.choice(self.context.all_devices), int(2 ** self._random.uniform(8, _MOST_CYCLES)) * late
+
+    def _wait(self, task: Task, phase: int) -> None:
+        if task.delays and (delay := task.delays[phase])[1]:
+            self._lanes[delay[0]].delay(delay[1])
+
+    def _where(self, task: Task) -> tuple[Axis | None, int | None]:
+        """Return an axis and a layer whose cut it is."""
+        split: Split | None = self._cuts[task.axis]
+        if split is None:
+            return None, None
+        return split.axis, min(parse_layers(split.layers)) if split.layers else None
+
+    def _slices(self, task: Task) -> list[tuple[int, Window]]:
+        """Return the columns of each device's slice."""
+        axis, layer = self._where(task)
+        spans = [
+            (s.device, s.start * task.columns, s.end * task.columns) for s in self.context.split(axis or "", layer)
+        ]
+        return [(device, Window(task.start + a, b - a, spans[-1][2])) for device, a, b in spans]
+
+    def _whole(self, task: Task) -> Window:
+        """Return all columns of an axis."""
+        size = self._slices(task)[0][1].pitch
+        return Window(task.start, size, size)
+
+    def _place(self, task: Task, device: int, room: int, columns: int) -> Tensor:
+        return self._lanes[device].room(room, task.rows, columns, task.dtype, gap=task.gap, shift=task.shift)
+
+    def _put(self, task: Task, device: int, room: int, window: Window) -> Tensor:
+        """Return an operand with the contents of a window."""
+        target = self._place(task, device, room, window.columns)
+        self._lanes[device].fill(target, window, numbers=task.kind in _ADDING)
+        return target
+
+    def _out(self, task: Task, sizes: list[tuple[int, int]]) -> list[Tensor] | None:
+        return None if task.out == "new" else [self._place(task, device, 2, columns) for device, columns in sizes]
+
+    def _check(self, task: Task, check: int, device: int, found: Tensor, *windows: Window) -> None:
+        self._lanes[device].compare(check, found, windows, numbers=task.kind in _ADDING)
+
+    def _broadcast(self, task: Task, check: int) -> None:
+        axis, layer = self._where(task)
+        window, targets = Window(task.start, task.columns, task.columns), self.context.devices_of(axis, layer)
+        x, out = self._put(task, task.source, 0, window), self._out(task, [(d, task.columns) for d in targets])
+        self._wait(task, 1)
+        results = self.context.broadcast(x, axis, layer=layer, source=task.source, out=out)
+        self._wait(task, 2)
+        for device, found in zip(targets, results, strict=True):
+            self._check(task, check, device, found, window)
+
+    def _scatter(self, task: Task, check: int) -> None:
+        axis, layer = self._where(task)
+        x, slices = self._put(task, task.source, 0, self._whole(task)), self._slices(task)
+        out = self._out(task, [(device, cut.columns) for device, cut in slices])
+        self._wait(task, 1)
+        results = self.context.scatter(x, axis or "", dim=task.columns, layer=layer, source=task.source, out=out)
+        self._wait(task, 2)
+        for (device, cut), found in zip(slices, results, strict=True):
+            self._check(task, check, device, found, cut)
+
+    def _gather(self, task: Task, check: int) -> None:
+        axis, layer = self._where(task)
+        parts = [self._put(task, device, 0, cut) for device, cut in self._slices(task)]
+        self._wait(task, 1)
+        handle = self.context.gather(parts, axis or "", dim=task.columns, layer=layer)
+        self._late.append(_Late(handle, check, self._whole(task), self.turns % VERSIONS))
+        if len(self._late) > _LATE:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Ask for the result of a random gather, and check it."""
+        late, host = self._late.pop(self._random.randrange(len(self._late))), self._lanes[HOST]
+        found = late.handle.tensor
+        host.version.fill_(late.version)
+        host.compare(late.check, found, [late.window], numbers=False)
+
+    def _allgather(self, task: Task, check: int) -> None:
+        axis, layer = self._where(task)
+        whole, targets = self._whole(task), self.context.all_devices
+        parts = [self._put(task, device, 0, cut) for device, cut in self._slices(task)]
+        out = self._out(task, [(device, whole.columns) for device in targets])
+        self._wait(task, 1)
+        results = self.context.allgather(parts, axis or "", dim=task.columns, layer=layer, out=out)
+        self._wait(task, 2)
+        for device, found in zip(targets, results, strict=True):
+            self._check(task, check, device, found, whole)
+
+    def _all_reduce(self, task: Task, check: int) -> None:
+        axis, layer = self._where(task)
+        givers, takers, columns = self.context.devices_of(axis, layer), self.context.all_devices, task.columns
+        windows = {device: Window(task.start + _APART * i, columns, columns) for i, device in enumerate(givers)}
+        residue = Window(task.start + _APART * len(givers), columns, columns)
+        parts = [self._put(task, device, 0, windows[device]) for device in givers]
+        residual = [self._put(task, device, 1, residue) for device in takers] if task.full else None
+        out = self._out(task, [(device, columns) for device in takers])
+        if task.out == "parts" and givers == takers:
+            out = parts
+        elif task.out == "residual" and residual:
+            out = residual
+        self._wait(task, 1)
+        results = self.context.all_reduce(parts, residual, axis=axis, layer=layer, out=out)
+        self._wait(task, 2)
+        added = [*windows.values(), *((residue,) if residual else ())]
+        for device, found in zip(takers, results, strict=True):
+            self._check(task, check, device, found, *added)
+
+    def _add_residual(self, task: Task, check: int) -> None:
+        axis, layer = self._where(task)
+        slices, whole = self._slices(task), self._whole(task)
+        before = [cut._replace(start=cut.start + _APART) for _, cut in slices]
+        source = [self._put(task, device, 0, whole if task.full else cut) for device, cut in slices]
+        target = [self._put(task, device, 1, held) for (device, _), held in zip(slices, before, strict=True)]
+        self._wait(task, 1)
+        self.context.add_residual(target, source, axis or "", dim=task.columns, layer=layer)
+        self._wait(task, 2)
+        for (device, cut), held, found in zip(slices, before, target, strict=True):
+            self._check(task, check, device, found, held, cut)

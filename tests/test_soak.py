@@ -1,0 +1,185 @@
+"""The soak: random operations on virtual devices are right, and what is made wrong is found."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from benchmarks import soak as command
+from benchmarks.memory_use import MIB, Growth, foretold, is_near
+from benchmarks.soak import plan_for, soak
+from benchmarks.stress import Stress
+from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for every test here)
+from tpplan.exec import compile as compile_plan
+from tpplan.exec.compiler import build
+from tpplan.exec.cpu import Pending, VirtualDevices
+from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.program import OUTPUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from tpplan.exec import TPContext
+    from tpplan.exec.program import Buffer, Program
+
+LARGEST = 2**12
+
+
+def _flipped(program: Program, operands: Mapping[Buffer, Tensor]) -> None:
+    """Change one bit of the last result of a program."""
+    result = [tensor for buffer, tensor in operands.items() if buffer.role == OUTPUT][-1]
+    result[-1:, -1:].view(-1).view(torch.uint8)[0] ^= 1
+
+
+class _Faulty(VirtualDevices):
+    """Virtual devices that do one kind of operation wrong, every third time."""
+
+    kind = ""
+    calls = 0
+
+    def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
+        """Run a program, and spoil it."""
+        pending = super().run(program, operands)
+        if program.name.split()[0] == self.kind:
+            self.calls += 1
+            if not self.calls % 3:
+                _flipped(program, operands)
+        return pending
+
+
+class _Lazy(VirtualDevices):
+    """Virtual devices that leave out every tenth program, so that its results are what was there before."""
+
+    calls = 0
+
+    def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
+        """Run a program, or do not."""
+        self.calls += 1
+        return super().run(program, operands) if self.calls % 10 else Pending()
+
+
+def _context(start: Callable[..., VirtualDevices]) -> TPContext:
+    places = (CPU,) * len(UNEVEN.devices)
+    return build(UNEVEN, places, start, transport="peer", max_rows=UNEVEN.request.max_rows, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nothing_is_wrong_on_virtual_devices(transport: str) -> None:
+    """Random operations on uneven devices, one of them idle, give what they have to, by every transport."""
+    with context(UNEVEN, transport) as ctx:
+        outcome = soak(ctx, operations=900, seconds=600, seed=3, largest=LARGEST)
+    assert outcome.faults == []
+    assert (outcome.operations, outcome.called, outcome.replayed) == (900, 900, 0)
+
+
+def test_every_kind_of_operation_comes() -> None:
+    """All operations come on all axes, with all dtypes, and with results in all places."""
+    with context(UNEVEN, "peer") as ctx:
+        stress = Stress(ctx, 1, largest=LARGEST)
+        tasks = [stress.task() for _ in range(2000)]
+        on_devices = [stress.task(host=False) for _ in range(200)]
+    assert len({task.kind for task in tasks}) == 8
+    assert {task.kind for task in on_devices} == {"broadcast", "scatter", "allgather", "all_reduce", "add_residual"}
+    assert len({task.axis for task in tasks}) == len(UNEVEN.splits) + 1
+    assert {task.dtype.itemsize for task in tasks} == {1, 2, 4, 8}
+    assert {task.out for task in tasks} == {"new", "given", "parts", "residual"}
+    assert {task.rows for task in tasks} == set(range(1, UNEVEN.request.max_rows + 1))
+
+
+def test_a_seed_gives_the_same_operations_again() -> None:
+    """What was wrong once can be tried again."""
+    with context(UNEVEN, "peer") as ctx:
+        first, again, other = ([Stress(ctx, seed, largest=LARGEST).task() for _ in range(5)] for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "scatter", "gather", "allgather", "all_reduce", "add_residual"])
+def test_a_wrong_bit_is_found(kind: str) -> None:
+    """Of every kind of operation; the fault names it."""
+
+    class Faulty(_Faulty):
+        pass
+
+    Faulty.kind = kind
+    with _context(Faulty) as ctx:
+        faults = soak(ctx, operations=400, seconds=600, seed=4, largest=LARGEST).faults
+    assert len(faults) > 5
+    assert all(fault.partition(": ")[2].startswith(kind) for fault in faults)
+    assert all(fault.startswith("1 elements wrong") for fault in faults)
+
+
+def test_results_from_before_are_found() -> None:
+    """An operation that does nothing leaves what its tensors held, which is no more right."""
+    with _context(_Lazy) as ctx:
+        stress = Stress(ctx, 5, largest=LARGEST)
+        for _ in range(400):
+            stress.issue(stress.task())
+        faults = stress.faults()
+        assert stress.faults() == []
+    assert len({fault.partition(": ")[2] for fault in faults}) >= 38
+
+
+def test_the_command_says_that_nothing_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command prints a line for each transport, and the workspaces, and ends with 0."""
+    monkeypatch.setattr(sys, "argv", ["soak", "--backend", "cpu", "--operations", "90"])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert not ended.value.code
+    assert lines[-1] == "nothing wrong"
+    for transport in TRANSPORTS:
+        assert any(line.startswith(f"| {transport} | 30 |") for line in lines)
+
+
+def test_the_command_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fault is told in words, and the command ends with 1."""
+    run = VirtualDevices.run
+
+    def wrong(self: VirtualDevices, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
+        pending = run(self, program, operands)
+        _flipped(program, operands)
+        return pending
+
+    monkeypatch.setattr(VirtualDevices, "run", wrong)
+    monkeypatch.setattr(sys, "argv", ["soak", "--backend", "cpu", "--operations", "30", "--transport", "host"])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 1
+    assert "host: 1 elements wrong" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_workspaces_are_as_planned() -> None:
+    """What a context allocates on each device is what the ledger of its plan says, to the byte."""
+    plan = plan_for(3, 8)
+    ctx, found = foretold(plan, lambda: compile_plan(plan, backend="cpu"))
+    ctx.close()
+    assert [planned for _, planned, _ in found] == [memory.workspace_bytes for memory in plan.memory]
+    assert all(planned == taken > 0 for _, planned, taken in found)
+
+
+def test_growth_is_told_once_there_are_enough_looks() -> None:
+    """Memory that grows in the second half is a problem; what came before, and what comes and goes, is none."""
+    grows, steady = Growth(), Growth()
+    for look in range(16):
+        grows.looks.append({"host": 0, "used on cuda:0": 10 * MIB * look})
+        steady.looks.append({"host": 0, "used on cuda:0": 10 * MIB * min(look, 4 + look % 2)})
+    assert grows.grown == {"host": 0, "used on cuda:0": 80 * MIB}
+    assert grows.problems == ["memory used on cuda:0 grew by 80.0 MiB"]
+    assert steady.problems == []
+    del grows.looks[7:]
+    assert grows.problems == []
+
+
+def test_an_overhead_may_be_off_by_a_twentieth() -> None:
+    """In either direction."""
+    assert is_near(1000, 950)
+    assert is_near(1000, 1050)
+    assert not is_near(1000, 949)
+    assert not is_near(1000, 1051)
