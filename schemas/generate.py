@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import msgspec
 
+from tpplan.bench_report import BenchReport
 from tpplan.check import CheckReport
 from tpplan.codec import STATED, render, save_text
 from tpplan.devices_file import DevicesFile
@@ -33,6 +34,7 @@ DOCUMENTS: dict[str, type] = {
     "validation-report": ValidationReport,
     "check-report": CheckReport,
     "selftest-report": SelftestReport,
+    "bench-report": BenchReport,
     "error-report": ErrorReport,
 }
 
@@ -59,6 +61,8 @@ _CONSTRAINTS: dict[str, dict[str, Any]] = {
     "GpuProcess.device": {"minimum": -1},  # unknown
     "Advice.device": {"minimum": -1},  # not about a device
     "Fault.device": {"minimum": -1},  # the host
+    "Limit.source": {"minimum": -1},  # likewise
+    "Limit.target": {"minimum": -1},
 }
 
 

@@ -281,3 +281,39 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
     report = tests.selftest(found, tests.compiler(found, backend, _note), wanted, console.busy)
     console.answer(report, view, json=json)
     return OK if report.ok else NO
+
+
+@app.command
+def bench(
+    plan: str,
+    /,
+    *,
+    backend: str = "auto",
+    sizes: str = "8KiB,64KiB,1MiB,16MiB",
+    rounds: int = 7,
+    transport: str = "auto",
+    json: bool = False,
+) -> int:
+    """Time every operation of a plan on this machine, beside torch, NCCL, and ways through the host.
+
+    Args:
+        plan: a plan file; - is standard input.
+        backend: cuda, cpu (virtual devices), or auto (by default): cuda if the machine has as many GPUs, else cpu.
+        sizes: that every device holds in the end; 8KiB,64KiB,1MiB,16MiB by default, rounded up to whole rows.
+        rounds: in which all take turns; 7 by default.
+        transport: peer, host, events, or auto (by default).
+        json: print one JSON document.
+    """
+    from tpplan.render.bench import bench as view  # noqa: PLC0415
+
+    found = _plan(plan)
+    try:
+        from tpplan.exec import bench as times  # noqa: PLC0415
+        from tpplan.exec.selftest import compiler  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        message = f"running a plan needs {error.name}, which is not installed"
+        raise ExecutionError(message, "pip install 'tpplan[exec]'") from error
+    asked, turns = times.payloads(sizes), times.checked_rounds(rounds)
+    report = times.bench(compiler(found, backend, _note), transport, sizes=asked, rounds=turns, busy=console.busy)
+    console.answer(report, view, json=json)
+    return OK

@@ -1,0 +1,209 @@
+"""How long a compiled plan's operations take on this machine, beside others who do the same."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch.cuda import nccl
+
+from tpplan.bench_report import BenchReport, Measured, Timed
+from tpplan.errors import DeviceError, ExecutionError, RequestError, TpplanError
+from tpplan.exec import bench_limits
+from tpplan.exec.bench_case import Cases
+from tpplan.exec.bench_clock import Clock, Run
+from tpplan.exec.bench_peers import OURS, contenders
+from tpplan.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from tpplan.bench_report import Limit
+    from tpplan.exec.bench_peers import Contender
+    from tpplan.exec.context import TPContext
+
+#: Operations that a CUDA graph has.
+IN_A_GRAPH = 50
+
+_FEWEST_ROUNDS, _MOST_ROUNDS = 2, 1000
+
+
+def bench(
+    make: Callable[[str], TPContext],
+    transport: str,
+    *,
+    sizes: Sequence[int],
+    rounds: int,
+    busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> BenchReport:
+    """Time every operation of a compiled plan, and others who do the same, whose results are compared first.
+
+    What fails is told in its place in the report: it does not end the rest.
+
+    Args:
+        make: compiles a plan for a transport.
+        transport: to be timed, or ``auto``.
+        sizes: payloads in bytes, which are rounded up to whole rows of the residual stream.
+        rounds: in which all take turns, at least 2.
+        busy: told what is being timed, for as long as it takes.
+
+    Raises:
+        TpplanError: the plan cannot be compiled.
+    """
+    with _undisturbed():
+        context = make(transport)
+        try:
+            return _report(context, sizes, rounds, busy)
+        finally:
+            with suppress(ExecutionError):  # that a device waited in vain is told where it did
+                context.close()
+
+
+def _report(
+    context: TPContext, sizes: Sequence[int], rounds: int, busy: Callable[[str], AbstractContextManager[None]]
+) -> BenchReport:
+    notes: list[str] = []
+    places = {i: device.device for i, device in context.devices.items()}
+    is_cuda = context.devices[context.all_devices[0]].device.type == "cuda"
+    with busy("measuring the links"):
+        limits = bench_limits.measure(places, notes.append)
+    cases = Cases(context)
+    turns = _Turns(cases, limits, Clock(cases.places, rounds))
+    measured = []
+    for name in cases.makers:
+        for rows in sorted({-(-size // cases.row_bytes) for size in sizes}):
+            with busy(f"timing {name} of {format_bytes(rows * cases.row_bytes)}"):
+                measured.append(turns.measured(name, rows))
+    return BenchReport(
+        model=context.plan.model.name,
+        backend="cuda" if is_cuda else "cpu",
+        devices=tuple(torch.cuda.get_device_name(x) if is_cuda else context.devices[i].name for i, x in places.items()),
+        transport=cases.explanation.transport,
+        dtype=cases.explanation.dtype,
+        columns=cases.columns,
+        slice_columns=tuple(stop - start for _, start, stop in cases.cuts),
+        rounds=rounds,
+        in_a_graph=IN_A_GRAPH,
+        software=tuple(_software(notes.append)) if is_cuda else (f"torch {torch.__version__}",),
+        limits=limits,
+        measured=tuple(measured),
+        notes=tuple(notes),
+    )
+
+
+def checked_rounds(rounds: int) -> int:
+    """Return how many rounds to measure.
+
+    Raises:
+        RequestError: too few to have a spread, or more than anybody waits for.
+    """
+    if not _FEWEST_ROUNDS <= rounds <= _MOST_ROUNDS:
+        message = f"--rounds is {rounds}, expected {_FEWEST_ROUNDS} to {_MOST_ROUNDS}"
+        raise RequestError(message, "7, the default, take about a minute")
+    return rounds
+
+
+def payloads(text: str) -> tuple[int, ...]:
+    """Return the sizes in a list such as ``8KiB,1MiB``.
+
+    Raises:
+        RequestError: one of them is none.
+    """
+    try:
+        return tuple(parse_bytes(size) for size in text.split(","))
+    except DeviceError as error:
+        message = f"--sizes: {error.message}".replace("memory size", "size")
+        raise RequestError(message, "list sizes such as 8KiB,64KiB,1MiB") from error
+
+
+class _Turns:
+    """Times the operations of a context."""
+
+    def __init__(self, cases: Cases, limits: tuple[Limit, ...], clock: Clock) -> None:
+        self._cases = cases
+        self._limits = limits
+        self._clock = clock
+        #: By who does the operation, and whether in a graph: what to time, or why there is nothing.
+        self._entries: dict[tuple[str, bool], Run | str] = {}
+
+    def measured(self, name: str, rows: int) -> Measured:
+        """Return the times of an operation by all who do it, or why there are none."""
+        way = self._cases.way(name, rows)
+        told = partial(
+            Measured,
+            operation=name,
+            payload_bytes=rows * self._cases.row_bytes,
+            rows=rows,
+            link_bytes=rows * way.row_bytes if way else 0,
+            way=f"{way.transport} {way.how}".strip() if way else "",
+        )
+        try:
+            case = self._cases.make(name, rows)
+        except Exception as error:  # noqa: BLE001 (no memory, or no room in the plan: the next one may have it)
+            return told(failed=_reason(error))
+        self._entries = {}
+        for who, make in contenders(case):
+            self._prepare(who, make)
+        times = self._clock.times({k: run for k, run in self._entries.items() if isinstance(run, Run)}, self._fail)
+        try:
+            self._cases.context.synchronize()
+        except TpplanError as error:  # some of tpplan's results never came
+            for key in [key for key in times if key[0] == OURS]:
+                del times[key]
+                self._fail(key, error)
+        timed = (
+            Timed(by=by, graph=graph, time=times.get((by, graph)), failed=entry if isinstance(entry, str) else "")
+            for (by, graph), entry in self._entries.items()
+        )
+        places = {i: device.device for i, device in self._cases.context.devices.items()}
+        return told(least_ns=bench_limits.least_ns(case, self._limits, places), timed=tuple(timed))
+
+    def _prepare(self, who: str, make: Callable[[], Contender]) -> None:
+        """Note what to time of somebody whose results are right, or what failed."""
+        key = (who, False)
+        try:
+            contender = make()
+            contender.check(contender.call, self._clock.synchronize)
+            self._entries[key] = Run(contender.call)
+            if contender.captured and self._cases.places[0].type == "cuda":
+                key = (who, True)
+                with self._cases.context.capture() as graph:
+                    for _ in range(IN_A_GRAPH):
+                        contender.call()
+                contender.check(graph.replay, self._clock.synchronize)
+                self._entries[key] = Run(graph.replay, IN_A_GRAPH)
+        except Exception as error:  # noqa: BLE001 (of whatever library; the others may do better)
+            self._fail(key, error)
+
+    def _fail(self, key: tuple[str, bool], error: Exception) -> None:
+        self._entries[key] = _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    """Return an error in one line."""
+    message = error.message if isinstance(error, TpplanError) else f"{type(error).__name__}: {error}"
+    return " ".join(message.split())
+
+
+def _software(note: Callable[[str], None]) -> Iterator[str]:
+    """Yield the versions of torch, CUDA and NCCL."""
+    yield f"torch {torch.__version__}"
+    yield f"CUDA {torch.version.cuda}"
+    try:
+        yield f"NCCL {'.'.join(map(str, nccl.version()))}"  # type: ignore[no-untyped-call]
+    except Exception as error:  # noqa: BLE001 (a torch without NCCL)
+        note(f"NCCL is not here: {_reason(error)}")
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Leave torch's threads as they were; meanwhile it works in one, as the programs of virtual devices do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

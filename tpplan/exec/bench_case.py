@@ -1,0 +1,193 @@
+"""One operation of one size, ready to be timed: operands, results, and what has to be copied where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from tpplan.axes import Axis
+from tpplan.errors import ExecutionError
+from tpplan.exec.explain import ALL
+
+if TYPE_CHECKING:
+    from tpplan.exec.context import TPContext
+    from tpplan.exec.explain import Way
+
+#: Target and source of a copy: views of results or of scratch, and of operands.
+Move = tuple[Tensor, Tensor]
+
+
+@frozen(kw_only=True, eq=False)
+class Case:
+    """One operation of one size.
+
+    Attributes:
+        operation: its name.
+        call: does it by tpplan.
+        inputs: one for each device that gives something.
+        residual: one for each device in use, where one is added.
+        outputs: that ``call`` writes.
+        expected: what they have to be, in host memory.
+        slack: by how much sums may differ that are not rounded once, in host memory; None where nothing is added.
+        moves: what somebody has to copy who does it by hand.
+        finish: adds up, after that.
+        captured: whether a CUDA graph can do it.
+    """
+
+    operation: str
+    call: Callable[[], object]
+    inputs: Sequence[Tensor]
+    residual: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor]
+    expected: Sequence[Tensor]
+    slack: Tensor | None = None
+    moves: Sequence[Move]
+    finish: Callable[[], None] = lambda: None
+    captured: bool = True
+
+
+class Cases:
+    """Makes the operations of a context: rows of the residual stream, and that axis's own slices."""
+
+    def __init__(self, context: TPContext) -> None:
+        self.context = context
+        self.explanation = context.explain()
+        self.places = tuple(device.device for device in context.devices.values())
+        self.cuts = tuple((s.device, s.start, s.end) for s in context.split(Axis.RS))
+        self.columns = context.plan.split(Axis.RS).size
+        self.row_bytes = self.columns * context.dtype.itemsize
+        self.makers: dict[str, Callable[[int], Case]] = {
+            "broadcast": self._broadcast,
+            "allgather": self._allgather,
+            "all_reduce": lambda rows: self._all_reduce(rows, residual=False),
+            "all_reduce with residual": lambda rows: self._all_reduce(rows, residual=True),
+            "scatter": self._scatter,
+            "gather": self._gather,
+        }
+
+    def make(self, name: str, rows: int) -> Case:
+        """Return an operation on so many rows.
+
+        Raises:
+            ExecutionError: the context has no room for them.
+        """
+        if rows > self.context.max_rows:
+            message = f"takes {rows} rows, the plan has room for {self.context.max_rows}"
+            raise ExecutionError(message, "plan with more --max-rows")
+        return self.makers[name](rows)
+
+    def way(self, name: str, rows: int) -> Way | None:
+        """Return how the context does it; None for more rows than it has room for."""
+        operation = name.partition(" ")[0]
+        axis = ALL if operation in {"broadcast", "all_reduce"} else str(Axis.RS)
+        mine = (w for w in self.explanation.ways if w.operation == operation and axis in w.axes)
+        return next((way for way in mine if way.first <= rows <= way.last), None)
+
+    def _broadcast(self, rows: int) -> Case:
+        whole = self._noise(rows)
+        x, outputs = whole.to(self.places[0]), self._empty(rows)
+        return Case(
+            operation="broadcast",
+            call=lambda: self.context.broadcast(x, source=self.context.all_devices[0], out=outputs),
+            inputs=(x,),
+            outputs=outputs,
+            expected=(whole,) * len(outputs),
+            moves=[(output, x) for output in outputs],
+        )
+
+    def _scatter(self, rows: int) -> Case:
+        whole = self._noise(rows)
+        x = whole.to(self.places[0])
+        outputs = [torch.empty_like(whole[:, a:b].contiguous(), device=self._place(d)) for d, a, b in self.cuts]
+        return Case(
+            operation="scatter",
+            call=lambda: self.context.scatter(x, Axis.RS, source=self.context.all_devices[0], out=outputs),
+            inputs=(x,),
+            outputs=outputs,
+            expected=[whole[:, a:b] for _, a, b in self.cuts],
+            moves=[(output, x[:, a:b]) for output, (_, a, b) in zip(outputs, self.cuts, strict=True)],
+        )
+
+    def _gather(self, rows: int) -> Case:
+        whole, parts = self._parts(rows)
+        pinned = self.places[0].type == "cuda"
+        output = torch.empty(whole.shape, dtype=whole.dtype, device="cpu", pin_memory=pinned)
+        return Case(
+            operation="gather",
+            call=lambda: self.context.gather(parts, Axis.RS, out=output).wait(),
+            inputs=parts,
+            outputs=(output,),
+            expected=(whole,),
+            moves=[(output[:, a:b], part) for part, (_, a, b) in zip(parts, self.cuts, strict=True)],
+            captured=False,
+        )
+
+    def _allgather(self, rows: int) -> Case:
+        whole, parts = self._parts(rows)
+        outputs = self._empty(rows)
+        return Case(
+            operation="allgather",
+            call=lambda: self.context.allgather(parts, Axis.RS, out=outputs),
+            inputs=parts,
+            outputs=outputs,
+            expected=(whole,) * len(outputs),
+            moves=[(y[:, a:b], x) for y in outputs for x, (_, a, b) in zip(parts, self.cuts, strict=True)],
+        )
+
+    def _all_reduce(self, rows: int, *, residual: bool) -> Case:
+        held = [self._noise(rows, seed) for seed in range(len(self.places) + residual)]
+        parts, outputs = [x.to(place) for x, place in zip(held, self.places, strict=False)], self._empty(rows)
+        residuals = [held[-1].to(place) for place in self.places] if residual else []
+        # Who does it by hand adds up once in every memory, and all virtual devices share one.
+        near = {
+            place: [x if x.device == place else torch.empty_like(x, device=place) for x in parts]
+            for place in dict.fromkeys(self.places)
+        }
+
+        def finish() -> None:
+            for place, addends in near.items():
+                total = _sum([*addends, *[x for x in residuals if x.device == place][:1]])
+                for output in (x for x in outputs if x.device == place):
+                    output.copy_(total)
+
+        right = _sum(held).to(self.context.dtype)
+        return Case(
+            operation="all_reduce with residual" if residual else "all_reduce",
+            call=lambda: self.context.all_reduce(parts, residuals or None, out=outputs),
+            inputs=parts,
+            residual=residuals,
+            outputs=outputs,
+            expected=(right,) * len(outputs),
+            slack=_sum([x.abs() for x in held]) * torch.finfo(self.context.dtype).eps * len(held),
+            moves=[(y, x) for copies in near.values() for y, x in zip(copies, parts, strict=True) if y is not x],
+            finish=finish,
+        )
+
+    def _noise(self, rows: int, seed: int = 0) -> Tensor:
+        """Return random elements in host memory."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(rows, self.columns, generator=generator).to(self.context.dtype)
+
+    def _parts(self, rows: int) -> tuple[Tensor, list[Tensor]]:
+        """Return the whole in host memory, and each device's slice of it."""
+        whole = self._noise(rows)
+        return whole, [whole[:, a:b].contiguous().to(self._place(d)) for d, a, b in self.cuts]
+
+    def _empty(self, rows: int) -> list[Tensor]:
+        """Return room for the whole on every device in use."""
+        return [torch.empty(rows, self.columns, dtype=self.context.dtype, device=place) for place in self.places]
+
+    def _place(self, device: int) -> torch.device:
+        return self.context.devices[device].device
+
+
+def _sum(addends: Sequence[Tensor]) -> Tensor:
+    """Return the sum in float32, of tensors on one device."""
+    total = addends[0].to(torch.float32, copy=True)
+    for addend in addends[1:]:
+        total += addend
+    return total

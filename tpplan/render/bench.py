@@ -1,0 +1,136 @@
+"""How long a plan's operations take, in a table for each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, table, wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tpplan.render.text import Line, Span
+
+_OURS = "tpplan"
+_HOST = -1
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def bench(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
+    """Lay out a :class:`~tpplan.bench_report.BenchReport`."""
+    names = report["devices"]
+    where = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+    if report["backend"] == "cpu":
+        where = f"{len(names)} virtual device{'s' if len(names) > 1 else ''}"
+    lines = [line(f"{report['model']} on {where}", "title")]
+    lines += [line(part, "dim") for text in _conventions(report) for part in wrapped(text, columns)]
+    for operation in dict.fromkeys(one["operation"] for one in report["measured"]):
+        mine = [one for one in report["measured"] if one["operation"] == operation]
+        lines += [BLANK, line(operation, "head"), *_sizes(mine, limited=bool(report["limits"]))]
+        lines += [line(part, "warn") for text in _failures(mine) for part in wrapped(text, columns)]
+    notes = [line(part, "warn") for note in report["notes"] for part in wrapped(f"note: {note}", columns)]
+    return [*lines, *([BLANK] if notes else []), *notes]
+
+
+def _conventions(report: dict[str, Any]) -> Iterator[str]:
+    """Say what was measured, and how."""
+    slices = "+".join(map(str, report["slice_columns"]))
+    yield (
+        f"{', '.join(report['software'])}; transport {report['transport']}; rows of {report['columns']} "
+        f"in {report['dtype']}, slices {slices}"
+    )
+    calls = "one after the other"
+    if report["backend"] == "cuda":
+        calls = f"called {calls}, or {report['in_a_graph']} in a CUDA graph"
+    yield (
+        f"µs of one operation of many, {calls}: the median of {report['rounds']} rounds, in which all take turns, and "
+        f"10 %–90 % of them. In brackets how many times as long as {_OURS} the others take."
+    )
+    yield (
+        "payload: what every device holds in the end, of scatter and gather all slices together; "
+        f"moved: what {_OURS} moves from one memory to another, all devices together"
+    )
+    if report["limits"]:
+        rates = _rates(report["limits"])
+        yield f"limit: the least time that the measured rates allow, as a share of {_OURS}'s; {rates}"
+
+
+def _rates(limits: list[dict[str, Any]]) -> str:
+    """Return the rates of copies between devices and to and from the host, the slowest and the fastest."""
+    kinds = {
+        "between devices": [one for one in limits if _HOST not in {one["source"], one["target"]}],
+        "to the host": [one for one in limits if one["target"] == _HOST],
+        "from the host": [one for one in limits if one["source"] == _HOST],
+    }
+    told = []
+    for kind, found in kinds.items():
+        rates = sorted({f"{one['bytes_per_second'] / 10**9:.0f}" for one in found}, key=int)
+        if rates:
+            told.append(f"{'–'.join(dict.fromkeys((rates[0], rates[-1])))} GB/s {kind}")
+    return ", ".join(told) + " in each direction"
+
+
+def _sizes(measured: list[dict[str, Any]], *, limited: bool) -> list[Line]:
+    """Return a row for each size, and another for graphs."""
+    peers = list(dict.fromkeys(t["by"] for one in measured for t in one.get("timed", ()) if t["by"] != _OURS))
+    titles = ["payload", "moved", "way", "", _OURS, "10 %–90 %", *(["limit"] if limited else []), *peers]
+    rows: list[list[Span]] = [[(title, "dim") for title in titles]]
+    for one in measured:
+        timed = one.get("timed", ())
+        for graph in sorted({t["graph"] for t in timed}) or [False]:
+            by = {t["by"]: t.get("time") for t in timed if t["graph"] == graph}
+            rows.append([*_labels(one, graph=graph), *_ours(by.get(_OURS), one.get("least_ns"), limited=limited)])
+            rows[-1] += [_peer(by, peer) for peer in peers]
+    return table(rows, ">><<>>" + ">" * limited + ">" * len(peers))
+
+
+def _labels(one: dict[str, Any], *, graph: bool) -> list[Span]:
+    if graph:
+        return [("", ""), ("", ""), ("", ""), ("graph", "dim")]
+    return [(_size(one["payload_bytes"]), ""), (_size(one["link_bytes"]), ""), (one["way"], ""), ("calls", "dim")]
+
+
+def _ours(time: dict[str, int] | None, least_ns: int | None, *, limited: bool) -> list[Span]:
+    share = f"{100 * least_ns / time['median_ns']:.0f} %" if time and least_ns else ""
+    limit: list[Span] = [(share, "")] if limited else []
+    if time is None:
+        return [("failed", "bad"), ("", ""), *limit]
+    return [(_micros(time["median_ns"]), ""), (f"{_micros(time['low_ns'])}–{_micros(time['high_ns'])}", "dim"), *limit]
+
+
+def _peer(by: dict[str, dict[str, int] | None], peer: str) -> Span:
+    """Return the time of somebody else, and how many times tpplan's it is."""
+    ours, theirs = by.get(_OURS), by.get(peer)
+    if peer not in by:
+        return "", ""
+    if theirs is None:
+        return "failed", "warn"
+    ratio = f" ({theirs['median_ns'] / ours['median_ns']:.2f})" if ours and ours["median_ns"] else ""
+    return _micros(theirs["median_ns"]) + ratio, ""
+
+
+def _failures(measured: list[dict[str, Any]]) -> Iterator[str]:
+    """Say what failed, each reason once."""
+    reasons: dict[str, list[str]] = {}
+    for one in measured:
+        size = _size(one["payload_bytes"])
+        if one.get("failed"):
+            reasons.setdefault(one["failed"], []).append(size)
+        for timed in one.get("timed", ()):
+            if timed.get("failed"):
+                where = f"{timed['by']}, {'graph' if timed['graph'] else 'calls'}, {size}"
+                reasons.setdefault(timed["failed"], []).append(where)
+    for reason, places in reasons.items():
+        yield f"  {'; '.join(places)}: {reason}"
+
+
+def _micros(nanoseconds: int) -> str:
+    """Write a time in µs, with a decimal where it is short."""
+    micros = nanoseconds / 1e3
+    return f"{micros:.1f}" if micros < 1e2 else f"{micros:.0f}"  # noqa: PLR2004
+
+
+def _size(size: int) -> str:
+    """Write bytes in a few characters: ``16 KiB``, ``1.5 MiB``."""
+    scale, unit = next(((scale, unit) for scale, unit in _UNITS if size >= scale), (1, "B"))
+    return f"{size / scale:.4g} {unit}"
