@@ -1,0 +1,26 @@
+"""A tensor-parallel decoder that runs by a plan, readable in one sitting, and the generation of text with it.
+
+Names are imported when they are first used, as in ``tpplan`` itself. Everything here needs torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpplan.decoder.generation import generate
+    from tpplan.decoder.model import Decoder
+    from tpplan.decoder.sampling import Sampling
+
+_MODULE_OF = {"Decoder": "model", "Sampling": "sampling", "generate": "generation"}
+
+__all__ = ["Decoder", "Sampling", "generate"]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its module."""
+    if name not in _MODULE_OF:
+        message = f"module 'tpplan.decoder' has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(import_module(f"tpplan.decoder.{_MODULE_OF[name]}"), name)

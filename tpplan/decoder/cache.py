@@ -1,0 +1,171 @@
+"""The keys and values of one layer's heads on one device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from tpplan.errors import ExecutionError
+from tpplan.plan import CACHE_KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+_FLOAT8: Final = torch.float8_e4m3fn
+#: Elements that share a scale of 16 bits in a cache of kind ``q8``: 8.5 bits for each, as the plan counts.
+_GROUP: Final = 32
+_LARGEST: Final = 127
+
+#: What an element is stored as: several tensors, and from these back.
+Parts = tuple["Tensor", ...]
+
+
+def _to_float8(x: Tensor) -> Parts:
+    limit = torch.finfo(_FLOAT8).max
+    return (x.clamp(-limit, limit).to(_FLOAT8).view(torch.uint8),)
+
+
+def _from_float8(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return parts[0].view(_FLOAT8).to(dtype)
+
+
+def _to_int8(x: Tensor) -> Parts:
+    groups = torch.unflatten(x.float(), -1, (-1, _GROUP))
+    scale = (groups.abs().amax(-1, keepdim=True) / _LARGEST).half()
+    whole = (groups / scale.float().clamp_min(torch.finfo(torch.half).tiny)).round().clamp(-_LARGEST, _LARGEST)
+    return whole.to(torch.int8).flatten(-2), scale.squeeze(-1)
+
+
+def _from_int8(parts: Parts, dtype: torch.dtype) -> Tensor:
+    whole, scale = parts
+    return (torch.unflatten(whole, -1, (-1, _GROUP)) * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+class Store:
+    """Keys or values ``[B, H, L, K]``: so many heads and places for each sequence."""
+
+    def __init__(self, kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """Take the memory that the plan counts for a cache of this kind.
+
+        Args:
+            kind: ``fp16`` (16 bits in the activations' dtype, float16 if that is wider), ``fp8`` or ``q8``.
+            shape: B, H, L and K.
+            dtype: of the activations.
+            device: where.
+
+        Raises:
+            ExecutionError: the decoder has no cache of this kind.
+        """
+        self._dtype = dtype
+        narrow = dtype if dtype.itemsize == 2 else torch.float16  # noqa: PLR2004 - bytes
+        kinds: dict[str, tuple[Callable[[Tensor], Parts], Callable[[Parts, torch.dtype], Tensor]]] = {
+            "fp16": (lambda x: (x.to(narrow),), lambda parts, dtype: parts[0].to(dtype)),
+            "fp32": (lambda x: (x.float(),), lambda parts, dtype: parts[0].to(dtype)),
+            "fp8": (_to_float8, _from_float8),
+            "q8": (_to_int8, _from_int8),
+        }
+        if kind not in kinds or (kind == "q8" and shape[-1] % _GROUP):
+            what = f"a cache of kind {kind} and heads of {shape[-1]} elements"
+            known = ", ".join(known for known in kinds if known in CACHE_KINDS)
+            raise ExecutionError(f"the decoder has no {what}", f"plan with --cache {known}; q8 takes multiples of 32")
+        self._encode, self._decode = kinds[kind]
+        self._parts = tuple(
+            torch.zeros(*shape[:-1], part.shape[-1], dtype=part.dtype, device=device)
+            for part in self._encode(torch.zeros(1, shape[-1]))
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(part.nbytes for part in self._parts)
+
+    def write(self, sequence: Tensor | int, places: Tensor | slice, x: Tensor) -> None:
+        """Write heads to places: ``[H, places, K]`` of one sequence, or ``[B, H, K]``, one place of each sequence."""
+        for stored, part in zip(self._parts, self._encode(x), strict=True):
+            if isinstance(sequence, int):
+                stored[sequence][:, places] = part
+            else:
+                stored[sequence, :, places] = part
+
+    def read(self, sequence: slice | int, places: Tensor | slice) -> Tensor:
+        """Return the heads of some places, ``[H, places, K]`` or with all sequences before."""
+        return self._decode(tuple(stored[sequence][..., places, :] for stored in self._parts), self._dtype)
+
+
+class LayerCache:
+    """Keys and values of the latest tokens of each sequence: position p is at place p modulo ``length``.
+
+    Attributes:
+        length: places of a sequence: all that the plan caches, or as many as a sliding window keeps.
+        window: tokens that a query sees, itself included; 0 for all.
+    """
+
+    def __init__(self, keys: Store, values: Store, length: int, window: int) -> None:
+        """Hold the two stores, each of ``length`` places."""
+        self.length = length
+        self.window = window
+        self._stores = (keys, values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(store.nbytes for store in self._stores)
+
+    def extend(self, sequence: int, start: int, k_HSK: Tensor, v_HSK: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Take the next tokens of a sequence, and return what they attend to.
+
+        Args:
+            sequence: its number.
+            start: tokens that it has already.
+            k_HSK: keys of the new ones.
+            v_HSK: values of the new ones.
+
+        Returns:
+            Keys and values ``[H, T, K]`` of successive tokens, the last of them the last new one, and the mask for
+            :func:`tpplan.decoder.layers.attend`.
+        """
+        end = start + k_HSK.shape[1]
+        device = k_HSK.device
+        if end <= self.length:
+            first = 0
+            for store, new in zip(self._stores, (k_HSK, v_HSK), strict=True):
+                store.write(sequence, slice(start, end), new)
+            k, v = (store.read(sequence, slice(0, end)) for store in self._stores)
+        else:  # the new tokens push out older ones, which the first of them still see
+            first = max(0, start - self.length)
+            past = torch.arange(first, start, device=device) % self.length
+            kept = torch.arange(max(start, end - self.length), end, device=device)
+            whole = []
+            for store, new in zip(self._stores, (k_HSK, v_HSK), strict=True):
+                whole.append(torch.cat((store.read(sequence, past), new), dim=1))
+                store.write(sequence, kept % self.length, new[:, len(new[0]) - len(kept) :])
+            k, v = whole
+        is_plain = start == first == 0 and (not self.window or end <= self.window)
+        mask = None if is_plain else self._mask(start, first, end, device)
+        return k, v, mask
+
+    def append(self, positions_B: Tensor, k_BHK: Tensor, v_BHK: Tensor, span: int) -> tuple[Tensor, Tensor]:
+        """Take one more token of each sequence, and return keys and values ``[B, H, T, K]`` of the first places.
+
+        No shape depends on the positions, so that a graph can do it.
+
+        Args:
+            positions_B: of the new tokens.
+            k_BHK: their keys.
+            v_BHK: their values.
+            span: places that may be in use.
+        """
+        batch, places = torch.arange(len(positions_B), device=positions_B.device), positions_B % self.length
+        for store, new in zip(self._stores, (k_BHK, v_BHK), strict=True):
+            store.write(batch, places, new)
+        k, v = (store.read(slice(0, len(positions_B)), slice(0, min(span, self.length))) for store in self._stores)
+        return k, v
+
+    def _mask(self, start: int, first: int, end: int, device: torch.device) -> Tensor:
+        """Return which of the keys ``first`` to ``end`` each of the queries ``start`` to ``end`` sees."""
+        query, key = torch.arange(start, end, device=device)[:, None], torch.arange(first, end, device=device)
+        seen = key <= query
+        return seen & (key > query - self.window) if self.window else seen

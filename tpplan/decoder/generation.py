@@ -1,0 +1,81 @@
+"""Generating texts: prompts in, tokens out, one of each text at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpplan.decoder.sampling import Sampling
+from tpplan.decoder.steps import Steps
+from tpplan.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from tpplan.decoder.model import Decoder
+
+_GREEDY = Sampling()
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    sampling: Sampling = _GREEDY,
+    end: Collection[int] = (),
+) -> Iterator[tuple[int | None, ...]]:
+    """Continue prompts together, and return an iterator over their new tokens.
+
+    Args:
+        decoder: that has room for as many sequences; whatever is in its cache is overwritten.
+        prompts: the tokens of each text.
+        max_new_tokens: of each text.
+        sampling: how tokens are chosen; the likeliest by default.
+        end: tokens that end a text.
+
+    Yields:
+        The next token of each text, None where it has ended; the token that ends it comes before that.
+
+    Raises:
+        RequestError: there are too many prompts, or one is empty or too long for the plan's cache.
+    """
+    check_room(prompts, max_new_tokens, decoder.batch, decoder.length)
+    return _tokens(Steps(decoder, len(prompts), sampling), prompts, max_new_tokens, frozenset(end))
+
+
+def check_room(prompts: Sequence[Sequence[int]], max_new_tokens: int, batch: int, length: int) -> None:
+    """Make sure that a plan has room for some prompts and what follows them.
+
+    Args:
+        prompts: the tokens of each text.
+        max_new_tokens: of each text.
+        batch: sequences that the plan has room for.
+        length: tokens of each that it has room for.
+
+    Raises:
+        RequestError: see :func:`generate`.
+    """
+    if not 1 <= len(prompts) <= batch:
+        what = f"{len(prompts)} prompts, the plan has room for 1 to {batch} at a time"
+        raise RequestError(what, "plan with a larger --batch")
+    if max_new_tokens < 1:
+        raise RequestError(f"{max_new_tokens} new tokens were asked for", "ask for 1 or more")
+    if not all(prompts):
+        raise RequestError("a prompt has no tokens", "a text continues one token at least")
+    longest = max(map(len, prompts))
+    if longest + max_new_tokens > length:
+        what = f"{longest} tokens and {max_new_tokens} new ones, the plan caches {length} of a sequence"
+        raise RequestError(what, "ask for fewer, or plan with a larger --context")
+
+
+def _tokens(
+    steps: Steps, prompts: Sequence[Sequence[int]], count: int, end: frozenset[int]
+) -> Iterator[tuple[int | None, ...]]:
+    tokens: list[int] = []
+    ended = [False] * len(prompts)
+    for _ in range(count):
+        tokens = steps.step() if tokens else steps.start(prompts)
+        yield tuple(None if over else token for token, over in zip(tokens, ended, strict=True))
+        ended = [over or token in end for token, over in zip(tokens, ended, strict=True)]
+        if all(ended):
+            return

@@ -1,0 +1,89 @@
+"""The heads of one layer on one device: which query heads read which KV heads, and their cache."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from tpplan.axes import Axis
+from tpplan.decoder.cache import LayerCache, Store
+
+if TYPE_CHECKING:
+    from tpplan.axes import Slice
+    from tpplan.exec.context import TPContext
+
+
+@frozen
+class Run:
+    """Successive KV heads, each of which is read by equally many successive query heads.
+
+    Attributes:
+        queries: where the query heads are among the device's.
+        keys: where the KV heads are among the device's.
+        group: query heads per KV head.
+    """
+
+    queries: slice
+    keys: slice
+    group: int
+
+
+@frozen
+class Heads:
+    """What a device holds of a layer's attention.
+
+    Attributes:
+        queries: query heads.
+        keys: KV heads; one of which the plan gives the device several replicas counts once.
+        runs: which of the former read which of the latter.
+        cache: keys and values of the latter.
+    """
+
+    queries: int
+    keys: int
+    runs: tuple[Run, ...]
+    cache: LayerCache
+
+
+def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int, Heads]:
+    """Return what each device holds of a layer's attention, with a cache in memory of its own.
+
+    Args:
+        context: the compiled plan.
+        layer: whose.
+        window: tokens that a query sees, itself included; 0 for all.
+        kind: of the cache.
+
+    Raises:
+        ExecutionError: the decoder has no cache of the kind.
+    """
+    request, split = context.plan.request, context.plan.split(Axis.KV, layer)
+    group = context.plan.split(Axis.Q, layer).size // split.size
+    length = request.cache.tokens // request.batch
+    length = min(length, window) if window else length
+    found = {}
+    for part in context.split(Axis.KV, layer):
+        counts = _queries_per_key(part, split.replicas, group)
+        shape = (request.batch, len(counts), length, split.width)
+        keys, values = (Store(kind, shape, context.dtype, context.devices[part.device].device) for _ in range(2))
+        cache = LayerCache(keys, values, length, window)
+        found[part.device] = Heads(sum(counts), len(counts), _runs(counts), cache)
+    return found
+
+
+def _queries_per_key(part: Slice, replicas: int, group: int) -> list[int]:
+    """Return how many query heads of a device read each of its KV heads; the outer ones may have fewer replicas."""
+    first, last = part.start // replicas, -(-part.end // replicas)
+    held = [min(part.end, (head + 1) * replicas) - max(part.start, head * replicas) for head in range(first, last)]
+    return [group * count for count in held]
+
+
+def _runs(counts: list[int]) -> tuple[Run, ...]:
+    found, query, key = [], 0, 0
+    for count, equal in groupby(counts):
+        heads = len(list(equal))
+        found.append(Run(slice(query, query + heads * count), slice(key, key + heads), count))
+        query, key = query + heads * count, key + heads
+    return tuple(found)

@@ -1,0 +1,64 @@
+"""A device's weights as the decoder multiplies by them: matrices with the same input are one, and so are experts.
+
+Loading lays a layer's tensors side by side, so that this copies nothing; where they lie otherwise, or biases come
+between them, projections stay apart, and experts are copied.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from tpplan.decoder.settings import Experts
+    from tpplan.model import Block
+
+_FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def joined(weights: Mapping[str, Tensor], blocks: Sequence[Block], experts: Experts) -> dict[str, Tensor]:
+    """Return a device's weights by name, those of Phi-3's kind (``qkv_proj``, ``gate_up_proj``) fused as there.
+
+    Args:
+        weights: by name in the checkpoint.
+        blocks: what is in each layer.
+        experts: their names; they become one tensor ``[E, out, in]`` under the name that has ``{expert}`` in it.
+    """
+    found = dict(weights)
+    for layer, block in enumerate(blocks):
+        start = f"model.layers.{layer}."
+        for fused, names in _FUSED.items():
+            parts = [found.get(f"{start}{name}.weight") for name in names]
+            has_bias = f"{start}{names[0]}.bias" in found
+            tensors = [part for part in parts if part is not None]
+            if len(tensors) == len(parts) and not has_bias and (one := neighbours(tensors)) is not None:
+                found[f"{start}{fused}.weight"] = one
+        for name in (experts.gate, experts.up, experts.down):
+            own = [f"{start}{name}.weight".replace("{expert}", str(i)) for i in range(block.experts)]
+            if own and own[0] in found:
+                tensors = [found.pop(each) for each in own]
+                one = neighbours(tensors)
+                one = torch.cat(tensors) if one is None else one
+                found[start + name] = torch.unflatten(one, 0, (block.experts, -1))
+    return found
+
+
+def neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that follow each other in memory as one, along the first dimension; None if they do not."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        is_next = tensor.data_ptr() == end and tensor.is_contiguous() and tensor.dtype == first.dtype
+        if not is_next or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        end += tensor.nbytes
+    rows = sum(prod(tensor.shape) for tensor in tensors) // prod(first.shape[1:])
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

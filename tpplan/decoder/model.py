@@ -1,0 +1,296 @@
+"""A decoder that runs by a plan: every device computes its slices, and the context's operations tie them together.
+
+Shapes: R rows, D hidden, H heads, K elements of a head, I intermediate, V vocabulary, C experts of a row. A plural such
+as ``xs`` is one tensor for each device, in device order.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from tpplan.axes import Axis
+from tpplan.config import read_config
+from tpplan.decoder import experts
+from tpplan.decoder.heads import heads_of
+from tpplan.decoder.joined import joined
+from tpplan.decoder.layers import linear, linears, rms_norm, rotate
+from tpplan.decoder.passes import Decode, Prefill
+from tpplan.decoder.settings import Settings
+from tpplan.errors import RequestError
+from tpplan.exec.program import HOST
+from tpplan.exec.rope import Rope
+from tpplan.jsontext import read_json
+from tpplan.reader import read_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tpplan.decoder.passes import Pass
+    from tpplan.exec.context import TPContext
+    from tpplan.weights import Weights
+
+
+class Decoder:
+    """A model on the devices of a compiled plan, with its weights and its cache.
+
+    Attributes:
+        context: the compiled plan.
+        batch: sequences that can decode together.
+        length: tokens that each can have: the plan's cache tokens over its batch.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, context: TPContext, directory: str | Path, weights: Weights, *, cache: str = "") -> None:
+        """Make the cache, in the memory that the plan counts for it.
+
+        Args:
+            context: a compiled plan for the model.
+            directory: the model's, with a config.json.
+            weights: of the model, from :func:`tpplan.weights.load_weights`.
+            cache: its kind; the plan's if not given. ``fp32``, which no plan has, loses nothing.
+
+        Raises:
+            ModelError: the decoder does not compute the model's architecture.
+            ExecutionError: it has no cache of the kind.
+        """
+        self.context = context
+        request, model = context.plan.request, read_model(directory)
+        self.batch = request.batch
+        self.length = request.cache.tokens // request.batch
+        self._reduce = request.layout == "reduce"
+        self._settings = Settings.read(read_config(directory))
+        self._family = self._settings.family
+        self._head = "model.embed_tokens" if model.tied_embeddings else "lm_head"
+        blocks = {layer: block for block in model.blocks for layer in block.layers}
+        self._blocks = [blocks[layer] for layer in range(model.layer_count)]
+        windows = [block.attention.window if block.attention else 0 for block in self._blocks]
+        kind = cache or request.cache.kind
+        self._heads = [heads_of(context, layer, window, kind) for layer, window in enumerate(windows)]
+        self._weights = {
+            device: joined(weights[device], self._blocks, self._family.experts) for device in context.all_devices
+        }
+        rope = Rope.from_config(read_json((Path(directory) / "config.json").read_bytes()))  # type: ignore[arg-type]
+        holders = sorted({device for heads in self._heads for device in heads})
+        self._tables = dict(zip(holders, context.rope_tables(rope, self.length), strict=True))
+
+    def cache_bytes(self, device: int) -> int:
+        """Return the bytes that the cache takes on a device."""
+        return sum(heads[device].cache.nbytes for heads in self._heads if device in heads)
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Sequence[int], sequence: int = 0, start: int = 0) -> tuple[Tensor, ...]:
+        """Take the next tokens of a sequence, in as many passes as the plan's rows make of them.
+
+        Args:
+            tokens: one or more.
+            sequence: its number.
+            start: tokens that it has already.
+
+        Returns:
+            The logits of what follows, ``[1, V]`` in float32, on each device its part of the vocabulary.
+
+        Raises:
+            RequestError: there is no such sequence, or no room in the cache.
+        """
+        if not 0 <= sequence < self.batch:
+            raise RequestError(f"sequence {sequence}, the plan has room for {self.batch}", "plan with a larger --batch")
+        if not tokens or start < 0 or start + len(tokens) > self.length:
+            what = f"{len(tokens)} tokens from position {start}, the plan caches {self.length} of a sequence"
+            raise RequestError(what, "plan with a larger --context")
+        size = self.context.split(Axis.VC)[-1].end
+        unknown = next((token for token in tokens if not 0 <= token < size), None)
+        if unknown is not None:
+            raise RequestError(f"token {unknown}, the model's are 0 to {size - 1}", "use the model's own tokenizer")
+        xs: tuple[Tensor, ...] = ()
+        for first in range(0, len(tokens), self.context.max_rows):
+            some = torch.tensor([tokens[first : first + self.context.max_rows]])
+            ids = self.context.broadcast(some, source=HOST)
+            xs = self._forward([one[0] for one in ids], self._prefill(sequence, start + first, some.shape[1]))
+        return self._logits([x[-1:] for x in xs])
+
+    @torch.inference_mode()
+    def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int = 0) -> tuple[Tensor, ...]:
+        """Take one token of each sequence; nothing waits, and no shape depends on a value, so that a graph can do it.
+
+        Args:
+            tokens: ``[B]`` on each device in use: of the first B sequences.
+            positions: theirs, ``[B]`` on each device in use.
+            span: more than the largest position; as many as the cache holds if not given.
+
+        Returns:
+            The logits of what follows, ``[B, V]``; see :meth:`prefill`.
+        """
+        at = dict(zip(self.context.all_devices, positions, strict=True))
+        return self._logits(self._forward(tokens, self._decode(at, span or self.length)))
+
+    def _prefill(self, sequence: int, start: int, count: int) -> Prefill:
+        at = slice(start, start + count)
+        return Prefill({device: (sin[at], cos[at]) for device, (sin, cos) in self._tables.items()}, sequence, start)
+
+    def _decode(self, positions: dict[int, Tensor], span: int) -> Decode:
+        lengths = {min(span, heads.cache.length) for each in self._heads for heads in each.values()}
+        angles, masks = {}, {}
+        for device, (sin, cos) in self._tables.items():
+            at = positions[device]
+            angles[device] = (sin[at], cos[at])
+            places = torch.arange(max(lengths), device=at.device)
+            masks[device] = {length: (places[:length] <= at[:, None])[:, None, None] for length in lengths}
+        return Decode(angles, positions, masks, span)
+
+    def _forward(self, tokens: Sequence[Tensor], rows: Pass) -> tuple[Tensor, ...]:
+        """Return the residual stream ``[R, D]`` behind the last layer, equal on all devices in use."""
+        xs = self._embed(tokens)
+        for layer, block in enumerate(self._blocks):
+            xs = self._attention(layer, xs, rows)
+            xs = self._mixture(layer, xs, fixed=rows.fixed) if block.experts else self._mlp(layer, xs)
+        return xs
+
+    def _embed(self, tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the tokens' rows of the embedding: a device has zeros for those that others hold, and all add up."""
+        ids = dict(zip(self.context.all_devices, tokens, strict=True))
+        parts = []
+        for part in self.context.split(Axis.VC):
+            size = part.end - part.start
+            own = ids[part.device] - part.start
+            x_RD = functional.embedding(own.clamp(0, size - 1), self._weights[part.device]["model.embed_tokens.weight"])
+            parts.append(x_RD * ((own >= 0) & (own < size))[:, None])
+        xs = self.context.all_reduce(parts, axis=Axis.VC)
+        if self._family.scaled_embedding:
+            scale = torch.tensor(sqrt(xs[0].shape[-1]), dtype=xs[0].dtype).item()  # rounded as in transformers
+            xs = tuple(x * scale for x in xs)
+        return xs
+
+    def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
+        start = f"model.layers.{layer}.self_attn."
+        head_dim = self._head_dim(layer)
+        scale = 1 / sqrt(self._settings.attention_scalar or head_dim)
+        cap = self._settings.attention_cap
+        outputs = []
+        for device, heads in self._heads[layer].items():
+            weights = self._weights[device]
+            x_RD = self._norm(xs, device, f"model.layers.{layer}.input_layernorm")
+            widths = [count * head_dim for count in (heads.queries, heads.keys, heads.keys)]
+            names = [f"{start}{which}_proj" for which in "qkv"]
+            qkv = linears(x_RD, weights, f"{start}qkv_proj", names, widths)
+            q_RHK, k_RHK, v_RHK = (torch.unflatten(x, -1, (-1, head_dim)) for x in qkv)
+            if f"{start}q_norm.weight" in weights:
+                q_RHK = self._rms(q_RHK, weights[f"{start}q_norm.weight"])
+                k_RHK = self._rms(k_RHK, weights[f"{start}k_norm.weight"])
+            q_RHK, k_RHK = (rotate(x, *rows.angles[device]) for x in (q_RHK, k_RHK))
+            out_RHK = rows.attention(device, heads, q_RHK, k_RHK, v_RHK, scale=scale, cap=cap)
+            outputs.append(out_RHK.flatten(1))
+        post = "post_attention_layernorm" if self._family.sandwich else ""
+        return self._project(layer, outputs, f"{start}o_proj", Axis.Q, dim=head_dim, xs=xs, post=post)
+
+    def _mlp(self, layer: int, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        start = f"model.layers.{layer}.mlp."
+        outputs = []
+        for part in self.context.split(Axis.ID, layer):
+            x_RD = self._norm(xs, part.device, self._before_mlp(layer))
+            names = [f"{start}gate_proj", f"{start}up_proj"]
+            widths = [part.end - part.start] * 2
+            gate_RI, up_RI = linears(x_RD, self._weights[part.device], f"{start}gate_up_proj", names, widths)
+            outputs.append(self._settings.activation(gate_RI) * up_RI)
+        post = "post_feedforward_layernorm" if self._family.sandwich else ""
+        return self._project(layer, outputs, f"{start}down_proj", Axis.ID, dim=1, xs=xs, post=post)
+
+    def _mixture(self, layer: int, xs: tuple[Tensor, ...], *, fixed: bool) -> tuple[Tensor, ...]:
+        start, names, count = f"model.layers.{layer}.", self._family.experts, self._blocks[layer].experts_per_token
+        devices = self.context.devices_of(Axis.EX, layer)
+        inputs = {device: self._norm(xs, device, self._before_mlp(layer)) for device in devices}
+        # One device chooses for all: others may round differently, and would take other experts.
+        scores_RE = linear(inputs[devices[0]], self._weights[devices[0]], start + names.router)
+        choice_RC = torch.cat(experts.choose(scores_RE, count, normalised=self._settings.normalised), dim=1)
+        choices = dict(zip(self.context.all_devices, self.context.broadcast(choice_RC, source=devices[0]), strict=True))
+        hidden = [
+            experts.up(
+                inputs[device],
+                self._weights[device][start + names.gate],
+                self._weights[device][start + names.up],
+                choices[device][:, count:].long(),
+                self._settings.activation,
+                fixed=fixed,
+            )
+            for device in devices
+        ]
+        if not self._reduce:  # columns are elements × experts of a row here, so that the elements can be joined
+            flat = [h_RCI.transpose(1, 2).flatten(1) for h_RCI in hidden]
+            wholes = self.context.allgather(flat, Axis.EX, Axis.RS, dim=count, layer=layer)
+            hidden = [torch.unflatten(whole, 1, (-1, count)).transpose(1, 2) for whole in wholes]
+            devices = self.context.devices_of(Axis.RS)
+        ys = [
+            experts.down(
+                h_RCI,
+                self._weights[device][start + names.down],
+                choices[device][:, count:].long(),
+                choices[device][:, :count],
+                fixed=fixed,
+            )
+            for device, h_RCI in zip(devices, hidden, strict=True)
+        ]
+        return self._add(layer, ys, Axis.EX, xs, "")
+
+    def _project(
+        self,
+        layer: int,
+        parts: Sequence[Tensor],
+        name: str,
+        axis: Axis,
+        *,
+        dim: int,
+        xs: tuple[Tensor, ...],
+        post: str,
+    ) -> tuple[Tensor, ...]:
+        """Multiply what an axis is cut of by the matrix that leads back to the residual stream, and add it there."""
+        devices = self.context.devices_of(axis, layer)
+        if not self._reduce:
+            parts = self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer)
+            devices = self.context.devices_of(Axis.RS)
+        ys = [
+            linear(part, self._weights[device], name, bias=not (self._reduce and i))  # a sum has one bias
+            for i, (part, device) in enumerate(zip(parts, devices, strict=True))
+        ]
+        return self._add(layer, ys, axis, xs, post)
+
+    def _add(
+        self, layer: int, ys: Sequence[Tensor], axis: Axis, xs: tuple[Tensor, ...], post: str
+    ) -> tuple[Tensor, ...]:
+        """Put together what the devices have made, and add it to the residual stream, behind a norm if there is one."""
+        ctx = self.context
+        if post:
+            whole = ctx.all_reduce(ys, axis=axis, layer=layer) if self._reduce else ctx.allgather(ys, Axis.RS)
+            name = f"model.layers.{layer}.{post}"
+            return tuple(x + self._norm(whole, d, name) for x, d in zip(xs, ctx.all_devices, strict=True))
+        if self._reduce:
+            return ctx.all_reduce(ys, xs, axis=axis, layer=layer, out=xs)
+        at = dict(zip(ctx.all_devices, xs, strict=True))
+        ctx.add_residual(ys, [at[device] for device in ctx.devices_of(Axis.RS)], Axis.RS)
+        return ctx.allgather(ys, Axis.RS, out=xs)
+
+    def _logits(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        cap, logits = self._settings.logit_cap, []
+        for device in self.context.devices_of(Axis.VC):
+            y_RV = linear(self._norm(xs, device, "model.norm"), self._weights[device], self._head)
+            logits.append((y_RV if cap is None else cap * torch.tanh(y_RV / cap)).float())
+        return tuple(logits)
+
+    def _norm(self, xs: Sequence[Tensor], device: int, name: str) -> Tensor:
+        """Return the rows of a device behind one of its norms."""
+        return self._rms(xs[self.context.all_devices.index(device)], self._weights[device][f"{name}.weight"])
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self._settings.norm_eps, self._family.offset)
+
+    def _before_mlp(self, layer: int) -> str:
+        which = "pre_feedforward" if self._family.sandwich else "post_attention"
+        return f"model.layers.{layer}.{which}_layernorm"
+
+    def _head_dim(self, layer: int) -> int:
+        return self.context.plan.split(Axis.KV, layer).width

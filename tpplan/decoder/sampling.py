@@ -1,0 +1,66 @@
+"""From logits to tokens: the likeliest on the devices, or one drawn at random on the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+
+from tpplan.axes import Axis
+from tpplan.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tpplan.exec.context import TPContext
+
+
+@frozen
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        temperature: what logits are divided by before one is drawn; 0 takes the likeliest.
+        top_p: only the likeliest tokens are drawn from, as many as it takes for their probabilities to reach this
+            (nucleus sampling, Holtzman et al., arXiv 1904.09751).
+        seed: of what is drawn.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 <= self.temperature < torch.inf:
+            raise RequestError(f"the temperature is {self.temperature}", "choose one from 0, which draws nothing")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top-p is {self.top_p}", "choose a probability above 0, at most 1")
+        if not 0 <= self.seed < 2**63:
+            raise RequestError(f"the seed is {self.seed}", "choose one from 0 to 2^63 - 1")
+
+    def draw(self, logits_BV: Tensor, generator: torch.Generator) -> Tensor:
+        """Return a token for each row of logits in host memory."""
+        probabilities, order = (logits_BV / self.temperature).softmax(-1).sort(-1, descending=True)
+        before = probabilities.cumsum(-1) - probabilities
+        chosen = probabilities.masked_fill(before >= self.top_p, 0).multinomial(1, generator=generator)
+        return order.gather(-1, chosen).squeeze(-1)
+
+
+def likeliest(context: TPContext, logits: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the likeliest tokens ``[B]`` on every device in use, of logits ``[B, V]`` on each device that holds some.
+
+    Each device finds its own best. These meet in one small sum, in which every device has columns to itself: float32
+    holds every token number exactly, and all devices choose by the same bits.
+    """
+    parts, bests = context.split(Axis.VC), []
+    for i, (part, logits_BV) in enumerate(zip(parts, logits, strict=True)):
+        best_B, token_B = logits_BV.max(-1)
+        own_B2N = logits_BV.new_zeros(len(logits_BV), 2 * len(parts))
+        own_B2N[:, 2 * i] = best_B
+        own_B2N[:, 2 * i + 1] = token_B + part.start
+        bests.append(own_B2N)
+    found = context.all_reduce(bests, axis=Axis.VC)
+    return tuple(x[:, 1::2].gather(1, x[:, ::2].argmax(1, keepdim=True)).squeeze(1).long() for x in found)

@@ -1,0 +1,187 @@
+"""What of a model's config.json a decoder needs and a plan does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from attrs import frozen
+from torch import Tensor
+from torch.nn import functional
+
+from tpplan.config import read_config
+from tpplan.errors import ModelError
+from tpplan.jsontext import NotJSONError, read_json
+
+if TYPE_CHECKING:
+    from tpplan.config import Config
+
+#: By ``hidden_act`` of a config.json.
+ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+@frozen
+class Experts:
+    """How the names of a layer's experts go on after the layer's own.
+
+    Attributes:
+        router: the matrix that scores the experts.
+        gate: the first of an expert's matrices, to which the activation belongs; ``{expert}`` is its number.
+        up: the second.
+        down: the third, back to the residual stream.
+    """
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{expert}.gate_proj"
+    up: str = "mlp.experts.{expert}.up_proj"
+    down: str = "mlp.experts.{expert}.down_proj"
+
+
+@frozen(kw_only=True)
+class Family:
+    """What the models of an architecture have in common; defaults stand for keys that a config.json leaves out.
+
+    Attributes:
+        norm_eps: the default of ``rms_norm_eps``.
+        activation_key: where the activation's name is.
+        activation: its default.
+        offset: what a norm adds to its weights before it multiplies by them (Gemma stores them less 1).
+        sandwich: whether attention and MLP have a norm behind them too.
+        scaled_embedding: whether the embedding is multiplied by the root of the hidden size.
+        attention_scalar: the default of ``query_pre_attn_scalar``; None if scores are divided by the root of the head
+            size.
+        attention_cap: the default of ``attn_logit_softcapping``; None if the family has none.
+        logit_cap: the default of ``final_logit_softcapping``; None if the family has none.
+        experts: their names.
+        normalised: whether the weights of a token's experts add up to 1; None if ``norm_topk_prob`` says so.
+    """
+
+    norm_eps: float = 1e-6
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+    offset: float = 0.0
+    sandwich: bool = False
+    scaled_embedding: bool = False
+    attention_scalar: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    experts: Experts = Experts()
+    normalised: bool | None = None
+
+
+_MIXTRAL: Final = Experts(
+    router="block_sparse_moe.gate",
+    gate="block_sparse_moe.experts.{expert}.w1",
+    up="block_sparse_moe.experts.{expert}.w3",
+    down="block_sparse_moe.experts.{expert}.w2",
+)
+
+FAMILIES: Final[dict[str, Family]] = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "gemma2": Family(
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        offset=1.0,
+        sandwich=True,
+        scaled_embedding=True,
+        attention_scalar=256.0,
+        attention_cap=50.0,
+        logit_cap=30.0,
+    ),
+    "phi3": Family(norm_eps=1e-5),
+    "mixtral": Family(norm_eps=1e-5, experts=_MIXTRAL, normalised=True),
+    "qwen3_moe": Family(),
+}
+
+
+@frozen(kw_only=True)
+class Settings:
+    """How one model computes.
+
+    Attributes:
+        family: what it shares with others of its architecture.
+        norm_eps: what a norm adds to the mean square.
+        activation: of the gate.
+        attention_scalar: what scores are divided by the root of; None for the head size.
+        attention_cap: scores ``s`` become ``cap · tanh(s / cap)``; None if they stay.
+        logit_cap: the same for the logits.
+        normalised: whether the weights of a token's experts add up to 1.
+    """
+
+    family: Family
+    norm_eps: float
+    activation: Callable[[Tensor], Tensor]
+    attention_scalar: float | None
+    attention_cap: float | None
+    logit_cap: float | None
+    normalised: bool
+
+    @classmethod
+    def read(cls, config: Config) -> Self:
+        """Read the settings of a model from its config.json.
+
+        Raises:
+            ModelError: the decoder does not know the architecture or the activation, or a number is none.
+        """
+        model_type = config.text("model_type")
+        family = FAMILIES.get(model_type)
+        if family is None:
+            problem = f"the decoder does not compute models of type {model_type[:60]!r}"
+            raise config.error(problem, f"it computes {', '.join(FAMILIES)}")
+        name = config.text(family.activation_key) or family.activation
+        if name not in ACTIVATIONS:
+            raise config.error(f"{family.activation_key} is {name[:60]!r}", f"known are {', '.join(ACTIVATIONS)}")
+        normalised = config.flag("norm_topk_prob") if family.normalised is None else family.normalised
+        return cls(
+            family=family,
+            norm_eps=_number(config, "rms_norm_eps", family.norm_eps) or family.norm_eps,
+            activation=ACTIVATIONS[name],
+            attention_scalar=_number(config, "query_pre_attn_scalar", family.attention_scalar),
+            attention_cap=_number(config, "attn_logit_softcapping", family.attention_cap),
+            logit_cap=_number(config, "final_logit_softcapping", family.logit_cap),
+            normalised=normalised,
+        )
+
+
+def end_tokens(directory: str | Path) -> frozenset[int]:
+    """Return the tokens that end a text: of generation_config.json, else of config.json; empty if neither says.
+
+    Raises:
+        ModelError: a file cannot be read, or has something else than tokens there.
+    """
+    path = Path(directory) / "generation_config.json"
+    given: object = None
+    if path.is_file():
+        try:
+            data = read_json(path.read_bytes())
+        except (OSError, NotJSONError) as error:
+            raise ModelError(f"{path} cannot be read: {error}", "fetch it again, or remove it") from error
+        given = data.get("eos_token_id") if isinstance(data, dict) else None
+    if given is None:
+        given = read_config(directory).raw("eos_token_id")
+    tokens = given if isinstance(given, list) else [] if given is None else [given]
+    if any(type(token) is not int for token in tokens):
+        raise ModelError(f"{directory}: eos_token_id is {str(given)[:60]}, expected tokens", "compare the files")
+    return frozenset(tokens)
+
+
+def _number(config: Config, key: str, default: float | None) -> float | None:
+    """Return a positive number, or None for null; a family that has no default has no such key."""
+    if default is None or key not in config:
+        return default
+    value = config.raw(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and isfinite(value)):
+        raise config.error(f"{key} is {str(value)[:60]}, expected a number above 0")
+    return float(value)

@@ -1,0 +1,107 @@
+"""Decoding step by step: the tokens and positions of some sequences on all devices, and the graphs of the steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from tpplan.axes import Axis
+from tpplan.decoder.sampling import Sampling, likeliest
+from tpplan.exec.program import HOST
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tpplan.decoder.model import Decoder
+    from tpplan.exec.graph import Graph
+
+#: A step looks at so many places of the cache at least, then at twice as many, and so on: as many graphs are captured.
+_SHORTEST_SPAN: Final = 256
+
+
+class Steps:
+    """The first sequences of a decoder's cache, one token further with every step.
+
+    On CUDA devices a step is one graph: the first step of a span runs as it is written, the second is captured.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, decoder: Decoder, sequences: int, sampling: Sampling) -> None:
+        """Make tokens and positions on every device.
+
+        Args:
+            decoder: whose cache.
+            sequences: how many.
+            sampling: how tokens are chosen.
+        """
+        self._decoder = decoder
+        self._context = decoder.context
+        self._sampling = sampling
+        self._generator = torch.Generator().manual_seed(sampling.seed)
+        places = [device.device for device in self._context.devices.values()]
+        self._tokens, self._positions = (
+            [torch.zeros(1, sequences, dtype=torch.int64, device=place) for place in places] for _ in range(2)
+        )
+        self._is_captured = places[0].type == "cuda"
+        self._graphs: dict[int, tuple[Graph, tuple[Tensor, ...]] | None] = {}
+        self._longest = 0
+
+    @torch.inference_mode()
+    def start(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Put prompts into the cache, and return the token that follows each."""
+        logits = [self._decoder.prefill(prompt, sequence) for sequence, prompt in enumerate(prompts)]
+        first = [self._choose(each).item() for each in logits]
+        self._set(self._tokens, first)
+        self._set(self._positions, [len(prompt) for prompt in prompts])
+        self._longest = max(map(len, prompts))
+        return [int(token) for token in first]
+
+    @torch.inference_mode()
+    def step(self) -> list[int]:
+        """Put the latest tokens into the cache, and return the token that follows each."""
+        self._longest += 1
+        span = _SHORTEST_SPAN
+        while span < self._longest:
+            span *= 2
+        logits = self._run(min(span, self._decoder.length))
+        if self._sampling.temperature:
+            self._set(self._tokens, self._choose(logits).tolist())
+        return [int(token) for token in self._tokens[0][0].tolist()]
+
+    def _run(self, span: int) -> tuple[Tensor, ...]:
+        """Run a step, or the graph of it."""
+        if not self._is_captured or span not in self._graphs:
+            self._graphs[span] = None
+            return self._issue(span)
+        if self._graphs[span] is None:
+            with self._context.capture() as graph:
+                logits = self._issue(span)
+            self._graphs[span] = graph, logits
+        captured = self._graphs[span]
+        assert captured is not None  # noqa: S101
+        captured[0].replay()
+        return captured[1]
+
+    def _issue(self, span: int) -> tuple[Tensor, ...]:
+        """Issue a step: all of it on the devices, without anything that waits."""
+        logits = self._decoder.decode([t[0] for t in self._tokens], [p[0] for p in self._positions], span)
+        if not self._sampling.temperature:
+            for tokens, new in zip(self._tokens, likeliest(self._context, logits), strict=True):
+                tokens[0].copy_(new)
+        for positions in self._positions:
+            positions.add_(1)
+        return logits
+
+    def _choose(self, logits: tuple[Tensor, ...]) -> Tensor:
+        """Return the tokens that logits lead to, in host memory."""
+        if not self._sampling.temperature:
+            return likeliest(self._context, logits)[0].cpu()
+        whole = self._context.gather(logits, Axis.VC).tensor
+        return self._sampling.draw(whole, self._generator)
+
+    def _set(self, tensors: list[Tensor], values: Sequence[float]) -> None:
+        """Write numbers into a tensor of every device."""
+        self._context.broadcast(torch.tensor([values], dtype=torch.int64), source=HOST, out=tensors)
