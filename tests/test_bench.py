@@ -21,11 +21,10 @@ from tpplan.axes import Axis
 from tpplan.bench_report import BenchReport, Limit, Measured, Spread, Timed
 from tpplan.codec import unstructure
 from tpplan.errors import ExecutionError
-from tpplan.exec import bench, bench_clock, bench_peers
+from tpplan.exec import bench, bench_clock, bench_limits, bench_peers
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.bench_case import Case, Cases
 from tpplan.exec.bench_clock import Clock, Run
-from tpplan.exec.bench_limits import least_ns
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.lower import TRANSPORTS
 from tpplan.exec.program import HOST, OUTPUT, Buffer
@@ -160,6 +159,18 @@ def test_a_peer_that_fails_ends_nothing(error: Exception, monkeypatch: pytest.Mo
     assert all(mine["tpplan"].time for mine in times.values())
 
 
+def test_links_that_cannot_be_measured_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the rates of the links there are no limits, and a note says why; operations are timed all the same."""
+
+    def broken(_: Mapping[int, torch.device]) -> tuple[Limit, ...]:
+        raise RuntimeError("CUDA error:\nout of memory")
+
+    monkeypatch.setattr(bench_limits, "measure", broken)
+    report = bench.bench(_compiler(), "events", sizes=(ROW_BYTES,), rounds=2)
+    assert report.notes == ("no limits were measured: RuntimeError: CUDA error: out of memory",)
+    assert all(_times(report, name)["tpplan"].time for name in OPERATIONS)
+
+
 def test_a_run_that_fails_late() -> None:
     """What raises in a later round is told and timed no more; the others take all their turns."""
     calls: list[str] = []
@@ -251,13 +262,18 @@ def test_the_least_time() -> None:
     """It is that of the device with the most to send or receive on its fastest link; copies can be passed on."""
     x, second = _on(0, 1000), 10**9
     moves = [(_on(i, 1000), x) for i in PLACES]
-    assert least_ns(_case(moves), RATES, PLACES) == 10 * second
+    assert bench_limits.least_ns(_case(moves), RATES, PLACES) == 10 * second
     parts = [_on(0, 100), _on(1, 600), _on(2, 300)]
-    assert least_ns(_case([(_on(i, 0), part) for i in PLACES for part in parts]), RATES, PLACES) == 9 * second
-    assert least_ns(_case([(_on(HOST, 0), part) for part in parts], captured=False), RATES, PLACES) == 30 * second
-    assert least_ns(_case(slack=torch.zeros(1)), RATES, PLACES) == 4 * second
-    assert least_ns(_case(moves), (), PLACES) is None
-    assert least_ns(_case([(_on(0, 5), _on(0, 5))]), RATES, {0: PLACES[0]}) is None
+    assert (
+        bench_limits.least_ns(_case([(_on(i, 0), part) for i in PLACES for part in parts]), RATES, PLACES) == 9 * second
+    )
+    assert (
+        bench_limits.least_ns(_case([(_on(HOST, 0), part) for part in parts], captured=False), RATES, PLACES)
+        == 30 * second
+    )
+    assert bench_limits.least_ns(_case(slack=torch.zeros(1)), RATES, PLACES) == 4 * second
+    assert bench_limits.least_ns(_case(moves), (), PLACES) is None
+    assert bench_limits.least_ns(_case([(_on(0, 5), _on(0, 5))]), RATES, {0: PLACES[0]}) is None
 
 
 def _spread(micros: float) -> Spread:

@@ -68,8 +68,12 @@ def _report(
     notes: list[str] = []
     places = {i: device.device for i, device in context.devices.items()}
     is_cuda = context.devices[context.all_devices[0]].device.type == "cuda"
-    with busy("measuring the links"):
-        limits = bench_limits.measure(places, notes.append)
+    limits: tuple[Limit, ...] = ()
+    try:
+        with busy("measuring the links"):
+            limits = bench_limits.measure(places)
+    except Exception as error:  # noqa: BLE001 (whatever it is, operations can be timed without)
+        notes.append(f"no limits were measured: {_reason(error)}")
     cases = Cases(context)
     turns = _Turns(cases, limits, Clock(cases.places, rounds))
     measured = []
