@@ -5,28 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 import torch
-from attrs import define, frozen
+from attrs import frozen
 from torch import Tensor
 
 from tpplan.errors import ModelError, PlanError, RequestError
 from tpplan.exec.arena import Arena
-from tpplan.weights.files import MappedFile
 from tpplan.weights.progress import progress
-from tpplan.weights.send import Pinned, Straight
+from tpplan.weights.reader import Reader
+from tpplan.weights.reads import reads_of
 from tpplan.weights.slices import iter_slices
 from tpplan.weights.source import Source
 from tpplan.workspace import align
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tpplan.exec.context import TPContext
-    from tpplan.exec.device import DeviceContext
     from tpplan.plan import SplitPlan
+    from tpplan.weights.reads import Read
     from tpplan.weights.slices import TensorSlice
+
+    Held = dict[str, list[tuple[TensorSlice, Tensor]]]
+
+#: Threads that read: enough to keep a fast disk and the links to several devices busy.
+THREADS: Final = 4
 
 #: torch's names of the dtypes of the safetensors format; it has none of 4 and 6 bits.
 _NAMES: Final = {
@@ -95,16 +101,16 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
     for part in iter_slices(plan, source.model):
         parts[part.device].append(part)
     _check(plan, source, parts)
-    files = {header.file for header in source.headers.tensors.values()}
-    mapped = {name: MappedFile(source.directory / name) for name in files}
-    total = sum(part.nbytes for found in parts.values() for part in found)
-    with progress(f"loading {plan.model.name}", total) as done, ThreadPoolExecutor(len(parts)) as threads:
-        run = _Run(source, mapped, done)
-        loading = {device: threads.submit(run.load, ctx.devices[device], found) for device, found in parts.items()}
-        try:
-            return Weights({device: one.result() for device, one in loading.items()})
-        finally:
-            run.stopped = True
+    held, weights = _allocate(ctx, parts)
+    headers = {name: source.find(name) for name in held}
+    order = sorted(held, key=lambda name: (headers[name].file, headers[name].start))
+    reads = (read for name in order for read in reads_of(headers[name], held[name]))
+    cuda = [ctx.devices[device].device for device in parts if ctx.devices[device].device.type == "cuda"]
+    for device in cuda:
+        torch.cuda.synchronize(device)  # whoever had this memory before is done with it
+    with progress(f"loading {plan.model.name}", sum(headers[name].nbytes for name in held)) as done:
+        _run(reads, source.directory, done, pinned=bool(cuda))
+    return weights
 
 
 def _check(plan: SplitPlan, source: Source, parts: Mapping[int, Sequence[TensorSlice]]) -> None:
@@ -125,43 +131,57 @@ def _check(plan: SplitPlan, source: Source, parts: Mapping[int, Sequence[TensorS
             raise PlanError(f"the plan for {plan.model.name}: {what}", "make it again with tpplan plan")
 
 
-@define
-class _Run:
-    """One loading of a checkpoint, which several threads take part in.
+def _allocate(ctx: TPContext, parts: Mapping[int, Sequence[TensorSlice]]) -> tuple[Held, Weights]:
+    """Make room for all parts, a single block on each device.
 
-    Attributes:
-        source: the checkpoint.
-        files: of it, by name.
-        done: to be called with the bytes that were copied.
-        stopped: whether to give up, because a thread has failed.
+    Returns:
+        Who holds what of each tensor, with the bytes for it; and the tensors that these bytes are.
+
+    Raises:
+        ExecutionError: there is no room.
     """
+    held: Held = {}
+    weights: dict[int, dict[str, Tensor]] = {}
+    for device, found in parts.items():
+        here = ctx.devices[device]
+        arena = Arena(sum(align(p.nbytes) for p in found), here.device, f"weights of device {device} ({here.name})")
+        weights[device] = {}
+        for part in found:
+            memory = arena.keep(part.nbytes)
+            held.setdefault(part.name, []).append((part, memory))
+            weights[device][part.name] = memory.view(DTYPES[part.dtype]).view(part.shape)
+    return held, Weights(weights)
 
-    source: Source
-    files: Mapping[str, MappedFile]
-    done: Callable[[int], None]
-    stopped: bool = False
 
-    def load(self, device: DeviceContext, parts: Sequence[TensorSlice]) -> dict[str, Tensor]:
-        """Load what one device holds into a single block of its memory, in the order of the files."""
-        size = sum(align(part.nbytes) for part in parts)
-        arena = Arena(size, device.device, f"weights of device {device.index} ({device.name})")
-        way = Pinned(device.device) if device.device.type == "cuda" else Straight()
-        found = [(part, self.source.find(part.name)) for part in parts]
-        tensors = {}
+def _run(reads: Iterator[Read], directory: Path, done: Callable[[int], None], *, pinned: bool) -> None:
+    """Do all reads with a few threads; where one fails, the others stop too.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    turn = Lock()
+    stop = False
+
+    def work() -> None:
+        nonlocal stop
         try:
-            for part, header in sorted(found, key=lambda pair: (pair[1].file, pair[1].start)):
-                memory = arena.keep(part.nbytes)
-                tensors[part.name] = memory.view(DTYPES[part.dtype]).view(part.shape)
-                at = 0
-                for piece in self.files[header.file].pieces(header, part):
-                    rows, width = len(piece[0]), sum(source.shape[1] for source in piece)
-                    way.send(piece, memory[at : at + rows * width].view(rows, width))
-                    at += rows * width
-                    self.done(rows * width)
-                    if self.stopped:
-                        return {}
-            way.finish()
+            with Reader(directory, pinned=pinned) as reader:
+                while True:
+                    with turn:
+                        read = None if stop else next(reads, None)
+                    if read is None:
+                        break
+                    reader.run(read)
+                    done(read.rows * read.width)
+                reader.wait()
         except BaseException:
-            self.stopped = True
+            stop = True
             raise
-        return tensors
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        working = [threads.submit(work) for _ in range(THREADS)]
+        try:
+            for each in working:
+                each.result()
+        finally:
+            stop = True
