@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 #: What may come and go: programs and their tables are remembered up to some number.
-_MOST_GROWTH = {"allocated": 4 * MIB, "used": 32 * MIB, "host": 256 * MIB}
+_MOST_GROWTH = {"allocated": 4 * MIB, "used": 32 * MIB, "host": 64 * MIB}
 #: Looks from which growth can be told.
 _ENOUGH = 8
 #: Share of what was foretold by which an overhead may be off.
