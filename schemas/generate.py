@@ -14,6 +14,7 @@ from tpplan.check import CheckReport
 from tpplan.codec import STATED, render, save_text
 from tpplan.devices_file import DevicesFile
 from tpplan.error_report import ErrorReport
+from tpplan.exec.survey_report import SurveyReport
 from tpplan.inspection import Inspection
 from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, SCHEMA_URN, STRATEGIES, SplitPlan
 from tpplan.plandiff import PlanDiff
@@ -29,6 +30,7 @@ DOCUMENTS: dict[str, type] = {
     "plan-diff": PlanDiff,
     "devices-file": DevicesFile,
     "device-report": DeviceReport,
+    "survey-report": SurveyReport,
     "inspection": Inspection,
     "show-report": ShowReport,
     "validation-report": ValidationReport,

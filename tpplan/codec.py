@@ -51,7 +51,9 @@ __all__ = [
 T = TypeVar("T")
 
 #: Fields that are written although they have their default, so that a reviewer sees them; they must be there.
-STATED = frozenset({"format_version", "kind", "tokens"})
+STATED = frozenset({"format_version", "kind", "tokens"}) | {
+    *("peer_moves_bytes", "peer_sums_bytes", "host_moves_bytes", "host_sums_bytes", "copies_bytes")
+}
 
 #: What the key ``$schema`` of an object is.
 _SCHEMAS: dict[type, str] = {SplitPlan: SCHEMA_URN}

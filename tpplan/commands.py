@@ -5,6 +5,7 @@ What a command needs is imported when it runs: showing a plan must not pay for p
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -13,6 +14,8 @@ from tpplan import __version__, console
 from tpplan.errors import ExecutionError, RequestError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
 
@@ -89,6 +92,25 @@ def _some(plans: tuple[str, ...]) -> tuple[str, ...]:
     return plans
 
 
+@contextmanager
+def _needing(what: str) -> Iterator[None]:
+    """Say what to install where the half that runs plans lacks something."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        message = f"{what} needs {error.name}, which is not installed"
+        raise ExecutionError(message, "pip install 'tpplan[exec]'") from error
+
+
+def _survey(*, json: bool) -> int:
+    from tpplan.render.survey import survey as view  # noqa: PLC0415
+
+    with _needing("testing links"):
+        from tpplan.exec.survey import survey as examine  # noqa: PLC0415
+    console.answer(examine(console.busy), view, json=json)
+    return OK
+
+
 @app.command
 def inspect(model: str, /, *, json: bool = False) -> int:
     """Show a model's shapes, parameters, weight bytes and cache bytes per token.
@@ -105,13 +127,19 @@ def inspect(model: str, /, *, json: bool = False) -> int:
 
 
 @app.command
-def devices(*, output: _Output = "", json: bool = False) -> int:
+def devices(*, output: _Output = "", links: bool = False, json: bool = False) -> int:
     """Show the GPUs of this machine: memory, bandwidth, links, and who else uses them.
 
     Args:
         output: write a devices file for --gpus; - is standard output.
+        links: instead, test the links, measure which way is fastest for which size, and keep that for running plans;
+            needs torch, and some hundred MiB on each GPU, which should be idle.
         json: print one JSON document.
     """
+    if links:
+        if output:
+            raise UsageError("--links makes no devices file", "leave out --links, or -o")
+        return _survey(json=json)
     from tpplan import devices_file, probe  # noqa: PLC0415
     from tpplan.render.devices import devices as view  # noqa: PLC0415
 
@@ -272,11 +300,8 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
     from tpplan.render.selftest import selftest as view  # noqa: PLC0415
 
     found = _plan(plan)
-    try:
+    with _needing("running a plan"):
         from tpplan.exec import selftest as tests  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        message = f"running a plan needs {error.name}, which is not installed"
-        raise ExecutionError(message, "pip install 'tpplan[exec]'") from error
     wanted = tests.transports(transport)
     report = tests.selftest(found, tests.compiler(found, backend, _note), wanted, console.busy)
     console.answer(report, view, json=json)
@@ -307,12 +332,9 @@ def bench(
     from tpplan.render.bench import bench as view  # noqa: PLC0415
 
     found = _plan(plan)
-    try:
+    with _needing("running a plan"):
         from tpplan.exec import bench as times  # noqa: PLC0415
         from tpplan.exec.selftest import compiler  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        message = f"running a plan needs {error.name}, which is not installed"
-        raise ExecutionError(message, "pip install 'tpplan[exec]'") from error
     asked, turns = times.payloads(sizes), times.checked_rounds(rounds)
     report = times.bench(compiler(found, backend, _note), transport, sizes=asked, rounds=turns, busy=console.busy)
     console.answer(report, view, json=json)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tpplan.exec.gathered import Gathered
     from tpplan.exec.program import HOST
     from tpplan.exec.rope import Rope
+    from tpplan.exec.tuning import Tuning
 
 _MODULE_OF = {
     "HOST": "program",
@@ -22,10 +23,11 @@ _MODULE_OF = {
     "Gathered": "gathered",
     "Rope": "rope",
     "TPContext": "context",
+    "Tuning": "tuning",
     "compile": "compiler",
 }
 
-__all__ = ["HOST", "DeviceContext", "Gathered", "Rope", "TPContext", "compile"]
+__all__ = ["HOST", "DeviceContext", "Gathered", "Rope", "TPContext", "Tuning", "compile"]
 
 
 def __getattr__(name: str) -> object:

@@ -17,11 +17,14 @@ from tpplan.exec.device import DeviceContext
 from tpplan.exec.engine import Engine
 from tpplan.exec.host import HostMemory
 from tpplan.exec.lower import TRANSPORTS, Limits
-from tpplan.exec.machine import differences, launches_block, look_at, places_for, transport_for
+from tpplan.exec.machine import differences, look_at, places_for
 from tpplan.exec.operands import ADDABLE
 from tpplan.exec.program import HOST, SLOTS
 from tpplan.exec.slot_table import capacity
 from tpplan.exec.tensors import name_of
+from tpplan.exec.transports import Choice, choose
+from tpplan.exec.tuning import DEFAULT, Tuning
+from tpplan.exec.tuning_cache import stored
 from tpplan.model import ModelSpec
 from tpplan.plan import SplitPlan
 from tpplan.reader import read_model
@@ -43,6 +46,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
     "devices": ((list, tuple, range), "a list with one for each of the plan's", 'a list such as ["cuda:0", "cuda:1"]'),
     "model": ((ModelSpec, str, PathLike), "a model or its directory", "what tpplan.read_model takes or returns"),
     "dtype": ((torch.dtype,), "a torch.dtype", "one such as torch.float16"),
+    "tuning": ((Tuning,), "a Tuning", "what tpplan.exec.Tuning makes"),
 }
 
 
@@ -55,6 +59,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     max_rows: int | None = None,
     dtype: torch.dtype | None = None,
     transport: str = "auto",
+    tuning: Tuning | None = None,
 ) -> TPContext:
     """Hold a plan against the machine and make everything that its operations need.
 
@@ -67,7 +72,9 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         max_rows: most rows of an operand, up to what the plan has room for, which is the default.
         dtype: of the activations, float16, bfloat16 or float32 and no wider than the plan's, which is the default.
         transport: ``peer``, ``host``, ``events``, or ``auto``: on CUDA devices the first of ``peer``, ``events`` and
-            ``host`` for which all links between the devices are verified.
+            ``host`` that nothing speaks against: links that are not verified, or what the environment forbids.
+        tuning: thresholds; those that ``tpplan devices --links`` has measured on these GPUs, or the defaults, if not
+            given.
 
     Returns:
         A context; closing it gives everything back.
@@ -83,7 +90,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     verify(plan)
     _known("backend", backend, BACKENDS)
     _known("transport", transport, ("auto", *TRANSPORTS))
-    for name, value in {"devices": devices, "model": model, "dtype": dtype}.items():
+    for name, value in {"devices": devices, "model": model, "dtype": dtype, "tuning": tuning}.items():
         kinds, expected, example = _KINDS[name]
         if value is not None and not isinstance(value, kinds):
             raise RequestError(f"{name} is {value!r:.40}, expected {expected}", f"pass {example}")
@@ -92,22 +99,26 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     places, problems = places_for(plan, backend, devices)
     problems += _mismatches(plan, model, max_rows, dtype)
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes and places]
+    choice = Choice(transport)
     if backend != "cpu":
         found = [look_at(place) if i in used else None for i, place in enumerate(places)]
         problems += differences(plan, found)
-        transport, unfit = transport_for([places[i] for i in used], transport)
+        choice, unfit = choose([places[i] for i in used], transport)
         problems += unfit
     if problems:
         hint = 'plan again for this machine and model, or run on virtual devices with backend="cpu"'
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{listed}", hint)
-    start: Callable[[Memory], Backend] = VirtualDevices
-    if backend != "cpu":
-        from tpplan.exec.cuda import CudaDevices  # noqa: PLC0415 (needs a driver)
+    made = partial(build, plan, places, max_rows=max_rows, dtype=dtype)
+    if backend == "cpu":
+        chosen = _PLAINEST if transport == "auto" else transport
+        return made(VirtualDevices, transport=chosen, tuning=tuning or DEFAULT)
+    from tpplan.exec.cuda import CudaDevices  # noqa: PLC0415 (needs a driver)
 
-        start = partial(CudaDevices, places={i: places[i] for i in used}, peers=transport != "host")
-    chosen = _PLAINEST if transport == "auto" else transport
-    return build(plan, places, start, transport=chosen, max_rows=max_rows, dtype=dtype, straight=backend == "cpu")
+    start = partial(CudaDevices, places={i: places[i] for i in used}, peers=choice.transport != "host")
+    tuning, origin = (tuning, "as given") if tuning else stored(len(used))
+    notes = (*choice.notes, f"thresholds {origin}") if len(used) > 1 else choice.notes
+    return made(start, transport=choice.transport, straight=False, waits=choice.waits, tuning=tuning, notes=notes)
 
 
 def build(
@@ -119,6 +130,9 @@ def build(
     max_rows: int,
     dtype: torch.dtype,
     straight: bool = True,
+    waits: bool = True,
+    tuning: Tuning = DEFAULT,
+    notes: Sequence[str] = (),
 ) -> TPContext:
     """Make a context on devices that were looked at.
 
@@ -130,6 +144,9 @@ def build(
         max_rows: most rows of an operand.
         dtype: of the activations.
         straight: whether the backend can write straight into the tensors of other devices.
+        waits: whether kernels of devices may wait for each other.
+        tuning: thresholds.
+        notes: what a person should know of how all this came about.
 
     Raises:
         ExecutionError: there is not enough memory.
@@ -140,11 +157,12 @@ def build(
     ]
     used = [device.index for device in devices]
     pinned = pinned_bytes(plan.splits, plan.model.dtype, plan.request)
-    host = HostMemory(pinned, used, lock_pages=any(place.type == "cuda" for place in places))
+    on_gpus = any(place.type == "cuda" for place in places)
+    host = HostMemory(pinned, used, lock_pages=on_gpus)
     peer_slot = slot_bytes(len(devices))
-    largest_message = HOST_SLOT_BYTES if transport == "host" else peer_slot
-    if not straight:
-        largest_message = 0 if launches_block() else capacity(2 * largest_message)
+    largest_message = (HOST_SLOT_BYTES if transport == "host" else peer_slot) if waits else 0
+    if on_gpus:
+        largest_message = capacity(2 * largest_message)
     contexts = {device.index: device for device in devices}
 
     def slots(queue: Queue) -> torch.Tensor:
@@ -163,8 +181,9 @@ def build(
         stage_bytes=pinned.chunk_bytes,
         exchange_bytes=len(devices[0].exchange),
         straight=straight,
+        tuning=tuning,
     )
-    return TPContext(plan, devices, host, Engine(backend, transport, limits), max_rows=max_rows, dtype=dtype)
+    return TPContext(plan, devices, host, Engine(backend, transport, limits, notes), max_rows=max_rows, dtype=dtype)
 
 
 def _mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows: int, dtype: torch.dtype) -> list[str]:

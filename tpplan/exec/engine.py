@@ -69,12 +69,14 @@ class Engine:
         backend: runs them.
         transport: ``peer``, ``host`` or ``events``.
         limits: of the context's memory.
+        notes: what a person should know of how these came about.
     """
 
-    def __init__(self, backend: Backend, transport: str, limits: Limits) -> None:
+    def __init__(self, backend: Backend, transport: str, limits: Limits, notes: Sequence[str] = ()) -> None:
         self.backend = backend
         self.transport = transport
         self.limits = limits
+        self.notes = tuple(notes)
         self._prepared: dict[Hashable, Prepared] = {}
         self._programs: dict[tuple[Operation, Route], Program] = {}
 

@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from tpplan.axes import Axis, slices_of
 from tpplan.errors import ExecutionError
 from tpplan.exec import operation
-from tpplan.exec.lower import lower
+from tpplan.exec.lower import Limits, lower
 from tpplan.exec.operation import Addition, Moves
 from tpplan.exec.program import HOST, SCRATCH, SLOT, STAGE, flat, reads, writes
 from tpplan.render.text import table
@@ -81,6 +81,8 @@ class Explanation:
         dtype: of the activations.
         max_rows: most rows of an operand.
         ways: by operation, then axis, then rows.
+        limits: room for messages, and thresholds.
+        notes: why the transport is not a faster one, and where thresholds come from.
     """
 
     model: str
@@ -88,6 +90,8 @@ class Explanation:
     dtype: str
     max_rows: int
     ways: tuple[Way, ...]
+    limits: Limits
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         head = f"{self.model}, transport {self.transport}, 1 to {self.max_rows} rows of {self.dtype}"
@@ -103,7 +107,8 @@ class Explanation:
             axes = "every axis" if 1 < len(way.axes) == len(on[way.operation]) else ", ".join(way.axes)
             cells.append((way.operation, axes, rows, way.transport, way.how, moved, buffers, way.why))
         spans: list[list[Span]] = [[(cell, "") for cell in row] for row in cells]
-        return "\n".join((head, "", *("".join(text for text, _ in one) for one in table(spans, "<<><<><<"))))
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n".join((head, *notes, "", *("".join(text for text, _ in one) for one in table(spans, "<<><<><<"))))
 
 
 def cuts(plan: SplitPlan) -> dict[str, Split | None]:
@@ -135,6 +140,8 @@ def explain(
         dtype=str(dtype).removeprefix("torch."),
         max_rows=max_rows,
         ways=tuple(evolve(way, axes=tuple(axes)) for way, axes in grouped.items()),
+        limits=engine.limits,
+        notes=engine.notes,
     )
 
 
@@ -210,12 +217,18 @@ def _why(operation: Operation, route: Route, engine: Engine) -> str:
             return "each adds its own"
         return "each writes its own" if operation.name == "gather" else "no other device"
     limits = engine.limits
-    slot = format_bytes(limits.slot_bytes)
+    largest = limits.slots(operation, engine.transport) if engine.transport != "events" else 0
+    slot = f"a slot of {format_bytes(largest)}"
+    if largest < limits.slot_bytes:
+        slot = f"the threshold of {format_bytes(largest)}"
     if route.small:
-        return f"fits a slot of {slot}"
+        return f"fits {slot}" if largest == limits.slot_bytes else f"within {slot}"
+    large = f"larger than {slot}"
     if route.transport == "peer":
-        return f"larger than a slot of {slot}"
-    large = f"larger than a slot of {slot}: " if engine.transport == "peer" and route.transport == "events" else ""
+        return large
+    if limits.straight and isinstance(operation, Moves):
+        large = f"from {format_bytes(limits.tuning.copies_bytes)} on"
+    large = f"{large}: " if engine.transport == "peer" and route.transport == "events" else ""
     if route.transport == "events" and isinstance(operation, Moves):
         return f"{large}copies of any size"
     room = f"a chunk of {format_bytes(limits.stage_bytes)}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpplan.exec import kernel_cache
+from tpplan.exec.environment import serialised
 from tpplan.exec.link_report import Mechanism
 
 if TYPE_CHECKING:
@@ -18,9 +19,8 @@ if TYPE_CHECKING:
 #: Files of which the first that exists tells the version of the GPUs' driver.
 _DRIVER_VERSIONS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/amdgpu/srcversion")
 
-#: Settings of torch's allocator, for memory of another kind may be reached in another way, and of launches: one that
-#: waits for its kernel never gets to the kernel that this one waits for.
-_SETTINGS = ("CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+#: Settings of torch's allocator, for memory of another kind may be reached in another way.
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 #: A source and a target, of as many bytes each.
 Move = tuple[torch.Tensor, torch.Tensor]
@@ -44,8 +44,9 @@ class TorchDriver:
         return "; ".join((driver, f"torch {torch.__version__}", f"kernels {kernel_cache.digest()}", *settings))
 
     def lacks(self, mechanism: Mechanism) -> str:
-        """Return why a mechanism cannot be tested: kernels need a compiler."""
-        return "" if mechanism == Mechanism.COPY else kernel_cache.lacks()
+        """Return why a mechanism cannot be tested: kernels need a compiler, and for flags two of them at once."""
+        waits = serialised() if mechanism == Mechanism.FLAG else ""
+        return "" if mechanism == Mechanism.COPY else kernel_cache.lacks() or waits
 
     def allocate(self, gpu: int, size: int) -> torch.Tensor:
         """Return ``size`` bytes of a GPU's memory.

@@ -1,6 +1,7 @@
 """Which links between the GPUs here work: asked of the cache, else of the probe.
 
-``python -m tpplan.exec.links`` prints the report as JSON, with ``--no-cache`` after probing anew.
+``python -m tpplan.exec.links`` prints the report as JSON, with ``--no-cache`` after probing anew; ``tpplan devices
+--links`` shows it, and measures thresholds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Lowering: an operation, a transport and a class of sizes make a program.
 
 - ``events``: copies from device to device between fences of events. Needs nothing but copies that arrive.
-- ``peer``: one kernel per device, which writes into the others' memory. What fits a slot goes through slots; what does
-  not goes straight where it belongs, and sums are shared out by columns.
-- ``host``: through pinned host memory. What fits a slot goes by kernels, what does not in parts by copies.
+- ``peer``: one kernel per device, which writes into the others' memory. What is small goes through slots; what is not
+  goes straight where it belongs, and sums are shared out by columns. The largest moves are left to copy engines.
+- ``host``: through pinned host memory. What is small goes by kernels, what is not in parts by copies.
+
+What is small is told by the room in a slot and by the thresholds of a :class:`~tpplan.exec.tuning.Tuning`.
 
 What comes from the host, or stays on its device, is the same for all.
 """
@@ -18,6 +20,7 @@ from tpplan.errors import ExecutionError
 from tpplan.exec import lower_events, lower_flags, lower_host
 from tpplan.exec.operation import Addition, Moves, Reduction
 from tpplan.exec.program import HOST
+from tpplan.exec.tuning import DEFAULT, MOVES, SUMS, Tuning
 from tpplan.sizes import format_bytes
 from tpplan.workspace import ALIGNMENT
 
@@ -30,19 +33,31 @@ TRANSPORTS = ("peer", "host", "events")
 
 @frozen
 class Limits:
-    """Room for messages in the context's memory.
+    """Room for messages in the context's memory, and which of them go which way.
 
     Attributes:
         slot_bytes: of a slot of a queue.
         stage_bytes: of a slot of a pinned ring.
         exchange_bytes: of a device's exchange buffer.
         straight: whether kernels can write straight into other devices' tensors; if not, large ones go by ``events``.
+        tuning: thresholds.
     """
 
     slot_bytes: int
     stage_bytes: int
     exchange_bytes: int
     straight: bool = True
+    tuning: Tuning = DEFAULT
+
+    def slots(self, operation: Operation, transport: str) -> int:
+        """Return the largest message of an operation that goes through slots."""
+        return min(self.slot_bytes, self.tuning.slots(transport, SUMS if isinstance(operation, Reduction) else MOVES))
+
+    def copies(self, operation: Operation, message_bytes: int) -> bool:
+        """Tell whether a message that is too large for slots of ``peer`` goes by ``events``."""
+        if not self.straight:
+            return True
+        return isinstance(operation, Moves) and 0 < self.tuning.copies_bytes <= message_bytes
 
 
 @frozen
@@ -51,7 +66,7 @@ class Route:
 
     Attributes:
         transport: ``peer``, ``host``, ``events``, or ``local`` where no device talks to another.
-        small: whether every message fits a slot.
+        small: whether every message goes through a slot.
         parts: into how many parts the rows are cut.
     """
 
@@ -82,9 +97,9 @@ def route(operation: Operation, transport: str, rows: int, item_bytes: int, limi
         if transport == "host":
             columns = operation.span  # one message for all
     row_bytes, limit = columns * item_bytes, limits.stage_bytes
-    if small and rows * row_bytes <= limits.slot_bytes:
+    if small and rows * row_bytes <= limits.slots(operation, transport):
         return Route(transport, small=True)
-    if transport == "peer" and not limits.straight:
+    if transport == "peer" and limits.copies(operation, rows * row_bytes):
         transport = "events"
     if transport == "events" and isinstance(operation, Reduction):
         row_bytes = max(share.stop - share.start for share in operation.shares()) * item_bytes

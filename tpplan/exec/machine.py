@@ -1,29 +1,18 @@
-"""What the machine has for a plan: its devices, their memory, and the links between them."""
+"""What the machine has for a plan: its devices and their memory."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
 
-from tpplan.exec import kernel_cache
-from tpplan.exec.kernel_cache import MOST_SOURCES
-from tpplan.exec.links import Mechanism, link_report
 from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tpplan.plan import SplitPlan
-
-#: What has to be verified from each device to each other for a transport between them.
-_NEEDED = {"peer": (Mechanism.COPY, Mechanism.STORE, Mechanism.FLAG), "events": (Mechanism.COPY,), "host": ()}
-#: The first that rounds to bfloat16 in one instruction.
-_LEAST_CAPABILITY = (8, 0)
-#: Faults of links that an error names.
-_NAMED = 4
 
 
 @frozen
@@ -103,41 +92,6 @@ def _place(device: torch.device | str | int, backend: str, here: int) -> torch.d
     if kind == "cuda" and place.index not in range(here):
         return f"{place} is none of the {here} CUDA devices of this machine, which have numbers from 0"
     return place if kind == "cuda" else torch.device("cpu")
-
-
-def transport_for(places: Sequence[torch.device], transport: str) -> tuple[str, list[str]]:
-    """Return the transport for CUDA devices, and what speaks against it."""
-    problems = []
-    if lacks := kernel_cache.lacks():
-        problems.append(f"kernels: {lacks}")
-    found = {place: torch.cuda.get_device_capability(place) for place in places}
-    problems += [
-        f"kernels: {place} has capability {major}.{minor}, they need 8.0"
-        for place, (major, minor) in found.items()
-        if (major, minor) < _LEAST_CAPABILITY
-    ]
-    if len(places) >= MOST_SOURCES:
-        problems.append(f"devices: {len(places)} in use, CUDA devices add up at most {MOST_SOURCES - 1}")
-    pairs = [(a.index, b.index) for a in places for b in places if a != b]
-    if transport == "peer" and launches_block():
-        problems.append("transport: CUDA_LAUNCH_BLOCKING is set, so that kernels cannot wait for each other")
-    report = link_report() if pairs and transport != "host" else None
-    missing = {
-        name: [f"{need} {a} to {b}" for need in needed for a, b in pairs if report and not report.works(a, b, need)]
-        for name, needed in _NEEDED.items()
-    }
-    if transport == "auto":
-        return next(n for n, what in missing.items() if not what and not (n == "peer" and launches_block())), problems
-    if what := missing[transport]:
-        more = f" and {len(what) - _NAMED} more" if len(what) > _NAMED else ""
-        listed = ", ".join(what[:_NAMED])
-        problems.append(f"transport: {transport} is not verified: {listed}{more}; see python -m tpplan.exec.links")
-    return transport, problems
-
-
-def launches_block() -> bool:
-    """Tell whether a launch waits for its kernel, as debugging wants it."""
-    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in {"", "0"}
 
 
 def look_at(device: torch.device) -> Found:

@@ -1,0 +1,105 @@
+"""Which transport CUDA devices use: the first of which all that it needs is verified, or the one that was asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+
+from tpplan.exec import kernel_cache
+from tpplan.exec.environment import serialised, unreachable
+from tpplan.exec.kernel_cache import MOST_SOURCES
+from tpplan.exec.links import Mechanism, Verdict, link_report
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: The fastest first; what has to be verified from each device to each other.
+_NEEDED = {"peer": (Mechanism.COPY, Mechanism.STORE, Mechanism.FLAG), "events": (Mechanism.COPY,), "host": ()}
+#: The first that rounds to bfloat16 in one instruction.
+_LEAST_CAPABILITY = (8, 0)
+#: Faults of links that are named.
+_NAMED = 4
+
+
+@frozen
+class Choice:
+    """How devices talk to each other.
+
+    Attributes:
+        transport: ``peer``, ``events`` or ``host``.
+        waits: whether their kernels may wait for each other.
+        notes: why it is not a faster one, or does not all that it could.
+    """
+
+    transport: str
+    waits: bool = True
+    notes: tuple[str, ...] = ()
+
+
+def choose(places: Sequence[torch.device], wanted: str) -> tuple[Choice, list[str]]:
+    """Return the transport for CUDA devices, and what speaks against it.
+
+    A single pair that lacks something decides for all devices: every operation is a program of one transport.
+
+    Args:
+        places: torch's devices, with their ordinals.
+        wanted: a transport, or ``auto`` for the fastest that nothing speaks against.
+    """
+    serial = serialised()
+    pairs = [(a.index, b.index) for a in places for b in places if a != b]
+    against = _obstacles(pairs, serial, wanted)
+    usable = next(name for name, obstacle in against.items() if not obstacle)
+    transport = usable if wanted == "auto" else wanted
+    notes = []
+    if wanted == "auto":
+        notes = [f"{name} {against[name]}" for name in list(against)[: list(against).index(usable)]]
+    if transport == "host" and pairs and serial:
+        notes.append(f"host goes without slots: {_no_waiting(serial)}")
+    problems = _kernel_problems(places)
+    if against[transport]:
+        problems.append(f"transport: {transport} {against[transport]}")
+    return Choice(transport, not serial, tuple(notes)), problems
+
+
+def _no_waiting(serial: str) -> str:
+    return f"{serial}, so that kernels cannot wait for each other"
+
+
+def _obstacles(pairs: Sequence[tuple[int, int]], serial: str, wanted: str) -> dict[str, str]:
+    """Return why each transport must not be used between some devices; empty if it may."""
+    against = dict.fromkeys(_NEEDED, "")
+    if not pairs:
+        return against
+    if serial:
+        against["peer"] = f"is out: {_no_waiting(serial)}"
+    if reason := unreachable():
+        return against | dict.fromkeys(("peer", "events"), f"is out: {reason}, which other devices may not reach")
+    if wanted == "host":
+        return against  # without a probe
+    report = link_report()
+    reasons = {link.route: link.reason for link in report.links if link.verdict != Verdict.WORKS}
+    for name, needed in _NEEDED.items():
+        missing = [(need, a, b) for need in needed for a, b in pairs if not report.works(a, b, need)]
+        if missing and not against[name]:
+            listed = [f"{need} {a} to {b} ({reasons.get((need, a, b), 'untested')})" for need, a, b in missing[:_NAMED]]
+            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            against[name] = f"is not verified: {', '.join(listed)}{more}; see tpplan devices --links"
+    return against
+
+
+def _kernel_problems(places: Sequence[torch.device]) -> list[str]:
+    """Return why kernels cannot run on all devices."""
+    problems = []
+    if lacks := kernel_cache.lacks():
+        problems.append(f"kernels: {lacks}")
+    found = {place: torch.cuda.get_device_capability(place) for place in places}
+    problems += [
+        f"kernels: {place} has capability {major}.{minor}, they need 8.0"
+        for place, (major, minor) in found.items()
+        if (major, minor) < _LEAST_CAPABILITY
+    ]
+    if len(places) >= MOST_SOURCES:
+        problems.append(f"devices: {len(places)} in use, CUDA devices add up at most {MOST_SOURCES - 1}")
+    return problems

@@ -1,0 +1,126 @@
+"""Times of moves and sums on GPUs: each way is captured in a CUDA graph, and the graphs take turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from tpplan.config import parse_config
+from tpplan.devices import Device
+from tpplan.exec.compiler import compile as compile_plan
+from tpplan.exec.tuning import DEFAULT, LARGEST, MIB, SUMS
+from tpplan.families import spec_from_config
+from tpplan.jsontext import render
+from tpplan.plan import Cache
+from tpplan.planner import plan as make_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from tpplan.exec.context import TPContext
+    from tpplan.exec.graph import Graph
+    from tpplan.exec.lower import Limits
+    from tpplan.exec.tuning import Tuning
+    from tpplan.plan import SplitPlan
+
+HIDDEN, ITEM_BYTES = 8192, 2
+#: Operations of a graph: so many, or fewer that move about so many bytes, but some.
+_IN_A_ROW, _VOLUME, _FEWEST = 50, 128 * MIB, 4
+#: Measurements, of so many replays each; the first one warms up.
+_ROUNDS, _REPLAYS = 7, 4
+
+
+def synthetic_plan(devices: int) -> SplitPlan:
+    """Return a plan with room for the largest messages between so many devices, and for next to no model."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "head_dim": 64,
+        "num_attention_heads": devices,
+        "num_key_value_heads": devices,
+        "num_hidden_layers": 1,
+        "intermediate_size": 128 * devices,
+        "vocab_size": 32 * devices,
+        "max_position_embeddings": 128,
+        "torch_dtype": "bfloat16",
+    }
+    model = spec_from_config(parse_config(render(config).encode(), "config.json"), "thresholds")
+    gpus = [Device(name=f"GPU {i}", budget_bytes=2**60) for i in range(devices)]
+    return make_plan(model, gpus, cache=Cache(tokens=128), max_rows=LARGEST // (HIDDEN * ITEM_BYTES))
+
+
+class GraphTimer:
+    """Times broadcasts and all-reduces; a :data:`tpplan.exec.tuning.Time` for some GPUs."""
+
+    def __init__(self, places: Sequence[torch.device]) -> None:
+        """Get ready to measure on some devices, all of which get contexts of a plan of their own."""
+        self._places = places
+        self._plan = synthetic_plan(len(places))
+        self._contexts: dict[tuple[str, Tuning], TPContext] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._keep(set())
+
+    def __call__(self, transport: str, kind: str, size: int, tunings: tuple[Tuning, ...]) -> tuple[float, ...]:
+        """Return the µs of one operation by each tuning: the median of the rounds."""
+        self._keep({(transport, tuning) for tuning in tunings})
+        count = max(_FEWEST, min(_IN_A_ROW, _VOLUME // size))
+        graphs = [self._graph(self._context(transport, tuning), kind, size, count) for tuning in tunings]
+        seen: list[list[float]] = [[] for _ in graphs]
+        for turn in range(_ROUNDS + 1):
+            for graph, times in zip(graphs, seen, strict=True):
+                self._synchronize()
+                start = time.perf_counter()
+                for _ in range(_REPLAYS):
+                    graph.replay()
+                self._synchronize()
+                if turn:
+                    times.append((time.perf_counter() - start) / (_REPLAYS * count) * 1e6)
+        return tuple(map(statistics.median, seen))
+
+    def limits(self, transport: str) -> Limits:
+        """Return what messages a transport has room for on these devices."""
+        self._keep({(transport, DEFAULT)})
+        return self._context(transport, DEFAULT).explain().limits
+
+    def _graph(self, context: TPContext, kind: str, size: int, count: int) -> Graph:
+        """Return a graph of so many operations in a row on messages of ``size`` bytes."""
+        columns = min(HIDDEN, size // ITEM_BYTES)
+        shape = (size // (columns * ITEM_BYTES), columns)
+        given, taken = ([torch.zeros(shape, dtype=torch.bfloat16, device=p) for p in self._places] for _ in range(2))
+        call: Callable[[], object] = partial(context.broadcast, given[0], out=taken)
+        if kind == SUMS:
+            call = partial(context.all_reduce, given, out=taken)
+        call()
+        with context.capture() as graph:
+            for _ in range(count):
+                call()
+        return graph
+
+    def _context(self, transport: str, tuning: Tuning) -> TPContext:
+        key = transport, tuning
+        if key not in self._contexts:
+            self._contexts[key] = compile_plan(
+                self._plan, backend="cuda", devices=self._places, transport=transport, tuning=tuning
+            )
+        return self._contexts[key]
+
+    def _keep(self, wanted: set[tuple[str, Tuning]]) -> None:
+        """Close all other contexts, for each has memory of its own."""
+        for key in self._contexts.keys() - wanted:
+            self._contexts.pop(key).close()
+
+    def _synchronize(self) -> None:
+        for place in self._places:
+            torch.cuda.synchronize(place)
