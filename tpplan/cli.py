@@ -12,6 +12,7 @@ from cyclopts import CycloptsError, UnusedCliTokensError
 from tpplan import console
 from tpplan.commands import NO, OK, app
 from tpplan.errors import InternalError, TpplanError, UsageError
+from tpplan.generate import generate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +21,8 @@ FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 
 #: Stands for a lone ``-`` while arguments are parsed, which would take it for an option; no argument can contain it.
 _DASH = "\0"
+
+app.command(generate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -68,7 +68,7 @@ class Store:
             "q8": (_to_int8, _from_int8),
         }
         if kind not in kinds or (kind == "q8" and shape[-1] % _GROUP):
-            what = f"a cache of kind {kind} and heads of {shape[-1]} elements"
+            what = f"cache of kind {kind} for heads of {shape[-1]} elements"
             known = ", ".join(known for known in kinds if known in CACHE_KINDS)
             raise ExecutionError(f"the decoder has no {what}", f"plan with --cache {known}; q8 takes multiples of 32")
         self._encode, self._decode = kinds[kind]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tpplan.decoder.model import check_tokens
 from tpplan.decoder.sampling import Sampling
 from tpplan.decoder.steps import Steps
 from tpplan.errors import RequestError
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from tpplan.decoder.model import Decoder
+    from tpplan.plan import SplitPlan
 
 _GREEDY = Sampling()
 
@@ -37,24 +39,24 @@ def generate(
         The next token of each text, None where it has ended; the token that ends it comes before that.
 
     Raises:
-        RequestError: there are too many prompts, or one is empty or too long for the plan's cache.
+        RequestError: there are too many prompts, or one is empty, too long for the plan's cache, or of other tokens.
     """
-    check_room(prompts, max_new_tokens, decoder.batch, decoder.length)
+    check_prompts(prompts, max_new_tokens, decoder.context.plan)
     return _tokens(Steps(decoder, len(prompts), sampling), prompts, max_new_tokens, frozenset(end))
 
 
-def check_room(prompts: Sequence[Sequence[int]], max_new_tokens: int, batch: int, length: int) -> None:
-    """Make sure that a plan has room for some prompts and what follows them.
+def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: SplitPlan) -> None:
+    """Make sure that prompts are tokens of a plan's model, and that the plan has room for them and what follows.
 
     Args:
         prompts: the tokens of each text.
         max_new_tokens: of each text.
-        batch: sequences that the plan has room for.
-        length: tokens of each that it has room for.
+        plan: to run by.
 
     Raises:
         RequestError: see :func:`generate`.
     """
+    batch, length = plan.request.batch, plan.request.cache.tokens // plan.request.batch
     if not 1 <= len(prompts) <= batch:
         what = f"{len(prompts)} prompts, the plan has room for 1 to {batch} at a time"
         raise RequestError(what, "plan with a larger --batch")
@@ -62,6 +64,8 @@ def check_room(prompts: Sequence[Sequence[int]], max_new_tokens: int, batch: int
         raise RequestError(f"{max_new_tokens} new tokens were asked for", "ask for 1 or more")
     if not all(prompts):
         raise RequestError("a prompt has no tokens", "a text continues one token at least")
+    for prompt in prompts:
+        check_tokens(prompt, plan)
     longest = max(map(len, prompts))
     if longest + max_new_tokens > length:
         what = f"{longest} tokens and {max_new_tokens} new ones, the plan caches {length} of a sequence"

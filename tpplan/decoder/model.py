@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.passes import Pass
     from tpplan.exec.context import TPContext
+    from tpplan.plan import SplitPlan
     from tpplan.weights import Weights
 
 
@@ -43,6 +44,7 @@ class Decoder:
     Attributes:
         context: the compiled plan.
         batch: sequences that can decode together.
+        weights: by device and name, those with the same input joined where they lie side by side.
         length: tokens that each can have: the plan's cache tokens over its batch.
     """
 
@@ -73,7 +75,7 @@ class Decoder:
         windows = [block.attention.window if block.attention else 0 for block in self._blocks]
         kind = cache or request.cache.kind
         self._heads = [heads_of(context, layer, window, kind) for layer, window in enumerate(windows)]
-        self._weights = {
+        self.weights = {
             device: joined(weights[device], self._blocks, self._family.experts) for device in context.all_devices
         }
         rope = Rope.from_config(read_json((Path(directory) / "config.json").read_bytes()))  # type: ignore[arg-type]
@@ -97,17 +99,14 @@ class Decoder:
             The logits of what follows, ``[1, V]`` in float32, on each device its part of the vocabulary.
 
         Raises:
-            RequestError: there is no such sequence, or no room in the cache.
+            RequestError: there is no such sequence or token, or no room in the cache.
         """
         if not 0 <= sequence < self.batch:
             raise RequestError(f"sequence {sequence}, the plan has room for {self.batch}", "plan with a larger --batch")
         if not tokens or start < 0 or start + len(tokens) > self.length:
             what = f"{len(tokens)} tokens from position {start}, the plan caches {self.length} of a sequence"
             raise RequestError(what, "plan with a larger --context")
-        size = self.context.split(Axis.VC)[-1].end
-        unknown = next((token for token in tokens if not 0 <= token < size), None)
-        if unknown is not None:
-            raise RequestError(f"token {unknown}, the model's are 0 to {size - 1}", "use the model's own tokenizer")
+        check_tokens(tokens, self.context.plan)
         xs: tuple[Tensor, ...] = ()
         for first in range(0, len(tokens), self.context.max_rows):
             some = torch.tensor([tokens[first : first + self.context.max_rows]])
@@ -159,7 +158,7 @@ class Decoder:
         for part in self.context.split(Axis.VC):
             size = part.end - part.start
             own = ids[part.device] - part.start
-            x_RD = functional.embedding(own.clamp(0, size - 1), self._weights[part.device]["model.embed_tokens.weight"])
+            x_RD = functional.embedding(own.clamp(0, size - 1), self.weights[part.device]["model.embed_tokens.weight"])
             parts.append(x_RD * ((own >= 0) & (own < size))[:, None])
         xs = self.context.all_reduce(parts, axis=Axis.VC)
         if self._family.scaled_embedding:
@@ -174,7 +173,7 @@ class Decoder:
         cap = self._settings.attention_cap
         outputs = []
         for device, heads in self._heads[layer].items():
-            weights = self._weights[device]
+            weights = self.weights[device]
             x_RD = self._norm(xs, device, f"model.layers.{layer}.input_layernorm")
             widths = [count * head_dim for count in (heads.queries, heads.keys, heads.keys)]
             names = [f"{start}{which}_proj" for which in "qkv"]
@@ -196,7 +195,7 @@ class Decoder:
             x_RD = self._norm(xs, part.device, self._before_mlp(layer))
             names = [f"{start}gate_proj", f"{start}up_proj"]
             widths = [part.end - part.start] * 2
-            gate_RI, up_RI = linears(x_RD, self._weights[part.device], f"{start}gate_up_proj", names, widths)
+            gate_RI, up_RI = linears(x_RD, self.weights[part.device], f"{start}gate_up_proj", names, widths)
             outputs.append(self._settings.activation(gate_RI) * up_RI)
         post = "post_feedforward_layernorm" if self._family.sandwich else ""
         return self._project(layer, outputs, f"{start}down_proj", Axis.ID, dim=1, xs=xs, post=post)
@@ -206,14 +205,14 @@ class Decoder:
         devices = self.context.devices_of(Axis.EX, layer)
         inputs = {device: self._norm(xs, device, self._before_mlp(layer)) for device in devices}
         # One device chooses for all: others may round differently, and would take other experts.
-        scores_RE = linear(inputs[devices[0]], self._weights[devices[0]], start + names.router)
+        scores_RE = linear(inputs[devices[0]], self.weights[devices[0]], start + names.router)
         choice_RC = torch.cat(experts.choose(scores_RE, count, normalised=self._settings.normalised), dim=1)
         choices = dict(zip(self.context.all_devices, self.context.broadcast(choice_RC, source=devices[0]), strict=True))
         hidden = [
             experts.up(
                 inputs[device],
-                self._weights[device][start + names.gate],
-                self._weights[device][start + names.up],
+                self.weights[device][start + names.gate],
+                self.weights[device][start + names.up],
                 choices[device][:, count:].long(),
                 self._settings.activation,
                 fixed=fixed,
@@ -228,7 +227,7 @@ class Decoder:
         ys = [
             experts.down(
                 h_RCI,
-                self._weights[device][start + names.down],
+                self.weights[device][start + names.down],
                 choices[device][:, count:].long(),
                 choices[device][:, :count],
                 fixed=fixed,
@@ -254,7 +253,7 @@ class Decoder:
             parts = self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer)
             devices = self.context.devices_of(Axis.RS)
         ys = [
-            linear(part, self._weights[device], name, bias=not (self._reduce and i))  # a sum has one bias
+            linear(part, self.weights[device], name, bias=not (self._reduce and i))  # a sum has one bias
             for i, (part, device) in enumerate(zip(parts, devices, strict=True))
         ]
         return self._add(layer, ys, axis, xs, post)
@@ -277,13 +276,13 @@ class Decoder:
     def _logits(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         cap, logits = self._settings.logit_cap, []
         for device in self.context.devices_of(Axis.VC):
-            y_RV = linear(self._norm(xs, device, "model.norm"), self._weights[device], self._head)
+            y_RV = linear(self._norm(xs, device, "model.norm"), self.weights[device], self._head)
             logits.append((y_RV if cap is None else cap * torch.tanh(y_RV / cap)).float())
         return tuple(logits)
 
     def _norm(self, xs: Sequence[Tensor], device: int, name: str) -> Tensor:
         """Return the rows of a device behind one of its norms."""
-        return self._rms(xs[self.context.all_devices.index(device)], self._weights[device][f"{name}.weight"])
+        return self._rms(xs[self.context.all_devices.index(device)], self.weights[device][f"{name}.weight"])
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._settings.norm_eps, self._family.offset)
@@ -294,3 +293,15 @@ class Decoder:
 
     def _head_dim(self, layer: int) -> int:
         return self.context.plan.split(Axis.KV, layer).width
+
+
+def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> None:
+    """Make sure that the model of a plan has these tokens.
+
+    Raises:
+        RequestError: it has not.
+    """
+    size = plan.split(Axis.VC).size
+    unknown = next((token for token in tokens if not 0 <= token < size), None)
+    if unknown is not None:
+        raise RequestError(f"token {unknown}, the model's are 0 to {size - 1}", "use the model's own tokenizer")

@@ -1,0 +1,155 @@
+"""Small random models of every family that the decoder computes, plans that cut them anyhow, and what is right."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from attrs import frozen
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+import tpplan
+from tpplan import axes
+from tpplan.axes import Axis, bounds_of
+from tpplan.devices import Device
+from tpplan.memory import demands, ledger
+from tpplan.plan import Cache, Request
+from tpplan.planner import Attempt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tpplan.memory import Demand
+    from tpplan.plan import SplitPlan
+
+logging.set_verbosity_error()
+
+VOCAB, LENGTH, BATCH, MAX_ROWS, NEW = 203, 96, 2, 6, 64
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "dtype": "float32",
+}
+
+#: What is special about a family, and what of that its config may turn on. Windows end within the prompts.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "mistral": {"sliding_window": 9},
+    "qwen2": {
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+        "hidden_size": 64,
+    },
+    "qwen3": {"head_dim": 32},
+    "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 12, "head_dim": 32},
+    "phi3": {"sliding_window": 11, "hidden_size": 64, "partial_rotary_factor": 0.5},
+    "mixtral": {"num_local_experts": 5, "sliding_window": None},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+}
+
+
+@frozen
+class Model:
+    """A model of transformers, saved.
+
+    Attributes:
+        directory: where it is.
+        prompts: some tokens, of texts of different length.
+        logits: of what follows each prompt, ``[B, V]``.
+        tokens: the likeliest ones that follow each prompt.
+    """
+
+    directory: Path
+    prompts: tuple[list[int], ...]
+    logits: torch.Tensor
+    tokens: tuple[list[int], ...]
+
+
+_KEPT: list[TemporaryDirectory[str]] = []
+
+
+@cache
+def model_of(model_type: str) -> Model:
+    """Make a family's model, once, and let transformers compute what is right."""
+    torch.manual_seed(sum(map(ord, model_type)))
+    config = AutoConfig.for_model(**{**_SIZES, "model_type": model_type, **CONFIGS[model_type]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 0.2 if parameter.dim() > 1 else 0.3
+            parameter.normal_(0 if parameter.dim() > 1 else 0.5, spread)
+    _KEPT.append(TemporaryDirectory())
+    model.save_pretrained(_KEPT[-1].name)
+    prompts = torch.randint(0, VOCAB, (5,)).tolist(), torch.randint(0, VOCAB, (13,)).tolist()
+    logits, tokens = [], []
+    with torch.no_grad():
+        for prompt in prompts:
+            logits.append(model(torch.tensor([prompt])).logits[0, -1])
+            whole = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, use_cache=True)
+            tokens.append(whole[0, len(prompt) :].tolist())
+    return Model(Path(_KEPT[-1].name), prompts, torch.stack(logits), tuple(tokens))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fine_units() -> Iterator[None]:
+    """Let small models be cut in many places."""
+    with pytest.MonkeyPatch.context() as patch:
+        for axis in Axis:
+            patch.setitem(axes.DEFAULT_UNIT, axis, min(4, axes.DEFAULT_UNIT[axis]))
+            patch.setitem(axes.MINIMUM_UNITS, axis, 1)
+        yield
+
+
+def request_of(layout: str = "reduce", kv: str = "idle", kind: str = "fp16", batch: int = BATCH) -> Request:
+    """Return a request for the room that the prompts and what follows them take."""
+    return Request(layout, "balanced", Cache(kind, batch * LENGTH), batch, MAX_ROWS, kv)
+
+
+def plan_of(directory: Path, devices: int, request: Request, cut: dict[Axis, tuple[int, ...]], seed: int) -> SplitPlan:
+    """Return a plan that cuts some axes as told and the others at random; some devices may have no part of an axis."""
+    model, random = tpplan.read_model(directory), Random(seed)
+    wanted = demands(model, request, devices)
+
+    def cuts(demand: Demand) -> tuple[int, ...]:
+        points = sorted(random.choices(range(demand.units + 1), k=devices - 1))
+        units = [b - a for a, b in zip([0, *points], [*points, demand.units], strict=True)]
+        return cut.get(demand.axis) or bounds_of(units, demand.unit, demand.size)
+
+    bounds: Sequence[tuple[int, ...]] = tuple(map(cuts, wanted.axes))
+    gpus = tuple(Device(name=f"GPU {i}", budget_bytes=2**40) for i in range(devices))
+    return Attempt(model, gpus, request, wanted, tuple(bounds), ledger(bounds, wanted, gpus)).plan()

@@ -1,0 +1,190 @@
+"""The decoder against transformers: logits, and tokens one after the other, however a plan cuts the model."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.decoder_cases import CONFIGS, LENGTH, NEW, VOCAB, fine_units, model_of, plan_of, request_of  # noqa: F401
+from tpplan.axes import Axis
+from tpplan.config import read_config
+from tpplan.decoder import Decoder, generate
+from tpplan.decoder.settings import Settings
+from tpplan.errors import ExecutionError, ModelError, RequestError
+from tpplan.exec import compile as compile_plan
+from tpplan.weights import load_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.decoder_cases import Model
+    from tpplan.plan import SplitPlan
+
+#: Devices, layout, KV heads and transport of plans that are cut at random.
+CASES = [
+    (1, "reduce", "idle", "events"),
+    (2, "gather", "idle", "peer"),
+    (3, "reduce", "idle", "host"),
+    (5, "reduce", "replicate", "peer"),
+    (4, "gather", "replicate", "events"),
+]
+
+
+def check(model: Model, plan: SplitPlan, transport: str, new: int = NEW) -> None:
+    """Compare what a decoder says of a model's prompts with what transformers says."""
+    with compile_plan(plan, backend="cpu", model=model.directory, transport=transport) as ctx:
+        decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx), cache="fp32")
+        for sequence, prompt in enumerate(model.prompts):
+            logits = ctx.gather(decoder.prefill(prompt, sequence), Axis.VC).tensor
+            torch.testing.assert_close(logits[0], model.logits[sequence], atol=1e-4, rtol=1e-4)
+        found = list(zip(*generate(decoder, model.prompts, new), strict=True))
+        assert [list(tokens) for tokens in found] == [tokens[:new] for tokens in model.tokens]
+
+
+@contextmanager
+def decoding(plan: SplitPlan, model_type: str, cache: str = "") -> Iterator[Decoder]:
+    """Load a family's model by a plan, on virtual devices."""
+    directory = model_of(model_type).directory
+    with compile_plan(plan, backend="cpu") as ctx:
+        yield Decoder(ctx, directory, load_weights(plan, directory, ctx), cache=cache)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_as_transformers(model_type: str, case: tuple[int, str, str, str]) -> None:
+    """Logits of prompts that are read in several passes, and 64 tokens of two texts of different length."""
+    devices, layout, kv, transport = case
+    model = model_of(model_type)
+    check(model, plan_of(model.directory, devices, request_of(layout, kv), {}, seed=devices), transport)
+
+
+#: KV heads, and cuts of a model with 4 KV heads, 72 of the intermediate axis, 203 tokens and a residual stream of 48.
+CUTS: dict[str, tuple[str, dict[Axis, tuple[int, ...]]]] = {
+    "every device lacks some axis": (
+        "idle",
+        {
+            Axis.KV: (0, 0, 3, 4, 4),
+            Axis.ID: (0, 72, 72, 72, 72),
+            Axis.VC: (0, 0, 0, 100, 203),
+            Axis.RS: (0, 0, 24, 24, 48),
+        },
+    ),
+    "an idle device": (
+        "idle",
+        {
+            Axis.KV: (0, 1, 1, 2, 4),
+            Axis.ID: (0, 8, 8, 40, 72),
+            Axis.VC: (0, 52, 52, 52, 203),
+            Axis.RS: (0, 4, 4, 20, 48),
+        },
+    ),
+    "repeated heads that are torn": ("replicate", {Axis.KV: (0, 3, 3, 4, 6, 8)}),
+}
+
+
+@pytest.mark.parametrize("layout", ["reduce", "gather"])
+@pytest.mark.parametrize("name", CUTS)
+def test_cuts_that_leave_something_out(name: str, layout: str) -> None:
+    """Devices without heads, MLP, vocabulary or residual stream, and with half of a repeated head's queries."""
+    model = model_of("qwen3")
+    kv, cut = CUTS[name]
+    plan = plan_of(model.directory, len(cut[Axis.KV]) - 1, request_of(layout, kv), cut, seed=1)
+    check(model, plan, "events", new=8)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "fp8", "q8"])
+@pytest.mark.parametrize(("model_type", "kv"), [("gemma2", "idle"), ("qwen3", "replicate")])
+def test_the_cache_takes_what_the_plan_counts(model_type: str, kv: str, kind: str) -> None:
+    """On every device to the byte, also where windows slide and heads are repeated."""
+    plan = plan_of(model_of(model_type).directory, 5, request_of(kv=kv, kind=kind), {}, seed=3)
+    with decoding(plan, model_type) as decoder:
+        devices = decoder.context.all_devices
+        counted = {device: plan.memory[device].cache_bytes for device in devices}
+        assert {device: decoder.cache_bytes(device) for device in devices} == counted
+
+
+@pytest.mark.parametrize(("kind", "error"), [("fp16", 1e-3), ("q8", 3e-2), ("fp8", 3e-1)])
+def test_a_smaller_cache_loses_a_little(kind: str, error: float) -> None:
+    """What 16 and 8 bits lose shows in the logits, and is as small as the bits promise."""
+    model = model_of("qwen3")
+    plan = plan_of(model.directory, 3, request_of(kind=kind), {}, seed=5)
+    found = []
+    for cache in ("fp32", kind):
+        with decoding(plan, "qwen3", cache) as decoder:
+            decoder.prefill(model.prompts[1][:-1])
+            everywhere = [torch.tensor([number]) for number in (model.prompts[1][-1], len(model.prompts[1]) - 1)]
+            tokens, positions = ([x] * len(decoder.context.all_devices) for x in everywhere)
+            found.append(decoder.context.gather(decoder.decode(tokens, positions), Axis.VC).tensor)
+    torch.testing.assert_close(found[0][0], model.logits[1], atol=1e-4, rtol=1e-4)
+    assert 0 < (found[1] - found[0]).abs().max() < error
+
+
+def test_weights_stay_where_they_were_loaded() -> None:
+    """Matrices that become one, and experts that become one tensor, are views of what was loaded."""
+    for model_type in ("mistral", "qwen3_moe"):
+        directory = model_of(model_type).directory
+        plan = plan_of(directory, 3, request_of(), {}, seed=2)
+        with compile_plan(plan, backend="cpu") as ctx:
+            weights = load_weights(plan, directory, ctx)
+            decoder = Decoder(ctx, directory, weights)
+            assert any("qkv_proj" in name for name in decoder.weights[0])
+            for device in ctx.all_devices:
+                loaded = {tensor.untyped_storage().data_ptr() for tensor in weights[device].values()}
+                used = {tensor.untyped_storage().data_ptr() for tensor in decoder.weights[device].values()}
+                assert used <= loaded
+
+
+def test_a_text_ends() -> None:
+    """It ends with a token of those that end it; the others go on, and it has None from then on."""
+    model = model_of("mistral")
+    expected = model.tokens[0]
+    last = expected[5]
+    first = expected.index(last)
+    with decoding(plan_of(model.directory, 2, request_of(), {}, seed=2), "mistral", "fp32") as decoder:
+        found = list(zip(*generate(decoder, model.prompts, 20, end={last}), strict=True))
+        assert list(found[0]) == [*expected[: first + 1], *[None] * (len(found[0]) - first - 1)]
+        assert [t for t in found[1] if t is not None] == model.tokens[1][: len(found[1])]
+        assert len(list(generate(decoder, model.prompts[:1], 20, end={last}))) == first + 1
+
+
+def test_what_is_refused() -> None:
+    """Prompts that the plan has no room for, tokens that the model has not, and caches that the decoder has not."""
+    model = model_of("mistral")
+    short = model.prompts[0]
+    with decoding(plan_of(model.directory, 2, request_of(), {}, seed=2), "mistral") as decoder:
+        with pytest.raises(RequestError, match="3 prompts, the plan has room for 1 to 2"):
+            generate(decoder, [short] * 3, 1)
+        with pytest.raises(RequestError, match=f"5 tokens and {LENGTH} new ones, the plan caches {LENGTH} of"):
+            generate(decoder, [short], LENGTH)
+        with pytest.raises(RequestError, match=f"token {VOCAB}, the model's are 0 to {VOCAB - 1}"):
+            generate(decoder, [[0, VOCAB]], 1)
+        with pytest.raises(RequestError, match="a prompt has no tokens"):
+            generate(decoder, [short, []], 1)
+        with pytest.raises(RequestError, match="0 new tokens"):
+            generate(decoder, [short], 0)
+        with pytest.raises(RequestError, match="sequence 2, the plan has room for 2"):
+            decoder.prefill(short, 2)
+        with pytest.raises(RequestError, match=f"5 tokens from position {LENGTH - 4}, the plan caches {LENGTH}"):
+            decoder.prefill(short, 0, LENGTH - 4)
+        assert len(list(generate(decoder, [short], LENGTH - len(short)))) == LENGTH - len(short)
+    for kind in ("q4", "q8"):  # the latter takes heads of 32 elements
+        plan = plan_of(model.directory, 2, request_of(kind=kind), {}, seed=2)
+        with pytest.raises(ExecutionError, match=f"no cache of kind {kind} for heads of 8"), decoding(plan, "mistral"):
+            pass
+
+
+def test_settings_that_are_refused(tmp_path: Path) -> None:
+    """Architectures, activations and numbers that the decoder does not know are named."""
+    for change, problem in (
+        ({"model_type": "gpt2"}, "does not compute models of type 'gpt2'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is small"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | change))
+        with pytest.raises(ModelError, match=problem):
+            Settings.read(read_config(tmp_path))

@@ -1,0 +1,90 @@
+"""What ``tpplan generate`` does: a checkpoint and a plan in, a text out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from attrs import frozen
+
+from tpplan.config import read_config
+from tpplan.decoder.generation import check_prompts, generate
+from tpplan.decoder.model import Decoder
+from tpplan.decoder.sampling import Sampling
+from tpplan.decoder.settings import Settings, end_tokens
+from tpplan.decoder.text import Stream, Tokenizer
+from tpplan.exec.selftest import compiler
+from tpplan.generate_report import GenerateReport
+from tpplan.weights import load_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tpplan.plan import SplitPlan
+
+#: New tokens where nobody says how many, if the plan's cache has room.
+_USUAL: Final = 128
+
+
+@frozen(kw_only=True)
+class Order:
+    """What is to be generated.
+
+    Attributes:
+        directory: the checkpoint's.
+        prompt: a text; empty if tokens are given.
+        tokens: of the prompt; empty if a text is given.
+        max_new_tokens: at most; 0 for 128, or as many as the plan's cache has room for.
+        sampling: how tokens are chosen.
+        backend: ``cuda``, ``cpu`` or ``auto``.
+    """
+
+    directory: str
+    prompt: str
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+    backend: str
+
+
+def run(plan: SplitPlan, order: Order, note: Callable[[str], None], tell: Callable[[str], None]) -> GenerateReport:
+    """Load a checkpoint by a plan, and continue a prompt. What can be refused is refused before anything is loaded.
+
+    Args:
+        plan: to load and run by.
+        order: what is to be generated.
+        note: told why the devices are virtual ones, if they are.
+        tell: told every piece of the text, or every token if tokens were given.
+
+    Raises:
+        TpplanError: the plan, the checkpoint, the machine and the order do not fit together.
+    """
+    Settings.read(read_config(order.directory))
+    end = end_tokens(order.directory)
+    tokenizer = Tokenizer(order.directory) if order.prompt else None
+    prompt = tokenizer.encode(order.prompt) if tokenizer else list(order.tokens)
+    length = plan.request.cache.tokens // plan.request.batch
+    count = order.max_new_tokens or max(1, min(_USUAL, length - len(prompt)))
+    check_prompts([prompt], count, plan)
+    stream = Stream(tokenizer, prompt) if tokenizer else None
+    new: list[int] = []
+    text = ""
+    with compiler(plan, order.backend, note)("auto") as context:
+        decoder = Decoder(context, order.directory, load_weights(plan, order.directory, context))
+        for (token,) in generate(decoder, [prompt], count, sampling=order.sampling, end=end):
+            assert token is not None  # noqa: S101 - a single text ends when it ends
+            piece = stream.add(token) if stream else f"{',' if new else ''}{token}"
+            new.append(token)
+            text += piece
+            tell(piece)
+        rest = stream.rest() if stream else ""
+        tell(rest)
+        devices = context.devices
+    return GenerateReport(
+        model=plan.model.name,
+        devices=len(devices),
+        backend=next(iter(devices.values())).device.type,
+        prompt_tokens=tuple(prompt),
+        new_tokens=tuple(new),
+        text=text + rest if stream else "",
+        ended=new[-1] in end,
+    )

@@ -1,0 +1,68 @@
+"""The command ``tpplan generate``: a plan and a checkpoint in, a text out."""
+
+from __future__ import annotations
+
+from tpplan import console
+from tpplan.commands import OK, _note, _plan, _some
+from tpplan.errors import ExecutionError, RequestError, UsageError
+
+#: Characters of a number; no model has so many tokens.
+_LONGEST = 12
+
+
+def generate(
+    plan: str,
+    /,
+    *,
+    model: str,
+    prompt: str = "",
+    token_ids: str = "",
+    max_new_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    backend: str = "auto",
+    json: bool = False,
+) -> int:
+    """Load a checkpoint by a plan and continue a text, token by token.
+
+    Args:
+        plan: a plan file; - is standard input.
+        model: the checkpoint's directory, with safetensors files and, for --prompt, a tokenizer.json.
+        prompt: the text to continue; - is standard input.
+        token_ids: tokens to continue instead, such as 5,17,99; then tokens are printed, and no tokenizer is needed.
+        max_new_tokens: at most; 128 by default, or as many as the plan's cache has room for.
+        temperature: 0 (by default) takes the likeliest token; above, one is drawn.
+        top_p: the probability of all the tokens that one is drawn from; 1 by default.
+        seed: of what is drawn; 0 by default.
+        backend: cuda, cpu (virtual devices), or auto (by default): cuda if the machine has as many GPUs, else cpu.
+        json: print one JSON document.
+    """
+    from tpplan.codec import render, unstructure  # noqa: PLC0415 (not every command has a document)
+
+    if bool(prompt) == bool(token_ids):
+        raise UsageError("generate takes either a prompt or tokens", 'add --prompt "…" or --token-ids 5,17,99')
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise RequestError(f"--max-new-tokens is {max_new_tokens}, expected 1 or more", "or leave it out")
+    tokens = token_ids.split(",") if token_ids else []
+    if not all(token.strip().isdecimal() and len(token) <= _LONGEST for token in tokens):
+        raise UsageError(f"--token-ids is {token_ids[:60]!r}, expected numbers", "write them as in 5,17,99")
+    _some((plan, prompt))
+    found = _plan(plan)
+    try:
+        from tpplan.decoder import run  # noqa: PLC0415
+        from tpplan.decoder.sampling import Sampling  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        message = f"running a plan needs {error.name}, which is not installed"
+        raise ExecutionError(message, "pip install 'tpplan[generate]'") from error
+    order = run.Order(
+        directory=model,
+        prompt=console.read(prompt) if prompt == console.STREAM else prompt,
+        tokens=tuple(map(int, tokens)),
+        max_new_tokens=max_new_tokens or 0,
+        sampling=Sampling(temperature, top_p, seed),
+        backend=backend,
+    )
+    report = run.run(found, order, _note, (lambda _: None) if json else console.emit)
+    console.emit(render(unstructure(report)) if json else "\n")
+    return OK

@@ -1,0 +1,28 @@
+"""What ``tpplan generate`` tells with ``--json``: the tokens, and where they were computed."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+
+@frozen(kw_only=True)
+class GenerateReport:
+    """A text that was continued.
+
+    Attributes:
+        model: its name in the plan.
+        devices: how many computed it.
+        backend: ``cuda``, or ``cpu`` for virtual devices.
+        prompt_tokens: that were given.
+        new_tokens: that follow them; the last one may be the one that ends a text.
+        text: that the new tokens stand for; empty where tokens were given.
+        ended: whether the model ended the text; else there were as many new tokens as asked for.
+    """
+
+    model: str
+    devices: int
+    backend: str
+    prompt_tokens: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    text: str
+    ended: bool
