@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from tpplan.exec import kernel_cache, link_driver, transports
+import tpplan
+from tpplan.exec import Tuning, compiler, kernel_cache, link_driver, transports
 from tpplan.exec.environment import serialised, unreachable
 from tpplan.exec.link_report import Link, LinkReport, Mechanism, Verdict, routes
+from tpplan.exec.machine import Found
 from tpplan.exec.transports import Choice, choose
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+ROOT = Path(__file__).parents[1]
 PLACES = [torch.device("cuda", i) for i in range(3)]
 COPY, STORE, FLAG, LOAD = Mechanism
 
@@ -196,3 +200,40 @@ def test_devices_that_cannot_run_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
     assert problems[1] == "kernels: cuda:0 has capability 7.5, they need 8.0"
     assert problems[-1] == "devices: 9 in use, CUDA devices add up at most 8"
     assert len(problems) == 7
+
+
+@pytest.mark.parametrize(
+    ("setting", "transport", "waits", "words"),
+    [
+        ({}, "peer", True, []),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "events", False, ["peer is out: CUDA_LAUNCH_BLOCKING is set"]),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "host", True, ["peer is out", "events is out"]),
+    ],
+)
+def test_compiling_falls_back(
+    setting: dict[str, str],
+    transport: str,
+    waits: bool,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A context is built for the transport that does, with or without slots, and with the reason and the thresholds."""
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    built: dict[str, Any] = {}
+    monkeypatch.setattr(compiler, "build", lambda *_, **arguments: built.update(arguments))
+    monkeypatch.setattr(compiler, "look_at", lambda _: Found("GPU", 2**40, "9.0"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(compiler, "stored", lambda count: (Tuning(copies_bytes=count), "measured"))
+    plan = tpplan.load(ROOT / "examples/plans/Llama-3.1-8B/2xRTX3060.json")
+    compiler.compile(plan, backend="cuda")
+    assert (built["transport"], built["waits"]) == (transport, waits)
+    assert built["tuning"] == Tuning(copies_bytes=2)
+    *reasons, thresholds = built["notes"]
+    assert thresholds == "thresholds measured"
+    assert [reason[: len(start)] for reason, start in zip(reasons, words, strict=True)] == words
+    compiler.compile(plan, backend="cuda", transport="host", tuning=Tuning(copies_bytes=5))
+    assert built["tuning"] == Tuning(copies_bytes=5)
+    assert built["transport"] == "host"
+    assert built["notes"][-1] == "thresholds as given"

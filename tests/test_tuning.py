@@ -361,6 +361,12 @@ def test_the_command_measures_and_keeps(links: Callable[..., None]) -> None:
     assert found["thresholds"][0]["transports"] == ["peer", "host"]
     assert found["thresholds"][0]["tuning"] == codec.unstructure(tune(Machine().time, SLOTS, straight=True))
     assert (len(found["links"]), found["notes"]) == (4 * 20, [])
+    timed = [one for one in found["timings"] if (one["devices"], one["transport"], one["kind"]) == (4, "peer", MOVES)]
+    assert {one["way"]: (one["way_ns"], one["other_ns"]) for one in timed if one["message_bytes"] == 256 * KIB} == {
+        "straight": (8560, 22048),
+        "slots": (7120, 8560),
+    }
+    assert {one["way"] for one in found["timings"] if one["kind"] == SUMS} == {"slots"}
     assert tuning_cache.stored(5) == (tune(Machine().time, SLOTS, straight=True), "measured on 5 GPUs of this machine")
     shown = command("devices", "--links").out
     for words in ("Links between 5 GPUs", "works in all 20 directions", "5 GPUs", "copy engines from", "8.00 MiB"):
@@ -389,7 +395,11 @@ def test_the_command_where_there_is_nothing_to_measure(
     """One GPU has no links; and where kernels cannot wait for each other, no times mean anything."""
     links(1)
     assert (_survey()["links"], _survey()["thresholds"]) == ([], [])
-    assert command("devices", "--links").out.splitlines()[0] == "Links between 1 GPU"
+    assert command("devices", "--links").out == "Links between 1 GPU\none GPU has nobody to talk to\n"
+    links(0)
+    done = command("devices", "--links")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: torch sees no GPU on this machine\n")
     links(2)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     found = _survey()

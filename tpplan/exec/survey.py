@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tpplan.errors import DeviceError
 from tpplan.exec import tuning_cache
 from tpplan.exec.kernel_cache import MOST_SOURCES
 from tpplan.exec.links import link_report
-from tpplan.exec.survey_report import SurveyReport, Thresholds
+from tpplan.exec.survey_report import SurveyReport, Thresholds, Timing
 from tpplan.exec.transports import choose
 from tpplan.exec.tuning import tune
 from tpplan.exec.tuning_timer import GraphTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from tpplan.exec.tuning import Tuning
 
 #: Transports that have thresholds.
 _TUNED = ("peer", "host")
@@ -29,14 +32,18 @@ def survey(busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullc
         busy: told what is being done, for as long as it takes.
 
     Returns:
-        What was found; nothing where there are fewer than two GPUs.
+        What was found; nothing where there is a single GPU.
 
     Raises:
+        DeviceError: torch sees no GPU.
         ExecutionError: a GPU has too little memory, or fails.
     """
     with busy("testing the links"):
         report = link_report(use_cache=False)
+    if not report.gpus:
+        raise DeviceError("torch sees no GPU on this machine", "tpplan devices asks the drivers instead of torch")
     measured: list[Thresholds] = []
+    timings: list[Timing] = []
     notes: list[str] = []
     for count in _counts(len(report.gpus)):
         places = [torch.device("cuda", i) for i in range(count)]
@@ -44,11 +51,16 @@ def survey(busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullc
         notes += against
         if usable:
             with busy(f"measuring on {count} GPUs by {' and '.join(usable)}"):
-                measured.append(_measured(places, usable))
+                measured.append(_measured(places, usable, timings))
     if measured and (reason := tuning_cache.save(tuple(measured))):
         notes.append(f"thresholds are not kept: {reason}")
-    unique = tuple(dict.fromkeys(notes))
-    return SurveyReport(gpus=report.gpus, links=report.links, thresholds=tuple(measured), notes=unique)
+    return SurveyReport(
+        gpus=report.gpus,
+        links=report.links,
+        thresholds=tuple(measured),
+        timings=tuple(timings),
+        notes=tuple(dict.fromkeys(notes)),
+    )
 
 
 def _counts(gpus: int) -> tuple[int, ...]:
@@ -69,10 +81,28 @@ def _usable(places: Sequence[torch.device]) -> tuple[list[str], list[str]]:
     return usable, notes
 
 
-def _measured(places: Sequence[torch.device], transports: Sequence[str]) -> Thresholds:
+def _measured(places: Sequence[torch.device], transports: Sequence[str], timings: list[Timing]) -> Thresholds:
+    """Return the thresholds on some GPUs; ``timings`` gets what they were chosen by."""
     with GraphTimer(places) as timer:
+
+        def time(transport: str, kind: str, size: int, tunings: tuple[Tuning, ...]) -> Sequence[float]:
+            times = timer(transport, kind, size, tunings)
+            way_ns, other_ns = (round(each * 1000) for each in times)
+            timings.append(
+                Timing(
+                    devices=len(places),
+                    transport=transport,
+                    kind=kind,
+                    message_bytes=size,
+                    way="slots" if size <= tunings[0].slots(transport, kind) else "straight",
+                    way_ns=way_ns,
+                    other_ns=other_ns,
+                )
+            )
+            return times
+
         limits = {transport: timer.limits(transport) for transport in transports}
         slots = {transport: limit.slot_bytes for transport, limit in limits.items()}
         straight = "peer" in limits and limits["peer"].straight
-        tuning = tune(timer, slots, straight=straight)
+        tuning = tune(time, slots, straight=straight)
     return Thresholds(devices=len(places), transports=tuple(transports), tuning=tuning)

@@ -24,6 +24,29 @@ class Thresholds:
 
 
 @frozen(kw_only=True)
+class Timing:
+    """How long messages of one size take by two ways.
+
+    Attributes:
+        devices: how many took part.
+        transport: ``peer`` or ``host``.
+        kind: ``moves`` or ``sums``.
+        message_bytes: from one device to one other.
+        way: the first way: ``slots``, or ``straight``, of which copy engines are the alternative.
+        way_ns: one operation by it.
+        other_ns: one operation without it.
+    """
+
+    devices: int
+    transport: str
+    kind: str
+    message_bytes: int
+    way: str
+    way_ns: int
+    other_ns: int
+
+
+@frozen(kw_only=True)
 class SurveyReport:
     """The links between the GPUs here, and the thresholds.
 
@@ -31,10 +54,12 @@ class SurveyReport:
         gpus: UUIDs, in the order that indices refer to.
         links: the verdict on every mechanism from each GPU to each other.
         thresholds: for several numbers of GPUs, ascending.
+        timings: that they were chosen by.
         notes: what could not be measured or kept, and why.
     """
 
     gpus: tuple[str, ...]
     links: tuple[Link, ...]
     thresholds: tuple[Thresholds, ...]
+    timings: tuple[Timing, ...]
     notes: tuple[str, ...]

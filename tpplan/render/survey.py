@@ -24,9 +24,9 @@ _COLUMNS = {
 def survey(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     """Lay out a :class:`~tpplan.exec.survey_report.SurveyReport`."""
     count = len(report["gpus"])
-    lines = [line(f"Links between {count} GPU{'' if count == 1 else 's'}", "title")]
+    lines = [line(f"Links between {count} GPU{'s' if count > 1 else ''}", "title")]
     if not report["links"]:
-        lines += [line("there are none between fewer than two GPUs")]
+        lines += [line("one GPU has nobody to talk to")]
     else:
         lines += [*_links(report["links"], columns), BLANK]
     if report["thresholds"]:
