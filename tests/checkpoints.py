@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from math import prod
+from random import randbytes
 from typing import TYPE_CHECKING, Any
 
 from tpplan.model import DTYPE_BITS
@@ -104,3 +105,12 @@ def saved_values(directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file  # noqa: PLC0415 (it imports torch)
 
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def fill_random(directory: Path) -> None:
+    """Put random bytes into the holes of a checkpoint."""
+    path = directory / "model.safetensors"
+    with path.open("r+b") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(start)
+        file.write(randbytes(path.stat().st_size - start))

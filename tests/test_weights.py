@@ -1,11 +1,12 @@
-"""Weights by a plan: the parts of small checkpoints of every family, put together again, are what was saved."""
+"""Weights by a plan: the parts of small checkpoints, put together again, are what was saved."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatch
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,106 +14,102 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tpplan
-from tests import strategies
-from tests.checkpoints import save_random, saved_values
+from tests.checkpoints import fill_random, save_random, saved_values
 from tests.family_configs import configs
-from tpplan import axes, families
-from tpplan.axes import Axis
-from tpplan.devices import Device
+from tests.test_formats import CASES, make
+from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded, plans_of
+from tpplan import families
+from tpplan.checkpoint import Tensor
 from tpplan.exec import compile as compile_plan
-from tpplan.memory import demands, ledger
-from tpplan.plan import KV_MODES, LAYOUTS, Cache, Request
-from tpplan.planner import Attempt
-from tpplan.weights import iter_slices, load_weights
+from tpplan.weights import TensorSlice, load_weights, reads
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+__all__ = ["fine_units"]  # a fixture
 
-    from tpplan.model import ModelSpec
-    from tpplan.plan import SplitPlan
-    from tpplan.weights import Weights
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fine_units() -> Iterator[None]:
-    """Let small models be cut in many places."""
-    with pytest.MonkeyPatch.context() as patch:
-        for axis in Axis:
-            patch.setitem(axes.DEFAULT_UNIT, axis, min(4, axes.DEFAULT_UNIT[axis]))
-            patch.setitem(axes.MINIMUM_UNITS, axis, 1)
-        yield
-
-
-def plan_of(model: ModelSpec, request: Request, bounds: Sequence[tuple[int, ...]]) -> SplitPlan:
-    """Return the plan that cuts the axes of a model, in the order of the ledger, so."""
-    devices = tuple(Device(name=f"GPU {i}", budget_bytes=2**40) for i in range(len(bounds[0]) - 1))
-    wanted = demands(model, request, len(devices))
-    return Attempt(model, devices, request, wanted, tuple(bounds), ledger(bounds, wanted, devices)).plan()
-
-
-def request_of(layout: str = "reduce", kv: str = "idle") -> Request:
-    """Return a request for little room."""
-    return Request(layout, "balanced", Cache("fp16", 8), 1, 4, kv)
-
-
-@st.composite
-def plans_of(draw: st.DrawFn, model: ModelSpec) -> SplitPlan:
-    """Any plan of a model for one to five devices: uneven, some without a part of an axis, some idle."""
-    request = request_of(draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(KV_MODES)))
-    devices = draw(st.integers(1, 5))
-    wanted = demands(model, request, devices).axes
-    return plan_of(model, request, [draw(strategies.bounds(d.axis, d.size, d.unit, devices)) for d in wanted])
-
-
-def loaded(plan: SplitPlan, directory: Path) -> Weights:
-    """Load a checkpoint on virtual devices."""
-    with compile_plan(plan, backend="cpu", model=directory) as ctx:
-        return load_weights(plan, directory, ctx)
-
-
-def together(plan: SplitPlan, model: ModelSpec, weights: Weights) -> dict[str, torch.Tensor]:
-    """Put the parts together; where devices hold the same elements, these must be equal, and every one be held."""
-    wholes: dict[str, torch.Tensor] = {}
-    held: dict[str, torch.Tensor] = {}
-    for part in iter_slices(plan, model):
-        tensor = weights[part.device][part.name]
-        whole = wholes.setdefault(part.name, torch.empty(part.whole, dtype=tensor.dtype))
-        seen = held.setdefault(part.name, torch.zeros(part.whole, dtype=torch.bool))
-        at = 0
-        for start, end in part.ranges or ((0, 0),):
-            place = (slice(None),) * len(part.whole)
-            if part.dim is not None:
-                place = (*place[: part.dim], slice(start, end), *place[part.dim + 1 :])
-                own = tensor.narrow(part.dim, at, end - start)
-            else:
-                own = tensor
-            assert torch.equal(torch.where(seen[place], whole[place], own), own), part
-            whole[place] = own
-            seen[place] = True
-            at += end - start
-    assert all(bool(seen.all()) for seen in held.values())
-    return wholes
+#: Sizes of a read: a few rows, most tensors, and all.
+CHUNKS = (64, 1000, reads.CHUNK_BYTES)
 
 
 @pytest.mark.parametrize("model_type", families.supported())
 @settings(max_examples=4)
 @given(data=st.data())
 def test_parts_together_are_the_checkpoint(model_type: str, data: st.DataObject) -> None:
-    """Whatever the plan, nothing is lost or altered, no device holds anything else, and the ledger has counted it."""
+    """Every family, any plan, one file or several, read at once or in parts: all devices have their slices."""
     config = data.draw(configs(model_type))
+    dtype = data.draw(st.sampled_from(("float32", "bfloat16", "float16")))
     with TemporaryDirectory() as folder:
-        dtype = data.draw(st.sampled_from(("float32", "bfloat16", "float16")))
         directory = save_random(Path(folder), config, dtype, data.draw(st.sampled_from((2**12, 2**30))))
         model = tpplan.read_model(directory)
         plan = data.draw(plans_of(model))
-        weights = loaded(plan, directory)
+        with patch.object(reads, "CHUNK_BYTES", data.draw(st.sampled_from(CHUNKS))):
+            weights = loaded(plan, directory)
         saved = saved_values(directory)
     ignored = families.tolerated(model_type).ignored
-    expected = {n: t for n, t in saved.items() if not any(fnmatch(n, pattern) for pattern in ignored)}
-    found = together(plan, model, weights)
-    assert found.keys() == expected.keys()
-    assert all(found[name].dtype == t.dtype and torch.equal(found[name], t) for name, t in expected.items())
-    parts = {(part.device, part.name): part.shape for part in iter_slices(plan, model)}
-    assert {(d, n): tuple(t.shape) for d, own in weights.tensors.items() for n, t in own.items()} == parts
-    sizes = [sum(t.nbytes for t in weights.tensors.get(i, {}).values()) for i in range(len(plan.devices))]
-    assert sizes == [entry.weights_bytes for entry in plan.memory]
+    wanted = {n: t for n, t in saved.items() if not any(fnmatch(n, pattern) for pattern in ignored)}
+    assert_loaded(plan, model, weights, wanted)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_quantised_tensors_arrive_as_they_are_stored(tmp_path: Path, case: str) -> None:
+    """Packed words, scales and permutations are cut between stored elements, and not touched otherwise."""
+    directory, _ = make(tmp_path, case)
+    fill_random(directory)
+    model, saved = tpplan.read_model(directory), saved_values(directory)
+
+    @settings(max_examples=4)
+    @given(plan=plans_of(model))
+    def check(plan: tpplan.SplitPlan) -> None:
+        assert_loaded(plan, model, loaded(plan, directory), saved)
+
+    check()
+
+
+def test_a_prefix_that_the_checkpoint_leaves_out(tmp_path: Path) -> None:
+    """GPT-2's own files have no ``transformer.`` before their names; the weights have the family's names."""
+    config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 12, "n_positions": 4}
+    directory = save_random(tmp_path, config, "float32")
+    saved = saved_values(directory)
+    from safetensors.torch import save_file  # noqa: PLC0415 (no stubs)
+
+    save_file(
+        {name.removeprefix("transformer."): tensor for name, tensor in saved.items()}, tmp_path / "model.safetensors"
+    )
+    plan = tpplan.plan(tpplan.read_model(directory), tpplan.parse_devices("1GiB"), max_rows=1)
+    weights = loaded(plan, directory)
+    assert weights[0].keys() == saved.keys()
+    assert all(torch.equal(weights[0][name], tensor) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, 2])
+@pytest.mark.parametrize("shape", [(128, 2880, 5760), (3, 11_000_000, 5), (128_256, 8192, 1)])
+def test_reads_are_small_and_cover_a_tensor_once(shape: tuple[int, int, int], dim: int | None) -> None:
+    """However large a tensor, it is read from its first byte to its last, never more at a time than a buffer holds."""
+    header = Tensor("BF16", shape, 2 * prod(shape), "model.safetensors", 1000)
+    cut = [(0, 1), (1, shape[dim])] if dim is not None and shape[dim] > 1 else [(0, shape[dim or 0])]
+    parts = [TensorSlice("x", i, "BF16", shape, dim, () if dim is None else (ends,)) for i, ends in enumerate(cut)]
+    held = [(part, torch.empty(part.nbytes, dtype=torch.uint8, device="meta")) for part in parts]
+    at, moved = 1000, 0
+    for read in reads.reads_of(header, held):
+        assert read.start == at
+        assert 0 < read.rows * read.width <= reads.CHUNK_BYTES
+        at += read.rows * read.width
+        moved += sum(len(move.target) for move in read.moves)
+    assert (at, moved) == (1000 + header.nbytes, sum(part.nbytes for part in parts))
+
+
+@pytest.mark.gpu
+def test_parts_on_a_gpu_are_those_of_a_virtual_device(tmp_path: Path) -> None:
+    """Through pinned memory, in many small parts, the same bits arrive where the plan wants them."""
+    keys = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 200, "pad_token_id": 0}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    directory = save_random(tmp_path, {"model_type": "phi3", **keys, **heads}, "bfloat16")
+    gpus = [f"cuda:{i}" for i in range(min(2, torch.cuda.device_count()))]
+    plan = even_plan(tpplan.read_model(directory), len(gpus))
+    virtual = loaded(plan, directory)
+    for chunk in CHUNKS:
+        with patch.object(reads, "CHUNK_BYTES", chunk), compile_plan(plan, backend="cuda") as ctx:
+            weights = load_weights(plan, directory, ctx)
+        assert weights.tensors.keys() == virtual.tensors.keys()
+        for device, own in virtual.tensors.items():
+            assert all(tensor.device == torch.device(gpus[device]) for tensor in weights[device].values())
+            assert weights[device].keys() == own.keys()
+            assert all(torch.equal(weights[device][name].cpu(), tensor) for name, tensor in own.items())

@@ -1,0 +1,188 @@
+"""Loading that is refused or fails, with the names of what is wrong, and what a person sees of it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from attrs import evolve
+from safetensors.torch import save_file
+
+import tpplan
+from tests.checkpoints import save_random, saved_values
+from tests.weight_plans import even_plan, fine_units, loaded
+from tpplan.errors import ExecutionError, ModelError, PlanError, RequestError
+from tpplan.exec import compile as compile_plan
+from tpplan.weights import load, load_weights, reads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tpplan.plan import SplitPlan
+
+__all__ = ["fine_units"]  # a fixture
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 16,
+}
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """Return the directory of a small checkpoint in one file."""
+    return save_random(tmp_path / "llama", LLAMA, "bfloat16")
+
+
+@pytest.fixture
+def plan(model_dir: Path) -> SplitPlan:
+    """Return a plan for it, for two devices."""
+    return even_plan(tpplan.read_model(model_dir), 2)
+
+
+def change(directory: Path, how: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Save the checkpoint again with other tensors."""
+    tensors = saved_values(directory)
+    how(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (lambda t: t.pop(DOWN), f"lacks 1 tensors that config.json asks for: '{DOWN}'"),
+        (lambda t: t.update({"model.extra": torch.zeros(3)}), "does not ask for: 'model.extra'"),
+        (lambda t: t.update({DOWN: torch.zeros(32, 40, dtype=torch.bfloat16)}), f"{DOWN} of BF16 [32, 40]"),
+        (lambda t: t.update({DOWN: t[DOWN].float()}), f"{DOWN} in model.safetensors is F32 and not BF16"),
+        (lambda t: t.update({name: x.half() for name, x in t.items()}), "is F16 and not BF16, "),
+    ],
+    ids=["missing", "extra", "shape", "dtype", "dtype of all"],
+)
+def test_a_checkpoint_with_other_tensors(
+    model_dir: Path, plan: SplitPlan, how: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    """The error names the tensor."""
+    change(model_dir, how)
+    with pytest.raises(ModelError) as caught:
+        loaded(plan, model_dir)
+    assert message in caught.value.message.replace(f"{model_dir}/", "")
+    assert caught.value.hint
+
+
+def test_another_model(tmp_path: Path, plan: SplitPlan) -> None:
+    """The error says what differs, and nothing was allocated or read."""
+    other = save_random(tmp_path / "other", LLAMA | {"num_hidden_layers": 3}, "float16")
+    with pytest.raises(ModelError, match="layers 3 and not 2, dtype float16 and not bfloat16, fingerprint sha256:"):
+        loaded(plan, other)
+    with pytest.raises(ModelError, match="is not the model that the plan for llama was made for: fingerprint"):
+        loaded(plan, save_random(tmp_path / "wider", LLAMA | {"vocab_size": 41}, "bfloat16"))
+
+
+def test_a_directory_without_weights(model_dir: Path, plan: SplitPlan) -> None:
+    """A config alone makes a plan, but has nothing to load."""
+    (model_dir / "model.safetensors").unlink()
+    for path in (model_dir, model_dir / "config.json"):
+        with pytest.raises(ModelError, match="has no weights in safetensors files"):
+            loaded(plan, path)
+
+
+def test_experts_that_are_stored_in_several_ways(tmp_path: Path) -> None:
+    """What tpplan can plan but not tell apart by name is refused, and says where."""
+    keys = {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 1}
+    directory = save_random(tmp_path, LLAMA | keys, "bfloat16")
+    name = "model.layers.1.block_sparse_moe.experts.1.w2.weight"
+    change(directory, lambda t: t.update({name: t[name].float()}))
+    with pytest.raises(ModelError, match=r"experts of layer 1 are stored in several ways .*w2\.weight"):
+        loaded(even_plan(tpplan.read_model(directory), 2), directory)
+
+
+def test_a_ledger_that_counts_other_bytes(model_dir: Path, plan: SplitPlan) -> None:
+    """A cut that was moved by hand breaks the promise of the ledger."""
+    splits = tuple(evolve(s, bounds=(0, 8, 40)) if s.axis == "vocab" else s for s in plan.splits)
+    with pytest.raises(PlanError, match=r"memory\[0\].weights_bytes is \d+, but the slices of device 0 take \d+"):
+        loaded(evolve(plan, splits=splits), model_dir)
+
+
+def test_the_context_is_another_one(model_dir: Path, plan: SplitPlan) -> None:
+    """Weights go where the plan was compiled, and not into a closed context."""
+    other = even_plan(tpplan.read_model(model_dir), 3)
+    with compile_plan(plan, backend="cpu") as ctx, pytest.raises(RequestError, match="another plan"):
+        load_weights(other, model_dir, ctx)
+    with pytest.raises(ExecutionError, match="closed"):
+        load_weights(plan, model_dir, ctx)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "model.safetensors ends at byte"),
+        (lambda path: path.unlink(), "model.safetensors cannot be read: No such file"),
+    ],
+    ids=["shorter", "gone"],
+)
+def test_a_file_that_changes_while_it_is_read(
+    model_dir: Path,
+    plan: SplitPlan,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Path], object],
+    message: str,
+) -> None:
+    """One thread's failure ends them all, with its reason."""
+
+    @contextmanager
+    def spoiled(what: str, total: int) -> Iterator[Callable[[int], None]]:
+        spoil(model_dir / "model.safetensors")
+        yield lambda _: None
+
+    monkeypatch.setattr(load, "progress", spoiled)
+    with pytest.raises(ModelError, match=message):
+        loaded(plan, model_dir)
+
+
+def test_interrupted_loading_stops(model_dir: Path, plan: SplitPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When one thread fails, the others do not read on to the end."""
+    calls: list[None] = []
+
+    @contextmanager
+    def failing(what: str, total: int) -> Iterator[Callable[[int], None]]:
+        def done(_: int) -> None:
+            calls.append(None)
+            raise KeyboardInterrupt
+
+        yield done
+
+    monkeypatch.setattr(load, "progress", failing)
+    monkeypatch.setattr(reads, "CHUNK_BYTES", 64)
+    with pytest.raises(KeyboardInterrupt):
+        loaded(plan, model_dir)
+    assert len(calls) <= load.THREADS
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_shown_on_a_terminal(
+    model_dir: Path,
+    plan: SplitPlan,
+    terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A bar on standard error; in a pipe not a word, and never one on standard output."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    loaded(plan, model_dir)
+    shown = capsys.readouterr()
+    total = sum(tensor.nbytes for tensor in saved_values(model_dir).values())
+    assert shown.out == ""
+    assert ("loading llama" in shown.err) is terminal
+    assert (f"{total / 2**10:.1f}/{total / 2**10:.1f} KiB" in shown.err) is terminal
