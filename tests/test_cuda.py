@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ import torch
 import tpplan
 from tpplan import exec as tpx
 from tpplan.errors import ExecutionError
-from tpplan.exec import slots
+from tpplan.exec import exchanges
+from tpplan.exec.launch import Launch
 from tpplan.exec.lower import TRANSPORTS
 from tpplan.exec.selftest import selftest
 
@@ -146,15 +147,15 @@ def test_an_interrupted_operation_is_the_last(ctx: tpx.TPContext, monkeypatch: p
         pytest.skip("no kernels exchange messages by this transport")
     x = torch.randn(1, 4096, device=ctx.devices[0].device).bfloat16()
     ctx.broadcast(x)
-    launch = slots.Slots.launch
+    issue = Launch.issue
 
-    def interrupted(self: slots.Slots, stream: object, ready: slots.Launch, *rest: object) -> None:
-        if ready.stream.device:
+    def interrupted(self: Launch, *rest: Any) -> None:
+        if self.stream.device:
             raise KeyboardInterrupt
-        launch(self, stream, ready, *rest)  # type: ignore[arg-type]
+        issue(self, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(slots.Slots, "launch", interrupted)
+        patch.setattr(Launch, "issue", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ctx.broadcast(x)
     with pytest.raises(ExecutionError, match="interrupted"):
@@ -206,16 +207,12 @@ def test_a_device_that_never_comes_ends_in_an_error(monkeypatch: pytest.MonkeyPa
     """A kernel that waits in vain gives up at its deadline, and the context says so from then on."""
     if GPUS < 2:
         pytest.skip(f"needs 2 GPUs, found {GPUS}")
-    monkeypatch.setattr(slots, "_DEADLINE", 200_000_000)
+    monkeypatch.setattr(exchanges, "_DEADLINE", 200_000_000)
     with tpx.compile(_plan(2), backend="cuda", devices=[0, 1], transport="peer") as ctx:
         parts, _ = _parts(ctx, 1)
         ctx.all_reduce(parts)
-        launch = slots.Slots.launch
-        monkeypatch.setattr(
-            slots.Slots,
-            "launch",
-            lambda self, stream, ready, *rest: ready.stream.device and launch(self, stream, ready, *rest),
-        )
+        issue = Launch.issue
+        monkeypatch.setattr(Launch, "issue", lambda self, *rest: self.stream.device and issue(self, *rest))
         ctx.all_reduce(parts)
         with pytest.raises(ExecutionError, match="never came"):
             ctx.synchronize()

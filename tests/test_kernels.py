@@ -44,6 +44,25 @@ def test_exchanges_poll_what_others_write(name: str) -> None:
         first = text.index("ld.volatile.global.v4.u32")
         assert "ld.volatile.global.v4.u32" in text[first + 1 :]  # once before the loop, and again in it
         assert "ld.volatile.global.u32" in text
+        assert f".visible .entry {name}(\n\t.param .align 8 .b8 tpplan_words[" in text  # its one parameter
+        assert ".f64" not in text
+        assert "ld.global.nc" not in text
+        assert ".local" not in text
+        _, log = kernel_cache.assemble(name, capability)
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+
+
+@pytest.mark.parametrize("name", ["straight_move", "straight_sum_bf16", "straight_sum_f16", "straight_sum_f32"])
+def test_straight_kernels_wait_for_flags_and_move_vectors(name: str) -> None:
+    """Flags are polled with acquire and raised with release behind a fence; 16 bytes move at a time; nothing spills."""
+    for capability in CAPABILITIES:
+        text = kernel_cache.ptx(name, capability)
+        poll = text.index("ld.acquire.sys.global.u32")
+        label = text.rindex("\n$L", 0, poll)
+        assert f"bra \t{text[label + 1 : text.index(':', label)]};" in text[poll:]  # back to the poll
+        assert text.index("fence.acq_rel.sys;") < text.index("st.release.sys.global.u32")
+        assert "ld.global.v4.u32" in text
+        assert "st.global.v4.u32" in text
         assert ".f64" not in text
         assert "ld.global.nc" not in text
         assert ".local" not in text

@@ -14,8 +14,8 @@ from tests.program_cases import CASES, Case
 from tpplan.errors import InternalError
 from tpplan.exec import slot_table
 from tpplan.exec.operation import Reduction
-from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
-from tpplan.exec.slot_table import BLOCKS, PACKET_BYTES, THREADS, Place, capacity, queues, table, widest
+from tpplan.exec.program import INPUT, OPERANDS, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
+from tpplan.exec.slot_table import PACKET_BYTES, SEQUENCES, THREADS, Place, capacity, queues, regions, table, widest
 
 SMALL = {name: case for name, case in CASES.items() if case.way.small}
 STRIDE = 2**17
@@ -28,12 +28,11 @@ class Machine:
     Attributes:
         rows: of all matrices.
         messages: in slots.
-        freed: addresses of credits that were raised.
+        addresses: of everything else.
     """
 
     rows: int
     messages: dict[int, torch.Tensor] = field(factory=dict)
-    freed: set[int] = field(factory=set)
     addresses: dict[tuple[Any, ...], int] = field(factory=dict)
 
     def address(self, *key: object) -> int:
@@ -43,51 +42,37 @@ class Machine:
     def place(self, queue: Queue, device: int) -> Place:
         """Return where a device finds a queue."""
         readers = queue.receivers if device == queue.sender else (device,)
-        near = queue.place != HOST and device == queue.sender
-        freed = tuple(
-            (self.address("credit", queue, r), self.number(device, queue, r) if near else -1) for r in readers
-        )
-        return Place(self.address("slots", queue), self.number(device, queue, None), freed)
+        number = self.address("counter", device, queue)
+        return Place(self.address("slots", queue), number, tuple(self.address("credit", queue, r) for r in readers))
 
-    def number(self, device: int, queue: Queue, reader: int | None) -> int:
-        """Return the number of one of a device's counters."""
-        return self.address("counter", device, queue, reader) % 128
-
-    def send(self, words: list[int], x: torch.Tensor) -> None:
-        """Put what a device sends into slots."""
+    def send(self, words: list[int], x: torch.Tensor, out: torch.Tensor | None) -> None:
+        """Put what a device sends into slots, and what it copies into its output."""
         for entry in range(words[slot_table.SENDS]):
-            at = words[slot_table.SENDS + 1] + 4 * entry
-            first, width, lanes, lane = words[at : at + 4]
+            at = words[slot_table.SENDS + 1] + 5 * entry
+            first, width, lanes, lane, local = words[at : at + 5]
+            message = x[:, first : first + width].clone()
             for k in range(lane, lane + 2 * lanes, 2):
-                self.messages[words[k]] = x[:, first : first + width].clone()
+                self.messages[words[k]] = message
+            if local:
+                assert out is not None
+                out[:, local - 1 : local - 1 + width] = message
 
-    def move(self, words: list[int], x: torch.Tensor | None, out: torch.Tensor | None) -> None:
-        """Copy within a device, and take what it receives."""
-        for entry in range(words[slot_table.LOCALS]):
-            at = words[slot_table.LOCALS + 1] + 3 * entry
-            source, target, width = words[at : at + 3]
-            assert x is not None
-            assert out is not None
-            out[:, target : target + width] = x[:, source : source + width]
+    def move(self, words: list[int], out: torch.Tensor) -> None:
+        """Take what a device receives."""
         for entry in range(words[slot_table.RECEIVES]):
-            at = words[slot_table.RECEIVES + 1] + 7 * entry
-            slot, _, credit, message, skip, width, target = words[at : at + 7]
-            assert out is not None
+            at = words[slot_table.RECEIVES + 1] + 6 * entry
+            slot, _, message, skip, width, target = words[at : at + 6]
             assert self.messages[slot].shape == (self.rows, message)
             out[:, target : target + width] = self.messages[slot][:, skip : skip + width]
-            self.freed.add(credit)
 
     def add(self, words: list[int], dtype: torch.dtype, ends: dict[str, torch.Tensor]) -> None:
         """Add up what a device has and receives."""
         total = None
         for entry in range(words[slot_table.RECEIVES]):
-            at = words[slot_table.RECEIVES + 1] + 4 * entry
-            kind, slot, _, credit = words[at : at + 4]
-            if kind == slot_table.FETCHED:
-                value = self.messages[slot]
-                self.freed.add(credit)
-            else:
-                value = ends[INPUT if kind == slot_table.OWN else RESIDUAL]
+            at = words[slot_table.RECEIVES + 1] + 3 * entry
+            kind, slot, _ = words[at : at + 3]
+            fetched = kind == slot_table.FETCHED
+            value = self.messages[slot] if fetched else ends[INPUT if kind == slot_table.OWN else RESIDUAL]
             assert value.shape == (self.rows, words[slot_table.WIDTH])
             numbers = value.contiguous().view(dtype).float()
             total = numbers if total is None else total + numbers
@@ -106,39 +91,54 @@ def test_a_table_does_what_its_operation_says(name: str, dtype: torch.dtype) -> 
         truths[buffer] = truths[Buffer(RESIDUAL, min(b.device for b in truths if b.role == RESIDUAL))]
     results = expected(case.operation, truths)
     memory = {buffer: tensor.clone().view(torch.uint8) for buffer, tensor in truths.items()}
-    tables, awaited = _tables(case, machine, dtype.itemsize)
+    tables = _tables(case, machine, dtype.itemsize)
+    ends = {
+        device: {role: memory[Buffer(role, device)] for role in OPERANDS if Buffer(role, device) in memory}
+        for device in tables
+    }
     for device, words in tables.items():
-        if Buffer(INPUT, device) in memory:
-            machine.send(words, memory[Buffer(INPUT, device)])
+        if INPUT in ends[device]:
+            machine.send(words, ends[device][INPUT], ends[device].get(OUTPUT))
     for device, words in tables.items():
-        ends = {
-            role: memory[Buffer(role, device)] for role in (INPUT, RESIDUAL, OUTPUT) if Buffer(role, device) in memory
-        }
         if isinstance(case.operation, Reduction):
-            machine.add(words, dtype, ends)
-        else:
-            machine.move(words, ends.get(INPUT), ends.get(OUTPUT))
+            machine.add(words, dtype, ends[device])
+        elif OUTPUT in ends[device]:
+            machine.move(words, ends[device][OUTPUT])
     for buffer, truth in results.items():
         assert torch.equal(memory[buffer], truth.contiguous().view(torch.uint8)), buffer
-    assert machine.freed == awaited
+    _check_credits(tables, machine)
 
 
-def _tables(case: Case, machine: Machine, item: int) -> tuple[dict[int, list[int]], set[int]]:
-    """Return the words of each device, and the credits that senders await."""
-    tables, awaited = {}, set()
+def _tables(case: Case, machine: Machine, item: int) -> dict[int, list[int]]:
+    """Return the words of each device."""
+    tables = {}
     for exchange in case.program.commands:
         if isinstance(exchange, Exchange):
             device = exchange.stream.device
             places = {queue: machine.place(queue, device) for queue in queues(exchange)}
-            words = tables[device] = table(exchange, item, places, STRIDE).words
-            for entry in range(words[slot_table.CREDITS]):
-                at = words[slot_table.CREDITS + 1] + 3 * entry
-                number, local, address = words[at : at + 3]
-                assert number in words[words[slot_table.SEQUENCES + 1] :][: words[slot_table.SEQUENCES]]
-                queue, reader = next(key[1:] for key, found in machine.addresses.items() if found == address)
-                assert local == (machine.number(device, queue, reader) + 1 if queue.place != HOST else 0)
-                awaited.add(address)
-    return tables, awaited
+            tables[device] = [0] * SEQUENCES + table(exchange, item, places, STRIDE).words
+    return tables
+
+
+def _check_credits(tables: dict[int, list[int]], machine: Machine) -> None:
+    """Check that what receivers free is what senders wait for, and that every lane has the number of its queue."""
+    keys = {address: key for key, address in machine.addresses.items()}
+    seen: dict[int, set[int]] = {slot_table.CREDITS: set(), slot_table.FREES: set()}
+    for device, words in tables.items():
+        sequences = words[words[SEQUENCES + 1] :][: words[SEQUENCES]]
+        for kind, found in seen.items():
+            for at in range(words[kind + 1], words[kind + 1] + 2 * words[kind], 2):
+                number, address = words[at : at + 2]
+                assert number in sequences
+                assert keys[number] == ("counter", device, keys[address][1])
+                found.add(address)
+        for entry in range(words[slot_table.SENDS]):
+            _, _, lanes, lane, _ = words[words[slot_table.SENDS + 1] + 5 * entry :][:5]
+            for slot, which in zip(
+                words[lane : lane + 2 * lanes : 2], words[lane + 1 : lane + 2 * lanes : 2], strict=True
+            ):
+                assert keys[sequences[which]] == ("counter", device, keys[slot][1])
+    assert seen[slot_table.CREDITS] == seen[slot_table.FREES]
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -161,14 +161,19 @@ def test_alignment_covers_all_that_is_touched(name: str) -> None:
             assert all(v.start | v.stop - v.start | made.written == made.written for v in written)
 
 
-def test_a_message_as_large_as_the_capacity_fits_every_block() -> None:
-    """The packets of a block never leave its part of a slot, however few blocks there are."""
-    for stride in (2**17, 2 * 297_216, 2 * 2_080_768):
-        packets = capacity(stride) // 8
-        rounds = -(-packets // (BLOCKS * THREADS))
-        assert rounds * THREADS * PACKET_BYTES <= stride // BLOCKS
-        assert capacity(stride) == rounds * BLOCKS * THREADS * 8
-    assert capacity(2**17) == 64 * 1024
+@pytest.mark.parametrize("stride", [4096, 2**17, 2 * 297_216, 2 * 2_080_768])
+def test_a_message_as_large_as_the_capacity_fits_every_block(stride: int) -> None:
+    """The packets of a block never leave its part of a slot, and the parts never leave the slot."""
+    blocks, region = regions(stride)
+    rounds = -(-capacity(stride) // (8 * blocks * THREADS))
+    assert rounds * THREADS * PACKET_BYTES <= region
+    assert blocks * region <= stride
+    assert capacity(stride) == rounds * blocks * THREADS * 8
+
+
+def test_a_slot_without_room_for_a_block_has_no_capacity() -> None:
+    """Then nothing goes through slots."""
+    assert capacity(4095) == 0
 
 
 def test_the_widest_message_sets_the_blocks() -> None:

@@ -9,24 +9,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
-from cuda.core import Stream as LaunchStream
 
 from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec.binding import no_memory, resolve
+from tpplan.exec.exchanges import Exchanges
 from tpplan.exec.fence import HOST_STREAM, without_callers
 from tpplan.exec.graph import Graph
+from tpplan.exec.launch import Launch
 from tpplan.exec.program import HOST, LOAD, Command, Copy, Event, Exchange, Program, Record, Stream, Wait
-from tpplan.exec.slots import Launch, Slots
 from tpplan.exec.sums import Sums, copy
 from tpplan.exec.torch_shims import stream_handle, switch_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
+    from types import TracebackType
 
     from torch import Tensor
 
@@ -93,6 +93,37 @@ class _Ready:
     on_host: bool
 
 
+class Issuing:
+    """Holds back other threads, for kernels of two contexts must not come in another order on another device.
+
+    Attributes:
+        closed: whether nothing may be issued any more.
+    """
+
+    def __init__(self, exchanges: Exchanges) -> None:
+        self._exchanges = exchanges
+        self.closed = False
+
+    def __enter__(self) -> None:
+        """Begin.
+
+        Raises:
+            ExecutionError: the devices are closed, or one of them waited in vain, or the issue of a program was
+                interrupted, so that devices do not agree any more on what they exchange.
+        """
+        if self.closed:
+            raise ExecutionError("the context is closed", "compile the plan again")
+        self._exchanges.check()
+        _ISSUING.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and not issubclass(kind, ExecutionError | InternalError):
+            self._exchanges.interrupt()
+        _ISSUING.release()
+
+
 class CudaDevices:
     """Runs programs on CUDA devices. Not safe for two threads at once.
 
@@ -114,14 +145,14 @@ class CudaDevices:
         self._loads = {d: torch.cuda.Stream(place) for d, place in places.items()}  # type: ignore[no-untyped-call]
         self._loaded: set[int] = set()
         self._current: dict[int, int] = {}
-        self._streams: dict[tuple[int, int], tuple[torch.cuda.Stream, LaunchStream]] = {}
+        self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
         self._recorded: dict[Event, torch.cuda.Event] = {}
         self._events: dict[tuple[Event, int], torch.cuda.Event] = {}
         self._sums = Sums()
         self._ready: dict[tuple[int, torch.dtype], _Ready] = {}
-        self._closed = False
         with _ISSUING:
-            self._slots = Slots(memory, places)
+            self._exchanges = Exchanges(memory, places)
+        self._issuing = Issuing(self._exchanges)
         for source in places.values() if peers else ():  # torch gives access when it first copies between two devices
             for target in places.values():
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
@@ -130,14 +161,14 @@ class CudaDevices:
         """Issue a program.
 
         Args:
-            program: whose exchanges, if there are any, go through slots.
+            program: of some operation.
             operands: the caller's tensors, ``[rows, columns]`` each.
 
         Raises:
             ExecutionError: a copy failed, a device waited in vain in an earlier exchange, or something is captured
                 that was not run before, or in which the host takes part.
         """
-        with self.issuing():
+        with self._issuing:
             return self._run(program, operands)
 
     def _run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
@@ -151,7 +182,7 @@ class CudaDevices:
         launches = iter(ready.launches)
         for step in ready.commands:
             if isinstance(step, Exchange):
-                self._issue(step.stream, self._slots.launch, next(launches), operands, rows)
+                self._issue(step.stream, next(launches).issue, operands, rows)
             elif isinstance(step, Record):
                 self._record(step, new=step.event in program.results)
             elif isinstance(step, Wait):
@@ -165,27 +196,11 @@ class CudaDevices:
                     target.copy_(sources[0])
                 else:
                     self._issue(step.stream, copy if isinstance(step, Copy) else self._sums.add, target, sources)
-        return Pending(tuple(self._recorded[event] for event in program.results), self._slots.check)
+        return Pending(tuple(self._recorded[event] for event in program.results), self._exchanges.check)
 
-    @contextmanager
-    def issuing(self) -> Iterator[None]:
-        """Hold back other threads, for kernels of two contexts must not come in another order on another device.
-
-        Raises:
-            ExecutionError: the devices are closed, or one of them waited in vain, or the issue of a program was
-                interrupted, so that devices do not agree any more on the messages that they exchange.
-        """
-        with _ISSUING:
-            if self._closed:
-                raise ExecutionError("the context is closed", "compile the plan again")
-            self._slots.check()
-            try:
-                yield
-            except (ExecutionError, InternalError):
-                raise
-            except BaseException:
-                self._slots.interrupt()
-                raise
+    def issuing(self) -> Issuing:
+        """Return what is to be held while kernels are issued that devices exchange by."""
+        return self._issuing
 
     def synchronize(self) -> None:
         """Return when everything that was issued is complete.
@@ -195,7 +210,7 @@ class CudaDevices:
         """
         for stream in self.streams():
             stream.synchronize()
-        self._slots.check()
+        self._exchanges.check()
 
     def capture(self) -> Graph:
         """Return a graph that captures what a ``with`` block issues."""
@@ -203,7 +218,7 @@ class CudaDevices:
 
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
         """Return the streams on which something was issued since the last :meth:`forget`."""
-        current = [self._streams[each][0] for each in self._current.items()]
+        current = [self._streams[each] for each in self._current.items()]
         return (*current, *(self._loads[device] for device in sorted(self._loaded)))
 
     def prepared(self) -> tuple[object, ...]:
@@ -223,17 +238,17 @@ class CudaDevices:
 
     def close(self) -> None:
         """Let go of streams, events and kernels; closing again does nothing."""
-        self._closed = True
+        self._issuing.closed = True
         for held in (self._current, self._streams, self._recorded, self._events, self._ready):
             held.clear()
         self._memory = no_memory()
-        self._slots.close()
+        self._exchanges.close()
 
     def _prepare(self, program: Program, dtype: torch.dtype) -> _Ready:
         if len(self._ready) >= _KEPT and not torch.cuda.is_current_stream_capturing():
             self.synchronize()
             self._ready.clear()
-        launches = self._slots.prepare(program, dtype)
+        launches = self._exchanges.prepare(program, dtype)
         commands = without_callers(program)
         devices = tuple(sorted({command.stream.device for command in commands} - {HOST}))
         on_host = bool(program.results) or any(command.stream == HOST_STREAM for command in commands)
@@ -255,32 +270,29 @@ class CudaDevices:
             stream = torch.cuda.default_stream(place)
             if handle:
                 stream = torch.cuda.ExternalStream(handle, place)  # type: ignore[no-untyped-call]
-            self._streams[key] = stream, LaunchStream.from_handle(handle)
+            self._streams[key] = stream
         if before is not None:
-            self._streams[key][0].wait_stream(self._streams[device, before][0])
+            self._streams[key].wait_stream(self._streams[device, before])
         self._current[device] = handle
 
     def _real(self, stream: Stream) -> torch.cuda.Stream:
         if stream.kind == LOAD:
             self._loaded.add(stream.device)
             return self._loads[stream.device]
-        return self._streams[stream.device, self._current[stream.device]][0]
+        return self._streams[stream.device, self._current[stream.device]]
 
     def _issue(self, stream: Stream, work: Callable[..., None], *arguments: object) -> None:
         """Issue work to a stream; where that is a default stream, its device has to be current."""
         if stream.kind == LOAD:
-            work(LaunchStream.from_handle(self._real(stream).cuda_stream), *arguments)
-            return
-        handle = self._current[stream.device]
-        real = self._streams[stream.device, handle][1]
-        if handle:
-            work(real, *arguments)
-            return
-        before = switch_device(self._ordinals[stream.device])
-        try:
-            work(real, *arguments)
-        finally:
-            switch_device(before)
+            work(self._real(stream).cuda_stream, *arguments)
+        elif handle := self._current[stream.device]:
+            work(handle, *arguments)
+        else:
+            before = switch_device(self._ordinals[stream.device])
+            try:
+                work(handle, *arguments)
+            finally:
+                switch_device(before)
 
     def _record(self, step: Record, *, new: bool) -> None:
         """Record an event of the stream's device: each has its own, for any device may record some events."""

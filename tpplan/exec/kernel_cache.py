@@ -12,14 +12,25 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tpplan.errors import TpplanError
+from tpplan.errors import InternalError, TpplanError
 from tpplan.files import cache_folder, save_bytes
 
 #: Most matrices that one launch adds up: a part of each of eight devices, and a residual.
 MOST_SOURCES = 9
 
 _LOG = logging.getLogger(__name__)
-_SOURCES = ("kernel_cache.py", "kernels.py", "ptx.py", "slot_kernels.py", "slot_table.py")
+_SOURCES = (
+    "exchange_kernels.py",
+    "exchange_table.py",
+    "kernel_cache.py",
+    "kernels.py",
+    "program.py",
+    "ptx.py",
+    "slot_kernels.py",
+    "slot_table.py",
+    "straight_kernels.py",
+    "straight_table.py",
+)
 _COMPILERS = ("numba", "llvmlite", "numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
 
 
@@ -89,12 +100,21 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     """Return a kernel's PTX; its entry has the kernel's name."""
     from numba import cuda  # noqa: PLC0415 (a second to import, so not for who has it on disk)
 
-    from tpplan.exec import kernels, slot_kernels  # noqa: PLC0415
+    from tpplan.exec import kernels, slot_kernels, straight_kernels  # noqa: PLC0415
+    from tpplan.exec.exchange_table import MOST_WORDS  # noqa: PLC0415
+    from tpplan.exec.ptx import PARAMETER  # noqa: PLC0415
 
-    kernel = getattr(slot_kernels if name.startswith("slot_") else kernels, name.upper())
+    modules = {"slot": slot_kernels, "straight": straight_kernels}
+    kernel = getattr(modules.get(name.partition("_")[0], kernels), name.upper())
     text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability)
     mangled = text.partition(".visible .entry ")[2].partition("(")[0]
-    return str(text.replace(mangled, name))
+    text = str(text.replace(mangled, name))
+    if kernel.arguments > 1:
+        return text
+    declared = f".param .u64 {name}_param_0"  # one word, in the place of an array that numba has no type for
+    if text.count(f"{name}_param_0") != 1 or declared not in text:
+        raise InternalError(f"{name}: numba has written {declared} in another way")
+    return text.replace(declared, f".param .align 8 .b8 {PARAMETER}[{8 * MOST_WORDS}]")
 
 
 def _arch(capability: tuple[int, int]) -> str:

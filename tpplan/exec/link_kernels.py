@@ -11,16 +11,18 @@ from cuda.core import Stream as LaunchStream
 
 from tpplan.exec import kernel_cache, lower_flags, operation
 from tpplan.exec.binding import Memory
+from tpplan.exec.exchanges import Exchanges
 from tpplan.exec.kernel_cache import MOST_SOURCES
 from tpplan.exec.link_report import Mechanism
 from tpplan.exec.program import INPUT, OUTPUT, SLOTS, Buffer
 from tpplan.exec.slot_table import capacity
-from tpplan.exec.slots import Launch, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+
+    from tpplan.exec.launch import Launch
 
 _SLOT_BYTES = 2**17
 _THREADS, _BLOCKS = 256, 32
@@ -94,9 +96,8 @@ class _Pair:
         slots = torch.empty((SLOTS, _SLOT_BYTES), dtype=torch.uint8, device=target.device)
         flags = {i: torch.empty(2**12, dtype=torch.uint8, device=place) for i, place in places.items()}
         self._streams = [torch.cuda.Stream(place) for place in places.values()]  # type: ignore[no-untyped-call]
-        self._launches = [LaunchStream.from_handle(stream.cuda_stream) for stream in self._streams]
         memory = Memory({}, {}, lambda _: slots, flags)
-        self._slots = Slots(memory, places)
+        self._exchanges = Exchanges(memory, places)
 
     def launch(self, start: int, stop: int) -> None:
         """Send some of the bytes."""
@@ -104,11 +105,10 @@ class _Pair:
         if size := source.numel():
             if size not in self._sizes:
                 program = lower_flags.moves(operation.broadcast(0, (1,), size), on_host=False)
-                self._sizes[size] = self._slots.prepare(program, torch.uint8)
+                self._sizes[size] = self._exchanges.prepare(program, torch.uint8)
             operands = {Buffer(INPUT, 0): source, Buffer(OUTPUT, 1): target}
             for each in self._sizes[size]:
-                device = each.stream.device
-                self._slots.launch(self._launches[device], each, operands, 1)
+                each.issue(self._streams[each.stream.device].cuda_stream, operands, 1)
 
     def finish(self) -> None:
         """Wait until everything is there.
@@ -118,4 +118,4 @@ class _Pair:
         """
         for stream in self._streams:
             stream.synchronize()
-        self._slots.check()
+        self._exchanges.check()

@@ -89,7 +89,14 @@ poll_32 = _instruction("ld.volatile.global.u32 $0, [$1];", "u32", "u64", memory=
 post_32 = _instruction("st.volatile.global.u32 [$0], $1;", "", "u64 u32", memory=True)
 poll_128 = _instruction("ld.volatile.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
 post_128 = _instruction("st.volatile.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
-load_word = _instruction("ld.global.u64 $0, [$1];", "u64", "u64", memory=True)
+#: A flag that says that data is there, or may be written; what follows a poll sees what came before the post and fence.
+acquire_32 = _instruction("ld.acquire.sys.global.u32 $0, [$1];", "u32", "u64", memory=True)
+release_32 = _instruction("st.release.sys.global.u32 [$0], $1;", "", "u64 u32", memory=True)
+fence = _instruction("fence.acq_rel.sys;", "", "", memory=True)
+#: The kernel's parameter, which :mod:`tpplan.exec.kernel_cache` makes an array of this name; a word by its index.
+PARAMETER = "tpplan_words"
+_TEXT = f"{{ .reg .b64 a, b; shl.b64 b, $1, 3; mov.b64 a, {PARAMETER}; add.s64 a, a, b; ld.param.b64 $0, [a]; }}"
+word = _instruction(_TEXT, "u64", "u64")
 #: Cycles of the multiprocessor's clock.
 cycles = _instruction("mov.u64 $0, %clock64;", "u64", "", memory=True)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from cuda.bindings import runtime
-from cuda.core import LaunchConfig, launch
+from cuda.core import LaunchConfig, Stream, launch
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import kernel_cache
@@ -16,7 +16,6 @@ from tpplan.exec.kernel_cache import MOST_SOURCES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cuda.core import Stream
     from torch import Tensor
 
 _NAMES = {torch.bfloat16: "sum_bf16", torch.float16: "sum_f16", torch.float32: "sum_f32"}
@@ -26,7 +25,7 @@ _THREADS = 256
 _MOST_BLOCKS = 264
 
 
-def copy(stream: Stream, target: Tensor, sources: Sequence[Tensor]) -> None:
+def copy(stream: int, target: Tensor, sources: Sequence[Tensor]) -> None:
     """Copy the only source, ``[rows, columns]``, to a target on whatever device.
 
     Raises:
@@ -42,7 +41,7 @@ def copy(stream: Stream, target: Tensor, sources: Sequence[Tensor]) -> None:
         columns * target.element_size(),
         rows,
         runtime.cudaMemcpyKind.cudaMemcpyDefault,
-        int(stream.handle),
+        stream,
     )
     if result != runtime.cudaError_t.cudaSuccess:
         message = f"a copy from {source.device} to {target.device} failed: {result.name}"
@@ -55,7 +54,7 @@ class Sums:
     def __init__(self) -> None:
         self._kernels: dict[tuple[torch.dtype, torch.device], Any] = {}
 
-    def add(self, stream: Stream, target: Tensor, sources: Sequence[Tensor]) -> None:
+    def add(self, stream: int, target: Tensor, sources: Sequence[Tensor]) -> None:
         """Add up the sources, ``[rows, columns]`` each, in float32, in order, on the target's device; round once."""
         item, (rows, columns) = target.element_size(), target.shape
         width = columns * item
@@ -66,7 +65,9 @@ class Sums:
         config = LaunchConfig(grid=min(_MOST_BLOCKS, -(-threads // _THREADS)), block=_THREADS)
         arguments = [n for place in rest for n in place] + [0] * (2 * (MOST_SOURCES - len(rest)))
         kernel = self._kernel(target.dtype, target.device)
-        launch(stream, config, kernel, address, step, rows, width, vectors * 1, len(rest), *arguments)
+        launch(
+            Stream.from_handle(stream), config, kernel, address, step, rows, width, vectors * 1, len(rest), *arguments
+        )
 
     def _kernel(self, dtype: torch.dtype, device: torch.device) -> Any:
         key = (dtype, device)

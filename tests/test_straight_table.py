@@ -1,0 +1,175 @@
+"""Tables of straight kernels: gone through in Python as the kernels go through them, step by step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+import torch
+from attrs import define, field
+
+from tests.caller import expected, noise, widths
+from tests.program_cases import CASES
+from tpplan.errors import InternalError
+from tpplan.exec.exchange_table import MOST_WORDS
+from tpplan.exec.lower_flags import direct_moves, direct_reduction
+from tpplan.exec.operation import all_reduce, allgather
+from tpplan.exec.program import OUTPUT, RESIDUAL, Buffer, Exchange, Flag, writes
+from tpplan.exec.straight_table import ADD, AWAIT, COPY, SEQUENCES, SIGNAL, STEPS, home, longest, operands, table
+
+LARGE = {n: c for n, c in CASES.items() if c.way.transport == "peer" and not c.way.small}
+
+
+@define
+class Device:
+    """One kernel on its way through its steps."""
+
+    words: list[int]
+    at: int = 0
+    left: int = 0
+    counts: list[int] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.left, self.at = self.words[STEPS], self.words[STEPS + 1]
+
+
+@define
+class Machine:
+    """Flags and counters of all devices; an address is an index."""
+
+    flags: Counter[int] = field(factory=Counter)
+    counters: Counter[tuple[int, int]] = field(factory=Counter)
+    known: dict[tuple[object, ...], int] = field(factory=dict)
+
+    def index(self, *key: object) -> int:
+        """Return a number for a thing, the same every time."""
+        return self.known.setdefault(key, len(self.known))
+
+    def start(self, index: int, device: Device) -> None:
+        """Read and raise the counters of a device."""
+        count, place = device.words[SEQUENCES : SEQUENCES + 2]
+        for at in range(place, place + 2 * count, 2):
+            number, times = device.words[at : at + 2]
+            device.counts.append(self.counters[index, number])
+            self.counters[index, number] += times
+
+    def step(self, device: Device, memory: list[torch.Tensor], dtype: torch.dtype) -> bool:
+        """Do the next step of a device, if it has not to wait."""
+        words, at = device.words, device.at
+        kind = words[at]
+        if kind in {SIGNAL, AWAIT}:
+            flags = [words[k : k + 3] for k in range(at + 2, at + 2 + 3 * words[at + 1], 3)]
+            if kind == AWAIT and any(self.flags[address] < device.counts[s] + n for s, n, address in flags):
+                return False
+            for sequence, times, address in flags if kind == SIGNAL else ():
+                self.flags[address] = device.counts[sequence] + times
+            device.at += 2 + 3 * len(flags)
+        else:
+            device.at = self.work(words, at, memory, dtype)
+        device.left -= 1
+        return True
+
+    def work(self, words: list[int], at: int, memory: list[torch.Tensor], dtype: torch.dtype) -> int:
+        """Copy or add up; return where the next step is."""
+        copies = words[at] == COPY
+        assert copies or words[at] == ADD
+        place = at + (3 if copies else 1)
+        width, part, parts, count = words[place : place + 4]
+        end = place + 4 + 2 * count
+        targets = [words[k : k + 2] for k in range(place + 4, end, 2)]
+        if copies:
+            sources = [words[at + 1 : at + 3]]
+        else:
+            sources = [words[k : k + 2] for k in range(end + 1, end + 1 + 2 * words[end], 2)]
+            end += 1 + 2 * words[end]
+        rows = memory[0].shape[0]
+        span = slice(rows * part // parts, rows * (part + 1) // parts)
+        views = [memory[operand][span, first : first + width] for operand, first in sources]
+        assert all(view.shape[1] == width for view in views)
+        if copies:
+            result = views[0].clone()
+        else:
+            total = torch.full((len(views[0]), width // dtype.itemsize), -0.0)
+            for view in views:
+                total = total + view.contiguous().view(dtype).float()
+            result = total.to(dtype).view(torch.uint8)
+        for operand, first in targets:
+            memory[operand][span, first : first + width] = result
+        return end
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", LARGE)
+def test_a_table_does_what_its_operation_says(name: str, dtype: torch.dtype) -> None:
+    """All devices together give every byte in any order of steps, twice in a row, and none is left waiting."""
+    case, random = LARGE[name], Random(1)
+    truths = {b: noise(5, columns, dtype, random) for b, columns in widths(case.operation).items()}
+    for buffer in [b for b in truths if b.role == RESIDUAL]:  # which all devices have alike
+        truths[buffer] = truths[Buffer(RESIDUAL, min(b.device for b in truths if b.role == RESIDUAL))]
+    results = expected(case.operation, truths)
+    machine = Machine()
+    exchanges = [command for command in case.program.commands if isinstance(command, Exchange)]
+    named = operands(exchanges)
+    for _ in range(2):
+        memory = {buffer: tensor.clone().view(torch.uint8) for buffer, tensor in truths.items()}
+        devices = {e.stream.device: Device(_words(e, dtype.itemsize, named, machine)) for e in exchanges}
+        for index, device in devices.items():
+            machine.start(index, device)
+        while any(device.left for device in devices.values()):
+            ready = [device for device in devices.values() if device.left]
+            random.shuffle(ready)
+            assert any(machine.step(device, [memory[b] for b in named], dtype) for device in ready), "all wait"
+        for buffer, truth in results.items():
+            assert torch.equal(memory[buffer], truth.contiguous().view(torch.uint8)), buffer
+
+
+def _words(exchange: Exchange, item: int, named: tuple[Buffer, ...], machine: Machine) -> list[int]:
+    device = exchange.stream.device
+
+    def address(flag: Flag) -> int:
+        return machine.index("flag", home(flag), flag)
+
+    return [0] * SEQUENCES + table(exchange, item, named, lambda flag: machine.index(device, flag), address).words
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_alignment_covers_all_that_is_touched(name: str) -> None:
+    """The bits of a table are those of every start and width."""
+    exchanges = [command for command in LARGE[name].program.commands if isinstance(command, Exchange)]
+    for exchange in exchanges:
+        made = table(exchange, 2, operands(exchanges), lambda _: 1, lambda _: 1)
+        for step in exchange.steps:
+            for view in writes(step):
+                assert (2 * view.start | 2 * (view.stop - view.start) | made.bits) == made.bits
+
+
+def test_eight_devices_fit() -> None:
+    """The largest tables, of uneven slices and of sums with a residual, have room in a kernel's parameter."""
+    devices = tuple(range(8))
+    slices = tuple((d, 10 * d, 10 * d + 10) for d in devices)
+    programs = [
+        direct_moves(allgather("allgather", slices, devices)),
+        direct_reduction(all_reduce(4096, devices, devices, residual=True)),
+    ]
+    for program in programs:
+        exchanges = [command for command in program.commands if isinstance(command, Exchange)]
+        for exchange in exchanges:
+            made = table(exchange, 2, operands(exchanges), lambda _: 1, lambda _: 1)
+            assert SEQUENCES + len(made.words) <= MOST_WORDS
+
+
+def test_the_longest_step_sets_the_blocks() -> None:
+    """All kernels of a program have as many, or their parts of a step would not be the same."""
+    program = direct_reduction(all_reduce(4096, (0, 1), (0, 1), residual=False))
+    assert longest(c for c in program.commands if isinstance(c, Exchange)) == 2048
+
+
+def test_too_many_steps_are_refused() -> None:
+    """What does not fit a kernel's parameter is an error, not a shorter exchange."""
+    devices = tuple(range(40))
+    program = direct_moves(allgather("allgather", tuple((d, d, d + 1) for d in devices), devices))
+    exchanges = [command for command in program.commands if isinstance(command, Exchange)]
+    with pytest.raises(InternalError, match="too long"):
+        table(exchanges[0], 2, operands(exchanges), lambda _: 1, lambda _: 1)
+    assert Buffer(OUTPUT, 39) in operands(exchanges)

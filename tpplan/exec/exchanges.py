@@ -1,0 +1,127 @@
+"""Exchanges on CUDA devices: their kernels, loaded and ready to be launched, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpplan.errors import ExecutionError
+from tpplan.exec import kernel_cache, slot_table, slots, straight, straight_table
+from tpplan.exec.binding import no_memory
+from tpplan.exec.counters import Counters
+from tpplan.exec.exchange_table import BLOCKS, COUNTERS, DEADLINE, STATUS
+from tpplan.exec.launch import Launch, Work
+from tpplan.exec.program import OWN, SLOT, Exchange, Stream, Sum, writes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tpplan.exec.binding import Memory
+    from tpplan.exec.program import Program
+
+_WHAT = {torch.bfloat16: "sum_bf16", torch.float16: "sum_f16", torch.float32: "sum_f32"}
+_KERNELS = tuple(f"{way}_{what}" for way in ("slot", "straight") for what in ("move", *_WHAT.values()))
+#: Of the kernels of each way: threads of a block, the bytes that a thread moves at once, and the blocks that a
+#: multiprocessor has room for.
+_SHAPES = {
+    "slot": (slot_table.THREADS, slot_table.DATA_BYTES, 4),
+    "straight": (straight_table.THREADS, straight_table.VECTOR_BYTES, 1),
+}
+#: A device that does not answer for about so many cycles of a multiprocessor never will: ten seconds, or a few more.
+_DEADLINE = 20_000_000_000
+_INTERRUPTED = 4
+#: What the status says.
+_FAILURES = {
+    1: "a device waited for a message that never came",
+    2: "a device waited for a slot to be freed that never came",
+    3: "a device waited for another one that never came",
+    _INTERRUPTED: "the issue of a program was interrupted, so that devices do not agree any more",
+}
+
+
+class Exchanges:
+    """Makes the launches of exchanges; they are issued in the same order on all devices."""
+
+    def __init__(self, memory: Memory, places: Mapping[int, torch.device]) -> None:
+        """Load every kernel on every device: one that is loaded later would wait for those that wait for it.
+
+        Args:
+            memory: of the context.
+            places: torch's device for each of the plan's in use.
+        """
+        self._memory = memory
+        self._places = places
+        self._counters = Counters(memory.flags)
+        self._status = torch.zeros(16, dtype=torch.int32, pin_memory=True)
+        self._seen = self._status.numpy()
+        found = {place: torch.cuda.get_device_properties(place) for place in places.values()}
+        # All devices have the same blocks, and room for them at the same time.
+        here = list(places.values())
+        self._room = min((each.multi_processor_count // here.count(place) for place, each in found.items()), default=1)
+        self._kernels = {
+            (name, each): kernel_cache.load(name, each)
+            for each in {(each.major, each.minor) for each in found.values()}
+            for name in _KERNELS
+        }
+        for device, place in places.items():
+            torch.cuda.synchronize(place)  # so that all counters are 0
+            stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+            for name in _KERNELS:
+                self._launch(name, Work(Stream(OWN, device), 0, (), lambda _: [], 0)).issue(stream.cuda_stream, {}, 0)
+            stream.synchronize()
+
+    def check(self) -> None:
+        """Refuse to go on after the end, or an exchange in which a device waited in vain.
+
+        Raises:
+            ExecutionError: there was one.
+        """
+        if code := int(self._seen[0]):
+            raise ExecutionError(_FAILURES[code], "close the context, and compile again")
+
+    def interrupt(self) -> None:
+        """Refuse everything from now on: some devices have their part of a program, and others have not."""
+        self._seen[0] = _INTERRUPTED
+
+    def close(self) -> None:
+        """Let go of the context's memory."""
+        self._memory = no_memory()
+
+    def prepare(self, program: Program, dtype: torch.dtype) -> tuple[Launch, ...]:
+        """Return the launches of a program's exchanges, in order.
+
+        Raises:
+            ExecutionError: slots would have to be cleared while a graph is being captured.
+        """
+        exchanges = [command for command in program.commands if isinstance(command, Exchange)]
+        steps = [step for exchange in exchanges for step in exchange.steps]
+        what = _WHAT[dtype] if any(isinstance(step, Sum) for step in steps) else "move"
+        if not any(view.buffer.role == SLOT for step in steps for view in writes(step)):
+            works = straight.prepare(exchanges, dtype.itemsize, self._counters)
+            return tuple(self._launch(f"straight_{what}", work) for work in works)
+        self._clear(exchanges, program.name)
+        works = slots.prepare(exchanges, dtype.itemsize, self._memory, self._counters)
+        return tuple(self._launch(f"slot_{what}", work) for work in works)
+
+    def _clear(self, exchanges: Sequence[Exchange], name: str) -> None:
+        """Clear the slots that were not used before: where no message is, no number may be."""
+        fresh = slots.fresh(exchanges, self._counters)
+        if fresh and torch.cuda.is_current_stream_capturing():
+            raise ExecutionError(f"{name} was not run before", "run everything once before capturing it")
+        for queue in fresh:
+            self._memory.slots(queue).zero_()
+        for place in self._places.values() if fresh else ():
+            torch.cuda.synchronize(place)
+
+    def _launch(self, name: str, work: Work) -> Launch:
+        device = work.stream.device
+        threads, piece, room = _SHAPES[name.partition("_")[0]]
+        kernel = self._kernels[name, torch.cuda.get_device_capability(self._places[device])]
+        header = {
+            DEADLINE: _DEADLINE,
+            STATUS: self._status.data_ptr(),
+            COUNTERS: self._counters.area(device),
+        }
+        blocks = max(1, min(BLOCKS, self._room * room, work.blocks))
+        return Launch(kernel, work, blocks, (threads, piece), header)

@@ -1,0 +1,170 @@
+"""The table of a straight kernel: the steps of one device that reads and writes the tensors of others.
+
+It starts with the number and the place of the sequences, each the number of a counter of the device and by how much the
+exchange raises it, and with the number and the place of the steps. These are:
+
+- ``SIGNAL`` and ``AWAIT``: how many flags at once, then for each which of the sequences, how far it is past the start
+  of the exchange, and the address of the flag;
+- ``COPY``: operand and first column that are read, the width, the part of the rows and of how many, how many targets,
+  and the operand and the first column of each;
+- ``ADD``: the same without the first two, and then how many sources, and the operand and the first column of each.
+
+The operands are the caller's tensors on all devices, each with address and pitch, in the same order on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from attrs import Factory, define, frozen
+
+from tpplan.errors import InternalError
+from tpplan.exec.exchange_table import MOST_SEQUENCES, MOST_WORDS, OPERANDS
+from tpplan.exec.program import HOST, Await, Buffer, Copy, Exchange, Flag, Signal, Sum, reads, writes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tpplan.exec.program import Step, View
+
+#: Threads of a block.
+THREADS = 512
+#: What a thread reads at once, where everything is aligned to it.
+VECTOR_BYTES = 16
+
+#: The largest piece to which everything is aligned, and the first of the operands: address and pitch of each.
+PIECE, FIRST = OPERANDS, OPERANDS + 1
+#: Most operands: of each of eight devices an input and an output, and a residual; a free place is left for it.
+_MOST_OPERANDS = 24
+#: Where the number of sequences and of steps are; their place is in the next word.
+SEQUENCES = FIRST + 2 * _MOST_OPERANDS
+STEPS = SEQUENCES + 2
+_ENTRIES = SEQUENCES + 4
+
+SIGNAL, AWAIT, COPY, ADD = 0, 1, 2, 3
+
+
+@define
+class _Entries:
+    """A table in the making.
+
+    Attributes:
+        item: bytes per element.
+        operands: all that the program names, in order.
+        address: tells where a flag is.
+        raised: how often the device has raised or awaited each flag in this exchange.
+        bits: of all bytes at which something starts, and of widths.
+    """
+
+    item: int
+    operands: tuple[Buffer, ...]
+    address: Callable[[Flag], int]
+    raised: dict[Flag, int] = Factory(dict)
+    steps: list[list[int]] = Factory(list)
+    bits: int = 0
+
+    def flag(self, step: Signal | Await) -> None:
+        """Add a flag to the last step if that is of the same kind."""
+        kind = SIGNAL if isinstance(step, Signal) else AWAIT
+        if not self.steps or self.steps[-1][0] != kind:
+            self.steps.append([kind, 0])
+        self.raised[step.flag] = self.raised.get(step.flag, 0) + 1
+        self.steps[-1][1] += 1
+        self.steps[-1] += [list(self.raised).index(step.flag), self.raised[step.flag], self.address(step.flag)]
+
+    def view(self, view: View) -> list[int]:
+        """Return a view's operand and first column."""
+        first = view.start * self.item
+        self.bits |= first | (view.stop - view.start) * self.item
+        return [self.operands.index(view.buffer), first]
+
+    def work(self, step: Copy | Sum, others: Iterable[View]) -> None:
+        """Add a copy or a sum, whose result goes to other places too."""
+        targets = [step.target, *others]
+        width = (step.target.stop - step.target.start) * self.item
+        rows = [width, step.target.part, step.target.parts, len(targets)]
+        to = [word for target in targets for word in self.view(target)]
+        sources = [word for source in reads(step) for word in self.view(source)]
+        if isinstance(step, Copy):
+            self.steps.append([COPY, *sources, *rows, *to])
+        else:
+            self.steps.append([ADD, *rows, *to, len(step.sources), *sources])
+
+
+@frozen
+class StraightTable:
+    """What a straight kernel is told of a program.
+
+    Attributes:
+        words: of the table; the operands' own are left 0.
+        bits: of all bytes at which something starts in a row, and of all widths.
+    """
+
+    words: list[int]
+    bits: int
+
+
+def operands(exchanges: Iterable[Exchange]) -> tuple[Buffer, ...]:
+    """Return the caller's tensors that a program names, in a fixed order."""
+    steps = [step for exchange in exchanges for step in exchange.steps]
+    return tuple(dict.fromkeys(view.buffer for step in steps for view in (*reads(step), *writes(step))))
+
+
+def longest(exchanges: Iterable[Exchange]) -> int:
+    """Return the columns of a program's longest step, per row of all the operands' rows, rounded up."""
+    views = (view for exchange in exchanges for step in exchange.steps for view in writes(step))
+    return max((-(-(view.stop - view.start) // view.parts) for view in views), default=0)
+
+
+def table(
+    exchange: Exchange,
+    item: int,
+    operands: tuple[Buffer, ...],
+    counters: Callable[[Flag], int],
+    address: Callable[[Flag], int],
+) -> StraightTable:
+    """Return the table of an exchange straight between tensors.
+
+    Args:
+        exchange: of one device.
+        item: bytes per element.
+        operands: see :func:`operands`.
+        counters: tells the number of the device's counter of a flag.
+        address: tells where a flag is.
+
+    Raises:
+        InternalError: it has steps that no straight kernel knows, or too many.
+    """
+    entries = _Entries(item, operands, address)
+    for step, others in _fused(exchange.steps):
+        if isinstance(step, Copy | Sum):
+            entries.work(step, others)
+        else:
+            entries.flag(step)
+    sequences = [word for flag, times in entries.raised.items() for word in (counters(flag), times)]
+    steps = [word for step in entries.steps for word in step]
+    header = [len(entries.raised), _ENTRIES, len(entries.steps), _ENTRIES + len(sequences)]
+    words = [*header, *sequences, *steps]
+    if SEQUENCES + len(words) > MOST_WORDS or max(len(entries.raised), len(operands)) > MOST_SEQUENCES:
+        raise InternalError(f"a table of {len(words)} words and {len(entries.raised)} sequences is too long")
+    return StraightTable(words, entries.bits)
+
+
+def _fused(steps: Iterable[Step]) -> Iterable[tuple[Step, list[View]]]:
+    """Yield every step, with the targets of those that follow and copy what it writes or reads: read it only once."""
+    found: list[tuple[Step, list[View]]] = []
+    for step in steps:
+        before = found[-1][0] if found else None
+        if isinstance(step, Copy) and isinstance(before, Copy | Sum):
+            same = step.source == before.target or (isinstance(before, Copy) and step.source == before.source)
+            if same:
+                found[-1][1].append(step.target)
+                continue
+        found.append((step, []))
+    return found
+
+
+def home(flag: Flag) -> int:
+    """Return the device in whose memory a flag is: the one that waits for it."""
+    return flag.queue.sender if flag.device != HOST else flag.queue.receivers[0]
