@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Seconds that an error may take: kernels give up after about ten, counted in cycles.
 _MOST = 15
+#: Bytes that a closed context may keep: no workspace is as small.
+_LITTLE = 2**20
 
 
 class _Losing(CudaDevices):
@@ -106,5 +108,5 @@ def lose(plan: SplitPlan, transport: str) -> Loss:
         context.close()
     del parts
     left = [torch.cuda.memory_allocated(place) for place in places]
-    freed = all(b - a < plan.memory[i].workspace_bytes // 2 for i, (a, b) in enumerate(zip(before, left, strict=True)))
+    freed = all(after - first < _LITTLE for first, after in zip(before, left, strict=True))
     return Loss(seconds, message, refused, freed)

@@ -87,29 +87,33 @@ def foretold(plan: SplitPlan, make: Callable[[], TPContext]) -> tuple[TPContext,
     return context, found
 
 
-def overheads(count: int) -> list[int]:
-    """Return what a context and a first matrix product take of each of the first GPUs, by the driver; none if unknown.
+class Driver:
+    """What the driver says that this process takes of each GPU; asked first before anything uses one."""
 
-    Nothing may have used a GPU in this process before.
-    """
-    try:
+    def __init__(self) -> None:
+        """Note what is taken by others."""
         import pynvml  # noqa: PLC0415 (an extra)
 
+        self._nvml = pynvml
         pynvml.nvmlInit()
-    except (ImportError, OSError):
-        return []
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    by_uuid = {str(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
-    before = {uuid: pynvml.nvmlDeviceGetMemoryInfo(handle).used for uuid, handle in by_uuid.items()}
-    found = []
-    for i in range(count):
-        x = torch.ones(64, 64, dtype=torch.bfloat16, device=torch.device("cuda", i))
-        x @ x
-        torch.cuda.synchronize(i)
-        uuid = f"GPU-{torch.cuda.get_device_properties(i).uuid}"
-        found.append(pynvml.nvmlDeviceGetMemoryInfo(by_uuid[uuid]).used - before[uuid])
-    pynvml.nvmlShutdown()
-    return found
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        self._handles = {str(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+        self._before = {uuid: self._used(uuid) for uuid in self._handles}
+
+    def taken(self, device: int) -> int:
+        """Return the bytes that are in use on a CUDA device and were not at first."""
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        return self._used(uuid) - self._before[uuid]
+
+    def _used(self, uuid: str) -> int:
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handles[uuid]).used)
+
+
+def multiply(device: int) -> None:
+    """Do a first matrix product on a CUDA device, for which libraries are loaded."""
+    x = torch.ones(64, 64, dtype=torch.bfloat16, device=torch.device("cuda", device))
+    torch.mm(x, x)
+    torch.cuda.synchronize(device)
 
 
 def is_near(planned: int, measured: int) -> bool:

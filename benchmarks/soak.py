@@ -18,7 +18,7 @@ import torch
 from attrs import Factory, define
 
 import tpplan
-from benchmarks.memory_use import MIB, Growth, foretold, is_near, overheads
+from benchmarks.memory_use import MIB, Driver, Growth, foretold, is_near, multiply
 from benchmarks.rows import ROOT
 from benchmarks.stress import Stress
 from tpplan import exec as tpx
@@ -161,7 +161,8 @@ def main() -> None:
     transports = (wanted.transport,) if wanted.transport else TRANSPORTS
     operations = -(-(wanted.operations or (1_000_000 if cuda else 3_000)) // len(transports))
     plan = plan_for(count, 2048 if cuda else 64)
-    took = overheads(count) if cuda else []  # before anything else uses them
+    driver = Driver() if cuda and not wanted.calls_only else None  # before anything uses a GPU
+    overheads = [_overhead(driver, i) for i in range(count)] if driver else []
     name = torch.cuda.get_device_name(0) if cuda else "virtual device"
     delays = ", devices late at random" if wanted.delays else ""
     print(f"{count} x {name}, torch {torch.__version__}, seed {wanted.seed}{delays}\n")
@@ -186,7 +187,9 @@ def main() -> None:
         print(f"| {transport} | {' | '.join(f'{n:,}' for n in figures)} | {len(outcome.faults)} |", flush=True)
         problems += [f"{transport}: {fault}" for fault in outcome.faults[:_TOLD]]
         problems += [f"{transport}: {problem}" for problem in outcome.growth.problems]
-    _tell_memory(workspaces, outcomes, took, problems)
+    _tell_memory(workspaces, outcomes, problems)
+    if driver:
+        _tell_overheads(driver, overheads, problems)
     if cuda and count > 1:
         _tell_losses(plan, [way for way in transports if way != "events"], wanted, problems)
     print("\n" + ("\n".join(problems) or "nothing wrong"))
@@ -196,10 +199,9 @@ def main() -> None:
 def _tell_memory(
     workspaces: dict[str, list[tuple[int, int, int]]],
     outcomes: dict[str, Outcome],
-    took: list[int],
     problems: list[str],
 ) -> None:
-    """Print the tables of memory."""
+    """Print the tables of what contexts took."""
     print("\n| transport | device | workspace planned | allocated |\n|---|---|---|---|")
     for transport, entries in workspaces.items():
         for device, planned, allocated in entries:
@@ -210,18 +212,29 @@ def _tell_memory(
     for transport, outcome in outcomes.items():
         for what, grown in outcome.growth.grown.items():
             print(f"| {transport} | {what} | {grown / MIB:.1f} |")
-    if took:
-        print("\n| device | overhead planned, MiB | measured |\n|---|---|---|")
-    for i, measured in enumerate(took):
+
+
+def _overhead(driver: Driver, device: int) -> int:
+    """Return what the first use of a GPU takes: the driver's context, and the libraries of a matrix product."""
+    multiply(device)
+    return driver.taken(device)
+
+
+def _tell_overheads(driver: Driver, overheads: list[int], problems: list[str]) -> None:
+    """Print what the driver took of each GPU."""
+    torch.cuda.empty_cache()
+    print("\n| device | overhead planned, MiB | at first | in the end, without torch's memory |\n|---|---|---|---|")
+    for i, first in enumerate(overheads):
         planned = overhead(".".join(map(str, torch.cuda.get_device_capability(i)))).bytes
-        print(f"| {i} | {planned / MIB:.0f} | {measured / MIB:.0f} |")
-        if not is_near(planned, measured):
-            problems.append(f"device {i}: the overhead is {measured / MIB:.0f} MiB, planned {planned / MIB:.0f}")
+        last = driver.taken(i) - torch.cuda.memory_reserved(i)
+        print(f"| {i} | {planned / MIB:.0f} | {first / MIB:.0f} | {last / MIB:.0f} |")
+        if not is_near(planned, first):
+            problems.append(f"device {i}: the overhead is {first / MIB:.0f} MiB, planned {planned / MIB:.0f}")
 
 
 def _tell_losses(plan: SplitPlan, transports: list[str], wanted: argparse.Namespace, problems: list[str]) -> None:
     """Lose a device by each transport, and soak a new context afterwards."""
-    from benchmarks.lost_device import lose  # noqa: PLC0415 (needs a driver)
+    from benchmarks.lost_device import lose  # noqa: PLC0415 (needs CUDA's packages)
 
     print("\n| transport | a lost device ends in an error after, s | a new context afterwards, wrong |\n|---|---|---|")
     for transport in transports:
@@ -243,7 +256,7 @@ def _wanted() -> argparse.Namespace:
     add("--seed", type=int, default=1, help="of everything random (default 1)")
     add("--largest-kib", type=int, default=4096, help="of the largest tensor (default 4096)")
     add("--delays", action="store_true", help="let random GPUs be late")
-    add("--calls-only", action="store_true", help="no graphs")
+    add("--calls-only", action="store_true", help="no graphs, and no look at what the driver takes")
     return parser.parse_args()
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from benchmarks.contents import STARTS, VERSIONS, Bank, Lane, Window
-from tpplan.axes import Axis, parse_layers
+from benchmarks.contents import VERSIONS, Bank, Lane, Window
+from benchmarks.tasks import ADDING, Task, Tasks
+from tpplan.axes import parse_layers
 from tpplan.exec import HOST, Gathered
 from tpplan.exec.explain import cuts
 
@@ -19,65 +20,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.axes import Axis
     from tpplan.exec import TPContext
     from tpplan.plan import Split
 
-_MOVED = (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64)
-_ADDED = (torch.float16, torch.bfloat16, torch.float32)
-_ON_DEVICES = ("broadcast", "scatter", "allgather", "all_reduce", "add_residual")
-_ADDING = ("all_reduce", "add_residual")
-_ON_HOST = ("gather", "broadcast from the host", "scatter from the host")
-#: Of an all-reduce over its parts or residuals; other operations take these as given.
-_OUTS = ("new", "given", "parts", "residual")
-#: Operations with the host move at most so many bytes, for its one thread works out what is right.
-_HOST_BYTES = 2**19
 #: Elements between the windows of two devices.
 _APART = 97
 #: Results of gathers that nobody has asked for yet, at most.
 _LATE = 8
-#: Share of operations that are delayed, and most cycles, as a power of two: up to half a millisecond.
-_DELAYED, _MOST_CYCLES = 0.05, 20
 #: Streams of a device that become current in turn, besides the one that is.
 _STREAMS = 3
-
-
-@frozen(kw_only=True)
-class Task:
-    """An operation to be tried.
-
-    Attributes:
-        kind: of operation.
-        axis: as the plan's :func:`~tpplan.exec.explain.cuts` call it.
-        rows: of the operands.
-        columns: per element of the axis; of what is not cut, the columns.
-        dtype: of the operands.
-        start: of their contents.
-        source: the device that a single tensor is on.
-        gap: columns between the rows of operands.
-        shift: elements before them.
-        out: where results go: to ``new`` tensors, to ``given`` ones, over the ``parts`` or over the ``residual``.
-        full: whether a residual is added, or a source of ``add_residual`` is as wide as the axis.
-        delays: before the operands are written, before the operation and before the check: a device and its cycles.
-    """
-
-    kind: str
-    axis: str
-    rows: int
-    columns: int
-    dtype: torch.dtype
-    start: int
-    source: int
-    gap: int
-    shift: int
-    out: str
-    full: bool
-    delays: tuple[tuple[int, int], ...] = ()
-
-    def __str__(self) -> str:
-        name = str(self.dtype).partition(".")[2]
-        size = f"{self.rows} x {self.columns} of {name}, {self.gap} columns apart, {self.shift} elements in"
-        delayed = f", delays {self.delays}" if any(cycles for _, cycles in self.delays) else ""
-        return f"{self.kind} on {self.axis}, source {self.source}, {size}, out {self.out}, full {self.full}{delayed}"
 
 
 @frozen(eq=False)
@@ -117,15 +69,14 @@ class Stress:
             streams: that the work of each device goes to where they share a GPU; results are given tensors then.
         """
         self.context, self.turns = context, 0
-        self._random, self._delays, self._streams = Random(seed), delays, streams  # noqa: S311 (to be the same again)
+        self._random = Random(seed)  # noqa: S311 (to be the same again)
         row = max(split.size * split.width for split in context.plan.splits) * torch.int64.itemsize
-        self._largest = -(-max(largest, row) // 8) * 8
+        largest = -(-max(largest, row) // 8) * 8
         places = {d: device.device for d, device in context.devices.items()} | {HOST: torch.device("cpu")}
-        banks = {place: Bank(place, self._largest) for place in dict.fromkeys(places.values())}
+        banks = {place: Bank(place, largest) for place in dict.fromkeys(places.values())}
         self._lanes = {d: Lane(banks[place], (streams or {}).get(d)) for d, place in places.items()}
         self._cuts = cuts(context.plan)
-        hidden = context.plan.split(Axis.RS).size
-        self._widths = (1, 5, hidden, *(self._random.randint(1, hidden) for _ in range(9)))
+        self._tasks = Tasks(context, self._random, largest, delays=delays, fresh=streams is None)
         self._checks: list[Task] = []
         self._late: list[_Late] = []
         self._others: dict[torch.device, list[torch.cuda.Stream]] = {}
@@ -145,31 +96,7 @@ class Stress:
 
     def task(self, *, host: bool = True) -> Task:
         """Return a random operation, also one that the host takes part in if told so."""
-        random = self._random
-        kind = random.choice(_ON_DEVICES + _ON_HOST * host)
-        whole = kind.startswith(("broadcast", "all_reduce"))
-        axis = random.choice([name for name, split in self._cuts.items() if split or whole])
-        split, dtype = self._cuts[axis], random.choice(_ADDED if kind in _ADDING else _MOVED)
-        columns, size = random.choice(self._widths), 1
-        if split and not whole:
-            columns, size = random.choice((1, split.width, min(3, split.width))), split.size
-        most = min(self._largest, _HOST_BYTES if kind in _ON_HOST else self._largest)
-        rows = int(most ** random.random()) // (columns * size * dtype.itemsize)
-        out = random.choice(_OUTS[1:] if self._streams else _OUTS)
-        return Task(
-            kind=kind,
-            axis=axis,
-            rows=min(max(1, rows), self.context.max_rows),
-            columns=columns,
-            dtype=dtype,
-            start=random.randrange(STARTS),
-            source=HOST if kind.endswith("host") else random.choice(self.context.all_devices),
-            gap=random.choice((0, 0, 1, 8)),
-            shift=random.choice((0, 0, 1, 8)),
-            out=out if kind == "all_reduce" or out == "new" else "given",
-            full=random.random() < 0.5,  # noqa: PLR2004
-            delays=tuple(self._delay() for _ in range(3)) if self._delays else (),
-        )
+        return self._tasks.next(host=host)
 
     def issue(self, task: Task) -> None:
         """Turn to the next contents, write operands, call the operation, and check its results."""
@@ -214,10 +141,6 @@ class Stress:
                 stack.enter_context(torch.cuda.stream(then))
             yield
 
-    def _delay(self) -> tuple[int, int]:
-        late = self._random.random() < _DELAYED
-        return self._random.choice(self.context.all_devices), int(2 ** self._random.uniform(8, _MOST_CYCLES)) * late
-
     def _wait(self, task: Task, phase: int) -> None:
         if task.delays and (delay := task.delays[phase])[1]:
             self._lanes[delay[0]].delay(delay[1])
@@ -248,14 +171,14 @@ class Stress:
     def _put(self, task: Task, device: int, room: int, window: Window) -> Tensor:
         """Return an operand with the contents of a window."""
         target = self._place(task, device, room, window.columns)
-        self._lanes[device].fill(target, window, numbers=task.kind in _ADDING)
+        self._lanes[device].fill(target, window, numbers=task.kind in ADDING)
         return target
 
     def _out(self, task: Task, sizes: list[tuple[int, int]]) -> list[Tensor] | None:
         return None if task.out == "new" else [self._place(task, device, 2, columns) for device, columns in sizes]
 
     def _check(self, task: Task, check: int, device: int, found: Tensor, *windows: Window) -> None:
-        self._lanes[device].compare(check, found, windows, numbers=task.kind in _ADDING)
+        self._lanes[device].compare(check, found, windows, numbers=task.kind in ADDING)
 
     def _broadcast(self, task: Task, check: int) -> None:
         axis, layer = self._where(task)

@@ -1,0 +1,33 @@
+"""The soak on real GPUs, and a device that is lost there."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.lost_device import lose
+from benchmarks.soak import plan_for, soak
+from tpplan.exec import compile as compile_plan
+from tpplan.exec.lower import TRANSPORTS
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nothing_is_wrong_on_gpus(transport: str) -> None:
+    """Calls, and replays of graphs in any order, give what they have to, while devices are late at random."""
+    with compile_plan(plan_for(2), backend="cuda", devices=[0, 1], transport=transport) as ctx:
+        outcome = soak(ctx, operations=15_000, seconds=600, seed=6, largest=2**22, delays=True, graphs=True)
+    assert outcome.faults == []
+    assert outcome.replayed > outcome.called > 0
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("transport", ["peer", "host"])
+def test_a_lost_device_ends_in_an_error(transport: str) -> None:
+    """The others give up, the context refuses everything, gives its memory back, and a new one works."""
+    plan = plan_for(2)
+    loss = lose(plan, transport)
+    assert "never came" in loss.message
+    assert loss.refused
+    assert loss.freed
+    with compile_plan(plan, backend="cuda", devices=[0, 1], transport=transport) as ctx:
+        assert soak(ctx, operations=200, seconds=600, seed=7, largest=2**20).faults == []
