@@ -15,6 +15,7 @@ from tests.caller import total
 from tests.contexts import MAX_ROWS, PLANS, REPLICATED, UNEVEN, context, little_room, plans, widest
 from tests.exec_reference import ADDABLE, ADDING, DTYPES, FORMS, LEADS, OPERATIONS, Exam, same, values
 from tpplan.axes import Axis, parse_layers
+from tpplan.errors import ExecutionError
 from tpplan.exec import HOST
 from tpplan.exec.lower import TRANSPORTS
 
@@ -167,6 +168,34 @@ def test_from_any_device_and_from_the_host(seed: int | None, transport: str) -> 
                 ctx.synchronize()
                 assert all(same(y, truth) for y in everywhere)
                 assert same(torch.cat(slices, -1), truth)
+
+
+def test_what_torch_has_yet_to_negate() -> None:
+    """A contiguous tensor whose bytes are not its values is moved by value, and not written to."""
+    with context(UNEVEN, "events") as ctx:
+        x = torch.tensor([[1 + 2j]]).conj()
+        for part in (x, x.imag):
+            assert part.is_contiguous()
+            assert all(same(y, part.resolve_conj().resolve_neg()) for y in ctx.broadcast(part))
+            with pytest.raises(ExecutionError, match=r"out\[1\] has shape \[1, 1\] .* which cannot be written"):
+                ctx.broadcast(part.clone(), out=[torch.empty_like(part).resolve_conj().resolve_neg(), part, part])
+
+
+def test_the_same_call_again_is_checked_again() -> None:
+    """What went well once is refused when a tensor is not what it was."""
+    with context(UNEVEN, "events") as ctx:
+        x, outs = torch.randn(2, 40), [torch.empty(2, 40) for _ in range(3)]
+        for _ in range(2):
+            assert all(y is out and same(y, x) for y, out in zip(ctx.broadcast(x, out=outs), outs, strict=True))
+        outs[1].untyped_storage().resize_(0)
+        with pytest.raises(ExecutionError, match=r"broadcast: out\[1\] of device 2 takes bytes 0 to 320"):
+            ctx.broadcast(x, out=outs)
+        outs[1] = outs[0]
+        with pytest.raises(ExecutionError, match=r"broadcast: out\[0\] shares memory with out\[1\]"):
+            ctx.broadcast(x, out=outs)
+        outs[1] = torch.empty(2, 40, requires_grad=True)
+        with pytest.raises(ExecutionError, match=r"broadcast: out\[1\] requires grad"):
+            ctx.broadcast(x, out=outs)
 
 
 def test_expanded_inputs() -> None:

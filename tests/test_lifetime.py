@@ -11,6 +11,7 @@ from tests.contexts import UNEVEN, context, little_room  # noqa: F401
 from tpplan.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import HOST, engine
+from tpplan.exec import context as context_module
 
 if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
@@ -69,17 +70,17 @@ def test_an_unwanted_result_is_kept_until_it_is_written() -> None:
 
 
 def test_widths_that_never_come_again_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations, programs and sizes are forgotten, the oldest first, and made again where they come back."""
+    """Calls and programs are forgotten, the oldest first, and made again where they come back."""
     monkeypatch.setattr(engine, "_KEPT", 4)
+    monkeypatch.setattr(context_module, "_KEPT", 4)
     ctx = context(UNEVEN, "peer", None)
     for turn in range(2):
         for columns in range(1, 10):
             for rows in range(1, 8):
                 x = torch.randn(rows, columns)
                 assert all(torch.equal(y, x) for y in ctx.broadcast(x)), (turn, rows, columns)
-    assert len(ctx._engine._prepared) <= 4
     assert len(ctx._engine._programs) <= 4
-    assert all(len(prepared.programs) <= 4 for prepared in ctx._engine._prepared.values())
+    assert ctx._broadcasts.cache_info().currsize <= 4
 
 
 def test_a_close_from_inside_an_operation_is_refused() -> None:

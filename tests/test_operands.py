@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,13 @@ def fake(*shape: int) -> Tensor:
     """Return a tensor without values that says it is on the CPU."""
     with FakeTensorMode():
         return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def nested(t: Tensors) -> Tensor:
+    """Return a tensor of rows of different lengths, which has no shape."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it may change
+        return torch.nested.nested_tensor([t(18), t(9)])
 
 
 def swapped(t: Tensors) -> tuple[list[Tensor], list[Tensor]]:
@@ -275,6 +283,21 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
         lambda c, t: c.gather([t(2, 11), t(2, 18).to_sparse(), t(2, 11)], RS),
         ExecutionError,
         r"gather: parts\[1\] of device 2 is torch.sparse_coo, expected a dense",
+    ),
+    "a nested tensor": (
+        lambda c, t: c.broadcast(nested(t)),
+        ExecutionError,
+        "broadcast: x is nested, expected a dense tensor",
+    ),
+    "a nested part": (
+        lambda c, t: c.gather([t(2, 11), nested(t), t(2, 11)], RS),
+        ExecutionError,
+        r"gather: parts\[1\] of device 2 is nested, expected a dense tensor",
+    ),
+    "a nested output": (
+        lambda c, t: c.broadcast(t(2, 40), out=[t(2, 40), t(2, 40), nested(t)]),
+        ExecutionError,
+        r"broadcast: out\[2\] of device 3 is nested, expected a dense tensor",
     ),
     "more rows than compiled for": (
         lambda c, t: c.broadcast(t(2, 7, 40)),

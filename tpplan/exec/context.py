@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import TYPE_CHECKING, Self
 
 import torch
 
-from tpplan.exec import operation
+from tpplan.exec.calls import Calls
 from tpplan.exec.context_memory import ContextMemory
 from tpplan.exec.explain import explain
 from tpplan.exec.gathered import Gathered
-from tpplan.exec.operands import Operands, check, check_count, columns_of
+from tpplan.exec.operands import check_count, columns_of, facts_of, first_of
 from tpplan.exec.program import HOST
 
 if TYPE_CHECKING:
@@ -21,12 +22,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.axes import Axis
+    from tpplan.exec.calls import Call
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.engine import Engine
     from tpplan.exec.explain import Explanation
+    from tpplan.exec.gathered import Pending
     from tpplan.exec.graph import Graph
     from tpplan.exec.host import HostMemory
     from tpplan.plan import SplitPlan
+
+#: How many calls of each operation are remembered: prompts of any length come, so that shapes never end.
+_KEPT = 4096
 
 
 class TPContext(ContextMemory):
@@ -68,7 +74,14 @@ class TPContext(ContextMemory):
         self.max_rows = max_rows
         self._engine = engine
         places = {d.index: d.device for d in devices}
-        self._operands = Operands({**places, HOST: torch.device("cpu")}, max_rows)
+        calls = Calls(engine, {**places, HOST: torch.device("cpu")}, max_rows)
+        self._check_source = calls.check_source
+        keep = lru_cache(maxsize=_KEPT)
+        self._broadcasts = keep(calls.broadcast)
+        self._scatters = keep(calls.scatter)
+        self._allgathers = keep(calls.allgather)
+        self._all_reduces = keep(calls.all_reduce)
+        self._add_residuals = keep(calls.add_residual)
 
     def __enter__(self) -> Self:
         return self
@@ -108,13 +121,11 @@ class TPContext(ContextMemory):
             ExecutionError: an operand of the wrong kind, shape, dtype, device or number, or a closed context.
         """
         with self._guard:
-            origin, layout = self._operands.origin("broadcast", x, source)
-            if origin == HOST:
-                self._inflight.settle(x)
-            targets, columns = self.devices_of(axis, layer), x.shape[-1]
-            slices = tuple((device, 0, columns) for device in targets)
-            outputs = self._operands.outputs("broadcast", slices, layout, out=out, inputs=(x,))
-            self._engine.run(operation.broadcast, (origin, targets, columns), layout, (x,), outputs)
+            if source is not None:
+                self._check_source("broadcast", source)
+            facts = facts_of("broadcast: x", x)
+            call = self._broadcasts(source, self.devices_of(axis, layer), *facts, x.device)
+            outputs, _ = self._run(call, ((x,),), out)
             return outputs
 
     def scatter(
@@ -144,13 +155,11 @@ class TPContext(ContextMemory):
             ExecutionError: see :meth:`broadcast`.
         """
         with self._guard:
-            origin, layout = self._operands.origin("scatter", x, source)
-            if origin == HOST:
-                self._inflight.settle(x)
-            slices = self._columns("scatter", axis, layer, dim)
-            check("scatter: x", x, layout, slices[-1][2], x.device)
-            outputs = self._operands.outputs("scatter", slices, layout, out=out, inputs=(x,))
-            self._engine.run(operation.scatter, (origin, slices), layout, (x,), outputs)
+            if source is not None:
+                self._check_source("scatter", source)
+            facts = facts_of("scatter: x", x)
+            call = self._scatters(source, self._columns("scatter", axis, layer, dim), *facts, x.device)
+            outputs, _ = self._run(call, ((x,),), out)
             return outputs
 
     def gather(
@@ -179,15 +188,12 @@ class TPContext(ContextMemory):
         """
         with self._guard:
             slices = self._columns("gather", axis, layer, dim)
-            layout = self._operands.parts("gather: parts", parts, slices)
-            whole, given = ((HOST, 0, slices[-1][2]),), None if out is None else (out,)
-            outputs = self._operands.outputs("gather", whole, layout, out=given, inputs=parts)
-            if out is not None:
-                self._inflight.settle(out)
-            pending = self._engine.run(operation.allgather, ("gather", slices, (HOST,)), layout, parts, outputs)
+            facts = facts_of("gather: parts[0]", first_of("gather: parts", parts, slices))
+            call = self._allgathers("gather", slices, (HOST,), *facts)
+            (whole,), pending = self._run(call, (parts,), None if out is None else (out,))
             if pending is not None:
-                self._inflight.add(outputs[0], pending)
-            return Gathered(outputs[0], pending)
+                self._inflight.add(whole, pending)
+            return Gathered(whole, pending)
 
     def allgather(
         self,
@@ -217,11 +223,9 @@ class TPContext(ContextMemory):
         """
         with self._guard:
             slices = self._columns("allgather", axis, layer, dim)
-            layout = self._operands.parts("allgather: parts", parts, slices)
-            targets = self.devices_of(to, layer)
-            whole = tuple((device, 0, slices[-1][2]) for device in targets)
-            outputs = self._operands.outputs("allgather", whole, layout, out=out, inputs=parts)
-            self._engine.run(operation.allgather, ("allgather", slices, targets), layout, parts, outputs)
+            facts = facts_of("allgather: parts[0]", first_of("allgather: parts", parts, slices))
+            call = self._allgathers("allgather", slices, self.devices_of(to, layer), *facts)
+            outputs, _ = self._run(call, (parts,), out)
             return outputs
 
     def all_reduce(
@@ -252,19 +256,11 @@ class TPContext(ContextMemory):
             ExecutionError: see :meth:`broadcast`.
         """
         with self._guard:
-            givers, takers = self.devices_of(axis, layer), self.all_devices
+            givers = self.devices_of(axis, layer)
             check_count("all_reduce: parts", parts, givers)
-            columns = columns_of("all_reduce: parts[0]", parts[0])
-            given, sums = (tuple((device, 0, columns) for device in devices) for devices in (givers, takers))
-            layout = self._operands.parts("all_reduce: parts", parts, given, adds=True)
-            if residual is not None:
-                self._operands.like("all_reduce: residual", residual, sums, layout)
-            residuals = () if residual is None else tuple(residual)
-            inputs = (*parts, *residuals)
-            owners = (*givers, *takers)[: len(inputs)]
-            outputs = self._operands.outputs("all_reduce", sums, layout, out=out, inputs=inputs, owners=owners)
-            arguments = (columns, givers, takers, residual is not None)
-            self._engine.run(operation.all_reduce, arguments, layout, inputs, outputs)
+            facts = facts_of("all_reduce: parts[0]", parts[0])
+            call = self._all_reduces(givers, self.all_devices, residual is not None, *facts)
+            outputs, _ = self._run(call, (parts,) if residual is None else (parts, residual), out)
             return outputs
 
     def add_residual(
@@ -290,16 +286,26 @@ class TPContext(ContextMemory):
         """
         with self._guard:
             slices = self._columns("add_residual", axis, layer, dim)
-            layout = self._operands.parts("add_residual: target", target, slices, adds=True)
-            check_count("add_residual: source", source, tuple(device for device, _, _ in slices))
-            size = slices[-1][2]
-            wholes = [columns_of(f"add_residual: source[{i}]", x) == size for i, x in enumerate(source)]
-            cut = list(zip(slices, wholes, strict=True))
-            taken = tuple((d, a, b) if whole else (d, 0, b - a) for (d, a, b), whole in cut)
-            given = tuple((d, 0, size if whole else b - a) for (d, a, b), whole in cut)
-            self._operands.like("add_residual: source", source, given, layout)
-            self._operands.outputs("add_residual", slices, layout, out=target, inputs=source)
-            self._engine.run(operation.add, (taken,), layout, source, target)
+            devices = tuple([device for device, _, _ in slices])
+            check_count("add_residual: target", target, devices)
+            check_count("add_residual: source", source, devices)
+            shapes = [facts_of(f"add_residual: source[{i}]", x)[0] for i, x in enumerate(source)]
+            widths = [columns_of(f"add_residual: source[{i}]", shape) for i, shape in enumerate(shapes)]
+            wholes = tuple([width == slices[-1][2] for width in widths])
+            call = self._add_residuals(slices, wholes, *facts_of("add_residual: target[0]", target[0]))
+            self._run(call, (source,), target)
+
+    def _run(
+        self, call: Call, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor] | None
+    ) -> tuple[tuple[Tensor, ...], Pending | None]:
+        """Check the tensors of a call and issue it; return its outputs, and what is issued if there are any rows."""
+        tensors, is_dense = call.admit(inputs, out)
+        for i in call.hosted:
+            self._inflight.settle(tensors[i])
+        pending = None
+        if call.program is not None:
+            pending = self._engine.backend.run(call.program, call.operands(tensors, is_dense=is_dense))
+        return tensors[-len(call.outputs.devices) :], pending
 
     def explain(self) -> Explanation:
         """Return how each operation goes on each axis, for how many rows, and why; ``str()`` makes a table of it."""

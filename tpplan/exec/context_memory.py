@@ -71,7 +71,7 @@ class ContextMemory:
         if axis is None:
             self._check_layer(layer)
             return self.all_devices
-        return tuple(s.device for s in self.split(axis, layer))
+        return tuple([s.device for s in self.split(axis, layer)])
 
     def _check_layer(self, layer: int | None) -> None:
         """Refuse a layer that the plan has not, also one that only equals one of its numbers, as True does."""

@@ -3,184 +3,143 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
+from attrs import frozen
+from torch import Tensor
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.overlap import check_apart
-from tpplan.exec.program import HOST
-from tpplan.exec.tensors import check_copied, check_kind, check_stored, check_writable, is_plain, is_stored, name_of
+from tpplan.exec.tensors import check_copied, check_kind, check_stored, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
+    from collections.abc import Sequence
 
 #: Device, first column and one past the last, of each.
 Slices = tuple[tuple[int, int, int], ...]
 
+_SEQUENCES = (list, tuple)
 _ITEM_BYTES = (1, 2, 4, 8)
 #: Dtypes that are added up, and so those of activations.
 ADDABLE = (torch.float16, torch.bfloat16, torch.float32)
+#: Dtypes of complex numbers and of their parts: torch conjugates and negates them when their values are asked for.
+_LAZY = {torch.complex64, torch.complex32, torch.float16, torch.float32, torch.float64}
 
 
-class Layout(NamedTuple):
-    """What the tensors of one operation have in common.
+@frozen(eq=False)
+class Group:
+    """What the tensors that an operation takes, one for each of some devices, have to be.
 
     Attributes:
-        lead: all dimensions but the last.
-        dtype: of the elements.
-        rows: tokens, the product of ``lead``.
+        what: to call them in errors.
+        names: to call each of them in errors.
+        devices: of the plan.
+        wants: shape, device and bytes of each.
+        dtype: of all.
     """
 
-    lead: tuple[int, ...]
+    what: str
+    names: tuple[str, ...]
+    devices: tuple[int, ...]
+    wants: tuple[tuple[tuple[int, ...], torch.device, int], ...]
     dtype: torch.dtype
-    rows: int
 
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether tensors are right, and contiguous, and their bytes their values: the most usual ones are.
 
-class Operands:
-    """Checks the operands of a context's operations.
-
-    Attributes:
-        places: torch's device for each of the plan's in use, and for HOST.
-        max_rows: most rows of an operand.
-    """
-
-    def __init__(self, places: Mapping[int, torch.device], max_rows: int) -> None:
-        self.places = places
-        self.max_rows = max_rows
-
-    def origin(self, what: str, x: Tensor, source: int | None) -> tuple[int, Layout]:
-        """Return the device that a single tensor is on, or HOST, and its layout.
-
-        Args:
-            what: to call the operation in errors.
-            x: the tensor.
-            source: where the caller says that it is, if it does.
-
-        Raises:
-            ExecutionError: it is on no device of the plan, or not on that one, or see :func:`layout_of`.
+        It takes most of the time of a call, so that nothing is prepared for an error; :meth:`check` finds that.
         """
-        layout = layout_of(f"{what}: x", x, self.max_rows)
-        if source is None:
-            source = next((index for index, place in self.places.items() if place == x.device), None)
-        if source is None:
-            names = ", ".join(map(str, dict.fromkeys(self.places.values())))
-            raise ExecutionError(f"{what}: x is on {x.device}, expected one of {names}", "move it there first")
-        if type(source) is not int or source not in self.places:
-            names = ", ".join(map(str, self.places))
-            raise ExecutionError(f"{what}: source is {source!r:.40}, expected one of {names}", f"{HOST} is the host")
-        if x.device != self.places[source]:
-            check(f"{what}: x", x, layout, x.shape[-1], self.places[source])
-        return source, layout
+        if not isinstance(tensors, _SEQUENCES) or len(tensors) != len(self.wants):
+            return False
+        dtype, item_bytes, is_lazy = self.dtype, self.dtype.itemsize, self.dtype in _LAZY
+        try:
+            for tensor, (shape, device, size) in zip(tensors, self.wants, strict=True):
+                if (
+                    type(tensor) is not Tensor
+                    or tensor.dtype is not dtype
+                    or tensor.shape != shape
+                    or tensor.device != device
+                    or not tensor.is_contiguous()
+                    or tensor.requires_grad
+                    or (is_lazy and (tensor.is_neg() or tensor.is_conj()))
+                    or tensor.storage_offset() * item_bytes + size > tensor.untyped_storage().nbytes()
+                ):
+                    return False
+        except RuntimeError:  # of tensors without a shape or a storage, such as nested and sparse ones
+            return False
+        return True
 
-    def parts(self, what: str, parts: Sequence[Tensor], slices: Slices, *, adds: bool = False) -> Layout:
-        """Check one part for each slice, and return what they have in common.
-
-        Raises:
-            ExecutionError: see :func:`layout_of`, :func:`check_count` and :func:`check`.
-        """
-        check_count(what, parts, [device for device, _, _ in slices])
-        layout = layout_of(f"{what}[0]", parts[0], self.max_rows, adds=adds)
-        self.like(what, parts, slices, layout)
-        return layout
-
-    def like(self, what: str, tensors: Sequence[Tensor], slices: Slices, layout: Layout) -> None:
-        """Check one tensor for each slice against the layout of others.
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse tensors that are not right, contiguous or not.
 
         Raises:
             ExecutionError: see :func:`check_count` and :func:`check`.
         """
-        check_count(what, tensors, [device for device, _, _ in slices])
-        for i, (tensor, (device, start, stop)) in enumerate(zip(tensors, slices, strict=True)):
-            if not _is_like(tensor, layout, stop - start, self.places[device]):
-                check(f"{what}[{i}] of device {device}", tensor, layout, stop - start, self.places[device])
-
-    def outputs(
-        self,
-        what: str,
-        slices: Slices,
-        layout: Layout,
-        *,
-        out: Sequence[Tensor] | None,
-        inputs: Sequence[Tensor],
-        owners: Sequence[int] = (),
-    ) -> tuple[Tensor, ...]:
-        """Return a tensor to write to for each slice: new ones, or the caller's.
-
-        Args:
-            what: to call the operation in errors.
-            slices: device and columns of each.
-            layout: of the operation.
-            out: the caller's, if there are any.
-            inputs: all tensors that are read, which the caller's must not overlap.
-            owners: the device of each input, where a device's output may be its input itself; or nothing.
-
-        Raises:
-            ExecutionError: see :func:`check_count`, :func:`check`, :func:`~tpplan.exec.tensors.check_writable` and
-                :func:`~tpplan.exec.overlap.check_apart`.
-        """
-        if out is None:
-            return tuple(
-                self._new((*layout.lead, stop - start), layout.dtype, device) for device, start, stop in slices
-            )
-        self.like(f"{what}: out", out, slices, layout)
-        for i, tensor in enumerate(out):
-            check_writable(f"{what}: out[{i}]", tensor)
-        check_apart(what, out, inputs, [[owner == device for owner in owners] for device, _, _ in slices])
-        return tuple(out)
-
-    def _new(self, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Tensor:
-        """Return an uninitialised tensor; one on the host is pinned if devices write it."""
-        pinned = device == HOST and any(place.type == "cuda" for place in self.places.values())
-        return torch.empty(shape, dtype=dtype, device=self.places[device], pin_memory=pinned)
+        check_count(self.what, tensors, self.devices)
+        for name, tensor, (shape, device, _) in zip(self.names, tensors, self.wants, strict=True):
+            check(name, tensor, shape, self.dtype, device)
 
 
-def layout_of(what: str, tensor: Tensor, max_rows: int, *, adds: bool = False) -> Layout:
-    """Return what the other tensors of an operation have to have too.
+def check_facts(what: str, shape: Sequence[int], dtype: torch.dtype, max_rows: int, *, adds: bool = False) -> int:
+    """Refuse tensors of a shape and dtype of which no operation takes any, and return their rows.
 
     Args:
         what: to call the tensor in errors.
-        tensor: ``[..., columns]``; one without leading dimensions is a single row.
+        shape: ``[..., columns]``; one without leading dimensions is a single row.
+        dtype: of the elements.
         max_rows: rows that the context was compiled for.
         adds: whether its elements are added, which takes float16, bfloat16 or float32.
 
     Raises:
-        ExecutionError: it is no dense tensor, its elements cannot be moved or added, it has no columns, or too many
-            rows.
+        ExecutionError: its elements cannot be moved or added, it has no columns, or too many rows.
     """
-    check_kind(what, tensor)
-    lead = tensor.shape[:-1]
-    layout = Layout(lead, tensor.dtype, prod(lead))
-    if adds and tensor.dtype not in ADDABLE:
+    if adds and dtype not in ADDABLE:
         hint = "convert it to one of float16, bfloat16 and float32"
-        raise ExecutionError(f"{what} has dtype {name_of(tensor.dtype)}, which is not added up", hint)
-    check_copied(what, tensor.dtype, _ITEM_BYTES)
-    if not tensor.dim() or not tensor.shape[-1]:
-        raise ExecutionError(
-            f"{what} has shape {list(tensor.shape)}, which has no columns", "the last dimension is cut"
-        )
-    if layout.rows > max_rows:
+        raise ExecutionError(f"{what} has dtype {name_of(dtype)}, which is not added up", hint)
+    check_copied(what, dtype, _ITEM_BYTES)
+    if not shape or not shape[-1]:
+        raise ExecutionError(f"{what} has shape {list(shape)}, which has no columns", "the last dimension is cut")
+    rows = prod(shape[:-1])
+    if rows > max_rows:
         hint = "move fewer rows at a time, or plan with more --max-rows"
-        raise ExecutionError(f"{what} has {layout.rows} rows, but the context was compiled for {max_rows}", hint)
-    check_stored(what, tensor)
-    return layout
+        raise ExecutionError(f"{what} has {rows} rows, but the context was compiled for {max_rows}", hint)
+    return rows
 
 
-def columns_of(what: str, tensor: Tensor) -> int:
+def facts_of(what: str, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Return what decides what the other tensors of an operation have to be.
+
+    Raises:
+        ExecutionError: it is no dense tensor.
+    """
+    if type(tensor) is not torch.Tensor or tensor.is_nested:
+        check_kind(what, tensor)
+    return tensor.shape, tensor.dtype
+
+
+def first_of(what: str, tensors: Sequence[Tensor], slices: Slices) -> Tensor:
+    """Return the first of the tensors, of which there is one for each slice.
+
+    Raises:
+        ExecutionError: there is none.
+    """
+    if not isinstance(tensors, _SEQUENCES) or not tensors:
+        check_count(what, tensors, [device for device, _, _ in slices])
+    return tensors[0]
+
+
+def columns_of(what: str, shape: Sequence[int]) -> int:
     """Return the size of the last dimension.
 
     Raises:
         ExecutionError: there is none.
     """
-    check_kind(what, tensor)
-    if not tensor.dim():
+    if not shape:
         raise ExecutionError(f"{what} has no dimensions, so no columns", "the last dimension holds the columns")
-    return tensor.shape[-1]
+    return shape[-1]
 
 
-def check(what: str, tensor: Tensor, layout: Layout, columns: int, device: torch.device) -> None:
+def check(what: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a tensor that does not fit the others of its operation.
 
     Raises:
@@ -190,27 +149,13 @@ def check(what: str, tensor: Tensor, layout: Layout, columns: int, device: torch
     if tensor.device != device:
         hint = "one tensor per device, in the order of the plan's devices"
         raise ExecutionError(f"{what} is on {tensor.device}, expected {device}", hint)
-    shape = (*layout.lead, columns)
     if tensor.shape != shape:
         hint = "parts have the columns of their device's slice, times dim"
         raise ExecutionError(f"{what} has shape {list(tensor.shape)}, expected {list(shape)}", hint)
-    if tensor.dtype != layout.dtype:
-        message = f"{what} has dtype {name_of(tensor.dtype)}, expected {name_of(layout.dtype)}"
+    if tensor.dtype != dtype:
+        message = f"{what} has dtype {name_of(tensor.dtype)}, expected {name_of(dtype)}"
         raise ExecutionError(message, "all tensors of an operation have one dtype")
     check_stored(what, tensor)
-
-
-def _is_like(tensor: object, layout: Layout, columns: int, device: torch.device) -> bool:
-    """Tell what :func:`check` will find, without preparing to say it."""
-    return (
-        (type(tensor) is torch.Tensor or (isinstance(tensor, torch.Tensor) and is_plain(tensor)))
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and tensor.shape == (*layout.lead, columns)
-        and tensor.dtype == layout.dtype
-        and tensor.device == device
-        and is_stored(tensor)
-    )
 
 
 def check_count(what: str, tensors: Sequence[Tensor], devices: Sequence[int]) -> None:
@@ -219,8 +164,8 @@ def check_count(what: str, tensors: Sequence[Tensor], devices: Sequence[int]) ->
     Raises:
         ExecutionError: naming both.
     """
-    if not isinstance(tensors, list | tuple) or len(tensors) != len(devices):
-        got = f"{len(tensors)} tensors" if isinstance(tensors, list | tuple) else type(tensors).__name__
+    if not isinstance(tensors, _SEQUENCES) or len(tensors) != len(devices):
+        got = f"{len(tensors)} tensors" if isinstance(tensors, _SEQUENCES) else type(tensors).__name__
         names = ", ".join(map(str, devices))
         raise ExecutionError(f"{what}: {got}, expected one for each of the devices {names}", "in device order")
 

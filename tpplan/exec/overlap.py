@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def check_apart(what: str, out: Sequence[Tensor], inputs: Sequence[Tensor], own: Sequence[Sequence[bool]]) -> None:
+def check_apart(what: str, out: Sequence[Tensor], inputs: Sequence[Tensor], own: Sequence[int]) -> None:
     """Refuse outputs that lie over each other or over inputs; columns next to each other are apart.
 
     Args:
         what: to call the operation in errors.
         out: given by the caller.
         inputs: all tensors that are read.
-        own: for each output whether it may be the very input, for each of them; empty where it may be none.
+        own: for each input, which output may be the very same tensor; nothing where none may.
 
     Raises:
         ExecutionError: two of them overlap.
@@ -33,11 +33,21 @@ def check_apart(what: str, out: Sequence[Tensor], inputs: Sequence[Tensor], own:
         for j, (other_start, other_stop, other) in enumerate(spans[i + 1 :], i + 1 - len(out)):
             if start >= other_stop or other_start >= stop or output.device != other.device:
                 continue
-            if j >= 0 and own[i] and own[i][j] and _is_same(output, other):
+            if j >= 0 and own and own[j] == i and _is_same(output, other):
                 continue
             if not _is_beside(output, other):
                 name = f"input {j}" if j >= 0 else f"out[{j + len(out)}]"
                 raise ExecutionError(f"{what}: out[{i}] shares memory with {name}", "give it memory of its own")
+
+
+def are_apart(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Tell whether no two contiguous tensors, of these bytes, share memory."""
+    end = 0
+    for start, size in sorted([(tensor.data_ptr(), size) for tensor, size in zip(tensors, sizes, strict=True)]):
+        if start < end:
+            return False
+        end = start + size
+    return True
 
 
 def share_bytes(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,270 @@
+"""Calls: what an operation wants of tensors of some shape, found once and held against all that come."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+
+from tpplan.errors import ExecutionError
+from tpplan.exec import operation
+from tpplan.exec.operands import Group, check_facts, columns_of, matrix
+from tpplan.exec.operation import Moves, Reduction
+from tpplan.exec.overlap import are_apart, check_apart
+from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Program
+from tpplan.exec.tensors import check_writable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from tpplan.exec.engine import Engine
+    from tpplan.exec.operands import Slices
+    from tpplan.exec.operation import Operation
+
+
+@frozen(eq=False)
+class Call:
+    """An operation on tensors of a shape and dtype.
+
+    Attributes:
+        name: of the operation, for errors.
+        inputs: groups of tensors that are only read.
+        outputs: tensors that are written.
+        own: for each input, which output may be the very same tensor; nothing where none may.
+        rows: of every tensor.
+        program: to run; None if there are no rows.
+        buffers: of the program: those of the inputs, then those of the outputs.
+        sizes: bytes of each.
+        hosted: which of them are in host memory.
+        pinned: whether new outputs in host memory are.
+    """
+
+    name: str
+    inputs: tuple[Group, ...]
+    outputs: Group
+    own: tuple[int, ...]
+    rows: int
+    program: Program | None
+    buffers: tuple[Buffer, ...]
+    sizes: tuple[int, ...]
+    hosted: tuple[int, ...]
+    pinned: bool
+
+    def admit(
+        self, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor] | None
+    ) -> tuple[tuple[Tensor, ...], bool]:
+        """Check tensors, and make new outputs if none are given.
+
+        Returns:
+            The inputs and then the outputs, and whether all are contiguous and their bytes their values.
+
+        Raises:
+            ExecutionError: see :meth:`Group.check`, :func:`~tpplan.exec.tensors.check_writable` and
+                :func:`~tpplan.exec.overlap.check_apart`.
+        """
+        is_dense = True
+        for group, tensors in zip(self.inputs, inputs, strict=True):
+            if not group.fits(tensors):
+                group.check(tensors)
+                is_dense = False
+        read = inputs[0] if len(inputs) == 1 else [tensor for tensors in inputs for tensor in tensors]
+        if out is None:
+            return (*read, *self._new()), is_dense
+        if not self.outputs.fits(out):
+            self.outputs.check(out)
+            for i, tensor in enumerate(out):
+                check_writable(f"{self.name}: out[{i}]", tensor)
+            is_dense = False
+        tensors = (*read, *out)
+        if not is_dense or not self._are_apart(tensors):
+            check_apart(self.name, out, read, self.own)
+        return tensors, is_dense
+
+    def operands(self, tensors: tuple[Tensor, ...], *, is_dense: bool) -> dict[Buffer, Tensor]:
+        """Return what :meth:`admit` returned as matrices, by the program's buffers."""
+        matrices: Sequence[Tensor] = tensors
+        if not is_dense:
+            matrices = [matrix(tensor) for tensor in tensors]
+        elif tensors[0].dim() != 2:  # noqa: PLR2004
+            matrices = [tensor.view(self.rows, -1) for tensor in tensors]
+        return dict(zip(self.buffers, matrices, strict=True))
+
+    def _are_apart(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Tell whether dense tensors are, but for those that may be the same."""
+        if not self.own:
+            return are_apart(tensors, self.sizes)
+        out = tensors[len(self.own) :]
+        others = [x for x, i in zip(tensors, self.own, strict=False) if x is not out[i]]
+        apart = (*out, *others)
+        return are_apart(apart, self.sizes[: len(apart)])  # all have the same size
+
+    def _new(self) -> list[Tensor]:
+        """Return uninitialised tensors to write to; those on the host are pinned if devices write them."""
+        wants, dtype = self.outputs.wants, self.outputs.dtype
+        if self.pinned:
+            return [torch.empty(*shape, dtype=dtype, device=place, pin_memory=True) for shape, place, _ in wants]
+        return [torch.empty(*shape, dtype=dtype, device=place) for shape, place, _ in wants]
+
+
+class Calls:
+    """Makes calls for a context's tensors.
+
+    Each kind takes the devices, which are checked, then the shape and dtype of the first tensor, which are not.
+
+    Attributes:
+        engine: has the programs.
+        places: torch's device for each of the plan's in use, and for HOST.
+        max_rows: most rows of an operand.
+    """
+
+    def __init__(self, engine: Engine, places: Mapping[int, torch.device], max_rows: int) -> None:
+        self.engine = engine
+        self.places = places
+        self.max_rows = max_rows
+
+    def check_source(self, what: str, source: int) -> None:
+        """Refuse what is no device of the context, nor HOST.
+
+        Raises:
+            ExecutionError: naming those that there are.
+        """
+        if type(source) is not int or source not in self.places:
+            names = ", ".join(map(str, self.places))
+            raise ExecutionError(f"{what}: source is {source!r:.40}, expected one of {names}", f"{HOST} is the host")
+
+    def broadcast(
+        self, source: int | None, targets: tuple[int, ...], shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> Call:
+        """Return the call that copies one tensor to the targets.
+
+        Raises:
+            ExecutionError: there are no such tensors, or none on this device.
+        """
+        rows = check_facts("broadcast: x", shape, dtype, self.max_rows)
+        origin, columns = self._origin("broadcast", source, device), shape[-1]
+        x = self._single("broadcast: x", origin, shape, dtype)
+        outputs = self._group("broadcast: out", [(target, columns) for target in targets], shape, dtype)
+        return self._call(operation.broadcast(origin, targets, columns), (x,), outputs, rows)
+
+    def scatter(
+        self, source: int | None, slices: Slices, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> Call:
+        """Return the call that copies to each device its slice of one tensor.
+
+        Raises:
+            ExecutionError: see :meth:`broadcast`.
+        """
+        rows = check_facts("scatter: x", shape, dtype, self.max_rows)
+        origin = self._origin("scatter", source, device)
+        x = self._single("scatter: x", origin, (*shape[:-1], slices[-1][2]), dtype)
+        outputs = self._group("scatter: out", [(d, b - a) for d, a, b in slices], shape, dtype)
+        return self._call(operation.scatter(origin, slices), (x,), outputs, rows)
+
+    def allgather(
+        self, name: str, slices: Slices, targets: tuple[int, ...], shape: torch.Size, dtype: torch.dtype
+    ) -> Call:
+        """Return the call that copies the parts of all slices to every target.
+
+        Raises:
+            ExecutionError: there are no such tensors.
+        """
+        rows = check_facts(f"{name}: parts[0]", shape, dtype, self.max_rows)
+        parts = self._group(f"{name}: parts", [(d, b - a) for d, a, b in slices], shape, dtype)
+        outputs = self._group(f"{name}: out", [(target, slices[-1][2]) for target in targets], shape, dtype)
+        return self._call(operation.allgather(name, slices, targets), (parts,), outputs, rows)
+
+    def all_reduce(
+        self,
+        givers: tuple[int, ...],
+        takers: tuple[int, ...],
+        residual: bool,  # noqa: FBT001
+        shape: torch.Size,
+        dtype: torch.dtype,
+    ) -> Call:
+        """Return the call that adds up the givers' tensors, and the takers' residuals, on all takers.
+
+        Raises:
+            ExecutionError: there are no such tensors.
+        """
+        columns = columns_of("all_reduce: parts[0]", shape)
+        rows = check_facts("all_reduce: parts[0]", shape, dtype, self.max_rows, adds=True)
+        parts = self._group("all_reduce: parts", [(giver, columns) for giver in givers], shape, dtype)
+        sums = [(taker, columns) for taker in takers]
+        residuals = (self._group("all_reduce: residual", sums, shape, dtype),) if residual else ()
+        outputs = self._group("all_reduce: out", sums, shape, dtype)
+        return self._call(operation.all_reduce(columns, givers, takers, residual), (parts, *residuals), outputs, rows)
+
+    def add_residual(self, slices: Slices, wholes: tuple[bool, ...], shape: torch.Size, dtype: torch.dtype) -> Call:
+        """Return the call that adds to each device's tensor its slice of another, of which some have all columns.
+
+        Raises:
+            ExecutionError: there are no such tensors.
+        """
+        rows = check_facts("add_residual: target[0]", shape, dtype, self.max_rows, adds=True)
+        size = slices[-1][2]
+        cut = list(zip(slices, wholes, strict=True))
+        taken = tuple((d, a, b) if whole else (d, 0, b - a) for (d, a, b), whole in cut)
+        given = [(d, size if whole else b - a) for (d, a, b), whole in cut]
+        sources = self._group("add_residual: source", given, shape, dtype)
+        targets = self._group("add_residual: target", [(d, b - a) for d, a, b in slices], shape, dtype)
+        return self._call(operation.add(taken), (sources,), targets, rows)
+
+    def _origin(self, what: str, source: int | None, device: torch.device) -> int:
+        """Return the device that a tensor is on, if the caller does not say so, or HOST."""
+        if source is not None:
+            return source
+        found = next((index for index, place in self.places.items() if place == device), None)
+        if found is None:
+            names = ", ".join(map(str, dict.fromkeys(self.places.values())))
+            raise ExecutionError(f"{what}: x is on {device}, expected one of {names}", "move it there first")
+        return found
+
+    def _single(self, what: str, origin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Group:
+        return Group(what, (what,), (origin,), (self._want(origin, shape, dtype),), dtype)
+
+    def _group(self, what: str, widths: list[tuple[int, int]], shape: torch.Size, dtype: torch.dtype) -> Group:
+        """Return a tensor of so many columns on each device."""
+        names = tuple(f"{what}[{i}] of device {device}" for i, (device, _) in enumerate(widths))
+        wants = tuple(self._want(device, (*shape[:-1], width), dtype) for device, width in widths)
+        return Group(what, names, tuple(device for device, _ in widths), wants, dtype)
+
+    def _want(
+        self, device: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], torch.device, int]:
+        return tuple(shape), self.places[device], prod(shape) * dtype.itemsize
+
+    def _call(self, what: Operation, inputs: tuple[Group, ...], outputs: Group, rows: int) -> Call:
+        program = None
+        if rows:
+            program = self.engine.program(what, self.engine.route(what, rows, outputs.dtype.itemsize))
+        devices = [device for group in (*inputs, outputs) for device in group.devices]
+        read = devices[: -len(outputs.devices)]
+        own = [outputs.devices.index(device) for device in read] if isinstance(what, Reduction) else []
+        return Call(
+            what.name,
+            inputs,
+            outputs,
+            tuple(own),
+            rows,
+            program,
+            _buffers(what),
+            tuple(size for group in (*inputs, outputs) for _, _, size in group.wants),
+            tuple(i for i, device in enumerate(devices) if device == HOST),
+            HOST in outputs.devices and any(place.type == "cuda" for place in self.places.values()),
+        )
+
+
+def _buffers(operation: Operation) -> tuple[Buffer, ...]:
+    """Return the buffers of an operation, those that are only read first."""
+    if isinstance(operation, Moves):
+        ends = [view.buffer for ends in zip(*operation.moves, strict=True) for view in ends]
+        return tuple(dict.fromkeys(ends))
+    inputs = operation.givers if isinstance(operation, Reduction) else operation.devices
+    outputs = operation.takers if isinstance(operation, Reduction) else operation.devices
+    residuals = outputs if isinstance(operation, Reduction) and operation.residual else ()
+    buffers = [Buffer(INPUT, d) for d in inputs] + [Buffer(RESIDUAL, d) for d in residuals]
+    return (*buffers, *(Buffer(OUTPUT, d) for d in outputs))
