@@ -1,0 +1,73 @@
+"""Start a model by its committed plan, as a server does before it takes requests; a stale plan is refused.
+
+    python examples/serve_start.py plans/llama.json models/llama
+
+answers each line of standard input with what the model makes of it, on the GPUs of this machine or, with ``cpu`` as a
+third argument, on virtual devices. With tokens such as ``5,17,99`` in the lines it needs no tokenizer.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import tpplan
+from tpplan import exec as tpx
+from tpplan.check import check
+from tpplan.decoder import Decoder, Sampling, generate
+from tpplan.decoder.settings import end_tokens
+from tpplan.decoder.text import Stream, Tokenizer
+from tpplan.errors import PlanError, TpplanError
+from tpplan.weights import load_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MOST_NEW_TOKENS = 64
+
+
+@contextmanager
+def started(path: str, directory: str, backend: str = "auto") -> Iterator[Decoder]:
+    """Load a checkpoint by a plan, which must be what planning again would give.
+
+    Raises:
+        TpplanError: the plan is stale, or the machine or the checkpoint is not the one that it is for.
+    """
+    plan = tpplan.load(path)
+    (verdict,) = check(
+        {path: plan}, tpplan.read_model(directory)
+    ).plans  # a few milliseconds, before anything is loaded
+    if not verdict.current:
+        hint = "see what is different with tpplan check, make the plan again, and commit it"
+        raise PlanError(f"{path} is stale: {verdict.message}", hint)
+    with tpx.compile(plan, backend=backend, model=directory) as context:
+        yield Decoder(context, directory, load_weights(plan, directory, context))
+
+
+def answer(decoder: Decoder, directory: str, line: str) -> Iterator[str]:
+    """Yield what follows a line, piece by piece."""
+    as_tokens = line.replace(",", "").isdecimal()
+    tokenizer = None if as_tokens else Tokenizer(directory)
+    prompt = tokenizer.encode(line) if tokenizer else [int(token) for token in line.split(",")]
+    stream = Stream(tokenizer, prompt) if tokenizer else None
+    sampling = Sampling(temperature=0.7, top_p=0.9)
+    for (token,) in generate(decoder, [prompt], MOST_NEW_TOKENS, sampling=sampling, end=end_tokens(directory)):
+        if token is not None:
+            yield stream.add(token) if stream else f"{token} "
+
+
+def main(path: str, directory: str, backend: str = "auto") -> None:
+    """Start, and answer line by line."""
+    with started(path, directory, backend) as decoder:
+        for line in filter(None, map(str.strip, sys.stdin)):
+            for piece in answer(decoder, directory, line):
+                print(piece, end="", flush=True)
+            print()
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except TpplanError as error:
+        sys.exit(f"error: {error.message}\nhint: {error.hint}")
