@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
@@ -21,12 +23,31 @@ from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded, pla
 from tpplan import families
 from tpplan.checkpoint import Tensor
 from tpplan.exec import compile as compile_plan
-from tpplan.weights import TensorSlice, load_weights, reads
+from tpplan.weights import TensorSlice, load, load_weights, reads, staging
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["fine_units"]  # a fixture
 
 #: Sizes of a read: a few rows, most tensors, and all.
 CHUNKS = (64, 1000, reads.CHUNK_BYTES)
+
+
+class Unpinned(staging.Buffer):
+    """A buffer of pageable memory where there is no driver to pin it."""
+
+    def __init__(self, size_bytes: int, *, pinned: bool) -> None:  # noqa: ARG002 (as its base takes it)
+        """Allocate it."""
+        super().__init__(size_bytes, pinned=False)
+
+
+@contextmanager
+def staged(pinned: bool) -> Iterator[None]:
+    """Load as for CUDA devices, through buffers where virtual ones need none, or not."""
+    run = load._run
+    with patch.object(staging, "Buffer", Unpinned), patch.object(load, "_run", lambda *a, **_: run(*a, pinned=pinned)):
+        yield
 
 
 @pytest.mark.parametrize("model_type", families.supported())
@@ -40,7 +61,7 @@ def test_parts_together_are_the_checkpoint(model_type: str, data: st.DataObject)
         directory = save_random(Path(folder), config, dtype, data.draw(st.sampled_from((2**12, 2**30))))
         model = tpplan.read_model(directory)
         plan = data.draw(plans_of(model))
-        with patch.object(reads, "CHUNK_BYTES", data.draw(st.sampled_from(CHUNKS))):
+        with patch.object(reads, "CHUNK_BYTES", data.draw(st.sampled_from(CHUNKS))), staged(data.draw(st.booleans())):
             weights = loaded(plan, directory)
         saved = saved_values(directory)
     ignored = families.tolerated(model_type).ignored
@@ -77,6 +98,19 @@ def test_a_prefix_that_the_checkpoint_leaves_out(tmp_path: Path) -> None:
     weights = loaded(plan, directory)
     assert weights[0].keys() == saved.keys()
     assert all(torch.equal(weights[0][name], tensor) for name, tensor in saved.items())
+
+
+def test_matrices_of_a_device_follow_each_other(tmp_path: Path) -> None:
+    """Projections of the same input lie side by side, with no bias between them, on every device."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    keys = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64, **heads}
+    directory = save_random(tmp_path, {"model_type": "qwen2", **keys}, "float32")
+    weights = loaded(even_plan(tpplan.read_model(directory), 2), directory)
+    for own in weights.tensors.values():
+        q, k, v = (own[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv")
+        assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        assert (k.data_ptr(), v.data_ptr()) == (q.data_ptr() + q.nbytes, k.data_ptr() + k.nbytes)
+        assert all(tensor.data_ptr() % 64 == q.untyped_storage().data_ptr() % 64 for tensor in own.values())
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1, 2])

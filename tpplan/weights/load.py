@@ -79,6 +79,9 @@ class Weights:
 def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weights:
     """Load from a model's directory what each device of a plan holds.
 
+    A device's tensors are one block of its memory: the matrices in the order of :func:`iter_slices`, then the vectors,
+    each from a multiple of 64 bytes on. So the query, key and value projections of a layer follow each other.
+
     Args:
         plan: to load by.
         model_dir: with config.json and safetensors files.
@@ -146,7 +149,7 @@ def _allocate(ctx: TPContext, parts: Mapping[int, Sequence[TensorSlice]]) -> tup
         here = ctx.devices[device]
         arena = Arena(sum(align(p.nbytes) for p in found), here.device, f"weights of device {device} ({here.name})")
         weights[device] = {}
-        for part in found:
+        for part in sorted(found, key=lambda part: len(part.whole) < 2):  # noqa: PLR2004 (no biases between matrices)
             memory = arena.keep(part.nbytes)
             held.setdefault(part.name, []).append((part, memory))
             weights[device][part.name] = memory.view(DTYPES[part.dtype]).view(part.shape)
