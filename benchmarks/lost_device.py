@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import evolve, frozen
 
+from tpplan.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec.compiler import build
 from tpplan.exec.cuda import CudaDevices
@@ -69,12 +70,13 @@ class Loss:
         return [problem for problem, is_so in found.items() if is_so]
 
 
-def lose(plan: SplitPlan, transport: str) -> Loss:
+def lose(plan: SplitPlan, transport: str, rows: int = 1) -> Loss:
     """Lose the last device in the middle of an all-reduce.
 
     Args:
         plan: for CUDA devices in the order of their numbers.
-        transport: whose kernels wait for each other: ``peer`` or ``host``.
+        transport: whose kernels wait for each other: ``peer``, or ``host`` for few rows.
+        rows: of the residual stream, that are added up.
     """
     places = [torch.device("cuda", i) for i in range(len(plan.devices))]
     used = {i: places[i] for i, memory in enumerate(plan.memory) if memory.used_bytes}
@@ -86,9 +88,9 @@ def lose(plan: SplitPlan, transport: str) -> Loss:
 
     dtype = getattr(torch, plan.model.dtype)
     before = [torch.cuda.memory_allocated(place) for place in places]
-    rows = plan.request.max_rows
-    context = build(plan, places, start, transport=transport, max_rows=rows, dtype=dtype, straight=False)
-    parts = [torch.ones(1, 64, dtype=dtype, device=device.device) for device in context.devices.values()]
+    context = build(plan, places, start, transport=transport, max_rows=plan.request.max_rows, dtype=dtype)
+    columns = plan.split(Axis.RS).size
+    parts = [torch.ones(rows, columns, dtype=dtype, device=device.device) for device in context.devices.values()]
     context.all_reduce(parts)
     context.synchronize()
     made[0].lost = context.all_devices[-1]

@@ -1,8 +1,8 @@
 """Plans of more devices than there are GPUs: several on each GPU, everything of one on a stream of its own.
 
-Kernels of devices that share a GPU wait for each other there, so that all of them have to fit at the same time, and
-their streams must not share a queue of the hardware: ``CUDA_DEVICE_MAX_CONNECTIONS=32`` has to be set before CUDA is
-used. So this is a program: ``python -m tests.shared_gpus --devices 4 --gpus 1``.
+Kernels of devices that share a GPU wait for each other there, so that their streams must not share a queue of the
+hardware: ``CUDA_DEVICE_MAX_CONNECTIONS=32`` has to be set before CUDA is used. So this is a program:
+``python -m tests.shared_gpus --devices 4 --gpus 1``.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ def context(
         transport=transport,
         max_rows=plan.request.max_rows,
         dtype=getattr(torch, plan.model.dtype),
-        straight=False,
     )
 
 

