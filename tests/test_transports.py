@@ -101,6 +101,7 @@ def test_kernels_that_cannot_wait_for_each_other(name: str, monkeypatch: pytest.
     """Blocking launches and tools that run kernels one by one: events, or the host without slots; never ``peer``."""
     assert serialised() == ""
     monkeypatch.setenv(name, "1")
+    _break(monkeypatch, [(FLAG, 0, 1)])  # which is then not tested at all
     why = f"{serialised()}, so that kernels cannot wait for each other"
     assert serialised().startswith(SERIAL[name])
     assert choose(PLACES, "auto") == (Choice("events", waits=False, notes=(f"peer is out: {why}",)), [])

@@ -441,7 +441,7 @@ class _Graph:
 def test_the_timer_runs_what_it_is_asked_to(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tuning gets a context of a plan with room enough, and messages of the very size; all are closed again."""
     made: list[TPContext] = []
-    sizes = set()
+    ran = set()
 
     def compiled(plan: tpplan.SplitPlan, *, transport: str, tuning: Tuning, **_: object) -> TPContext:
         made.append(compile_plan(plan, backend="cpu", transport=transport, tuning=tuning))
@@ -449,7 +449,7 @@ def test_the_timer_runs_what_it_is_asked_to(transport: str, monkeypatch: pytest.
 
     def observed(asked: operation.Operation, way: str, rows: int, item: int, limits: Limits) -> Route:
         found = route(asked, way, rows, item, limits)
-        sizes.add((rows * asked.columns * item, found.small, limits.tuning))
+        ran.add((type(asked), rows * asked.columns * item, found.small, limits.tuning))
         return found
 
     monkeypatch.setattr(tuning_timer, "compile_plan", compiled)
@@ -458,15 +458,16 @@ def test_the_timer_runs_what_it_is_asked_to(transport: str, monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     always, never = (Tuning(**{f"{transport}_{kind}_bytes": n for kind in (MOVES, SUMS)}) for n in (LARGEST, 0))
     with GraphTimer([CPU] * 2) as timer:
-        for kind in (MOVES, SUMS):
+        for kind, asked in ((MOVES, operation.Moves), (SUMS, operation.Reduction)):
             for size in (4 * KIB, 64 * KIB, 128):
-                sizes.clear()
+                ran.clear()
                 _Graph.replays = 0
                 times = timer(transport, kind, size, (always, never))
                 assert len(times) == 2
                 assert min(times) > 0
                 assert _Graph.replays % 2 == 0 < _Graph.replays
-                assert sizes == {(size, size <= 256, always), (size, False, never)}  # slots are small in these tests
+                small = size <= 256  # as slots are in these tests
+                assert ran == {(asked, size, small, always), (asked, size, False, never)}
         assert len(made) == 2
         assert timer.limits(transport).slot_bytes >= 256
     for context in made:
