@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
@@ -111,6 +112,26 @@ def test_matrices_of_a_device_follow_each_other(tmp_path: Path) -> None:
         assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
         assert (k.data_ptr(), v.data_ptr()) == (q.data_ptr() + q.nbytes, k.data_ptr() + k.nbytes)
         assert all(tensor.data_ptr() % 64 == q.untyped_storage().data_ptr() % 64 for tensor in own.values())
+
+
+def test_the_python_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both examples run, and show the parts of a model for two devices."""
+    text = (Path(__file__).parents[1] / "docs/run-a-model.md").read_text(encoding="utf-8")
+    loading, slices, *_ = re.findall(r"```python\n(.*?)```", text.partition("## Loading")[2], re.DOTALL)
+    keys = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 64}
+    directory = save_random(tmp_path / "models" / "llama", {"model_type": "llama", **keys, **heads}, "float32")
+    (tmp_path / "plans").mkdir()
+    even_plan(tpplan.read_model(directory), 2).save(tmp_path / "plans" / "llama.json")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    names: dict[str, Any] = {}
+    exec(loading, names)  # noqa: S102 (our own)
+    assert capsys.readouterr().out == "0 [32, 24]\n1 [32, 24]\n"
+    exec(slices, names)  # noqa: S102 (our own)
+    assert "model.layers.0.mlp.down_proj.weight 1 1 ((24, 48),) (32, 24) 3072\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1, 2])

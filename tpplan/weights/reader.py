@@ -51,7 +51,7 @@ class Reader:
         Raises:
             ModelError: the file cannot be read, or ends early.
         """
-        buffer = self._whole.take(read.rows * read.width)
+        buffer = self._whole.take()
         data = buffer.memory[: read.rows * read.width]
         self._fill(data, read.file, read.start)
         rows = data.view(read.rows, read.width)
@@ -60,7 +60,7 @@ class Reader:
             if len(move.ranges) == 1 and (read.rows == 1 or end - start == read.width):
                 buffer.send(rows[:, start:end].flatten(), move.target)
             elif self._pinned:
-                cut = self._cut.take(len(move.target))
+                cut = self._cut.take()
                 packed = cut.memory[: len(move.target)]
                 _pack(rows, move, packed)
                 cut.send(packed, move.target)

@@ -40,20 +40,17 @@ class Buffer:
 
 
 class Buffers:
-    """Two buffers that take turns: one is filled while the other is sent."""
+    """Two buffers that take turns, each as large as a read: one is filled while the other is sent."""
 
     def __init__(self, *, pinned: bool) -> None:
         """Allocate them."""
-        self._pinned = pinned
         self._turns = [Buffer(CHUNK_BYTES, pinned=pinned) for _ in range(2)]
 
-    def take(self, size_bytes: int) -> Buffer:
-        """Return one that is free and has room for so many bytes."""
-        free, other = self._turns
+    def take(self) -> Buffer:
+        """Return one that is free."""
+        self._turns.reverse()
+        free = self._turns[0]
         free.wait()
-        if size_bytes > len(free.memory):
-            free = Buffer(size_bytes, pinned=self._pinned)
-        self._turns = [other, free]
         return free
 
     def wait(self) -> None:
