@@ -16,7 +16,7 @@ _DEADLINE = 600
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("devices", "gpus"), [(3, 1), (4, 1), (3, 2), (4, 2), (8, 2)])
+@pytest.mark.parametrize(("devices", "gpus"), [(3, 1), (4, 1), (8, 1), (3, 2), (4, 2), (8, 2)])
 def test_devices_that_share_gpus(devices: int, gpus: int) -> None:
     """All operations by all transports are right, in all sizes, strided and in place; so are random ones, some late."""
     if torch.cuda.device_count() < gpus:

@@ -21,11 +21,11 @@ def test_nothing_is_wrong_on_gpus(transport: str) -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("transport", ["peer", "host"])
-def test_a_lost_device_ends_in_an_error(transport: str) -> None:
-    """The others give up, the context refuses everything, gives its memory back, and a new one works."""
+@pytest.mark.parametrize(("transport", "rows"), [("peer", 1), ("peer", 2048), ("host", 1)])
+def test_a_lost_device_ends_in_an_error(transport: str, rows: int) -> None:
+    """The others give up, of a small sum and of a large one; memory is given back, and a new context works."""
     plan = plan_for(2)
-    loss = lose(plan, transport)
+    loss = lose(plan, transport, rows)
     assert "never came" in loss.message
     assert loss.refused
     assert loss.freed
