@@ -81,9 +81,21 @@ def test_one_bad_pair_decides_for_all(
 
 
 def test_other_pairs_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bad pair of which one GPU is not in use, or a mechanism that nobody needs, changes nothing."""
-    _break(monkeypatch, [(COPY, 0, 2), (FLAG, 2, 1), (LOAD, 0, 1)])
+    """A bad pair of which one GPU is not in use changes nothing."""
+    _break(monkeypatch, [(COPY, 0, 2), (FLAG, 2, 1), (LOAD, 0, 2)])
     assert choose(PLACES[:2], "auto") == (Choice("peer"), [])
+
+
+def test_a_pair_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots need no reading from peers, so they stay; what is larger goes by events, on all devices."""
+    _break(monkeypatch, [(LOAD, 2, 0)])
+    note = (
+        "what is larger than a slot goes by events: reading from peers is not verified: load 2 to 0 (zeros arrived); "
+        "see tpplan devices --links"
+    )
+    for wanted in ("auto", "peer"):
+        assert choose(PLACES, wanted) == (Choice("peer", straight=False, notes=(note,)), [])
+    assert choose(PLACES, "events") == (Choice("events"), [])
 
 
 def test_no_peer_access_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +242,7 @@ def test_compiling_falls_back(
     plan = tpplan.load(ROOT / "examples/plans/Llama-3.1-8B/2xRTX3060.json")
     compiler.compile(plan, backend="cuda")
     assert (built["transport"], built["waits"]) == (transport, waits)
+    assert built["straight"]
     assert built["tuning"] == Tuning(copies_bytes=2)
     *reasons, thresholds = built["notes"]
     assert thresholds == "thresholds measured"
@@ -238,3 +251,7 @@ def test_compiling_falls_back(
     assert built["tuning"] == Tuning(copies_bytes=5)
     assert built["transport"] == "host"
     assert built["notes"][-1] == "thresholds as given"
+    if transport == "peer":
+        _break(monkeypatch, [(LOAD, 1, 0)])
+        compiler.compile(plan, backend="cuda")
+        assert not built["straight"]

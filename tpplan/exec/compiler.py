@@ -118,7 +118,9 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     start = partial(CudaDevices, places={i: places[i] for i in used}, peers=choice.transport != "host")
     tuning, origin = (tuning, "as given") if tuning else stored(len(used))
     notes = (*choice.notes, f"thresholds {origin}") if len(used) > 1 else choice.notes
-    return made(start, transport=choice.transport, straight=choice.waits, waits=choice.waits, tuning=tuning, notes=notes)
+    return made(
+        start, transport=choice.transport, straight=choice.straight, waits=choice.waits, tuning=tuning, notes=notes
+    )
 
 
 def build(

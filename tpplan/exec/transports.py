@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: The fastest first; what has to be verified from each device to each other.
 _NEEDED = {"peer": (Mechanism.COPY, Mechanism.STORE, Mechanism.FLAG), "events": (Mechanism.COPY,), "host": ()}
+#: What kernels of ``peer`` need besides for what is larger than a slot: straight sums read other devices' tensors.
+_STRAIGHT = {"straight": (Mechanism.LOAD,)}
 #: The first that rounds to bfloat16 in one instruction.
 _LEAST_CAPABILITY = (8, 0)
 #: Faults of links that are named.
@@ -30,11 +32,13 @@ class Choice:
     Attributes:
         transport: ``peer``, ``events`` or ``host``.
         waits: whether their kernels may wait for each other.
+        straight: whether kernels of ``peer`` may use tensors of other devices.
         notes: why it is not a faster one, or does not all that it could.
     """
 
     transport: str
     waits: bool = True
+    straight: bool = True
     notes: tuple[str, ...] = ()
 
 
@@ -50,6 +54,7 @@ def choose(places: Sequence[torch.device], wanted: str) -> tuple[Choice, list[st
     serial = serialised()
     pairs = [(a.index, b.index) for a in places for b in places if a != b]
     against = _obstacles(pairs, serial, wanted)
+    unread = against.pop("straight")
     usable = next(name for name, obstacle in against.items() if not obstacle)
     transport = usable if wanted == "auto" else wanted
     notes = []
@@ -57,10 +62,13 @@ def choose(places: Sequence[torch.device], wanted: str) -> tuple[Choice, list[st
         notes = [f"{name} {against[name]}" for name in list(against)[: list(against).index(usable)]]
     if transport == "host" and pairs and serial:
         notes.append(f"host goes without slots: {_no_waiting(serial)}")
+    if transport == "peer" and unread:
+        notes.append(f"what is larger than a slot goes by events: reading from peers {unread}")
     problems = _kernel_problems(places)
     if against[transport]:
         problems.append(f"transport: {transport} {against[transport]}")
-    return Choice(transport, not serial, tuple(notes)), problems
+    straight = not (transport == "peer" and unread)
+    return Choice(transport, waits=not serial, straight=straight, notes=tuple(notes)), problems
 
 
 def _no_waiting(serial: str) -> str:
@@ -68,8 +76,9 @@ def _no_waiting(serial: str) -> str:
 
 
 def _obstacles(pairs: Sequence[tuple[int, int]], serial: str, wanted: str) -> dict[str, str]:
-    """Return why each transport must not be used between some devices; empty if it may."""
-    against = dict.fromkeys(_NEEDED, "")
+    """Return why each transport, or going straight, must not be used between some devices; empty if it may."""
+    every = _NEEDED | _STRAIGHT
+    against = dict.fromkeys(every, "")
     if not pairs:
         return against
     if serial:
@@ -80,7 +89,7 @@ def _obstacles(pairs: Sequence[tuple[int, int]], serial: str, wanted: str) -> di
         return against  # without a probe
     report = link_report()
     reasons = {link.route: link.reason for link in report.links if link.verdict != Verdict.WORKS}
-    for name, needed in _NEEDED.items():
+    for name, needed in every.items():
         missing = [(need, a, b) for need in needed for a, b in pairs if not report.works(a, b, need)]
         if missing and not against[name]:
             listed = [f"{need} {a} to {b} ({reasons.get((need, a, b), 'untested')})" for need, a, b in missing[:_NAMED]]
