@@ -1,12 +1,15 @@
 """Measure the executor on virtual devices: what an operation costs beside the same movement written by hand.
 
 One row of 8192 in bfloat16, as in decoding, on eight uneven devices. There is next to no data, so that the times are
-those of the code around it. Copies take one thread, for more would measure the machine's other work.
+those of the code around it. Copies take one thread, for more would measure the machine's other work. At last the same
+calls on two devices where nothing is run: what the host does before a device has anything to do.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import torch
 
@@ -14,6 +17,7 @@ import tpplan
 from benchmarks.rows import GPUS, MODEL, TOKENS, Row, measure, rounds_wanted
 from tpplan.axes import Axis
 from tpplan.exec import compile as compile_plan
+from tpplan.exec.cpu import Pending, VirtualDevices
 from tpplan.exec.lower import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -49,6 +53,30 @@ def operations(ctx: TPContext) -> dict[str, Callable[[], object]]:
         "all_reduce with residual": lambda: ctx.all_reduce(everywhere, everywhere),
         "add_residual": lambda: ctx.add_residual(parts, everywhere, Axis.RS),
     }
+
+
+def nothing(*_: object) -> Pending:
+    """Take the place of a backend's run."""
+    return Pending()
+
+
+def calls_alone() -> dict[str, Callable[[], object]]:
+    """Return calls on two devices, with outputs given, of matrices, and of the same with a batch."""
+    plan = tpplan.plan(
+        tpplan.read_model(MODEL), tpplan.parse_devices("2x80GiB"), cache=tpplan.Cache("q8", tokens=TOKENS)
+    )
+    found: dict[str, Callable[[], object]] = {}
+    for lead in ((1,), (1, 1)):
+        ctx = compile_plan(plan, backend="cpu")
+        x = torch.randn(*lead, COLUMNS).bfloat16()
+        outs, sums, parts = ctx.broadcast(x), ctx.broadcast(x), ctx.scatter(x, Axis.RS)
+        found |= {
+            f"broadcast, {len(lead) + 1}-D": partial(ctx.broadcast, x, out=outs),
+            f"allgather, {len(lead) + 1}-D": partial(ctx.allgather, parts, Axis.RS, out=outs),
+            f"all_reduce, {len(lead) + 1}-D": partial(ctx.all_reduce, outs, out=sums),
+            f"all_reduce in place, {len(lead) + 1}-D": partial(ctx.all_reduce, outs, out=outs),
+        }
+    return found
 
 
 def by_hand(plan: SplitPlan, devices: int) -> dict[str, Callable[[], object]]:
@@ -92,6 +120,9 @@ def main() -> None:
     measure([row(f"{name}, {way}", calls[way][name]) for name in floor for way in calls], rounds, "µs")
     for ctx in contexts.values():
         ctx.close()
+    alone = [row(f"{name}, nothing run", call, 100) for name, call in calls_alone().items()]
+    with patch.object(VirtualDevices, "run", nothing):
+        measure(alone, rounds, "µs")
 
 
 if __name__ == "__main__":

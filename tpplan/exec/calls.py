@@ -94,13 +94,12 @@ class Call:
         return dict(zip(self.buffers, matrices, strict=True))
 
     def _are_apart(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Tell whether dense tensors are, but for those that may be the same."""
-        if not self.own:
-            return are_apart(tensors, self.sizes)
+        """Tell whether dense tensors share no memory, but for outputs that may be inputs."""
+        if are_apart(tensors, self.sizes):
+            return True
         out = tensors[len(self.own) :]
         others = [x for x, i in zip(tensors, self.own, strict=False) if x is not out[i]]
-        apart = (*out, *others)
-        return are_apart(apart, self.sizes[: len(apart)])  # all have the same size
+        return bool(self.own) and are_apart((*out, *others), self.sizes)  # which all have the same size
 
     def _new(self) -> list[Tensor]:
         """Return uninitialised tensors to write to; those on the host are pinned if devices write them."""

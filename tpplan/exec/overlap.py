@@ -41,9 +41,9 @@ def check_apart(what: str, out: Sequence[Tensor], inputs: Sequence[Tensor], own:
 
 
 def are_apart(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    """Tell whether no two contiguous tensors, of these bytes, share memory."""
+    """Tell whether no two contiguous tensors share memory; there may be more sizes, in bytes, than tensors."""
     end = 0
-    for start, size in sorted([(tensor.data_ptr(), size) for tensor, size in zip(tensors, sizes, strict=True)]):
+    for start, size in sorted([(tensor.data_ptr(), size) for tensor, size in zip(tensors, sizes, strict=False)]):
         if start < end:
             return False
         end = start + size
