@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from benchmarks.rows import ROOT
 from benchmarks.stress import Stress
 from tpplan import exec as tpx
 from tpplan.catalogue import overhead
+from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec.lower import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ def soak(
     delays: bool = False,
     graphs: bool = False,
 ) -> Outcome:
-    """Run random operations of a context until there were enough, or for so long.
+    """Run random operations of a context until there were enough, or for so long, or one ends with an error.
 
     Args:
         context: on whatever devices.
@@ -90,14 +92,17 @@ def soak(
     outcome, random = Outcome(), Random(seed)  # noqa: S311 (to be the same again)
     stress = Stress(context, seed, largest=largest, delays=delays)
     start = time.perf_counter()
-    while outcome.operations < operations and time.perf_counter() - start < seconds:
-        _call(stress, outcome, min(CALLS, operations - outcome.operations))
-        if graphs:
-            _replay(stress, outcome, random)
-        outcome.faults += stress.faults()
-        if graphs:
-            _drop_graphs(context)
-        outcome.growth.look(context)
+    try:
+        while outcome.operations < operations and time.perf_counter() - start < seconds:
+            _call(stress, outcome, min(CALLS, operations - outcome.operations))
+            if graphs:
+                _replay(stress, outcome, random)
+            outcome.faults += stress.faults()
+            if graphs:
+                _drop_graphs(context)
+            outcome.growth.look(context)
+    except TpplanError as error:
+        outcome.faults.append(f"{error.message}, at or before {stress.last}")
     outcome.seconds = time.perf_counter() - start
     return outcome
 
@@ -176,7 +181,7 @@ def main() -> None:
     for transport in transports:
         compiled = partial(tpx.compile, plan, backend=wanted.backend, transport=transport)
         context, workspaces[transport] = foretold(plan, compiled)
-        with context:
+        with suppress(ExecutionError), context:  # what has failed says so again when it is closed
             outcomes[transport] = outcome = soak(
                 context,
                 operations=operations,

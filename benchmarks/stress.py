@@ -126,6 +126,11 @@ class Stress:
         self._checks.clear()
         return found
 
+    @property
+    def last(self) -> Task | None:
+        """What was issued last since :meth:`faults`."""
+        return self._checks[-1] if self._checks else None
+
     @contextmanager
     def other_streams(self) -> Iterator[None]:
         """Make another stream current on every CUDA device: it follows the one that was, which follows it later."""

@@ -13,6 +13,7 @@ from benchmarks.memory_use import MIB, Growth, foretold, is_near
 from benchmarks.soak import plan_for, soak
 from benchmarks.stress import Stress
 from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for every test here)
+from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.compiler import build
 from tpplan.exec.cpu import Pending, VirtualDevices
@@ -111,6 +112,28 @@ def test_a_wrong_bit_is_found(kind: str) -> None:
     assert len(faults) > 5
     assert all(fault.partition(": ")[2].startswith(kind) for fault in faults)
     assert all(fault.startswith("1 elements wrong") for fault in faults)
+
+
+class _Failing(VirtualDevices):
+    """Virtual devices that fail from the tenth program on."""
+
+    calls = 0
+
+    def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
+        """Run a program, or fail."""
+        self.calls += 1
+        if self.calls >= 10:
+            raise ExecutionError("a device waited in vain", "compile again")
+        return super().run(program, operands)
+
+
+def test_an_error_ends_the_soak() -> None:
+    """It is told like a fault, with the operation at which it came."""
+    with _context(_Failing) as ctx:
+        outcome = soak(ctx, operations=400, seconds=600, seed=4, largest=LARGEST)
+    (fault,) = outcome.faults
+    assert fault.startswith("a device waited in vain, at or before ")
+    assert outcome.called < 10
 
 
 def test_results_from_before_are_found() -> None:
