@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.decoder_cases import CONFIGS, LENGTH, NEW, VOCAB, fine_units, model_of, plan_of, request_of  # noqa: F401
 from tpplan.axes import Axis
 from tpplan.config import read_config
 from tpplan.decoder import Decoder, generate
-from tpplan.decoder.settings import Settings
+from tpplan.decoder.sampling import likeliest
+from tpplan.decoder.settings import Settings, settings_of
 from tpplan.errors import ExecutionError, ModelError, RequestError
 from tpplan.exec import compile as compile_plan
+from tpplan.reader import read_model
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
@@ -44,6 +48,27 @@ def check(model: Model, plan: SplitPlan, transport: str, new: int = NEW) -> None
             torch.testing.assert_close(logits[0], model.logits[sequence], atol=1e-4, rtol=1e-4)
         found = list(zip(*generate(decoder, model.prompts, new), strict=True))
         assert [list(tokens) for tokens in found] == [tokens[:new] for tokens in model.tokens]
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the names of what torch is told to do.
+
+    Attributes:
+        names: without the namespace.
+    """
+
+    def __init__(self) -> None:
+        """Start with none."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        """Keep a name, and do what it says; of what is made of other operations, keep theirs."""
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -176,6 +201,37 @@ def test_what_is_refused() -> None:
         plan = plan_of(model.directory, 2, request_of(kind=kind), {}, seed=2)
         with pytest.raises(ExecutionError, match=f"no cache of kind {kind} for heads of 8"), decoding(plan, "mistral"):
             pass
+
+
+#: What makes a host wait for a device, or copies from the host to it.
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "is_nonzero", "equal"}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_step_can_be_a_graph(model_type: str) -> None:
+    """Nothing that a step issues waits for a device or makes a tensor of numbers of the host's, also with experts."""
+    model = model_of(model_type)
+    for batch in (1, 4):
+        plan = plan_of(model.directory, 3, request_of(batch=batch), {}, seed=6)
+        with decoding(plan, model_type) as decoder, Calls() as calls:
+            everywhere = [[torch.zeros(batch, dtype=torch.int64)] * len(decoder.context.all_devices) for _ in range(2)]
+            calls.names.clear()
+            with torch.inference_mode():
+                likeliest(decoder.context, decoder.decode(everywhere[0], everywhere[1]))
+            assert any("attention" in name or "softmax" in name for name in calls.names)
+            assert not calls.names & WAITING
+
+
+def test_weights_of_another_dtype(tmp_path: Path) -> None:
+    """What is stored in another dtype than config.json names is refused by name, quantised weights too."""
+    directory = shutil.copytree(model_of("mistral").directory, tmp_path / "tiny")
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    model = read_model(directory)
+    with pytest.raises(
+        ModelError, match=r"model.embed_tokens.weight is stored as F32, the decoder computes in bfloat16"
+    ):
+        settings_of(directory, model, torch.bfloat16)
 
 
 def test_settings_that_are_refused(tmp_path: Path) -> None:

@@ -14,13 +14,12 @@ import torch
 from torch.nn import functional
 
 from tpplan.axes import Axis
-from tpplan.config import read_config
 from tpplan.decoder import experts
 from tpplan.decoder.heads import heads_of
 from tpplan.decoder.joined import joined
 from tpplan.decoder.layers import linear, linears, rms_norm, rotate
 from tpplan.decoder.passes import Decode, Prefill
-from tpplan.decoder.settings import Settings
+from tpplan.decoder.settings import settings_of
 from tpplan.errors import RequestError
 from tpplan.exec.program import HOST
 from tpplan.exec.rope import Rope
@@ -59,7 +58,7 @@ class Decoder:
             cache: its kind; the plan's if not given. ``fp32``, which no plan has, loses nothing.
 
         Raises:
-            ModelError: the decoder does not compute the model's architecture.
+            ModelError: the decoder does not compute such a model; see :func:`tpplan.decoder.settings.settings_of`.
             ExecutionError: it has no cache of the kind.
         """
         self.context = context
@@ -67,8 +66,10 @@ class Decoder:
         self.batch = request.batch
         self.length = request.cache.tokens // request.batch
         self._reduce = request.layout == "reduce"
-        self._settings = Settings.read(read_config(directory))
+        self._settings = settings_of(directory, model, context.dtype)
         self._family = self._settings.family
+        scale = sqrt(model.hidden_size) if self._family.scaled_embedding else 1.0
+        self._embedding_scale = torch.tensor(scale, dtype=context.dtype).item()  # rounded as in transformers
         self._head = "model.embed_tokens" if model.tied_embeddings else "lm_head"
         blocks = {layer: block for block in model.blocks for layer in block.layers}
         self._blocks = [blocks[layer] for layer in range(model.layer_count)]
@@ -161,10 +162,7 @@ class Decoder:
             x_RD = functional.embedding(own.clamp(0, size - 1), self.weights[part.device]["model.embed_tokens.weight"])
             parts.append(x_RD * ((own >= 0) & (own < size))[:, None])
         xs = self.context.all_reduce(parts, axis=Axis.VC)
-        if self._family.scaled_embedding:
-            scale = torch.tensor(sqrt(xs[0].shape[-1]), dtype=xs[0].dtype).item()  # rounded as in transformers
-            xs = tuple(x * scale for x in xs)
-        return xs
+        return tuple(x * self._embedding_scale for x in xs) if self._family.scaled_embedding else xs
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         start = f"model.layers.{layer}.self_attn."

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import torch
 from attrs import frozen
 
-from tpplan.config import read_config
 from tpplan.decoder.generation import check_prompts, generate
 from tpplan.decoder.model import Decoder
 from tpplan.decoder.sampling import Sampling
-from tpplan.decoder.settings import Settings, end_tokens
+from tpplan.decoder.settings import end_tokens, settings_of
 from tpplan.decoder.text import Stream, Tokenizer
 from tpplan.exec.selftest import compiler
 from tpplan.generate_report import GenerateReport
+from tpplan.reader import read_model
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def run(plan: SplitPlan, order: Order, note: Callable[[str], None], tell: Callab
     Raises:
         TpplanError: the plan, the checkpoint, the machine and the order do not fit together.
     """
-    Settings.read(read_config(order.directory))
+    settings_of(order.directory, read_model(order.directory), getattr(torch, plan.model.dtype))
     end = end_tokens(order.directory)
     tokenizer = Tokenizer(order.directory) if order.prompt else None
     prompt = tokenizer.encode(order.prompt) if tokenizer else list(order.tokens)

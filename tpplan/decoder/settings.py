@@ -14,10 +14,15 @@ from torch.nn import functional
 
 from tpplan.config import read_config
 from tpplan.errors import ModelError
+from tpplan.exec.tensors import name_of
+from tpplan.families import DTYPES
 from tpplan.jsontext import NotJSONError, read_json
 
 if TYPE_CHECKING:
+    import torch
+
     from tpplan.config import Config
+    from tpplan.model import ModelSpec
 
 #: By ``hidden_act`` of a config.json.
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
@@ -151,6 +156,27 @@ class Settings:
             logit_cap=_number(config, "final_logit_softcapping", family.logit_cap),
             normalised=normalised,
         )
+
+
+def settings_of(directory: str | Path, model: ModelSpec, dtype: torch.dtype) -> Settings:
+    """Return the settings of a model that the decoder can compute.
+
+    Args:
+        directory: with its config.json.
+        model: what :func:`tpplan.read_model` says of it.
+        dtype: to compute in.
+
+    Raises:
+        ModelError: the decoder does not know the architecture or the activation, a number is none, or weights have
+            another dtype: they are quantised, or config.json names another than they are stored in.
+    """
+    settings = Settings.read(read_config(directory))
+    for parameter in (*model.parameters, *(each for block in model.blocks for each in block.parameters)):
+        if parameter.dtype != DTYPES[name_of(dtype)]:
+            what = f"{parameter.name} is stored as {parameter.dtype}, the decoder computes in {name_of(dtype)}"
+            hint = "convert the checkpoint to one dtype of 16 or 32 bits, and name it in config.json"
+            raise ModelError(f"{directory}: {what}", hint)
+    return settings
 
 
 def end_tokens(directory: str | Path) -> frozenset[int]:
