@@ -17,10 +17,13 @@ from transformers.utils import logging
 import tpplan
 from tpplan import axes
 from tpplan.axes import Axis, bounds_of
+from tpplan.decoder import Decoder, generate
 from tpplan.devices import Device
+from tpplan.exec import compile as compile_plan
 from tpplan.memory import demands, ledger
 from tpplan.plan import Cache, Request
 from tpplan.planner import Attempt
+from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -153,3 +156,15 @@ def plan_of(directory: Path, devices: int, request: Request, cut: dict[Axis, tup
     bounds: Sequence[tuple[int, ...]] = tuple(map(cuts, wanted.axes))
     gpus = tuple(Device(name=f"GPU {i}", budget_bytes=2**40) for i in range(devices))
     return Attempt(model, gpus, request, wanted, tuple(bounds), ledger(bounds, wanted, gpus)).plan()
+
+
+def check(model: Model, plan: SplitPlan, transport: str, new: int = NEW, *, backend: str = "cpu") -> None:
+    """Compare what a decoder says of a model's prompts with what transformers says."""
+    with compile_plan(plan, backend=backend, model=model.directory, transport=transport) as context:
+        weights = load_weights(plan, model.directory, context)
+        decoder = Decoder(context, model.directory, weights, cache="fp32")
+        for sequence, prompt in enumerate(model.prompts):
+            logits = context.gather(decoder.prefill(prompt, sequence), Axis.VC).tensor
+            torch.testing.assert_close(logits[0], model.logits[sequence], atol=1e-4, rtol=1e-4)
+        found = list(zip(*generate(decoder, model.prompts, new), strict=True))
+        assert [list(tokens) for tokens in found] == [tokens[:new] for tokens in model.tokens]

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+from unittest.mock import patch
+from weakref import ref
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.decoder_cases import CONFIGS, LENGTH, NEW, VOCAB, fine_units, model_of, plan_of, request_of  # noqa: F401
+from tests.decoder_cases import (
+    CONFIGS,
+    LENGTH,
+    VOCAB,
+    check,
+    fine_units,  # noqa: F401
+    model_of,
+    plan_of,
+    request_of,
+)
 from tpplan.axes import Axis
 from tpplan.config import read_config
-from tpplan.decoder import Decoder, generate
+from tpplan.decoder import Decoder, Sampling, generate, steps
 from tpplan.decoder.sampling import likeliest
 from tpplan.decoder.settings import Settings, settings_of
 from tpplan.errors import ExecutionError, ModelError, RequestError
@@ -23,10 +35,9 @@ from tpplan.reader import read_model
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.decoder_cases import Model
     from tpplan.plan import SplitPlan
 
 #: Devices, layout, KV heads and transport of plans that are cut at random.
@@ -37,17 +48,6 @@ CASES = [
     (5, "reduce", "replicate", "peer"),
     (4, "gather", "replicate", "events"),
 ]
-
-
-def check(model: Model, plan: SplitPlan, transport: str, new: int = NEW) -> None:
-    """Compare what a decoder says of a model's prompts with what transformers says."""
-    with compile_plan(plan, backend="cpu", model=model.directory, transport=transport) as ctx:
-        decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx), cache="fp32")
-        for sequence, prompt in enumerate(model.prompts):
-            logits = ctx.gather(decoder.prefill(prompt, sequence), Axis.VC).tensor
-            torch.testing.assert_close(logits[0], model.logits[sequence], atol=1e-4, rtol=1e-4)
-        found = list(zip(*generate(decoder, model.prompts, new), strict=True))
-        assert [list(tokens) for tokens in found] == [tokens[:new] for tokens in model.tokens]
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -164,6 +164,20 @@ def test_weights_stay_where_they_were_loaded() -> None:
                 assert used <= loaded
 
 
+def test_a_decoder_gives_its_memory_back() -> None:
+    """Weights and cache go with the decoder, also after it has made a text, without waiting for a collector."""
+    model = model_of("mistral")
+    gc.disable()
+    try:
+        with decoding(plan_of(model.directory, 2, request_of(), {}, seed=2), "mistral") as decoder:
+            list(generate(decoder, model.prompts, 3))
+            kept = ref(decoder)
+        del decoder
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
 def test_a_text_ends() -> None:
     """It ends with a token of those that end it; the others go on, and it has None from then on."""
     model = model_of("mistral")
@@ -244,3 +258,49 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | change))
         with pytest.raises(ModelError, match=problem):
             Settings.read(read_config(tmp_path))
+
+
+class FakeGraph:
+    """Stands for a graph where there are none: what is captured is done at once, and by each replay but the first."""
+
+    def __init__(self, again: Callable[[], object]) -> None:
+        """Replay by doing this."""
+        self._again = again
+        self._replays = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def replay(self) -> None:
+        """Do what was captured, unless that is done already."""
+        self._replays += 1
+        if self._replays > 1:
+            self._again()
+
+
+def test_spans_are_captured_once_they_have_run() -> None:
+    """The cache is looked at in powers of two: the first step of a span runs, the second is captured, others replay."""
+    model = model_of("mistral")
+    events: list[object] = []
+    with decoding(plan_of(model.directory, 3, request_of(), {}, seed=8), "mistral", "fp32") as decoder:
+        taken = steps.Steps(decoder, 2, graphs=True)
+
+        def capture() -> FakeGraph:
+            events.append("capture")
+            return FakeGraph(lambda: taken._issue(int(str(events[-1]))))
+
+        def decode(tokens: list[torch.Tensor], positions: list[torch.Tensor], span: int) -> tuple[torch.Tensor, ...]:
+            events.append(span)
+            return Decoder.decode(decoder, tokens, positions, span)
+
+        with (
+            patch.object(steps, "_SHORTEST_SPAN", 8),
+            patch.object(decoder.context, "capture", capture),
+            patch.object(decoder, "decode", decode),
+        ):
+            found = [taken.start(model.prompts, Sampling()), *(taken.step() for _ in range(6))]
+    assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:7] for tokens in model.tokens]
+    assert events == [16, "capture", 16, 16, 32, "capture", 32, 32]

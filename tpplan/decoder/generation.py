@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from tpplan.decoder.model import check_tokens
 from tpplan.decoder.sampling import Sampling
-from tpplan.decoder.steps import Steps
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def generate(
         RequestError: there are too many prompts, or one is empty, too long for the plan's cache, or of other tokens.
     """
     check_prompts(prompts, max_new_tokens, decoder.context.plan)
-    return _tokens(Steps(decoder, len(prompts), sampling), prompts, max_new_tokens, frozenset(end))
+    return _tokens(decoder, prompts, sampling, max_new_tokens, frozenset(end))
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: SplitPlan) -> None:
@@ -73,12 +72,13 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: S
 
 
 def _tokens(
-    steps: Steps, prompts: Sequence[Sequence[int]], count: int, end: frozenset[int]
+    decoder: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, count: int, end: frozenset[int]
 ) -> Iterator[tuple[int | None, ...]]:
+    steps = decoder.steps(len(prompts))
     tokens: list[int] = []
     ended = [False] * len(prompts)
     for _ in range(count):
-        tokens = steps.step() if tokens else steps.start(prompts)
+        tokens = steps.step() if tokens else steps.start(prompts, sampling)
         yield tuple(None if over else token for token, over in zip(tokens, ended, strict=True))
         ended = [over or token in end for token, over in zip(tokens, ended, strict=True)]
         if all(ended):

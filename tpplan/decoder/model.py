@@ -20,6 +20,7 @@ from tpplan.decoder.joined import joined
 from tpplan.decoder.layers import linear, linears, rms_norm, rotate
 from tpplan.decoder.passes import Decode, Prefill
 from tpplan.decoder.settings import settings_of
+from tpplan.decoder.steps import Steps
 from tpplan.errors import RequestError
 from tpplan.exec.program import HOST
 from tpplan.exec.rope import Rope
@@ -80,12 +81,19 @@ class Decoder:
             device: joined(weights[device], self._blocks, self._family.experts) for device in context.all_devices
         }
         rope = Rope.from_config(read_json((Path(directory) / "config.json").read_bytes()))  # type: ignore[arg-type]
+        self._steps: dict[int, Steps] = {}
         holders = sorted({device for heads in self._heads for device in heads})
         self._tables = dict(zip(holders, context.rope_tables(rope, self.length), strict=True))
 
     def cache_bytes(self, device: int) -> int:
         """Return the bytes that the cache takes on a device."""
         return sum(heads[device].cache.nbytes for heads in self._heads if device in heads)
+
+    def steps(self, sequences: int) -> Steps:
+        """Return what makes the first so many sequences of the cache grow; made once, and kept with its graphs."""
+        if sequences not in self._steps:
+            self._steps[sequences] = Steps(self, sequences)
+        return self._steps[sequences]
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], sequence: int = 0, start: int = 0) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
+from weakref import proxy
 
 import torch
 
@@ -29,35 +30,42 @@ class Steps:
     """
 
     @torch.inference_mode()
-    def __init__(self, decoder: Decoder, sequences: int, sampling: Sampling) -> None:
+    def __init__(self, decoder: Decoder, sequences: int, *, graphs: bool | None = None) -> None:
         """Make tokens and positions on every device.
 
         Args:
-            decoder: whose cache.
+            decoder: whose cache; it has to live as long.
             sequences: how many.
-            sampling: how tokens are chosen.
+            graphs: whether to capture steps; where devices have graphs if not given.
         """
-        self._decoder = decoder
+        self._decoder = proxy(decoder)  # which keeps this object: its memory shall not wait for a collector
         self._context = decoder.context
-        self._sampling = sampling
-        self._generator = torch.Generator().manual_seed(sampling.seed)
         places = [device.device for device in self._context.devices.values()]
         self._tokens, self._positions = (
             [torch.zeros(1, sequences, dtype=torch.int64, device=place) for place in places] for _ in range(2)
         )
-        self._is_captured = places[0].type == "cuda"
-        self._graphs: dict[int, tuple[Graph, tuple[Tensor, ...]] | None] = {}
+        self._captures = places[0].type == "cuda" if graphs is None else graphs
+        self._graphs: dict[tuple[int, bool], tuple[Graph, tuple[Tensor, ...]] | None] = {}
+        self._sampling = Sampling()
+        self._generator = torch.Generator()
         self._longest = 0
 
     @torch.inference_mode()
-    def start(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Put prompts into the cache, and return the token that follows each."""
+    def start(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
+        """Put prompts into the cache, and return the token that follows each.
+
+        Args:
+            prompts: one for each sequence.
+            sampling: how tokens are chosen, from now on.
+        """
+        self._sampling = sampling
+        self._generator.manual_seed(sampling.seed)
         logits = [self._decoder.prefill(prompt, sequence) for sequence, prompt in enumerate(prompts)]
-        first = [self._choose(each).item() for each in logits]
+        first = [int(self._choose(each).item()) for each in logits]
         self._set(self._tokens, first)
         self._set(self._positions, [len(prompt) for prompt in prompts])
         self._longest = max(map(len, prompts))
-        return [int(token) for token in first]
+        return first
 
     @torch.inference_mode()
     def step(self) -> list[int]:
@@ -72,16 +80,16 @@ class Steps:
         return [int(token) for token in self._tokens[0][0].tolist()]
 
     def _run(self, span: int) -> tuple[Tensor, ...]:
-        """Run a step, or the graph of it."""
-        if not self._is_captured or span not in self._graphs:
-            self._graphs[span] = None
+        """Run a step, or the graph of it, and return its logits."""
+        key = (span, self._sampling.temperature == 0)
+        if not self._captures or key not in self._graphs:
+            self._graphs[key] = None
             return self._issue(span)
-        if self._graphs[span] is None:
+        captured = self._graphs[key]
+        if captured is None:
             with self._context.capture() as graph:
                 logits = self._issue(span)
-            self._graphs[span] = graph, logits
-        captured = self._graphs[span]
-        assert captured is not None  # noqa: S101
+            self._graphs[key] = captured = graph, logits
         captured[0].replay()
         return captured[1]
 
@@ -102,6 +110,6 @@ class Steps:
         whole = self._context.gather(logits, Axis.VC).tensor
         return self._sampling.draw(whole, self._generator)
 
-    def _set(self, tensors: list[Tensor], values: Sequence[float]) -> None:
+    def _set(self, tensors: list[Tensor], values: Sequence[int]) -> None:
         """Write numbers into a tensor of every device."""
-        self._context.broadcast(torch.tensor([values], dtype=torch.int64), source=HOST, out=tensors)
+        self._context.broadcast(torch.tensor([values]), source=HOST, out=tensors)

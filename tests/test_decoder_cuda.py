@@ -1,0 +1,31 @@
+"""The decoder on real GPUs: the tokens of transformers, every step a graph."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.decoder_cases import CONFIGS, check, fine_units, model_of, plan_of, request_of  # noqa: F401
+from tpplan.decoder import steps
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("layout", ["reduce", "gather"])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_as_transformers(model_type: str, layout: str) -> None:
+    """Logits of two prompts, and 64 tokens of each, of which most come from graphs of several spans."""
+    model = model_of(model_type)
+    plan = plan_of(model.directory, min(GPUS, 4), request_of(layout), {}, seed=4)
+    with patch.object(steps, "_SHORTEST_SPAN", 16):
+        check(model, plan, "auto", backend="cuda")
+
+
+@pytest.mark.gpu
+def test_one_gpu() -> None:
+    """The same on a single one."""
+    model = model_of("llama")
+    check(model, plan_of(model.directory, 1, request_of(), {}, seed=4), "auto", backend="cuda")
