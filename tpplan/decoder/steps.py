@@ -38,7 +38,7 @@ class Steps:
             sequences: how many.
             graphs: whether to capture steps; where devices have graphs if not given.
         """
-        self._decoder = proxy(decoder)  # which keeps this object: its memory shall not wait for a collector
+        self._decoder: Decoder = proxy(decoder)  # which keeps this object: its memory shall not wait for a collector
         self._context = decoder.context
         places = [device.device for device in self._context.devices.values()]
         self._tokens, self._positions = (
