@@ -59,7 +59,8 @@ def test_straight_kernels_wait_for_flags_and_move_vectors(name: str) -> None:
         text = kernel_cache.ptx(name, capability)
         label = text.rindex("\n$L", 0, text.rindex("ld.acquire.sys.global.u32"))
         assert f"bra \t{text[label + 1 : text.index(':', label)]};" in text  # the poll is in a loop
-        assert text.index("fence.acq_rel.sys;") < text.index("st.release.sys.global.u32")
+        fence = text.index("fence.acq_rel.sys;")
+        assert "st.volatile.global.u32" in text[fence:]  # the flag
         assert "ld.global.v4.u32" in text
         assert "st.global.v4.u32" in text
         assert ".f64" not in text

@@ -15,7 +15,24 @@ from tpplan.errors import InternalError
 from tpplan.exec import slot_table
 from tpplan.exec.operation import Reduction
 from tpplan.exec.program import INPUT, OPERANDS, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
-from tpplan.exec.slot_table import PACKET_BYTES, SEQUENCES, THREADS, Place, capacity, queues, regions, table, widest
+from tpplan.exec.slot_table import (
+    FILLED,
+    FIRST_LANE,
+    FIRST_QUEUE,
+    FIRST_RECEIVE,
+    FIRST_SEND,
+    PACKET_BYTES,
+    QUEUES,
+    RECEIVES,
+    SENDS,
+    THREADS,
+    Place,
+    capacity,
+    queues,
+    regions,
+    table,
+    widest,
+)
 
 SMALL = {name: case for name, case in CASES.items() if case.way.small}
 STRIDE = 2**17
@@ -42,35 +59,32 @@ class Machine:
     def place(self, queue: Queue, device: int) -> Place:
         """Return where a device finds a queue."""
         readers = queue.receivers if device == queue.sender else (device,)
-        number = self.address("counter", device, queue)
-        return Place(self.address("slots", queue), number, tuple(self.address("credit", queue, r) for r in readers))
+        messages = self.address("counter", device, queue)
+        return Place(self.address("slots", queue), messages, tuple(self.address("freed", queue, r) for r in readers))
 
     def send(self, words: list[int], x: torch.Tensor, out: torch.Tensor | None) -> None:
         """Put what a device sends into slots, and what it copies into its output."""
-        for entry in range(words[slot_table.SENDS]):
-            at = words[slot_table.SENDS + 1] + 5 * entry
-            first, width, lanes, lane, local = words[at : at + 5]
+        for entry in range(words[SENDS]):
+            first, width, lane, end, local = words[FIRST_SEND + 5 * entry :][:5]
             message = x[:, first : first + width].clone()
-            for k in range(lane, lane + 2 * lanes, 2):
-                self.messages[words[k]] = message
+            for k in range(lane, end):
+                self.messages[words[FIRST_LANE + 2 * k]] = message
             if local:
                 assert out is not None
                 out[:, local - 1 : local - 1 + width] = message
 
     def move(self, words: list[int], out: torch.Tensor) -> None:
         """Take what a device receives."""
-        for entry in range(words[slot_table.RECEIVES]):
-            at = words[slot_table.RECEIVES + 1] + 6 * entry
-            slot, _, message, skip, width, target = words[at : at + 6]
+        for entry in range(words[RECEIVES]):
+            slot, _, message, skip, width, target = words[FIRST_RECEIVE + 6 * entry :][:6]
             assert self.messages[slot].shape == (self.rows, message)
             out[:, target : target + width] = self.messages[slot][:, skip : skip + width]
 
     def add(self, words: list[int], dtype: torch.dtype, ends: dict[str, torch.Tensor]) -> None:
         """Add up what a device has and receives."""
         total = None
-        for entry in range(words[slot_table.RECEIVES]):
-            at = words[slot_table.RECEIVES + 1] + 3 * entry
-            kind, slot, _ = words[at : at + 3]
+        for entry in range(words[RECEIVES]):
+            slot, _, kind = words[FIRST_RECEIVE + 6 * entry :][:3]
             fetched = kind == slot_table.FETCHED
             value = self.messages[slot] if fetched else ends[INPUT if kind == slot_table.OWN else RESIDUAL]
             assert value.shape == (self.rows, words[slot_table.WIDTH])
@@ -106,7 +120,7 @@ def test_a_table_does_what_its_operation_says(name: str, dtype: torch.dtype) -> 
             machine.move(words, ends[device][OUTPUT])
     for buffer, truth in results.items():
         assert torch.equal(memory[buffer], truth.contiguous().view(torch.uint8)), buffer
-    _check_credits(tables, machine)
+    _check_queues(tables, machine)
 
 
 def _tables(case: Case, machine: Machine, item: int) -> dict[int, list[int]]:
@@ -116,29 +130,25 @@ def _tables(case: Case, machine: Machine, item: int) -> dict[int, list[int]]:
         if isinstance(exchange, Exchange):
             device = exchange.stream.device
             places = {queue: machine.place(queue, device) for queue in queues(exchange)}
-            tables[device] = [0] * SEQUENCES + table(exchange, item, places, STRIDE).words
+            tables[device] = [0] * FILLED + table(exchange, item, places, STRIDE).words
     return tables
 
 
-def _check_credits(tables: dict[int, list[int]], machine: Machine) -> None:
-    """Check that what receivers free is what senders wait for, and that every lane has the number of its queue."""
+def _check_queues(tables: dict[int, list[int]], machine: Machine) -> None:
+    """Check that what receivers free is what senders wait for, and that every entry has the number of its queue."""
     keys = {address: key for key, address in machine.addresses.items()}
-    seen: dict[int, set[int]] = {slot_table.CREDITS: set(), slot_table.FREES: set()}
+    awaited, freed = set(), set()
     for device, words in tables.items():
-        sequences = words[words[SEQUENCES + 1] :][: words[SEQUENCES]]
-        for kind, found in seen.items():
-            for at in range(words[kind + 1], words[kind + 1] + 2 * words[kind], 2):
-                number, address = words[at : at + 2]
-                assert number in sequences
-                assert keys[number] == ("counter", device, keys[address][1])
-                found.add(address)
-        for entry in range(words[slot_table.SENDS]):
-            _, _, lanes, lane, _ = words[words[slot_table.SENDS + 1] + 5 * entry :][:5]
-            for slot, which in zip(
-                words[lane : lane + 2 * lanes : 2], words[lane + 1 : lane + 2 * lanes : 2], strict=True
-            ):
-                assert keys[sequences[which]] == ("counter", device, keys[slot][1])
-    assert seen[slot_table.CREDITS] == seen[slot_table.FREES]
+        queues = [words[FIRST_QUEUE + 2 * i :][:2] for i in range(words[QUEUES])]
+        for i, (messages, address) in enumerate(queues):
+            assert keys[messages] == ("counter", device, keys[address][1])
+            (awaited if i < words[FILLED] else freed).add(address)
+        lanes = words[FIRST_SEND + 5 * (words[SENDS] - 1) + 3] if words[SENDS] else 0
+        used = [words[FIRST_LANE + 2 * i :][:2] for i in range(lanes)]
+        used += [words[FIRST_RECEIVE + 6 * i :][:2] for i in range(words[RECEIVES])]
+        for slot, which in used:
+            assert not slot or keys[queues[which][0]] == ("counter", device, keys[slot][1])
+    assert awaited == freed
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -16,7 +16,7 @@ from tpplan.exec.exchange_table import MOST_WORDS
 from tpplan.exec.lower_flags import direct_moves, direct_reduction
 from tpplan.exec.operation import all_reduce, allgather
 from tpplan.exec.program import OUTPUT, RESIDUAL, Buffer, Exchange, Flag, writes
-from tpplan.exec.straight_table import ADD, AWAIT, COPY, SEQUENCES, SIGNAL, STEPS, home, longest, operands, table
+from tpplan.exec.straight_table import ADD, AWAIT, COPY, OPEN, SEQUENCES, SIGNAL, STEPS, home, longest, operands, table
 
 LARGE = {n: c for n, c in CASES.items() if c.way.transport == "peer" and not c.way.small}
 
@@ -58,11 +58,12 @@ class Machine:
         """Do the next step of a device, if it has not to wait."""
         words, at = device.words, device.at
         kind = words[at]
-        if kind in {SIGNAL, AWAIT}:
+        assert kind != OPEN or device.left == words[STEPS]  # nothing was done that a fence would be for
+        if kind in {OPEN, SIGNAL, AWAIT}:
             flags = [words[k : k + 3] for k in range(at + 2, at + 2 + 3 * words[at + 1], 3)]
             if kind == AWAIT and any(self.flags[address] < device.counts[s] + n for s, n, address in flags):
                 return False
-            for sequence, times, address in flags if kind == SIGNAL else ():
+            for sequence, times, address in flags if kind != AWAIT else ():
                 self.flags[address] = device.counts[sequence] + times
             device.at += 2 + 3 * len(flags)
         else:

@@ -20,5 +20,5 @@ COUNTERS, OPERANDS = 3, 4
 #: Number of the counter of failures, which no device waits for.
 FAILURES = 0
 
-#: Words and sequences that a kernel has room for: enough for eight devices.
+#: Words of the parameter, and sequences, that a kernel has room for: enough for eight devices.
 MOST_WORDS, MOST_SEQUENCES = 384, 48

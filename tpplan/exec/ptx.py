@@ -89,9 +89,8 @@ poll_32 = _instruction("ld.volatile.global.u32 $0, [$1];", "u32", "u64", memory=
 post_32 = _instruction("st.volatile.global.u32 [$0], $1;", "", "u64 u32", memory=True)
 poll_128 = _instruction("ld.volatile.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
 post_128 = _instruction("st.volatile.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
-#: A flag that says that data is there, or may be written; what follows a poll sees what came before the post and fence.
+#: A flag that says that data is there, or may be written: what follows sees what came before a fence and the post.
 acquire_32 = _instruction("ld.acquire.sys.global.u32 $0, [$1];", "u32", "u64", memory=True)
-release_32 = _instruction("st.release.sys.global.u32 [$0], $1;", "", "u64 u32", memory=True)
 fence = _instruction("fence.acq_rel.sys;", "", "", memory=True)
 #: The kernel's parameter, which :mod:`tpplan.exec.kernel_cache` makes an array of this name; a word by its index.
 PARAMETER = "tpplan_words"

@@ -19,23 +19,32 @@ from numba import cuda
 from numba.cuda import types
 
 from tpplan.exec import ptx
-from tpplan.exec.exchange_kernels import begin, device_function, expired, fail
-from tpplan.exec.exchange_table import MOST_SEQUENCES, ROWS
+from tpplan.exec.exchange_kernels import device_function, expired, fail
+from tpplan.exec.exchange_table import ROWS
 from tpplan.exec.kernels import Kernel, none, only
+from tpplan.exec.program import SLOTS
 from tpplan.exec.ptx import word
 from tpplan.exec.slot_table import (
-    CREDITS,
     DATA_BYTES,
-    FETCHED,
-    FREES,
+    FILLED,
+    FIRST_LANE,
+    FIRST_QUEUE,
+    FIRST_RECEIVE,
+    FIRST_SEND,
+    LANE_WORDS,
+    MOST_QUEUES,
     OUT,
     OWN,
     PACKET_BYTES,
+    QUEUE_WORDS,
+    QUEUES,
+    RECEIVE_WORDS,
     RECEIVES,
     REGION,
     RESIDUAL,
+    RESIDUE,
+    SEND_WORDS,
     SENDS,
-    SEQUENCES,
     STRIDE,
     WIDTH,
     X,
@@ -109,24 +118,59 @@ def _scatter(
 
 
 @device_function
-def _receive(address: Any, number: Any, start: Any) -> Any:
-    """Return the data of a packet as soon as it is there; garbage after the deadline, which the status tells."""
-    low, first, high, second = ptx.poll_128(address)
-    polls = _HALF(0)
-    while first != number or second != number:
+def _begin(counts: Any) -> None:
+    """Number the messages of this exchange, tell which were read before, and wait for the slots that are to be filled.
+
+    Args:
+        counts: in shared memory, for the number of each queue's message.
+    """
+    thread = _WORD(cuda.threadIdx.x)  # as what it is compared with, or numba compares in float64
+    block = _WORD(4) * _WORD(cuda.blockIdx.x)
+    if thread < word(QUEUES):
+        entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread
+        messages, freed = word(entry) + block, word(entry + _WORD(1)) + block
+        fills = thread < word(FILLED)
+        number, done = ptx.poll_32(messages), ptx.poll_32(freed if fills else messages)  # both at the same time
+        counts[thread] = number + _HALF(1)
+        if not fills:
+            ptx.post_32(freed, number)
+        elif _HALF(number + _HALF(1) - done) > _HALF(SLOTS):
+            _await_credit(freed, number + _HALF(1))
+    cuda.syncthreads()
+    if thread < word(QUEUES):
+        ptx.store_32(word(_WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread) + block, counts[thread])
+
+
+@device_function
+def _await_credit(freed: Any, number: Any) -> None:
+    """Wait until the slot for a message was read."""
+    start, polls = ptx.cycles(), _HALF(0)
+    while _HALF(number - ptx.poll_32(freed)) > _HALF(SLOTS):
         polls += _HALF(1)
         if expired(polls, start):
-            fail(1)
+            fail(2)
             break
-        low, first, high, second = ptx.poll_128(address)
+
+
+@device_function
+def _receive(address: Any, number: Any) -> Any:
+    """Return the data of a packet as soon as it is there; garbage after the deadline, which the status tells."""
+    low, first, high, second = ptx.poll_128(address)
+    if first != number or second != number:
+        start, polls = ptx.cycles(), _HALF(0)
+        while first != number or second != number:
+            polls += _HALF(1)
+            if expired(polls, start):
+                fail(1)
+                break
+            low, first, high, second = ptx.poll_128(address)
     return _WORD(low) | _WORD(high) << _WORD(32)
 
 
 @device_function
-def _slot(entry: Any, counts: Any, region: Any) -> Any:
-    """Return the address of the packet of this thread in the slot that an entry's message is in."""
-    number = counts[word(entry + _WORD(1))]
-    return word(entry) + _WORD(number & _HALF(1)) * word(STRIDE) + region
+def _slot(slots: Any, number: Any, region: Any) -> Any:
+    """Return the address of a packet in the slot that a message is in."""
+    return slots + _WORD(number & _HALF(1)) * word(STRIDE) + region
 
 
 @device_function
@@ -138,12 +182,9 @@ def _region() -> Any:
 @device_function
 def _prefetch(packet: Any) -> Any:
     """Return the first packet that this thread sends, if it has one: it is read while counters are."""
-    if word(SENDS) > 0:
-        entry = word(SENDS + 1)
-        width = word(entry + _WORD(1))
-        if packet * _WORD(DATA_BYTES) < word(ROWS) * width:
-            x, pitch, piece = word(X) + word(entry), word(X + 1), word(X + 2)
-            return _gather(x, pitch, width, word(ROWS) * width, packet, piece)
+    width = word(FIRST_SEND + 1)
+    if word(SENDS) > 0 and packet * _WORD(DATA_BYTES) < word(ROWS) * width:
+        return _gather(word(X) + word(FIRST_SEND), word(X + 1), width, word(ROWS) * width, packet, word(X + 2))
     return _WORD(0)
 
 
@@ -152,23 +193,17 @@ def _send(counts: Any, packet: Any, step: Any, value: Any) -> None:
     """Write every message into its slots, and to the device's own output; the first packet is there already."""
     rows = word(ROWS)
     for k in range(word(SENDS)):
-        entry = word(SENDS + 1) + _WORD(5) * _WORD(k)
-        width, lanes, lane, local = (
-            word(entry + _WORD(1)),
-            word(entry + _WORD(2)),
-            word(entry + _WORD(3)),
-            word(entry + _WORD(4)),
-        )
+        entry = _WORD(FIRST_SEND) + _WORD(SEND_WORDS) * _WORD(k)
+        width, local = word(entry + _WORD(1)), word(entry + _WORD(4))
         total, at, region = rows * width, packet, _region()
         while at * _WORD(DATA_BYTES) < total:
             if k > 0 or at != packet:
                 value = _gather(word(X) + word(entry), word(X + 1), width, total, at, word(X + 2))
             low, high = _HALF(value), _HALF(value >> _WORD(32))
-            index = lane
-            while index < lane + _WORD(2) * lanes:
-                number = counts[word(index + _WORD(1))]
-                ptx.post_128(_slot(index, counts, region), low, number, high, number)
-                index += _WORD(2)
+            for lane in range(word(entry + _WORD(2)), word(entry + _WORD(3))):
+                where = _WORD(FIRST_LANE) + _WORD(LANE_WORDS) * _WORD(lane)
+                number = counts[word(where + _WORD(1))]
+                ptx.post_128(_slot(word(where), number, region), low, number, high, number)
             if local:
                 target = word(OUT) + local - _WORD(1)
                 _scatter(target, word(OUT + 1), width, _WORD(0), width, total, at, value, word(OUT + 2))
@@ -177,21 +212,20 @@ def _send(counts: Any, packet: Any, step: Any, value: Any) -> None:
 
 
 def _move(_words):  # type: ignore[no-untyped-def]
-    counts = cuda.shared.array(MOST_SEQUENCES, _HALF)
-    start = ptx.cycles()
+    counts = cuda.shared.array(MOST_QUEUES, _HALF)
     packet, step = _WORD(cuda.grid(1)), _WORD(cuda.gridsize(1))
     value = _prefetch(packet)
-    begin(counts, SEQUENCES, CREDITS, FREES, start)
+    _begin(counts)
     _send(counts, packet, step, value)
     rows = word(ROWS)
     for k in range(word(RECEIVES)):
-        entry = word(RECEIVES + 1) + _WORD(6) * _WORD(k)
+        entry = _WORD(FIRST_RECEIVE) + _WORD(RECEIVE_WORDS) * _WORD(k)
         number, message = counts[word(entry + _WORD(1))], word(entry + _WORD(2))
         skip, width = word(entry + _WORD(3)), word(entry + _WORD(4))
         target, at = word(OUT) + word(entry + _WORD(5)), packet
-        slot = _slot(entry, counts, _region())
+        slot = _slot(word(entry), number, _region())
         while at * _WORD(DATA_BYTES) < rows * message:
-            value = _receive(slot, number, start)
+            value = _receive(slot, number)
             _scatter(target, word(OUT + 1), message, skip, width, rows * message, at, value, word(OUT + 2))
             at += step
             slot += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
@@ -201,11 +235,10 @@ def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
     """Make a kernel in which every device sends its part and adds up all parts in float32, in order."""
 
     def add(_words):  # type: ignore[no-untyped-def]
-        counts = cuda.shared.array(MOST_SEQUENCES, _HALF)
-        start = ptx.cycles()
+        counts = cuda.shared.array(MOST_QUEUES, _HALF)
         packet, step = _WORD(cuda.grid(1)), _WORD(cuda.gridsize(1))
         value = _prefetch(packet)
-        begin(counts, SEQUENCES, CREDITS, FREES, start)
+        _begin(counts)
         _send(counts, packet, step, value)
         width, region = word(WIDTH), _region()
         total = word(ROWS) * width
@@ -217,11 +250,15 @@ def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
                 residue = _gather(word(RESIDUAL), word(RESIDUAL + 1), width, total, packet, word(RESIDUAL + 2))
             s0 = s1 = t0 = t1 = types.float32(-0.0)  # which added to keeps the sign of a zero
             for k in range(word(RECEIVES)):
-                entry = word(RECEIVES + 1) + _WORD(3) * _WORD(k)
-                value = own if word(entry) == OWN else residue
-                if word(entry) == FETCHED:
-                    lane = entry + _WORD(1)
-                    value = _receive(_slot(lane, counts, region), counts[word(lane + _WORD(1))], start)
+                entry = _WORD(FIRST_RECEIVE) + _WORD(RECEIVE_WORDS) * _WORD(k)
+                kind = word(entry + _WORD(2))
+                if kind == OWN:
+                    value = own
+                elif kind == RESIDUE:
+                    value = residue
+                else:
+                    number = counts[word(entry + _WORD(1))]
+                    value = _receive(_slot(word(entry), number, region), number)
                 low, high = _HALF(value), _HALF(value >> _WORD(32))
                 s0, t0, s1, t1 = s0 + first(low), t0 + second(low), s1 + first(high), t1 + second(high)
             value = _WORD(both(s0, t0)) | _WORD(both(s1, t1)) << _WORD(32)

@@ -1,26 +1,25 @@
 """The table of a slot kernel: what one device does in an exchange through slots.
 
-It starts with the number and the place of the entries of each kind, and then has the entries:
+Everything has a place of its own, whatever the program, so that a kernel finds it without looking anything up:
 
-- sequences, of the queues that the device takes part in: the number of the counter of their messages;
-- credits, of the slots that it fills: which counter of its own counts the messages, and the address of the count of
-  those that a receiver has freed;
-- frees, of the slots that it reads: which counter of its own counts the messages, and the address of the count of
-  freed ones, that the sender reads;
-- sends: first column, width, number and place of the lanes, and 1 more than the column of the output to which the
-  device itself copies, or 0. A lane is the address of the slots, and which of the sequences;
-- receives: of a move, the address of the slots, which of the sequences, the width of the message, the columns that are
-  skipped, the width that is taken, and the column of the output; of a sum, what the source is, and then the first two.
+- queues that the device fills, and then those that it reads: the address of the counter of their messages, and that of
+  the count of those that a receiver has freed, which the sender reads and the receiver writes;
+- sends: first column, width, first lane and the one past the last, and 1 more than the column of the output to which
+  the device itself copies, or 0;
+- lanes: the address of the slots, and which of the queues;
+- receives: of a move, the address of the slots, which of the queues, the width of the message, the columns that are
+  skipped, the width that is taken, and the column of the output; of a sum, the first two, and what the source is.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from attrs import Factory, define, frozen
 
 from tpplan.errors import InternalError
-from tpplan.exec.exchange_table import BLOCKS, MOST_SEQUENCES, MOST_WORDS, OPERANDS
+from tpplan.exec.exchange_table import BLOCKS, OPERANDS
 from tpplan.exec.program import INPUT, SLOT, Await, Copy, Queue, Signal, Sum
 
 if TYPE_CHECKING:
@@ -35,15 +34,22 @@ DATA_BYTES, PACKET_BYTES = 8, 16
 
 #: Address, pitch, and largest aligned piece of the input, of the output, and of the residual.
 X, OUT, RESIDUAL = OPERANDS, OPERANDS + 3, OPERANDS + 6
-_TABLE = OPERANDS + 9
-#: Where the number of entries of each kind is; their place is in the next word.
-SEQUENCES, CREDITS, FREES, SENDS, RECEIVES = _TABLE, _TABLE + 2, _TABLE + 4, _TABLE + 6, _TABLE + 8
+#: How many queues are filled, and how many there are in all; how many sends and receives.
+FILLED, QUEUES, SENDS, RECEIVES = range(OPERANDS + 9, OPERANDS + 13)
 #: Bytes of a block's part of a slot, of a slot, and of a row of a sum.
-REGION, STRIDE, WIDTH = _TABLE + 10, _TABLE + 11, _TABLE + 12
-_ENTRIES = _TABLE + 13
+REGION, STRIDE, WIDTH = range(RECEIVES + 1, RECEIVES + 4)
+#: Most entries of each kind, and words of each: enough for eight devices.
+MOST_QUEUES, _MOST_SENDS, _MOST_LANES, _MOST_RECEIVES = 16, 8, 16, 16
+QUEUE_WORDS, SEND_WORDS, LANE_WORDS, RECEIVE_WORDS = 2, 5, 2, 6
+#: Where the first entry of each kind is.
+FIRST_QUEUE = WIDTH + 1
+FIRST_SEND = FIRST_QUEUE + MOST_QUEUES * QUEUE_WORDS
+FIRST_LANE = FIRST_SEND + _MOST_SENDS * SEND_WORDS
+FIRST_RECEIVE = FIRST_LANE + _MOST_LANES * LANE_WORDS
+_END = FIRST_RECEIVE + _MOST_RECEIVES * RECEIVE_WORDS
 
 #: What a source of a sum is.
-OWN, RESIDUE, FETCHED = 0, 1, 2
+FETCHED, OWN, RESIDUE = 0, 1, 2
 
 
 @frozen
@@ -52,14 +58,14 @@ class Place:
 
     Attributes:
         slots: address of the first slot.
-        sequence: which of the device's counters is of the messages.
-        credits: the addresses of the counts of the messages that each receiver has freed; the sender reads all of them,
+        messages: address of the device's counter of the messages.
+        freed: the addresses of the counts of the messages that each receiver has freed; the sender reads all of them,
             a receiver writes its own.
     """
 
     slots: int
-    sequence: int
-    credits: tuple[int, ...]
+    messages: int
+    freed: tuple[int, ...]
 
 
 def regions(stride: int) -> tuple[int, int]:
@@ -91,9 +97,8 @@ class _Entries:
 
     item: int
     places: dict[Queue, Place]
-    sequences: list[int] = Factory(list)
-    credits: list[tuple[int, int]] = Factory(list)
-    frees: list[tuple[int, int]] = Factory(list)
+    filled: list[tuple[int, int]]
+    emptied: list[tuple[int, int]]
     sends: list[_Send] = Factory(list)
     receives: list[tuple[int, ...]] = Factory(list)
     width: int = 0
@@ -101,11 +106,10 @@ class _Entries:
     written: int = 0
 
     def lane(self, queue: Queue) -> tuple[int, int]:
-        """Return the address of a queue's slots, and which of the sequences counts its messages."""
+        """Return the address of a queue's slots, and which of the queues it is."""
         place = self.places[queue]
-        if place.sequence not in self.sequences:
-            self.sequences.append(place.sequence)
-        return place.slots, self.sequences.index(place.sequence)
+        counters = [messages for messages, _ in (*self.filled, *self.emptied)]
+        return place.slots, counters.index(place.messages)
 
     def columns(self, view: View) -> tuple[int, int]:
         """Return the first byte and the bytes of a view's columns."""
@@ -116,17 +120,14 @@ class _Entries:
         first, width = self.columns(step.source)
         to, _ = self.columns(step.target)
         if step.target.buffer.queue is not None:
-            queue = step.target.buffer.queue
             self.read |= first | width
             same = [send for send in self.sends if (send.first, send.width) == (first, width)]
             self.sends += [] if same else [_Send(first, width)]
-            (same or self.sends)[-1].lanes.append(self.lane(queue))
-            self.credits += ((self.places[queue].sequence, address) for address in self.places[queue].credits)
+            (same or self.sends)[-1].lanes.append(self.lane(step.target.buffer.queue))
         elif step.source.buffer.queue is not None:
             message = step.source.width * self.item
             self.written |= message | first | width | to
             self.receives.append((*self.lane(step.source.buffer.queue), message, first, width, to))
-            self.free(step.source.buffer.queue)
         else:
             self.read |= first | width
             self.written |= to | width
@@ -142,32 +143,34 @@ class _Entries:
         for view in step.sources:
             queue = view.buffer.queue
             if queue is None:
-                self.receives.append((OWN if view.buffer.role == INPUT else RESIDUE, 0, 0))
+                self.receives.append((0, 0, OWN if view.buffer.role == INPUT else RESIDUE))
             else:
-                self.receives.append((FETCHED, *self.lane(queue)))
-                self.free(queue)
-
-    def free(self, queue: Queue) -> None:
-        """Add the slots of a queue to those that are freed."""
-        self.frees.append((self.places[queue].sequence, self.places[queue].credits[0]))
+                self.receives.append((*self.lane(queue), FETCHED))
 
     def words(self, stride: int) -> list[int]:
-        """Return the table."""
-        place = _ENTRIES + len(self.sequences) + 2 * len(self.credits) + 2 * len(self.frees) + 5 * len(self.sends)
-        sends: list[int] = []
-        for send in self.sends:
-            sends += [send.first, send.width, len(send.lanes), place, send.local]
-            place += 2 * len(send.lanes)
-        lanes = [word for send in self.sends for lane in send.lanes for word in lane]
-        sections = [self.sequences, _flat(self.credits), _flat(self.frees), [*sends, *lanes], _flat(self.receives)]
-        counts = [len(e) for e in (self.sequences, self.credits, self.frees, self.sends, self.receives)]
-        header, place = [], _ENTRIES
-        for count, section in zip(counts, sections, strict=True):
-            header += [count, place]
-            place += len(section)
-        words = [*header, regions(stride)[1], stride, self.width, *(word for section in sections for word in section)]
-        if _TABLE + len(words) > MOST_WORDS or len(self.sequences) > MOST_SEQUENCES:
-            raise InternalError(f"a table of {len(words)} words and {len(self.sequences)} sequences is too long")
+        """Return the table.
+
+        Raises:
+            InternalError: there are more entries of a kind than there is room for.
+        """
+        queues = [*self.filled, *self.emptied]
+        lanes = [lane for send in self.sends for lane in send.lanes]
+        ends = [0, *accumulate(len(send.lanes) for send in self.sends)]
+        sends = [(s.first, s.width, a, b, s.local) for s, (a, b) in zip(self.sends, pairwise(ends), strict=True)]
+        words = [0] * (_END - FILLED)
+        header = (len(self.filled), len(queues), len(sends), len(self.receives), regions(stride)[1], stride, self.width)
+        words[: len(header)] = header
+        for place, most, size, entries in (
+            (FIRST_QUEUE, MOST_QUEUES, QUEUE_WORDS, queues),
+            (FIRST_SEND, _MOST_SENDS, SEND_WORDS, sends),
+            (FIRST_LANE, _MOST_LANES, LANE_WORDS, lanes),
+            (FIRST_RECEIVE, _MOST_RECEIVES, RECEIVE_WORDS, self.receives),
+        ):
+            if len(entries) > most:
+                raise InternalError(f"a slot kernel has room for {most} entries of a kind, not for {len(entries)}")
+            for i, entry in enumerate(entries):
+                first = place - FILLED + i * size
+                words[first : first + len(entry)] = entry
         return words
 
 
@@ -198,7 +201,10 @@ def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int
     Raises:
         InternalError: it has steps that no slot kernel knows, or too many.
     """
-    entries = _Entries(item, places)
+    device = exchange.stream.device
+    filled = [(p.messages, freed) for queue, p in places.items() if queue.sender == device for freed in p.freed]
+    emptied = [(p.messages, freed) for queue, p in places.items() if queue.sender != device for freed in p.freed]
+    entries = _Entries(item, places, filled, emptied)
     for step in exchange.steps:
         if isinstance(step, Copy):
             entries.copy(step)
@@ -219,7 +225,3 @@ def widest(exchanges: Iterable[Exchange]) -> int:
     """Return the columns of the widest message of a program."""
     steps = (step for exchange in exchanges for step in exchange.steps)
     return max((s.target.width for s in steps if isinstance(s, Copy) and s.target.buffer.role == SLOT), default=0)
-
-
-def _flat(rows: Iterable[Iterable[int]]) -> list[int]:
-    return [word for row in rows for word in row]

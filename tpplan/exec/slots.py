@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tpplan.exec.binding import pitch
 from tpplan.exec.launch import Work
 from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer
-from tpplan.exec.slot_table import DATA_BYTES, SEQUENCES, Place, queues, regions, table, widest
+from tpplan.exec.slot_table import DATA_BYTES, FILLED, Place, queues, regions, table, widest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ def prepare(exchanges: Sequence[Exchange], item: int, memory: Memory, counters: 
         bits = {INPUT: made.read, OUTPUT: made.written, RESIDUAL: made.read}
         ends = tuple((Buffer(role, device), each) for role, each in bits.items())
         blocks = regions(stride)[0] or 1  # a device that only copies needs no slot
-        works.append(Work(exchange.stream, SEQUENCES, made.words, partial(_operands, ends), row_bytes, blocks))
+        works.append(Work(exchange.stream, FILLED, made.words, partial(_operands, ends), row_bytes, blocks))
     return works
 
 
@@ -54,7 +54,7 @@ def _place(queue: Queue, device: int, memory: Memory, counters: Counters) -> Pla
     home = HOST if queue.place == HOST else queue.sender
     return Place(
         memory.slots(queue).data_ptr(),
-        counters.number(device, "messages", queue),
+        counters.address(device, "messages", queue),
         tuple(counters.address(home, "freed", queue, reader) for reader in readers),
     )
 

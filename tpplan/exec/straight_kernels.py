@@ -1,8 +1,8 @@
 """Kernels that write straight into the tensors of other devices, one running on each device.
 
 A kernel goes through the steps of its table: it tells others that its tensors may be read and written, waits until
-they say so, moves or adds up columns, tells that it has, and waits until all have. Blocks of the same index on all devices go
-together: each has a part of every step, the same on all devices, and flags of its own.
+they say so, moves or adds up columns, tells that it has, and waits until all have. Blocks of the same index on all
+devices go together: each has a part of every step, the same on all devices, and flags of its own.
 
 See :mod:`tpplan.exec.straight_table`.
 """
@@ -39,26 +39,27 @@ def _begin(counts: Any) -> None:
 
 
 @device_function
-def _signal(counts: Any, at: Any) -> None:
-    """Raise flags, after everything that the block has done."""
+def _signal(counts: Any, at: Any, fenced: Any) -> None:
+    """Raise flags, after everything that the block has done if that has to be ``fenced``."""
     cuda.syncthreads()
     thread = _WORD(cuda.threadIdx.x)
     if thread < word(at + _WORD(1)):
         entry = at + _WORD(2) + _WORD(3) * thread
-        ptx.fence()
+        if fenced:
+            ptx.fence()
         number = counts[word(entry)] + _HALF(word(entry + _WORD(1)))
-        ptx.release_32(word(entry + _WORD(2)) + _WORD(4) * _WORD(cuda.blockIdx.x), number)
+        ptx.post_32(word(entry + _WORD(2)) + _WORD(4) * _WORD(cuda.blockIdx.x), number)
 
 
 @device_function
-def _await(counts: Any, at: Any, start: Any) -> None:
+def _await(counts: Any, at: Any) -> None:
     """Wait for flags, before anything that the block does next."""
     thread = _WORD(cuda.threadIdx.x)
     if thread < word(at + _WORD(1)):
         entry = at + _WORD(2) + _WORD(3) * thread
         number = counts[word(entry)] + _HALF(word(entry + _WORD(1)))
         address = word(entry + _WORD(2)) + _WORD(4) * _WORD(cuda.blockIdx.x)
-        polls = _HALF(0)
+        start, polls = ptx.cycles(), _HALF(0)
         while _HALF(ptx.acquire_32(address) - number) > _HALF(0x7FFFFFFF):  # it is behind
             polls += _HALF(1)
             if expired(polls, start):
@@ -164,16 +165,15 @@ def _kernel(name: str, add: Any) -> Kernel:
 
     def run(_words):  # type: ignore[no-untyped-def]
         counts = cuda.shared.array(MOST_SEQUENCES, _HALF)
-        start = ptx.cycles()
         _begin(counts)
         at = word(STEPS + 1)
         for _ in range(word(STEPS)):
             kind = word(at)
-            if kind == SIGNAL:
-                _signal(counts, at)
+            if kind <= SIGNAL:
+                _signal(counts, at, kind == SIGNAL)
                 at += _WORD(2) + _WORD(3) * word(at + _WORD(1))
             elif kind == AWAIT:
-                _await(counts, at, start)
+                _await(counts, at)
                 at += _WORD(2) + _WORD(3) * word(at + _WORD(1))
             elif kind == COPY:
                 at = _copy(at)

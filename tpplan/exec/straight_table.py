@@ -3,8 +3,8 @@
 It starts with the number and the place of the sequences, each the number of a counter of the device and by how much the
 exchange raises it, and with the number and the place of the steps. These are:
 
-- ``SIGNAL`` and ``AWAIT``: how many flags at once, then for each which of the sequences, how far it is past the start
-  of the exchange, and the address of the flag;
+- ``OPEN`` and ``SIGNAL``, flags to be raised before and after there was anything to do, and ``AWAIT``: how many flags at
+  once, then for each which of the sequences, how far it is past the start of the exchange, and the address of the flag;
 - ``COPY``: operand and first column that are read, the width, the part of the rows and of how many, how many targets,
   and the operand and the first column of each;
 - ``ADD``: the same without the first two, and then how many sources, and the operand and the first column of each.
@@ -42,7 +42,7 @@ SEQUENCES = FIRST + 2 * _MOST_OPERANDS
 STEPS = SEQUENCES + 2
 _ENTRIES = SEQUENCES + 4
 
-SIGNAL, AWAIT, COPY, ADD = 0, 1, 2, 3
+OPEN, SIGNAL, AWAIT, COPY, ADD = range(5)
 
 
 @define
@@ -66,7 +66,8 @@ class _Entries:
 
     def flag(self, step: Signal | Await) -> None:
         """Add a flag to the last step if that is of the same kind."""
-        kind = SIGNAL if isinstance(step, Signal) else AWAIT
+        worked = any(each[0] in {COPY, ADD} for each in self.steps)
+        kind = AWAIT if isinstance(step, Await) else SIGNAL if worked else OPEN
         if not self.steps or self.steps[-1][0] != kind:
             self.steps.append([kind, 0])
         self.raised[step.flag] = self.raised.get(step.flag, 0) + 1
