@@ -137,7 +137,8 @@ def _tables(case: Case, machine: Machine, item: int) -> dict[int, list[int]]:
 def _check_queues(tables: dict[int, list[int]], machine: Machine) -> None:
     """Check that what receivers free is what senders wait for, and that every entry has the number of its queue."""
     keys = {address: key for key, address in machine.addresses.items()}
-    awaited, freed = set(), set()
+    awaited: set[int] = set()
+    freed: set[int] = set()
     for device, words in tables.items():
         queues = [words[FIRST_QUEUE + 2 * i :][:2] for i in range(words[QUEUES])]
         for i, (messages, address) in enumerate(queues):

@@ -153,6 +153,7 @@ class CudaDevices:
         with _ISSUING:
             self._exchanges = Exchanges(memory, places)
         self._issuing = Issuing(self._exchanges)
+        self._nothing = Pending((), self._exchanges.check)
         for source in places.values() if peers else ():  # torch gives access when it first copies between two devices
             for target in places.values():
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
@@ -178,10 +179,12 @@ class CudaDevices:
         if ready.on_host and torch.cuda.is_current_stream_capturing():
             raise ExecutionError(f"{program.name} cannot be captured: the host takes part", "call it beside the graph")
         for device in ready.devices:
-            self._turn_to(device, self._handle(device))
+            handle = self._handle(device)
+            if self._current.get(device) != handle:
+                self._turn_to(device, handle)
         launches = iter(ready.launches)
         for step in ready.commands:
-            if isinstance(step, Exchange):
+            if type(step) is Exchange:  # first, for nothing else is called as often
                 self._issue(step.stream, next(launches).issue, operands, rows)
             elif isinstance(step, Record):
                 self._record(step, new=step.event in program.results)
@@ -196,6 +199,8 @@ class CudaDevices:
                     target.copy_(sources[0])
                 else:
                     self._issue(step.stream, copy if isinstance(step, Copy) else self._sums.add, target, sources)
+        if not program.results:
+            return self._nothing
         return Pending(tuple(self._recorded[event] for event in program.results), self._exchanges.check)
 
     def issuing(self) -> Issuing:
@@ -260,7 +265,7 @@ class CudaDevices:
         return stream_handle(self._ordinals[device])
 
     def _turn_to(self, device: int, handle: int) -> None:
-        """Make the current stream of a device tpplan's: it waits for the one that was."""
+        """Make the current stream of a device tpplan's: it waits for the one that was, if that was another."""
         before = self._current.get(device)
         if before == handle:
             return

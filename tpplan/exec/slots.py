@@ -61,13 +61,13 @@ def _place(queue: Queue, device: int, memory: Memory, counters: Counters) -> Pla
 
 def _operands(ends: tuple[tuple[Buffer, int], ...], operands: Mapping[Buffer, Tensor]) -> list[int]:
     """Return address, pitch, and the largest piece of at most 8 bytes to which everything in each matrix is aligned."""
-    words = []
+    words: list[int] = []
     for buffer, bits in ends:
         matrix = operands.get(buffer)
         if matrix is None:
-            words += [0, 0, 1]
+            words += (0, 0, 1)
         else:
             address, step = matrix.data_ptr(), pitch(matrix)
             every = address | step | bits | DATA_BYTES
-            words += [address, step, every & -every]
+            words += (address, step, every & -every)
     return words
