@@ -20,7 +20,7 @@ from tpplan.exec.exchanges import Exchanges
 from tpplan.exec.fence import HOST_STREAM, without_callers
 from tpplan.exec.graph import Graph
 from tpplan.exec.launch import Launch
-from tpplan.exec.program import HOST, LOAD, Command, Copy, Event, Exchange, Program, Record, Stream, Wait
+from tpplan.exec.program import HOST, LOAD, Command, Copy, Event, Exchange, Program, Record, Stream, Sum, Wait
 from tpplan.exec.sums import Sums, copy
 from tpplan.exec.torch_shims import stream_handle, switch_device
 
@@ -191,17 +191,21 @@ class CudaDevices:
             elif isinstance(step, Wait):
                 self._wait(step)
             else:
-                views = (step.target, step.source) if isinstance(step, Copy) else (step.target, *step.sources)
-                target, *sources = (resolve(view, operands, self._memory, rows, dtype) for view in views)
-                if not target.numel():
-                    continue
-                if step.stream == HOST_STREAM:
-                    target.copy_(sources[0])
-                else:
-                    self._issue(step.stream, copy if isinstance(step, Copy) else self._sums.add, target, sources)
+                self._work(step, operands, rows, dtype)
         if not program.results:
             return self._nothing
         return Pending(tuple(self._recorded[event] for event in program.results), self._exchanges.check)
+
+    def _work(self, step: Copy | Sum, operands: Mapping[Buffer, Tensor], rows: int, dtype: torch.dtype) -> None:
+        """Issue a copy or a sum."""
+        views = (step.target, step.source) if isinstance(step, Copy) else (step.target, *step.sources)
+        target, *sources = (resolve(view, operands, self._memory, rows, dtype) for view in views)
+        if not target.numel():
+            return
+        if step.stream == HOST_STREAM:
+            target.copy_(sources[0])
+        else:
+            self._issue(step.stream, copy if isinstance(step, Copy) else self._sums.add, target, sources)
 
     def issuing(self) -> Issuing:
         """Return what is to be held while kernels are issued that devices exchange by."""
