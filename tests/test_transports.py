@@ -238,17 +238,17 @@ def test_compiling_falls_back(
     monkeypatch.setattr(compiler, "look_at", lambda _: Found("GPU", 2**40, "9.0"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(compiler, "stored", lambda count: (Tuning(copies_bytes=count), "measured"))
+    monkeypatch.setattr(compiler, "stored", lambda count: (Tuning(copies_fans_bytes=count), "measured"))
     plan = tpplan.load(ROOT / "examples/plans/Llama-3.1-8B/2xRTX3060.json")
     compiler.compile(plan, backend="cuda")
     assert (built["transport"], built["waits"]) == (transport, waits)
     assert built["straight"]
-    assert built["tuning"] == Tuning(copies_bytes=2)
+    assert built["tuning"] == Tuning(copies_fans_bytes=2)
     *reasons, thresholds = built["notes"]
     assert thresholds == "thresholds measured"
     assert [reason[: len(start)] for reason, start in zip(reasons, words, strict=True)] == words
-    compiler.compile(plan, backend="cuda", transport="host", tuning=Tuning(copies_bytes=5))
-    assert built["tuning"] == Tuning(copies_bytes=5)
+    compiler.compile(plan, backend="cuda", transport="host", tuning=Tuning(copies_fans_bytes=5))
+    assert built["tuning"] == Tuning(copies_fans_bytes=5)
     assert built["transport"] == "host"
     assert built["notes"][-1] == "thresholds as given"
     if transport == "peer":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -12,21 +13,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-import tpplan
 from schemas import generate
 from tests.command import command
 from tests.contexts import UNEVEN, little_room  # noqa: F401 (for every test here)
 from tpplan import codec
 from tpplan.errors import RequestError
-from tpplan.exec import Tuning, kernel_cache, operation, selftest, survey, transports, tuning_cache, tuning_timer
+from tpplan.exec import Tuning, kernel_cache, operation, selftest, survey, transports, tuning_cache
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.compiler import build
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.link_report import Link, LinkReport, Verdict, routes
 from tpplan.exec.lower import Limits, Route, route
 from tpplan.exec.survey_report import Thresholds
-from tpplan.exec.tuning import DEFAULT, KIB, LARGEST, MIB, MOVES, SUMS, tune
-from tpplan.exec.tuning_timer import GraphTimer, synthetic_plan
+from tpplan.exec.tuning import (
+    COPIES,
+    DEFAULT,
+    EXCHANGES,
+    FANS,
+    KIB,
+    KINDS,
+    LARGEST,
+    MIB,
+    PARTS,
+    SLOTS,
+    STRAIGHT,
+    SUMS,
+    tune,
+)
+from tpplan.exec.tuning_timer import synthetic_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +49,8 @@ if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
 
 CPU = torch.device("cpu")
-SLOTS = {"peer": 2 * MIB, "host": 64 * KIB}
+THREE = ("broadcast", "allgather", "all_reduce")
+ROOM = {"peer": 2 * MIB, "host": 64 * KIB}
 
 
 @frozen
@@ -46,88 +61,131 @@ class Machine:
         slots: through slots, of any transport.
         straight: by kernels that write straight, or in parts through host memory.
         copies: by copy engines.
+        fans: by copy engines, if one device sends.
         bad: a size that seems to take many times as long through slots.
     """
 
     slots: tuple[float, float] = (2, 0.02)
     straight: tuple[float, float] = (6, 0.01)
     copies: tuple[float, float] = (20, 0.008)
+    fans: tuple[float, float] = (20, 0.008)
     bad: int = 0
 
-    def time(self, transport: str, kind: str, size: int, tunings: tuple[Tuning, ...]) -> Sequence[float]:
-        """Return the time by each tuning."""
+    def time(self, transport: str, kind: str, size: int, ways: tuple[str, ...]) -> Sequence[float]:
+        """Return the time by each way."""
+        assert size <= ROOM[transport] or SLOTS not in ways
+        lines = {SLOTS: self.slots, COPIES: self.fans if kind == FANS else self.copies}
         times = []
-        for tuning in tunings:
-            small = size <= tuning.slots(transport, kind)
-            copies = transport == "peer" and kind == MOVES and 0 < tuning.copies_bytes <= size
-            start, each = self.slots if small else self.copies if copies else self.straight
-            times.append((start + each * size / KIB) * (1.5 if small and size == self.bad else 1))
+        for way in ways:
+            start, each = lines.get(way, self.straight)
+            times.append((start + each * size / KIB) * (1.5 if (way, size) == (SLOTS, self.bad) else 1))
         return times
 
 
 def test_thresholds_are_where_the_ways_cross() -> None:
-    """The largest measured size at which slots are not slower, and the smallest at which copy engines are faster."""
-    found = tune(Machine().time, SLOTS, straight=True)  # slots until 400 KiB, copies from 7,000 KiB on
-    assert found == Tuning(
-        peer_moves_bytes=256 * KIB, peer_sums_bytes=256 * KIB, host_moves_bytes=64 * KIB, host_sums_bytes=64 * KIB,
-        copies_bytes=8 * MIB,
+    """The largest measured size at which slots are fastest, and the smallest at which copy engines are, by kind."""
+    machine = Machine(fans=(10, 0.008))  # slots until 400 KiB, copies from 7,000 KiB on, and of fans from 2,000 KiB on
+    assert tune(machine.time, ROOM, straight=True) == Tuning(
+        peer_fans_bytes=256 * KIB, peer_exchanges_bytes=256 * KIB, peer_sums_bytes=256 * KIB,
+        host_fans_bytes=64 * KIB, host_exchanges_bytes=64 * KIB, host_sums_bytes=64 * KIB,
+        copies_fans_bytes=2 * MIB, copies_exchanges_bytes=8 * MIB,
     )  # fmt: skip
 
 
 def test_one_bad_measurement_does_not_decide() -> None:
     """A size far from where the ways cross that once took longer changes nothing."""
-    assert tune(Machine(bad=64 * KIB).time, SLOTS, straight=True).peer_moves_bytes == 256 * KIB
+    assert tune(Machine(bad=64 * KIB).time, ROOM, straight=True).peer_fans_bytes == 256 * KIB
 
 
-@pytest.mark.parametrize(
-    ("machine", "found"),
-    [
-        (Machine(slots=(9, 9)), Tuning(peer_moves_bytes=0, peer_sums_bytes=0, host_moves_bytes=0, host_sums_bytes=0)),
-        (Machine(slots=(0.1, 0)), evolve(DEFAULT, peer_moves_bytes=2 * MIB, peer_sums_bytes=2 * MIB)),
-    ],
-)
-def test_a_way_that_always_wins(machine: Machine, found: Tuning) -> None:
+@pytest.mark.parametrize(("machine", "largest"), [(Machine(slots=(99, 9)), 0), (Machine(slots=(0.1, 0)), 2 * MIB)])
+def test_slots_that_never_or_always_win(machine: Machine, largest: int) -> None:
     """Slots that are never faster are not used, and those that always are, for all that fits one."""
-    assert evolve(tune(machine.time, SLOTS, straight=True), copies_bytes=DEFAULT.copies_bytes) == found
+    found = tune(machine.time, ROOM, straight=True)
+    assert [found.slots("peer", kind) for kind in KINDS] == [largest] * 3
+    assert [found.slots("host", kind) for kind in KINDS] == [min(largest, 64 * KIB)] * 3
 
 
 def test_copy_engines_that_never_or_always_win() -> None:
-    """Copy engines that are never faster never take over; those that always are do so from the smallest size on."""
-    assert tune(Machine(copies=(99, 9)).time, SLOTS, straight=True).copies_bytes == 0
-    found = tune(Machine(copies=(1, 0.0001)).time, SLOTS, straight=True)
-    assert (found.copies_bytes, found.peer_moves_bytes) == (256 * KIB, 128 * KIB)
+    """Copy engines that are never faster never take over; those that are so at the largest size only, do there."""
+    found = tune(Machine(copies=(99, 9), fans=(22, 0.0099)).time, ROOM, straight=True)  # from 160,000 KiB on
+    assert (found.copies_fans_bytes, found.copies_exchanges_bytes) == (0, 0)
+    found = tune(Machine(fans=(10, 0.0099)).time, ROOM, straight=True)  # from 40,000 KiB on
+    assert found.copies_fans_bytes == LARGEST == 64 * MIB
+    found = tune(Machine(copies=(1, 0.0001)).time, ROOM, straight=True)
+    assert (found.copies_exchanges_bytes, found.peer_exchanges_bytes) == (1, 0)
     assert found.peer_sums_bytes == 256 * KIB  # sums have no copy engines
 
 
+def test_nothing_between_two_sizes_goes_a_way_that_is_never_the_fastest() -> None:
+    """Where copy engines follow slots at once, they take all that slots do not."""
+    found = tune(Machine(fans=(5, 0.008)).time, ROOM, straight=True)  # slots until 250 KiB
+    assert (found.peer_fans_bytes, found.copies_fans_bytes) == (128 * KIB, 128 * KIB)
+
+
+#: Of two H200: µs by bytes of a message, through slots, straight, and by copy engines.
+H200: dict[str, dict[int, tuple[float, float, float]]] = {
+    FANS: {
+        8: (3.0, 7.9, 4.3), 64: (3.0, 8.2, 4.5), 256: (4.0, 9.3, 5.2), 512: (5.5, 10.5, 5.9), 1024: (8.6, 11.9, 7.2),
+        4096: (0, 20.7, 14.7), 16384: (0, 54.9, 47.5),
+    },
+    EXCHANGES: {
+        4: (4.1, 7.8, 19), 128: (5.0, 8.8, 20), 512: (8.0, 10.5, 21), 2048: (0, 15.2, 27), 8192: (0, 33, 52.6),
+    },
+    SUMS: {
+        8: (4.1, 8.9, 28), 256: (5.5, 9.8, 29), 512: (8.3, 10.8, 29), 1024: (13.8, 12.1, 32),
+        4096: (0, 22.5, 43), 16384: (0, 60.7, 84),
+    },
+}  # fmt: skip
+
+
+def test_defaults_are_those_of_two_h200() -> None:
+    """What such GPUs need at some sizes, and as much at others as at the next larger one, gives the defaults."""
+
+    def time(_: str, kind: str, size: int, ways: tuple[str, ...]) -> Sequence[float]:
+        near = min((kib for kib in H200[kind] if kib * KIB >= size), default=max(H200[kind]))
+        by_way = dict(zip((SLOTS, STRAIGHT, COPIES), H200[kind][near], strict=True))
+        return [by_way[way] or inf for way in ways]
+
+    assert tune(time, {"peer": MIB}, straight=True) == DEFAULT
+
+
 def test_what_is_not_measured_keeps_its_default() -> None:
-    """Without peer access nothing is timed by ``peer``; where kernels do not write straight, nor are copy engines."""
+    """Without peer access nothing is timed by ``peer``; where kernels do not write straight, nothing goes straight."""
     asked = set()
 
-    def time(transport: str, kind: str, size: int, tunings: tuple[Tuning, ...]) -> Sequence[float]:
-        asked.add((transport, kind, max(t.copies_bytes for t in tunings)))
-        assert size <= SLOTS[transport]
-        return Machine(slots=(9, 9)).time(transport, kind, size, tunings)
+    def time(transport: str, kind: str, size: int, ways: tuple[str, ...]) -> Sequence[float]:
+        asked.add((transport, kind, ways))
+        assert size <= ROOM[transport]
+        return Machine(slots=(99, 9)).time(transport, kind, size, ways)
 
-    found = tune(time, {"host": SLOTS["host"]}, straight=True)
-    assert found == evolve(DEFAULT, host_moves_bytes=0, host_sums_bytes=0)
-    assert asked == {("host", kind, DEFAULT.copies_bytes) for kind in (MOVES, SUMS)}
-    assert tune(time, SLOTS, straight=False).copies_bytes == DEFAULT.copies_bytes
+    found = tune(time, {"host": ROOM["host"]}, straight=True)
+    assert found == evolve(DEFAULT, host_fans_bytes=0, host_exchanges_bytes=0, host_sums_bytes=0)
+    assert asked == {("host", kind, (SLOTS, PARTS)) for kind in KINDS}
+    asked.clear()
+    found = tune(time, {"peer": ROOM["peer"]}, straight=False)
+    assert found == evolve(DEFAULT, peer_fans_bytes=0, peer_exchanges_bytes=0, peer_sums_bytes=0)
+    assert asked == {("peer", kind, (SLOTS, COPIES)) for kind in KINDS}
 
 
-@given(st.lists(st.tuples(*[st.floats(1, 100)] * 2), min_size=5, max_size=5))
-def test_no_other_threshold_takes_less(times: list[tuple[float, float]]) -> None:
-    """Whatever was measured, no other threshold has a smaller product of times."""
-    sizes = [2**i * KIB for i in range(2, 7)]
+@given(st.lists(st.tuples(*[st.floats(1, 100)] * 3), min_size=15, max_size=15))
+def test_no_other_thresholds_take_less(times: list[tuple[float, float, float]]) -> None:
+    """Whatever was measured, no other thresholds have a smaller product of times."""
+    sizes = [2**i * KIB for i in range(2, 17)]
     by_size = dict(zip(sizes, times, strict=True))
-    found = tune(lambda _t, _k, size, _: by_size[size], {"host": sizes[-1]}, straight=False).host_moves_bytes
+    room = ROOM["peer"]
 
-    def product(threshold: int) -> float:
+    def time(_: str, __: str, size: int, ways: tuple[str, ...]) -> Sequence[float]:
+        return list(by_size[size])[-len(ways) :]
+
+    def product(slots: int, copies: int) -> float:
         result = 1.0
-        for size, (first, second) in by_size.items():
-            result *= first if size <= threshold else second
+        for size, (small, straight, copied) in by_size.items():
+            result *= small if size <= slots else copied if 0 < copies <= size else straight
         return result
 
-    assert product(found) <= min(product(threshold) for threshold in (0, *sizes)) * (1 + 1e-9)
+    found = tune(time, {"peer": room}, straight=True)
+    every = [(slots, copies) for slots in (0, *(s for s in sizes if s <= room)) for copies in (0, *sizes)]
+    assert product(found.peer_fans_bytes, found.copies_fans_bytes) <= min(product(*one) for one in every) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "64KiB", None])
@@ -139,11 +197,23 @@ def test_a_threshold_is_a_number_of_bytes(wrong: object) -> None:
 
 BROADCAST = operation.broadcast(0, (0, 1), 512)  # 1 KiB a row in two bytes
 ALL_REDUCE = operation.all_reduce(512, (0, 1), (0, 1), residual=False)
+ALLGATHER = operation.allgather("allgather", ((0, 0, 512), (1, 512, 1024)), (0, 1))
+#: Device 0 has a part, which 1 gets, and device 1 has another, which stays there.
+ONE_SENDER = operation.allgather("allgather", ((0, 0, 512), (1, 512, 1024)), (1,))
+SCATTER = operation.scatter(0, ((0, 0, 512), (1, 512, 1024)))
 LIMITS = Limits(
     slot_bytes=64 * KIB,
     stage_bytes=MIB,
     exchange_bytes=MIB,
-    tuning=Tuning(peer_moves_bytes=8 * KIB, peer_sums_bytes=4 * KIB, host_moves_bytes=2 * KIB, copies_bytes=100 * KIB),
+    tuning=Tuning(
+        peer_fans_bytes=8 * KIB,
+        peer_exchanges_bytes=6 * KIB,
+        peer_sums_bytes=4 * KIB,
+        host_fans_bytes=2 * KIB,
+        host_exchanges_bytes=3 * KIB,
+        copies_fans_bytes=100 * KIB,
+        copies_exchanges_bytes=200 * KIB,
+    ),
 )
 
 
@@ -154,11 +224,22 @@ LIMITS = Limits(
         (BROADCAST, "peer", 9, Route("peer")),
         (BROADCAST, "peer", 99, Route("peer")),
         (BROADCAST, "peer", 100, Route("events")),
+        (SCATTER, "peer", 8, Route("peer", small=True)),
+        (SCATTER, "peer", 99, Route("peer")),
+        (SCATTER, "peer", 100, Route("events")),
+        (ONE_SENDER, "peer", 8, Route("peer", small=True)),
+        (ONE_SENDER, "peer", 100, Route("events")),
+        (ALLGATHER, "peer", 6, Route("peer", small=True)),
+        (ALLGATHER, "peer", 7, Route("peer")),
+        (ALLGATHER, "peer", 199, Route("peer")),
+        (ALLGATHER, "peer", 200, Route("events")),
         (ALL_REDUCE, "peer", 4, Route("peer", small=True)),
         (ALL_REDUCE, "peer", 5, Route("peer")),
         (ALL_REDUCE, "peer", 5000, Route("peer")),
         (BROADCAST, "host", 2, Route("host", small=True)),
         (BROADCAST, "host", 3, Route("host")),
+        (ALLGATHER, "host", 3, Route("host", small=True)),
+        (ALLGATHER, "host", 4, Route("host")),
         (ALL_REDUCE, "host", 64, Route("host", small=True)),
         (ALL_REDUCE, "host", 65, Route("host")),
         (BROADCAST, "events", 1, Route("events")),
@@ -171,13 +252,17 @@ def test_operations_obey_thresholds(asked: operation.Operation, transport: str, 
 
 def test_thresholds_beyond_a_slot_change_nothing() -> None:
     """No threshold makes a message fit a slot that is smaller; 0 is never for copy engines."""
-    limits = evolve(LIMITS, slot_bytes=1024, tuning=Tuning(peer_moves_bytes=MIB, copies_bytes=0))
+    limits = evolve(LIMITS, slot_bytes=1024, tuning=Tuning(peer_fans_bytes=MIB, copies_fans_bytes=0))
     assert route(BROADCAST, "peer", 1, 2, limits).small
     assert route(BROADCAST, "peer", 2, 2, limits) == route(BROADCAST, "peer", 2**20, 2, limits) == Route("peer")
 
 
 #: Slots of 256 bytes and more, of which 200 are used, or none; copy engines soon take over.
-TUNED = Tuning(peer_moves_bytes=200, peer_sums_bytes=0, host_moves_bytes=0, host_sums_bytes=100, copies_bytes=500)
+TUNED = Tuning(
+    peer_fans_bytes=200, peer_exchanges_bytes=100, peer_sums_bytes=0,
+    host_fans_bytes=0, host_exchanges_bytes=150, host_sums_bytes=100,
+    copies_fans_bytes=500, copies_exchanges_bytes=300,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("transport", ["peer", "host"])
@@ -189,14 +274,16 @@ def test_every_byte_is_right_by_any_thresholds(transport: str) -> None:
 
     with make(transport) as context:
         ways = context.explain().ways
-    found = {(way.operation, way.transport, way.how) for way in ways if way.operation in {"broadcast", "all_reduce"}}
+    found = {(way.operation, way.transport, way.how) for way in ways if way.operation in THREE}
     if transport == "peer":
         assert found == {
             ("broadcast", "peer", "slots"), ("broadcast", "peer", "straight"), ("broadcast", "events", "1 part"),
+            ("allgather", "peer", "slots"), ("allgather", "peer", "straight"), ("allgather", "events", "1 part"),
             ("all_reduce", "peer", "straight"),
         }  # fmt: skip
     else:
         assert ("all_reduce", "host", "slots") in found
+        assert ("allgather", "host", "slots") in found
         assert ("broadcast", "host", "slots") not in found
     assert selftest.selftest(UNEVEN, make, [transport]).ok
 
@@ -207,11 +294,15 @@ def test_thresholds_are_explained() -> None:
     with compile_plan(UNEVEN, backend="cpu", transport="peer", tuning=tuning) as context:
         explanation = context.explain()
     whys = {
-        name: list(dict.fromkeys(way.why for way in explanation.ways if way.operation == name))
-        for name in ("broadcast", "all_reduce")
+        name: list(dict.fromkeys(w.why for w in explanation.ways if w.operation == name and "residual" in w.axes))
+        for name in ("scatter", "allgather", "all_reduce")
     }
-    assert whys["broadcast"] == [
-        "within the threshold of 200 B", "larger than the threshold of 200 B", "from 500 B on: copies of any size"
+    assert whys["scatter"] == [
+        "within peer_fans_bytes, 200 B", "larger than peer_fans_bytes, 200 B",
+    ]  # fmt: skip
+    assert whys["allgather"] == [
+        "within peer_exchanges_bytes, 100 B", "larger than peer_exchanges_bytes, 100 B",
+        "from copies_exchanges_bytes, 300 B, on: copies of any size",
     ]  # fmt: skip
     assert whys["all_reduce"][0].startswith("fits a slot of ")
     assert explanation.limits.tuning == tuning
@@ -274,9 +365,9 @@ def test_thresholds_are_kept() -> None:
     assert found[5][1].startswith("not measured")
 
 
-@pytest.mark.parametrize("change", ["gpus", "driver", "version", "damage"])
+@pytest.mark.parametrize("change", ["gpus", "driver", "version", "edition", "damage"])
 def test_thresholds_of_another_machine_are_not_used(change: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other GPUs, another driver or tpplan, or a damaged file: the defaults again."""
+    """Other GPUs, another driver or tpplan, other things measured, or a damaged file: the defaults again."""
     tuning_cache.save((_thresholds(2, 1),))
     monkeypatch.setattr(Gpus, "names", Gpus.names[::-1])
     assert tuning_cache.stored(2)[0].peer_sums_bytes == 1  # the same ones in another order
@@ -285,6 +376,7 @@ def test_thresholds_of_another_machine_are_not_used(change: str, cache: Path, mo
         "gpus": lambda: monkeypatch.setattr(Gpus, "names", ("GPU-a", "GPU-c")),
         "driver": lambda: monkeypatch.setattr(Gpus, "driver", "driver 2"),
         "version": lambda: monkeypatch.setattr(tuning_cache, "__version__", "9"),
+        "edition": lambda: monkeypatch.setattr(tuning_cache, "_EDITION", 1),
         "damage": lambda: file.write_text(file.read_text().replace('"peer_sums_bytes": 1,', '"peer_sums_bytes": -1,')),
     }
     changes[change]()
@@ -321,7 +413,7 @@ class Stopwatch(Machine):
 
     def limits(self, transport: str) -> Limits:
         """Return limits with slots of the transport's size."""
-        return evolve(LIMITS, slot_bytes=SLOTS[transport])
+        return evolve(LIMITS, slot_bytes=ROOM[transport])
 
 
 @pytest.fixture
@@ -359,15 +451,24 @@ def test_the_command_measures_and_keeps(links: Callable[..., None]) -> None:
     found = _survey()
     assert [one["devices"] for one in found["thresholds"]] == [2, 4, 5]
     assert found["thresholds"][0]["transports"] == ["peer", "host"]
-    assert found["thresholds"][0]["tuning"] == codec.unstructure(tune(Machine().time, SLOTS, straight=True))
+    assert found["thresholds"][0]["tuning"] == codec.unstructure(tune(Machine().time, ROOM, straight=True))
     assert (len(found["links"]), found["notes"]) == (4 * 20, [])
-    timed = [one for one in found["timings"] if (one["devices"], one["transport"], one["kind"]) == (4, "peer", MOVES)]
-    assert {one["way"]: (one["way_ns"], one["other_ns"]) for one in timed if one["message_bytes"] == 256 * KIB} == {
-        "straight": (8560, 22048),
-        "slots": (7120, 8560),
+    timed = {
+        (one["kind"], one["way"]): one["time_ns"]
+        for one in found["timings"]
+        if (one["devices"], one["transport"], one["message_bytes"]) == (4, "peer", 256 * KIB)
     }
-    assert {one["way"] for one in found["timings"] if one["kind"] == SUMS} == {"slots"}
-    assert tuning_cache.stored(5) == (tune(Machine().time, SLOTS, straight=True), "measured on 5 GPUs of this machine")
+    assert timed == {
+        **{
+            (kind, way): ns
+            for kind in (FANS, EXCHANGES)
+            for way, ns in ((SLOTS, 7120), (STRAIGHT, 8560), (COPIES, 22048))
+        },
+        (SUMS, SLOTS): 7120,
+        (SUMS, STRAIGHT): 8560,
+    }
+    assert len(found["timings"]) == 3 * (2 * (15 * 2 + 10) + 10 * 2 + 3 * 5 * 2)
+    assert tuning_cache.stored(5) == (tune(Machine().time, ROOM, straight=True), "measured on 5 GPUs of this machine")
     shown = command("devices", "--links").out
     for words in ("Links between 5 GPUs", "works in all 20 directions", "5 GPUs", "copy engines from", "8.00 MiB"):
         assert words in shown
@@ -420,69 +521,6 @@ def test_links_and_a_devices_file_are_two_things() -> None:
     done = command("devices", "--links", "-o", "devices.json")
     assert done.code == 2
     assert "--links makes no devices file" in done.err
-
-
-class _Graph:
-    """In the place of a CUDA graph: virtual devices have none."""
-
-    replays = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def replay(self) -> None:
-        """Count."""
-        _Graph.replays += 1
-
-
-@pytest.mark.parametrize("transport", ["peer", "host"])
-def test_the_timer_runs_what_it_is_asked_to(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tuning gets a context of a plan with room enough, and messages of the very size; all are closed again."""
-    made: list[TPContext] = []
-    ran = set()
-
-    def compiled(plan: tpplan.SplitPlan, *, transport: str, tuning: Tuning, **_: object) -> TPContext:
-        made.append(compile_plan(plan, backend="cpu", transport=transport, tuning=tuning))
-        return made[-1]
-
-    def observed(asked: operation.Operation, way: str, rows: int, item: int, limits: Limits) -> Route:
-        found = route(asked, way, rows, item, limits)
-        ran.add((type(asked), rows * asked.columns * item, found.small, limits.tuning))
-        return found
-
-    monkeypatch.setattr(tuning_timer, "compile_plan", compiled)
-    monkeypatch.setattr("tpplan.exec.engine.route", observed)
-    monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _: _Graph())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    always, never = (Tuning(**{f"{transport}_{kind}_bytes": n for kind in (MOVES, SUMS)}) for n in (LARGEST, 0))
-    with GraphTimer([CPU] * 2) as timer:
-        for kind, asked in ((MOVES, operation.Moves), (SUMS, operation.Reduction)):
-            for size in (4 * KIB, 64 * KIB, 128):
-                ran.clear()
-                _Graph.replays = 0
-                times = timer(transport, kind, size, (always, never))
-                assert len(times) == 2
-                assert min(times) > 0
-                assert _Graph.replays % 2 == 0 < _Graph.replays
-                small = size <= 256  # as slots are in these tests
-                assert ran == {(asked, size, small, always), (asked, size, False, never)}
-        assert len(made) == 2
-        assert timer.limits(transport).slot_bytes >= 256
-    for context in made:
-        with pytest.raises(tpplan.TpplanError, match="closed"):
-            context.explain()
-
-
-@pytest.mark.parametrize("devices", [2, 3, 8])
-def test_the_plan_of_the_timer(devices: int) -> None:
-    """Every device is in use, messages of the largest size fit, and little else is asked of a GPU's memory."""
-    plan = synthetic_plan(devices)
-    assert all(slices.end > slices.start for slices in plan.slices(tpplan.Axis.RS))
-    assert len(plan.slices(tpplan.Axis.RS)) == devices
-    assert plan.request.max_rows * 8192 * 2 >= LARGEST
-    assert max(memory.used_bytes - memory.overhead_bytes for memory in plan.memory) < 256 * MIB
 
 
 @pytest.mark.multi_gpu

@@ -52,7 +52,8 @@ T = TypeVar("T")
 
 #: Fields that are written although they have their default, so that a reviewer sees them; they must be there.
 STATED = frozenset({"format_version", "kind", "tokens"}) | {
-    *("peer_moves_bytes", "peer_sums_bytes", "host_moves_bytes", "host_sums_bytes", "copies_bytes")
+    *(f"{way}_{kind}_bytes" for way in ("peer", "host") for kind in ("fans", "exchanges", "sums")),
+    *("copies_fans_bytes", "copies_exchanges_bytes"),
 }
 
 #: What the key ``$schema`` of an object is.

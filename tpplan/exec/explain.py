@@ -10,9 +10,10 @@ from attrs import evolve, frozen
 from tpplan.axes import Axis, slices_of
 from tpplan.errors import ExecutionError
 from tpplan.exec import operation
-from tpplan.exec.lower import Limits, lower
+from tpplan.exec.lower import Limits, kind_of, lower
 from tpplan.exec.operation import Addition, Moves
 from tpplan.exec.program import HOST, SCRATCH, SLOT, STAGE, flat, reads, writes
+from tpplan.exec.tuning import copies_field, slots_field
 from tpplan.render.text import table
 from tpplan.sizes import format_bytes
 
@@ -216,18 +217,18 @@ def _why(operation: Operation, route: Route, engine: Engine) -> str:
         if isinstance(operation, Addition):
             return "each adds its own"
         return "each writes its own" if operation.name == "gather" else "no other device"
-    limits = engine.limits
+    limits, kind = engine.limits, kind_of(operation)
     largest = limits.slots(operation, engine.transport) if engine.transport != "events" else 0
     slot = f"a slot of {format_bytes(largest)}"
     if largest < limits.slot_bytes:
-        slot = f"the threshold of {format_bytes(largest)}"
+        slot = f"{slots_field(engine.transport, kind)}, {format_bytes(largest)}"
     if route.small:
         return f"fits {slot}" if largest == limits.slot_bytes else f"within {slot}"
     large = f"larger than {slot}"
     if route.transport == "peer":
         return large
-    if limits.straight and isinstance(operation, Moves):
-        large = f"from {format_bytes(limits.tuning.copies_bytes)} on"
+    if limits.straight and largest < limits.tuning.copies(kind):
+        large = f"from {copies_field(kind)}, {format_bytes(limits.tuning.copies(kind))}, on"
     large = f"{large}: " if engine.transport == "peer" and route.transport == "events" else ""
     if route.transport == "events" and isinstance(operation, Moves):
         return f"{large}copies of any size"

@@ -2,10 +2,11 @@
 
 - ``events``: copies from device to device between fences of events. Needs nothing but copies that arrive.
 - ``peer``: one kernel per device, which writes into the others' memory. What is small goes through slots; what is not
-  goes straight where it belongs, and sums are shared out by columns. The largest moves are left to copy engines.
+  goes straight where it belongs, and sums are shared out by columns. Large moves may be left to copy engines.
 - ``host``: through pinned host memory. What is small goes by kernels, what is not in parts by copies.
 
-What is small is told by the room in a slot and by the thresholds of a :class:`~tpplan.exec.tuning.Tuning`.
+What is small, and what copy engines get, is told by the room in a slot and by the thresholds of a
+:class:`~tpplan.exec.tuning.Tuning`.
 
 What comes from the host, or stays on its device, is the same for all.
 """
@@ -20,7 +21,7 @@ from tpplan.errors import ExecutionError
 from tpplan.exec import lower_events, lower_flags, lower_host
 from tpplan.exec.operation import Addition, Moves, Reduction
 from tpplan.exec.program import HOST
-from tpplan.exec.tuning import DEFAULT, MOVES, SUMS, Tuning
+from tpplan.exec.tuning import DEFAULT, EXCHANGES, FANS, SUMS, Tuning
 from tpplan.sizes import format_bytes
 from tpplan.workspace import ALIGNMENT
 
@@ -51,13 +52,19 @@ class Limits:
 
     def slots(self, operation: Operation, transport: str) -> int:
         """Return the largest message of an operation that goes through slots."""
-        return min(self.slot_bytes, self.tuning.slots(transport, SUMS if isinstance(operation, Reduction) else MOVES))
+        return min(self.slot_bytes, self.tuning.slots(transport, kind_of(operation)))
 
     def copies(self, operation: Operation, message_bytes: int) -> bool:
         """Tell whether a message that is too large for slots of ``peer`` goes by ``events``."""
-        if not self.straight:
-            return True
-        return isinstance(operation, Moves) and 0 < self.tuning.copies_bytes <= message_bytes
+        return not self.straight or 0 < self.tuning.copies(kind_of(operation)) <= message_bytes
+
+
+def kind_of(operation: Operation) -> str:
+    """Return which thresholds are for an operation: ``fans``, ``exchanges`` or ``sums``."""
+    if not isinstance(operation, Moves):
+        return SUMS
+    senders = {s.buffer.device for s, target in operation.moves if s.buffer.device != target.buffer.device}
+    return EXCHANGES if len(senders) > 1 else FANS
 
 
 @frozen

@@ -19,8 +19,6 @@ from tpplan.exec.tuning_timer import GraphTimer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tpplan.exec.tuning import Tuning
-
 #: Transports that have thresholds.
 _TUNED = ("peer", "host")
 
@@ -85,20 +83,19 @@ def _measured(places: Sequence[torch.device], transports: Sequence[str], timings
     """Return the thresholds on some GPUs; ``timings`` gets what they were chosen by."""
     with GraphTimer(places) as timer:
 
-        def time(transport: str, kind: str, size: int, tunings: tuple[Tuning, ...]) -> Sequence[float]:
-            times = timer(transport, kind, size, tunings)
-            way_ns, other_ns = (round(each * 1000) for each in times)
-            timings.append(
-                Timing(
-                    devices=len(places),
-                    transport=transport,
-                    kind=kind,
-                    message_bytes=size,
-                    way="slots" if size <= tunings[0].slots(transport, kind) else "straight",
-                    way_ns=way_ns,
-                    other_ns=other_ns,
+        def time(transport: str, kind: str, size: int, ways: tuple[str, ...]) -> Sequence[float]:
+            times = timer(transport, kind, size, ways)
+            for way, each in zip(ways, times, strict=True):
+                timings.append(
+                    Timing(
+                        devices=len(places),
+                        transport=transport,
+                        kind=kind,
+                        message_bytes=size,
+                        way=way,
+                        time_ns=round(each * 1000),
+                    )
                 )
-            )
             return times
 
         limits = {transport: timer.limits(transport) for transport in transports}

@@ -25,16 +25,15 @@ class Thresholds:
 
 @frozen(kw_only=True)
 class Timing:
-    """How long messages of one size take by two ways.
+    """How long an operation with messages of one size takes by one way.
 
     Attributes:
         devices: how many took part.
         transport: ``peer`` or ``host``.
-        kind: ``moves`` or ``sums``.
+        kind: ``fans``, ``exchanges`` or ``sums``.
         message_bytes: from one device to one other.
-        way: the first way: ``slots``, or ``straight``, of which copy engines are the alternative.
-        way_ns: one operation by it.
-        other_ns: one operation without it.
+        way: ``slots``, ``straight``, ``copies``, or ``parts``.
+        time_ns: one operation by it.
     """
 
     devices: int
@@ -42,8 +41,7 @@ class Timing:
     kind: str
     message_bytes: int
     way: str
-    way_ns: int
-    other_ns: int
+    time_ns: int
 
 
 @frozen(kw_only=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
-from math import log
+from itertools import combinations_with_replacement, pairwise
+from math import inf, log
 from typing import TYPE_CHECKING
 
 from attrs import asdict, evolve, frozen
@@ -16,33 +16,45 @@ if TYPE_CHECKING:
 
 KIB, MIB = 2**10, 2**20
 
-MOVES, SUMS = "moves", "sums"
+#: What is moved by one device, what by several, and what is added up.
+FANS, EXCHANGES, SUMS = KINDS = ("fans", "exchanges", "sums")
+
+#: Ways: through slots; what is large by kernels that write straight, by copy engines, or in parts through host memory.
+SLOTS, STRAIGHT, COPIES, PARTS = "slots", "straight", "copies", "parts"
 
 #: Sizes that are measured: twice as large from one to the next.
-_SLOT_SIZES = tuple(2**i * KIB for i in range(2, 14))
-_COPY_SIZES = tuple(2**i * KIB for i in range(8, 17))
-LARGEST = _COPY_SIZES[-1]
+_SIZES = tuple(2**i * KIB for i in range(2, 17))
+LARGEST = _SIZES[-1]
 
 
 @frozen(kw_only=True)
 class Tuning:
-    """Up to which size a message goes which way; those that are not measured are those of NVIDIA H200 with NVLink.
+    """Up to which size a message goes which way; those that are not measured are those of two NVIDIA H200 with NVLink.
 
     A message is what one device sends to one other. What is larger than a slot goes through none, whatever is here.
+    Moves are ``fans`` where one device sends, as in broadcast and scatter, and ``exchanges`` where several do, as in
+    allgather.
 
     Attributes:
-        peer_moves_bytes: the largest that is moved through slots of ``peer``; 0 for none.
+        peer_fans_bytes: the largest that one device sends through slots of ``peer``; 0 for none.
+        peer_exchanges_bytes: the largest that each of several sends through them.
         peer_sums_bytes: the largest that is added up through them.
-        host_moves_bytes: the largest that is moved through slots of ``host``.
+        host_fans_bytes: the largest that one device sends through slots of ``host``.
+        host_exchanges_bytes: the largest that each of several sends through them.
         host_sums_bytes: the largest that is added up through them.
-        copies_bytes: from which size on copy engines move what kernels of ``peer`` write straight; 0 for never.
+        copies_fans_bytes: from which size on copy engines move what is too large for slots of ``peer`` and what kernels
+            would write straight, if one device sends; 0 for never.
+        copies_exchanges_bytes: the same, if several do.
     """
 
-    peer_moves_bytes: int = 256 * KIB
-    peer_sums_bytes: int = 256 * KIB
-    host_moves_bytes: int = 64 * KIB
+    peer_fans_bytes: int = 512 * KIB
+    peer_exchanges_bytes: int = 512 * KIB
+    peer_sums_bytes: int = 512 * KIB
+    host_fans_bytes: int = 64 * KIB
+    host_exchanges_bytes: int = 64 * KIB
     host_sums_bytes: int = 64 * KIB
-    copies_bytes: int = 64 * MIB
+    copies_fans_bytes: int = 512 * KIB
+    copies_exchanges_bytes: int = 0
 
     def __attrs_post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -55,17 +67,33 @@ class Tuning:
         largest: int = getattr(self, slots_field(transport, kind))
         return largest
 
+    def copies(self, kind: str) -> int:
+        """Return from which size on copy engines take over; 0 for never, as always for sums."""
+        first: int = 0 if kind == SUMS else getattr(self, copies_field(kind))
+        return first
+
 
 DEFAULT = Tuning()
 
 
 def slots_field(transport: str, kind: str) -> str:
-    """Return the name of a threshold of slots, for ``moves`` or ``sums``."""
+    """Return the name of a threshold of slots."""
     return f"{transport}_{kind}_bytes"
 
 
-#: Returns the time of a transport's moves or sums of some size by each of several tunings.
-Time = Callable[[str, str, int, tuple[Tuning, ...]], Sequence[float]]
+def copies_field(kind: str) -> str:
+    """Return the name of a threshold of copy engines, for ``fans`` or ``exchanges``."""
+    return f"copies_{kind}_bytes"
+
+
+def forced(way: str) -> Tuning:
+    """Return the thresholds by which all goes one way that can."""
+    slots, copies = LARGEST if way == SLOTS else 0, 1 if way == COPIES else 0
+    return Tuning(**{name: copies if name.startswith("copies") else slots for name in asdict(DEFAULT)})
+
+
+#: Returns the times of a transport's operation of some kind and size by each of several ways.
+Time = Callable[[str, str, int, tuple[str, ...]], Sequence[float]]
 
 
 def tune(time: Time, slots: Mapping[str, int], *, straight: bool) -> Tuning:
@@ -80,27 +108,52 @@ def tune(time: Time, slots: Mapping[str, int], *, straight: bool) -> Tuning:
         The tuning under which everything that was measured takes the least time, each size counting as much.
     """
     tuned = DEFAULT
-    if straight and "peer" in slots:
-        never, always = (evolve(tuned, peer_moves_bytes=0, copies_bytes=size) for size in (0, 1))
-        count = _switch([time("peer", MOVES, size, (never, always)) for size in _COPY_SIZES])
-        tuned = evolve(tuned, copies_bytes=(*_COPY_SIZES, 0)[count])
     for transport, room in slots.items():
-        sizes = tuple(takewhile(room.__ge__, _SLOT_SIZES))
-        for kind in (MOVES, SUMS):
-            name = slots_field(transport, kind)
-            always, never = (evolve(tuned, **{name: size}) for size in (room, 0))
-            count = _switch([time(transport, kind, size, (always, never)) for size in sizes])
-            tuned = evolve(tuned, **{name: (0, *sizes)[count]})
+        for kind in KINDS:
+            ways = _ways(transport, kind, straight=straight)
+            sizes = [size for size in _SIZES if size <= room or ways[2:]]  # beyond slots there may be no choice
+            times = [
+                time(transport, kind, size, ways) if size <= room else (inf, *time(transport, kind, size, ways[1:]))
+                for size in sizes
+            ]
+            tuned = evolve(tuned, **_thresholds(transport, kind, sizes, _cuts(times, len(ways))))
     return tuned
 
 
-def _switch(times: Sequence[Sequence[float]]) -> int:
-    """Return how many of the smallest sizes should go the first way, and the others the second, for the least time.
+def _ways(transport: str, kind: str, *, straight: bool) -> tuple[str, ...]:
+    """Return the ways between which thresholds choose, from small to large messages."""
+    if transport == "host":
+        return SLOTS, PARTS
+    if not straight:
+        return SLOTS, COPIES
+    return (SLOTS, STRAIGHT) if kind == SUMS else (SLOTS, STRAIGHT, COPIES)
+
+
+def _thresholds(transport: str, kind: str, sizes: Sequence[int], cuts: tuple[int, ...]) -> dict[str, int]:
+    """Return thresholds by name, for what :func:`_cuts` says of some sizes."""
+    small, *rest = cuts
+    largest = sizes[small - 1] if small else 0
+    found = {slots_field(transport, kind): largest}
+    for first in rest:
+        copies = sizes[first] if first < len(sizes) else 0
+        if small == first < len(sizes):  # nothing goes straight, nor what is between two sizes
+            copies = max(1, largest)
+        found[copies_field(kind)] = copies
+    return found
+
+
+def _cuts(times: Sequence[Sequence[float]], ways: int) -> tuple[int, ...]:
+    """Return how many of the sizes should go the first way, the first or second one, and so on, for the least time.
 
     A single size that was measured badly does not decide.
 
     Args:
-        times: by size, of both ways.
+        times: by size, of each way; infinite where there is none.
+        ways: how many.
     """
-    gains = [log(second / first) for first, second in times]
-    return max(range(len(gains) + 1), key=lambda count: sum(gains[:count]))
+
+    def total(cuts: tuple[int, ...]) -> float:
+        spans = enumerate(pairwise((0, *cuts, len(times))))
+        return sum(log(each[way]) for way, (first, stop) in spans for each in times[first:stop])
+
+    return min(combinations_with_replacement(range(len(times) + 1), ways - 1), key=total)

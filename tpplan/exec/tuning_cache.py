@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from tpplan.exec.tuning import Tuning
 
+#: Raised whenever what was measured before is worth nothing, as when operations go other ways.
+_EDITION = 2
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -30,7 +33,7 @@ class Origin:
     Attributes:
         gpus: UUIDs, sorted.
         software: driver, libraries, kernels and settings.
-        version: of tpplan.
+        version: of tpplan, and of what is measured.
     """
 
     gpus: tuple[str, ...]
@@ -62,7 +65,7 @@ def origin() -> Origin | None:
     driver = TorchDriver()
     gpus, software = driver.gpus(), driver.software()
     told = software and gpus and all(gpus) and len(set(gpus)) == len(gpus)
-    return Origin(tuple(sorted(gpus)), software, __version__) if told else None
+    return Origin(tuple(sorted(gpus)), software, f"{__version__}, thresholds {_EDITION}") if told else None
 
 
 def load() -> tuple[Thresholds, ...]:

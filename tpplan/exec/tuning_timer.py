@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from tpplan.axes import Axis
 from tpplan.config import parse_config
 from tpplan.devices import Device
 from tpplan.exec.compiler import compile as compile_plan
-from tpplan.exec.tuning import DEFAULT, LARGEST, MIB, SUMS
+from tpplan.exec.tuning import EXCHANGES, FANS, LARGEST, MIB, SLOTS, SUMS, forced
 from tpplan.families import spec_from_config
 from tpplan.jsontext import render
 from tpplan.plan import Cache
@@ -25,10 +26,9 @@ if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
     from tpplan.exec.graph import Graph
     from tpplan.exec.lower import Limits
-    from tpplan.exec.tuning import Tuning
     from tpplan.plan import SplitPlan
 
-HIDDEN, ITEM_BYTES = 8192, 2
+HIDDEN, ITEM_BYTES = 4096, 2
 #: Operations of a graph: so many, or fewer that move about so many bytes, but some.
 _IN_A_ROW, _VOLUME, _FEWEST = 50, 128 * MIB, 4
 #: Measurements, of so many replays each; the first one warms up.
@@ -56,13 +56,13 @@ def synthetic_plan(devices: int) -> SplitPlan:
 
 
 class GraphTimer:
-    """Times broadcasts and all-reduces; a :data:`tpplan.exec.tuning.Time` for some GPUs."""
+    """Times broadcasts, allgathers of about even slices and all-reduces; a :data:`tpplan.exec.tuning.Time`."""
 
     def __init__(self, places: Sequence[torch.device]) -> None:
         """Get ready to measure on some devices, all of which get contexts of a plan of their own."""
         self._places = places
         self._plan = synthetic_plan(len(places))
-        self._contexts: dict[tuple[str, Tuning], TPContext] = {}
+        self._contexts: dict[tuple[str, str], TPContext] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -70,13 +70,14 @@ class GraphTimer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._keep(set())
+        while self._contexts:
+            self._contexts.popitem()[1].close()
 
-    def __call__(self, transport: str, kind: str, size: int, tunings: tuple[Tuning, ...]) -> tuple[float, ...]:
-        """Return the µs of one operation by each tuning: the median of the rounds."""
-        self._keep({(transport, tuning) for tuning in tunings})
+    def __call__(self, transport: str, kind: str, size: int, ways: tuple[str, ...]) -> tuple[float, ...]:
+        """Return the µs of one operation by each way: the median of the rounds."""
         count = max(_FEWEST, min(_IN_A_ROW, _VOLUME // size))
-        graphs = [self._graph(self._context(transport, tuning), kind, size, count) for tuning in tunings]
+        operands = self._operands(kind, size)  # which live as long as the graphs
+        graphs = [self._graph(self._context(transport, way), kind, count, *operands) for way in ways]
         seen: list[list[float]] = [[] for _ in graphs]
         for turn in range(_ROUNDS + 1):
             for graph, times in zip(graphs, seen, strict=True):
@@ -91,35 +92,45 @@ class GraphTimer:
 
     def limits(self, transport: str) -> Limits:
         """Return what messages a transport has room for on these devices."""
-        self._keep({(transport, DEFAULT)})
-        return self._context(transport, DEFAULT).explain().limits
+        return self._context(transport, SLOTS).explain().limits
 
-    def _graph(self, context: TPContext, kind: str, size: int, count: int) -> Graph:
-        """Return a graph of so many operations in a row on messages of ``size`` bytes."""
-        columns = min(HIDDEN, size // ITEM_BYTES)
-        shape = (size // (columns * ITEM_BYTES), columns)
-        given, taken = ([torch.zeros(shape, dtype=torch.bfloat16, device=p) for p in self._places] for _ in range(2))
-        call: Callable[[], object] = partial(context.broadcast, given[0], out=taken)
-        if kind == SUMS:
-            call = partial(context.all_reduce, given, out=taken)
+    def _operands(self, kind: str, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return what is given and taken where the largest message is of ``size`` bytes, or not much less."""
+        taken = [min(HIDDEN, size // ITEM_BYTES)] * len(self._places)
+        given = taken
+        if kind == EXCHANGES:
+            given, taken = [part.end - part.start for part in self._plan.slices(Axis.RS)], [HIDDEN] * len(self._places)
+        rows = max(1, size // (max(given) * ITEM_BYTES))
+        return self._zeros(rows, given), self._zeros(rows, taken)
+
+    def _zeros(self, rows: int, columns: Sequence[int]) -> list[torch.Tensor]:
+        """Return a matrix for each device."""
+        widths = zip(self._places, columns, strict=True)
+        return [torch.zeros(rows, width, dtype=torch.bfloat16, device=place) for place, width in widths]
+
+    def _graph(
+        self, context: TPContext, kind: str, count: int, given: list[torch.Tensor], taken: list[torch.Tensor]
+    ) -> Graph:
+        """Return a graph of so many operations in a row."""
+        call: Callable[[], object] = {
+            FANS: partial(context.broadcast, given[0], out=taken),
+            EXCHANGES: partial(context.allgather, given, Axis.RS, out=taken),
+            SUMS: partial(context.all_reduce, given, out=taken),
+        }[kind]
         call()
         with context.capture() as graph:
             for _ in range(count):
                 call()
         return graph
 
-    def _context(self, transport: str, tuning: Tuning) -> TPContext:
-        key = transport, tuning
+    def _context(self, transport: str, way: str) -> TPContext:
+        """Return the context in which everything goes one way."""
+        key = transport, way
         if key not in self._contexts:
             self._contexts[key] = compile_plan(
-                self._plan, backend="cuda", devices=self._places, transport=transport, tuning=tuning
+                self._plan, backend="cuda", devices=self._places, transport=transport, tuning=forced(way)
             )
         return self._contexts[key]
-
-    def _keep(self, wanted: set[tuple[str, Tuning]]) -> None:
-        """Close all other contexts, for each has memory of its own."""
-        for key in self._contexts.keys() - wanted:
-            self._contexts.pop(key).close()
 
     def _synchronize(self) -> None:
         for place in self._places:

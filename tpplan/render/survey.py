@@ -13,11 +13,14 @@ if TYPE_CHECKING:
 #: Links that do not work are told in words, so many of them.
 _TOLD = 12
 _COLUMNS = {
-    "peer_moves_bytes": "moves by peer slots",
-    "peer_sums_bytes": "sums by peer slots",
-    "host_moves_bytes": "moves by host slots",
-    "host_sums_bytes": "sums by host slots",
-    "copies_bytes": "copy engines from",
+    "peer_fans_bytes": "peer slots, one sends",
+    "peer_exchanges_bytes": "peer slots, several send",
+    "peer_sums_bytes": "peer slots, sums",
+    "host_fans_bytes": "host slots, one sends",
+    "host_exchanges_bytes": "host slots, several send",
+    "host_sums_bytes": "host slots, sums",
+    "copies_fans_bytes": "copy engines from, one sends",
+    "copies_exchanges_bytes": "copy engines from, several send",
 }
 
 
@@ -58,7 +61,7 @@ def _thresholds(thresholds: list[dict[str, Any]]) -> list[Line]:
     """Return a table with a line for each threshold, and a column for each number of GPUs."""
     rows: list[list[Span]] = [[("  message", "dim"), *((f"{one['devices']} GPUs", "dim") for one in thresholds)]]
     for key, words in _COLUMNS.items():
-        cells = [("never" if key == "copies_bytes" else "none") if not one["tuning"][key] else
+        cells = [("never" if key.startswith("copies") else "none") if not one["tuning"][key] else
                  format_bytes(one["tuning"][key]) for one in thresholds]  # fmt: skip
         rows.append([(f"  {words}", ""), *((cell, "") for cell in cells)])
     return table(rows, "<" + ">" * len(thresholds))

@@ -1,0 +1,121 @@
+"""The timer of the survey does what it is asked to time, by the way that it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+import pytest
+import torch
+
+import tpplan
+from tpplan.exec import compile as compile_plan
+from tpplan.exec import tuning_timer
+from tpplan.exec.lower import Limits, Route, kind_of, route
+from tpplan.exec.tuning import COPIES, FANS, KIB, KINDS, LARGEST, MIB, PARTS, SLOTS, STRAIGHT, SUMS, Tuning
+from tpplan.exec.tuning_timer import HIDDEN, ITEM_BYTES, GraphTimer, synthetic_plan
+
+if TYPE_CHECKING:
+    from tpplan.exec.context import TPContext
+    from tpplan.exec.operation import Operation
+
+CPU = torch.device("cpu")
+
+#: How operations are to go, by transport and way.
+GONE = {
+    ("peer", SLOTS): Route("peer", small=True),
+    ("peer", STRAIGHT): Route("peer"),
+    ("peer", COPIES): Route("events"),
+    ("host", SLOTS): Route("host", small=True),
+    ("host", PARTS): Route("host"),
+}
+
+
+class _Graph:
+    """In the place of a CUDA graph: virtual devices have none."""
+
+    replays = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def replay(self) -> None:
+        """Count."""
+        _Graph.replays += 1
+
+
+@pytest.mark.parametrize("transport", ["peer", "host"])
+def test_the_timer_runs_what_it_is_asked_to(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way is gone by messages of the very size, in a context of its own; all are closed again."""
+    made: list[TPContext] = []
+    ran = set()
+
+    def compiled(plan: tpplan.SplitPlan, *, transport: str, tuning: Tuning, **_: object) -> TPContext:
+        made.append(compile_plan(plan, backend="cpu", transport=transport, tuning=tuning))
+        return made[-1]
+
+    def observed(asked: Operation, way: str, rows: int, item: int, limits: Limits) -> Route:
+        found = route(asked, way, rows, item, limits)
+        ran.add((kind_of(asked), rows * asked.columns * item, found))
+        return found
+
+    monkeypatch.setattr(tuning_timer, "compile_plan", compiled)
+    monkeypatch.setattr("tpplan.exec.engine.route", observed)
+    monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _: _Graph())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    every = [way for each, way in GONE if each == transport]
+    with GraphTimer([CPU] * 2) as timer:
+        for kind in KINDS:
+            ways = tuple(way for way in every if (kind, way) != (SUMS, COPIES))
+            for size in (4 * KIB, 64 * KIB):
+                ran.clear()
+                _Graph.replays = 0
+                times = timer(transport, kind, size, ways)
+                assert len(times) == len(ways)
+                assert min(times) > 0
+                assert _Graph.replays % len(ways) == 0 < _Graph.replays
+                assert ran == {(kind, size, GONE[transport, way]) for way in ways}
+        assert len(made) == len(every)
+        assert timer.limits(transport).slot_bytes >= 64 * KIB
+        assert len(made) == len(every)
+    for context in made:
+        with pytest.raises(tpplan.TpplanError, match="closed"):
+            context.explain()
+
+
+def test_what_takes_longer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The times are those of the ways, in their order, in µs of one operation."""
+    clock = 0.0
+
+    class Slow(_Graph):
+        def __init__(self, tuning: Tuning) -> None:
+            self._seconds = 3.0 if tuning.peer_fans_bytes else 5.0
+
+        def replay(self) -> None:
+            nonlocal clock
+            clock += self._seconds
+
+    monkeypatch.setattr(
+        tuning_timer, "compile_plan",
+        lambda plan, **asked: compile_plan(plan, backend="cpu", transport="peer", tuning=asked["tuning"]),
+    )  # fmt: skip
+    monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda context: Slow(context.explain().limits.tuning))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr("tpplan.exec.tuning_timer.time.perf_counter", lambda: clock)
+    with GraphTimer([CPU] * 2) as timer:
+        small = timer("peer", FANS, 8 * KIB, (SLOTS, STRAIGHT))
+        large = timer("peer", FANS, 8 * MIB, (STRAIGHT,))
+    assert list(small) == pytest.approx([3e6 / 50, 5e6 / 50])  # 50 operations in a graph
+    assert list(large) == pytest.approx([5e6 / 16])  # that move 128 MiB
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_the_plan_of_the_timer(devices: int) -> None:
+    """Every device is in use, messages of the largest size fit, and little else is asked of a GPU's memory."""
+    plan = synthetic_plan(devices)
+    widths = [slices.end - slices.start for slices in plan.slices(tpplan.Axis.RS)]
+    assert len(widths) == devices
+    assert min(widths) > 0.8 * max(widths)
+    assert plan.request.max_rows * HIDDEN * ITEM_BYTES >= LARGEST
+    assert max(memory.used_bytes - memory.overhead_bytes for memory in plan.memory) < 256 * MIB
