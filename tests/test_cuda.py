@@ -119,6 +119,28 @@ def test_a_graph_does_what_calls_do(ctx: tpx.TPContext) -> None:
 
 
 @pytest.mark.multi_gpu
+def test_the_memory_of_a_graph_stays(ctx: tpx.TPContext) -> None:
+    """What a graph works with between its operations is kept on all devices, whatever torch gives back elsewhere."""
+    parts = [torch.randn(1024, 4096, device=ctx.devices[d].device).bfloat16() for d in ctx.all_devices]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return tuple(x * 2 for x in ctx.all_reduce([torch.relu(part) + 1 for part in parts]))
+
+    step()
+    with ctx.capture() as graph:
+        kept = step()
+    for _ in range(3):
+        torch.cuda.empty_cache()
+        other = [torch.full((2**28,), 7, dtype=torch.uint8, device=part.device) for part in parts]
+        for part in parts:
+            part.normal_()
+        graph.replay()
+        for got, wanted in zip(kept, step(), strict=True):
+            assert torch.equal(got.cpu(), wanted.cpu())
+        assert all(bool((x == 7).all()) for x in other)
+
+
+@pytest.mark.multi_gpu
 def test_replays_follow_calls_on_other_streams(ctx: tpx.TPContext) -> None:
     """What was called from streams that are not current any more is done before a replay begins."""
     parts, total = _parts(ctx, 2)

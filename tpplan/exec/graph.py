@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.torch_shims import switch_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ class Graph:
         self._backend = backend
         self._places = tuple(places.values())
         self._graph = torch.cuda.CUDAGraph()
-        self._pools = [torch.cuda.MemPool() for _ in self._places[1:]]
+        self._pools = [_new_pool(place) for place in self._places[1:]]
         self._streams = [torch.cuda.Stream(place) for place in self._places]  # type: ignore[no-untyped-call]
         self._stack = ExitStack()
         self._captured = False
@@ -96,6 +97,15 @@ class Graph:
         """Let the first device's stream wait for all others, as the end of a capture demands."""
         for stream in (*self._backend.streams(), *self._streams[1:]):
             self._streams[0].wait_stream(stream)
+
+
+def _new_pool(place: torch.device) -> torch.cuda.MemPool:
+    """Return a pool that keeps memory of a device: the one that is current when it is made, or torch frees it early."""
+    before = switch_device(place.index)
+    try:
+        return torch.cuda.MemPool()
+    finally:
+        switch_device(before)
 
 
 @contextmanager
