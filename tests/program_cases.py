@@ -12,7 +12,7 @@ from tpplan.exec.operation import Addition, Operation, Reduction, Share, allgath
 from tpplan.exec.program import HOST, Program
 
 #: Of 40 columns, a slot holds 3 rows and a stage 6; of 8 columns, 16 and 32.
-LIMITS = Limits(slot_bytes=256, stage_bytes=512, exchange_bytes=1024)
+LIMITS = Limits(slot_bytes=256, stage_bytes=512, exchange_bytes=1024, passed_on_bytes=2000)
 ITEM_BYTES = 2
 
 #: With 40 columns: small; large in 1, 2 and 4 parts. With few columns the last two are large.
@@ -94,6 +94,13 @@ def ways(operation: Operation) -> tuple[Case, ...]:
     return tuple({each.way: each for each in found}.values())
 
 
+#: More that devices pass on to each other: to many of them, and so few columns that not all have some to pass on.
+PASSED_ON: dict[str, Operation] = {
+    "broadcast to seven others": broadcast(7, (0, 1, 2, 3, 4, 5, 6), 75),
+    "broadcast to all of eight": broadcast(2, (0, 1, 2, 3, 4, 5, 6, 7), 100),
+    "broadcast of few columns": broadcast(0, (0, 1, 2, 3), 13),
+}
+
 #: Every program of every operation, by name; a ring is full after 2 parts, so that 4 are as good as more.
 CASES: dict[str, Case] = {
     f"{name}, {str(each).partition('-')[2]}": each
@@ -101,6 +108,7 @@ CASES: dict[str, Case] = {
     for each in ways(operation)
     if each.way.parts <= 4
 }
+CASES |= {f"{name}, passed on": case(operation, "peer", ROWS[-1]) for name, operation in PASSED_ON.items()}
 
 
 @st.composite

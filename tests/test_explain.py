@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 NAMES = {
     ("peer", "slots"): "by slots of peers",
     ("peer", "straight"): "straight",
+    ("peer", "passed on"): "passed on",
     ("host", "slots"): "by slots on the host",
     ("host", "parts"): "through host memory",
     ("events", "parts"): "by events",
@@ -190,6 +191,18 @@ def test_large_messages_without_kernels_that_write_straight() -> None:
     assert {way.transport for way in ways.values()} == {"events"}
     assert ways["broadcast"].why == "larger than a slot of 256 B: copies of any size"
     assert ways["all_reduce"].why == "larger than a slot of 256 B: fits the exchange buffer of 4.00 KiB"
+
+
+def test_what_devices_pass_on_is_told() -> None:
+    """From the size on at which that spares the source enough, with as many bytes in all as straight."""
+    limits = Limits(slot_bytes=256, stage_bytes=4096, exchange_bytes=4096, passed_on_bytes=560)
+    engine = Engine(VirtualDevices(None), "peer", limits)  # type: ignore[arg-type]
+    explanation = explain(UNEVEN, (0, 2, 3), engine, MAX_ROWS, torch.bfloat16)
+    ways = [way for way in explanation.ways if way.operation == "broadcast" and ALL in way.axes]
+    assert [(way.first, way.last, way.transport, way.how, way.row_bytes) for way in ways] == [
+        (1, 3, "peer", "slots", 160), (4, 6, "peer", "straight", 160), (7, MAX_ROWS, "peer", "passed on", 160),
+    ]  # fmt: skip
+    assert ways[-1].why == "spares its source 560 B or more"
 
 
 def test_what_has_no_room_is_refused() -> None:

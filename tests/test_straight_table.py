@@ -13,18 +13,38 @@ from tests.caller import expected, noise, widths
 from tests.program_cases import CASES
 from tpplan.errors import InternalError
 from tpplan.exec.exchange_table import MOST_WORDS
-from tpplan.exec.lower_flags import direct_moves, direct_reduction
-from tpplan.exec.operation import all_reduce, allgather
-from tpplan.exec.program import OUTPUT, RESIDUAL, Buffer, Exchange, Flag, writes
-from tpplan.exec.straight_table import ADD, AWAIT, COPY, OPEN, SEQUENCES, SIGNAL, STEPS, home, longest, operands, table
+from tpplan.exec.lower_flags import chunks, direct_moves, direct_reduction, passed_on
+from tpplan.exec.operation import Moves, all_reduce, allgather, broadcast
+from tpplan.exec.program import OUTPUT, RESIDUAL, Buffer, Exchange, Flag, reads, writes
+from tpplan.exec.straight_table import (
+    ADD,
+    AWAIT,
+    COPY,
+    OPEN,
+    PIECE,
+    SEQUENCES,
+    SIGNAL,
+    STEPS,
+    VECTOR_BYTES,
+    bits,
+    home,
+    longest,
+    operands,
+    table,
+)
+
+#: Blocks of a kernel, and their threads, each of which moves a piece at once.
+BLOCKS, THREADS = 2, 3
 
 LARGE = {n: c for n, c in CASES.items() if c.way.transport == "peer" and not c.way.small}
 
 
 @define
-class Device:
-    """One kernel on its way through its steps."""
+class Block:
+    """One block of a device's kernel on its way through its steps."""
 
+    device: int
+    number: int
     words: list[int]
     at: int = 0
     left: int = 0
@@ -36,43 +56,44 @@ class Device:
 
 @define
 class Machine:
-    """Flags and counters of all devices; an address is an index."""
+    """Flags and counters of all devices, one for each block; an address is an index."""
 
-    flags: Counter[int] = field(factory=Counter)
-    counters: Counter[tuple[int, int]] = field(factory=Counter)
+    flags: Counter[tuple[int, int]] = field(factory=Counter)
+    counters: Counter[tuple[int, int, int]] = field(factory=Counter)
     known: dict[tuple[object, ...], int] = field(factory=dict)
 
     def index(self, *key: object) -> int:
         """Return a number for a thing, the same every time."""
         return self.known.setdefault(key, len(self.known))
 
-    def start(self, index: int, device: Device) -> None:
-        """Read and raise the counters of a device."""
-        count, place = device.words[SEQUENCES : SEQUENCES + 2]
+    def start(self, block: Block) -> None:
+        """Read and raise the counters of a device's block."""
+        count, place = block.words[SEQUENCES : SEQUENCES + 2]
         for at in range(place, place + 2 * count, 2):
-            number, times = device.words[at : at + 2]
-            device.counts.append(self.counters[index, number])
-            self.counters[index, number] += times
+            number, times = block.words[at : at + 2]
+            block.counts.append(self.counters[block.device, number, block.number])
+            self.counters[block.device, number, block.number] += times
 
-    def step(self, device: Device, memory: list[torch.Tensor], dtype: torch.dtype) -> bool:
-        """Do the next step of a device, if it has not to wait."""
-        words, at = device.words, device.at
+    def step(self, block: Block, memory: list[torch.Tensor], dtype: torch.dtype) -> bool:
+        """Do the next step of a block, if it has not to wait."""
+        words, at = block.words, block.at
         kind = words[at]
-        assert kind != OPEN or device.left == words[STEPS]  # nothing was done that a fence would be for
+        assert kind != OPEN or block.left == words[STEPS]  # nothing was done that a fence would be for
         if kind in {OPEN, SIGNAL, AWAIT}:
             flags = [words[k : k + 3] for k in range(at + 2, at + 2 + 3 * words[at + 1], 3)]
-            if kind == AWAIT and any(self.flags[address] < device.counts[s] + n for s, n, address in flags):
+            if kind == AWAIT and any(self.flags[a, block.number] < block.counts[s] + n for s, n, a in flags):
                 return False
             for sequence, times, address in flags if kind != AWAIT else ():
-                self.flags[address] = device.counts[sequence] + times
-            device.at += 2 + 3 * len(flags)
+                self.flags[address, block.number] = block.counts[sequence] + times
+            block.at += 2 + 3 * len(flags)
         else:
-            device.at = self.work(words, at, memory, dtype)
-        device.left -= 1
+            block.at = self.work(block, memory, dtype)
+        block.left -= 1
         return True
 
-    def work(self, words: list[int], at: int, memory: list[torch.Tensor], dtype: torch.dtype) -> int:
-        """Copy or add up; return where the next step is."""
+    def work(self, block: Block, memory: list[torch.Tensor], dtype: torch.dtype) -> int:
+        """Copy or add up what is the block's; return where the next step is."""
+        words, at = block.words, block.at
         copies = words[at] == COPY
         assert copies or words[at] == ADD
         place = at + (3 if copies else 1)
@@ -95,15 +116,17 @@ class Machine:
             for view in views:
                 total = total + view.contiguous().view(dtype).float()
             result = total.to(dtype).view(torch.uint8)
+        pieces = torch.arange(len(result) * width // words[PIECE]) // THREADS % BLOCKS
+        mine = (pieces == block.number).repeat_interleave(words[PIECE]).view_as(result)
         for operand, first in targets:
-            memory[operand][span, first : first + width] = result
+            memory[operand][span, first : first + width][mine] = result[mine]
         return end
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", LARGE)
 def test_a_table_does_what_its_operation_says(name: str, dtype: torch.dtype) -> None:
-    """All devices together give every byte in any order of steps, twice in a row, and none is left waiting."""
+    """The blocks of all devices give every byte in any order of steps, twice in a row, and none is left waiting."""
     case, random = LARGE[name], Random(1)
     truths = {b: noise(5, columns, dtype, random) for b, columns in widths(case.operation).items()}
     for buffer in [b for b in truths if b.role == RESIDUAL]:  # which all devices have alike
@@ -114,50 +137,60 @@ def test_a_table_does_what_its_operation_says(name: str, dtype: torch.dtype) -> 
     named = operands(exchanges)
     for _ in range(2):
         memory = {buffer: tensor.clone().view(torch.uint8) for buffer, tensor in truths.items()}
-        devices = {e.stream.device: Device(_words(e, dtype.itemsize, named, machine)) for e in exchanges}
-        for index, device in devices.items():
-            machine.start(index, device)
-        while any(device.left for device in devices.values()):
-            ready = [device for device in devices.values() if device.left]
-            random.shuffle(ready)
-            assert any(machine.step(device, [memory[b] for b in named], dtype) for device in ready), "all wait"
+        blocks = [
+            Block(exchange.stream.device, number, _words(exchange, exchanges, dtype.itemsize, machine))
+            for exchange in exchanges
+            for number in range(BLOCKS)
+        ]
+        for block in blocks:
+            machine.start(block)
+        while left := [block for block in blocks if block.left]:
+            random.shuffle(left)
+            assert any(machine.step(block, [memory[b] for b in named], dtype) for block in left), "all wait"
         for buffer, truth in results.items():
             assert torch.equal(memory[buffer], truth.contiguous().view(torch.uint8)), buffer
 
 
-def _words(exchange: Exchange, item: int, named: tuple[Buffer, ...], machine: Machine) -> list[int]:
-    device = exchange.stream.device
+def _words(exchange: Exchange, exchanges: list[Exchange], item: int, machine: Machine) -> list[int]:
+    device, header, every = exchange.stream.device, [0] * SEQUENCES, bits(exchanges, item) | VECTOR_BYTES
+    header[PIECE] = every & -every
 
     def address(flag: Flag) -> int:
         return machine.index("flag", home(flag), flag)
 
-    return [0] * SEQUENCES + table(exchange, item, named, lambda flag: machine.index(device, flag), address).words
+    return header + table(exchange, item, operands(exchanges), lambda flag: machine.index(device, flag), address)
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_alignment_covers_all_that_is_touched(name: str) -> None:
-    """The bits of a table are those of every start and width."""
+    """The bits of a program are those of every start and width on any device."""
     exchanges = [command for command in LARGE[name].program.commands if isinstance(command, Exchange)]
-    for exchange in exchanges:
-        made = table(exchange, 2, operands(exchanges), lambda _: 1, lambda _: 1)
-        for step in exchange.steps:
-            for view in writes(step):
-                assert (2 * view.start | 2 * (view.stop - view.start) | made.bits) == made.bits
+    every = bits(exchanges, 2)
+    for step in (step for exchange in exchanges for step in exchange.steps):
+        for view in (*reads(step), *writes(step)):
+            assert (2 * view.start | 2 * (view.stop - view.start) | every) == every
+
+
+def _broadcasts(count: int) -> tuple[Moves, Moves]:
+    """Return broadcasts to so many others, from a device that takes part and from one that does not."""
+    others = tuple(range(1, count + 1))
+    return broadcast(0, (0, *others), 4096), broadcast(0, others, 4096)
 
 
 def test_eight_devices_fit() -> None:
-    """The largest tables, of uneven slices and of sums with a residual, have room in a kernel's parameter."""
+    """The largest tables have room in a kernel's parameter: of slices, sums with a residual, and what is passed on."""
     devices = tuple(range(8))
     slices = tuple((d, 10 * d, 10 * d + 10) for d in devices)
     programs = [
         direct_moves(allgather("allgather", slices, devices)),
         direct_reduction(all_reduce(4096, devices, devices, residual=True)),
+        *(passed_on(each, chunks(each)) for count in range(2, 8) for each in _broadcasts(count)),
     ]
     for program in programs:
         exchanges = [command for command in program.commands if isinstance(command, Exchange)]
         for exchange in exchanges:
             made = table(exchange, 2, operands(exchanges), lambda _: 1, lambda _: 1)
-            assert SEQUENCES + len(made.words) <= MOST_WORDS
+            assert SEQUENCES + len(made) <= MOST_WORDS
 
 
 def test_the_longest_step_sets_the_blocks() -> None:

@@ -52,7 +52,7 @@ class Way:
         first: fewest rows.
         last: most rows.
         transport: ``peer``, ``host``, ``events``, ``local`` where no device talks to another, or ``refused``.
-        how: ``slots``, ``straight``, or in how many parts.
+        how: ``slots``, ``straight``, ``passed on`` among those that get the same, or in how many parts.
         why: in words.
         row_bytes: that one row moves from one memory to another, on all devices together.
         buffers: of the context's memory that are used.
@@ -207,7 +207,7 @@ def _how(route: Route) -> str:
     if route.small:
         return "slots"
     if route.transport == "peer":
-        return "straight"
+        return "straight" if route.parts == 1 else "passed on"
     return f"{route.parts} part{'s' if route.parts > 1 else ''}"
 
 
@@ -226,7 +226,7 @@ def _why(operation: Operation, route: Route, engine: Engine) -> str:
         return f"fits {slot}" if largest == limits.slot_bytes else f"within {slot}"
     large = f"larger than {slot}"
     if route.transport == "peer":
-        return large
+        return large if route.parts == 1 else f"spares its source {format_bytes(limits.passed_on_bytes)} or more"
     if limits.straight and largest < limits.tuning.copies(kind):
         large = f"from {copies_field(kind)}, {format_bytes(limits.tuning.copies(kind))}, on"
     large = f"{large}: " if engine.transport == "peer" and route.transport == "events" else ""

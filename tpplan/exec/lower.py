@@ -2,7 +2,8 @@
 
 - ``events``: copies from device to device between fences of events. Needs nothing but copies that arrive.
 - ``peer``: one kernel per device, which writes into the others' memory. What is small goes through slots; what is not
-  goes straight where it belongs, and sums are shared out by columns. Large moves may be left to copy engines.
+  goes straight where it belongs, and sums are shared out by columns; what is the same for several devices these pass
+  on to each other. Large moves may be left to copy engines.
 - ``host``: through pinned host memory. What is small goes by kernels, what is not in parts by copies.
 
 What is small, and what copy engines get, is told by the room in a slot and by the thresholds of a
@@ -21,7 +22,7 @@ from tpplan.errors import ExecutionError
 from tpplan.exec import lower_events, lower_flags, lower_host
 from tpplan.exec.operation import Addition, Moves, Reduction
 from tpplan.exec.program import HOST
-from tpplan.exec.tuning import DEFAULT, EXCHANGES, FANS, SUMS, Tuning
+from tpplan.exec.tuning import DEFAULT, EXCHANGES, FANS, MIB, SUMS, Tuning
 from tpplan.sizes import format_bytes
 from tpplan.workspace import ALIGNMENT
 
@@ -42,6 +43,8 @@ class Limits:
         exchange_bytes: of a device's exchange buffer.
         straight: whether kernels can write straight into other devices' tensors; if not, large ones go by ``events``.
         tuning: thresholds.
+        passed_on_bytes: devices of ``peer`` pass on to each other what would else leave its source again and again, if
+            that spares it at least so many bytes.
     """
 
     slot_bytes: int
@@ -49,10 +52,16 @@ class Limits:
     exchange_bytes: int
     straight: bool = True
     tuning: Tuning = DEFAULT
+    passed_on_bytes: int = 16 * MIB
 
     def slots(self, operation: Operation, transport: str) -> int:
         """Return the largest message of an operation that goes through slots."""
         return min(self.slot_bytes, self.tuning.slots(transport, kind_of(operation)))
+
+    def passes_on(self, operation: Moves, message_bytes: int) -> bool:
+        """Tell whether devices of ``peer`` pass on to each other what one of them sends."""
+        spared_bytes = (len(lower_flags.receivers(operation)) - 1) * message_bytes
+        return self.straight and spared_bytes >= self.passed_on_bytes
 
     def copies(self, operation: Operation, message_bytes: int) -> bool:
         """Tell whether a message that is too large for slots of ``peer`` goes by ``events``."""
@@ -106,6 +115,8 @@ def route(operation: Operation, transport: str, rows: int, item_bytes: int, limi
     row_bytes, limit = columns * item_bytes, limits.stage_bytes
     if small and rows * row_bytes <= limits.slots(operation, transport):
         return Route(transport, small=True)
+    if transport == "peer" and isinstance(operation, Moves) and limits.passes_on(operation, rows * row_bytes):
+        return Route(transport, parts=lower_flags.chunks(operation))
     if transport == "peer" and limits.copies(operation, rows * row_bytes):
         transport = "events"
     if transport == "events" and isinstance(operation, Reduction):
@@ -164,5 +175,5 @@ def _lower_moves(operation: Moves, way: Route) -> Program:
     if way.small:
         return lower_flags.moves(operation, on_host=way.transport == "host")
     if way.transport == "peer":
-        return lower_flags.direct_moves(operation)
+        return lower_flags.direct_moves(operation) if way.parts == 1 else lower_flags.passed_on(operation, way.parts)
     return lower_host.moves(operation, way.parts)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from tpplan.exec.fence import caller, order, own
-from tpplan.exec.operation import Share
+from tpplan.exec.operation import Share, share_out
 from tpplan.exec.program import (
     HOST,
     INPUT,
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     from tpplan.exec.operation import Moves, Reduction
     from tpplan.exec.program import Command, Step
+
+#: Parts of what is passed on, and the copies of its source that the table of a kernel has room for, with all else.
+_MOST_CHUNKS, _MOST_PIECES = 4, 20
 
 
 class Message(NamedTuple):
@@ -122,6 +125,49 @@ def direct_moves(operation: Moves) -> Program:
         kernels[sender].append(Copy(own(sender), source, target))
     _close(kernels, pairs)
     return _program(f"{operation.name} straight to peers", kernels)
+
+
+def receivers(operation: Moves) -> tuple[int, ...]:
+    """Return the devices to which a single other one sends the same columns, if there are several; else none."""
+    sources = {source for source, _ in operation.moves}
+    found = tuple(target.buffer.device for source, target in operation.moves if _is_remote(source, target))
+    return found if len(sources) == 1 and len(found) > 1 else ()
+
+
+def chunks(operation: Moves) -> int:
+    """Return into how many parts to cut the rows of what is passed on; it is sent on while more of it arrives."""
+    return max(2, min(_MOST_CHUNKS, _MOST_PIECES // len(receivers(operation))))
+
+
+def passed_on(operation: Moves, parts: int) -> Program:
+    """Write a share of the columns to each receiver, part by part of the rows, which passes it on to all others.
+
+    So the columns leave the source once, and every receiver writes about as much as it gets. That all are ready it
+    knows from the source, which has waited for them. What it passes on it writes as it came, by views of the same
+    columns and rows: a block of threads knows only of blocks of its own index what they have done.
+    """
+    source, devices = operation.moves[0].source, receivers(operation)
+    targets = {target.buffer.device: target for _, target in operation.moves}
+    sender, first = source.buffer.device, source.start
+    shares = share_out(source.stop - first, devices)
+    kernels = _opened(operation.devices, [_pair(sender, device) for device in devices])
+    arriving = {taker: _pair(sender, taker) for taker, _, _ in shares}
+    for part in range(parts):
+        for taker, start, stop in shares:
+            read = source._replace(start=first + start, stop=first + stop).rows(part, parts)
+            views = {
+                device: target._replace(start=target.start + start, stop=target.start + stop).rows(part, parts)
+                for device, target in targets.items()
+            }
+            here = (taker, sender) if sender in targets else (taker,)
+            kernels[sender] += (Copy(own(sender), read, views[device]) for device in here)
+            kernels[taker].append(Await(own(taker), Flag("done", arriving[taker])))
+            others = (device for device in devices if device != taker)
+            kernels[taker] += (Copy(own(taker), views[taker], views[device]) for device in others)
+        # Of a part all are told at once, for before that a kernel waits until what it wrote is there.
+        kernels[sender] += (Signal(own(sender), Flag("done", pair)) for pair in arriving.values())
+    _close(kernels, [_pair(taker, device) for taker in arriving for device in devices if device != taker])
+    return _program(f"{operation.name} passed on by peers", kernels)
 
 
 def direct_reduction(operation: Reduction) -> Program:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tpplan.exec.program import Stream
 
-#: Columns that are added together start at multiples of this, so that a kernel reads 16 bytes at a time.
+#: What a device adds up or passes on for all starts at multiples of so many columns: a kernel reads 16 bytes at a time.
 _GRAIN = 8
 
 
@@ -84,6 +84,13 @@ class Share(NamedTuple):
         return View(Buffer(role, device), self.start, self.stop, self.part, self.parts)
 
 
+def share_out(columns: int, devices: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """Return about equal columns (device, start, stop) for each device; few columns are not enough for all."""
+    count = len(devices)
+    cuts = [min(columns, -(-columns * i // (count * _GRAIN)) * _GRAIN) for i in range(count + 1)]
+    return tuple((device, a, b) for device, (a, b) in zip(devices, pairwise(cuts), strict=True) if b > a)
+
+
 @frozen
 class Reduction:
     """An operation that adds up: every taker gets the sum of all parts and of its residual.
@@ -109,10 +116,7 @@ class Reduction:
 
     def shares(self, part: int = 0, parts: int = 1) -> tuple[Share, ...]:
         """Return about equal columns for each taker; few columns are not enough for all takers."""
-        count = len(self.takers)
-        cuts = [min(self.columns, -(-self.columns * i // (count * _GRAIN)) * _GRAIN) for i in range(count + 1)]
-        spans = zip(self.takers, pairwise(cuts), strict=True)
-        return tuple(Share(taker, a, b, part, parts) for taker, (a, b) in spans if b > a)
+        return tuple(Share(taker, a, b, part, parts) for taker, a, b in share_out(self.columns, self.takers))
 
     def others(self, taker: int) -> tuple[int, ...]:
         """Return the givers whose parts a taker has to fetch."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.exec.binding import pitch
 from tpplan.exec.launch import Work
-from tpplan.exec.straight_table import SEQUENCES, VECTOR_BYTES, home, longest, operands, table
+from tpplan.exec.straight_table import SEQUENCES, VECTOR_BYTES, bits, home, longest, operands, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +27,7 @@ def prepare(exchanges: Sequence[Exchange], item: int, counters: Counters) -> lis
         counters: of the context.
     """
     buffers, row_bytes, works = operands(exchanges), longest(exchanges) * item, []
+    header = partial(_operands, buffers, bits(exchanges, item))
 
     def address(flag: Flag) -> int:
         return counters.address(home(flag), flag)
@@ -34,7 +35,7 @@ def prepare(exchanges: Sequence[Exchange], item: int, counters: Counters) -> lis
     for exchange in exchanges:
         number = partial(counters.number, exchange.stream.device, "times")
         made = table(exchange, item, buffers, number, address)
-        works.append(Work(exchange.stream, SEQUENCES, made.words, partial(_operands, buffers, made.bits), row_bytes))
+        works.append(Work(exchange.stream, SEQUENCES, made, header, row_bytes))
     return works
 
 

@@ -3,8 +3,8 @@
 It starts with the number and the place of the sequences, each the number of a counter of the device and by how much the
 exchange raises it, and with the number and the place of the steps. These are:
 
-- ``OPEN`` and ``SIGNAL``, flags to be raised before and after there was anything to do, and ``AWAIT``: how many flags at
-  once, then for each which of the sequences, how far it is past the start of the exchange, and the address of the flag;
+- ``OPEN`` and ``SIGNAL``, flags to be raised before and after there was anything to do, and ``AWAIT``: how many flags
+  at once, then for each which of the sequences, how far it is past the start of the exchange, and the flag's address;
 - ``COPY``: operand and first column that are read, the width, the part of the rows and of how many, how many targets,
   and the operand and the first column of each;
 - ``ADD``: the same without the first two, and then how many sources, and the operand and the first column of each.
@@ -15,9 +15,11 @@ The operands are the caller's tensors on all devices, each with address and pitc
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
-from attrs import Factory, define, frozen
+from attrs import Factory, define
 
 from tpplan.errors import InternalError
 from tpplan.exec.exchange_table import MOST_SEQUENCES, MOST_WORDS, OPERANDS
@@ -54,7 +56,6 @@ class _Entries:
         operands: all that the program names, in order.
         address: tells where a flag is.
         raised: how often the device has raised or awaited each flag in this exchange.
-        bits: of all bytes at which something starts, and of widths.
     """
 
     item: int
@@ -62,7 +63,6 @@ class _Entries:
     address: Callable[[Flag], int]
     raised: dict[Flag, int] = Factory(dict)
     steps: list[list[int]] = Factory(list)
-    bits: int = 0
 
     def flag(self, step: Signal | Await) -> None:
         """Add a flag to the last step if that is of the same kind."""
@@ -76,9 +76,7 @@ class _Entries:
 
     def view(self, view: View) -> list[int]:
         """Return a view's operand and first column."""
-        first = view.start * self.item
-        self.bits |= first | (view.stop - view.start) * self.item
-        return [self.operands.index(view.buffer), first]
+        return [self.operands.index(view.buffer), view.start * self.item]
 
     def work(self, step: Copy | Sum, others: Iterable[View]) -> None:
         """Add a copy or a sum, whose result goes to other places too."""
@@ -93,19 +91,6 @@ class _Entries:
             self.steps.append([ADD, *rows, *to, len(step.sources), *sources])
 
 
-@frozen
-class StraightTable:
-    """What a straight kernel is told of a program.
-
-    Attributes:
-        words: of the table; the operands' own are left 0.
-        bits: of all bytes at which something starts in a row, and of all widths.
-    """
-
-    words: list[int]
-    bits: int
-
-
 def operands(exchanges: Iterable[Exchange]) -> tuple[Buffer, ...]:
     """Return the caller's tensors that a program names, in a fixed order."""
     steps = [step for exchange in exchanges for step in exchange.steps]
@@ -118,14 +103,24 @@ def longest(exchanges: Iterable[Exchange]) -> int:
     return max((-(-(view.stop - view.start) // view.parts) for view in views), default=0)
 
 
+def bits(exchanges: Iterable[Exchange], item: int) -> int:
+    """Return the bits of all bytes at which something starts in a row, and of all widths, on any device.
+
+    All devices move pieces of the same size, for a block passes on only what the same block of another has written.
+    """
+    steps = [step for exchange in exchanges for step in exchange.steps]
+    columns = (view.start | (view.stop - view.start) for step in steps for view in (*reads(step), *writes(step)))
+    return item * reduce(or_, columns, 0)
+
+
 def table(
     exchange: Exchange,
     item: int,
     operands: tuple[Buffer, ...],
     counters: Callable[[Flag], int],
     address: Callable[[Flag], int],
-) -> StraightTable:
-    """Return the table of an exchange straight between tensors.
+) -> list[int]:
+    """Return the words of an exchange straight between tensors, which follow those of the operands.
 
     Args:
         exchange: of one device.
@@ -149,7 +144,7 @@ def table(
     words = [*header, *sequences, *steps]
     if SEQUENCES + len(words) > MOST_WORDS or max(len(entries.raised), len(operands)) > MOST_SEQUENCES:
         raise InternalError(f"a table of {len(words)} words and {len(entries.raised)} sequences is too long")
-    return StraightTable(words, entries.bits)
+    return words
 
 
 def _fused(steps: Iterable[Step]) -> Iterable[tuple[Step, list[View]]]:
