@@ -66,6 +66,7 @@ class FakeDriver:
     names: tuple[str, ...] = GPUS
     untestable: dict[Mechanism, str] = field(factory=dict)
     mirrors: dict[tuple[int, Piece], bytes] = field(factory=dict)
+    prepares_s: float = 0
 
     def gpus(self) -> tuple[str, ...]:
         """Return the UUIDs."""
@@ -78,6 +79,10 @@ class FakeDriver:
     def lacks(self, mechanism: Mechanism) -> str:
         """Return why a mechanism cannot be tested."""
         return self.untestable.get(mechanism, "")
+
+    def prepare(self) -> None:
+        """Take the time that compiling takes."""
+        time.sleep(self.prepares_s)
 
     def allocate(self, gpu: int, size: int) -> Piece:
         """Return memory that holds zeros."""
@@ -234,6 +239,7 @@ nameless = partial(FakeDriver, names=("", "GPU-b"))
 twins = partial(FakeDriver, names=("GPU-a", "GPU-a"))
 full = partial(FullDriver, names=_PAIR)
 forgetful = partial(ForgetfulDriver, names=_PAIR)
+slow_to_start = partial(FakeDriver, names=_PAIR, prepares_s=2.0)
 stuck = partial(StuckDriver, names=_PAIR)
 copies_only = partial(FakeDriver, untestable=_only(_COPY))
 one_way = partial(FakeDriver, {(_COPY, 1, 0): zeros})

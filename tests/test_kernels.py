@@ -85,6 +85,20 @@ def test_a_kernel_on_disk_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.
     assert [path.suffix for path in (tmp_path / "tpplan" / "kernels").iterdir()] == [".cubin"]
 
 
+def test_several_kernels_are_compiled_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a process that leaves on disk what this one would have; a single one is not worth it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel_cache.prepare([("sum_f32", (9, 0))])
+    assert not (tmp_path / "tpplan").exists()
+    kernel_cache.prepare([("sum_f32", (9, 0)), ("sum_f16", (8, 0))])
+    found = {path.name.rpartition("-")[0]: path.read_bytes() for path in (tmp_path / "tpplan" / "kernels").iterdir()}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert found == {
+        "sum_f32-sm_90": kernel_cache.machine_code("sum_f32", (9, 0)),
+        "sum_f16-sm_80": kernel_cache.machine_code("sum_f16", (8, 0)),
+    }
+
+
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cache, a kernel is compiled each time."""
     (tmp_path / "file").touch()

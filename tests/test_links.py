@@ -222,6 +222,12 @@ def test_the_probe_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_compiling_takes_its_time() -> None:
+    """What a child does before it tests anything is not held against the links."""
+    report = link_report(driver="tests.fake_gpus:slow_to_start", deadline_s=1.0)
+    assert all(link.verdict == Verdict.WORKS for link in report.links)
+
+
 def test_loads_are_tested_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """No transport uses the loads of kernels, so where they use up all children, all other verdicts are there."""
     monkeypatch.setattr(link_child, "CHILDREN", 1)

@@ -91,16 +91,13 @@ def _wait_for(case: Case) -> None:
 
 def _exllamav2(case: Case) -> Contender:
     """Gather as ExLlamaV2 does: each device writes its columns of pinned memory. This one waits for them, too."""
-    from cuda.core import Stream  # noqa: PLC0415 (needs a driver)
-
     from tpplan.exec.sums import copy  # noqa: PLC0415 (needs a driver)
 
     streams = [torch.cuda.Stream(source.device) for source in case.inputs]  # type: ignore[no-untyped-call]
-    handles = [Stream.from_handle(stream.cuda_stream) for stream in streams]
 
     def call() -> None:
-        for handle, (target, source) in zip(handles, case.moves, strict=True):
-            copy(handle, target, (source,))
+        for stream, (target, source) in zip(streams, case.moves, strict=True):
+            copy(stream.cuda_stream, target, (source,))
         for stream in streams:
             stream.synchronize()
 

@@ -184,7 +184,7 @@ class CudaDevices:
                 self._turn_to(device, handle)
         launches = iter(ready.launches)
         for step in ready.commands:
-            if type(step) is Exchange:  # first, for nothing else is called as often
+            if isinstance(step, Exchange):  # first, for nothing else is called as often
                 self._issue(step.stream, next(launches).issue, operands, rows)
             elif isinstance(step, Record):
                 self._record(step, new=step.event in program.results)

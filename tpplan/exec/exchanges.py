@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tpplan.exec.program import Program
 
 _WHAT = {torch.bfloat16: "sum_bf16", torch.float16: "sum_f16", torch.float32: "sum_f32"}
-_KERNELS = tuple(f"{way}_{what}" for way in ("slot", "straight") for what in ("move", *_WHAT.values()))
+KERNELS = tuple(f"{way}_{what}" for way in ("slot", "straight") for what in ("move", *_WHAT.values()))
 #: Of the kernels of each way: threads of a block, the bytes that a thread moves at once, and the blocks that a
 #: multiprocessor has room for.
 _SHAPES = {
@@ -43,12 +43,13 @@ _FAILURES = {
 class Exchanges:
     """Makes the launches of exchanges; they are issued in the same order on all devices."""
 
-    def __init__(self, memory: Memory, places: Mapping[int, torch.device]) -> None:
+    def __init__(self, memory: Memory, places: Mapping[int, torch.device], kernels: tuple[str, ...] = KERNELS) -> None:
         """Load every kernel on every device: one that is loaded later would wait for those that wait for it.
 
         Args:
             memory: of the context.
             places: torch's device for each of the plan's in use.
+            kernels: names of those that will be used.
         """
         self._memory = memory
         self._places = places
@@ -59,15 +60,13 @@ class Exchanges:
         # All devices have the same blocks, and room for them at the same time.
         here = list(places.values())
         self._room = min((each.multi_processor_count // here.count(place) for place, each in found.items()), default=1)
-        self._kernels = {
-            (name, each): kernel_cache.load(name, each)
-            for each in {(each.major, each.minor) for each in found.values()}
-            for name in _KERNELS
-        }
+        wanted = {(name, (each.major, each.minor)) for name in kernels for each in found.values()}
+        kernel_cache.prepare(wanted)
+        self._kernels = {each: kernel_cache.load(*each) for each in wanted}
         for device, place in places.items():
             torch.cuda.synchronize(place)  # so that all counters are 0
             stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
-            for name in _KERNELS:
+            for name in kernels:
                 self._launch(name, Work(Stream(OWN, device), 0, (), lambda _: [], 0)).issue(stream.cuda_stream, {}, 0)
             stream.synchronize()
 

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpplan.errors import InternalError, TpplanError
 from tpplan.files import cache_folder, save_bytes
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 #: Most matrices that one launch adds up: a part of each of eight devices, and a residual.
 MOST_SOURCES = 9
+
+#: As many kernels are worth processes, each of which imports numba for a second.
+_ENOUGH = 2
 
 _LOG = logging.getLogger(__name__)
 _SOURCES = (
@@ -68,10 +78,33 @@ def load(name: str, capability: tuple[int, int]) -> Any:
     return ObjectCode.from_cubin(machine_code(name, capability)).get_kernel(name)
 
 
+def prepare(kernels: Iterable[tuple[str, tuple[int, int]]]) -> None:
+    """Compile the kernels that are not on disk yet, all at the same time, each in a process of its own.
+
+    What cannot be compiled or kept is left to :func:`load`.
+
+    Args:
+        kernels: names and compute capabilities.
+    """
+    try:
+        missing = [(name, capability) for name, capability in kernels if not _path(name, capability).exists()]
+    except (OSError, RuntimeError):
+        return
+    if len(missing) < _ENOUGH:
+        return
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with ExitStack() as stack:
+        for name, capability in missing:
+            command = [sys.executable, "-P", "-m", __name__, name, *map(str, capability)]
+            quiet = subprocess.DEVNULL
+            process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, env=environ)  # noqa: S603
+            stack.callback(process.wait)
+
+
 def machine_code(name: str, capability: tuple[int, int]) -> bytes:
     """Return a kernel's cubin, from the disk if it was compiled before; needs no GPU."""
     try:
-        path = cache_folder() / "kernels" / f"{name}-{_arch(capability)}-{digest()}.cubin"
+        path = _path(name, capability)
         return path.read_bytes()
     except FileNotFoundError:
         code, _ = assemble(name, capability)
@@ -117,6 +150,10 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     return text.replace(declared, f".param .align 8 .b8 {PARAMETER}[{8 * MOST_WORDS}]")
 
 
+def _path(name: str, capability: tuple[int, int]) -> Path:
+    return cache_folder() / "kernels" / f"{name}-{_arch(capability)}-{digest()}.cubin"
+
+
 def _arch(capability: tuple[int, int]) -> str:
     return f"sm_{capability[0]}{capability[1]}"
 
@@ -126,3 +163,7 @@ def _version(package: str) -> str:
         return version(package)
     except ImportError:  # PackageNotFoundError: from somewhere else, such as a whole CUDA toolkit
         return ""
+
+
+if __name__ == "__main__":
+    machine_code(sys.argv[1], (int(sys.argv[2]), int(sys.argv[3])))

@@ -153,6 +153,7 @@ def main(driver_name: str, job: str) -> None:
         driver = load_driver(driver_name)
         if (seen := list(driver.gpus())) != gpus:
             sys.exit(f"it sees other GPUs than its parent: {', '.join(seen) or 'none'}")
+        driver.prepare()
         for event in probe(driver, *([_route(fields) for fields in routes] for routes in groups)):
             line = {"found": [astuple(event)]} if isinstance(event, Link) else {"testing": event}
             print(json.dumps(line), file=out, flush=True)

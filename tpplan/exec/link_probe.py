@@ -57,6 +57,9 @@ class Driver(Protocol[B]):
     def lacks(self, mechanism: Mechanism) -> str:
         """Return why a mechanism cannot be tested; empty if it can."""
 
+    def prepare(self) -> None:
+        """Get ready what takes its time, in the process that tests."""
+
     def allocate(self, gpu: int, size: int) -> B:
         """Return ``size`` bytes of a GPU's memory, which live as long as the returned object.
 
