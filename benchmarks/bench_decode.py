@@ -1,0 +1,172 @@
+"""Measure a whole model on the GPUs of this machine, by plans of several kinds, beside others that run it.
+
+Makes a checkpoint of random weights of the shape of Llama-3.1-8B, and runs it by every plan in a process of its own, so
+that memory, first tokens and failures are each one's own. Figures are printed as they come, then as a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import asdict, evolve
+
+from benchmarks import children
+from benchmarks.decode_order import CUTS, Order
+from benchmarks.decode_rows import HEAD, Row, cells, compared, reason
+from benchmarks.random_checkpoint import room_for, size_of, write
+from benchmarks.rows import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+MODEL = ROOT / "examples" / "models" / "Llama-3.1-8B" / "config.json"
+PEERS = ("nccl", "transformers")
+
+
+def runs(order: Order, gpus: Sequence[int], cuts: Sequence[str], peers: Sequence[str]) -> Iterator[tuple[str, Order]]:
+    """Yield what to run, each in processes of its own: by whom, and what.
+
+    Args:
+        order: what is the same for all.
+        gpus: how many, one after the other.
+        cuts: of the model; a single GPU has only the first of them.
+        peers: others to run, of :data:`PEERS`.
+    """
+    for count in gpus:
+        for cut in cuts if count > 1 else cuts[:1]:
+            over_nccl = "nccl" in peers and order.backend == "cuda" and count > 1 and CUTS[cut][1] == "reduce"
+            yield "tpplan", evolve(order, gpus=count, cut=cut, nccl=over_nccl)
+        if "transformers" in peers:
+            yield "transformers", evolve(order, gpus=count)
+
+
+def execute(who: str, order: Order, seconds: float, tell: Callable[[Row], None]) -> None:
+    """Run something in processes of its own, and tell its rows; one that says why, if it fails or hangs.
+
+    Args:
+        who: ``tpplan`` or ``transformers``.
+        order: what to measure.
+        seconds: after which it is ended.
+        tell: takes the rows.
+    """
+
+    def line(text: str) -> None:
+        row = Row.parse(text)
+        if row:
+            tell(row)
+
+    module = "benchmarks.decode_run" if who == "tpplan" else "benchmarks.transformers_run"
+    command = [sys.executable, "-m", module, evolve(order, started=time.time()).dump()]
+    failure = children.run(command, order.gpus if who == "transformers" else 1, seconds, line, ROOT)
+    if failure:
+        print(f"{who} on {order.gpus}: {failure}", file=sys.stderr, flush=True)
+        like = Row(gpus=order.gpus, cut=order.cut, who=who, what="the whole run", value=None)
+        tell(evolve(like, note=f"failed: {reason(failure)}"))
+
+
+@contextmanager
+def checkpoint(config: Mapping[str, Any], folder: str) -> Iterator[Path]:
+    """Make a checkpoint of random weights, and remove it in the end; one in a folder that was named stays.
+
+    Yields:
+        Its directory.
+    """
+    if folder:
+        directory = Path(folder)
+        directory.mkdir(parents=True, exist_ok=True)
+        if not (directory / "model.safetensors").exists():
+            write(directory, config)
+        yield directory
+        return
+    with TemporaryDirectory(prefix="bench-decode-", dir=room_for(size_of(config))) as name:
+        write(Path(name), config)
+        yield Path(name)
+
+
+def main() -> None:
+    """Measure, print figures as they come, and in the end all of them."""
+    wanted = _wanted()
+    config = json.loads(Path(wanted.config).read_text(encoding="utf-8"))
+    config |= {"num_hidden_layers": wanted.layers} if wanted.layers else {}
+    machine = f"{_devices(wanted.backend)}, torch {torch.__version__}, Python {platform.python_version()}"
+    notes = sys.stderr if wanted.json else sys.stdout
+    rows: list[Row] = []
+
+    def tell(row: Row) -> None:
+        rows.append(compared(row, rows))
+        print(cells(rows[-1]), file=notes, flush=True)
+
+    began = time.perf_counter()
+    with checkpoint(config, wanted.folder) as directory:
+        made = time.perf_counter() - began
+        print(f"{machine}; checkpoint of {config['num_hidden_layers']} layers made in {made:.1f} s\n", file=notes)
+        print(HEAD, file=notes, flush=True)
+        order = Order(
+            directory=str(directory),
+            gpus=1,
+            backend=wanted.backend,
+            batches=wanted.batches,
+            tokens=wanted.tokens,
+            prefill=wanted.prefill,
+        )
+        for who, one in runs(order, wanted.gpus, wanted.cuts, wanted.peers):
+            execute(who, one, wanted.watchdog, tell)
+    if wanted.json:
+        print(json.dumps({"machine": machine, "layers": config["num_hidden_layers"], "rows": [*map(asdict, rows)]}))
+    sys.exit(any(row.value is None for row in rows))
+
+
+def _devices(backend: str) -> str:
+    """Return the devices of this machine, without taking any memory of them."""
+    if backend == "cpu":
+        return "virtual devices"
+    return f"{torch.cuda.device_count()} CUDA devices"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(map(int, text.split(",")))
+    if min(numbers) < 1:
+        raise ValueError
+    return numbers
+
+
+def _names(*known: str) -> Callable[[str], tuple[str, ...]]:
+    def names(text: str) -> tuple[str, ...]:
+        found = tuple(name for name in text.split(",") if name)
+        if not set(found) <= set(known):
+            message = f"expected some of {', '.join(known)}"
+            raise argparse.ArgumentTypeError(message)
+        return found
+
+    return names
+
+
+def _wanted() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--gpus", type=_numbers, default=(1, 2), help="how many, one after the other (default 1,2)")
+    add("--cuts", type=_names(*CUTS), default=tuple(CUTS), help="of the model, of even,uneven,gather (default all)")
+    add("--batches", type=_numbers, default=(1, 8, 64), help="sequences that decode together (default 1,8,64)")
+    add("--tokens", type=int, default=64, help="steps that are timed (default 64)")
+    add("--prefill", type=int, default=4096, help="tokens of the long prompt (default 4096)")
+    add("--peers", type=_names(*PEERS), default=PEERS, help="others, of nccl,transformers (default both)")
+    add("--layers", type=int, default=0, help="of the model (default: all that it has)")
+    add("--config", default=str(MODEL), help="config.json of another model than Llama-3.1-8B")
+    add("--folder", default="", help="where the checkpoint is made, or is already; it stays there")
+    add("--backend", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--watchdog", type=float, default=180, help="seconds after which one run is ended (default 180)")
+    add("--json", action="store_true", help="print one JSON document; the table goes to standard error")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Processes that measure, side by side: their lines as they come, and an end for those that hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from tempfile import TemporaryFile
+from threading import Thread
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_POLL_SECONDS = 0.05
+#: What a process that hangs gets to say where.
+_LAST_SECONDS = 3.0
+#: Characters of what they have said on standard error.
+_MOST_SAID = 6000
+
+
+def run(
+    command: Sequence[str], world: int, seconds: float, tell: Callable[[str], None], cwd: str | os.PathLike[str]
+) -> str:
+    """Run a command in as many processes, each told by its environment which one it is, as torch.distributed wants it.
+
+    Args:
+        command: to run.
+        world: processes.
+        seconds: after which they are ended; Python's fault handler then says where they were.
+        tell: takes the lines that the first process prints.
+        cwd: where.
+
+    Returns:
+        Why they failed, and behind that what they said; empty if they did not.
+    """
+    port = _free_port()
+    with TemporaryFile() as noise:
+        processes = [
+            subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=_environment(rank, world, port),
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stderr=noise,
+                text=True,
+                start_new_session=True,
+            )
+            for rank in range(world)
+        ]
+        assert processes[0].stdout  # noqa: S101 - a pipe
+        reader = Thread(target=_pass_on, args=(processes[0].stdout, tell), daemon=True)
+        reader.start()
+        try:
+            late = _wait(processes, time.monotonic() + seconds)
+            if late:
+                _end(processes, signal.SIGABRT)
+                _wait(processes, time.monotonic() + _LAST_SECONDS)
+        finally:
+            _end(processes, signal.SIGKILL)
+            for process in processes:
+                process.wait()
+        reader.join(_LAST_SECONDS)
+        noise.seek(0)
+        said = noise.read().decode(errors="replace")[-_MOST_SAID:].strip()
+    if late:
+        return f"not done after {seconds:.0f} s\n{said}"
+    codes = [process.returncode for process in processes]
+    return f"ended with {codes}\n{said}" if any(codes) else ""
+
+
+def _environment(rank: int, world: int, port: int) -> Mapping[str, str]:
+    group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    more = {name: str(value) for name, value in group.items()}
+    return {**os.environ, **more, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+    return port
+
+
+def _pass_on(lines: IO[str], tell: Callable[[str], None]) -> None:
+    with lines:
+        for line in lines:
+            tell(line.rstrip("\n"))
+
+
+def _wait(processes: Sequence[subprocess.Popen[str]], deadline: float) -> bool:
+    """Return whether the deadline came first; a process that fails ends the waiting, for the others miss it."""
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if any(codes) or None not in codes:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _end(processes: Sequence[subprocess.Popen[str]], how: signal.Signals) -> None:
+    """Send a signal to processes that run still, and with the last one to all that they have started."""
+    for process in processes:
+        if process.poll() is None:
+            if how == signal.SIGKILL:
+                os.killpg(process.pid, how)
+            else:
+                process.send_signal(how)

@@ -1,0 +1,108 @@
+"""What a process is told to measure of a whole model, and the plan that it makes for that."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import torch
+from attrs import asdict, evolve, frozen
+
+import tpplan
+from tpplan.catalogue import overhead
+
+if TYPE_CHECKING:
+    from tpplan.plan import SplitPlan
+
+#: Shares of the largest budget, device after device, and the layout.
+CUTS: Final = {"even": ((1.0,), "reduce"), "uneven": ((1.0, 40 / 60), "reduce"), "gather": ((1.0,), "gather")}
+#: Tokens of a prompt that is decoded from, and of a pass.
+PROMPT: Final = 32
+_MAX_ROWS = 2048
+#: Steps before the first that is timed: as it is written, captured, and one more.
+WARM: Final = 3
+_VIRTUAL_BYTES = 2**36
+
+
+@frozen(kw_only=True)
+class Order:
+    """What to measure.
+
+    Attributes:
+        directory: of the checkpoint.
+        gpus: how many.
+        cut: of :data:`CUTS`.
+        backend: ``cuda`` or ``cpu``.
+        batches: sequences that decode together, one measurement each.
+        tokens: steps that are timed.
+        prefill: tokens of the long prompt.
+        nccl: whether the same decoder also runs over NCCL.
+        started: when the process was started, as ``time.time()`` says.
+    """
+
+    directory: str
+    gpus: int
+    cut: str = "even"
+    backend: str = "cuda"
+    batches: tuple[int, ...] = (1, 8, 64)
+    tokens: int = 64
+    prefill: int = 4096
+    nccl: bool = False
+    started: float = 0.0
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence that the cache needs room for."""
+        return max(self.prefill, PROMPT + WARM + self.tokens + 1)
+
+    def dump(self) -> str:
+        """Return it as text, for :meth:`load`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> Self:
+        """Return the order that a text is."""
+        data: dict[str, Any] = json.loads(text)
+        return cls(**{**data, "batches": tuple(data["batches"])})
+
+    def places(self) -> list[torch.device]:
+        """Return torch's devices, all the CPU if they are virtual."""
+        if self.backend == "cpu":
+            return [torch.device("cpu")] * self.gpus
+        return [torch.device("cuda", i) for i in range(self.gpus)]
+
+    def plan(self) -> SplitPlan:
+        """Return a plan for these devices, with all the memory that is free on the first, or shares of that."""
+        shares, layout = CUTS[self.cut]
+        first = self._device()
+        budgets = [int(first.budget_bytes * shares[i % len(shares)]) for i in range(self.gpus)]
+        batch = max(self.batches)
+        return tpplan.plan(
+            tpplan.read_model(self.directory),
+            [evolve(first, budget_bytes=budget) for budget in budgets],
+            cache=tpplan.Cache(tokens=batch * self.length),
+            layout=layout,
+            batch=batch,
+            max_rows=min(_MAX_ROWS, batch * self.length),
+        )
+
+    def _device(self) -> tpplan.Device:
+        if self.backend == "cpu":
+            return tpplan.Device(name="virtual device", budget_bytes=_VIRTUAL_BYTES)
+        free = min(torch.cuda.mem_get_info(place)[0] for place in self.places())
+        capability = ".".join(map(str, torch.cuda.get_device_capability(0)))
+        taken = overhead(capability).bytes
+        name = torch.cuda.get_device_name(0)
+        return tpplan.Device(name=name, budget_bytes=free, overhead_bytes=taken, capability=capability)
+
+
+def prompts(count: int, vocabulary: int) -> list[list[int]]:
+    """Return the prompts that everybody decodes from: the same for everybody, another one for each sequence."""
+    return [
+        [(7919 * place + 104729 * sequence + 11) % vocabulary for place in range(PROMPT)] for sequence in range(count)
+    ]
+
+
+def long_prompt(length: int, vocabulary: int) -> list[int]:
+    """Return the prompt of the prefill."""
+    return [(7919 * place + 11) % vocabulary for place in range(length)]

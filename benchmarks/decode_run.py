@@ -1,0 +1,167 @@
+"""One plan of a whole model, run and measured in a process of its own; prints a line for each figure."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import tpplan
+from benchmarks.decode_memory import Buckets
+from benchmarks.decode_order import WARM, Order, long_prompt, prompts
+from benchmarks.decode_rows import Part
+from benchmarks.nccl_context import NcclContext
+from benchmarks.random_checkpoint import read_rate
+from tpplan.axes import Axis
+from tpplan.decoder import Decoder, Sampling
+from tpplan.decoder.steps import Steps
+from tpplan.exec import bench_limits
+from tpplan.exec import compile as compile_plan
+from tpplan.exec.program import HOST
+from tpplan.weights import iter_slices, load_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from benchmarks.decode_rows import Row
+    from tpplan.exec import TPContext
+
+_PREFILLS = 3
+#: Bytes of the copy within a device's memory that its bandwidth is known by, turns, and copies of each.
+_COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
+_TURNS, _COPIES = 3, 8
+
+
+def measure(order: Order, tell: Callable[[Row], None]) -> None:
+    """Load a checkpoint by a plan, and measure what there is to measure, the first token first."""
+    part = Part(tell, gpus=order.gpus, cut=order.cut, who="tpplan")
+    began = time.perf_counter()
+    plan = order.plan()
+    memory = Buckets(plan, order.places())
+    with compile_plan(plan, backend=order.backend) as context:
+        memory.look("workspace")
+        compiled = time.perf_counter()
+        weights = load_weights(plan, order.directory, context)
+        memory.look("weights")
+        loaded = time.perf_counter()
+        decoder = Decoder(context, order.directory, weights)
+        memory.look("cache")
+        given = prompts(max(order.batches), plan.split(Axis.VC).size)
+        decoder.steps(1).start(given[:1], Sampling())
+        first, now = time.perf_counter(), time.time()
+        part.row(
+            "plan and compile",
+            compiled - began,
+            "s",
+            note=f"{plan.devices[0].name}, transport {context.explain().transport}",
+        )
+        part.row("first token, after loading", first - loaded, "s")
+        part.row("first token, after the process started", now - order.started, "s")
+        with part.guarded("load"):
+            _tell_load(part, order, context, loaded - compiled)
+        least = 0.0
+        with part.guarded("memory bandwidth"):
+            least = _least_seconds(part, order, context)
+        memory.start()
+        _decode(part, order, decoder.steps, given, least)
+        with part.guarded(f"prefill of {order.prefill} tokens"):
+            _prefill(part, order, decoder)
+        memory.tell(part)
+        if order.nccl:
+            decoder.context = NcclContext(context)  # type: ignore[assignment]
+            other = Part(tell, gpus=order.gpus, cut=order.cut, who="NCCL")
+            _decode(other, order, lambda batch: Steps(decoder, batch), given, least)
+            with other.guarded(f"prefill of {order.prefill} tokens"):
+                _prefill(other, order, decoder)
+
+
+def _decode(
+    part: Part, order: Order, steps_of: Callable[[int], Steps], given: Sequence[list[int]], least: float
+) -> None:
+    """Tell how many tokens a second come of each batch, of the median step from the host's call to its tokens."""
+    for batch in order.batches:
+        what = f"decode, batch {batch}"
+        with part.guarded(what):
+            steps = steps_of(batch)
+            tokens, seconds = [steps.start(given[:batch], Sampling())[0]], []
+            for _ in range(WARM + order.tokens):
+                start = time.perf_counter()
+                tokens.append(steps.step()[0])
+                seconds.append(time.perf_counter() - start)
+            median = statistics.median(seconds[WARM:])
+            limit = batch / least if least else None
+            part.row(what, batch / median, "tokens/s", limit=limit, note=f"{median * 1e3:.2f} ms a step", tokens=tokens)
+
+
+def _prefill(part: Part, order: Order, decoder: Decoder) -> None:
+    """Tell how many tokens a second a long prompt is read at."""
+    prompt = long_prompt(order.prefill, decoder.context.plan.split(Axis.VC).size)
+    seconds = []
+    for _ in range(1 + _PREFILLS):
+        start = time.perf_counter()
+        decoder.prefill(prompt)
+        _synchronize(order)
+        seconds.append(time.perf_counter() - start)
+    median = statistics.median(seconds[1:])
+    part.row(f"prefill of {order.prefill} tokens", order.prefill / median, "tokens/s", note=f"{median * 1e3:.1f} ms")
+
+
+def _tell_load(part: Part, order: Order, context: TPContext, seconds: float) -> None:
+    """Tell at which rate the weights were loaded, against reading the file alone and the links to the GPUs."""
+    (file,) = Path(order.directory).glob("*.safetensors")
+    size = file.stat().st_size
+    limits = {"reading the file into memory": read_rate(file)}
+    links = bench_limits.measure({i: device.device for i, device in context.devices.items()})
+    if to_gpus := sum(link.bytes_per_second for link in links if link.source == HOST):
+        limits["the links to all GPUs"] = to_gpus
+    which = min(limits, key=lambda name: limits[name])
+    note = f"{size / 1e9:.1f} GB in {seconds:.2f} s; the limit is {which}"
+    part.row("load", size / seconds / 1e9, "GB/s", limit=limits[which] / 1e9, note=note)
+
+
+def _least_seconds(part: Part, order: Order, context: TPContext) -> float:
+    """Return the time in which the slowest device reads the weights that a step needs, and tell the bandwidths."""
+    model = tpplan.read_model(order.directory)
+    lookups = {parameter.name for parameter in model.parameters if parameter.lookup}
+    sizes = dict.fromkeys(context.all_devices, 0)
+    for one in iter_slices(context.plan, model):
+        sizes[one.device] += 0 if one.name in lookups else one.nbytes
+    least = 0.0
+    for i, size in sizes.items():
+        rate = _bandwidth(context.devices[i].device)
+        least = max(least, size / rate)
+        note = f"of a copy, read and written; a step reads {size / 1e9:.2f} GB of weights"
+        part.row(f"device {i}, memory bandwidth", rate / 1e9, "GB/s", note=note)
+    return least
+
+
+def _bandwidth(place: torch.device) -> float:
+    """Return the bytes per second that a copy within a device's memory reads and writes, of the fastest turn."""
+    source, target = (torch.ones(_COPY_BYTES[place.type], dtype=torch.uint8, device=place) for _ in range(2))
+    best = float("inf")
+    for _ in range(_TURNS):
+        _wait_for(place)
+        start = time.perf_counter()
+        for _ in range(_COPIES):
+            target.copy_(source)
+        _wait_for(place)
+        best = min(best, time.perf_counter() - start)
+    return 2 * _COPIES * source.nbytes / best
+
+
+def _synchronize(order: Order) -> None:
+    for place in order.places():
+        _wait_for(place)
+
+
+def _wait_for(place: torch.device) -> None:
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+
+
+if __name__ == "__main__":
+    measure(Order.load(sys.argv[1]), lambda row: print(row.line(), flush=True))

@@ -1,0 +1,112 @@
+"""A checkpoint of random weights, written as fast as the disk takes it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import tpplan
+from tpplan.weights import iter_slices
+from tpplan.weights.load import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tpplan.weights import TensorSlice
+
+#: Random values, over and over. Odd, so that no two rows of a matrix are equal, and no two tokens tie.
+_BLOCK = 2**25 + 1
+_DEVIATION = 0.02
+_THREADS = 4
+#: Memory as a file system, and the share of what is free there that a checkpoint may take.
+_MEMORY, _SHARE = Path("/dev/shm"), 0.8  # noqa: S108 (only asked for its room)
+
+
+def write(directory: Path, config: Mapping[str, Any], seed: int = 1) -> int:
+    """Write config.json and model.safetensors, and return the bytes of the weights.
+
+    Matrices are normal with deviation 0.02, vectors (norms) are ones.
+
+    Args:
+        directory: that is there.
+        config: of a family whose tensors all have its dtype.
+        seed: of the weights.
+    """
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = _tensors(directory)
+    dtype = DTYPES[tensors[0].dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.whole, "data_offsets": [starts[-1], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path, data = directory / "model.safetensors", 8 + len(text)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    block = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(seed)).mul_(_DEVIATION).to(dtype)
+    size = block.nbytes
+    with path.open("r+b") as file:
+        file.truncate(data + end)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        pieces = [(start, min(size, end - start)) for start in range(0, end, size)]
+        list(threads.map(lambda piece: _put(path, data + piece[0], block, piece[1]), pieces))
+    for tensor, start in zip(tensors, starts, strict=True):
+        if len(tensor.whole) == 1:
+            ones = torch.ones(tensor.whole, dtype=dtype)
+            _put(path, data + start, ones, ones.nbytes)
+    return end
+
+
+def size_of(config: Mapping[str, Any]) -> int:
+    """Return the bytes of the weights of a model."""
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return sum(one.nbytes for one in _tensors(Path(directory)))
+
+
+def room_for(size: int) -> Path:
+    """Return where so many bytes have room: in memory, else where temporary files go."""
+    if _MEMORY.is_dir() and size < shutil.disk_usage(_MEMORY).free * _SHARE:
+        return _MEMORY
+    return Path(gettempdir())
+
+
+def read_rate(path: Path, most: int = 2**33, piece: int = 2**23) -> float:
+    """Return the bytes per second at which a few threads read a file into memory, and do nothing else."""
+    size = min(path.stat().st_size, most)
+    memory = [bytearray(piece) for _ in range(_THREADS)]
+
+    def read(thread: int) -> None:
+        with path.open("rb", buffering=0) as file:
+            for start in range(thread * piece, size, _THREADS * piece):
+                file.seek(start)
+                file.readinto(memory[thread])
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(_THREADS) as threads:
+        list(threads.map(read, range(_THREADS)))
+    return size / (time.perf_counter() - begin)
+
+
+def _tensors(directory: Path) -> Sequence[TensorSlice]:
+    """Return all tensors of a model, whole."""
+    model = tpplan.read_model(directory)
+    plan = tpplan.plan(model, [tpplan.Device(name="all", budget_bytes=2**50)], cache=tpplan.Cache(tokens=1))
+    return list(iter_slices(plan, model))
+
+
+def _put(path: Path, start: int, values: torch.Tensor, size: int) -> None:
+    with path.open("r+b", buffering=0) as file:
+        file.seek(start)
+        bytes_left = values.view(torch.uint8).numpy().data[:size]
+        while bytes_left:
+            bytes_left = bytes_left[file.write(bytes_left) :]
