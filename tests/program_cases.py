@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tpplan.exec.lower import TRANSPORTS, Limits, Route, lower, route
 from tpplan.exec.operation import Addition, Operation, Reduction, Share, allgather, broadcast, scatter
 from tpplan.exec.program import HOST, Program
+from tpplan.exec.tuning import Tuning
 
 #: Of 40 columns, a slot holds 3 rows and a stage 6; of 8 columns, 16 and 32.
-LIMITS = Limits(slot_bytes=256, stage_bytes=512, exchange_bytes=1024, passed_on_bytes=2000)
+LIMITS = Limits(slot_bytes=256, stage_bytes=512, exchange_bytes=1024, tuning=Tuning(passed_on_bytes=2000))
 ITEM_BYTES = 2
 
 #: With 40 columns: small; large in 1, 2 and 4 parts. With few columns the last two are large.

@@ -21,6 +21,7 @@ from tpplan.exec.lower import TRANSPORTS, Limits
 from tpplan.exec.program import HOST, SCRATCH, SLOT, STAGE, Buffer, Program, flat, reads, writes
 from tpplan.exec.references import KINDS
 from tpplan.exec.trial import FORMS, Noise, Scene
+from tpplan.exec.tuning import Tuning
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -195,14 +196,14 @@ def test_large_messages_without_kernels_that_write_straight() -> None:
 
 def test_what_devices_pass_on_is_told() -> None:
     """From the size on at which that spares the source enough, with as many bytes in all as straight."""
-    limits = Limits(slot_bytes=256, stage_bytes=4096, exchange_bytes=4096, passed_on_bytes=560)
+    limits = Limits(slot_bytes=256, stage_bytes=4096, exchange_bytes=4096, tuning=Tuning(passed_on_bytes=560))
     engine = Engine(VirtualDevices(None), "peer", limits)  # type: ignore[arg-type]
     explanation = explain(UNEVEN, (0, 2, 3), engine, MAX_ROWS, torch.bfloat16)
     ways = [way for way in explanation.ways if way.operation == "broadcast" and ALL in way.axes]
     assert [(way.first, way.last, way.transport, way.how, way.row_bytes) for way in ways] == [
         (1, 3, "peer", "slots", 160), (4, 6, "peer", "straight", 160), (7, MAX_ROWS, "peer", "passed on", 160),
     ]  # fmt: skip
-    assert ways[-1].why == "spares its source 560 B or more"
+    assert ways[-1].why == "spares its source passed_on_bytes, 560 B, or more"
 
 
 def test_what_has_no_room_is_refused() -> None:

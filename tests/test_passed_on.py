@@ -112,11 +112,16 @@ def test_only_what_is_the_same_for_several_is_passed_on(what: str) -> None:
 
 def test_what_is_passed_on_spares_its_source_enough() -> None:
     """Two of three messages have the bytes that are asked for; copy engines get what kernels would write straight."""
-    operation, limits = broadcast(0, FOUR, 50), evolve(LIMITS, tuning=Tuning(copies_fans_bytes=300))
+    operation, limits = (
+        broadcast(0, FOUR, 50),
+        evolve(LIMITS, tuning=Tuning(copies_fans_bytes=300, passed_on_bytes=2000)),
+    )
     passed = Route("peer", parts=chunks(operation))
     assert route(operation, "peer", 9, ITEM_BYTES, LIMITS) == Route("peer")
     assert route(operation, "peer", 10, ITEM_BYTES, LIMITS) == passed  # 2 x 10 x 50 x 2 bytes
     assert route(operation, "peer", 9, ITEM_BYTES, limits) == Route("events")
     assert route(operation, "peer", 10, ITEM_BYTES, limits) == passed
     assert route(operation, "peer", 10, ITEM_BYTES, evolve(limits, straight=False)) == Route("events")
+    never = evolve(LIMITS, tuning=Tuning(passed_on_bytes=0, copies_fans_bytes=0))
+    assert route(operation, "peer", 10**6, ITEM_BYTES, never) == Route("peer")
     assert route(operation, "events", 10, ITEM_BYTES, LIMITS) == Route("events")

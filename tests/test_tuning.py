@@ -35,6 +35,7 @@ from tpplan.exec.tuning import (
     LARGEST,
     MIB,
     PARTS,
+    PASSED_ON,
     SLOTS,
     STRAIGHT,
     SUMS,
@@ -62,6 +63,7 @@ class Machine:
         straight: by kernels that write straight, or in parts through host memory.
         copies: by copy engines.
         fans: by copy engines, if one device sends.
+        passed: by kernels that pass on what others want too.
         bad: a size that seems to take many times as long through slots.
     """
 
@@ -69,12 +71,13 @@ class Machine:
     straight: tuple[float, float] = (6, 0.01)
     copies: tuple[float, float] = (20, 0.008)
     fans: tuple[float, float] = (20, 0.008)
+    passed: tuple[float, float] = (70, 0.004)
     bad: int = 0
 
     def time(self, transport: str, kind: str, size: int, ways: tuple[str, ...]) -> Sequence[float]:
         """Return the time by each way."""
         assert size <= ROOM[transport] or SLOTS not in ways
-        lines = {SLOTS: self.slots, COPIES: self.fans if kind == FANS else self.copies}
+        lines = {SLOTS: self.slots, COPIES: self.fans if kind == FANS else self.copies, PASSED_ON: self.passed}
         times = []
         for way in ways:
             start, each = lines.get(way, self.straight)
@@ -85,7 +88,7 @@ class Machine:
 def test_thresholds_are_where_the_ways_cross() -> None:
     """The largest measured size at which slots are fastest, and the smallest at which copy engines are, by kind."""
     machine = Machine(fans=(10, 0.008))  # slots until 400 KiB, copies from 7,000 KiB on, and of fans from 2,000 KiB on
-    assert tune(machine.time, ROOM, straight=True) == Tuning(
+    assert tune(machine.time, ROOM, 2, straight=True) == Tuning(
         peer_fans_bytes=256 * KIB, peer_exchanges_bytes=256 * KIB, peer_sums_bytes=256 * KIB,
         host_fans_bytes=64 * KIB, host_exchanges_bytes=64 * KIB, host_sums_bytes=64 * KIB,
         copies_fans_bytes=2 * MIB, copies_exchanges_bytes=8 * MIB,
@@ -94,32 +97,50 @@ def test_thresholds_are_where_the_ways_cross() -> None:
 
 def test_one_bad_measurement_does_not_decide() -> None:
     """A size far from where the ways cross that once took longer changes nothing."""
-    assert tune(Machine(bad=64 * KIB).time, ROOM, straight=True).peer_fans_bytes == 256 * KIB
+    assert tune(Machine(bad=64 * KIB).time, ROOM, 2, straight=True).peer_fans_bytes == 256 * KIB
 
 
 @pytest.mark.parametrize(("machine", "largest"), [(Machine(slots=(99, 9)), 0), (Machine(slots=(0.1, 0)), 2 * MIB)])
 def test_slots_that_never_or_always_win(machine: Machine, largest: int) -> None:
     """Slots that are never faster are not used, and those that always are, for all that fits one."""
-    found = tune(machine.time, ROOM, straight=True)
+    found = tune(machine.time, ROOM, 2, straight=True)
     assert [found.slots("peer", kind) for kind in KINDS] == [largest] * 3
     assert [found.slots("host", kind) for kind in KINDS] == [min(largest, 64 * KIB)] * 3
 
 
 def test_copy_engines_that_never_or_always_win() -> None:
     """Copy engines that are never faster never take over; those that are so at the largest size only, do there."""
-    found = tune(Machine(copies=(99, 9), fans=(22, 0.0099)).time, ROOM, straight=True)  # from 160,000 KiB on
+    found = tune(Machine(copies=(99, 9), fans=(22, 0.0099)).time, ROOM, 2, straight=True)  # from 160,000 KiB on
     assert (found.copies_fans_bytes, found.copies_exchanges_bytes) == (0, 0)
-    found = tune(Machine(fans=(10, 0.0099)).time, ROOM, straight=True)  # from 40,000 KiB on
+    found = tune(Machine(fans=(10, 0.0099)).time, ROOM, 2, straight=True)  # from 40,000 KiB on
     assert found.copies_fans_bytes == LARGEST == 64 * MIB
-    found = tune(Machine(copies=(1, 0.0001)).time, ROOM, straight=True)
+    found = tune(Machine(copies=(1, 0.0001)).time, ROOM, 2, straight=True)
     assert (found.copies_exchanges_bytes, found.peer_exchanges_bytes) == (1, 0)
     assert found.peer_sums_bytes == 256 * KIB  # sums have no copy engines
 
 
 def test_nothing_between_two_sizes_goes_a_way_that_is_never_the_fastest() -> None:
     """Where copy engines follow slots at once, they take all that slots do not."""
-    found = tune(Machine(fans=(5, 0.008)).time, ROOM, straight=True)  # slots until 250 KiB
+    found = tune(Machine(fans=(5, 0.008)).time, ROOM, 2, straight=True)  # slots until 250 KiB
     assert (found.peer_fans_bytes, found.copies_fans_bytes) == (128 * KIB, 128 * KIB)
+
+
+@pytest.mark.parametrize(
+    ("machine", "devices", "copies", "passed"),
+    [
+        (Machine(), 2, 8 * MIB, DEFAULT.passed_on_bytes),  # nobody to pass on to, nothing measured
+        (Machine(), 3, 8 * MIB, 16 * MIB),  # from 12,500 KiB on
+        (Machine(), 8, 8 * MIB, 6 * 16 * MIB),  # which is spared that often
+        (Machine(passed=(10, 0.004)), 4, 8 * MIB, 2 * MIB),  # from 667 KiB on, whatever copy engines could do
+        (Machine(passed=(1, 0.0001)), 4, 8 * MIB, 2 * 256 * KIB),  # right after slots
+        (Machine(passed=(99, 9)), 4, 8 * MIB, 0),
+        (Machine(slots=(99, 9), passed=(1, 0.0001)), 4, 8 * MIB, 2),
+    ],
+)
+def test_passing_on_has_a_threshold(machine: Machine, devices: int, copies: int, passed: int) -> None:
+    """Devices pass on what is faster than by slots, straight and copy engines, which are chosen without it."""
+    found = tune(machine.time, ROOM, devices, straight=True)
+    assert (found.copies_fans_bytes, found.passed_on_bytes) == (copies, passed)
 
 
 #: Of two H200: µs by bytes of a message, through slots, straight, and by copy engines.
@@ -146,7 +167,7 @@ def test_defaults_are_those_of_two_h200() -> None:
         by_way = dict(zip((SLOTS, STRAIGHT, COPIES), H200[kind][near], strict=True))
         return [by_way[way] or inf for way in ways]
 
-    assert tune(time, {"peer": MIB}, straight=True) == DEFAULT
+    assert tune(time, {"peer": MIB}, 2, straight=True) == DEFAULT
 
 
 def test_what_is_not_measured_keeps_its_default() -> None:
@@ -158,11 +179,11 @@ def test_what_is_not_measured_keeps_its_default() -> None:
         assert size <= ROOM[transport]
         return Machine(slots=(99, 9)).time(transport, kind, size, ways)
 
-    found = tune(time, {"host": ROOM["host"]}, straight=True)
+    found = tune(time, {"host": ROOM["host"]}, 2, straight=True)
     assert found == evolve(DEFAULT, host_fans_bytes=0, host_exchanges_bytes=0, host_sums_bytes=0)
     assert asked == {("host", kind, (SLOTS, PARTS)) for kind in KINDS}
     asked.clear()
-    found = tune(time, {"peer": ROOM["peer"]}, straight=False)
+    found = tune(time, {"peer": ROOM["peer"]}, 2, straight=False)
     assert found == evolve(DEFAULT, peer_fans_bytes=0, peer_exchanges_bytes=0, peer_sums_bytes=0)
     assert asked == {("peer", kind, (SLOTS, COPIES)) for kind in KINDS}
 
@@ -183,7 +204,7 @@ def test_no_other_thresholds_take_less(times: list[tuple[float, float, float]]) 
             result *= small if size <= slots else copied if 0 < copies <= size else straight
         return result
 
-    found = tune(time, {"peer": room}, straight=True)
+    found = tune(time, {"peer": room}, 2, straight=True)
     every = [(slots, copies) for slots in (0, *(s for s in sizes if s <= room)) for copies in (0, *sizes)]
     assert product(found.peer_fans_bytes, found.copies_fans_bytes) <= min(product(*one) for one in every) * (1 + 1e-9)
 
@@ -305,6 +326,13 @@ def test_thresholds_are_explained() -> None:
         "from copies_exchanges_bytes, 300 B, on: copies of any size",
     ]  # fmt: skip
     assert whys["all_reduce"][0].startswith("fits a slot of ")
+    closed = Tuning(peer_fans_bytes=200, copies_fans_bytes=150)
+    with compile_plan(UNEVEN, backend="cpu", transport="peer", tuning=closed) as context:
+        ways = context.explain().ways
+    assert [w.why for w in ways if w.operation == "scatter" and "residual" in w.axes] == [
+        "within peer_fans_bytes, 200 B",
+        "larger than peer_fans_bytes, 200 B: copies of any size",
+    ]
     assert explanation.limits.tuning == tuning
 
 
@@ -451,7 +479,7 @@ def test_the_command_measures_and_keeps(links: Callable[..., None]) -> None:
     found = _survey()
     assert [one["devices"] for one in found["thresholds"]] == [2, 4, 5]
     assert found["thresholds"][0]["transports"] == ["peer", "host"]
-    assert found["thresholds"][0]["tuning"] == codec.unstructure(tune(Machine().time, ROOM, straight=True))
+    assert found["thresholds"][0]["tuning"] == codec.unstructure(tune(Machine().time, ROOM, 2, straight=True))
     assert (len(found["links"]), found["notes"]) == (4 * 20, [])
     timed = {
         (one["kind"], one["way"]): one["time_ns"]
@@ -464,11 +492,15 @@ def test_the_command_measures_and_keeps(links: Callable[..., None]) -> None:
             for kind in (FANS, EXCHANGES)
             for way, ns in ((SLOTS, 7120), (STRAIGHT, 8560), (COPIES, 22048))
         },
+        (FANS, PASSED_ON): 71024,
         (SUMS, SLOTS): 7120,
         (SUMS, STRAIGHT): 8560,
     }
-    assert len(found["timings"]) == 3 * (2 * (15 * 2 + 10) + 10 * 2 + 3 * 5 * 2)
-    assert tuning_cache.stored(5) == (tune(Machine().time, ROOM, straight=True), "measured on 5 GPUs of this machine")
+    assert len(found["timings"]) == 3 * (2 * (15 * 2 + 10) + 10 * 2 + 3 * 5 * 2) + 2 * 15
+    assert tuning_cache.stored(5) == (
+        tune(Machine().time, ROOM, 5, straight=True),
+        "measured on 5 GPUs of this machine",
+    )
     shown = command("devices", "--links").out
     for words in ("Links between 5 GPUs", "works in all 20 directions", "5 GPUs", "copy engines from", "8.00 MiB"):
         assert words in shown

@@ -11,7 +11,21 @@ import tpplan
 from tpplan.exec import compile as compile_plan
 from tpplan.exec import tuning_timer
 from tpplan.exec.lower import Limits, Route, kind_of, route
-from tpplan.exec.tuning import COPIES, FANS, KIB, KINDS, LARGEST, MIB, PARTS, SLOTS, STRAIGHT, SUMS, Tuning
+from tpplan.exec.tuning import (
+    COPIES,
+    EXCHANGES,
+    FANS,
+    KIB,
+    KINDS,
+    LARGEST,
+    MIB,
+    PARTS,
+    PASSED_ON,
+    SLOTS,
+    STRAIGHT,
+    SUMS,
+    Tuning,
+)
 from tpplan.exec.tuning_timer import HIDDEN, ITEM_BYTES, GraphTimer, synthetic_plan
 
 if TYPE_CHECKING:
@@ -25,6 +39,7 @@ GONE = {
     ("peer", SLOTS): Route("peer", small=True),
     ("peer", STRAIGHT): Route("peer"),
     ("peer", COPIES): Route("events"),
+    ("peer", PASSED_ON): Route("peer", parts=4),
     ("host", SLOTS): Route("host", small=True),
     ("host", PARTS): Route("host"),
 }
@@ -45,8 +60,8 @@ class _Graph:
         _Graph.replays += 1
 
 
-@pytest.mark.parametrize("transport", ["peer", "host"])
-def test_the_timer_runs_what_it_is_asked_to(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("transport", "devices"), [("peer", 2), ("peer", 3), ("host", 2)])
+def test_the_timer_runs_what_it_is_asked_to(transport: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way is gone by messages of the very size, in a context of its own; all are closed again."""
     made: list[TPContext] = []
     ran = set()
@@ -64,10 +79,11 @@ def test_the_timer_runs_what_it_is_asked_to(transport: str, monkeypatch: pytest.
     monkeypatch.setattr("tpplan.exec.engine.route", observed)
     monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _: _Graph())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    every = [way for each, way in GONE if each == transport]
-    with GraphTimer([CPU] * 2) as timer:
+    every = [way for each, way in GONE if each == transport and (way, devices) != (PASSED_ON, 2)]
+    with GraphTimer([CPU] * devices) as timer:
         for kind in KINDS:
-            ways = tuple(way for way in every if (kind, way) != (SUMS, COPIES))
+            never = {FANS: (), EXCHANGES: (PASSED_ON,), SUMS: (PASSED_ON, COPIES)}[kind]
+            ways = tuple(way for way in every if way not in never)
             for size in (4 * KIB, 64 * KIB):
                 ran.clear()
                 _Graph.replays = 0
@@ -75,7 +91,10 @@ def test_the_timer_runs_what_it_is_asked_to(transport: str, monkeypatch: pytest.
                 assert len(times) == len(ways)
                 assert min(times) > 0
                 assert _Graph.replays % len(ways) == 0 < _Graph.replays
-                assert ran == {(kind, size, GONE[transport, way]) for way in ways}
+                assert {(one, found) for one, _, found in ran} == {(kind, GONE[transport, way]) for way in ways}
+                (message,) = {sent for _, sent, _ in ran}
+                even = kind != EXCHANGES or devices == 2
+                assert message == size if even else 0.6 * size < message <= size
         assert len(made) == len(every)
         assert timer.limits(transport).slot_bytes >= 64 * KIB
         assert len(made) == len(every)

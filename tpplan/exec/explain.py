@@ -226,7 +226,8 @@ def _why(operation: Operation, route: Route, engine: Engine) -> str:
         return f"fits {slot}" if largest == limits.slot_bytes else f"within {slot}"
     large = f"larger than {slot}"
     if route.transport == "peer":
-        return large if route.parts == 1 else f"spares its source {format_bytes(limits.passed_on_bytes)} or more"
+        spared = format_bytes(limits.tuning.passed_on_bytes)
+        return large if route.parts == 1 else f"spares its source passed_on_bytes, {spared}, or more"
     if limits.straight and largest < limits.tuning.copies(kind):
         large = f"from {copies_field(kind)}, {format_bytes(limits.tuning.copies(kind))}, on"
     large = f"{large}: " if engine.transport == "peer" and route.transport == "events" else ""

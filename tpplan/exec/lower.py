@@ -22,7 +22,7 @@ from tpplan.errors import ExecutionError
 from tpplan.exec import lower_events, lower_flags, lower_host
 from tpplan.exec.operation import Addition, Moves, Reduction
 from tpplan.exec.program import HOST
-from tpplan.exec.tuning import DEFAULT, EXCHANGES, FANS, MIB, SUMS, Tuning
+from tpplan.exec.tuning import DEFAULT, EXCHANGES, FANS, SUMS, Tuning
 from tpplan.sizes import format_bytes
 from tpplan.workspace import ALIGNMENT
 
@@ -43,8 +43,6 @@ class Limits:
         exchange_bytes: of a device's exchange buffer.
         straight: whether kernels can write straight into other devices' tensors; if not, large ones go by ``events``.
         tuning: thresholds.
-        passed_on_bytes: devices of ``peer`` pass on to each other what would else leave its source again and again, if
-            that spares it at least so many bytes.
     """
 
     slot_bytes: int
@@ -52,7 +50,6 @@ class Limits:
     exchange_bytes: int
     straight: bool = True
     tuning: Tuning = DEFAULT
-    passed_on_bytes: int = 16 * MIB
 
     def slots(self, operation: Operation, transport: str) -> int:
         """Return the largest message of an operation that goes through slots."""
@@ -61,7 +58,7 @@ class Limits:
     def passes_on(self, operation: Moves, message_bytes: int) -> bool:
         """Tell whether devices of ``peer`` pass on to each other what one of them sends."""
         spared_bytes = (len(lower_flags.receivers(operation)) - 1) * message_bytes
-        return self.straight and spared_bytes >= self.passed_on_bytes
+        return self.straight and 0 < self.tuning.passed_on_bytes <= spared_bytes
 
     def copies(self, operation: Operation, message_bytes: int) -> bool:
         """Tell whether a message that is too large for slots of ``peer`` goes by ``events``."""

@@ -101,5 +101,5 @@ def _measured(places: Sequence[torch.device], transports: Sequence[str], timings
         limits = {transport: timer.limits(transport) for transport in transports}
         slots = {transport: limit.slot_bytes for transport, limit in limits.items()}
         straight = "peer" in limits and limits["peer"].straight
-        tuning = tune(time, slots, straight=straight)
+        tuning = tune(time, slots, len(places), straight=straight)
     return Thresholds(devices=len(places), transports=tuple(transports), tuning=tuning)

@@ -21,6 +21,10 @@ FANS, EXCHANGES, SUMS = KINDS = ("fans", "exchanges", "sums")
 
 #: Ways: through slots; what is large by kernels that write straight, by copy engines, or in parts through host memory.
 SLOTS, STRAIGHT, COPIES, PARTS = "slots", "straight", "copies", "parts"
+#: What is large and for several: each gets a share, and passes it on to the others.
+PASSED_ON = "passed on"
+#: How many devices have somebody to pass on to.
+_SEVERAL = 3
 
 #: Sizes that are measured: twice as large from one to the next.
 _SIZES = tuple(2**i * KIB for i in range(2, 17))
@@ -45,6 +49,8 @@ class Tuning:
         copies_fans_bytes: from which size on copy engines move what is too large for slots of ``peer`` and what kernels
             would write straight, if one device sends; 0 for never.
         copies_exchanges_bytes: the same, if several do.
+        passed_on_bytes: devices of ``peer`` pass on to each other what would else leave its source again and again, if
+            that spares it at least so many bytes, and no slot has room; 0 for never.
     """
 
     peer_fans_bytes: int = 512 * KIB
@@ -55,6 +61,7 @@ class Tuning:
     host_sums_bytes: int = 64 * KIB
     copies_fans_bytes: int = 512 * KIB
     copies_exchanges_bytes: int = 0
+    passed_on_bytes: int = 16 * MIB
 
     def __attrs_post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -88,58 +95,82 @@ def copies_field(kind: str) -> str:
 
 def forced(way: str) -> Tuning:
     """Return the thresholds by which all goes one way that can."""
-    slots, copies = LARGEST if way == SLOTS else 0, 1 if way == COPIES else 0
-    return Tuning(**{name: copies if name.startswith("copies") else slots for name in asdict(DEFAULT)})
+    slots = LARGEST if way == SLOTS else 0
+    by_start = {"peer": slots, "host": slots, "copies": int(way == COPIES), "passed": int(way == PASSED_ON)}
+    return Tuning(**{name: by_start[name.partition("_")[0]] for name in asdict(DEFAULT)})
 
 
 #: Returns the times of a transport's operation of some kind and size by each of several ways.
 Time = Callable[[str, str, int, tuple[str, ...]], Sequence[float]]
 
 
-def tune(time: Time, slots: Mapping[str, int], *, straight: bool) -> Tuning:
+def tune(time: Time, slots: Mapping[str, int], devices: int, *, straight: bool) -> Tuning:
     """Measure thresholds.
 
     Args:
         time: measures.
         slots: bytes of data that fit a slot, of each transport that is to be measured; the others keep their defaults.
+        devices: that take part.
         straight: whether kernels of ``peer`` can write straight into other devices' tensors.
 
     Returns:
-        The tuning under which everything that was measured takes the least time, each size counting as much.
+        The tuning under which everything that was measured takes the least time, each size counting as much. What is
+        passed on instead comes on top: the rest is chosen as if nothing were, for few moves are for several devices.
     """
     tuned = DEFAULT
     for transport, room in slots.items():
         for kind in KINDS:
-            ways = _ways(transport, kind, straight=straight)
+            ways = _ways(transport, kind, devices, straight=straight)
             sizes = [size for size in _SIZES if size <= room or ways[2:]]  # beyond slots there may be no choice
             times = [
                 time(transport, kind, size, ways) if size <= room else (inf, *time(transport, kind, size, ways[1:]))
                 for size in sizes
             ]
-            tuned = evolve(tuned, **_thresholds(transport, kind, sizes, _cuts(times, len(ways))))
+            own = [way for way in ways if way != PASSED_ON]
+            cuts = _cuts(times, len(own))
+            tuned = evolve(tuned, **_thresholds(transport, kind, sizes, cuts))
+            if own != [*ways]:
+                tuned = evolve(tuned, passed_on_bytes=(devices - 2) * _passed_on(sizes, times, cuts))
     return tuned
 
 
-def _ways(transport: str, kind: str, *, straight: bool) -> tuple[str, ...]:
+def _ways(transport: str, kind: str, devices: int, *, straight: bool) -> tuple[str, ...]:
     """Return the ways between which thresholds choose, from small to large messages."""
     if transport == "host":
         return SLOTS, PARTS
     if not straight:
         return SLOTS, COPIES
-    return (SLOTS, STRAIGHT) if kind == SUMS else (SLOTS, STRAIGHT, COPIES)
+    if kind == SUMS:
+        return SLOTS, STRAIGHT
+    return (SLOTS, STRAIGHT, COPIES, *([PASSED_ON] if kind == FANS and devices >= _SEVERAL else []))
 
 
 def _thresholds(transport: str, kind: str, sizes: Sequence[int], cuts: tuple[int, ...]) -> dict[str, int]:
     """Return thresholds by name, for what :func:`_cuts` says of some sizes."""
     small, *rest = cuts
-    largest = sizes[small - 1] if small else 0
-    found = {slots_field(transport, kind): largest}
-    for first in rest:
-        copies = sizes[first] if first < len(sizes) else 0
-        if small == first < len(sizes):  # nothing goes straight, nor what is between two sizes
-            copies = max(1, largest)
-        found[copies_field(kind)] = copies
-    return found
+    found = {slots_field(transport, kind): sizes[small - 1] if small else 0}
+    return found | {copies_field(kind): _start(sizes, small, first) for first in rest}
+
+
+def _passed_on(sizes: Sequence[int], times: Sequence[Sequence[float]], cuts: tuple[int, ...]) -> int:
+    """Return from which size on passing on, the last way, is faster than what others :func:`_cuts` has chosen."""
+    chosen = [(each[sum(i >= cut for cut in cuts)], each[-1]) for i, each in enumerate(times)]
+    return _start(sizes, cuts[0], max(*_cuts(chosen, 2), cuts[0]))
+
+
+def _start(sizes: Sequence[int], small: int, first: int) -> int:
+    """Return from which size on a way is gone that is the fastest from the first of some sizes on; 0 for never.
+
+    Args:
+        sizes: that were measured.
+        small: how many of them go through slots.
+        first: index of the size.
+    """
+    if first == len(sizes):
+        return 0
+    if first > small:
+        return sizes[first]
+    return sizes[small - 1] if small else 1  # right after slots, with what is between two sizes
 
 
 def _cuts(times: Sequence[Sequence[float]], ways: int) -> tuple[int, ...]:
@@ -149,7 +180,7 @@ def _cuts(times: Sequence[Sequence[float]], ways: int) -> tuple[int, ...]:
 
     Args:
         times: by size, of each way; infinite where there is none.
-        ways: how many.
+        ways: how many of them, the first ones.
     """
 
     def total(cuts: tuple[int, ...]) -> float:

@@ -21,6 +21,7 @@ _COLUMNS = {
     "host_sums_bytes": "host slots, sums",
     "copies_fans_bytes": "copy engines from, one sends",
     "copies_exchanges_bytes": "copy engines from, several send",
+    "passed_on_bytes": "passed on from, spared in all",
 }
 
 
@@ -61,7 +62,7 @@ def _thresholds(thresholds: list[dict[str, Any]]) -> list[Line]:
     """Return a table with a line for each threshold, and a column for each number of GPUs."""
     rows: list[list[Span]] = [[("  message", "dim"), *((f"{one['devices']} GPUs", "dim") for one in thresholds)]]
     for key, words in _COLUMNS.items():
-        cells = [("never" if key.startswith("copies") else "none") if not one["tuning"][key] else
+        cells = [("never" if key.startswith(("copies", "passed")) else "none") if not one["tuning"][key] else
                  format_bytes(one["tuning"][key]) for one in thresholds]  # fmt: skip
         rows.append([(f"  {words}", ""), *((cell, "") for cell in cells)])
     return table(rows, "<" + ">" * len(thresholds))
