@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 import torch
+from attrs import frozen
+from torch import Tensor
 
+from tpplan.decoder.layers import hiding
 from tpplan.errors import ExecutionError
 from tpplan.plan import CACHE_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
 
 _FLOAT8: Final = torch.float8_e4m3fn
 #: Elements that share a scale of 16 bits in a cache of kind ``q8``: 8.5 bits for each, as the plan counts.
@@ -95,6 +96,38 @@ class Store:
         return self._decode(tuple(stored[sequence][..., places, :] for stored in self._parts), self._dtype)
 
 
+@frozen
+class Where:
+    """Where the next tokens of some sequences go in caches of a length, and what they see; the same for all layers.
+
+    No shape depends on the positions, so that a graph can do it.
+
+    Attributes:
+        sequences: their numbers, ``[B]``.
+        places: of the new tokens, ``[B]``.
+        mask: of the places in use, ``[B, 1, 1, T]``; see :func:`tpplan.decoder.layers.attend`.
+    """
+
+    sequences: Tensor
+    places: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, positions_B: Tensor, length: int, span: int, dtype: torch.dtype) -> Self:
+        """Return where tokens go.
+
+        Args:
+            positions_B: of the tokens.
+            length: of the caches.
+            span: places that may be in use.
+            dtype: of the scores.
+        """
+        device = positions_B.device
+        seen = torch.arange(min(span, length), device=device) <= positions_B[:, None]
+        sequences = torch.arange(len(positions_B), device=device)
+        return cls(sequences, positions_B % length, hiding(seen[:, None, None], dtype))
+
+
 class LayerCache:
     """Keys and values of the latest tokens of each sequence: position p is at place p modulo ``length``.
 
@@ -144,28 +177,26 @@ class LayerCache:
                 store.write(sequence, kept % self.length, new[:, len(new[0]) - len(kept) :])
             k, v = whole
         is_plain = start == first == 0 and (not self.window or end <= self.window)
-        mask = None if is_plain else self._mask(start, first, end, device)
+        mask = None if is_plain else self._mask(start, first, end, k)
         return k, v, mask
 
-    def append(self, positions_B: Tensor, k_BHK: Tensor, v_BHK: Tensor, span: int) -> tuple[Tensor, Tensor]:
-        """Take one more token of each sequence, and return keys and values ``[B, H, T, K]`` of the first places.
-
-        No shape depends on the positions, so that a graph can do it.
+    def append(self, where: Where, k_BHK: Tensor, v_BHK: Tensor) -> tuple[Tensor, Tensor]:
+        """Take one more token of each sequence, and return keys and values ``[B, H, T, K]`` of the places in use.
 
         Args:
-            positions_B: of the new tokens.
+            where: the new tokens go.
             k_BHK: their keys.
             v_BHK: their values.
-            span: places that may be in use.
         """
-        batch, places = torch.arange(len(positions_B), device=positions_B.device), positions_B % self.length
         for store, new in zip(self._stores, (k_BHK, v_BHK), strict=True):
-            store.write(batch, places, new)
-        k, v = (store.read(slice(0, len(positions_B)), slice(0, min(span, self.length))) for store in self._stores)
+            store.write(where.sequences, where.places, new)
+        sequences, places = slice(0, len(where.sequences)), slice(0, where.mask.shape[-1])
+        k, v = (store.read(sequences, places) for store in self._stores)
         return k, v
 
-    def _mask(self, start: int, first: int, end: int, device: torch.device) -> Tensor:
-        """Return which of the keys ``first`` to ``end`` each of the queries ``start`` to ``end`` sees."""
+    def _mask(self, start: int, first: int, end: int, like: Tensor) -> Tensor:
+        """Return what hides keys ``first`` to ``end`` from the queries ``start`` to ``end`` that do not see them."""
+        device, dtype = like.device, like.dtype
         query, key = torch.arange(start, end, device=device)[:, None], torch.arange(first, end, device=device)
         seen = key <= query
-        return seen & (key > query - self.window) if self.window else seen
+        return hiding(seen & (key > query - self.window) if self.window else seen, dtype)

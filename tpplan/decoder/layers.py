@@ -22,35 +22,43 @@ def linear(x: Tensor, weights: Mapping[str, Tensor], name: str, *, bias: bool = 
     return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias") if bias else None)
 
 
-def linears(
-    x: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str], widths: Sequence[int]
-) -> Sequence[Tensor]:
-    """Multiply by several matrices: by one that is made of them, where there is one, else by each."""
+def linears(x: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str]) -> Tensor:
+    """Multiply by several matrices, side by side: by one that is made of them, where there is one, else by each."""
     if f"{fused}.weight" in weights:
-        return torch.split_with_sizes(linear(x, weights, fused), list(widths), dim=-1)
-    return [linear(x, weights, name) for name in names]
+        return linear(x, weights, fused)
+    return torch.cat([linear(x, weights, name) for name in names], dim=-1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Divide rows by their root mean square (Zhang and Sennrich, arXiv 1910.07467), in float32.
 
-    Families differ in where they round: those with an offset multiply by the weights in float32, as they do in
-    transformers.
+    The weights are multiplied in float32, too, and the result is rounded once.
     """
+    if not offset:
+        return functional.rms_norm(x, x.shape[-1:], weight, eps)  # one kernel on GPUs
     x32 = x.float()
     x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    if offset:
-        return (x32 * (weight.float() + offset)).to(x.dtype)
-    return weight * x32.to(x.dtype)
+    return (x32 * (weight.float() + offset)).to(x.dtype)
 
 
-def rotate(x_RHK: Tensor, sin_RW: Tensor, cos_RW: Tensor) -> Tensor:
-    """Turn the leading elements of heads by their rows' positions (RoPE; pairs are i and i + W / 2)."""
-    width = sin_RW.shape[-1]
+def angles(sin_RW: Tensor, cos_RW: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows of RoPE tables as :func:`rotate` takes them: ``[R, 1, W]``, the first half of the sines negated."""
+    first, second = sin_RW.chunk(2, dim=-1)
+    return torch.cat((-first, second), dim=-1)[:, None], cos_RW[:, None]
+
+
+def rotate(x_RHK: Tensor, sin_R1W: Tensor, cos_R1W: Tensor) -> Tensor:
+    """Turn the leading elements of heads by their rows' :func:`angles` (RoPE; pairs are i and i + W / 2)."""
+    width = sin_R1W.shape[-1]
     x, rest = x_RHK[..., :width], x_RHK[..., width:]
     first, second = x.chunk(2, dim=-1)
-    turned = x * cos_RW[:, None] + torch.cat((-second, first), dim=-1) * sin_RW[:, None]
+    turned = torch.addcmul(x * cos_R1W, torch.cat((second, first), dim=-1), sin_R1W)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def hiding(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores: nothing where a query sees a key, else minus infinity."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
 def attend(
@@ -62,7 +70,7 @@ def attend(
         q_BHSK: queries.
         k_BHTK: keys.
         v_BHTK: values.
-        mask: true where a query sees a key, ``[B or 1, 1, S or 1, T]``; None if query i sees keys 0 to i.
+        mask: from :func:`hiding`, ``[B or 1, 1, S or 1, T]``; None if query i sees keys 0 to i.
         scale: of the scores.
         cap: see :class:`tpplan.decoder.settings.Settings`.
     """
@@ -73,6 +81,6 @@ def attend(
     scores_BHST = (q_BHSK @ k_BHTK.transpose(-1, -2)) * scale
     scores_BHST = cap * torch.tanh(scores_BHST / cap)
     if mask is None:
-        mask = torch.ones(scores_BHST.shape[-2:], dtype=torch.bool, device=scores_BHST.device).tril()
-    scores_BHST = scores_BHST.masked_fill(~mask, -torch.inf)
-    return scores_BHST.softmax(-1, dtype=torch.float32).to(q_BHSK.dtype) @ v_BHTK
+        seen = torch.ones(scores_BHST.shape[-2:], dtype=torch.bool, device=scores_BHST.device).tril()
+        mask = hiding(seen, scores_BHST.dtype)
+    return (scores_BHST + mask).softmax(-1, dtype=torch.float32).to(q_BHSK.dtype) @ v_BHTK

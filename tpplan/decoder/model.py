@@ -15,9 +15,10 @@ from torch.nn import functional
 
 from tpplan.axes import Axis
 from tpplan.decoder import experts
+from tpplan.decoder.cache import Where
 from tpplan.decoder.heads import heads_of
 from tpplan.decoder.joined import joined
-from tpplan.decoder.layers import linear, linears, rms_norm, rotate
+from tpplan.decoder.layers import angles, linear, linears, rms_norm, rotate
 from tpplan.decoder.passes import Decode, Prefill
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.steps import Steps
@@ -140,17 +141,17 @@ class Decoder:
 
     def _prefill(self, sequence: int, start: int, count: int) -> Prefill:
         at = slice(start, start + count)
-        return Prefill({device: (sin[at], cos[at]) for device, (sin, cos) in self._tables.items()}, sequence, start)
+        turns = {device: angles(sin[at], cos[at]) for device, (sin, cos) in self._tables.items()}
+        return Prefill(turns, sequence, start)
 
     def _decode(self, positions: dict[int, Tensor], span: int) -> Decode:
-        lengths = {min(span, heads.cache.length) for each in self._heads for heads in each.values()}
-        angles, masks = {}, {}
+        lengths = {heads.cache.length for each in self._heads for heads in each.values()}
+        turns, where = {}, {}
         for device, (sin, cos) in self._tables.items():
             at = positions[device]
-            angles[device] = (sin[at], cos[at])
-            places = torch.arange(max(lengths), device=at.device)
-            masks[device] = {length: (places[:length] <= at[:, None])[:, None, None] for length in lengths}
-        return Decode(angles, positions, masks, span)
+            turns[device] = angles(sin[at], cos[at])
+            where[device] = {length: Where.of(at, length, span, self.context.dtype) for length in lengths}
+        return Decode(turns, where)
 
     def _forward(self, tokens: Sequence[Tensor], rows: Pass) -> tuple[Tensor, ...]:
         """Return the residual stream ``[R, D]`` behind the last layer, equal on all devices in use."""
@@ -181,14 +182,14 @@ class Decoder:
         for device, heads in self._heads[layer].items():
             weights = self.weights[device]
             x_RD = self._norm(xs, device, f"model.layers.{layer}.input_layernorm")
-            widths = [count * head_dim for count in (heads.queries, heads.keys, heads.keys)]
             names = [f"{start}{which}_proj" for which in "qkv"]
-            qkv = linears(x_RD, weights, f"{start}qkv_proj", names, widths)
-            q_RHK, k_RHK, v_RHK = (torch.unflatten(x, -1, (-1, head_dim)) for x in qkv)
+            qkv_RHK = torch.unflatten(linears(x_RD, weights, f"{start}qkv_proj", names), -1, (-1, head_dim))
+            counts = [heads.queries, heads.keys]
+            qk_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, [sum(counts), heads.keys], dim=1)
             if f"{start}q_norm.weight" in weights:
-                q_RHK = self._rms(q_RHK, weights[f"{start}q_norm.weight"])
-                k_RHK = self._rms(k_RHK, weights[f"{start}k_norm.weight"])
-            q_RHK, k_RHK = (rotate(x, *rows.angles[device]) for x in (q_RHK, k_RHK))
+                each = zip("qk", torch.split_with_sizes(qk_RHK, counts, dim=1), strict=True)
+                qk_RHK = torch.cat([self._rms(x, weights[f"{start}{which}_norm.weight"]) for which, x in each], dim=1)
+            q_RHK, k_RHK = torch.split_with_sizes(rotate(qk_RHK, *rows.angles[device]), counts, dim=1)
             out_RHK = rows.attention(device, heads, q_RHK, k_RHK, v_RHK, scale=scale, cap=cap)
             outputs.append(out_RHK.flatten(1))
         post = "post_attention_layernorm" if self._family.sandwich else ""
@@ -200,8 +201,7 @@ class Decoder:
         for part in self.context.split(Axis.ID, layer):
             x_RD = self._norm(xs, part.device, self._before_mlp(layer))
             names = [f"{start}gate_proj", f"{start}up_proj"]
-            widths = [part.end - part.start] * 2
-            gate_RI, up_RI = linears(x_RD, self.weights[part.device], f"{start}gate_up_proj", names, widths)
+            gate_RI, up_RI = linears(x_RD, self.weights[part.device], f"{start}gate_up_proj", names).chunk(2, dim=-1)
             outputs.append(self._settings.activation(gate_RI) * up_RI)
         post = "post_feedforward_layernorm" if self._family.sandwich else ""
         return self._project(layer, outputs, f"{start}down_proj", Axis.ID, dim=1, xs=xs, post=post)

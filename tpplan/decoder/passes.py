@@ -12,12 +12,13 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from tpplan.decoder.cache import Where
 from tpplan.decoder.layers import attend
 
 if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
 
-#: Sines and cosines of the rows' positions, ``[R, W]`` each.
+#: Sines and cosines of the rows' positions, from :func:`tpplan.decoder.layers.angles`.
 Angles = tuple[Tensor, Tensor]
 
 
@@ -48,7 +49,7 @@ class Prefill:
             parts.append(
                 attend(q_RHK[:, run.queries].transpose(0, 1)[None], k_1HTK, v_1HTK, mask_ST, scale=scale, cap=cap)
             )
-        return torch.cat(parts, dim=1)[0].transpose(0, 1)
+        return _together(parts)[0].transpose(0, 1)
 
 
 @frozen
@@ -57,30 +58,31 @@ class Decode:
 
     Attributes:
         angles: by device.
-        positions: of the tokens, ``[B]`` by device.
-        masks: by device and places of a cache, which of the places a sequence sees, ``[B, 1, 1, T]``.
-        span: places of a sequence that may be in use.
+        where: in caches of some length the tokens go, by device and length.
     """
 
     angles: Mapping[int, Angles]
-    positions: Mapping[int, Tensor]
-    masks: Mapping[int, Mapping[int, Tensor]]
-    span: int
+    where: Mapping[int, Mapping[int, Where]]
     fixed = True
 
     def attention(
         self, device: int, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float, cap: float | None
     ) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H, K]``."""
-        k_BHTK, v_BHTK = heads.cache.append(self.positions[device], k_RHK, v_RHK, self.span)
-        mask = self.masks[device][k_BHTK.shape[2]]
+        where = self.where[device][heads.cache.length]
+        k_BHTK, v_BHTK = heads.cache.append(where, k_RHK, v_RHK)
         parts = []
         for run in heads.runs:  # the queries that share a KV head stand where those of several tokens would
             q_BHSK = torch.unflatten(q_RHK[:, run.queries], 1, (-1, run.group))
             parts.append(
-                attend(q_BHSK, k_BHTK[:, run.keys], v_BHTK[:, run.keys], mask, scale=scale, cap=cap).flatten(1, 2)
+                attend(q_BHSK, k_BHTK[:, run.keys], v_BHTK[:, run.keys], where.mask, scale=scale, cap=cap).flatten(1, 2)
             )
-        return torch.cat(parts, dim=1)
+        return _together(parts)
 
 
 Pass = Prefill | Decode
+
+
+def _together(parts: list[Tensor]) -> Tensor:
+    """Return the heads of all runs; mostly there is one, which need not be copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
