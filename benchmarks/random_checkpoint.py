@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 #: Random values, over and over. Odd, so that no two rows of a matrix are equal, and no two tokens tie.
 _BLOCK = 2**25 + 1
 _DEVIATION = 0.02
-_THREADS = 4
+_THREADS = min(16, os.cpu_count() or 1)
 #: Memory as a file system, and the share of what is free there that a checkpoint may take.
 _MEMORY, _SHARE = Path("/dev/shm"), 0.8  # noqa: S108 (only asked for its room)
 

@@ -108,3 +108,5 @@ def _tell(row: Row) -> None:
 if __name__ == "__main__":
     _rank = int(os.environ["RANK"])
     measure(Order.load(sys.argv[1]), _rank, _tell if _rank == 0 else lambda _: None)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
