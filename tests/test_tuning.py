@@ -129,11 +129,12 @@ def test_nothing_between_two_sizes_goes_a_way_that_is_never_the_fastest() -> Non
     ("machine", "devices", "copies", "passed"),
     [
         (Machine(), 2, 8 * MIB, DEFAULT.passed_on_bytes),  # nobody to pass on to, nothing measured
-        (Machine(), 3, 8 * MIB, 16 * MIB),  # from 12,500 KiB on
-        (Machine(), 8, 8 * MIB, 6 * 16 * MIB),  # which is spared that often
+        (Machine(passed=(10, 0.004)), 3, 8 * MIB, MIB),  # from 667 KiB on
+        (Machine(), 8, 8 * MIB, 6 * 16 * MIB),  # from 12,500 KiB on, which is spared that often
         (Machine(passed=(10, 0.004)), 4, 8 * MIB, 2 * MIB),  # from 667 KiB on, whatever copy engines could do
         (Machine(passed=(1, 0.0001)), 4, 8 * MIB, 2 * 256 * KIB),  # right after slots
         (Machine(passed=(99, 9)), 4, 8 * MIB, 0),
+        (Machine(passed=(22, 0.009)), 4, 8 * MIB, 0),  # faster than straight, but never than copy engines
         (Machine(slots=(99, 9), passed=(1, 0.0001)), 4, 8 * MIB, 2),
     ],
 )

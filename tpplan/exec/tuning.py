@@ -155,7 +155,7 @@ def _thresholds(transport: str, kind: str, sizes: Sequence[int], cuts: tuple[int
 def _passed_on(sizes: Sequence[int], times: Sequence[Sequence[float]], cuts: tuple[int, ...]) -> int:
     """Return from which size on passing on, the last way, is faster than what others :func:`_cuts` has chosen."""
     chosen = [(each[sum(i >= cut for cut in cuts)], each[-1]) for i, each in enumerate(times)]
-    return _start(sizes, cuts[0], max(*_cuts(chosen, 2), cuts[0]))
+    return _start(sizes, cuts[0], *_cuts(chosen, 2))
 
 
 def _start(sizes: Sequence[int], small: int, first: int) -> int:
@@ -164,7 +164,7 @@ def _start(sizes: Sequence[int], small: int, first: int) -> int:
     Args:
         sizes: that were measured.
         small: how many of them go through slots.
-        first: index of the size.
+        first: index of the size; slots come before it.
     """
     if first == len(sizes):
         return 0
