@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import sys
 import time
 from contextlib import contextmanager
@@ -169,4 +170,7 @@ def _wanted() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("ended from outside")
+    )  # without leaving processes or files behind
     main()

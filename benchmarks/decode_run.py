@@ -70,7 +70,8 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
         _decode(part, order, decoder.steps, given, least)
         with part.guarded(f"prefill of {order.prefill} tokens"):
             _prefill(part, order, decoder)
-        memory.tell(part)
+        with part.guarded("memory"):
+            memory.tell(part)
         if order.nccl:
             decoder.context = NcclContext(context)  # type: ignore[assignment]
             other = Part(tell, gpus=order.gpus, cut=order.cut, who="NCCL")
