@@ -141,6 +141,20 @@ def test_the_memory_of_a_graph_stays(ctx: tpx.TPContext) -> None:
 
 
 @pytest.mark.multi_gpu
+def test_a_gather_may_be_waited_for_after_a_capture(ctx: tpx.TPContext) -> None:
+    """What is captured meanwhile does not change what the handle waits for."""
+    x = torch.randn(2048, 4096, device=ctx.devices[0].device).bfloat16()
+    parts = ctx.scatter(x, "residual")
+    for operation in (ctx.broadcast, lambda x: ctx.scatter(x, "residual")):
+        operation(x)
+        handle = ctx.gather(parts, "residual")
+        with ctx.capture() as graph:
+            operation(x)
+        graph.replay()
+        assert torch.equal(handle.tensor, x.cpu())
+
+
+@pytest.mark.multi_gpu
 def test_replays_follow_calls_on_other_streams(ctx: tpx.TPContext) -> None:
     """What was called from streams that are not current any more is done before a replay begins."""
     parts, total = _parts(ctx, 2)

@@ -33,6 +33,7 @@ from tpplan.exec.slot_table import (
     table,
     widest,
 )
+from tpplan.workspace import slot_bytes
 
 SMALL = {name: case for name, case in CASES.items() if case.way.small}
 STRIDE = 2**17
@@ -172,14 +173,20 @@ def test_alignment_covers_all_that_is_touched(name: str) -> None:
             assert all(v.start | v.stop - v.start | made.written == made.written for v in written)
 
 
-@pytest.mark.parametrize("stride", [4096, 2**17, 2 * 297_216, 2 * 2_080_768])
-def test_a_message_as_large_as_the_capacity_fits_every_block(stride: int) -> None:
-    """The packets of a block never leave its part of a slot, and the parts never leave the slot."""
-    blocks, region = regions(stride)
-    rounds = -(-capacity(stride) // (8 * blocks * THREADS))
-    assert rounds * THREADS * PACKET_BYTES <= region
-    assert blocks * region <= stride
-    assert capacity(stride) == rounds * blocks * THREADS * 8
+@pytest.mark.parametrize("most", [1, 28, 64, 112, 128])
+@pytest.mark.parametrize("stride", [4096, 2**17, 2 * slot_bytes(8), 2 * slot_bytes(4), 2 * slot_bytes(2)])
+def test_packets_have_places_of_their_own(stride: int, most: int) -> None:
+    """Those of a message as large as the capacity, and of smaller ones, whatever the blocks that a GPU has room for."""
+    room, (parts, region) = capacity(stride, most), regions(stride, most)
+    for size in (room, room // 2 + 8, room // 5 + 8):
+        blocks = min(parts, -(-size // (THREADS * 8)))  # as Launch.issue does
+        used = set()
+        for packet in range(-(-size // 8)):
+            turn, index = divmod(packet, blocks * THREADS)
+            block, thread = divmod(index, THREADS)
+            used.add(block * region + (turn * THREADS + thread) * PACKET_BYTES)
+        assert len(used) == -(-size // 8)
+        assert max(used) < stride
 
 
 def test_a_slot_without_room_for_a_block_has_no_capacity() -> None:

@@ -11,6 +11,7 @@ import torch
 from tpplan.codec import fingerprint
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.binding import Memory
+from tpplan.exec.blocks import SLOT_BLOCKS, most_blocks
 from tpplan.exec.context import TPContext
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.device import DeviceContext
@@ -164,7 +165,8 @@ def build(
     peer_slot = slot_bytes(len(devices))
     largest_message = (HOST_SLOT_BYTES if transport == "host" else peer_slot) if waits else 0
     if on_gpus:
-        largest_message = capacity(2 * largest_message)
+        blocks = most_blocks([places[index] for index in used], SLOT_BLOCKS)
+        largest_message = capacity(2 * largest_message, blocks)
     contexts = {device.index: device for device in devices}
 
     def slots(queue: Queue) -> torch.Tensor:

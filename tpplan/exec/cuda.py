@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from tpplan.errors import ExecutionError, InternalError
+from tpplan.errors import ExecutionError
 from tpplan.exec.binding import no_memory, resolve
 from tpplan.exec.exchanges import Exchanges
 from tpplan.exec.fence import HOST_STREAM, without_callers
@@ -111,17 +111,23 @@ class Issuing:
             ExecutionError: the devices are closed, or one of them waited in vain, or the issue of a program was
                 interrupted, so that devices do not agree any more on what they exchange.
         """
-        if self.closed:
-            raise ExecutionError("the context is closed", "compile the plan again")
-        self._exchanges.check()
         _ISSUING.acquire()
+        try:
+            self._check()
+        except ExecutionError:
+            _ISSUING.release()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and not issubclass(kind, ExecutionError | InternalError):
-            self._exchanges.interrupt()
         _ISSUING.release()
+
+    def _check(self) -> None:
+        """Refuse what comes after the end; whoever has waited for the others may come after it."""
+        if self.closed:
+            raise ExecutionError("the context is closed", "compile the plan again")
+        self._exchanges.check()
 
 
 class CudaDevices:
@@ -182,19 +188,27 @@ class CudaDevices:
             handle = self._handle(device)
             if self._current.get(device) != handle:
                 self._turn_to(device, handle)
+        try:
+            self._go_through(ready, operands, rows, dtype)
+        except BaseException:  # between two devices, perhaps
+            self._exchanges.interrupt()
+            raise
+        if not program.results:
+            return self._nothing
+        return Pending(tuple(self._recorded[event] for event in program.results), self._exchanges.check)
+
+    def _go_through(self, ready: _Ready, operands: Mapping[Buffer, Tensor], rows: int, dtype: torch.dtype) -> None:
+        """Issue the commands of a program."""
         launches = iter(ready.launches)
         for step in ready.commands:
             if isinstance(step, Exchange):  # first, for nothing else is called as often
                 self._issue(step.stream, next(launches).issue, operands, rows)
             elif isinstance(step, Record):
-                self._record(step, new=step.event in program.results)
+                self._record(step, result=step.event in ready.program.results)
             elif isinstance(step, Wait):
                 self._wait(step)
             else:
                 self._work(step, operands, rows, dtype)
-        if not program.results:
-            return self._nothing
-        return Pending(tuple(self._recorded[event] for event in program.results), self._exchanges.check)
 
     def _work(self, step: Copy | Sum, operands: Mapping[Buffer, Tensor], rows: int, dtype: torch.dtype) -> None:
         """Issue a copy or a sum."""
@@ -230,9 +244,9 @@ class CudaDevices:
         current = [self._streams[each] for each in self._current.items()]
         return (*current, *(self._loads[device] for device in sorted(self._loaded)))
 
-    def prepared(self) -> tuple[object, ...]:
-        """Return what the kernels issued so far read besides their operands; it has to live until they are complete."""
-        return tuple(self._ready.values())
+    def kernels(self) -> tuple[object, ...]:
+        """Return the kernels that were issued so far; they have to be loaded as long as a graph has them."""
+        return (*self._exchanges.kernels.values(), *self._sums.kernels.values())
 
     def forget(self) -> None:
         """Start anew after everything is complete, as a graph does that is to be captured, or was."""
@@ -303,13 +317,20 @@ class CudaDevices:
             finally:
                 switch_device(before)
 
-    def _record(self, step: Record, *, new: bool) -> None:
-        """Record an event of the stream's device: each has its own, for any device may record some events."""
+    def _record(self, step: Record, *, result: bool) -> None:
+        """Record an event of the stream's device: each has its own, for any device may record some events.
+
+        Those of results are the caller's, to wait for at any time, and never recorded again.
+        """
         key = (step.event, step.stream.device)
-        if new or key not in self._events:
-            self._events[key] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event = self._recorded[step.event] = self._events[key]
+        if result or key not in self._events:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            if not result:
+                self._events[key] = event
+        else:
+            event = self._events[key]
         event.record(self._real(step.stream))
+        self._recorded[step.event] = event
 
     def _wait(self, step: Wait) -> None:
         event = self._recorded.get(step.event)

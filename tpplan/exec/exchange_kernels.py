@@ -38,7 +38,7 @@ def expired(polls: Any, start: Any) -> Any:
     """
     if polls & _HALF(_PATIENCE) != 0:
         return False
-    return ptx.cycles() - start > word(DEADLINE) or ptx.poll_32(counter(FAILURES)) != 0
+    return ptx.nanoseconds() - start > word(DEADLINE) or ptx.poll_32(counter(FAILURES)) != 0
 
 
 @device_function

@@ -13,7 +13,7 @@ BLOCKS = 128
 #: Bytes of a counter: 4 for each block.
 COUNTER_BYTES = 4 * BLOCKS
 
-#: Rows of all operands; the cycles after which a device waits no longer, and the address of what tells the host of it.
+#: Rows of all operands; the nanoseconds after which a device waits no longer, and the address that tells the host so.
 ROWS, DEADLINE, STATUS = 0, 1, 2
 #: Address of the device's counters, of which the first is of failures, and where the operands begin.
 COUNTERS, OPERANDS = 3, 4

@@ -9,8 +9,9 @@ import torch
 from tpplan.errors import ExecutionError
 from tpplan.exec import kernel_cache, slot_table, slots, straight, straight_table
 from tpplan.exec.binding import no_memory
+from tpplan.exec.blocks import SLOT_BLOCKS, STRAIGHT_BLOCKS, most_blocks
 from tpplan.exec.counters import Counters
-from tpplan.exec.exchange_table import BLOCKS, COUNTERS, DEADLINE, STATUS
+from tpplan.exec.exchange_table import COUNTERS, DEADLINE, STATUS
 from tpplan.exec.launch import Launch, Work
 from tpplan.exec.program import OWN, SLOT, Exchange, Stream, Sum, writes
 
@@ -22,14 +23,13 @@ if TYPE_CHECKING:
 
 _WHAT = {torch.bfloat16: "sum_bf16", torch.float16: "sum_f16", torch.float32: "sum_f32"}
 KERNELS = tuple(f"{way}_{what}" for way in ("slot", "straight") for what in ("move", *_WHAT.values()))
-#: Of the kernels of each way: threads of a block, the bytes that a thread moves at once, and the blocks that a
-#: multiprocessor has room for.
+#: Of the kernels of each way: threads of a block, and the bytes that a thread moves at once.
 _SHAPES = {
-    "slot": (slot_table.THREADS, slot_table.DATA_BYTES, 4),
-    "straight": (straight_table.THREADS, straight_table.VECTOR_BYTES, 1),
+    "slot": (slot_table.THREADS, slot_table.DATA_BYTES),
+    "straight": (straight_table.THREADS, straight_table.VECTOR_BYTES),
 }
-#: A device that does not answer for about so many cycles of a multiprocessor never will: ten seconds, or a few more.
-_DEADLINE = 20_000_000_000
+#: A device that does not answer for so many nanoseconds never will.
+_DEADLINE = 10_000_000_000
 _INTERRUPTED = 4
 #: What the status says.
 _FAILURES = {
@@ -41,7 +41,11 @@ _FAILURES = {
 
 
 class Exchanges:
-    """Makes the launches of exchanges; they are issued in the same order on all devices."""
+    """Makes the launches of exchanges; they are issued in the same order on all devices.
+
+    Attributes:
+        kernels: that are loaded, by name and compute capability.
+    """
 
     def __init__(self, memory: Memory, places: Mapping[int, torch.device], kernels: tuple[str, ...] = KERNELS) -> None:
         """Load every kernel on every device: one that is loaded later would wait for those that wait for it.
@@ -54,15 +58,14 @@ class Exchanges:
         self._memory = memory
         self._places = places
         self._counters = Counters(memory.flags)
-        self._status = torch.zeros(16, dtype=torch.int32, pin_memory=True)
+        self._status = torch.zeros(16, dtype=torch.int32, device="cpu", pin_memory=True)
         self._seen = self._status.numpy()
         found = {place: torch.cuda.get_device_properties(place) for place in places.values()}
-        # All devices have the same blocks, and room for them at the same time.
         here = list(places.values())
-        self._room = min((each.multi_processor_count // here.count(place) for place, each in found.items()), default=1)
+        self._most = {"slot": most_blocks(here, SLOT_BLOCKS), "straight": most_blocks(here, STRAIGHT_BLOCKS)}
         wanted = {(name, (each.major, each.minor)) for name in kernels for each in found.values()}
         kernel_cache.prepare(wanted)
-        self._kernels = {each: kernel_cache.load(*each) for each in wanted}
+        self.kernels = {each: kernel_cache.load(*each) for each in wanted}
         for device, place in places.items():
             torch.cuda.synchronize(place)  # so that all counters are 0
             stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
@@ -100,7 +103,7 @@ class Exchanges:
             works = straight.prepare(exchanges, dtype.itemsize, self._counters)
             return tuple(self._launch(f"straight_{what}", work) for work in works)
         self._clear(exchanges, program.name)
-        works = slots.prepare(exchanges, dtype.itemsize, self._memory, self._counters)
+        works = slots.prepare(exchanges, dtype.itemsize, self._memory, self._counters, self._most["slot"])
         return tuple(self._launch(f"slot_{what}", work) for work in works)
 
     def _clear(self, exchanges: Sequence[Exchange], name: str) -> None:
@@ -115,12 +118,11 @@ class Exchanges:
 
     def _launch(self, name: str, work: Work) -> Launch:
         device = work.stream.device
-        threads, piece, room = _SHAPES[name.partition("_")[0]]
-        kernel = self._kernels[name, torch.cuda.get_device_capability(self._places[device])]
+        way = name.partition("_")[0]
+        kernel = self.kernels[name, torch.cuda.get_device_capability(self._places[device])]
         header = {
             DEADLINE: _DEADLINE,
             STATUS: self._status.data_ptr(),
             COUNTERS: self._counters.area(device),
         }
-        blocks = max(1, min(BLOCKS, self._room * room, work.blocks))
-        return Launch(kernel, work, blocks, (threads, piece), header)
+        return Launch(kernel, work, min(self._most[way], work.blocks), _SHAPES[way], header)

@@ -68,7 +68,7 @@ class Graph:
         finally:
             self._backend.forget()
         self._captured = kind is None
-        self._used = self._backend.prepared()  # whose tables its kernels read
+        self._used = self._backend.kernels()
 
     def __del__(self) -> None:
         # torch aborts the process if a graph's memory is given back while another one is captured, and

@@ -41,7 +41,16 @@ _SOURCES = (
     "straight_kernels.py",
     "straight_table.py",
 )
-_COMPILERS = ("numba", "llvmlite", "numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
+_COMPILERS = (
+    "numba",
+    "llvmlite",
+    "numba-cuda",
+    "cuda-core",
+    "nvidia-nvvm",
+    "nvidia-nvjitlink",
+    "nvidia-cuda-nvcc-cu12",  # which has libNVVM
+    "nvidia-nvjitlink-cu12",
+)
 
 
 def lacks() -> str:

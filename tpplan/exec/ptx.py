@@ -96,8 +96,8 @@ fence = _instruction("fence.acq_rel.sys;", "", "", memory=True)
 PARAMETER = "tpplan_words"
 _TEXT = f"{{ .reg .b64 a, b; shl.b64 b, $1, 3; mov.b64 a, {PARAMETER}; add.s64 a, a, b; ld.param.b64 $0, [a]; }}"
 word = _instruction(_TEXT, "u64", "u64")
-#: Cycles of the multiprocessor's clock.
-cycles = _instruction("mov.u64 $0, %clock64;", "u64", "", memory=True)
+#: Of a clock that all multiprocessors share, in steps of up to a microsecond.
+nanoseconds = _instruction("mov.u64 $0, %globaltimer;", "u64", "", memory=True)
 
 #: Two 16-bit floats lie in one register, the first of them in its low half.
 low_bf16 = _instruction("{ .reg .b32 b; shl.b32 b, $1, 16; mov.b32 $0, b; }", "f32", "u32")

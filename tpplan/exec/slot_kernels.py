@@ -144,7 +144,7 @@ def _begin(counts: Any) -> None:
 @device_function
 def _await_credit(freed: Any, number: Any) -> None:
     """Wait until the slot for a message was read."""
-    start, polls = ptx.cycles(), _HALF(0)
+    start, polls = ptx.nanoseconds(), _HALF(0)
     while _HALF(number - ptx.poll_32(freed)) > _HALF(SLOTS):
         polls += _HALF(1)
         if expired(polls, start):
@@ -157,7 +157,7 @@ def _receive(address: Any, number: Any) -> Any:
     """Return the data of a packet as soon as it is there; garbage after the deadline, which the status tells."""
     low, first, high, second = ptx.poll_128(address)
     if first != number or second != number:
-        start, polls = ptx.cycles(), _HALF(0)
+        start, polls = ptx.nanoseconds(), _HALF(0)
         while first != number or second != number:
             polls += _HALF(1)
             if expired(polls, start):

@@ -68,16 +68,23 @@ class Place:
     freed: tuple[int, ...]
 
 
-def regions(stride: int) -> tuple[int, int]:
-    """Return into how many parts a slot of ``stride`` bytes is cut, one for each block, and their bytes."""
+def regions(stride: int, most: int = BLOCKS) -> tuple[int, int]:
+    """Return into how many parts a slot of ``stride`` bytes is cut, one for each block, and their bytes.
+
+    A message has a turn of its threads in each part, then another; so there are only as many parts as blocks may run.
+
+    Args:
+        stride: bytes of a slot.
+        most: blocks that may run.
+    """
     least = PACKET_BYTES * THREADS
-    blocks = min(BLOCKS, stride // least)
+    blocks = min(most, stride // least)
     return (blocks, stride // blocks // least * least) if blocks else (0, 0)
 
 
-def capacity(stride: int) -> int:
-    """Return the bytes of data that fit a slot of ``stride`` bytes."""
-    blocks, region = regions(stride)
+def capacity(stride: int, most: int = BLOCKS) -> int:
+    """Return the bytes of data that fit a slot of ``stride`` bytes, if so many blocks may run."""
+    blocks, region = regions(stride, most)
     return blocks * region // PACKET_BYTES * DATA_BYTES
 
 
@@ -147,7 +154,7 @@ class _Entries:
             else:
                 self.receives.append((*self.lane(queue), FETCHED))
 
-    def words(self, stride: int) -> list[int]:
+    def words(self, stride: int, most: int) -> list[int]:
         """Return the table.
 
         Raises:
@@ -158,16 +165,17 @@ class _Entries:
         ends = [0, *accumulate(len(send.lanes) for send in self.sends)]
         sends = [(s.first, s.width, a, b, s.local) for s, (a, b) in zip(self.sends, pairwise(ends), strict=True)]
         words = [0] * (_END - FILLED)
-        header = (len(self.filled), len(queues), len(sends), len(self.receives), regions(stride)[1], stride, self.width)
+        region = regions(stride, most)[1]
+        header = (len(self.filled), len(queues), len(sends), len(self.receives), region, stride, self.width)
         words[: len(header)] = header
-        for place, most, size, entries in (
+        for place, room, size, entries in (
             (FIRST_QUEUE, MOST_QUEUES, QUEUE_WORDS, queues),
             (FIRST_SEND, _MOST_SENDS, SEND_WORDS, sends),
             (FIRST_LANE, _MOST_LANES, LANE_WORDS, lanes),
             (FIRST_RECEIVE, _MOST_RECEIVES, RECEIVE_WORDS, self.receives),
         ):
-            if len(entries) > most:
-                raise InternalError(f"a slot kernel has room for {most} entries of a kind, not for {len(entries)}")
+            if len(entries) > room:
+                raise InternalError(f"a slot kernel has room for {room} entries of a kind, not for {len(entries)}")
             for i, entry in enumerate(entries):
                 first = place - FILLED + i * size
                 words[first : first + len(entry)] = entry
@@ -189,7 +197,7 @@ class SlotTable:
     written: int
 
 
-def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int) -> SlotTable:
+def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int, most: int = BLOCKS) -> SlotTable:
     """Return the table of an exchange through slots.
 
     Args:
@@ -197,6 +205,7 @@ def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int
         item: bytes per element.
         places: of its queues.
         stride: bytes of a slot.
+        most: blocks that may run.
 
     Raises:
         InternalError: it has steps that no slot kernel knows, or too many.
@@ -212,7 +221,7 @@ def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int
             entries.add(step)
         elif step.flag.name not in {"full", "free"}:
             raise InternalError(f"no slot kernel for {step}")
-    return SlotTable(entries.words(stride), entries.read, entries.written)
+    return SlotTable(entries.words(stride, most), entries.read, entries.written)
 
 
 def queues(exchange: Exchange) -> tuple[Queue, ...]:

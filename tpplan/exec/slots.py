@@ -26,7 +26,7 @@ def fresh(exchanges: Iterable[Exchange], counters: Counters) -> set[Queue]:
     return {queue for queue in found if (queue.sender, "messages", queue) not in counters}
 
 
-def prepare(exchanges: Sequence[Exchange], item: int, memory: Memory, counters: Counters) -> list[Work]:
+def prepare(exchanges: Sequence[Exchange], item: int, memory: Memory, counters: Counters, most: int) -> list[Work]:
     """Return what each device does.
 
     Args:
@@ -34,16 +34,17 @@ def prepare(exchanges: Sequence[Exchange], item: int, memory: Memory, counters: 
         item: bytes per element.
         memory: of the context.
         counters: of the context.
+        most: blocks that may run.
     """
     row_bytes, works = widest(exchanges) * item, []
     for exchange in exchanges:
         device = exchange.stream.device
         places = {queue: _place(queue, device, memory, counters) for queue in queues(exchange)}
         stride = max((memory.slots(queue).shape[1] for queue in places), default=0)
-        made = table(exchange, item, places, stride)
+        made = table(exchange, item, places, stride, most)
         bits = {INPUT: made.read, OUTPUT: made.written, RESIDUAL: made.read}
         ends = tuple((Buffer(role, device), each) for role, each in bits.items())
-        blocks = regions(stride)[0] or 1  # a device that only copies needs no slot
+        blocks = regions(stride, most)[0] or 1  # a device that only copies needs no slot
         works.append(Work(exchange.stream, FILLED, made.words, partial(_operands, ends), row_bytes, blocks))
     return works
 

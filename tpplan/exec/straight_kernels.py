@@ -40,7 +40,10 @@ def _begin(counts: Any) -> None:
 
 @device_function
 def _signal(counts: Any, at: Any, fenced: Any) -> None:
-    """Raise flags, after everything that the block has done if that has to be ``fenced``."""
+    """Raise flags, after everything that the block has done if that has to be ``fenced``.
+
+    What the device did before this kernel is done: it was complete when the kernel began.
+    """
     cuda.syncthreads()
     thread = _WORD(cuda.threadIdx.x)
     if thread < word(at + _WORD(1)):
@@ -52,20 +55,21 @@ def _signal(counts: Any, at: Any, fenced: Any) -> None:
 
 
 @device_function
-def _await(counts: Any, at: Any) -> None:
-    """Wait for flags, before anything that the block does next."""
-    thread = _WORD(cuda.threadIdx.x)
+def _await(counts: Any, at: Any) -> Any:
+    """Wait for flags, before anything that the block does next; tell whether any of them did not come."""
+    thread, late = _WORD(cuda.threadIdx.x), _HALF(0)
     if thread < word(at + _WORD(1)):
         entry = at + _WORD(2) + _WORD(3) * thread
         number = counts[word(entry)] + _HALF(word(entry + _WORD(1)))
         address = word(entry + _WORD(2)) + _WORD(4) * _WORD(cuda.blockIdx.x)
-        start, polls = ptx.cycles(), _HALF(0)
+        start, polls = ptx.nanoseconds(), _HALF(0)
         while _HALF(ptx.acquire_32(address) - number) > _HALF(0x7FFFFFFF):  # it is behind
             polls += _HALF(1)
             if expired(polls, start):
                 fail(3)
+                late = _HALF(1)
                 break
-    cuda.syncthreads()
+    return cuda.syncthreads_or(late)
 
 
 @device_function
@@ -116,7 +120,7 @@ def _copy(at: Any) -> Any:
                 ptx.store_128(write + r3 * step_down + c3, z0, z1, z2, z3)
             index += _WORD(4) * step
     while index < total:
-        row = _WORD(_HALF(index) // per_row)
+        row = index // _WORD(per_row)  # in 64 bits, for there may be many small pieces
         column = (index - row * _WORD(per_row)) * piece
         if piece == VECTOR_BYTES:
             w0, w1, w2, w3 = ptx.load_128(read + row * pitch + column)
@@ -173,7 +177,8 @@ def _kernel(name: str, add: Any) -> Kernel:
                 _signal(counts, at, kind == SIGNAL)
                 at += _WORD(2) + _WORD(3) * word(at + _WORD(1))
             elif kind == AWAIT:
-                _await(counts, at)
+                if _await(counts, at):
+                    return  # without touching what nobody has opened
                 at += _WORD(2) + _WORD(3) * word(at + _WORD(1))
             elif kind == COPY:
                 at = _copy(at)
@@ -246,7 +251,7 @@ def _sum(name: str, item: int, first: Any, second: Any, both: Any) -> Kernel:  #
         per_row = _HALF(word(at + _WORD(1))) // _HALF(piece)
         index, step, total = _WORD(cuda.grid(1)), _WORD(cuda.gridsize(1)), rows * _WORD(per_row)
         while index < total:
-            row = _WORD(_HALF(index) // per_row)
+            row = _WORD(_HALF(index) // per_row) if vectors else index // _WORD(per_row)
             column = (index - row * _WORD(per_row)) * piece
             if vectors:
                 w0, w1, w2, w3 = add_vectors(source, sources, top, row, column)

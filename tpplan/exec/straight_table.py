@@ -37,12 +37,12 @@ VECTOR_BYTES = 16
 
 #: The largest piece to which everything is aligned, and the first of the operands: address and pitch of each.
 PIECE, FIRST = OPERANDS, OPERANDS + 1
-#: Most operands: of each of eight devices an input and an output, and a residual; a free place is left for it.
+#: Most operands: an input, a residual and an output of each of eight devices.
 _MOST_OPERANDS = 24
 #: Where the number of sequences and of steps are; their place is in the next word.
 SEQUENCES = FIRST + 2 * _MOST_OPERANDS
 STEPS = SEQUENCES + 2
-_ENTRIES = SEQUENCES + 4
+_FIRST_ENTRY = SEQUENCES + 4
 
 OPEN, SIGNAL, AWAIT, COPY, ADD = range(5)
 
@@ -140,9 +140,9 @@ def table(
             entries.flag(step)
     sequences = [word for flag, times in entries.raised.items() for word in (counters(flag), times)]
     steps = [word for step in entries.steps for word in step]
-    header = [len(entries.raised), _ENTRIES, len(entries.steps), _ENTRIES + len(sequences)]
+    header = [len(entries.raised), _FIRST_ENTRY, len(entries.steps), _FIRST_ENTRY + len(sequences)]
     words = [*header, *sequences, *steps]
-    if SEQUENCES + len(words) > MOST_WORDS or max(len(entries.raised), len(operands)) > MOST_SEQUENCES:
+    if SEQUENCES + len(words) > MOST_WORDS or len(entries.raised) > MOST_SEQUENCES or len(operands) > _MOST_OPERANDS:
         raise InternalError(f"a table of {len(words)} words and {len(entries.raised)} sequences is too long")
     return words
 

@@ -49,10 +49,14 @@ def copy(stream: int, target: Tensor, sources: Sequence[Tensor]) -> None:
 
 
 class Sums:
-    """Launches sums; a kernel is loaded when a device first adds up a dtype."""
+    """Launches sums.
+
+    Attributes:
+        kernels: by dtype and device; one is loaded when a device first adds up a dtype.
+    """
 
     def __init__(self) -> None:
-        self._kernels: dict[tuple[torch.dtype, torch.device], Any] = {}
+        self.kernels: dict[tuple[torch.dtype, torch.device], Any] = {}
 
     def add(self, stream: int, target: Tensor, sources: Sequence[Tensor]) -> None:
         """Add up the sources, ``[rows, columns]`` each, in float32, in order, on the target's device; round once."""
@@ -71,6 +75,6 @@ class Sums:
 
     def _kernel(self, dtype: torch.dtype, device: torch.device) -> Any:
         key = (dtype, device)
-        if key not in self._kernels:
-            self._kernels[key] = kernel_cache.load(_NAMES[dtype], torch.cuda.get_device_capability(device))
-        return self._kernels[key]
+        if key not in self.kernels:
+            self.kernels[key] = kernel_cache.load(_NAMES[dtype], torch.cuda.get_device_capability(device))
+        return self.kernels[key]
