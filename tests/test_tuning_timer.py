@@ -25,6 +25,7 @@ from tpplan.exec.tuning import (
     STRAIGHT,
     SUMS,
     Tuning,
+    largest,
 )
 from tpplan.exec.tuning_timer import HIDDEN, ITEM_BYTES, GraphTimer, synthetic_plan
 
@@ -58,6 +59,15 @@ class _Graph:
     def replay(self) -> None:
         """Count."""
         _Graph.replays += 1
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_messages_have_room(kind: str, devices: int) -> None:
+    """The synthetic plan is for as many rows as they have, whatever moves."""
+    timer = GraphTimer([torch.device("meta")] * devices)
+    given, taken = timer._operands(kind, largest(kind, devices))
+    assert {x.shape[0] for x in (*given, *taken)} <= set(range(1, synthetic_plan(devices).request.max_rows + 1))
 
 
 @pytest.mark.parametrize(("transport", "devices"), [("peer", 2), ("peer", 3), ("host", 2)])

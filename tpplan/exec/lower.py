@@ -24,11 +24,14 @@ from tpplan.exec.operation import Addition, Moves, Reduction
 from tpplan.exec.program import HOST
 from tpplan.exec.tuning import DEFAULT, EXCHANGES, FANS, SUMS, Tuning
 from tpplan.sizes import format_bytes
-from tpplan.workspace import ALIGNMENT
+from tpplan.workspace import ALIGNMENT, CHUNKS
 
 if TYPE_CHECKING:
     from tpplan.exec.operation import Operation
     from tpplan.exec.program import Program
+
+#: Chunks smaller than this cost more in commands than they gain.
+_SMALLEST_CHUNK = 2**20
 
 TRANSPORTS = ("peer", "host", "events")
 
@@ -120,7 +123,9 @@ def route(operation: Operation, transport: str, rows: int, item_bytes: int, limi
         row_bytes = max(share.stop - share.start for share in operation.shares()) * item_bytes
         fetched = max(len(operation.others(taker)) for taker in operation.takers)
         limit = limits.exchange_bytes // fetched // ALIGNMENT * ALIGNMENT
-    elif transport != "host":
+    elif transport == "host":
+        limit = min(limit, max(row_bytes, _chunk_bytes(rows * row_bytes)))
+    else:
         return Route(transport)
     return Route(transport, parts=_parts(operation.name, rows, row_bytes, limit))
 
@@ -130,6 +135,11 @@ def _is_local(operation: Operation) -> bool:
     if isinstance(operation, Moves):
         return all(target.buffer.device in {HOST, source.buffer.device} for source, target in operation.moves)
     return isinstance(operation, Addition) or len(operation.devices) == 1
+
+
+def _chunk_bytes(size: int) -> int:
+    """Return what to move through host memory at once: one chunk is filled while another is read, so not too much."""
+    return min(max(size // CHUNKS, _SMALLEST_CHUNK), 4 * _SMALLEST_CHUNK)
 
 
 def _parts(what: str, rows: int, row_bytes: int, limit: int) -> int:

@@ -104,6 +104,11 @@ def forced(way: str) -> Tuning:
 Time = Callable[[str, str, int, tuple[str, ...]], Sequence[float]]
 
 
+def largest(kind: str, devices: int) -> int:
+    """Return the largest message that is measured: of exchanges, a device's part of what others send as well."""
+    return LARGEST // devices if kind == EXCHANGES else LARGEST
+
+
 def tune(time: Time, slots: Mapping[str, int], devices: int, *, straight: bool) -> Tuning:
     """Measure thresholds.
 
@@ -121,7 +126,8 @@ def tune(time: Time, slots: Mapping[str, int], devices: int, *, straight: bool) 
     for transport, room in slots.items():
         for kind in KINDS:
             ways = _ways(transport, kind, devices, straight=straight)
-            sizes = [size for size in _SIZES if size <= room or ways[2:]]  # beyond slots there may be no choice
+            most = largest(kind, devices) if ways[2:] else room  # beyond slots there may be no choice
+            sizes = [size for size in _SIZES if size <= min(most, largest(kind, devices))]
             times = [
                 time(transport, kind, size, ways) if size <= room else (inf, *time(transport, kind, size, ways[1:]))
                 for size in sizes
