@@ -28,7 +28,7 @@ _SEVERAL = 3
 
 #: Sizes that are measured: twice as large from one to the next.
 _SIZES = tuple(2**i * KIB for i in range(2, 17))
-LARGEST = _SIZES[-1]
+LARGEST: int = _SIZES[-1]
 
 
 @frozen(kw_only=True)
