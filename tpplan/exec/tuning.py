@@ -54,8 +54,8 @@ class Tuning:
     """
 
     peer_fans_bytes: int = 512 * KIB
-    peer_exchanges_bytes: int = 512 * KIB
-    peer_sums_bytes: int = 512 * KIB
+    peer_exchanges_bytes: int = 256 * KIB
+    peer_sums_bytes: int = 256 * KIB
     host_fans_bytes: int = 64 * KIB
     host_exchanges_bytes: int = 64 * KIB
     host_sums_bytes: int = 64 * KIB
