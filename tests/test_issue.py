@@ -12,9 +12,9 @@ import torch
 pytest.importorskip("cuda.core", reason="needs cuda.core: pip install 'tpplan[cu13]'")
 
 from tpplan.errors import ExecutionError
-from tpplan.exec import cuda
-from tpplan.exec.cuda import CudaDevices, Issuing, _Ready
+from tpplan.exec.cuda import CudaDevices, _Ready
 from tpplan.exec.fence import own
+from tpplan.exec.issuing import ISSUING, Issuing
 from tpplan.exec.program import INPUT, Buffer, Exchange, Program
 
 
@@ -47,7 +47,7 @@ def test_who_waited_for_his_turn_is_refused_after_a_close() -> None:
         except ExecutionError as error:
             refused.append(error.message)
 
-    with cuda._ISSUING:
+    with ISSUING:
         thread = threading.Thread(target=enter)
         thread.start()
         thread.join(0.3)
@@ -55,5 +55,5 @@ def test_who_waited_for_his_turn_is_refused_after_a_close() -> None:
         issuing.closed = True
     thread.join()
     assert refused == ["the context is closed"]
-    assert cuda._ISSUING.acquire(blocking=False)
-    cuda._ISSUING.release()
+    assert ISSUING.acquire(blocking=False)
+    ISSUING.release()

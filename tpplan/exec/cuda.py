@@ -6,7 +6,6 @@ current device or stream.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from tpplan.exec.binding import no_memory, resolve
 from tpplan.exec.exchanges import Exchanges
 from tpplan.exec.fence import HOST_STREAM, without_callers
 from tpplan.exec.graph import Graph
+from tpplan.exec.issuing import ISSUING, Issuing
 from tpplan.exec.launch import Launch
 from tpplan.exec.program import HOST, LOAD, Command, Copy, Event, Exchange, Program, Record, Stream, Sum, Wait
 from tpplan.exec.sums import Sums, copy
@@ -26,15 +26,12 @@ from tpplan.exec.torch_shims import stream_handle, switch_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
     from torch import Tensor
 
     from tpplan.exec.binding import Memory
     from tpplan.exec.program import Buffer
 
-#: Held while anything is issued that devices exchange by kernels: one program of one context at a time.
-_ISSUING = threading.RLock()
 #: How many programs are remembered, each for a dtype.
 _KEPT = 1024
 
@@ -93,43 +90,6 @@ class _Ready:
     on_host: bool
 
 
-class Issuing:
-    """Holds back other threads, for kernels of two contexts must not come in another order on another device.
-
-    Attributes:
-        closed: whether nothing may be issued any more.
-    """
-
-    def __init__(self, exchanges: Exchanges) -> None:
-        self._exchanges = exchanges
-        self.closed = False
-
-    def __enter__(self) -> None:
-        """Begin.
-
-        Raises:
-            ExecutionError: the devices are closed, or one of them waited in vain, or the issue of a program was
-                interrupted, so that devices do not agree any more on what they exchange.
-        """
-        _ISSUING.acquire()
-        try:
-            self._check()
-        except ExecutionError:
-            _ISSUING.release()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _ISSUING.release()
-
-    def _check(self) -> None:
-        """Refuse what comes after the end; whoever has waited for the others may come after it."""
-        if self.closed:
-            raise ExecutionError("the context is closed", "compile the plan again")
-        self._exchanges.check()
-
-
 class CudaDevices:
     """Runs programs on CUDA devices. Not safe for two threads at once.
 
@@ -156,7 +116,7 @@ class CudaDevices:
         self._events: dict[tuple[Event, int], torch.cuda.Event] = {}
         self._sums = Sums()
         self._ready: dict[tuple[int, torch.dtype], _Ready] = {}
-        with _ISSUING:
+        with ISSUING:
             self._exchanges = Exchanges(memory, places)
         self._issuing = Issuing(self._exchanges)
         self._nothing = Pending((), self._exchanges.check)
