@@ -44,6 +44,12 @@ def test_draws_follow_the_probabilities() -> None:
         torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-40, 5e-324])
+def test_next_to_no_temperature_takes_the_likeliest(temperature: float) -> None:
+    """However small it is: no quotient overflows."""
+    assert set(draws(Sampling(temperature), 50)) == {1}
+
+
 @pytest.mark.parametrize(
     ("top_p", "tokens"), [(0.4, {1}), (0.5, {1}), (0.6, {1, 3}), (0.9, {1, 2, 3}), (1.0, {0, 1, 2, 3})]
 )

@@ -43,7 +43,8 @@ class Sampling:
 
     def draw(self, logits_BV: Tensor, generator: torch.Generator) -> Tensor:
         """Return a token for each row of logits in host memory."""
-        probabilities, order = (logits_BV / self.temperature).softmax(-1).sort(-1, descending=True)
+        below_BV = logits_BV.double() - logits_BV.amax(-1, keepdim=True)  # 0 is the likeliest at any temperature
+        probabilities, order = (below_BV / self.temperature).softmax(-1).sort(-1, descending=True)
         before = probabilities.cumsum(-1) - probabilities
         chosen = probabilities.masked_fill(before >= self.top_p, 0).multinomial(1, generator=generator)
         return order.gather(-1, chosen).squeeze(-1)
