@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from tpplan.axes import Axis, slices_of
 from tpplan.errors import ExecutionError
 from tpplan.exec import operation
-from tpplan.exec.lower import Limits, kind_of, lower
+from tpplan.exec.lower import LARGEST_CHUNK, Limits, kind_of, lower
 from tpplan.exec.operation import Addition, Moves
 from tpplan.exec.program import HOST, SCRATCH, SLOT, STAGE, flat, reads, writes
 from tpplan.exec.tuning import copies_field, slots_field
@@ -233,7 +233,7 @@ def _why(operation: Operation, route: Route, engine: Engine) -> str:
     large = f"{large}: " if engine.transport == "peer" and route.transport == "events" else ""
     if route.transport == "events" and isinstance(operation, Moves):
         return f"{large}copies of any size"
-    room = f"a chunk of {format_bytes(limits.stage_bytes)}"
+    room = f"a chunk of {format_bytes(min(limits.stage_bytes, LARGEST_CHUNK))}"
     if route.transport == "events":
         room = f"the exchange buffer of {format_bytes(limits.exchange_bytes)}"
     return f"{large}fits {room}" if route.parts == 1 else f"{large}parts fit {room}"

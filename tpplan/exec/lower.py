@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from tpplan.exec.operation import Operation
     from tpplan.exec.program import Program
 
-#: Chunks smaller than this cost more in commands than they gain.
-_SMALLEST_CHUNK = 2**20
+#: Bytes that go through host memory at once, if a row has not more: smaller chunks cost more in commands than they gain,
+#: and of larger ones too little is read while others are filled.
+_SMALLEST_CHUNK, LARGEST_CHUNK = 2**20, 2**22
 
 TRANSPORTS = ("peer", "host", "events")
 
@@ -138,8 +139,8 @@ def _is_local(operation: Operation) -> bool:
 
 
 def _chunk_bytes(size: int) -> int:
-    """Return what to move through host memory at once: one chunk is filled while another is read, so not too much."""
-    return min(max(size // CHUNKS, _SMALLEST_CHUNK), 4 * _SMALLEST_CHUNK)
+    """Return how much of so many bytes to move through host memory at once."""
+    return min(max(size // CHUNKS, _SMALLEST_CHUNK), LARGEST_CHUNK)
 
 
 def _parts(what: str, rows: int, row_bytes: int, limit: int) -> int:
