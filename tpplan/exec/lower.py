@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from tpplan.exec.operation import Operation
     from tpplan.exec.program import Program
 
-#: Bytes that go through host memory at once, if a row has not more: smaller chunks cost more in commands than they gain,
-#: and of larger ones too little is read while others are filled.
+#: Bytes that go through host memory at once, if a row has not more: smaller chunks cost more in commands than they
+#: gain, and of larger ones too little is read while others are filled.
 _SMALLEST_CHUNK, LARGEST_CHUNK = 2**20, 2**22
 
 TRANSPORTS = ("peer", "host", "events")
