@@ -16,7 +16,7 @@ import tpplan
 from tpplan import exec as tpx
 from tpplan.check import check
 from tpplan.decoder import Decoder, Sampling, generate
-from tpplan.decoder.settings import end_tokens
+from tpplan.decoder.settings import check_model, end_tokens
 from tpplan.decoder.text import Stream, Tokenizer
 from tpplan.errors import PlanError, TpplanError
 from tpplan.weights import load_weights
@@ -35,12 +35,12 @@ def started(path: str, directory: str, backend: str = "auto") -> Iterator[Decode
         TpplanError: the plan is stale, or the machine or the checkpoint is not the one that it is for.
     """
     plan = tpplan.load(path)
-    (verdict,) = check(
-        {path: plan}, tpplan.read_model(directory)
-    ).plans  # a few milliseconds, before anything is loaded
+    model = tpplan.read_model(directory)
+    (verdict,) = check({path: plan}, model).plans  # a few milliseconds, before anything is loaded
     if not verdict.current:
         hint = "see what is different with tpplan check, make the plan again, and commit it"
         raise PlanError(f"{path} is stale: {verdict.message}", hint)
+    check_model(directory, model, plan)
     with tpx.compile(plan, backend=backend, model=directory) as context:
         yield Decoder(context, directory, load_weights(plan, directory, context))
 

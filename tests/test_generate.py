@@ -145,6 +145,30 @@ def test_what_is_refused(arguments: tuple[object, ...], problem: str, checkpoint
     assert "hint: " in done.err
 
 
+@pytest.mark.parametrize(
+    ("plan", "change", "problem"),
+    [
+        ({"kind": "q8"}, {}, "the decoder has no cache of kind q8 for heads of 8 elements"),
+        ({}, {"rope_interleave": True}, "rope_interleave is true"),
+        ({}, {"rope_parameters": {"rope_type": "new", "rope_theta": 1e4}}, "rope_type is 'new'"),
+        ({}, {"vocab_size": VOCAB + 1}, "config.json"),
+    ],
+    ids=["cache", "pairs", "rope", "model"],
+)
+def test_what_the_decoder_does_not_compute(
+    plan: dict[str, Any], change: dict[str, Any], problem: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """It is refused before the plan is compiled, let alone the weights are read."""
+    directory = shutil.copytree(checkpoint, tmp_path / "tiny")
+    plan_of(directory, 3, request_of(batch=1, **plan), {}, seed=4).save(directory / "plan.json")
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(config | change), encoding="utf-8")
+    with patch("tpplan.decoder.run.compiler", side_effect=AssertionError("too late")):
+        done = generate(directory, "--token-ids", "1")
+    assert (done.code, done.out) == (2, "")
+    assert problem in done.err.replace("\n", " ")
+
+
 def test_without_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
     """A missing file, a broken one and a missing library are named, with what does without."""
     directory = shutil.copytree(checkpoint, tmp_path / "tiny")

@@ -165,6 +165,11 @@ class Config:
                 raise self.error(f"{name}[{i}] is {_repr(item)}, expected a list of {what}")
         return tuple(value)
 
+    @property
+    def data(self) -> Mapping[str, object]:
+        """All that the file has, unchecked."""
+        return self._data
+
     def raw(self, key: str) -> object:
         """Return what the file has under ``key``, unchecked; None if it is absent."""
         _, value = self._find(key)

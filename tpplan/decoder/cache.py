@@ -20,6 +20,9 @@ _FLOAT8: Final = torch.float8_e4m3fn
 _GROUP: Final = 32
 _LARGEST: Final = 127
 
+#: Kinds of caches; no plan has the last one.
+_KINDS: Final = ("fp16", "fp8", "q8", "fp32")
+
 #: What an element is stored as: several tensors, and from these back.
 Parts = tuple["Tensor", ...]
 
@@ -45,6 +48,20 @@ def _from_int8(parts: Parts, dtype: torch.dtype) -> Tensor:
     return (torch.unflatten(whole, -1, (-1, _GROUP)) * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
 
 
+def check_kind(kind: str, head_dim: int) -> None:
+    """Make sure that there are caches of a kind for heads of a size.
+
+    Raises:
+        ExecutionError: there are none.
+    """
+    if kind not in _KINDS or (kind == "q8" and head_dim % _GROUP):
+        known = ", ".join(known for known in _KINDS if known in CACHE_KINDS)
+        raise ExecutionError(
+            f"the decoder has no cache of kind {kind} for heads of {head_dim} elements",
+            f"plan with --cache {known}; q8 takes multiples of {_GROUP}",
+        )
+
+
 class Store:
     """Keys or values ``[B, H, L, K]``: so many heads and places for each sequence."""
 
@@ -60,6 +77,7 @@ class Store:
         Raises:
             ExecutionError: the decoder has no cache of this kind.
         """
+        check_kind(kind, shape[-1])
         self._dtype = dtype
         narrow = dtype if dtype.itemsize == 2 else torch.float16  # noqa: PLR2004 - bytes
         kinds: dict[str, tuple[Callable[[Tensor], Parts], Callable[[Parts, torch.dtype], Tensor]]] = {
@@ -68,10 +86,6 @@ class Store:
             "fp8": (_to_float8, _from_float8),
             "q8": (_to_int8, _from_int8),
         }
-        if kind not in kinds or (kind == "q8" and shape[-1] % _GROUP):
-            what = f"cache of kind {kind} for heads of {shape[-1]} elements"
-            known = ", ".join(known for known in kinds if known in CACHE_KINDS)
-            raise ExecutionError(f"the decoder has no {what}", f"plan with --cache {known}; q8 takes multiples of 32")
         self._encode, self._decode = kinds[kind]
         self._parts = tuple(
             torch.zeros(*shape[:-1], part.shape[-1], dtype=part.dtype, device=device)

@@ -7,7 +7,6 @@ as ``xs`` is one tensor for each device, in device order.
 from __future__ import annotations
 
 from math import sqrt
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,12 +23,11 @@ from tpplan.decoder.settings import settings_of
 from tpplan.decoder.steps import Steps
 from tpplan.errors import RequestError
 from tpplan.exec.program import HOST
-from tpplan.exec.rope import Rope
-from tpplan.jsontext import read_json
 from tpplan.reader import read_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -81,10 +79,9 @@ class Decoder:
         self.weights = {
             device: joined(weights[device], self._blocks, self._family.experts) for device in context.all_devices
         }
-        rope = Rope.from_config(read_json((Path(directory) / "config.json").read_bytes()))  # type: ignore[arg-type]
         self._steps: dict[int, Steps] = {}
         holders = sorted({device for heads in self._heads for device in heads})
-        self._tables = dict(zip(holders, context.rope_tables(rope, self.length), strict=True))
+        self._tables = dict(zip(holders, context.rope_tables(self._settings.rope, self.length), strict=True))
 
     def cache_bytes(self, device: int) -> int:
         """Return the bytes that the cache takes on a device."""

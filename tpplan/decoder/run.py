@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import torch
 from attrs import frozen
 
 from tpplan.decoder.generation import check_prompts, generate
 from tpplan.decoder.model import Decoder
 from tpplan.decoder.sampling import Sampling
-from tpplan.decoder.settings import end_tokens, settings_of
+from tpplan.decoder.settings import check_model, end_tokens
 from tpplan.decoder.text import Stream, Tokenizer
 from tpplan.exec.selftest import compiler
 from tpplan.generate_report import GenerateReport
-from tpplan.reader import read_model
 from tpplan.weights import load_weights
+from tpplan.weights.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,9 @@ def run(plan: SplitPlan, order: Order, note: Callable[[str], None], tell: Callab
     Raises:
         TpplanError: the plan, the checkpoint, the machine and the order do not fit together.
     """
-    settings_of(order.directory, read_model(order.directory), getattr(torch, plan.model.dtype))
+    source = Source.read(Path(order.directory))
+    source.check(plan)
+    check_model(order.directory, source.model, plan)
     end = end_tokens(order.directory)
     tokenizer = Tokenizer(order.directory) if order.prompt else None
     prompt = tokenizer.encode(order.prompt) if tokenizer else list(order.tokens)

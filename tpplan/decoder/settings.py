@@ -8,21 +8,24 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+import torch
 from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
+from tpplan.axes import Axis
 from tpplan.config import read_config
+from tpplan.decoder.cache import check_kind
 from tpplan.errors import ModelError
+from tpplan.exec.rope import Rope
 from tpplan.exec.tensors import name_of
 from tpplan.families import DTYPES
 from tpplan.jsontext import NotJSONError, read_json
 
 if TYPE_CHECKING:
-    import torch
-
     from tpplan.config import Config
     from tpplan.model import ModelSpec
+    from tpplan.plan import SplitPlan
 
 #: By ``hidden_act`` of a config.json.
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
@@ -121,6 +124,7 @@ class Settings:
         attention_cap: scores ``s`` become ``cap · tanh(s / cap)``; None if they stay.
         logit_cap: the same for the logits.
         normalised: whether the weights of a token's experts add up to 1.
+        rope: how heads are turned.
     """
 
     family: Family
@@ -130,13 +134,15 @@ class Settings:
     attention_cap: float | None
     logit_cap: float | None
     normalised: bool
+    rope: Rope
 
     @classmethod
     def read(cls, config: Config) -> Self:
         """Read the settings of a model from its config.json.
 
         Raises:
-            ModelError: the decoder does not know the architecture or the activation, or a number is none.
+            ModelError: the decoder does not know the architecture, the activation or the kind of RoPE, or a number is
+                none.
         """
         model_type = config.text("model_type")
         family = FAMILIES.get(model_type)
@@ -155,6 +161,7 @@ class Settings:
             attention_cap=_number(config, "attn_logit_softcapping", family.attention_cap),
             logit_cap=_number(config, "final_logit_softcapping", family.logit_cap),
             normalised=normalised,
+            rope=_rope(config),
         )
 
 
@@ -167,8 +174,8 @@ def settings_of(directory: str | Path, model: ModelSpec, dtype: torch.dtype) -> 
         dtype: to compute in.
 
     Raises:
-        ModelError: the decoder does not know the architecture or the activation, a number is none, or weights have
-            another dtype: they are quantised, or config.json names another than they are stored in.
+        ModelError: the decoder does not know the architecture, the activation or the kind of RoPE, a number is none, or
+            weights have another dtype: they are quantised, or config.json names another than they are stored in.
     """
     settings = Settings.read(read_config(directory))
     for parameter in (*model.parameters, *(each for block in model.blocks for each in block.parameters)):
@@ -177,6 +184,24 @@ def settings_of(directory: str | Path, model: ModelSpec, dtype: torch.dtype) -> 
             hint = "convert the checkpoint to one dtype of 16 or 32 bits, and name it in config.json"
             raise ModelError(f"{directory}: {what}", hint)
     return settings
+
+
+def check_model(directory: str | Path, model: ModelSpec, plan: SplitPlan) -> None:
+    """Make sure that the decoder computes a model by a plan, which can be known before the weights are loaded.
+
+    Args:
+        directory: with its config.json.
+        model: what :func:`tpplan.read_model` says of it.
+        plan: of the model.
+
+    Raises:
+        ModelError: see :func:`settings_of`.
+        ExecutionError: the decoder has no cache of the plan's kind.
+    """
+    settings_of(directory, model, getattr(torch, plan.model.dtype))
+    for split in plan.splits:
+        if split.axis is Axis.KV:
+            check_kind(plan.request.cache.kind, split.width)
 
 
 def end_tokens(directory: str | Path) -> frozenset[int]:
@@ -199,6 +224,18 @@ def end_tokens(directory: str | Path) -> frozenset[int]:
     if any(type(token) is not int for token in tokens):
         raise ModelError(f"{directory}: eos_token_id is {str(given)[:60]}, expected tokens", "compare the files")
     return frozenset(tokens)
+
+
+def _rope(config: Config) -> Rope:
+    """Return how heads are turned: element i together with the one half of the turned part behind it.
+
+    Raises:
+        ModelError: the kind is unknown, or neighbours are turned together.
+    """
+    rope = Rope.from_config(config.data)
+    if rope.style != "neox":
+        raise config.error("rope_interleave is true", "the decoder does not turn neighbouring elements together")
+    return rope
 
 
 def _number(config: Config, key: str, default: float | None) -> float | None:
