@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +22,6 @@ from tpplan.weights import load, load_weights, reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tpplan.plan import SplitPlan
 
@@ -167,6 +168,25 @@ def test_interrupted_loading_stops(model_dir: Path, plan: SplitPlan, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         loaded(plan, model_dir)
     assert len(calls) <= load.THREADS
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many a checkpoint has: one for each thread."""
+    directory = save_random(tmp_path, LLAMA, "bfloat16", shard_bytes=2**11)
+    opened: list[int] = []
+
+    @contextmanager
+    def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
+        def done(_: int) -> None:
+            files = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+            opened.append(sum(file.endswith(".safetensors") for file in files))
+
+        yield done
+
+    monkeypatch.setattr(load, "progress", counting)
+    loaded(even_plan(tpplan.read_model(directory), 2), directory)
+    assert len(list(directory.glob("*.safetensors"))) > 2 * load.THREADS
+    assert 0 < max(opened) <= load.THREADS
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -22,7 +22,7 @@ _HINT = "the file was changed or cut short meanwhile: fetch it again"
 
 
 class Reader:
-    """Files that are open, and memory for what is read of them; a context manager."""
+    """The file that is open, and memory for what is read of it; a context manager."""
 
     def __init__(self, directory: Path, *, pinned: bool) -> None:
         """Allocate the memory.
@@ -34,7 +34,8 @@ class Reader:
         self._directory = directory
         self._pinned = pinned
         self._whole, self._cut = Buffers(pinned=pinned), Buffers(pinned=pinned)
-        self._files: dict[str, FileIO] = {}
+        self._name = ""
+        self._file: FileIO
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -74,9 +75,11 @@ class Reader:
 
     def _fill(self, data: Tensor, name: str, start: int) -> None:
         try:
-            if name not in self._files:
-                self._files[name] = self._stack.enter_context((self._directory / name).open("rb", buffering=0))
-            file = self._files[name]
+            if name != self._name:  # reads come file by file
+                self._stack.close()
+                self._file = self._stack.enter_context((self._directory / name).open("rb", buffering=0))
+                self._name = name
+            file = self._file
             file.seek(start)
             view = memoryview((c_char * len(data)).from_address(data.data_ptr())).cast("B")
             while view:
