@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tpplan.errors import ExecutionError, ModelError
+from tpplan.errors import ExecutionError, ModelError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,16 @@ class Tokenizer:
             raise ModelError(f"{path} cannot be read: {error}", "fetch it again, or give --token-ids") from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that the tokenizer puts around it."""
+        """Return the tokens of a text, with those that the tokenizer puts around it.
+
+        Raises:
+            RequestError: it has half a character, as Python reads bytes of a command line that are no UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            what = f"the prompt has {text[error.start]!a} at character {error.start}, which is no text"
+            raise RequestError(what, "write it in UTF-8") from error
         return list(self._tokenizer.encode(text).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
