@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 import tpplan
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MOST_NEW_TOKENS = 64
+
+tokenizer_of = cache(Tokenizer)  # read at most once
 
 
 @contextmanager
@@ -47,14 +50,17 @@ def started(path: str, directory: str, backend: str = "auto") -> Iterator[Decode
 
 def answer(decoder: Decoder, directory: str, line: str) -> Iterator[str]:
     """Yield what follows a line, piece by piece."""
-    as_tokens = line.replace(",", "").isdecimal()
-    tokenizer = None if as_tokens else Tokenizer(directory)
-    prompt = tokenizer.encode(line) if tokenizer else [int(token) for token in line.split(",")]
+    words = line.split(",")
+    as_tokens = all(word.strip().isdecimal() for word in words)
+    tokenizer = None if as_tokens else tokenizer_of(directory)
+    prompt = tokenizer.encode(line) if tokenizer else list(map(int, words))
     stream = Stream(tokenizer, prompt) if tokenizer else None
     sampling = Sampling(temperature=0.7, top_p=0.9)
     for (token,) in generate(decoder, [prompt], MOST_NEW_TOKENS, sampling=sampling, end=end_tokens(directory)):
         if token is not None:
             yield stream.add(token) if stream else f"{token} "
+    if stream:
+        yield stream.rest()
 
 
 def main(path: str, directory: str, backend: str = "auto") -> None:
