@@ -231,6 +231,11 @@ def test_what_is_refused() -> None:
         with pytest.raises(RequestError, match=f"5 tokens from position {LENGTH - 4}, the plan caches {LENGTH}"):
             decoder.prefill(short, 0, LENGTH - 4)
         assert len(list(generate(decoder, [short], LENGTH - len(short)))) == LENGTH - len(short)
+        taken = decoder.steps(1)
+        taken.start([[1] * (LENGTH - 1)], Sampling())
+        taken.step()
+        with pytest.raises(RequestError, match=f"the longest text has {LENGTH} tokens"):
+            taken.step()
     for kind in ("q4", "q8"):  # the latter takes heads of 32 elements
         plan = plan_of(model.directory, 2, request_of(kind=kind), {}, seed=2)
         with pytest.raises(ExecutionError, match=f"no cache of kind {kind} for heads of 8"), decoding(plan, "mistral"):

@@ -9,6 +9,7 @@ import torch
 
 from tpplan.axes import Axis
 from tpplan.decoder.sampling import Sampling, likeliest
+from tpplan.errors import RequestError
 from tpplan.exec.program import HOST
 
 if TYPE_CHECKING:
@@ -69,7 +70,14 @@ class Steps:
 
     @torch.inference_mode()
     def step(self) -> list[int]:
-        """Put the latest tokens into the cache, and return the token that follows each."""
+        """Put the latest tokens into the cache, and return the token that follows each.
+
+        Raises:
+            RequestError: there is no room for them.
+        """
+        if self._longest == self._decoder.length:
+            what = f"the longest text has {self._longest} tokens, as many as the plan caches of a sequence"
+            raise RequestError(what, "plan with a larger --context")
         self._longest += 1
         span = _SHORTEST_SPAN
         while span < self._longest:
