@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tpplan.decoder.heads import length_of
 from tpplan.decoder.model import check_tokens
 from tpplan.decoder.sampling import Sampling
 from tpplan.errors import RequestError
@@ -55,7 +56,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: S
     Raises:
         RequestError: see :func:`generate`.
     """
-    batch, length = plan.request.batch, plan.request.cache.tokens // plan.request.batch
+    batch, length = plan.request.batch, length_of(plan.request)
     if not 1 <= len(prompts) <= batch:
         what = f"{len(prompts)} prompts, the plan has room for 1 to {batch} at a time"
         raise RequestError(what, "plan with a larger --batch")

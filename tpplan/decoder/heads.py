@@ -13,6 +13,7 @@ from tpplan.decoder.cache import LayerCache, Store
 if TYPE_CHECKING:
     from tpplan.axes import Slice
     from tpplan.exec.context import TPContext
+    from tpplan.plan import Request
 
 
 @frozen
@@ -47,6 +48,11 @@ class Heads:
     cache: LayerCache
 
 
+def length_of(request: Request) -> int:
+    """Return the tokens that each sequence of a request can have: its part of the cache."""
+    return request.cache.tokens // request.batch
+
+
 def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int, Heads]:
     """Return what each device holds of a layer's attention, with a cache in memory of its own.
 
@@ -61,8 +67,7 @@ def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int
     """
     request, split = context.plan.request, context.plan.split(Axis.KV, layer)
     group = context.plan.split(Axis.Q, layer).size // split.size
-    length = request.cache.tokens // request.batch
-    length = min(length, window) if window else length
+    length = min(length_of(request), window) if window else length_of(request)
     found = {}
     for part in context.split(Axis.KV, layer):
         counts = _queries_per_key(part, split.replicas, group)

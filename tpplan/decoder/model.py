@@ -15,7 +15,7 @@ from torch.nn import functional
 from tpplan.axes import Axis
 from tpplan.decoder import experts
 from tpplan.decoder.cache import Where
-from tpplan.decoder.heads import heads_of
+from tpplan.decoder.heads import heads_of, length_of
 from tpplan.decoder.joined import joined
 from tpplan.decoder.layers import angles, linear, linears, rms_norm, rotate
 from tpplan.decoder.passes import Decode, Prefill
@@ -64,7 +64,7 @@ class Decoder:
         self.context = context
         request, model = context.plan.request, read_model(directory)
         self.batch = request.batch
-        self.length = request.cache.tokens // request.batch
+        self.length = length_of(request)
         self._reduce = request.layout == "reduce"
         self._settings = settings_of(directory, model, context.dtype)
         self._family = self._settings.family

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import frozen
 
 from tpplan.decoder.generation import check_prompts, generate
+from tpplan.decoder.heads import length_of
 from tpplan.decoder.model import Decoder
 from tpplan.decoder.sampling import Sampling
 from tpplan.decoder.settings import check_model, end_tokens
@@ -65,8 +66,7 @@ def run(plan: SplitPlan, order: Order, note: Callable[[str], None], tell: Callab
     end = end_tokens(order.directory)
     tokenizer = Tokenizer(order.directory) if order.prompt else None
     prompt = tokenizer.encode(order.prompt) if tokenizer else list(order.tokens)
-    length = plan.request.cache.tokens // plan.request.batch
-    count = order.max_new_tokens or max(1, min(_USUAL, length - len(prompt)))
+    count = order.max_new_tokens or max(1, min(_USUAL, length_of(plan.request) - len(prompt)))
     check_prompts([prompt], count, plan)
     stream = Stream(tokenizer, prompt) if tokenizer else None
     new: list[int] = []
