@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 from unittest.mock import patch
@@ -26,13 +24,10 @@ from tests.decoder_cases import (
     request_of,
 )
 from tpplan.axes import Axis
-from tpplan.config import read_config
 from tpplan.decoder import Decoder, Sampling, generate, steps
 from tpplan.decoder.sampling import likeliest
-from tpplan.decoder.settings import Settings, settings_of
-from tpplan.errors import ExecutionError, ModelError, RequestError
+from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec import compile as compile_plan
-from tpplan.reader import read_model
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
@@ -259,30 +254,6 @@ def test_a_step_can_be_a_graph(model_type: str) -> None:
                 likeliest(decoder.context, decoder.decode(everywhere[0], everywhere[1]))
             assert any("attention" in name or "softmax" in name for name in calls.names)
             assert not calls.names & WAITING
-
-
-def test_weights_of_another_dtype(tmp_path: Path) -> None:
-    """What is stored in another dtype than config.json names is refused by name, quantised weights too."""
-    directory = shutil.copytree(model_of("mistral").directory, tmp_path / "tiny")
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    (directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    model = read_model(directory)
-    with pytest.raises(
-        ModelError, match=r"model.embed_tokens.weight is stored as F32, the decoder computes in bfloat16"
-    ):
-        settings_of(directory, model, torch.bfloat16)
-
-
-def test_settings_that_are_refused(tmp_path: Path) -> None:
-    """Architectures, activations and numbers that the decoder does not know are named."""
-    for change, problem in (
-        ({"model_type": "gpt2"}, "does not compute models of type 'gpt2'"),
-        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps is small"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | change))
-        with pytest.raises(ModelError, match=problem):
-            Settings.read(read_config(tmp_path))
 
 
 class FakeGraph:

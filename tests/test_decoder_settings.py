@@ -1,0 +1,57 @@
+"""What of a config.json the decoder reads, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.decoder_cases import model_of
+from tpplan.config import read_config
+from tpplan.decoder.settings import Settings, end_tokens, settings_of
+from tpplan.errors import ModelError
+from tpplan.reader import read_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_weights_of_another_dtype(tmp_path: Path) -> None:
+    """What is stored in another dtype than config.json names is refused by name, quantised weights too."""
+    directory = shutil.copytree(model_of("mistral").directory, tmp_path / "tiny")
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    model = read_model(directory)
+    with pytest.raises(
+        ModelError, match=r"model.embed_tokens.weight is stored as F32, the decoder computes in bfloat16"
+    ):
+        settings_of(directory, model, torch.bfloat16)
+
+
+def test_settings_that_are_refused(tmp_path: Path) -> None:
+    """Architectures, activations and numbers that the decoder does not know are named."""
+    for change, problem in (
+        ({"model_type": "gpt2"}, "does not compute models of type 'gpt2'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is small"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | change))
+        with pytest.raises(ModelError, match=problem):
+            Settings.read(read_config(tmp_path))
+
+
+def test_tokens_that_end_a_text(tmp_path: Path) -> None:
+    """One or several; none where neither file names any; what is no token is refused, and what is no JSON."""
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert end_tokens(tmp_path) == {7}
+    generation = tmp_path / "generation_config.json"
+    for content, tokens in (("{}", {7}), ('{"eos_token_id": [2, 3]}', {2, 3}), ('{"eos_token_id": []}', set())):
+        generation.write_text(content)
+        assert end_tokens(tmp_path) == tokens
+    for content, problem in (('{"eos_token_id": ["</s>"]}', r"eos_token_id is \['</s>'\]"), ("{", "cannot be read")):
+        generation.write_text(content)
+        with pytest.raises(ModelError, match=problem):
+            end_tokens(tmp_path)
