@@ -116,10 +116,10 @@ def machine_code(name: str, capability: tuple[int, int]) -> bytes:
         path = _path(name, capability)
         return path.read_bytes()
     except FileNotFoundError:
-        code, _ = assemble(name, capability)
+        code, _ = assemble(ptx(name, capability), capability)
     except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows the home directory
         _LOG.debug("no cached kernel %s: %s", name, error)
-        return assemble(name, capability)[0]
+        return assemble(ptx(name, capability), capability)[0]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_bytes(code, path)
@@ -128,12 +128,12 @@ def machine_code(name: str, capability: tuple[int, int]) -> bytes:
     return code
 
 
-def assemble(name: str, capability: tuple[int, int]) -> tuple[bytes, str]:
-    """Return a kernel's cubin, and what the assembler says of its registers and spills."""
+def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
+    """Return the cubin of PTX, and what the assembler says of its registers and spills."""
     from cuda.core import Linker, LinkerOptions, ObjectCode  # noqa: PLC0415 (not for who has it on disk)
 
     options = LinkerOptions(arch=_arch(capability), ptxas_options=["-v"])
-    linker = Linker(ObjectCode.from_ptx(ptx(name, capability).encode()), options=options)
+    linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)
     code = linker.link("cubin").code
     return bytes(code), str(linker.get_info_log())
 
