@@ -35,19 +35,30 @@ __all__ = ["fine_units"]  # a fixture
 CHUNKS = (64, 1000, reads.CHUNK_BYTES)
 
 
-class Unpinned(staging.Buffer):
-    """A buffer of pageable memory where there is no driver to pin it."""
+class Late(staging.Buffer):
+    """A buffer of pageable memory, which sends as late as it may: when somebody waits for it."""
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:  # noqa: ARG002 (as its base takes it)
         """Allocate it."""
         super().__init__(size_bytes, pinned=False)
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy later, whatever is in the buffer then."""
+        self._late.append((source, target))
+
+    def wait(self) -> None:
+        """Copy now."""
+        for source, target in self._late:
+            target.copy_(source)
+        self._late.clear()
 
 
 @contextmanager
 def staged(pinned: bool) -> Iterator[None]:
     """Load as for CUDA devices, through buffers where virtual ones need none, or not."""
     run = load._run
-    with patch.object(staging, "Buffer", Unpinned), patch.object(load, "_run", lambda *a, **_: run(*a, pinned=pinned)):
+    with patch.object(staging, "Buffer", Late), patch.object(load, "_run", lambda *a, **_: run(*a, pinned=pinned)):
         yield
 
 
