@@ -19,7 +19,7 @@ from tpplan.check import check
 from tpplan.decoder import Decoder, Sampling, generate
 from tpplan.decoder.settings import check_model, end_tokens
 from tpplan.decoder.text import Stream, Tokenizer
-from tpplan.errors import PlanError, TpplanError
+from tpplan.errors import PlanError, RequestError, TpplanError
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
@@ -67,8 +67,11 @@ def main(path: str, directory: str, backend: str = "auto") -> None:
     """Start, and answer line by line."""
     with started(path, directory, backend) as decoder:
         for line in filter(None, map(str.strip, sys.stdin)):
-            for piece in answer(decoder, directory, line):
-                print(piece, end="", flush=True)
+            try:
+                for piece in answer(decoder, directory, line):
+                    print(piece, end="", flush=True)
+            except RequestError as error:  # this line's, not the server's
+                print(f"error: {error.message}", end="")
             print()
 
 
