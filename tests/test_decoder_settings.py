@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from tests.checkpoints import saved_values
 from tests.decoder_cases import model_of
 from tpplan.config import read_config
 from tpplan.decoder.settings import Settings, end_tokens, settings_of
@@ -29,6 +31,12 @@ def test_weights_of_another_dtype(tmp_path: Path) -> None:
         ModelError, match=r"model.embed_tokens.weight is stored as F32, the decoder computes in bfloat16"
     ):
         settings_of(directory, model, torch.bfloat16)
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = saved_values(directory)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].half()}, directory / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model.layers.0.mlp.up_proj.weight is stored as F16, the decoder computes"):
+        settings_of(directory, read_model(directory), torch.float32)
 
 
 def test_settings_that_are_refused(tmp_path: Path) -> None:

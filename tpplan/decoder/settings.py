@@ -178,9 +178,12 @@ def settings_of(directory: str | Path, model: ModelSpec, dtype: torch.dtype) -> 
             weights have another dtype: they are quantised, or config.json names another than they are stored in.
     """
     settings = Settings.read(read_config(directory))
-    for parameter in (*model.parameters, *(each for block in model.blocks for each in block.parameters)):
+    found = [(0, parameter) for parameter in model.parameters]
+    found += [(block.layers[0], parameter) for block in model.blocks for parameter in block.parameters]
+    for layer, parameter in found:
         if parameter.dtype != DTYPES[name_of(dtype)]:
-            what = f"{parameter.name} is stored as {parameter.dtype}, the decoder computes in {name_of(dtype)}"
+            name = parameter.name.replace("{layer}", str(layer)).replace("{expert}", "0")
+            what = f"{name} is stored as {parameter.dtype}, the decoder computes in {name_of(dtype)}"
             hint = "convert the checkpoint to one dtype of 16 or 32 bits, and name it in config.json"
             raise ModelError(f"{directory}: {what}", hint)
     return settings
