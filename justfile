@@ -21,9 +21,12 @@ demo: (_install "base" ".")
     @echo >&2
     tpplan diff demo/plan.json demo/upgraded.json || [ $? -eq 1 ]  # 1 says that they differ
 
-# Run the tests, with the coverage of what needs no GPU; arguments go to pytest
+# Run the tests that need no GPU; arguments go to pytest
 test *args: sync
-    @pytest -q -n auto --maxprocesses 8 --dist worksteal --cov --cov-report term -m "not gpu and not multi_gpu" {{ args }}
+    @pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not multi_gpu" {{ args }}
+
+# Run them with the coverage of what needs no GPU, which takes longer
+cover *args: (test "--cov" "--cov-report" "term" args)
 
 # Run the tests that need GPUs
 test-gpu *args: sync
