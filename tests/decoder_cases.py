@@ -8,14 +8,12 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from attrs import frozen
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import tpplan
-from tpplan import axes
 from tpplan.axes import Axis, bounds_of
 from tpplan.decoder import Decoder, generate
 from tpplan.devices import Device
@@ -26,7 +24,7 @@ from tpplan.planner import Attempt
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from tpplan.memory import Demand
     from tpplan.plan import SplitPlan
@@ -126,16 +124,6 @@ def model_of(model_type: str) -> Model:
             whole = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, use_cache=True)
             tokens.append(whole[0, len(prompt) :].tolist())
     return Model(Path(_KEPT[-1].name), prompts, torch.stack(logits), tuple(tokens))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fine_units() -> Iterator[None]:
-    """Let small models be cut in many places."""
-    with pytest.MonkeyPatch.context() as patch:
-        for axis in Axis:
-            patch.setitem(axes.DEFAULT_UNIT, axis, min(4, axes.DEFAULT_UNIT[axis]))
-            patch.setitem(axes.MINIMUM_UNITS, axis, 1)
-        yield
 
 
 def request_of(layout: str = "reduce", kv: str = "idle", kind: str = "fp16", batch: int = BATCH) -> Request:

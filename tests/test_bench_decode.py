@@ -18,7 +18,7 @@ from benchmarks.decode_order import CUTS, WARM, Order, prompts
 from benchmarks.decode_rows import Part, Row, cells, compared
 from benchmarks.nccl_context import NcclContext
 from tests.checkpoints import saved_values
-from tests.decoder_cases import fine_units  # noqa: F401 (for every test here)
+from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, generate
 from tpplan.exec import compile as compile_plan

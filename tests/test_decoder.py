@@ -18,11 +18,11 @@ from tests.decoder_cases import (
     LENGTH,
     VOCAB,
     check,
-    fine_units,  # noqa: F401
     model_of,
     plan_of,
     request_of,
 )
+from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate, steps
 from tpplan.decoder.sampling import likeliest

@@ -7,7 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.decoder_cases import CONFIGS, check, fine_units, model_of, plan_of, request_of  # noqa: F401
+from tests.decoder_cases import CONFIGS, check, model_of, plan_of, request_of
+from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder import steps
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

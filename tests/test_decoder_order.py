@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.decoder_cases import fine_units, model_of, plan_of, request_of  # noqa: F401
+from tests.decoder_cases import model_of, plan_of, request_of
 from tests.late import late
+from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder import Decoder, generate
 from tpplan.exec.adversary import Adversary
 from tpplan.exec.compiler import build

@@ -13,7 +13,8 @@ import tokenizers
 from jsonschema import Draft202012Validator
 
 from tests.command import Done, command
-from tests.decoder_cases import LENGTH, VOCAB, fine_units, model_of, plan_of, request_of  # noqa: F401
+from tests.decoder_cases import LENGTH, VOCAB, model_of, plan_of, request_of
+from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder.text import Stream, Tokenizer
 from tpplan.errors import ModelError
 

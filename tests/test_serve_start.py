@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import tpplan
-from tests.decoder_cases import LENGTH, fine_units, model_of, plan_of, request_of  # noqa: F401
+from tests.decoder_cases import LENGTH, model_of, plan_of, request_of
+from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.errors import PlanError
 
 ROOT = Path(__file__).parents[1]

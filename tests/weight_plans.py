@@ -13,6 +13,7 @@ from tpplan import axes
 from tpplan.axes import Axis
 from tpplan.devices import Device
 from tpplan.exec import compile as compile_plan
+from tpplan.exec.binding import BITS
 from tpplan.memory import demands, ledger
 from tpplan.plan import KV_MODES, LAYOUTS, Cache, Request
 from tpplan.planner import Attempt
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
     from tpplan.weights import Weights
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,7 +76,7 @@ def loaded(plan: SplitPlan, directory: Path) -> Weights:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same bits as whole numbers, which are equal to themselves even if they mean no number."""
-    return tensor.view(_INTEGERS[tensor.element_size()])
+    return tensor.view(BITS[tensor.element_size()])
 
 
 def together(plan: SplitPlan, model: ModelSpec, weights: Weights) -> dict[str, torch.Tensor]:
