@@ -145,9 +145,7 @@ class CudaDevices:
         if ready.on_host and torch.cuda.is_current_stream_capturing():
             raise ExecutionError(f"{program.name} cannot be captured: the host takes part", "call it beside the graph")
         for device in ready.devices:
-            handle = self._handle(device)
-            if self._current.get(device) != handle:
-                self._turn_to(device, handle)
+            self._turn_to(device, self._handle(device))
         try:
             self._go_through(ready, operands, rows, dtype)
         except BaseException:  # between two devices, perhaps

@@ -22,8 +22,8 @@ _DRIVER_VERSIONS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version",
 #: Settings of torch's allocator, for memory of another kind may be reached in another way.
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-#: What :mod:`tpplan.exec.link_kernels` launches.
-KERNELS = ("sum_f32", "slot_move")
+#: The kernels of :mod:`tpplan.exec.link_kernels`: a sum of one is a copy.
+COPIER, EXCHANGER = "sum_f32", "slot_move"
 
 #: A source and a target, of as many bytes each.
 Move = tuple[torch.Tensor, torch.Tensor]
@@ -50,7 +50,7 @@ class TorchDriver:
         """Compile the kernels, which takes seconds."""
         if not kernel_cache.lacks():
             found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-            kernel_cache.prepare([(name, each) for name in KERNELS for each in sorted(found)])
+            kernel_cache.prepare([(name, each) for name in (COPIER, EXCHANGER) for each in sorted(found)])
 
     def lacks(self, mechanism: Mechanism) -> str:
         """Return why a mechanism cannot be tested: kernels need a compiler, and for flags two of them at once."""

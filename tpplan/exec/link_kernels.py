@@ -13,7 +13,7 @@ from tpplan.exec import kernel_cache, lower_flags, operation
 from tpplan.exec.binding import Memory
 from tpplan.exec.exchanges import Exchanges
 from tpplan.exec.kernel_cache import MOST_SOURCES
-from tpplan.exec.link_driver import KERNELS
+from tpplan.exec.link_driver import COPIER, EXCHANGER
 from tpplan.exec.link_report import Mechanism
 from tpplan.exec.program import INPUT, OUTPUT, SLOTS, Buffer
 from tpplan.exec.slot_table import capacity
@@ -57,7 +57,7 @@ def _copy(moves: Sequence[Move], *, by_source: bool) -> Callable[[], None]:
     for source, target in moves:
         device = (source if by_source else target).device
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        kernel = kernel_cache.load(KERNELS[0], torch.cuda.get_device_capability(device))  # of one source: a copy
+        kernel = kernel_cache.load(COPIER, torch.cuda.get_device_capability(device))  # of one source: a copy
         size = source.numel()
         rest = [source.data_ptr(), size] + [0] * (2 * MOST_SOURCES - 2)
         config = LaunchConfig(grid=_BLOCKS, block=_THREADS)
@@ -98,7 +98,7 @@ class _Pair:
         flags = {i: torch.empty(2**12, dtype=torch.uint8, device=place) for i, place in places.items()}
         self._streams = [torch.cuda.Stream(place) for place in places.values()]  # type: ignore[no-untyped-call]
         memory = Memory({}, {}, lambda _: slots, flags)
-        self._exchanges = Exchanges(memory, places, KERNELS[1:])
+        self._exchanges = Exchanges(memory, places, (EXCHANGER,))
 
     def launch(self, start: int, stop: int) -> None:
         """Send some of the bytes."""

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from tpplan import __version__, codec
-from tpplan.errors import TpplanError
+from tpplan import __version__
+from tpplan.exec import gpu_cache
 from tpplan.exec.link_driver import TorchDriver
 from tpplan.exec.survey_report import Thresholds
 from tpplan.exec.tuning import DEFAULT
-from tpplan.files import cache_folder, parse_json, read_text, save_text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tpplan.exec.tuning import Tuning
 
 #: Raised whenever what was measured before is worth nothing, as when operations go other ways.
 _EDITION = 2
 
-_LOG = logging.getLogger(__name__)
+_KIND = "thresholds"
 
 
 @frozen
 class Origin:
-    """Where thresholds come from; they are worth nothing anywhere else.
+    """Where thresholds come from; they are worth nothing anywhere else, and later ones take their place.
 
     Attributes:
         gpus: UUIDs, sorted.
@@ -39,12 +34,6 @@ class Origin:
     gpus: tuple[str, ...]
     software: str
     version: str
-
-    @property
-    def path(self) -> Path:
-        """The file for these GPUs; what a later driver measures takes the place of what an earlier one did."""
-        digest = hashlib.sha256("\n".join(self.gpus).encode()).hexdigest()
-        return cache_folder() / f"thresholds-{digest[:16]}.json"
 
 
 @frozen
@@ -64,7 +53,7 @@ def origin() -> Origin | None:
     """Return where thresholds that are measured now come from; None, for no cache, if something cannot be told."""
     driver = TorchDriver()
     gpus, software = driver.gpus(), driver.software()
-    told = software and gpus and all(gpus) and len(set(gpus)) == len(gpus)
+    told = software and gpus and gpu_cache.are_told_apart(gpus)
     return Origin(tuple(sorted(gpus)), software, f"{__version__}, thresholds {_EDITION}") if told else None
 
 
@@ -73,12 +62,8 @@ def load() -> tuple[Thresholds, ...]:
     here = origin()
     if here is None:
         return ()
-    try:
-        entry = codec.structure(parse_json(read_text(here.path), "the thresholds"), _Entry, "the thresholds")
-    except (TpplanError, RuntimeError) as error:  # RuntimeError: nobody knows the home directory
-        _LOG.debug("no cached thresholds: %s", error)
-        return ()
-    return entry.measured if entry.origin == here else ()
+    entry = gpu_cache.read(_KIND, here.gpus, _Entry, "the thresholds")
+    return entry.measured if entry and entry.origin == here else ()
 
 
 def stored(devices: int) -> tuple[Tuning, str]:
@@ -94,9 +79,4 @@ def save(measured: tuple[Thresholds, ...]) -> str:
     here = origin()
     if here is None:
         return "the GPUs or their driver cannot be told from others"
-    try:
-        here.path.parent.mkdir(parents=True, exist_ok=True)
-        save_text(codec.dumps(_Entry(here, measured)), here.path)
-    except (OSError, TpplanError, RuntimeError) as error:
-        return str(error).partition("\n")[0]
-    return ""
+    return gpu_cache.write(_KIND, here.gpus, _Entry(here, measured))
