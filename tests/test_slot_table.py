@@ -179,7 +179,7 @@ def test_packets_have_places_of_their_own(stride: int, most: int) -> None:
     """Those of a message as large as the capacity, and of smaller ones, whatever the blocks that a GPU has room for."""
     room, (parts, region) = capacity(stride, most), regions(stride, most)
     for size in (room, room // 2 + 8, room // 5 + 8):
-        blocks = min(parts, -(-size // (THREADS * 8)))  # as Launch.issue does
+        blocks = min(most, parts, -(-size // (THREADS * 8)))  # as Launch.issue does
         used = set()
         for packet in range(-(-size // 8)):
             turn, index = divmod(packet, blocks * THREADS)
