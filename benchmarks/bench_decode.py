@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import asdict, evolve
 
+import tpplan
 from benchmarks import children
 from benchmarks.decode_order import CUTS, Order
 from benchmarks.decode_rows import HEAD, Row, cells, compared, reason
@@ -75,16 +76,27 @@ def execute(who: str, order: Order, seconds: float, tell: Callable[[Row], None])
 
 
 @contextmanager
-def checkpoint(config: Mapping[str, Any], folder: str) -> Iterator[Path]:
+def checkpoint(config: Mapping[str, Any], folder: str, *, asked: bool) -> Iterator[Path]:
     """Make a checkpoint of random weights, and remove it in the end; one in a folder that was named stays.
+
+    Args:
+        config: of the model.
+        folder: where; empty for where there is room. A checkpoint that is there is taken as it is.
+        asked: whether it has to be of this config then.
 
     Yields:
         Its directory.
+
+    Raises:
+        SystemExit: the folder has a config of another model.
     """
     if folder:
         directory = Path(folder)
         directory.mkdir(parents=True, exist_ok=True)
-        if not (directory / "model.safetensors").exists():
+        is_there, path = any(directory.glob("*.safetensors")), directory / "config.json"
+        if (asked or not is_there) and path.exists() and json.loads(path.read_text(encoding="utf-8")) != config:
+            sys.exit(f"{path} is of another model or size\nhint: leave out --config and --layers, or name a new folder")
+        if not is_there:
             write(directory, config)
         yield directory
         return
@@ -96,7 +108,7 @@ def checkpoint(config: Mapping[str, Any], folder: str) -> Iterator[Path]:
 def main() -> None:
     """Measure, print figures as they come, and in the end all of them."""
     wanted = _wanted()
-    config = json.loads(Path(wanted.config).read_text(encoding="utf-8"))
+    config = json.loads(Path(wanted.config or MODEL).read_text(encoding="utf-8"))
     config |= {"num_hidden_layers": wanted.layers} if wanted.layers else {}
     machine = f"{_devices(wanted.backend)}, torch {torch.__version__}, Python {platform.python_version()}"
     notes = sys.stderr if wanted.json else sys.stdout
@@ -107,9 +119,10 @@ def main() -> None:
         print(cells(rows[-1]), file=notes, flush=True)
 
     began = time.perf_counter()
-    with checkpoint(config, wanted.folder) as directory:
+    with checkpoint(config, wanted.folder, asked=bool(wanted.config or wanted.layers)) as directory:
         made = time.perf_counter() - began
-        print(f"{machine}; checkpoint of {config['num_hidden_layers']} layers made in {made:.1f} s\n", file=notes)
+        layers = tpplan.read_model(directory).layer_count
+        print(f"{machine}; checkpoint of {layers} layers ready after {made:.1f} s\n", file=notes)
         print(HEAD, file=notes, flush=True)
         order = Order(
             directory=str(directory),
@@ -122,7 +135,7 @@ def main() -> None:
         for who, one in runs(order, wanted.gpus, wanted.cuts, wanted.peers):
             execute(who, one, wanted.watchdog, tell)
     if wanted.json:
-        print(json.dumps({"machine": machine, "layers": config["num_hidden_layers"], "rows": [*map(asdict, rows)]}))
+        print(json.dumps({"machine": machine, "layers": layers, "rows": [*map(asdict, rows)]}))
     sys.exit(any(row.value is None for row in rows))
 
 
@@ -161,8 +174,8 @@ def _wanted() -> argparse.Namespace:
     add("--prefill", type=int, default=4096, help="tokens of the long prompt (default 4096)")
     add("--peers", type=_names(*PEERS), default=PEERS, help="others, of nccl,transformers (default both)")
     add("--layers", type=int, default=0, help="of the model (default: all that it has)")
-    add("--config", default=str(MODEL), help="config.json of another model than Llama-3.1-8B")
-    add("--folder", default="", help="where the checkpoint is made, or is already; it stays there")
+    add("--config", default="", help="config.json of another model than Llama-3.1-8B")
+    add("--folder", default="", help="where the checkpoint is made, or any is already; it stays there")
     add("--backend", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--watchdog", type=float, default=180, help="seconds after which one run is ended (default 180)")
     add("--json", action="store_true", help="print one JSON document; the table goes to standard error")

@@ -113,9 +113,9 @@ def _prefill(part: Part, order: Order, decoder: Decoder) -> None:
 
 def _tell_load(part: Part, order: Order, context: TPContext, seconds: float) -> None:
     """Tell at which rate the weights were loaded, against reading the file alone and the links to the GPUs."""
-    (file,) = Path(order.directory).glob("*.safetensors")
-    size = file.stat().st_size
-    limits = {"reading the file into memory": read_rate(file)}
+    files = {file: file.stat().st_size for file in Path(order.directory).glob("*.safetensors")}
+    size = sum(files.values())
+    limits = {"reading the file into memory": read_rate(max(files, key=lambda file: files[file]))}
     links = bench_limits.measure({i: device.device for i, device in context.devices.items()})
     if to_gpus := sum(link.bytes_per_second for link in links if link.source == HOST):
         limits["the links to all GPUs"] = to_gpus

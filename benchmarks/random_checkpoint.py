@@ -33,7 +33,7 @@ _MEMORY, _SHARE = Path("/dev/shm"), 0.8  # noqa: S108 (only asked for its room)
 def write(directory: Path, config: Mapping[str, Any], seed: int = 1) -> int:
     """Write config.json and model.safetensors, and return the bytes of the weights.
 
-    Matrices are normal with deviation 0.02, vectors (norms) are ones.
+    Matrices are normal with deviation 0.02, vectors (norms) are ones. The file has its name once it is complete.
 
     Args:
         directory: that is there.
@@ -51,7 +51,7 @@ def write(directory: Path, config: Mapping[str, Any], seed: int = 1) -> int:
         header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.whole, "data_offsets": [starts[-1], end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    path, data = directory / "model.safetensors", 8 + len(text)
+    path, data = directory / "model.safetensors.partial", 8 + len(text)
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     block = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(seed)).mul_(_DEVIATION).to(dtype)
     size = block.nbytes
@@ -64,6 +64,7 @@ def write(directory: Path, config: Mapping[str, Any], seed: int = 1) -> int:
         if len(tensor.whole) == 1:
             ones = torch.ones(tensor.whole, dtype=dtype)
             _put(path, data + start, ones, ones.nbytes)
+    path.rename(directory / "model.safetensors")
     return end
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from attrs import evolve
+from safetensors.torch import save_file
 
 import tpplan
 from benchmarks import bench_decode, children, decode_memory, decode_run, random_checkpoint, transformers_run
@@ -340,8 +341,61 @@ def test_the_command_prints_a_document(
     assert document["layers"] == tpplan.read_model(folder).layer_count == 1
     assert [row["what"] for row in document["rows"]][-2:] == ["decode, batch 1", "prefill of 40 tokens"]
     assert said.err.count("| 1 | even | tpplan |") == len(document["rows"])
-    with bench_decode.checkpoint({}, str(folder)) as directory:
+    before = (folder / "model.safetensors").stat()
+    with bench_decode.checkpoint({}, str(folder), asked=False) as directory:
         assert directory == folder
+    assert (folder / "model.safetensors").stat() == before
+
+
+def test_a_checkpoint_of_many_files_is_taken_as_it_is(
+    order: Order, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is written beside it, its own layers are told, and its weights run."""
+    values = saved_values(Path(order.directory))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for i, name in enumerate(values):
+        save_file({name: values[name]}, folder / f"model-{i}.safetensors")
+    before = sorted(folder.iterdir())
+    assert _command(monkeypatch, tmp_path, "--json", "--config", "", "--layers", "0", "--folder", str(folder)) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["layers"], sorted(folder.iterdir())) == (2, before)
+    (tokens,) = (row["tokens"] for row in document["rows"] if row["what"] == "decode, batch 1")
+    assert tokens == _generated(order, order.plan())[: len(tokens)]
+    assert len(tokens) == 1 + WARM + 2
+
+
+@pytest.mark.parametrize(("asked", "is_there"), [(True, True), (True, False), (False, False)])
+def test_another_models_folder_is_left_alone(asked: bool, is_there: bool, tmp_path: Path) -> None:
+    """A config that is not the one asked for, or has no weights yet, is neither run nor written over."""
+    random_checkpoint.write(tmp_path, CONFIG)
+    if not is_there:
+        (tmp_path / "model.safetensors").unlink()
+    other = CONFIG | {"num_hidden_layers": 1}
+    with (
+        pytest.raises(SystemExit, match="of another model or size\nhint: leave out --config and --layers"),
+        bench_decode.checkpoint(other, str(tmp_path), asked=asked),
+    ):
+        pass
+    assert json.loads((tmp_path / "config.json").read_text()) == CONFIG
+    assert (tmp_path / "model.safetensors").exists() is is_there
+
+
+def test_a_checkpoint_that_was_not_finished_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends halfway through leaves nothing that counts as a checkpoint, and is no obstacle to the next time."""
+
+    def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(random_checkpoint, "_put", full)
+        with pytest.raises(OSError, match="is full"), bench_decode.checkpoint(CONFIG, str(tmp_path), asked=True):
+            pass
+    assert not list(tmp_path.glob("*.safetensors"))
+    with bench_decode.checkpoint(CONFIG, str(tmp_path), asked=True):
+        assert _different(saved_values(tmp_path)["lm_head.weight"]) == 203
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_the_command_fails_if_a_run_does(
