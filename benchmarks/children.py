@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from tempfile import TemporaryFile
 from threading import Thread
 from typing import IO, TYPE_CHECKING
@@ -56,11 +57,13 @@ def run(
         try:
             late = _wait(processes, time.monotonic() + seconds)
             if late:
-                _end(processes, signal.SIGABRT)
+                for process in processes:
+                    process.send_signal(signal.SIGABRT)
                 _wait(processes, time.monotonic() + _LAST_SECONDS)
         finally:
-            _end(processes, signal.SIGKILL)
             for process in processes:
+                with suppress(ProcessLookupError):  # nothing is left of it
+                    os.killpg(process.pid, signal.SIGKILL)  # what it has started may have outlived it
                 process.wait()
         reader.join(_LAST_SECONDS)
         noise.seek(0)
@@ -98,13 +101,3 @@ def _wait(processes: Sequence[subprocess.Popen[str]], deadline: float) -> bool:
             return False
         time.sleep(_POLL_SECONDS)
     return True
-
-
-def _end(processes: Sequence[subprocess.Popen[str]], how: signal.Signals) -> None:
-    """Send a signal to processes that run still, and with the last one to all that they have started."""
-    for process in processes:
-        if process.poll() is None:
-            if how == signal.SIGKILL:
-                os.killpg(process.pid, how)
-            else:
-                process.send_signal(how)

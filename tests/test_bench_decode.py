@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -303,6 +305,23 @@ def test_a_process_that_hangs_is_ended_and_says_where(tmp_path: Path) -> None:
     assert failure.startswith("not done after 2 s\n")
     assert "in stuck" in failure
     assert lines == ["0 1 127.0.0.1"]
+
+
+@pytest.mark.parametrize(("then", "end"), [("time.sleep(60)", "not done after 2 s"), ("sys.exit(3)", "ended with [3]")])
+def test_nothing_that_a_run_started_is_left(then: str, end: str, tmp_path: Path) -> None:
+    """Be it that the run hung, and was ended, or that it failed by itself."""
+    os.mkfifo(tmp_path / "pipe")
+    read = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    code = (
+        "import subprocess, sys, time\npipe = open('pipe', 'wb', 0)\npipe.write(b'here')\n"
+        f"subprocess.Popen(['sleep', '60'], pass_fds=[pipe.fileno()])\n{then}"
+    )
+    failure = children.run([sys.executable, "-c", code], 1, 2, lambda _: None, tmp_path)
+    assert failure.startswith(end)
+    assert os.read(read, 4) == b"here"
+    select.select([read], [], [], 10)  # until nobody can write
+    assert os.read(read, 4) == b""
+    os.close(read)
 
 
 def test_what_is_run(order: Order) -> None:
