@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.cuda import nccl
 
+from tpplan.exec.gathered import Gathered
 from tpplan.exec.program import HOST
 
 if TYPE_CHECKING:
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class NcclContext:
-    """Stands in for a context of a plan of the layout ``reduce``, of which a dense model needs two operations.
+    """Stands in for a context of a plan of the layout ``reduce``, of which a dense model needs three operations.
 
-    Only the movement differs: NCCL adds up in the tensors' dtype, and the residual is added behind that.
+    Only the movement differs: NCCL adds up in the tensors' dtype, and the residual is added behind that. What goes
+    between devices and the host goes by torch's copies, for NCCL knows no host.
     """
 
     def __init__(self, context: TPContext) -> None:
@@ -37,7 +39,7 @@ class NcclContext:
     def broadcast(
         self, x: Tensor, *, source: int | None = None, out: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, ...]:
-        """Copy to all devices: from the host by torch's copies, which NCCL has none for."""
+        """Copy to all devices."""
         ctx = self._context
         outs = out or [torch.empty_like(x, device=ctx.devices[i].device) for i in ctx.all_devices]
         if source == HOST:
@@ -48,6 +50,11 @@ class NcclContext:
             outs[root].copy_(x)
             nccl.broadcast(outs, root)
         return tuple(outs)
+
+    def gather(self, parts: Sequence[Tensor], axis: Axis) -> Gathered:
+        """Copy the parts of all devices into one tensor in host memory, and wait for it."""
+        copies = [part.cpu() for _, part in zip(self._context.devices_of(axis), parts, strict=True)]
+        return Gathered(torch.cat(copies, -1), None)
 
     def all_reduce(
         self,

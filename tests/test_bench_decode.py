@@ -211,7 +211,7 @@ def test_the_decoder_over_nccl_makes_the_same_tokens(order: Order) -> None:
 
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("source", [HOST, 1])
-def test_nccl_operations_give_what_tpplans_give(order: Order, source: int) -> None:
+def test_nccl_operations_give_what_tpplans_give(order: Order, source: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also into tensors that are there, and where a device has no part of an axis."""
     model = tpplan.read_model(order.directory)
     plan = tpplan.plan(model, tpplan.parse_devices("3x8GiB"), cache=tpplan.Cache(tokens=64))
@@ -233,6 +233,11 @@ def test_nccl_operations_give_what_tpplans_give(order: Order, source: int) -> No
             assert all(map(torch.equal, residual, wanted))
         with pytest.raises(NotImplementedError, match="allgather"):
             other.allgather(parts, Axis.RS)
+        monkeypatch.setattr(context, "gather", None)  # it is not tpplan that gathers
+        whole = torch.arange(2.0 * 203).view(2, 203)
+        logits = context.scatter(whole, Axis.VC)
+        assert len({part.shape for part in logits}) > 1
+        assert torch.equal(other.gather(logits, Axis.VC).tensor, whole)
 
 
 def test_memory_is_told_by_bucket(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
