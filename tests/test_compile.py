@@ -29,7 +29,7 @@ from tpplan.exec.rope_scaling import Default
 from tpplan.memory import demands, ledger
 from tpplan.plan import KV_MODES, LAYOUTS, Cache, Request, SplitPlan
 from tpplan.planner import Attempt
-from tpplan.workspace import pinned_bytes
+from tpplan.workspace import areas, pinned_bytes
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples" / "plans").rglob("*.json"))
 MIB = 2**20
@@ -122,6 +122,7 @@ def test_cuda_devices_are_different_ones(plan: SplitPlan, monkeypatch: pytest.Mo
         ({"model": 123}, "model is 123, expected a model or its directory"),
         ({"dtype": "half"}, "dtype is 'half', expected a torch.dtype"),
         ({"dtype": 0}, "dtype is 0, expected a torch.dtype"),
+        ({"scratch": 0}, "scratch is 0, expected True or False"),
         ({"backend": "cpu", "transport": "nvlink"}, "unknown transport 'nvlink', expected auto, peer, host, events"),
     ],
 )
@@ -189,6 +190,18 @@ def test_the_arguments_are_obeyed(plan: SplitPlan) -> None:
             ctx.broadcast(torch.ones(9, 512))
     with tpx.compile(plan, backend="cpu") as ctx:
         assert (ctx.max_rows, ctx.dtype) == (64, torch.bfloat16)
+
+
+def test_scratch_is_left_to_others(plan: SplitPlan) -> None:
+    """Without it a device has the other areas, and operations go on; who asks for a slice is told why there is none."""
+    with tpx.compile(plan, backend="cpu", scratch=False) as ctx:
+        for index, area in enumerate(areas(plan.splits, plan.model.dtype, plan.request)):
+            assert ctx.devices[index].arena.size_bytes == area.total_bytes - area.scratch_bytes
+        x = torch.randn(64, 512, dtype=torch.bfloat16)
+        assert same(ctx.all_reduce([x] * len(ctx.all_devices))[1], (len(ctx.all_devices) * x.float()).bfloat16())
+        with pytest.raises(ExecutionError, match="64 bytes asked for, 0 free of 0 of scratch") as error:
+            ctx.devices[0].scratch(1, 64, torch.uint8)
+    assert error.value.hint == "leave out scratch=False when the plan is compiled"
 
 
 def test_virtual_devices_may_have_a_number(plan: SplitPlan) -> None:

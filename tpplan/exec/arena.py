@@ -123,6 +123,8 @@ class Arena:
     def _exhausted(self, asked: int, free: int) -> ExecutionError:
         """Return the error for too little room; new scratch helps only if all of it would be enough."""
         scratch, hint = self.size_bytes - self._kept, "plan with more --max-rows"
-        if align(asked) <= scratch:
+        if not scratch:  # every plan has some
+            hint = "leave out scratch=False when the plan is compiled"
+        elif align(asked) <= scratch:
             hint = f"call begin() before slices that may take the place of older ones, or {hint}"
         return ExecutionError(f"{self.name}: {asked} bytes asked for, {free} free of {scratch} of scratch", hint)

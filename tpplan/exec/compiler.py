@@ -7,6 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 import torch
+from attrs import evolve
 
 from tpplan.codec import fingerprint
 from tpplan.errors import ExecutionError, RequestError
@@ -48,6 +49,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
     "model": ((ModelSpec, str, PathLike), "a model or its directory", "what tpplan.read_model takes or returns"),
     "dtype": ((torch.dtype,), "a torch.dtype", "one such as torch.float16"),
     "tuning": ((Tuning,), "a Tuning", "what tpplan.exec.Tuning makes"),
+    "scratch": ((bool,), "True or False", "one of them"),
 }
 
 
@@ -61,6 +63,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     dtype: torch.dtype | None = None,
     transport: str = "auto",
     tuning: Tuning | None = None,
+    scratch: bool = True,
 ) -> TPContext:
     """Hold a plan against the machine and make everything that its operations need.
 
@@ -76,6 +79,8 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
             ``host`` that nothing speaks against: links that are not verified, or what the environment forbids.
         tuning: thresholds; those that ``tpplan devices --links`` has measured on these GPUs, or the defaults, if not
             given.
+        scratch: whether to allocate the plan's scratch. Who computes with tensors of torch's allocator has that part of
+            the budget there, and needs no second one.
 
     Returns:
         A context; closing it gives everything back.
@@ -91,7 +96,8 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     verify(plan)
     _known("backend", backend, BACKENDS)
     _known("transport", transport, ("auto", *TRANSPORTS))
-    for name, value in {"devices": devices, "model": model, "dtype": dtype, "tuning": tuning}.items():
+    arguments = {"devices": devices, "model": model, "dtype": dtype, "tuning": tuning, "scratch": scratch}
+    for name, value in arguments.items():
         kinds, expected, example = _KINDS[name]
         if value is not None and not isinstance(value, kinds):
             raise RequestError(f"{name} is {value!r:.40}, expected {expected}", f"pass {example}")
@@ -110,15 +116,16 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         hint = 'plan again for this machine and model, or run on virtual devices with backend="cpu"'
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{listed}", hint)
-    made = partial(build, plan, places, max_rows=max_rows, dtype=dtype)
+    made = partial(build, plan, places, max_rows=max_rows, dtype=dtype, scratch=scratch)
     if backend == "cpu":
         chosen = _PLAINEST if transport == "auto" else transport
         return made(VirtualDevices, transport=chosen, tuning=tuning or DEFAULT)
     from tpplan.exec.cuda import CudaDevices  # noqa: PLC0415 (needs a driver)
 
     start = partial(CudaDevices, places={i: places[i] for i in used}, peers=choice.transport != "host")
-    tuning, origin = (tuning, "as given") if tuning else stored(len(used))
-    notes = (*choice.notes, f"thresholds {origin}") if len(used) > 1 else choice.notes
+    tuning, origin = (tuning, "as given") if tuning else stored(len(used), choice.transport)
+    has_thresholds = len(used) > 1 and choice.transport != "events"
+    notes = (*choice.notes, f"thresholds {origin}") if has_thresholds else choice.notes
     return made(
         start, transport=choice.transport, straight=choice.straight, waits=choice.waits, tuning=tuning, notes=notes
     )
@@ -136,6 +143,7 @@ def build(
     waits: bool = True,
     tuning: Tuning = DEFAULT,
     notes: Sequence[str] = (),
+    scratch: bool = True,
 ) -> TPContext:
     """Make a context on devices that were looked at.
 
@@ -150,11 +158,14 @@ def build(
         waits: whether kernels of devices may wait for each other.
         tuning: thresholds.
         notes: what a person should know of how all this came about.
+        scratch: whether to allocate it.
 
     Raises:
         ExecutionError: there is not enough memory.
     """
     sizes = areas(plan.splits, plan.model.dtype, plan.request)
+    if not scratch:
+        sizes = tuple(evolve(size, scratch_bytes=0) for size in sizes)
     devices = [
         DeviceContext(i, plan.devices[i].name, places[i], area) for i, area in enumerate(sizes) if area.total_bytes
     ]

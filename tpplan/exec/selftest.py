@@ -97,13 +97,16 @@ def selftest(
     )
 
 
-def compiler(plan: SplitPlan, backend: str, note: Callable[[str], None]) -> Callable[[str], TPContext]:
+def compiler(
+    plan: SplitPlan, backend: str, note: Callable[[str], None], *, scratch: bool = True
+) -> Callable[[str], TPContext]:
     """Return what compiles a plan for a transport: on virtual devices if ``backend`` is ``auto`` and GPUs are too few.
 
     Args:
         plan: to be tested.
         backend: ``auto``, ``cpu`` or ``cuda``.
         note: told why the devices are virtual ones.
+        scratch: whether to allocate it.
     """
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend == "auto" and here < len(plan.devices):
@@ -112,7 +115,7 @@ def compiler(plan: SplitPlan, backend: str, note: Callable[[str], None]) -> Call
 
     def make(transport: str) -> TPContext:
         try:
-            return compile_plan(plan, backend=backend, transport=transport)
+            return compile_plan(plan, backend=backend, transport=transport, scratch=scratch)
         except ExecutionError as error:
             error.hint = error.hint.replace('backend="cpu"', "--backend cpu")  # of a command, not of a call
             raise
