@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,6 +35,7 @@ DEADLINE_S = 3.0
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep the cache of each test to itself; return its folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(links, "_UNKEPT", {})
     return tmp_path / "tpplan"
 
 
@@ -377,32 +376,42 @@ def test_what_real_verdicts_depend_on(change: str, tmp_path: Path, monkeypatch: 
     assert link_driver.TorchDriver().software() not in ("", before)
 
 
-def test_the_command_takes_the_cache_unless_told(
-    probes: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("obstacle", ["folder", "boot", "driver", "names"])
+def test_a_process_probes_once_where_nothing_can_be_kept(
+    obstacle: str, probes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``python -m tpplan.exec.links`` prints the cached report, with ``--no-cache`` a new one, and knows no more."""
-    monkeypatch.setattr(links, "link_report", partial(link_report, driver="tests.fake_gpus:one_way"))
-    printed = []
-    for arguments in ([], [], ["--no-cache"]):
-        monkeypatch.setattr(sys, "argv", ["links", *arguments])
-        links.main()
-        printed.append(capsys.readouterr().out)
-    assert printed == [codec.dumps(_report("one_way"))] * 3
-    assert probes == ["one_way"] * 2
-    monkeypatch.setattr(sys, "argv", ["links", "--no-cache", "--nonsense"])
-    with pytest.raises(SystemExit) as ended:
-        links.main()
-    assert ended.value.code == 2
-    assert "unrecognized arguments: --nonsense" in capsys.readouterr().err
-    assert len(probes) == 2
-
-
-def test_an_unwritable_cache_is_no_obstacle(probes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing can be written every process probes."""
+    """Be it that nothing can be written, or nobody could tell later whether it still holds; unless asked to probe."""
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert _not_working(_report("one_way")) == _not_working(_report("one_way")) == {(COPY, 1, 0): BROKEN}
-    assert probes == ["one_way", "one_way"]
+    obstacles: dict[str, Callable[[], None]] = {
+        "folder": lambda: monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file")),
+        "boot": lambda: monkeypatch.setattr(link_cache, "_BOOT_ID", tmp_path / "none"),
+        "driver": lambda: monkeypatch.setenv("FAKE_SOFTWARE", ""),
+    }
+    obstacles.get(obstacle, lambda: None)()
+    name = "twins" if obstacle == "names" else "one_way"
+    report = _report(name)
+    assert _report(name) is report
+    assert probes == [name]
+    again = _report(name, use_cache=False)
+    assert probes == [name, name]
+    assert _report(name) is again
+    monkeypatch.setenv("FAKE_SOFTWARE", "another driver")
+    _report(name)
+    assert probes == [name] * 3
+
+
+def test_what_is_remembered_gives_way_to_what_is_kept(
+    probes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a report can be written, it is the file that counts, for this process as for others."""
+    (tmp_path / "file").touch()
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        _report("one_way")
+    _report("one_way", use_cache=False)
+    assert _not_working(_report("honest", use_cache=False)) == {}
+    assert _not_working(_report("one_way")) == {}
+    assert probes == ["one_way", "one_way", "honest"]
 
 
 @pytest.mark.parametrize("name", ["nameless", "twins", "full"])

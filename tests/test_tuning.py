@@ -387,12 +387,24 @@ def _thresholds(devices: int, size: int) -> Thresholds:
 @pytest.mark.usefixtures("cache")
 def test_thresholds_are_kept() -> None:
     """Those for as many devices are used, else those for a few more; else defaults, and it is said which."""
-    assert tuning_cache.stored(2) == (DEFAULT, "not measured on this machine, tpplan devices --links does that")
+    assert tuning_cache.stored(2, "peer") == (DEFAULT, "not measured on this machine, tpplan devices --links does that")
     assert not tuning_cache.save((_thresholds(2, 1), _thresholds(4, 2)))
-    found = {count: tuning_cache.stored(count) for count in (2, 3, 4, 5)}
+    found = {count: tuning_cache.stored(count, "peer") for count in (2, 3, 4, 5)}
     assert [tuning.peer_sums_bytes for tuning, _ in found.values()] == [1, 2, 2, DEFAULT.peer_sums_bytes]
     assert found[3][1] == "measured on 4 GPUs of this machine"
     assert found[5][1].startswith("not measured")
+
+
+@pytest.mark.usefixtures("cache")
+def test_only_thresholds_of_transports_that_were_measured_count() -> None:
+    """Where two devices went by ``host`` only, ``peer`` has the thresholds of more devices, else defaults."""
+    host = evolve(_thresholds(2, 1), transports=("host",))
+    tuning_cache.save((host, _thresholds(4, 2)))
+    assert tuning_cache.stored(2, "host") == (host.tuning, "measured on 2 GPUs of this machine")
+    assert tuning_cache.stored(2, "peer")[1] == "measured on 4 GPUs of this machine"
+    tuning_cache.save((host,))
+    assert tuning_cache.stored(2, "peer")[1].startswith("not measured")
+    assert tuning_cache.stored(2, "peer")[0] == DEFAULT
 
 
 @pytest.mark.parametrize("change", ["gpus", "driver", "version", "edition", "damage"])
@@ -400,7 +412,7 @@ def test_thresholds_of_another_machine_are_not_used(change: str, cache: Path, mo
     """Other GPUs, another driver or tpplan, other things measured, or a damaged file: the defaults again."""
     tuning_cache.save((_thresholds(2, 1),))
     monkeypatch.setattr(Gpus, "names", Gpus.names[::-1])
-    assert tuning_cache.stored(2)[0].peer_sums_bytes == 1  # the same ones in another order
+    assert tuning_cache.stored(2, "peer")[0].peer_sums_bytes == 1  # the same ones in another order
     (file,) = cache.iterdir()
     changes: dict[str, Callable[[], object]] = {
         "gpus": lambda: monkeypatch.setattr(Gpus, "names", ("GPU-a", "GPU-c")),
@@ -410,7 +422,7 @@ def test_thresholds_of_another_machine_are_not_used(change: str, cache: Path, mo
         "damage": lambda: file.write_text(file.read_text().replace('"peer_sums_bytes": 1,', '"peer_sums_bytes": -1,')),
     }
     changes[change]()
-    assert tuning_cache.stored(2)[0] == DEFAULT
+    assert tuning_cache.stored(2, "peer")[0] == DEFAULT
 
 
 def test_what_cannot_be_kept_is_told(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,7 +433,7 @@ def test_what_cannot_be_kept_is_told(tmp_path: Path, cache: Path, monkeypatch: p
         assert "file" in tuning_cache.save((_thresholds(2, 1),))
     monkeypatch.setattr(Gpus, "names", ("GPU-a", "GPU-a"))
     assert "cannot be told" in tuning_cache.save((_thresholds(2, 1),))
-    assert tuning_cache.stored(2)[0] == DEFAULT
+    assert tuning_cache.stored(2, "peer")[0] == DEFAULT
     assert not cache.exists()
 
 
@@ -499,7 +511,7 @@ def test_the_command_measures_and_keeps(links: Callable[..., None]) -> None:
         (SUMS, STRAIGHT): 8560,
     }
     assert len(found["timings"]) == 3 * (2 * (15 * 2 + 10) + 10 * 2 + 3 * 5 * 2) + 2 * 15 - 2 * (1 + 2 + 3)
-    assert tuning_cache.stored(5) == (
+    assert tuning_cache.stored(5, "peer") == (
         tune(Machine().time, ROOM, 5, straight=True),
         "measured on 5 GPUs of this machine",
     )
@@ -570,3 +582,6 @@ def test_real_gpus_are_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
         explanation = context.explain()
     assert explanation.limits.tuning == report.thresholds[0].tuning
     assert f"note: thresholds measured on {count} GPUs of this machine" in str(explanation)
+    plan = synthetic_plan(count)
+    with compile_plan(plan, backend="cuda", devices=range(count), transport="events") as context:
+        assert not any(note.startswith("thresholds") for note in context.explain().notes)  # it has none

@@ -7,28 +7,12 @@ from pathlib import Path
 from attrs import frozen
 
 from tpplan.exec import gpu_cache
+from tpplan.exec.gpu_cache import Origin
 from tpplan.exec.link_probe import PROBE_VERSION
 from tpplan.exec.link_report import LinkReport, routes
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _KIND = "links"
-
-
-@frozen
-class Origin:
-    """Where verdicts come from; they are worth nothing anywhere else, and later ones take their place.
-
-    Attributes:
-        gpus: UUIDs, sorted.
-        software: driver, libraries and settings.
-        boot_id: of the running system.
-        probe_version: of tpplan's probe.
-    """
-
-    gpus: tuple[str, ...]
-    software: str
-    boot_id: str
-    probe_version: int
 
 
 @frozen
@@ -50,20 +34,19 @@ def origin(gpus: tuple[str, ...], software: str) -> Origin | None:
         boot_id = _BOOT_ID.read_text().strip()
     except OSError:
         return None
-    told = boot_id and software and gpu_cache.are_told_apart(gpus)
-    return Origin(tuple(sorted(gpus)), software, boot_id, PROBE_VERSION) if told else None
+    return gpu_cache.origin(gpus, software, f"probe {PROBE_VERSION}, boot {boot_id}") if boot_id else None
 
 
 def load(origin: Origin, gpus: tuple[str, ...]) -> LinkReport | None:
     """Return the report of the same origin with the indices of ``gpus``; None if there is none, or it is damaged."""
-    entry = gpu_cache.read(_KIND, origin.gpus, _Entry, "the link cache")
+    entry = gpu_cache.load(_KIND, origin, _Entry)
     if entry is None:
         return None
     report = entry.report
     whole = tuple(link.route for link in report.links) == routes(len(gpus)) and sorted(report.gpus) == sorted(gpus)
-    return report.reordered(gpus) if whole and entry.origin == origin else None
+    return report.reordered(gpus) if whole else None
 
 
-def save(origin: Origin, report: LinkReport) -> None:
-    """Keep a report for later processes, if the cache can be written."""
-    gpu_cache.write(_KIND, origin.gpus, _Entry(origin, report))
+def save(origin: Origin, report: LinkReport) -> str:
+    """Keep a report for later processes; return why it cannot be kept, empty if it is."""
+    return gpu_cache.save(_KIND, _Entry(origin, report))

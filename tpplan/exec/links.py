@@ -1,15 +1,7 @@
-"""Which links between the GPUs here work: asked of the cache, else of the probe.
-
-``python -m tpplan.exec.links`` prints the report as JSON, with ``--no-cache`` after probing anew; ``tpplan devices
---links`` shows it, and measures thresholds.
-"""
+"""Which links between the GPUs here work: asked of the cache, else of the probe."""
 
 from __future__ import annotations
 
-import sys
-from argparse import ArgumentParser
-
-from tpplan import codec
 from tpplan.exec import link_cache
 from tpplan.exec.link_child import load_driver, probe_in_child
 from tpplan.exec.link_report import Link, LinkReport, Mechanism, Verdict, routes
@@ -17,6 +9,9 @@ from tpplan.exec.link_report import Link, LinkReport, Mechanism, Verdict, routes
 __all__ = ["Link", "LinkReport", "Mechanism", "Verdict", "link_report"]
 
 TORCH = "tpplan.exec.link_driver:TorchDriver"
+
+#: Reports that could not be kept on disk, by driver, GPUs and their software, so that this process probes once.
+_UNKEPT: dict[tuple[str, tuple[str, ...], str], LinkReport] = {}
 
 
 def link_report(*, use_cache: bool = True, driver: str = TORCH, deadline_s: float = 30.0) -> LinkReport:
@@ -26,14 +21,14 @@ def link_report(*, use_cache: bool = True, driver: str = TORCH, deadline_s: floa
     child process, takes some seconds, and needs up to 32 MiB, and 40 MiB per other GPU, of each GPU's memory besides
     the driver's own for another process. Its verdicts are kept on disk until the next boot, under
     ``$XDG_CACHE_HOME/tpplan``, by UUIDs of the GPUs, driver, torch, kernels and version of the probe; those of a probe
-    that could not test what it should are not.
+    that could not test what it should are not. Where nothing can be kept on disk, this process remembers them.
 
     A step takes milliseconds, or ``deadline_s`` if it hangs; then, as when the child dies, another child goes on. A
     child may take 180 s to start and 10 s to go, and there are four at most: if all of them do, and hang, a quarter of
     an hour.
 
     Args:
-        use_cache: take the verdicts from disk if they are there; otherwise probe anew, and keep that.
+        use_cache: take the verdicts that were kept if there are any; otherwise probe anew, and keep that.
         driver: of the GPUs, as ``module:factory`` of a :class:`tpplan.exec.link_probe.Driver`.
         deadline_s: seconds after which a step of the probe counts as hung, be it the first use of a GPU by itself.
 
@@ -46,12 +41,18 @@ def link_report(*, use_cache: bool = True, driver: str = TORCH, deadline_s: floa
     wanted = [route for route in routes(len(gpus)) if not lacks[route[0]]]
     if not wanted:
         return _report(gpus, lacks, ())
-    origin = link_cache.origin(gpus, gpus_driver.software())
-    if origin and use_cache and (report := link_cache.load(origin, gpus)) and _is_complete(report, lacks):
-        return report
+    key = driver, gpus, gpus_driver.software()
+    origin = link_cache.origin(gpus, key[2])
+    if use_cache:
+        known = _UNKEPT.get(key) or (link_cache.load(origin, gpus) if origin else None)
+        if known and _is_complete(known, lacks):
+            return known
     report = _report(gpus, lacks, probe_in_child(driver, gpus, wanted, deadline_s))
-    if origin and _is_complete(report, lacks):
-        link_cache.save(origin, report)
+    if _is_complete(report, lacks):
+        if origin and not link_cache.save(origin, report):
+            _UNKEPT.pop(key, None)
+        else:
+            _UNKEPT[key] = report
     return report
 
 
@@ -65,14 +66,3 @@ def _report(gpus: tuple[str, ...], lacks: dict[Mechanism, str], links: tuple[Lin
 def _is_complete(report: LinkReport, lacks: dict[Mechanism, str]) -> bool:
     """Tell whether everything is tested that can be."""
     return all(lacks[link.mechanism] or link.verdict != Verdict.UNTESTED for link in report.links)
-
-
-def main() -> None:
-    """Print the report."""
-    parser = ArgumentParser("python -m tpplan.exec.links", description="Print which links between the GPUs here work.")
-    parser.add_argument("--no-cache", action="store_true", help="probe anew, even if verdicts are on disk")
-    sys.stdout.write(codec.dumps(link_report(use_cache=not parser.parse_args().no_cache)))
-
-
-if __name__ == "__main__":
-    main()

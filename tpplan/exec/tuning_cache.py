@@ -8,6 +8,7 @@ from attrs import frozen
 
 from tpplan import __version__
 from tpplan.exec import gpu_cache
+from tpplan.exec.gpu_cache import Origin
 from tpplan.exec.link_driver import TorchDriver
 from tpplan.exec.survey_report import Thresholds
 from tpplan.exec.tuning import DEFAULT
@@ -19,21 +20,6 @@ if TYPE_CHECKING:
 _EDITION = 2
 
 _KIND = "thresholds"
-
-
-@frozen
-class Origin:
-    """Where thresholds come from; they are worth nothing anywhere else, and later ones take their place.
-
-    Attributes:
-        gpus: UUIDs, sorted.
-        software: driver, libraries, kernels and settings.
-        version: of tpplan, and of what is measured.
-    """
-
-    gpus: tuple[str, ...]
-    software: str
-    version: str
 
 
 @frozen
@@ -49,34 +35,28 @@ class _Entry:
     measured: tuple[Thresholds, ...]
 
 
-def origin() -> Origin | None:
-    """Return where thresholds that are measured now come from; None, for no cache, if something cannot be told."""
-    driver = TorchDriver()
-    gpus, software = driver.gpus(), driver.software()
-    told = software and gpus and gpu_cache.are_told_apart(gpus)
-    return Origin(tuple(sorted(gpus)), software, f"{__version__}, thresholds {_EDITION}") if told else None
+def stored(devices: int, transport: str) -> tuple[Tuning, str]:
+    """Return the thresholds of a transport for a number of devices, and how they came about.
 
-
-def load() -> tuple[Thresholds, ...]:
-    """Return what was measured on the GPUs that this process sees; nothing if it was not, or is damaged."""
-    here = origin()
-    if here is None:
-        return ()
-    entry = gpu_cache.read(_KIND, here.gpus, _Entry, "the thresholds")
-    return entry.measured if entry and entry.origin == here else ()
-
-
-def stored(devices: int) -> tuple[Tuning, str]:
-    """Return the thresholds for a number of devices, and how they came about: measured with as many or a few more."""
-    for one in load():
-        if one.devices >= devices:
+    They were measured with as many devices or a few more; those that were not are defaults.
+    """
+    here = _origin()
+    entry = gpu_cache.load(_KIND, here, _Entry) if here else None
+    for one in entry.measured if entry else ():
+        if one.devices >= devices and transport in one.transports:
             return one.tuning, f"measured on {one.devices} GPUs of this machine"
     return DEFAULT, "not measured on this machine, tpplan devices --links does that"
 
 
 def save(measured: tuple[Thresholds, ...]) -> str:
     """Keep thresholds for later processes; return why they cannot be kept, empty if they are."""
-    here = origin()
+    here = _origin()
     if here is None:
         return "the GPUs or their driver cannot be told from others"
-    return gpu_cache.write(_KIND, here.gpus, _Entry(here, measured))
+    return gpu_cache.save(_KIND, _Entry(here, measured))
+
+
+def _origin() -> Origin | None:
+    """Return where thresholds that are measured now come from; None, for no cache, if something cannot be told."""
+    driver = TorchDriver()
+    return gpu_cache.origin(driver.gpus(), driver.software(), f"{__version__}, thresholds {_EDITION}")
