@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tpplan.exec.binding import BITS
+from tpplan.exec.operands import ADDABLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +58,7 @@ class Bank:
         content = torch.randint(256, (largest + 8 * more,), dtype=torch.uint8, generator=generator)
         self._bits = {bits: content.to(place).view(bits) for bits in BITS.values()}
         self._numbers: dict[torch.dtype, Tensor] = {}
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for dtype in ADDABLE:
             size = (largest // dtype.itemsize + more,)
             numbers = torch.randint(-_LARGEST, _LARGEST + 1, size, generator=generator)
             self._numbers[dtype] = numbers.to(dtype).to(place)

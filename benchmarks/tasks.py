@@ -11,6 +11,7 @@ from benchmarks.contents import STARTS
 from tpplan.axes import Axis
 from tpplan.exec import HOST
 from tpplan.exec.explain import cuts
+from tpplan.exec.operands import ADDABLE
 
 if TYPE_CHECKING:
     from random import Random
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from tpplan.exec import TPContext
 
 _MOVED = (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64)
-_ADDED = (torch.float16, torch.bfloat16, torch.float32)
 _ON_DEVICES = ("broadcast", "scatter", "allgather", "all_reduce", "add_residual")
 #: Operations that add up.
 ADDING = ("all_reduce", "add_residual")
@@ -97,7 +97,7 @@ class Tasks:
         kind = random.choice(_ON_DEVICES + _ON_HOST * host)
         whole = kind.startswith(("broadcast", "all_reduce"))
         axis = random.choice([name for name, split in self._cuts.items() if split or whole])
-        split, dtype = self._cuts[axis], random.choice(_ADDED if kind in ADDING else _MOVED)
+        split, dtype = self._cuts[axis], random.choice(ADDABLE if kind in ADDING else _MOVED)
         columns, size = random.choice(self._widths), 1
         if split and not whole:
             columns, size = random.choice((1, split.width, min(3, split.width))), split.size

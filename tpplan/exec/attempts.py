@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 from tpplan.axes import Axis
 from tpplan.exec.context import TPContext
 from tpplan.exec.explain import cuts
+from tpplan.exec.operands import ADDABLE
 from tpplan.exec.references import Kind
 
 if TYPE_CHECKING:
@@ -20,9 +21,8 @@ if TYPE_CHECKING:
 
     from tpplan.exec.explain import Way
 
-#: Of one, two, four and eight bytes; and those that are added up.
+#: Of one, two, four and eight bytes.
 _MOVED = (torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64)
-_ADDED = (torch.float16, torch.bfloat16, torch.float32)
 
 #: Dimensions before the columns: one row with and without any, three, and none.
 _LEADS = ((), (3, 1), (1,), (0,))
@@ -110,7 +110,7 @@ class Attempts:
 
     @property
     def _dtypes(self) -> tuple[torch.dtype, ...]:
-        return _ADDED if self.kind.adds else _MOVED
+        return ADDABLE if self.kind.adds else _MOVED
 
     def _attempt(self, axis: str, lead: tuple[int, ...], dim: int, dtype: torch.dtype) -> Attempt:
         return Attempt(axis, lead, dim, dtype, narrow=dim != self.dims[axis][0])
