@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tpplan
+from tpplan.exec import bench_clock, tuning_timer
 from tpplan.exec import compile as compile_plan
-from tpplan.exec import tuning_timer
 from tpplan.exec.lower import Limits, Route, kind_of, route
 from tpplan.exec.tuning import (
     COPIES,
@@ -88,7 +88,7 @@ def test_the_timer_runs_what_it_is_asked_to(transport: str, devices: int, monkey
     monkeypatch.setattr(tuning_timer, "compile_plan", compiled)
     monkeypatch.setattr("tpplan.exec.engine.route", observed)
     monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _: _Graph())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(bench_clock, "_TURN_SECONDS", 0)  # a turn is a replay
     every = [way for each, way in GONE if each == transport and (way, devices) != (PASSED_ON, 2)]
     with GraphTimer([CPU] * devices) as timer:
         for kind in KINDS:
@@ -130,13 +130,28 @@ def test_what_takes_longer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda plan, **asked: compile_plan(plan, backend="cpu", transport="peer", tuning=asked["tuning"]),
     )  # fmt: skip
     monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda context: Slow(context.explain().limits.tuning))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr("tpplan.exec.tuning_timer.time.perf_counter", lambda: clock)
+    monkeypatch.setattr("tpplan.exec.bench_clock.time.perf_counter", lambda: clock)
     with GraphTimer([CPU] * 2) as timer:
         small = timer("peer", FANS, 8 * KIB, (SLOTS, STRAIGHT))
         large = timer("peer", FANS, 8 * MIB, (STRAIGHT,))
     assert list(small) == pytest.approx([3e6 / 50, 5e6 / 50])  # 50 operations in a graph
     assert list(large) == pytest.approx([5e6 / 16])  # that move 128 MiB
+
+
+def test_what_fails_ends_the_survey(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thresholds of which a time is missing would be wrong: the error is the caller's."""
+
+    class Broken(_Graph):
+        def replay(self) -> None:
+            raise tpplan.TpplanError("a device waited in vain")
+
+    monkeypatch.setattr(
+        tuning_timer, "compile_plan",
+        lambda plan, **asked: compile_plan(plan, backend="cpu", transport="peer", tuning=asked["tuning"]),
+    )  # fmt: skip
+    monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _: Broken())
+    with GraphTimer([CPU] * 2) as timer, pytest.raises(tpplan.TpplanError, match="waited in vain"):
+        timer("peer", FANS, 8 * KIB, (SLOTS, STRAIGHT))
 
 
 @pytest.mark.parametrize("devices", [2, 3, 8])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import torch
 
 from tpplan.axes import Axis
 from tpplan.config import parse_config
 from tpplan.devices import Device
+from tpplan.exec.bench_clock import Clock, Run
 from tpplan.exec.compiler import compile as compile_plan
 from tpplan.exec.tuning import EXCHANGES, FANS, LARGEST, MIB, SLOTS, SUMS, forced
 from tpplan.families import spec_from_config
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
 HIDDEN, ITEM_BYTES = 4096, 2
 #: Operations of a graph: so many, or fewer that move about so many bytes, but some.
 _IN_A_ROW, _VOLUME, _FEWEST = 50, 128 * MIB, 4
-#: Measurements, of so many replays each; the first one warms up.
-_ROUNDS, _REPLAYS = 7, 4
+_ROUNDS = 7
 
 
 def synthetic_plan(devices: int) -> SplitPlan:
@@ -61,6 +59,7 @@ class GraphTimer:
     def __init__(self, places: Sequence[torch.device]) -> None:
         """Get ready to measure on some devices, all of which get contexts of a plan of their own."""
         self._places = places
+        self._clock = Clock(places, _ROUNDS)
         self._plan = synthetic_plan(len(places))
         self._contexts: dict[tuple[str, str], TPContext] = {}
 
@@ -77,18 +76,9 @@ class GraphTimer:
         """Return the µs of one operation by each way: the median of the rounds."""
         count = max(_FEWEST, min(_IN_A_ROW, _VOLUME // size))
         operands = self._operands(kind, size)  # which live as long as the graphs
-        graphs = [self._graph(self._context(transport, way), kind, count, *operands) for way in ways]
-        seen: list[list[float]] = [[] for _ in graphs]
-        for turn in range(_ROUNDS + 1):
-            for graph, times in zip(graphs, seen, strict=True):
-                self._synchronize()
-                start = time.perf_counter()
-                for _ in range(_REPLAYS):
-                    graph.replay()
-                self._synchronize()
-                if turn:
-                    times.append((time.perf_counter() - start) / (_REPLAYS * count) * 1e6)
-        return tuple(map(statistics.median, seen))
+        graphs = {way: self._graph(self._context(transport, way), kind, count, *operands) for way in ways}
+        times = self._clock.times({way: Run(graph.replay, count) for way, graph in graphs.items()}, _raise)
+        return tuple(times[way].median_ns / 1000 for way in ways)
 
     def limits(self, transport: str) -> Limits:
         """Return what messages a transport has room for on these devices."""
@@ -132,6 +122,6 @@ class GraphTimer:
             )
         return self._contexts[key]
 
-    def _synchronize(self) -> None:
-        for place in self._places:
-            torch.cuda.synchronize(place)
+
+def _raise(_: str, error: Exception) -> NoReturn:
+    raise error
