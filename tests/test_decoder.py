@@ -100,7 +100,7 @@ def test_sixteen_bits_lose_what_they_lose_in_transformers(
         decoder = Decoder(ctx, tmp_path, load_weights(plan, tmp_path, ctx))
         logits = [decoder.prefill(prompt, sequence) for sequence, prompt in enumerate(model.prompts)]
         found = torch.cat([ctx.gather(each, Axis.VC).tensor for each in logits])
-    assert 0 < (found - model.logits).abs().max() < 2 * (reference - model.logits).abs().max()
+    assert 0 < (found - model.logits).norm() < 1.5 * (reference - model.logits).norm()
 
 
 #: KV heads, and cuts of a model with 4 KV heads, 72 of the intermediate axis, 203 tokens and a residual stream of 48.

@@ -6,10 +6,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.decoder_cases import CONFIGS, check, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder import steps
+from tpplan.decoder.layers import attend
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -30,3 +32,17 @@ def test_one_gpu() -> None:
     """The same on a single one."""
     model = model_of("llama")
     check(model, plan_of(model.directory, 1, request_of(), {}, seed=4), "auto", backend="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 40, 64])
+def test_prompts_take_kernels_without_masks(queries: int) -> None:
+    """In 16 bits, flash kernels take the last tokens of a prompt as they are, heads shared, and say what others do."""
+    torch.manual_seed(3)
+    q = torch.randn(1, 2, 4, queries, 64)
+    k, v = torch.randn(2, 1, 2, 64, 64)
+    expected = attend(q, k, v, None, scale=0.1, cap=None)
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        found = attend(q, k, v, None, scale=0.1, cap=None)
+    torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)

@@ -182,7 +182,7 @@ class LayerCache:
                 store.write(sequence, slice(start, end), new)
             k, v = (store.read(sequence, slice(0, end)) for store in self._stores)
         else:  # the new tokens push out older ones, which the first of them still see
-            first = max(0, start - self.length)
+            first = max(0, start - self.length + 1)
             past = torch.arange(first, start, device=device) % self.length
             kept = torch.arange(max(start, end - self.length), end, device=device)
             whole = []
@@ -190,9 +190,8 @@ class LayerCache:
                 whole.append(torch.cat((store.read(sequence, past), new), dim=1))
                 store.write(sequence, kept % self.length, new[:, len(new[0]) - len(kept) :])
             k, v = whole
-        is_plain = start == first == 0 and (not self.window or end <= self.window)
-        mask = None if is_plain else self._mask(start, first, end, k)
-        return k, v, mask
+        hides = self.window and end - first > self.window
+        return k, v, self._mask(start, first, end, k) if hides else None
 
     def append(self, where: Where, k_BHK: Tensor, v_BHK: Tensor) -> tuple[Tensor, Tensor]:
         """Take one more token of each sequence, and return keys and values ``[B, H, T, K]`` of the places in use.
@@ -210,7 +209,6 @@ class LayerCache:
 
     def _mask(self, start: int, first: int, end: int, like: Tensor) -> Tensor:
         """Return what hides keys ``first`` to ``end`` from the queries ``start`` to ``end`` that do not see them."""
-        device, dtype = like.device, like.dtype
-        query, key = torch.arange(start, end, device=device)[:, None], torch.arange(first, end, device=device)
-        seen = key <= query
-        return hiding(seen & (key > query - self.window) if self.window else seen, dtype)
+        query, key = (torch.arange(at, end, device=like.device) for at in (start, first))
+        seen = (key <= query[:, None]) & (key > query[:, None] - self.window)
+        return hiding(seen[None, None], like.dtype)

@@ -1,20 +1,25 @@
 """What a layer computes on one device, in plain torch.
 
 Shapes are written at the end of a name: R rows (tokens of a pass), B batch, S sequence (queries), T keys, D hidden,
-H heads, K elements of a head, W columns of a RoPE table, I intermediate.
+H heads, G query heads that share a KV head, K elements of a head, W columns of a RoPE table, I intermediate.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
+
+#: Scores that may be in memory at a time, where a kernel cannot do without: of 16 bits, 32 MiB.
+_LARGEST: Final = 2**24
 
 
 def linear(x: Tensor, weights: Mapping[str, Tensor], name: str, *, bias: bool = True) -> Tensor:
@@ -42,17 +47,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def angles(sin_RW: Tensor, cos_RW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows of RoPE tables as :func:`rotate` takes them: ``[R, 1, W]``, the first half of the sines negated."""
-    first, second = sin_RW.chunk(2, dim=-1)
-    return torch.cat((-first, second), dim=-1)[:, None], cos_RW[:, None]
+    """Return rows of RoPE tables as :func:`rotate` takes them: by what the halves of a head count in both halves.
+
+    Args:
+        sin_RW: sines.
+        cos_RW: cosines.
+
+    Returns:
+        The factors of the first half and those of the second, ``[R, 1, 2, W / 2]`` each.
+    """
+    (sin_1, sin_2), (cos_1, cos_2) = sin_RW.chunk(2, dim=-1), cos_RW.chunk(2, dim=-1)
+    return torch.stack((cos_1, sin_2), dim=1)[:, None], torch.stack((-sin_1, cos_2), dim=1)[:, None]
 
 
-def rotate(x_RHK: Tensor, sin_R1W: Tensor, cos_R1W: Tensor) -> Tensor:
+def rotate(x_RHK: Tensor, by_first: Tensor, by_second: Tensor) -> Tensor:
     """Turn the leading elements of heads by their rows' :func:`angles` (RoPE; pairs are i and i + W / 2)."""
-    width = sin_R1W.shape[-1]
-    x, rest = x_RHK[..., :width], x_RHK[..., width:]
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.addcmul(x * cos_R1W, torch.cat((second, first), dim=-1), sin_R1W)
+    width = by_first.shape[-2:].numel()
+    first, second = torch.unflatten(x_RHK[..., :width], -1, (2, 1, -1)).unbind(-3)
+    turned = torch.addcmul(first * by_first, second, by_second).flatten(-2)
+    rest = x_RHK[..., width:]
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
@@ -62,25 +75,49 @@ def hiding(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(
-    q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor | None, *, scale: float, cap: float | None
+    q_BHGSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor | None, *, scale: float, cap: float | None
 ) -> Tensor:
-    """Return the values, weighed by how well their keys match the queries: ``[B, H, S, K]``.
+    """Return the values, weighed by how well their keys match the queries: ``[B, H, G, S, K]``.
 
     Args:
-        q_BHSK: queries.
-        k_BHTK: keys.
+        q_BHGSK: queries.
+        k_BHTK: keys, each read by the queries of a group.
         v_BHTK: values.
-        mask: from :func:`hiding`, ``[B or 1, 1, S or 1, T]``; None if query i sees keys 0 to i.
+        mask: from :func:`hiding`, ``[B or 1, 1, S, T]``; None if the queries are those of the last S tokens, and see
+            these and all before.
         scale: of the scores.
         cap: see :class:`tpplan.decoder.settings.Settings`.
     """
-    if cap is None:
-        return functional.scaled_dot_product_attention(
-            q_BHSK, k_BHTK, v_BHTK, attn_mask=mask, is_causal=mask is None, scale=scale
-        )
-    scores_BHST = (q_BHSK @ k_BHTK.transpose(-1, -2)) * scale
-    scores_BHST = cap * torch.tanh(scores_BHST / cap)
+    group, count, total = q_BHGSK.shape[2], q_BHGSK.shape[3], k_BHTK.shape[2]
+    if mask is None and cap is None:
+        q_BHSK = q_BHGSK.flatten(1, 2)
+        if can_use_flash_attention(SDPAParams(q_BHSK, k_BHTK, v_BHTK, None, 0.0, False, True)):  # noqa: FBT003
+            out_BHSK = functional.scaled_dot_product_attention(
+                q_BHSK, k_BHTK, v_BHTK, causal_lower_right(count, total), scale=scale, enable_gqa=True
+            )
+            return torch.unflatten(out_BHSK, 1, (-1, group))
     if mask is None:
-        seen = torch.ones(scores_BHST.shape[-2:], dtype=torch.bool, device=scores_BHST.device).tril()
-        mask = hiding(seen, scores_BHST.dtype)
-    return (scores_BHST + mask).softmax(-1, dtype=torch.float32).to(q_BHSK.dtype) @ v_BHTK
+        seen = torch.ones(1, 1, count, total, dtype=torch.bool, device=q_BHGSK.device).tril(total - count)
+        mask = hiding(seen, q_BHGSK.dtype)
+    block = max(1, _LARGEST // (k_BHTK.shape[:3].numel() * group))
+    blocks = zip(torch.split(q_BHGSK, block, dim=3), torch.split(mask, block, dim=2), strict=True)
+    return together([_behind(q, k_BHTK, v_BHTK, each, scale=scale, cap=cap) for q, each in blocks], dim=3)
+
+
+def together(parts: list[Tensor], dim: int) -> Tensor:
+    """Join tensors; mostly there is one, which need not be copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def _behind(
+    q_BHGSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, *, scale: float, cap: float | None
+) -> Tensor:
+    """Attend behind a mask. The queries of a group stand where those of several tokens would: no KV head is copied."""
+    q_BHRK = q_BHGSK.flatten(2, 3)
+    mask_B1RT = mask[:, :, None].expand(-1, -1, q_BHGSK.shape[2], -1, -1).flatten(2, 3)
+    if cap is None:
+        out_BHRK = functional.scaled_dot_product_attention(q_BHRK, k_BHTK, v_BHTK, mask_B1RT, scale=scale)
+    else:
+        scores_BHRT = (q_BHRK @ k_BHTK.mT).mul_(scale / cap).tanh_().mul_(cap).add_(mask_B1RT)
+        out_BHRK = scores_BHRT.softmax(-1) @ v_BHTK
+    return torch.unflatten(out_BHRK, 2, q_BHGSK.shape[2:4])

@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.cache import Where
-from tpplan.decoder.layers import attend
+from tpplan.decoder.layers import attend, together
 
 if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
@@ -42,14 +42,14 @@ class Prefill:
     ) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H, K]``."""
         k_HSK, v_HSK = k_RHK.transpose(0, 1), v_RHK.transpose(0, 1)
-        k_HTK, v_HTK, mask_ST = heads.cache.extend(self.sequence, self.start, k_HSK, v_HSK)
+        k_HTK, v_HTK, mask_11ST = heads.cache.extend(self.sequence, self.start, k_HSK, v_HSK)
         parts = []
         for run in heads.runs:
-            k_1HTK, v_1HTK = (x[None, run.keys].repeat_interleave(run.group, dim=1) for x in (k_HTK, v_HTK))
-            parts.append(
-                attend(q_RHK[:, run.queries].transpose(0, 1)[None], k_1HTK, v_1HTK, mask_ST, scale=scale, cap=cap)
-            )
-        return _together(parts)[0].transpose(0, 1)
+            q_HGSK = torch.unflatten(q_RHK[:, run.queries], 1, (-1, run.group)).permute(1, 2, 0, 3)
+            k_1HTK, v_1HTK = k_HTK[None, run.keys], v_HTK[None, run.keys]
+            out_1HGSK = attend(q_HGSK[None], k_1HTK, v_1HTK, mask_11ST, scale=scale, cap=cap)
+            parts.append(out_1HGSK.flatten(1, 2)[0].transpose(0, 1))
+        return together(parts, dim=1)
 
 
 @frozen
@@ -72,17 +72,12 @@ class Decode:
         where = self.where[device][heads.cache.length]
         k_BHTK, v_BHTK = heads.cache.append(where, k_RHK, v_RHK)
         parts = []
-        for run in heads.runs:  # the queries that share a KV head stand where those of several tokens would
-            q_BHSK = torch.unflatten(q_RHK[:, run.queries], 1, (-1, run.group))
-            parts.append(
-                attend(q_BHSK, k_BHTK[:, run.keys], v_BHTK[:, run.keys], where.mask, scale=scale, cap=cap).flatten(1, 2)
-            )
-        return _together(parts)
+        for run in heads.runs:
+            q_BHGK = torch.unflatten(q_RHK[:, run.queries], 1, (-1, run.group))
+            k_BhTK, v_BhTK = k_BHTK[:, run.keys], v_BHTK[:, run.keys]
+            out_BHG1K = attend(q_BHGK[..., None, :], k_BhTK, v_BhTK, where.mask, scale=scale, cap=cap)
+            parts.append(out_BHG1K.flatten(1, 3))
+        return together(parts, dim=1)
 
 
 Pass = Prefill | Decode
-
-
-def _together(parts: list[Tensor]) -> Tensor:
-    """Return the heads of all runs; mostly there is one, which need not be copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

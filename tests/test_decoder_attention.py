@@ -1,0 +1,64 @@
+"""Attention against the formula: queries of a group, of the last tokens, behind masks and with capped scores."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tpplan.decoder import layers
+from tpplan.decoder.layers import attend, hiding
+
+SCALE, CAP, QUERIES, KEYS, GROUP = 0.3, 2.0, 5, 12, 3
+
+
+def made(batch: int, queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make queries ``[B, H, G, S, K]``, keys and values ``[B, H, T, K]``."""
+    torch.manual_seed(queries)
+    q = torch.randn(batch, 2, GROUP, queries, 8, dtype=torch.float64)
+    k, v = torch.randn(2, batch, 2, KEYS, 8, dtype=torch.float64)
+    return q, k, v
+
+
+def expected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, cap: float | None = None
+) -> torch.Tensor:
+    """Weigh the values that are seen, ``[B or 1, S, T]``, one query head after the other."""
+    heads = []
+    for group in range(GROUP):
+        scores = q[:, :, group] @ k.mT * SCALE
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        heads.append(scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v)
+    return torch.stack(heads, dim=2)
+
+
+@pytest.mark.parametrize("cap", [None, CAP])
+@pytest.mark.parametrize("queries", [1, QUERIES, KEYS])
+def test_the_last_tokens_see_all_before(queries: int, cap: float | None) -> None:
+    """Without a mask, the queries are those of the last tokens, be they all, some or one."""
+    q, k, v = made(1, queries)
+    seen = torch.ones(1, queries, KEYS, dtype=torch.bool).tril(KEYS - queries)
+    torch.testing.assert_close(attend(q, k, v, None, scale=SCALE, cap=cap), expected(q, k, v, seen, cap))
+
+
+@pytest.mark.parametrize("cap", [None, CAP])
+@pytest.mark.parametrize(("batch", "queries"), [(1, QUERIES), (4, 1), (3, QUERIES)])
+def test_masks(batch: int, queries: int, cap: float | None) -> None:
+    """With a mask, of all sequences or of each, every query of a group sees what its token sees."""
+    q, k, v = made(batch, queries)
+    for count in {1, batch}:
+        seen = torch.rand(count, queries, KEYS) < 0.5
+        seen[..., 3] = True
+        found = attend(q, k, v, hiding(seen[:, None], q.dtype), scale=SCALE, cap=cap)
+        torch.testing.assert_close(found, expected(q, k, v, seen, cap))
+
+
+@pytest.mark.parametrize("cap", [None, CAP])
+def test_few_scores_at_a_time(cap: float | None) -> None:
+    """What does not fit is computed in blocks of queries, to the same numbers; one token is the least."""
+    q, k, v = made(2, QUERIES)
+    seen = torch.ones(1, QUERIES, KEYS, dtype=torch.bool).tril(KEYS - QUERIES)
+    for tokens in (0, 2, QUERIES - 1):
+        with patch.object(layers, "_LARGEST", tokens * GROUP * k[..., 0].numel()):
+            torch.testing.assert_close(attend(q, k, v, None, scale=SCALE, cap=cap), expected(q, k, v, seen, cap))
