@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tpplan.exec import TPContext
     from tpplan.exec.binding import Memory
-    from tpplan.exec.cuda import Pending
+    from tpplan.exec.marks import Pending
     from tpplan.exec.program import Buffer, Program
     from tpplan.plan import SplitPlan
 

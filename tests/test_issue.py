@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
+from random import Random
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,29 +13,102 @@ import torch
 
 pytest.importorskip("cuda.core", reason="needs cuda.core: pip install 'tpplan[cu13]'")
 
+from tests.caller import bits, expected, memory, noise, widths
+from tests.fake_driver import Runtime
+from tests.program_cases import CASES
 from tpplan.errors import ExecutionError
+from tpplan.exec import copies, cuda, marks
 from tpplan.exec.cuda import CudaDevices, _Ready
-from tpplan.exec.fence import own
+from tpplan.exec.fence import HOST_STREAM, own
 from tpplan.exec.issuing import ISSUING, Issuing
-from tpplan.exec.program import INPUT, Buffer, Exchange, Program
+from tpplan.exec.marks import Marks
+from tpplan.exec.operation import Moves
+from tpplan.exec.program import INPUT, LOAD, Buffer, Exchange, Program, Stream
+
+#: Programs of which devices and the host only copy.
+COPIED = {
+    name: case
+    for name, case in CASES.items()
+    if isinstance(case.operation, Moves) and not any(isinstance(each, Exchange) for each in case.program.commands)
+}
 
 
 def test_a_launch_that_fails_after_another_is_the_last() -> None:
     """Device 0 has its part of the program and device 1 has not: they count differently from then on."""
     exchanges = (Exchange(own(0), ()), Exchange(own(1), ()))
     program = Program("p", exchanges)
-    launches: Any = (Mock(), Mock())
+    launches: Any = (Mock(stream=own(0)), Mock(stream=own(1)))
     launches[1].issue.side_effect = ExecutionError("a kernel of device 1 was not launched")
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
     devices._issuing = Issuing(devices._exchanges)
     devices._current = {0: 1, 1: 1}
     devices._handle = lambda _: 1
-    devices._ready = {(id(program), torch.float32): _Ready(program, exchanges, (0, 1), launches, on_host=False)}
+    devices._loaded = set()
+    ready = _Ready(program, launches, (0, 1), loads=frozenset(), pending=Mock(), on_host=False)
+    devices._ready = {(id(program), torch.float32): ready}
     with pytest.raises(ExecutionError, match="not launched"):
         devices.run(program, {Buffer(INPUT, 0): torch.zeros(1, 4)})
     launches[0].issue.assert_called_once()
     devices._exchanges.interrupt.assert_called_once()
+
+
+def test_default_streams_have_their_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as something is issued to them; afterwards the caller's is, also if something fails."""
+    at, seen = [9], []
+    monkeypatch.setattr(cuda, "switch_device", lambda device: (at[0], at.__setitem__(0, device))[0])
+    devices: Any = object.__new__(CudaDevices)
+    devices._ordinals, devices._load_handles = {0: 4, 1: 5, 2: 6}, {0: 70}
+    devices._current, devices._loaded = {0: 0, 1: 0, 2: 30}, set()
+
+    def step(stream: Stream) -> Any:
+        return Mock(stream=stream, issue=lambda handle, *_: seen.append((stream, handle, at[0])))
+
+    streams = own(0), own(0), own(1), Stream(LOAD, 0), HOST_STREAM, own(2), own(0)
+    steps: Any = [step(stream) for stream in streams]
+    ready = partial(_Ready, Program("p", ()), devices=(0, 1, 2), loads=frozenset({0}), pending=Mock(), on_host=False)
+    devices._go_through(ready(tuple(steps)), {}, 1)
+    devices._go_through(ready(tuple(steps[5:6])), {}, 1)
+    assert [(stream, handle) for stream, handle, _ in seen] == [
+        *zip(streams, (0, 0, 0, 70, 0, 30, 0), strict=True),
+        (own(2), 30),
+    ]
+    assert [seen[i][2] for i in (0, 1, 2, 6, 7)] == [4, 4, 5, 4, 9]
+    assert at == [9]
+    assert devices._loaded == {0}
+    failing: Any = Mock(stream=own(1))
+    failing.issue.side_effect = ExecutionError("the driver refuses")
+    with pytest.raises(ExecutionError, match="refuses"):
+        devices._go_through(ready((failing,)), {}, 1)
+    assert at == [9]
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_programs_of_copies_give_what_they_should(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where devices copy at once, in the order of issue, every byte is right; results are waited for by events."""
+    fake, case, places = Runtime(), COPIED[name], range(6)
+    monkeypatch.setattr(copies, "runtime", fake)
+    monkeypatch.setattr(marks, "runtime", fake)
+    monkeypatch.setattr(marks, "switch_device", fake.switch_device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    devices: Any = object.__new__(CudaDevices)
+    devices._memory, devices._exchanges, devices._ready = memory(), Mock(prepare=lambda *_: ()), {}
+    devices._issuing, devices._loaded = Issuing(devices._exchanges), set()
+    devices._ordinals, devices._marks = {d: d for d in places}, Marks({d: d for d in places})
+    devices._handle, devices._load_handles = (lambda device: 80 + device), {d: 90 + d for d in places}
+    devices._current = {d: 80 + d for d in places}
+    program, random = case.program, Random(1)
+    for _ in range(3):
+        tensors = {b: noise(case.rows, size, torch.bfloat16, random) for b, size in widths(case.operation).items()}
+        right = expected(case.operation, tensors)
+        pending = devices.run(program, tensors)
+        for buffer, truth in right.items():
+            assert torch.equal(bits(tensors[buffer]), bits(truth))
+        assert pending.done() is not bool(program.results)
+        pending.wait()
+        assert pending.done()
+    streams = {stream for *_, stream in fake.copied}
+    assert streams <= {*devices._current.values(), *devices._load_handles.values()}
 
 
 def test_who_waited_for_his_turn_is_refused_after_a_close() -> None:

@@ -91,13 +91,22 @@ def _wait_for(case: Case) -> None:
 
 def _exllamav2(case: Case) -> Contender:
     """Gather as ExLlamaV2 does: each device writes its columns of pinned memory. This one waits for them, too."""
-    from tpplan.exec.sums import copy  # noqa: PLC0415 (needs a driver)
+    from cuda.bindings import runtime  # noqa: PLC0415 (needs a driver)
+
+    kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+
+    def copy(stream: int, target: Tensor, source: Tensor) -> None:
+        size, ends = source.element_size(), (target, source)
+        places = [number for x in ends for number in (x.data_ptr(), x.stride(0) * size)]
+        (error,) = runtime.cudaMemcpy2DAsync(*places, source.shape[1] * size, source.shape[0], kind, stream)
+        if error != runtime.cudaError_t.cudaSuccess:
+            raise ExecutionError(f"a copy failed: {error.name}", "earlier work may have failed")
 
     streams = [torch.cuda.Stream(source.device) for source in case.inputs]  # type: ignore[no-untyped-call]
 
     def call() -> None:
         for stream, (target, source) in zip(streams, case.moves, strict=True):
-            copy(stream.cuda_stream, target, (source,))
+            copy(stream.cuda_stream, target, source)
         for stream in streams:
             stream.synchronize()
 

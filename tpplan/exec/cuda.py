@@ -1,27 +1,27 @@
 """CUDA devices: programs run on streams; copies by the copy engines, sums and exchanges by kernels.
 
-Streams and events are torch's, so that a caller's torch work and tpplan's wait for each other. Nothing here changes the
-current device or stream.
+Streams are torch's, so that a caller's torch work and tpplan's wait for each other. Nothing here changes the current
+device or stream.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from attrs import frozen
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.binding import no_memory, resolve
+from tpplan.exec.binding import no_memory
+from tpplan.exec.copies import HostCopy, Transfer
 from tpplan.exec.exchanges import Exchanges
 from tpplan.exec.fence import HOST_STREAM, without_callers
 from tpplan.exec.graph import Graph
 from tpplan.exec.issuing import ISSUING, Issuing
-from tpplan.exec.launch import Launch
-from tpplan.exec.program import HOST, LOAD, Command, Copy, Event, Exchange, Program, Record, Stream, Sum, Wait
-from tpplan.exec.sums import Sums, copy
+from tpplan.exec.marks import Marks, Pending
+from tpplan.exec.program import HOST, LOAD, Exchange, Program, Record, Sum, Wait
+from tpplan.exec.sums import Sums
 from tpplan.exec.torch_shims import stream_handle, switch_device
 
 if TYPE_CHECKING:
@@ -30,45 +30,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec.binding import Memory
-    from tpplan.exec.program import Buffer
+    from tpplan.exec.program import Buffer, Copy, Stream
 
 #: How many programs are remembered, each for a dtype.
 _KEPT = 1024
 
 
-@frozen(eq=False)
-class Pending:
-    """A program that was issued.
+class Step(Protocol):
+    """A command of a program, ready to be issued for a dtype."""
 
-    Attributes:
-        events: that its results in host memory wait for.
-        check: refuses results of devices that waited in vain.
-    """
+    @property
+    def stream(self) -> Stream:
+        """Of the program."""
 
-    events: tuple[torch.cuda.Event, ...]
-    check: Callable[[], None]
+    def issue(self, stream: int, operands: Mapping[Buffer, Tensor], rows: int) -> None:
+        """Issue it.
 
-    def done(self) -> bool:
-        """Return whether the results are complete."""
-        return all(event.query() for event in self.events)  # type: ignore[no-untyped-call]
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Return when the results are complete.
-
-        Raises:
-            TimeoutError: they are not, after ``timeout`` seconds.
-            ExecutionError: they never will be, for a device waited in vain.
+        Args:
+            stream: handle of the one to issue it to; if it is a default stream, its device is current.
+            operands: the caller's tensors.
+            rows: of each.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        for event in self.events:
-            if end is None:
-                event.synchronize()
-                continue
-            while not event.query():  # type: ignore[no-untyped-call]
-                if time.monotonic() > end:
-                    raise TimeoutError(f"not complete after {timeout} s")
-                time.sleep(0)
-        self.check()
 
 
 @frozen(eq=False)
@@ -77,16 +59,18 @@ class _Ready:
 
     Attributes:
         program: kept, for it is known by its identity.
-        commands: without what the caller's streams being tpplan's makes needless.
+        steps: its commands, without what the caller's streams being tpplan's makes needless.
         devices: that it uses.
-        launches: of its exchanges, in order.
+        loads: those whose second streams it uses.
+        pending: returns what waits for the results of the call that was issued last.
         on_host: whether the host takes part in it.
     """
 
     program: Program
-    commands: tuple[Command, ...]
+    steps: tuple[Step, ...]
     devices: tuple[int, ...]
-    launches: tuple[Launch, ...]
+    loads: frozenset[int]
+    pending: Callable[[], Pending]
     on_host: bool
 
 
@@ -112,14 +96,13 @@ class CudaDevices:
         self._loaded: set[int] = set()
         self._current: dict[int, int] = {}
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
-        self._recorded: dict[Event, torch.cuda.Event] = {}
-        self._events: dict[tuple[Event, int], torch.cuda.Event] = {}
+        self._load_handles = {device: stream.cuda_stream for device, stream in self._loads.items()}
+        self._marks = Marks(self._ordinals)
         self._sums = Sums()
         self._ready: dict[tuple[int, torch.dtype], _Ready] = {}
         with ISSUING:
             self._exchanges = Exchanges(memory, places)
         self._issuing = Issuing(self._exchanges)
-        self._nothing = Pending((), self._exchanges.check)
         for source in places.values() if peers else ():  # torch gives access when it first copies between two devices
             for target in places.values():
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
@@ -147,37 +130,27 @@ class CudaDevices:
         for device in ready.devices:
             self._turn_to(device, self._handle(device))
         try:
-            self._go_through(ready, operands, rows, dtype)
+            self._go_through(ready, operands, rows)
         except BaseException:  # between two devices, perhaps
             self._exchanges.interrupt()
             raise
-        if not program.results:
-            return self._nothing
-        return Pending(tuple(self._recorded[event] for event in program.results), self._exchanges.check)
+        return ready.pending()
 
-    def _go_through(self, ready: _Ready, operands: Mapping[Buffer, Tensor], rows: int, dtype: torch.dtype) -> None:
-        """Issue the commands of a program."""
-        launches = iter(ready.launches)
-        for step in ready.commands:
-            if isinstance(step, Exchange):  # first, for nothing else is called as often
-                self._issue(step.stream, next(launches).issue, operands, rows)
-            elif isinstance(step, Record):
-                self._record(step, result=step.event in ready.program.results)
-            elif isinstance(step, Wait):
-                self._wait(step)
-            else:
-                self._work(step, operands, rows, dtype)
-
-    def _work(self, step: Copy | Sum, operands: Mapping[Buffer, Tensor], rows: int, dtype: torch.dtype) -> None:
-        """Issue a copy or a sum."""
-        views = (step.target, step.source) if isinstance(step, Copy) else (step.target, *step.sources)
-        target, *sources = (resolve(view, operands, self._memory, rows, dtype) for view in views)
-        if not target.numel():
-            return
-        if step.stream == HOST_STREAM:
-            target.copy_(sources[0])
-        else:
-            self._issue(step.stream, copy if isinstance(step, Copy) else self._sums.add, target, sources)
+    def _go_through(self, ready: _Ready, operands: Mapping[Buffer, Tensor], rows: int) -> None:
+        """Issue the steps of a program; where that is to a default stream, its device is made current for it."""
+        self._loaded |= ready.loads
+        before = here = None
+        try:
+            for step in ready.steps:
+                kind, device = step.stream
+                handle = self._load_handles[device] if kind == LOAD else self._current.get(device, 0)
+                if not handle and device not in {HOST, here}:
+                    found = switch_device(self._ordinals[device])
+                    before, here = found if here is None else before, device
+                step.issue(handle, operands, rows)
+        finally:
+            if before is not None:
+                switch_device(before)
 
     def issuing(self) -> Issuing:
         """Return what is to be held while kernels are issued that devices exchange by."""
@@ -210,7 +183,7 @@ class CudaDevices:
         """Start anew after everything is complete, as a graph does that is to be captured, or was."""
         self._current.clear()
         self._loaded.clear()
-        self._recorded.clear()
+        self._marks.forget()
 
     def turn_to_current(self) -> None:
         """Let what is issued from now on follow what the current streams hold."""
@@ -220,7 +193,7 @@ class CudaDevices:
     def close(self) -> None:
         """Let go of streams, events and kernels; closing again does nothing."""
         self._issuing.closed = True
-        for held in (self._current, self._streams, self._recorded, self._events, self._ready):
+        for held in (self._current, self._streams, self._ready, self._marks):
             held.clear()
         self._memory = no_memory()
         self._exchanges.close()
@@ -229,12 +202,32 @@ class CudaDevices:
         if len(self._ready) >= _KEPT and not torch.cuda.is_current_stream_capturing():
             self.synchronize()
             self._ready.clear()
-        launches = self._exchanges.prepare(program, dtype)
-        commands = without_callers(program)
-        devices = tuple(sorted({command.stream.device for command in commands} - {HOST}))
-        on_host = bool(program.results) or any(command.stream == HOST_STREAM for command in commands)
-        ready = self._ready[id(program), dtype] = _Ready(program, commands, devices, launches, on_host)
+        launches = iter(self._exchanges.prepare(program, dtype))
+        steps = tuple(
+            next(launches) if isinstance(command, Exchange) else self._step(command, program, dtype)
+            for command in without_callers(program)
+        )
+        devices = {step.stream.device for step in steps} - {HOST}
+        ready = self._ready[id(program), dtype] = _Ready(
+            program=program,
+            steps=steps,
+            devices=tuple(sorted(devices)),
+            loads=frozenset(step.stream.device for step in steps if step.stream.kind == LOAD),
+            pending=self._marks.results(program.results, self._exchanges.check),
+            on_host=bool(program.results) or any(step.stream == HOST_STREAM for step in steps),
+        )
         return ready
+
+    def _step(self, command: Copy | Sum | Record | Wait, program: Program, dtype: torch.dtype) -> Step:
+        """Return a command, ready to be issued."""
+        on_host = command.stream == HOST_STREAM
+        if isinstance(command, Record):
+            return self._marks.recording(command, program.results)
+        if isinstance(command, Wait):
+            return self._marks.waiting(command, on_host=on_host)
+        if isinstance(command, Sum):
+            return self._sums.prepare(command, self._memory, dtype, self._places[command.stream.device])
+        return (HostCopy if on_host else Transfer)(command, self._memory, dtype)
 
     def _handle(self, device: int) -> int:
         """Return the address of a device's current stream; 0 for its default one."""
@@ -255,46 +248,3 @@ class CudaDevices:
         if before is not None:
             self._streams[key].wait_stream(self._streams[device, before])
         self._current[device] = handle
-
-    def _real(self, stream: Stream) -> torch.cuda.Stream:
-        if stream.kind == LOAD:
-            self._loaded.add(stream.device)
-            return self._loads[stream.device]
-        return self._streams[stream.device, self._current[stream.device]]
-
-    def _issue(self, stream: Stream, work: Callable[..., None], *arguments: object) -> None:
-        """Issue work to a stream; where that is a default stream, its device has to be current."""
-        if stream.kind == LOAD:
-            work(self._real(stream).cuda_stream, *arguments)
-        elif handle := self._current[stream.device]:
-            work(handle, *arguments)
-        else:
-            before = switch_device(self._ordinals[stream.device])
-            try:
-                work(handle, *arguments)
-            finally:
-                switch_device(before)
-
-    def _record(self, step: Record, *, result: bool) -> None:
-        """Record an event of the stream's device: each has its own, for any device may record some events.
-
-        Those of results are the caller's, to wait for at any time, and never recorded again.
-        """
-        key = (step.event, step.stream.device)
-        if result or key not in self._events:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            if not result:
-                self._events[key] = event
-        else:
-            event = self._events[key]
-        event.record(self._real(step.stream))
-        self._recorded[step.event] = event
-
-    def _wait(self, step: Wait) -> None:
-        event = self._recorded.get(step.event)
-        if event is None:
-            return
-        if step.stream == HOST_STREAM:
-            event.synchronize()
-        else:
-            self._real(step.stream).wait_event(event)

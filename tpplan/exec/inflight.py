@@ -31,7 +31,7 @@ class Inflight:
     def settle(self, tensor: Tensor) -> None:
         """Wait for everything that writes where a tensor is."""
         for other, pending in self._writes:
-            if share_bytes(other, tensor):
+            if not pending.done() and share_bytes(other, tensor):
                 pending.wait()
 
     def clear(self) -> None:

@@ -29,14 +29,16 @@ def moves(operation: Moves) -> Program:
 def local(operation: Moves) -> Program:
     """Every device copies its own columns, within itself or to the host; none waits for another."""
     commands: list[Command] = []
+    leave: list[Command] = []  # in the end, so that no copy starts later for it
     results = []
     for source, target in operation.moves:
         device = source.buffer.device
         commands += order("enter", caller(device), own(device))
         commands.append(Copy(own(device), source, target))
-        commands += order("leave", own(device), caller(device))
+        leave += order("leave", own(device), caller(device))
         if target.buffer.device == HOST:
             results.append(Event("leave", own(device)))
+    commands += leave
     return Program(f"{operation.name} on each device", tuple(commands), tuple(results))
 
 

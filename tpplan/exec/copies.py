@@ -1,0 +1,94 @@
+"""Copies, prepared so that each costs the host little more than the driver: by the copy engines, and by the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cuda.bindings import runtime
+
+from tpplan.errors import ExecutionError
+from tpplan.exec.binding import Place, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch import Tensor
+
+    from tpplan.exec.binding import Memory
+    from tpplan.exec.program import Buffer, Copy
+
+_SUCCESS = runtime.cudaError_t.cudaSuccess
+#: Addresses tell which memory they are of.
+_ANY = runtime.cudaMemcpyKind.cudaMemcpyDefault
+
+
+class Transfer:
+    """A copy by an engine of a device, between whatever memories.
+
+    Attributes:
+        stream: of the program.
+    """
+
+    def __init__(self, step: Copy, memory: Memory, dtype: torch.dtype) -> None:
+        """Work out what is the same for all calls.
+
+        Args:
+            step: of a program.
+            memory: of the context.
+            dtype: of the operands.
+        """
+        self.stream = step.stream
+        self._step = step
+        self._target, self._source = (Place(view, memory, dtype.itemsize) for view in (step.target, step.source))
+
+    def issue(self, stream: int, operands: Mapping[Buffer, Tensor], rows: int) -> None:
+        """Start to copy.
+
+        Args:
+            stream: handle of the one to copy on; if it is a default stream, its device has to be current.
+            operands: the caller's tensors, ``[rows, columns]`` each, with columns that are contiguous.
+            rows: of each.
+
+        Raises:
+            ExecutionError: the driver refuses.
+        """
+        width = self._target.width
+        target, step, count = self._target.find(operands, rows)
+        source, source_step, _ = self._source.find(operands, rows)
+        size = count * width
+        if not size:
+            return
+        if count == 1 or (step == width and source_step == width):
+            (error,) = runtime.cudaMemcpyAsync(target, source, size, _ANY, stream)
+        elif source_step >= width:
+            (error,) = runtime.cudaMemcpy2DAsync(target, step, source, source_step, width, count, _ANY, stream)
+        else:  # rows that lie over each other, of an expanded tensor for instance; no engine knows such
+            error = _SUCCESS
+            for i in range(count):
+                (error,) = runtime.cudaMemcpyAsync(target + i * step, source + i * source_step, width, _ANY, stream)
+                if error != _SUCCESS:
+                    break
+        if error != _SUCCESS:
+            message = f"the copy {self._step} failed: {error.name}"
+            raise ExecutionError(message, "earlier work on these devices may have failed")
+
+
+class HostCopy:
+    """A copy within host memory by the host, which is done before the next command is issued.
+
+    Attributes:
+        stream: of the program: the host's.
+    """
+
+    def __init__(self, step: Copy, memory: Memory, dtype: torch.dtype) -> None:
+        """Take what :class:`Transfer` takes."""
+        self.stream = step.stream
+        self._views = step.target, step.source
+        self._memory = memory
+        self._dtype = dtype
+
+    def issue(self, _: int, operands: Mapping[Buffer, Tensor], rows: int) -> None:
+        """Copy."""
+        target, source = (resolve(view, operands, self._memory, rows, self._dtype) for view in self._views)
+        target.copy_(source)

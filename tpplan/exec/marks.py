@@ -1,0 +1,251 @@
+"""Marks: the points in streams that other streams, or the host, wait for; torch's events take several times as long.
+
+A program's events are names: what was recorded last by a name, on whatever device, is what a wait for it is for.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cuda.bindings import runtime
+
+from tpplan.errors import ExecutionError
+from tpplan.exec.torch_shims import switch_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from tpplan.exec.program import Event, Record, Stream, Wait
+
+_SUCCESS, _NOT_READY = runtime.cudaError_t.cudaSuccess, runtime.cudaError_t.cudaErrorNotReady
+
+
+class Mark:
+    """An event of the driver: of one device, recorded again and again."""
+
+    __slots__ = ("_handle",)
+    _destroy = staticmethod(runtime.cudaEventDestroy)  # which is still there when modules are torn down
+
+    def __init__(self, ordinal: int) -> None:
+        """Make one on a device.
+
+        Args:
+            ordinal: of torch.
+
+        Raises:
+            ExecutionError: the driver refuses.
+        """
+        before = switch_device(ordinal)
+        try:
+            error, self._handle = runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming)
+        finally:
+            switch_device(before)
+        _check(error)
+
+    def __del__(self) -> None:
+        self._destroy(self._handle)
+
+    def record(self, stream: int) -> None:
+        """Mark the point that a stream has reached; if it is a default stream, its device has to be current.
+
+        Raises:
+            ExecutionError: the driver refuses.
+        """
+        _check(*runtime.cudaEventRecord(self._handle, stream))
+
+    def hold(self, stream: int) -> None:
+        """Hold back a stream until the point is passed; if it is a default stream, its device has to be current.
+
+        Raises:
+            ExecutionError: the driver refuses.
+        """
+        _check(*runtime.cudaStreamWaitEvent(stream, self._handle, 0))
+
+    def is_passed(self) -> bool:
+        """Tell whether everything before the point is done.
+
+        Raises:
+            ExecutionError: something has failed on the device.
+        """
+        (error,) = runtime.cudaEventQuery(self._handle)
+        if error == _NOT_READY:
+            return False
+        _check(error)
+        return True
+
+    def wait(self) -> None:
+        """Return when everything before the point is done.
+
+        Raises:
+            ExecutionError: something has failed on the device.
+        """
+        _check(*runtime.cudaEventSynchronize(self._handle))
+
+
+class Pending:
+    """A program that was issued."""
+
+    def __init__(self, marks: Sequence[Mark], free: Sequence[list[Mark]], check: Callable[[], None]) -> None:
+        """Take over the marks of its results.
+
+        Args:
+            marks: that nobody else records.
+            free: where each of them goes when nobody can ask for it any more.
+            check: refuses results of devices that waited in vain.
+        """
+        self._marks = marks
+        self._free = free
+        self._check = check
+        self._is_done = not marks
+
+    def __del__(self) -> None:
+        for mark, free in zip(self._marks, self._free, strict=True):
+            free.append(mark)
+
+    def done(self) -> bool:
+        """Return whether the results are complete."""
+        if not self._is_done:
+            self._is_done = all(mark.is_passed() for mark in self._marks)
+        return self._is_done
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the results are complete.
+
+        Raises:
+            TimeoutError: they are not, after ``timeout`` seconds.
+            ExecutionError: they never will be, for a device waited in vain, or something has failed.
+        """
+        if timeout is None:
+            for mark in () if self._is_done else self._marks:
+                mark.wait()
+            self._is_done = True
+        else:
+            end = time.monotonic() + timeout
+            while not self.done():
+                if time.monotonic() > end:
+                    raise TimeoutError(f"not complete after {timeout} s")
+                time.sleep(0)
+        self._check()
+
+
+class Name:
+    """An event of programs.
+
+    Attributes:
+        latest: what was recorded last by its name; None if nothing was.
+    """
+
+    __slots__ = ("latest",)
+
+    def __init__(self) -> None:
+        self.latest: Mark | None = None
+
+
+class Recording:
+    """A Record, ready to be issued.
+
+    Attributes:
+        stream: of the program.
+    """
+
+    def __init__(self, stream: Stream, name: Name, take: Callable[[], Mark]) -> None:
+        """Take the event's name, and what returns the mark to record."""
+        self.stream = stream
+        self._name = name
+        self._take = take
+
+    def issue(self, stream: int, *_: object) -> None:
+        """Record; see :meth:`Mark.record`."""
+        mark = self._take()
+        mark.record(stream)
+        self._name.latest = mark
+
+
+class Waiting:
+    """A Wait, ready to be issued.
+
+    Attributes:
+        stream: of the program.
+    """
+
+    def __init__(self, stream: Stream, name: Name, *, on_host: bool) -> None:
+        """Take the event's name, and whether it is the host that waits."""
+        self.stream = stream
+        self._name = name
+        self._on_host = on_host
+
+    def issue(self, stream: int, *_: object) -> None:
+        """Wait; see :meth:`Mark.hold` and :meth:`Mark.wait`."""
+        mark = self._name.latest
+        if mark is None:
+            return
+        if self._on_host:
+            mark.wait()
+        else:
+            mark.hold(stream)
+
+
+class Marks:
+    """The marks of all devices, by the names of the programs' events."""
+
+    def __init__(self, ordinals: Mapping[int, int]) -> None:
+        """Take torch's number of each of the plan's devices in use."""
+        self._ordinals = ordinals
+        self._names: dict[Event, Name] = {}
+        self._own: dict[tuple[Event, int], Mark] = {}
+        self._free: dict[int, list[Mark]] = {device: [] for device in ordinals}
+
+    def recording(self, step: Record, results: Collection[Event]) -> Recording:
+        """Return a Record, ready to be issued.
+
+        Each device has a mark of its own for each event, for any device may record some events. Those of results are
+        the caller's, to wait for at any time: the next call records others.
+        """
+        device = step.stream.device
+        name = self._name(step.event)
+        if step.event in results:
+            return Recording(step.stream, name, partial(self._take, device))
+        key = (step.event, device)
+        if key not in self._own:
+            self._own[key] = self._take(device)
+        mark = self._own[key]
+        return Recording(step.stream, name, lambda: mark)
+
+    def waiting(self, step: Wait, *, on_host: bool) -> Waiting:
+        """Return a Wait, ready to be issued."""
+        return Waiting(step.stream, self._name(step.event), on_host=on_host)
+
+    def results(self, events: Sequence[Event], check: Callable[[], None]) -> Callable[[], Pending]:
+        """Return what waits for the latest marks of events; ``check`` is for :class:`Pending`."""
+        if not events:
+            nothing = Pending((), (), check)
+            return lambda: nothing
+        names = [self._name(event) for event in events]
+        free = [self._free[event.stream.device] for event in events]
+        return lambda: Pending([name.latest for name in names if name.latest], free, check)
+
+    def forget(self) -> None:
+        """Forget what was recorded."""
+        for name in self._names.values():
+            name.latest = None
+
+    def clear(self) -> None:
+        """Let go of all marks but those that somebody may still ask for."""
+        self._names.clear()
+        self._own.clear()
+        for free in self._free.values():
+            free.clear()
+
+    def _name(self, event: Event) -> Name:
+        return self._names.setdefault(event, Name())
+
+    def _take(self, device: int) -> Mark:
+        free = self._free[device]
+        return free.pop() if free else Mark(self._ordinals[device])
+
+
+def _check(error: Any) -> None:
+    if error != _SUCCESS:
+        raise ExecutionError(f"an event failed: {error.name}", "earlier work on these devices may have failed")
