@@ -44,7 +44,7 @@ def started(path: str, directory: str, backend: str = "auto") -> Iterator[Decode
         hint = "see what is different with tpplan check, make the plan again, and commit it"
         raise PlanError(f"{path} is stale: {verdict.message}", hint)
     check_model(directory, model, plan)
-    with tpx.compile(plan, backend=backend, model=directory) as context:
+    with tpx.compile(plan, backend=backend, model=directory, scratch=False) as context:  # which torch's tensors take
         yield Decoder(context, directory, load_weights(plan, directory, context))
 
 

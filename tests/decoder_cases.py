@@ -148,7 +148,7 @@ def plan_of(directory: Path, devices: int, request: Request, cut: dict[Axis, tup
 
 def check(model: Model, plan: SplitPlan, transport: str, new: int = NEW, *, backend: str = "cpu") -> None:
     """Compare what a decoder says of a model's prompts with what transformers says."""
-    with compile_plan(plan, backend=backend, model=model.directory, transport=transport) as context:
+    with compile_plan(plan, backend=backend, model=model.directory, transport=transport, scratch=False) as context:
         weights = load_weights(plan, model.directory, context)
         decoder = Decoder(context, model.directory, weights, cache="fp32")
         for sequence, prompt in enumerate(model.prompts):

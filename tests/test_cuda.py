@@ -141,6 +141,34 @@ def test_the_memory_of_a_graph_stays(ctx: tpx.TPContext) -> None:
 
 
 @pytest.mark.multi_gpu
+def test_graphs_beside_each_other_share_their_memory(ctx: tpx.TPContext) -> None:
+    """Several take no more than one, also on devices that no graph begins on, and each makes what it should."""
+    parts = [torch.randn(2048, 4096, device=ctx.devices[d].device).bfloat16() for d in ctx.all_devices]
+    found = [torch.empty_like(part) for part in parts]
+
+    def step(factor: float) -> None:
+        for to, x in zip(found, ctx.all_reduce([torch.relu(part) * factor for part in parts]), strict=True):
+            to.copy_(x)
+
+    step(1)
+    with ctx.capture() as graph:
+        step(1)
+    graphs, taken = [graph], [torch.cuda.memory_reserved(x.device) for x in parts]
+    for factor in (2, 3, 4):
+        with graphs[-1].beside() as graph:
+            step(factor)
+        graphs.append(graph)
+    assert [torch.cuda.memory_reserved(x.device) for x in parts] == taken
+    for turn in (3, 0, 2, 1, 1, 3):
+        graphs[turn].replay()
+        got = [x.cpu() for x in found]
+        step(turn + 1)
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(got, found, strict=True))
+    with pytest.raises(ExecutionError, match="nothing was captured"):
+        ctx.capture().beside()
+
+
+@pytest.mark.multi_gpu
 def test_a_gather_may_be_waited_for_after_a_capture(ctx: tpx.TPContext) -> None:
     """What is captured meanwhile does not change what the handle waits for."""
     x = torch.randn(2048, 4096, device=ctx.devices[0].device).bfloat16()

@@ -206,6 +206,18 @@ def test_a_text_ends() -> None:
         assert len(list(generate(decoder, model.prompts[:1], 20, end={last}))) == first + 1
 
 
+def test_a_text_that_has_lost_its_cache_is_refused() -> None:
+    """Two texts at a time have one cache: the older one says so when it is to go on, and the newer one is right."""
+    model = model_of("mistral")
+    with decoding(plan_of(model.directory, 2, request_of(), {}, seed=2), "mistral", "fp32") as decoder:
+        older, newer = (generate(decoder, [prompt], 4) for prompt in model.prompts)
+        assert next(older) == (model.tokens[0][0],)
+        found = [next(newer)]
+        with pytest.raises(RequestError, match="this text cannot go on: the decoder has begun others since"):
+            next(older)
+        assert [*found, *newer] == [(token,) for token in model.tokens[1][:4]]
+
+
 def test_what_is_refused() -> None:
     """Prompts that the plan has no room for, tokens that the model has not, and caches that the decoder has not."""
     model = model_of("mistral")
@@ -259,9 +271,10 @@ def test_a_step_can_be_a_graph(model_type: str) -> None:
 class FakeGraph:
     """Stands for a graph where there are none: what is captured is done at once, and by each replay but the first."""
 
-    def __init__(self, again: Callable[[], object]) -> None:
-        """Replay by doing this."""
+    def __init__(self, again: Callable[[], object], beside: Callable[[], FakeGraph]) -> None:
+        """Replay by doing the first of these; the second makes another graph that shares its memory."""
         self._again = again
+        self.beside = beside
         self._replays = 0
 
     def __enter__(self) -> Self:
@@ -278,15 +291,18 @@ class FakeGraph:
 
 
 def test_spans_are_captured_once_they_have_run() -> None:
-    """The cache is looked at in powers of two: the first step of a span runs, the second is captured, others replay."""
+    """The cache is looked at in powers of two: the first step of a span runs, the second is captured, others replay.
+
+    All graphs share the memory of the first.
+    """
     model = model_of("mistral")
     events: list[object] = []
     with decoding(plan_of(model.directory, 3, request_of(), {}, seed=8), "mistral", "fp32") as decoder:
         taken = steps.Steps(decoder, 2, graphs=True)
 
-        def capture() -> FakeGraph:
-            events.append("capture")
-            return FakeGraph(lambda: taken._issue(int(str(events[-1]))))
+        def capture(what: str) -> FakeGraph:
+            events.append(what)
+            return FakeGraph(lambda: taken._issue(int(str(events[-1]))), lambda: capture("beside"))
 
         def decode(tokens: list[torch.Tensor], positions: list[torch.Tensor], span: int) -> tuple[torch.Tensor, ...]:
             events.append(span)
@@ -294,9 +310,9 @@ def test_spans_are_captured_once_they_have_run() -> None:
 
         with (
             patch.object(steps, "_SHORTEST_SPAN", 8),
-            patch.object(decoder.context, "capture", capture),
+            patch.object(decoder.context, "capture", lambda: capture("capture")),
             patch.object(decoder, "decode", decode),
         ):
             found = [taken.start(model.prompts, Sampling()), *(taken.step() for _ in range(6))]
     assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:7] for tokens in model.tokens]
-    assert events == [16, "capture", 16, 16, 32, "capture", 32, 32]
+    assert events == [16, "capture", 16, 16, 32, "beside", 32, 32]

@@ -10,8 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.decoder_cases import CONFIGS, check, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
-from tpplan.decoder import steps
+from tpplan.decoder import Decoder, Sampling, steps
 from tpplan.decoder.layers import attend
+from tpplan.exec import compile as compile_plan
+from tpplan.weights import load_weights
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -25,6 +27,22 @@ def test_as_transformers(model_type: str, layout: str) -> None:
     plan = plan_of(model.directory, min(GPUS, 4), request_of(layout), {}, seed=4)
     with patch.object(steps, "_SHORTEST_SPAN", 16):
         check(model, plan, "auto", backend="cuda")
+
+
+@pytest.mark.gpu
+def test_graphs_draw_what_is_drawn_without() -> None:
+    """Logits of graphs of several spans, of two numbers of sequences in turn, are each those of the step as written."""
+    model = model_of("llama")
+    plan = plan_of(model.directory, min(GPUS, 2), request_of(), {}, seed=4)
+    sampling = Sampling(temperature=1.5, seed=3)
+    with compile_plan(plan, backend="cuda", scratch=False) as context, patch.object(steps, "_SHORTEST_SPAN", 16):
+        decoder = Decoder(context, model.directory, load_weights(plan, model.directory, context), cache="fp32")
+        for count in (2, 1, 2):
+            drawn, expected = (
+                [taken.start(model.prompts[:count], sampling), *(taken.step() for _ in range(40))]
+                for taken in (decoder.steps(count), steps.Steps(decoder, count, graphs=False))
+            )
+            assert drawn == expected
 
 
 @pytest.mark.gpu

@@ -39,7 +39,8 @@ def generate(
         The next token of each text, None where it has ended; the token that ends it comes before that.
 
     Raises:
-        RequestError: there are too many prompts, or one is empty, too long for the plan's cache, or of other tokens.
+        RequestError: there are too many prompts, or one is empty, too long for the plan's cache, or of other tokens; or
+            the decoder has begun other texts since, in the same cache.
     """
     check_prompts(prompts, max_new_tokens, decoder.context.plan)
     return _tokens(decoder, prompts, sampling, max_new_tokens, frozenset(end))
@@ -78,7 +79,11 @@ def _tokens(
     steps = decoder.steps(len(prompts))
     tokens: list[int] = []
     ended = [False] * len(prompts)
+    decoder.generations = mine = decoder.generations + 1
     for _ in range(count):
+        if decoder.generations != mine:
+            what = "this text cannot go on: the decoder has begun others since, which have taken its cache"
+            raise RequestError(what, "finish one generate() before the next, or give it all prompts at once")
         tokens = steps.step() if tokens else steps.start(prompts, sampling)
         yield tuple(None if over else token for token, over in zip(tokens, ended, strict=True))
         ended = [over or token in end for token, over in zip(tokens, ended, strict=True)]

@@ -1,7 +1,7 @@
 """A device's weights as the decoder multiplies by them: matrices with the same input are one, and so are experts.
 
-Loading lays a layer's tensors side by side, so that this copies nothing; where they lie otherwise, or biases come
-between them, projections stay apart, and experts are copied.
+Loading lays a layer's matrices side by side, so that only biases are copied; where they lie otherwise, projections stay
+apart, and experts are copied.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ def joined(weights: Mapping[str, Tensor], blocks: Sequence[Block], experts: Expe
     for layer, block in enumerate(blocks):
         start = f"model.layers.{layer}."
         for fused, names in _FUSED.items():
-            parts = [found.get(f"{start}{name}.weight") for name in names]
-            has_bias = f"{start}{names[0]}.bias" in found
-            tensors = [part for part in parts if part is not None]
-            if len(tensors) == len(parts) and not has_bias and (one := neighbours(tensors)) is not None:
+            tensors = [found[key] for name in names if (key := f"{start}{name}.weight") in found]
+            biases = [found[key] for name in names if (key := f"{start}{name}.bias") in found]
+            if len(tensors) == len(names) and (one := neighbours(tensors)) is not None:
                 found[f"{start}{fused}.weight"] = one
+                if biases:
+                    found[f"{start}{fused}.bias"] = torch.cat(biases)
         for name in (experts.gate, experts.up, experts.down):
             own = [f"{start}{name}.weight".replace("{expert}", str(i)) for i in range(block.experts)]
             if own and own[0] in found:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.passes import Pass
     from tpplan.exec.context import TPContext
+    from tpplan.exec.graph import Graph
     from tpplan.plan import SplitPlan
     from tpplan.weights import Weights
 
@@ -45,6 +46,8 @@ class Decoder:
         batch: sequences that can decode together.
         weights: by device and name, those with the same input joined where they lie side by side.
         length: tokens that each can have: the plan's cache tokens over its batch.
+        graph: the latest that was captured of its work, or None; all of them share their memory.
+        generations: how many have begun; the cache is the latest one's.
     """
 
     @torch.inference_mode()
@@ -80,6 +83,8 @@ class Decoder:
             device: joined(weights[device], self._blocks, self._family.experts) for device in context.all_devices
         }
         self._steps: dict[int, Steps] = {}
+        self.graph: Graph | None = None
+        self.generations = 0
         holders = sorted({device for heads in self._heads for device in heads})
         self._tables = dict(zip(holders, context.rope_tables(self._settings.rope, self.length), strict=True))
 
@@ -103,7 +108,7 @@ class Decoder:
             start: tokens that it has already.
 
         Returns:
-            The logits of what follows, ``[1, V]`` in float32, on each device its part of the vocabulary.
+            The logits of what follows, ``[1, V]``, on each device its part of the vocabulary.
 
         Raises:
             RequestError: there is no such sequence or token, or no room in the cache.
@@ -118,7 +123,9 @@ class Decoder:
         for first in range(0, len(tokens), self.context.max_rows):
             some = torch.tensor([tokens[first : first + self.context.max_rows]])
             ids = self.context.broadcast(some, source=HOST)
-            xs = self._forward([one[0] for one in ids], self._prefill(sequence, start + first, some.shape[1]))
+            rows = self._prefill(sequence, start + first, some.shape[1])
+            xs = ()  # room for the next
+            xs = self._forward([one[0] for one in ids], rows)
         return self._logits([x[-1:] for x in xs])
 
     @torch.inference_mode()
@@ -166,42 +173,47 @@ class Decoder:
             size = part.end - part.start
             own = ids[part.device] - part.start
             x_RD = functional.embedding(own.clamp(0, size - 1), self.weights[part.device]["model.embed_tokens.weight"])
-            parts.append(x_RD * ((own >= 0) & (own < size))[:, None])
+            parts.append(x_RD.mul_(((own >= 0) & (own < size))[:, None]))
         xs = self.context.all_reduce(parts, axis=Axis.VC)
-        return tuple(x * self._embedding_scale for x in xs) if self._family.scaled_embedding else xs
+        return tuple(x.mul_(self._embedding_scale) for x in xs) if self._family.scaled_embedding else xs
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
-        start = f"model.layers.{layer}.self_attn."
-        head_dim = self._head_dim(layer)
+        found = [self._attend(layer, xs, rows, device) for device in self._heads[layer]]
+        name = f"model.layers.{layer}.self_attn.o_proj"
+        ys = self._lead_back(layer, found, name, Axis.Q, dim=self._head_dim(layer))
+        return self._add(layer, ys, Axis.Q, xs, "post_attention_layernorm" if self._family.sandwich else "")
+
+    def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
+        """Return what the query heads of a device find, side by side in ``[R, ...]``."""
+        start, head_dim = f"model.layers.{layer}.self_attn.", self._head_dim(layer)
+        weights, heads = self.weights[device], self._heads[layer][device]
+        names = [f"{start}{which}_proj" for which in "qkv"]
+        x_RD = self._norm(xs, device, f"model.layers.{layer}.input_layernorm")
+        qkv_RHK = torch.unflatten(linears(x_RD, weights, f"{start}qkv_proj", names), -1, (-1, head_dim))
+        del x_RD
+        counts = [heads.queries, heads.keys]
+        qk_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, [sum(counts), heads.keys], dim=1)
+        if f"{start}q_norm.weight" in weights:
+            for which, x_RHK in zip("qk", torch.split_with_sizes(qk_RHK, counts, dim=1), strict=True):
+                x_RHK.copy_(self._rms(x_RHK, weights[f"{start}{which}_norm.weight"]))
+        q_RHK, k_RHK = torch.split_with_sizes(rotate(qk_RHK, *rows.angles[device]), counts, dim=1)
         scale = 1 / sqrt(self._settings.attention_scalar or head_dim)
         cap = self._settings.attention_cap
-        outputs = []
-        for device, heads in self._heads[layer].items():
-            weights = self.weights[device]
-            x_RD = self._norm(xs, device, f"model.layers.{layer}.input_layernorm")
-            names = [f"{start}{which}_proj" for which in "qkv"]
-            qkv_RHK = torch.unflatten(linears(x_RD, weights, f"{start}qkv_proj", names), -1, (-1, head_dim))
-            counts = [heads.queries, heads.keys]
-            qk_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, [sum(counts), heads.keys], dim=1)
-            if f"{start}q_norm.weight" in weights:
-                each = zip("qk", torch.split_with_sizes(qk_RHK, counts, dim=1), strict=True)
-                qk_RHK = torch.cat([self._rms(x, weights[f"{start}{which}_norm.weight"]) for which, x in each], dim=1)
-            q_RHK, k_RHK = torch.split_with_sizes(rotate(qk_RHK, *rows.angles[device]), counts, dim=1)
-            out_RHK = rows.attention(device, heads, q_RHK, k_RHK, v_RHK, scale=scale, cap=cap)
-            outputs.append(out_RHK.flatten(1))
-        post = "post_attention_layernorm" if self._family.sandwich else ""
-        return self._project(layer, outputs, f"{start}o_proj", Axis.Q, dim=head_dim, xs=xs, post=post)
+        return rows.attention(device, heads, q_RHK, k_RHK, v_RHK, scale=scale, cap=cap).flatten(1)
 
     def _mlp(self, layer: int, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        start = f"model.layers.{layer}.mlp."
-        outputs = []
+        ys = self._lead_back(layer, self._gated(layer, xs), f"model.layers.{layer}.mlp.down_proj", Axis.ID)
+        return self._add(layer, ys, Axis.ID, xs, "post_feedforward_layernorm" if self._family.sandwich else "")
+
+    def _gated(self, layer: int, xs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Return what every device has between the matrices of an MLP."""
+        start, found = f"model.layers.{layer}.mlp.", []
+        names = [f"{start}gate_proj", f"{start}up_proj"]
         for part in self.context.split(Axis.ID, layer):
             x_RD = self._norm(xs, part.device, self._before_mlp(layer))
-            names = [f"{start}gate_proj", f"{start}up_proj"]
             gate_RI, up_RI = linears(x_RD, self.weights[part.device], f"{start}gate_up_proj", names).chunk(2, dim=-1)
-            outputs.append(self._settings.activation(gate_RI) * up_RI)
-        post = "post_feedforward_layernorm" if self._family.sandwich else ""
-        return self._project(layer, outputs, f"{start}down_proj", Axis.ID, dim=1, xs=xs, post=post)
+            found.append(self._settings.activation(gate_RI).mul_(up_RI))
+        return found
 
     def _mixture(self, layer: int, xs: tuple[Tensor, ...], *, fixed: bool) -> tuple[Tensor, ...]:
         start, names, count = f"model.layers.{layer}.", self._family.experts, self._blocks[layer].experts_per_token
@@ -239,27 +251,16 @@ class Decoder:
         ]
         return self._add(layer, ys, Axis.EX, xs, "")
 
-    def _project(
-        self,
-        layer: int,
-        parts: Sequence[Tensor],
-        name: str,
-        axis: Axis,
-        *,
-        dim: int,
-        xs: tuple[Tensor, ...],
-        post: str,
-    ) -> tuple[Tensor, ...]:
-        """Multiply what an axis is cut of by the matrix that leads back to the residual stream, and add it there."""
+    def _lead_back(self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, *, dim: int = 1) -> list[Tensor]:
+        """Multiply what an axis is cut of by the matrix that leads back to the residual stream."""
         devices = self.context.devices_of(axis, layer)
         if not self._reduce:
             parts = self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer)
             devices = self.context.devices_of(Axis.RS)
-        ys = [
+        return [
             linear(part, self.weights[device], name, bias=not (self._reduce and i))  # a sum has one bias
             for i, (part, device) in enumerate(zip(parts, devices, strict=True))
         ]
-        return self._add(layer, ys, axis, xs, post)
 
     def _add(
         self, layer: int, ys: Sequence[Tensor], axis: Axis, xs: tuple[Tensor, ...], post: str
@@ -269,7 +270,7 @@ class Decoder:
         if post:
             whole = ctx.all_reduce(ys, axis=axis, layer=layer) if self._reduce else ctx.allgather(ys, Axis.RS)
             name = f"model.layers.{layer}.{post}"
-            return tuple(x + self._norm(whole, d, name) for x, d in zip(xs, ctx.all_devices, strict=True))
+            return tuple(x.add_(self._norm(whole, d, name)) for x, d in zip(xs, ctx.all_devices, strict=True))
         if self._reduce:
             return ctx.all_reduce(ys, xs, axis=axis, layer=layer, out=xs)
         at = dict(zip(ctx.all_devices, xs, strict=True))
@@ -280,7 +281,7 @@ class Decoder:
         cap, logits = self._settings.logit_cap, []
         for device in self.context.devices_of(Axis.VC):
             y_RV = linear(self._norm(xs, device, "model.norm"), self.weights[device], self._head)
-            logits.append((y_RV if cap is None else cap * torch.tanh(y_RV / cap)).float())
+            logits.append(y_RV if cap is None else y_RV.div_(cap).tanh_().mul_(cap))
         return tuple(logits)
 
     def _norm(self, xs: Sequence[Tensor], device: int, name: str) -> Tensor:

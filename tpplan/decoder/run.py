@@ -71,7 +71,7 @@ def run(plan: SplitPlan, order: Order, note: Callable[[str], None], tell: Callab
     stream = Stream(tokenizer, prompt) if tokenizer else None
     new: list[int] = []
     text = ""
-    with compiler(plan, order.backend, note)("auto") as context:
+    with compiler(plan, order.backend, note, scratch=False)("auto") as context:
         decoder = Decoder(context, order.directory, load_weights(plan, order.directory, context))
         for (token,) in generate(decoder, [prompt], count, sampling=order.sampling, end=end):
             assert token is not None  # noqa: S101 - a single text ends when it ends

@@ -59,7 +59,7 @@ def likeliest(context: TPContext, logits: Sequence[Tensor]) -> tuple[Tensor, ...
     parts, bests = context.split(Axis.VC), []
     for i, (part, logits_BV) in enumerate(zip(parts, logits, strict=True)):
         best_B, token_B = logits_BV.max(-1)
-        own_B2N = logits_BV.new_zeros(len(logits_BV), 2 * len(parts))
+        own_B2N = logits_BV.new_zeros(len(logits_BV), 2 * len(parts), dtype=torch.float32)
         own_B2N[:, 2 * i] = best_B
         own_B2N[:, 2 * i + 1] = token_B + part.start
         bests.append(own_B2N)

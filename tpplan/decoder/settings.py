@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
 
-#: By ``hidden_act`` of a config.json.
+#: By ``hidden_act`` of a config.json; they write over what they are given.
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+    "silu": partial(functional.silu, inplace=True),
+    "gelu": torch.ops.aten.gelu_,
+    "gelu_pytorch_tanh": partial(torch.ops.aten.gelu_, approximate="tanh"),
 }
 
 

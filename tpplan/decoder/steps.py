@@ -46,7 +46,8 @@ class Steps:
             [torch.zeros(1, sequences, dtype=torch.int64, device=place) for place in places] for _ in range(2)
         )
         self._captures = places[0].type == "cuda" if graphs is None else graphs
-        self._graphs: dict[tuple[int, bool], tuple[Graph, tuple[Tensor, ...]] | None] = {}
+        self._logits: tuple[Tensor, ...] = ()
+        self._graphs: dict[tuple[int, bool], Graph | None] = {}
         self._sampling = Sampling()
         self._generator = torch.Generator()
         self._longest = 0
@@ -82,34 +83,38 @@ class Steps:
         span = _SHORTEST_SPAN
         while span < self._longest:
             span *= 2
-        logits = self._run(min(span, self._decoder.length))
+        self._run(min(span, self._decoder.length))
         if self._sampling.temperature:
-            self._set(self._tokens, self._choose(logits).tolist())
+            self._set(self._tokens, self._choose(self._logits).tolist())
         return [int(token) for token in self._tokens[0][0].tolist()]
 
-    def _run(self, span: int) -> tuple[Tensor, ...]:
-        """Run a step, or the graph of it, and return its logits."""
+    def _run(self, span: int) -> None:
+        """Run a step, or the graph of it."""
         key = (span, self._sampling.temperature == 0)
         if not self._captures or key not in self._graphs:
             self._graphs[key] = None
-            return self._issue(span)
+            self._issue(span)
+            return
         captured = self._graphs[key]
         if captured is None:
-            with self._context.capture() as graph:
-                logits = self._issue(span)
-            self._graphs[key] = captured = graph, logits
-        captured[0].replay()
-        return captured[1]
+            before = self._decoder.graph
+            with before.beside() if before else self._context.capture() as captured:
+                self._issue(span)
+            self._graphs[key] = self._decoder.graph = captured
+        captured.replay()
 
-    def _issue(self, span: int) -> tuple[Tensor, ...]:
+    def _issue(self, span: int) -> None:
         """Issue a step: all of it on the devices, without anything that waits."""
         logits = self._decoder.decode([t[0] for t in self._tokens], [p[0] for p in self._positions], span)
-        if not self._sampling.temperature:
+        if self._sampling.temperature:  # kept for the host, where no graph of another span makes its own
+            self._logits = self._logits or tuple(map(torch.empty_like, logits))
+            for kept, new in zip(self._logits, logits, strict=True):
+                kept.copy_(new)
+        else:
             for tokens, new in zip(self._tokens, likeliest(self._context, logits), strict=True):
                 tokens[0].copy_(new)
         for positions in self._positions:
             positions.add_(1)
-        return logits
 
     def _choose(self, logits: tuple[Tensor, ...]) -> Tensor:
         """Return the tokens that logits lead to, in host memory."""

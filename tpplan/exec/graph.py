@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Self
 
 import torch
+from attrs import define
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.torch_shims import switch_device
@@ -21,6 +22,27 @@ if TYPE_CHECKING:
 _RETIRED: list[object] = []
 
 
+@define
+class _Room:
+    """What graphs that share memory have in common.
+
+    Attributes:
+        streams: to capture on, of every device. Libraries keep memory for each stream that they have worked on.
+        pools: memory of every device but the first.
+        graph: the first that was captured, which has the first device's.
+    """
+
+    streams: list[torch.cuda.Stream]
+    pools: list[torch.cuda.MemPool]
+    graph: torch.cuda.CUDAGraph | None = None
+
+    @classmethod
+    def on(cls, places: Sequence[torch.device]) -> Self:
+        """Return a new one."""
+        streams = [torch.cuda.Stream(place) for place in places]  # type: ignore[no-untyped-call]
+        return cls(streams, [_new_pool(place) for place in places[1:]])
+
+
 class Graph:
     """What a ``with`` block issues on all devices, as one CUDA graph.
 
@@ -29,13 +51,18 @@ class Graph:
     once before: nothing can be compiled, loaded or looked up while a graph is captured.
     """
 
-    def __init__(self, backend: CudaDevices, places: Mapping[int, torch.device]) -> None:
-        """Get ready to capture on these devices."""
+    def __init__(self, backend: CudaDevices, places: Mapping[int, torch.device], room: _Room | None = None) -> None:
+        """Get ready to capture on these devices.
+
+        Args:
+            backend: of the context.
+            places: the devices.
+            room: that another graph works in; a new one if not given.
+        """
         self._backend = backend
         self._places = tuple(places.values())
         self._graph = torch.cuda.CUDAGraph()
-        self._pools = [_new_pool(place) for place in self._places[1:]]
-        self._streams = [torch.cuda.Stream(place) for place in self._places]  # type: ignore[no-untyped-call]
+        self._room = room or _Room.on(self._places)
         self._stack = ExitStack()
         self._captured = False
         self._used: tuple[object, ...] = ()
@@ -47,15 +74,16 @@ class Graph:
             torch.cuda.synchronize(place)
         _RETIRED.clear()
         self._backend.forget()
-        first, *others = self._streams
+        first, *others = self._room.streams
         with ExitStack() as stack:
             stack.enter_context(_streams_restored(self._places))
-            stack.enter_context(torch.cuda.graph(self._graph, stream=first, capture_error_mode="relaxed"))
+            shared = self._room.graph.pool() if self._room.graph else None
+            stack.enter_context(torch.cuda.graph(self._graph, shared, first, capture_error_mode="relaxed"))
             stack.callback(self._join)
-            for stream, place, pool in zip(others, self._places[1:], self._pools, strict=True):
+            for stream, place, pool in zip(others, self._places[1:], self._room.pools, strict=True):
                 stream.wait_stream(first)
                 stack.enter_context(torch.cuda.use_mem_pool(pool, device=place))
-            _make_current(self._streams)
+            _make_current(self._room.streams)
             self._stack = stack.pop_all()
         return self
 
@@ -68,12 +96,14 @@ class Graph:
         finally:
             self._backend.forget()
         self._captured = kind is None
+        if self._captured and not self._room.graph:
+            self._room.graph = self._graph
         self._used = self._backend.kernels()
 
     def __del__(self) -> None:
         # torch aborts the process if a graph's memory is given back while another one is captured, and
         # `with ctx.capture() as graph` drops an older `graph` just then.
-        _RETIRED.append((self._graph, self._pools, self._used))
+        _RETIRED.append((self._graph, self._room, self._used))
 
     def replay(self) -> None:
         """Run what was captured: after what the current streams of all devices hold, which then wait for it.
@@ -81,8 +111,7 @@ class Graph:
         Raises:
             ExecutionError: nothing was captured, the context is closed, or it has failed.
         """
-        if not self._captured:
-            raise ExecutionError("nothing was captured", "use the graph in a with statement first")
+        self._check_captured()
         with self._backend.issuing():
             self._backend.turn_to_current()  # which waits for what was issued to other streams
             first, *others = (torch.cuda.current_stream(place) for place in self._places)
@@ -93,10 +122,26 @@ class Graph:
             for stream in others:
                 stream.wait_stream(first)
 
+    def beside(self) -> Graph:
+        """Return another one to capture, that works in this one's memory.
+
+        What one of the two has made is lost when the other one is replayed, unless it was there before both.
+
+        Raises:
+            ExecutionError: nothing was captured.
+        """
+        self._check_captured()
+        return Graph(self._backend, dict(enumerate(self._places)), self._room)
+
+    def _check_captured(self) -> None:
+        if not self._captured:
+            raise ExecutionError("nothing was captured", "use the graph in a with statement first")
+
     def _join(self) -> None:
         """Let the first device's stream wait for all others, as the end of a capture demands."""
-        for stream in (*self._backend.streams(), *self._streams[1:]):
-            self._streams[0].wait_stream(stream)
+        first, *others = self._room.streams
+        for stream in (*self._backend.streams(), *others):
+            first.wait_stream(stream)
 
 
 def _new_pool(place: torch.device) -> torch.cuda.MemPool:
