@@ -19,6 +19,7 @@ from tpplan.decoder.heads import heads_of, length_of
 from tpplan.decoder.joined import joined
 from tpplan.decoder.layers import angles, linear, linears, rms_norm, rotate
 from tpplan.decoder.passes import Decode, Prefill
+from tpplan.decoder.prompts import Prompt, cut
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.steps import Steps
 from tpplan.errors import RequestError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.decoder.passes import Pass
+    from tpplan.decoder.prompts import Stretch
     from tpplan.exec.context import TPContext
     from tpplan.exec.graph import Graph
     from tpplan.plan import SplitPlan
@@ -98,35 +100,54 @@ class Decoder:
             self._steps[sequences] = Steps(self, sequences)
         return self._steps[sequences]
 
-    @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], sequence: int = 0, start: int = 0) -> tuple[Tensor, ...]:
-        """Take the next tokens of a sequence, in as many passes as the plan's rows make of them.
+        """Take the next tokens of one sequence; see :meth:`read`.
 
         Args:
             tokens: one or more.
             sequence: its number.
             start: tokens that it has already.
+        """
+        return self.read([Prompt(tokens, sequence, start)])
+
+    @torch.inference_mode()
+    def read(self, prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:
+        """Take the next tokens of some sequences, in as many passes as the plan's rows make of all of them.
+
+        Args:
+            prompts: of different sequences.
 
         Returns:
-            The logits of what follows, ``[1, V]``, on each device its part of the vocabulary.
+            The logits of what follows each, ``[B, V]``, on each device its part of the vocabulary.
 
         Raises:
-            RequestError: there is no such sequence or token, or no room in the cache.
+            RequestError: there is no such sequence or token, no room in the cache, or a sequence comes twice.
         """
-        if not 0 <= sequence < self.batch:
-            raise RequestError(f"sequence {sequence}, the plan has room for {self.batch}", "plan with a larger --batch")
-        if not tokens or start < 0 or start + len(tokens) > self.length:
-            what = f"{len(tokens)} tokens from position {start}, the plan caches {self.length} of a sequence"
-            raise RequestError(what, "plan with a larger --context")
-        check_tokens(tokens, self.context.plan)
+        self._check(prompts)
+        ends: list[list[Tensor]] = [[] for _ in self.context.all_devices]
         xs: tuple[Tensor, ...] = ()
-        for first in range(0, len(tokens), self.context.max_rows):
-            some = torch.tensor([tokens[first : first + self.context.max_rows]])
-            ids = self.context.broadcast(some, source=HOST)
-            rows = self._prefill(sequence, start + first, some.shape[1])
+        for tokens, stretches in cut(prompts, self.context.max_rows):
+            ids = self.context.broadcast(torch.tensor([tokens]), source=HOST)
+            rows = self._prefill(stretches)
             xs = ()  # room for the next
             xs = self._forward([one[0] for one in ids], rows)
-        return self._logits([x[-1:] for x in xs])
+            last = [stretch.end - 1 for stretch in stretches if stretch.is_last]
+            ends = [[*kept, *(x_RD[row].clone() for row in last)] for kept, x_RD in zip(ends, xs, strict=True)]
+        return self._logits([torch.stack(kept) for kept in ends])
+
+    def _check(self, prompts: Sequence[Prompt]) -> None:
+        """Make sure that there are such sequences and tokens, and room for them."""
+        for i, prompt in enumerate(prompts):
+            count, sequence, start = len(prompt.tokens), prompt.sequence, prompt.start
+            if not 0 <= sequence < self.batch:
+                what = f"sequence {sequence}, the plan has room for {self.batch}"
+                raise RequestError(what, "plan with a larger --batch")
+            if not count or start < 0 or start + count > self.length:
+                what = f"{count} tokens from position {start}, the plan caches {self.length} of a sequence"
+                raise RequestError(what, "plan with a larger --context")
+            if any(before.sequence == sequence for before in prompts[:i]):
+                raise RequestError(f"sequence {sequence} has two prompts", "join them")
+            check_tokens(prompt.tokens, self.context.plan)
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int = 0) -> tuple[Tensor, ...]:
@@ -138,15 +159,18 @@ class Decoder:
             span: more than the largest position; as many as the cache holds if not given.
 
         Returns:
-            The logits of what follows, ``[B, V]``; see :meth:`prefill`.
+            The logits of what follows, ``[B, V]``; see :meth:`read`.
         """
         at = dict(zip(self.context.all_devices, positions, strict=True))
         return self._logits(self._forward(tokens, self._decode(at, span or self.length)))
 
-    def _prefill(self, sequence: int, start: int, count: int) -> Prefill:
-        at = slice(start, start + count)
-        turns = {device: angles(sin[at], cos[at]) for device, (sin, cos) in self._tables.items()}
-        return Prefill(turns, sequence, start)
+    def _prefill(self, stretches: Sequence[Stretch]) -> Prefill:
+        at = [slice(stretch.start, stretch.start + stretch.end - stretch.first) for stretch in stretches]
+        turns = {
+            device: angles(*(torch.cat([table[each] for each in at]) for table in tables))
+            for device, tables in self._tables.items()
+        }
+        return Prefill(turns, stretches)
 
     def _decode(self, positions: dict[int, Tensor], span: int) -> Decode:
         lengths = {heads.cache.length for each in self._heads for heads in each.values()}

@@ -1,11 +1,11 @@
-"""The two kinds of pass through a model: the next tokens of one sequence, and one token of each sequence.
+"""The two kinds of pass through a model: the next tokens of some sequences, and one token of each sequence.
 
 Shapes: R rows of the pass, B batch, S queries, T keys, H heads, K elements of a head, W columns of a RoPE table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tpplan.decoder.cache import Where
 from tpplan.decoder.layers import attend, together
+from tpplan.decoder.prompts import Stretch
 
 if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
@@ -24,32 +25,35 @@ Angles = tuple[Tensor, Tensor]
 
 @frozen
 class Prefill:
-    """The next tokens of one sequence; shapes depend on how many there are, and the host may wait for devices.
+    """The next tokens of some sequences; shapes depend on how many there are, and the host may wait for devices.
 
     Attributes:
         angles: by device.
-        sequence: its number.
-        start: tokens that it has already.
+        stretches: whose the rows are, in their order.
     """
 
     angles: Mapping[int, Angles]
-    sequence: int
-    start: int
+    stretches: Sequence[Stretch]
     fixed = False
 
     def attention(
         self, _: int, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float, cap: float | None
     ) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H, K]``."""
-        k_HSK, v_HSK = k_RHK.transpose(0, 1), v_RHK.transpose(0, 1)
-        k_HTK, v_HTK, mask_11ST = heads.cache.extend(self.sequence, self.start, k_HSK, v_HSK)
-        parts = []
-        for run in heads.runs:
-            q_HGSK = torch.unflatten(q_RHK[:, run.queries], 1, (-1, run.group)).permute(1, 2, 0, 3)
-            k_1HTK, v_1HTK = k_HTK[None, run.keys], v_HTK[None, run.keys]
-            out_1HGSK = attend(q_HGSK[None], k_1HTK, v_1HTK, mask_11ST, scale=scale, cap=cap)
-            parts.append(out_1HGSK.flatten(1, 2)[0].transpose(0, 1))
-        return together(parts, dim=1)
+        found = []
+        for stretch in self.stretches:
+            q_SHK, k_SHK, v_SHK = (x_RHK[stretch.first : stretch.end] for x_RHK in (q_RHK, k_RHK, v_RHK))
+            k_HTK, v_HTK, mask_11ST = heads.cache.extend(
+                stretch.sequence, stretch.start, k_SHK.transpose(0, 1), v_SHK.transpose(0, 1)
+            )
+            parts = []
+            for run in heads.runs:
+                q_HGSK = torch.unflatten(q_SHK[:, run.queries], 1, (-1, run.group)).permute(1, 2, 0, 3)
+                k_1HTK, v_1HTK = k_HTK[None, run.keys], v_HTK[None, run.keys]
+                out_1HGSK = attend(q_HGSK[None], k_1HTK, v_1HTK, mask_11ST, scale=scale, cap=cap)
+                parts.append(out_1HGSK.flatten(1, 2)[0].transpose(0, 1))
+            found.append(together(parts, dim=1))
+        return together(found, dim=0)
 
 
 @frozen

@@ -8,6 +8,7 @@ from weakref import proxy
 import torch
 
 from tpplan.axes import Axis
+from tpplan.decoder.prompts import Prompt
 from tpplan.decoder.sampling import Sampling, likeliest
 from tpplan.errors import RequestError
 from tpplan.exec.program import HOST
@@ -62,8 +63,8 @@ class Steps:
         """
         self._sampling = sampling
         self._generator.manual_seed(sampling.seed)
-        logits = [self._decoder.prefill(prompt, sequence) for sequence, prompt in enumerate(prompts)]
-        first = [int(self._choose(each).item()) for each in logits]
+        logits = self._decoder.read([Prompt(prompt, sequence) for sequence, prompt in enumerate(prompts)])
+        first = [int(token) for token in self._choose(logits).tolist()]
         self._set(self._tokens, first)
         self._set(self._positions, [len(prompt) for prompt in prompts])
         self._longest = max(map(len, prompts))
