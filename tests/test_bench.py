@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 from attrs import evolve
+from hypothesis import given, settings
 from jsonschema import Draft202012Validator
 
 import tpplan
 from schemas import generate
 from tests.command import Done, command
-from tests.contexts import ALONE, MAX_ROWS, UNEVEN, little_room  # noqa: F401 (for every test here)
+from tests.contexts import ALONE, MAX_ROWS, UNEVEN, budgeted, little_room, plans  # noqa: F401 (for every test here)
 from tests.test_selftest import EXAMPLES
 from tpplan.axes import Axis
 from tpplan.bench_report import BenchReport, Limit, Measured, Spread, Timed
@@ -25,10 +28,12 @@ from tpplan.exec import bench, bench_clock, bench_limits, bench_peers
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.bench_case import Case, Cases
 from tpplan.exec.bench_clock import Clock, Run
+from tpplan.exec.bench_even import even_plan
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.lower import TRANSPORTS
 from tpplan.exec.program import HOST, OUTPUT, Buffer
 from tpplan.render.bench import bench as view
+from tpplan.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,9 +92,9 @@ def test_every_operation_of_every_size_is_timed(transport: str) -> None:
         ways = compiled.explain().ways
     for one in report.measured:
         assert one.payload_bytes == one.rows * ROW_BYTES
+        others = ("even", "torch") if one.operation in {"allgather", "scatter", "gather"} else ("torch",)
         assert [(timed.by, timed.graph, timed.failed) for timed in one.timed] == [
-            ("tpplan", False, ""),
-            ("torch", False, ""),
+            (who, False, "") for who in ("tpplan", *others)
         ]
         assert all(t.time and 0 < t.time.low_ns <= t.time.median_ns <= t.time.high_ns for t in one.timed)
         name = one.operation.split(" ", maxsplit=1)[0]
@@ -97,7 +102,7 @@ def test_every_operation_of_every_size_is_timed(transport: str) -> None:
         (way,) = [w for w in ways if w.operation == name and axis in w.axes and w.first <= one.rows <= w.last]
         assert (one.way, one.link_bytes) == (f"{way.transport} {way.how}", way.row_bytes * one.rows)
     assert (report.transport, report.devices) == (transport, ("GPU 0", "GPU 2", "GPU 3"))
-    assert report.slice_columns == (11, 18, 11)
+    assert (report.slice_columns, report.even_columns) == ((11, 18, 11), (13, 13, 14))
     assert report.limits == ()
 
 
@@ -135,7 +140,8 @@ def test_a_wrong_result_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VirtualDevices, "run", broken)
     report = bench.bench(_compiler(), "events", sizes=(ROW_BYTES,), rounds=2)
     for operation in OPERATIONS:
-        ours, theirs = _times(report, operation).values()
+        ours, *even, theirs = _times(report, operation).values()
+        assert all((each.time is None) == (operation == "allgather") for each in even)
         is_wrong = operation.startswith(("allgather", "all_reduce"))
         assert ours.failed == ("result 1 has 1 wrong elements of 40" if is_wrong else "")
         assert (ours.time is None, theirs.time is None) == (is_wrong, False)
@@ -157,6 +163,65 @@ def test_a_peer_that_fails_ends_nothing(error: Exception, monkeypatch: pytest.Mo
     assert "wrong elements" in times["broadcast"]["torch"].failed
     assert times["all_reduce"]["torch"].time
     assert all(mine["tpplan"].time for mine in times.values())
+
+
+def test_an_even_cut_has_none_beside_it() -> None:
+    """Slices that differ by a unit are even, and those of a single device."""
+    rs = UNEVEN.split(Axis.RS)
+    even = evolve(rs, bounds=(0, 14, 14, 27, 40))
+    plan = budgeted(evolve(UNEVEN, splits=tuple(even if each is rs else each for each in UNEVEN.splits)))
+    for one in (plan, ALONE):
+        assert even_plan(one) is None
+        report = bench.bench(_compiler(one), "events", sizes=(ROW_BYTES,), rounds=2)
+        assert report.even_columns == ()
+        assert all("even" not in _times(report, name) for name in OPERATIONS)
+
+
+@given(plans())
+@settings(max_examples=50)
+def test_the_even_plan(plan: SplitPlan) -> None:
+    """Who holds columns of the residual stream holds as many units of it as others, or one more; all else is as was."""
+    even = even_plan(plan)
+    if even is None:
+        return
+    verify(even)
+    before, after = plan.split(Axis.RS), even.split(Axis.RS)
+    widths = [[b - a for a, b in pairwise(split.bounds)] for split in (before, after)]
+    assert [width > 0 for width in widths[0]] == [width > 0 for width in widths[1]]
+    assert (sum(widths[1]), after.size) == (before.size, before.size)
+    units = [-(-width // after.unit) for width in widths[1] if width]
+    assert max(units) - min(units) <= 1
+    assert all(cut % after.unit == 0 for cut in after.bounds if cut < after.size)
+    assert [s for s in even.splits if s is not after] == [s for s in plan.splits if s is not before]
+
+
+def test_even_slices_without_room_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's own operations are timed all the same."""
+
+    def full(_: TPContext) -> None:
+        raise RuntimeError("CUDA out of\nmemory")
+
+    monkeypatch.setattr(bench, "even_context", full)
+    report = bench.bench(_compiler(), "events", sizes=(ROW_BYTES,), rounds=2)
+    assert report.notes == ("even slices were not timed: RuntimeError: CUDA out of memory",)
+    assert list(_times(report, "allgather")) == ["tpplan", "torch"]
+
+
+def test_an_error_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends the bench is told, and both contexts are closed; that one says something then is not."""
+    closed = []
+
+    def close(self: TPContext) -> None:
+        closed.append(self)
+        raise ExecutionError("waited in vain")
+
+    def told(_: BenchReport) -> None:
+        raise ExecutionError("the reader is gone")
+
+    monkeypatch.setattr("tpplan.exec.context.TPContext.close", close)
+    with pytest.raises(ExecutionError, match="is gone"):
+        bench.bench(_compiler(), "events", sizes=(ROW_BYTES,), rounds=2, told=told)
+    assert len(closed) == 2
 
 
 def test_links_that_cannot_be_measured_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +338,12 @@ def test_the_least_time() -> None:
     )
     assert bench_limits.least_ns(_case(slack=torch.zeros(1)), RATES, PLACES) == 4 * second
     assert bench_limits.least_ns(_case(moves), (), PLACES) is None
-    assert bench_limits.least_ns(_case([(_on(0, 5), _on(0, 5))]), RATES, {0: PLACES[0]}) is None
+    alone = {0: PLACES[0]}
+    assert bench_limits.least_ns(_case([(_on(0, 5), _on(0, 5))]), RATES, alone) is None
+    assert bench_limits.least_ns(_case(slack=torch.zeros(1)), RATES, alone) is None
+    assert (
+        bench_limits.least_ns(_case([(_on(HOST, 0), parts[0])], captured=False), RATES, alone) == 5 * second
+    )  # a single GPU, too, has a link to the host
 
 
 def _spread(micros: float) -> Spread:
@@ -342,7 +412,7 @@ def test_the_screen_of_gpus() -> None:
     assert "torch, calls, 8 KiB; NCCL, calls, 8 KiB; staged, calls, 8 KiB: AttributeError" in text
     assert "tpplan, graph, 8 KiB: it cannot be captured" in text
     assert "200–400 GB/s between devices, 80 GB/s to the host, 40 GB/s from the host" in text
-    assert squeezed[-1] == "note: nothing else to say"
+    assert "note: nothing else to say" in squeezed[: squeezed.index("all_reduce")]
 
 
 def _bench(path: Path, *options: str, terminal: bool = False) -> Done:
@@ -361,6 +431,7 @@ def test_the_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, lines)) <= 100
     assert [one for one in lines if one in OPERATIONS] == list(OPERATIONS)
     assert "slices 11+18+11" in done.out
+    assert "even: tpplan, too, with slices 13+13+14, which are as many bytes together" in done.out
     row = lines[lines.index("all_reduce") + 2]
     assert re.fullmatch(r" +80 B +\S+ B +events 1 part +calls +[\d.]+ +[\d.]+–[\d.]+ +[\d.]+ \([\d.]+\)", row)
     assert "failed" not in done.out
@@ -373,6 +444,31 @@ def test_progress(path: Path) -> None:
     done = _bench(path, "--backend", "cpu", terminal=True)
     assert "timing all_reduce with residual of 80 B" in done.err
     assert not done.err.rpartition("\r")[2]
+
+
+def test_the_table_grows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation is on the screen before the next one is timed."""
+    seen: dict[str, list[str]] = {}
+    make = Cases.make
+
+    def spied(self: Cases, name: str, rows: int) -> Case:
+        text: str = sys.stdout.buffer.getvalue().decode()  # type: ignore[union-attr]
+        seen.setdefault(name, [one for one in text.splitlines() if one in OPERATIONS])
+        return make(self, name, rows)
+
+    monkeypatch.setattr(Cases, "make", spied)
+    done = _bench(path, "--backend", "cpu")
+    assert seen == {name: list(OPERATIONS[:i]) for i, name in enumerate(OPERATIONS)}
+    assert [one for one in done.out.splitlines() if one in OPERATIONS] == list(OPERATIONS)
+
+
+def test_a_report_that_grows_only_has_more_lines() -> None:
+    """Whatever is measured later, lines that are on the screen stay right."""
+    report = _report_of_gpus()
+    more = tuple(evolve(each, operation="scatter", way="peer straight with a long name") for each in report.measured)
+    before, after = (view(unstructure(each)) for each in (report, evolve(report, measured=(*report.measured, *more))))
+    assert after[: len(before)] == before
+    assert len(after) > len(before)
 
 
 def test_the_transport_that_was_asked_for(path: Path) -> None:
@@ -418,11 +514,13 @@ def test_the_command_on_gpus(tmp_path: Path) -> None:
     SCHEMA.validate(document)
     assert [t for m in document["measured"] for t in m["timed"] if "failed" in t] == []
     who = {m["operation"]: [(t["by"], t["graph"]) for t in m["timed"]] for m in document["measured"]}
-    nccl = [("tpplan", False), ("tpplan", True), ("torch", False), ("NCCL", False), ("NCCL", True), ("staged", False)]
+    ours, even = ([(by, graph) for graph in (False, True)] for by in ("tpplan", "even"))
+    others = [("torch", False), ("NCCL", False), ("NCCL", True), ("staged", False)]
     assert who == {
-        **dict.fromkeys(OPERATIONS, nccl),
-        "scatter": [one for one in nccl if one[0] != "NCCL"],
-        "gather": [("tpplan", False), ("torch", False), ("ExLlamaV2", False)],
+        **dict.fromkeys(OPERATIONS, ours + others),
+        "allgather": ours + even + others,
+        "scatter": ours + even + [one for one in others if one[0] != "NCCL"],
+        "gather": [("tpplan", False), ("even", False), ("torch", False), ("ExLlamaV2", False)],
     }
     assert len(document["limits"]) == 6
     assert all(m["least_ns"] > 0 for m in document["measured"])

@@ -43,7 +43,8 @@ class Timed:
     """How long one way to do an operation takes.
 
     Attributes:
-        by: ``tpplan``, or who does the same: ``torch``, ``NCCL``, ``staged`` or ``ExLlamaV2``.
+        by: ``tpplan``, or who does the same: ``torch``, ``NCCL``, ``staged`` or ``ExLlamaV2``; ``even`` is tpplan, too,
+            with even slices that are as many bytes together as the plan's uneven ones.
         graph: whether many of them were captured in one CUDA graph, instead of called one by one.
         time: of one operation; left out if it failed.
         failed: why there is no time; left out if there is one.
@@ -92,6 +93,7 @@ class BenchReport:
         dtype: of the elements.
         columns: of a row, those of the residual stream.
         slice_columns: of each slice of it that is gathered or scattered.
+        even_columns: of each slice of the even cut beside it; left out if the plan's own is even, or nothing was timed.
         rounds: in which all took turns.
         in_a_graph: operations that a CUDA graph has.
         software: versions of torch and of what it was built with.
@@ -113,3 +115,4 @@ class BenchReport:
     limits: tuple[Limit, ...]
     measured: tuple[Measured, ...]
     notes: tuple[str, ...]
+    even_columns: tuple[int, ...] = ()

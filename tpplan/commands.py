@@ -336,6 +336,8 @@ def bench(
         from tpplan.exec import bench as times  # noqa: PLC0415
         from tpplan.exec.selftest import compiler  # noqa: PLC0415
     asked, turns = times.payloads(sizes), times.checked_rounds(rounds)
-    report = times.bench(compiler(found, backend, _note), transport, sizes=asked, rounds=turns, busy=console.busy)
-    console.answer(report, view, json=json)
+    make, told = compiler(found, backend, _note), (lambda _: None) if json else console.growing(view)
+    report = times.bench(make, transport, sizes=asked, rounds=turns, busy=console.busy, told=told)
+    if json:
+        console.answer(report, view, json=True)
     return OK

@@ -84,6 +84,22 @@ def answer(
         write(view(data, columns_of(sys.stdout, plain=plain)), sys.stdout, plain=plain)
 
 
+def growing(view: Callable[[dict[str, Any], int], list[Line]]) -> Callable[[object], None]:
+    """Return what writes a view of a document each time that it has grown: the lines that are new."""
+    from tpplan.codec import unstructure  # noqa: PLC0415 (not every command has a document)
+
+    columns, written = columns_of(sys.stdout), 0
+
+    def more(document: object) -> None:
+        nonlocal written
+        lines = view(unstructure(document), columns)
+        write(lines[written:], sys.stdout)
+        sys.stdout.flush()
+        written = len(lines)
+
+    return more
+
+
 def say(label: str, text: str, style: str = "dim") -> None:
     """Write a line to standard error: ``note: …``."""
     write([((label, style), (f": {text}", ""))], sys.stderr)

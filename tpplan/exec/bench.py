@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from attrs import evolve
 from torch.cuda import nccl
 
 from tpplan.bench_report import BenchReport, Measured, Timed
@@ -14,6 +15,7 @@ from tpplan.errors import DeviceError, ExecutionError, RequestError, TpplanError
 from tpplan.exec import bench_limits
 from tpplan.exec.bench_case import Cases
 from tpplan.exec.bench_clock import Clock, Run
+from tpplan.exec.bench_even import EVEN, SLICED, even_context
 from tpplan.exec.bench_peers import OURS, contenders
 from tpplan.sizes import format_bytes, parse_bytes
 
@@ -38,6 +40,7 @@ def bench(
     sizes: Sequence[int],
     rounds: int,
     busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+    told: Callable[[BenchReport], None] = lambda _: None,
 ) -> BenchReport:
     """Time every operation of a compiled plan, and others who do the same, whose results are compared first.
 
@@ -49,53 +52,76 @@ def bench(
         sizes: payloads in bytes, which are rounded up to whole rows of the residual stream.
         rounds: in which all take turns, at least 2.
         busy: told what is being timed, for as long as it takes.
+        told: told the report as far as it is, whenever an operation has all of its sizes.
 
     Raises:
         TpplanError: the plan cannot be compiled.
     """
-    with _undisturbed():
+    with _undisturbed(), ExitStack() as stack:
         context = make(transport)
+        _closed_by(stack, context)
+        notes: list[str] = []
+        limits: tuple[Limit, ...] = ()
         try:
-            return _report(context, sizes, rounds, busy)
-        finally:
-            with suppress(ExecutionError):  # that a device waited in vain is told where it did
-                context.close()
+            with busy("measuring the links"):
+                limits = bench_limits.measure({i: device.device for i, device in context.devices.items()})
+        except Exception as error:  # noqa: BLE001 (whatever it is, operations can be timed without)
+            notes.append(f"no limits were measured: {_reason(error)}")
+        even = None
+        try:
+            if made := even_context(context):
+                _closed_by(stack, made)
+                even = Cases(made)
+        except Exception as error:  # noqa: BLE001 (the same)
+            notes.append(f"even slices were not timed: {_reason(error)}")
+        cases = Cases(context)
+        report = _head(cases, even, rounds, limits, notes)
+        turns = _Turns(cases, even, limits, Clock(cases.places, rounds))
+        for name in cases.makers:
+            measured = []
+            for rows in sorted({-(-size // cases.row_bytes) for size in sizes}):
+                with busy(f"timing {name} of {format_bytes(rows * cases.row_bytes)}"):
+                    measured.append(turns.measured(name, rows))
+            report = evolve(report, measured=(*report.measured, *measured))
+            told(report)
+        return report
 
 
-def _report(
-    context: TPContext, sizes: Sequence[int], rounds: int, busy: Callable[[str], AbstractContextManager[None]]
-) -> BenchReport:
-    notes: list[str] = []
-    places = {i: device.device for i, device in context.devices.items()}
-    is_cuda = context.devices[context.all_devices[0]].device.type == "cuda"
-    limits: tuple[Limit, ...] = ()
-    try:
-        with busy("measuring the links"):
-            limits = bench_limits.measure(places)
-    except Exception as error:  # noqa: BLE001 (whatever it is, operations can be timed without)
-        notes.append(f"no limits were measured: {_reason(error)}")
-    cases = Cases(context)
-    turns = _Turns(cases, limits, Clock(cases.places, rounds))
-    measured = []
-    for name in cases.makers:
-        for rows in sorted({-(-size // cases.row_bytes) for size in sizes}):
-            with busy(f"timing {name} of {format_bytes(rows * cases.row_bytes)}"):
-                measured.append(turns.measured(name, rows))
+def _closed_by(stack: ExitStack, context: TPContext) -> None:
+    """Close a context in the end, whatever it says then: that a device waited in vain is told where it did."""
+
+    def close() -> None:
+        with suppress(ExecutionError):
+            context.close()
+
+    stack.callback(close)
+
+
+def _head(cases: Cases, even: Cases | None, rounds: int, limits: tuple[Limit, ...], notes: list[str]) -> BenchReport:
+    """Return a report without times."""
+    devices, is_cuda = cases.context.devices, cases.places[0].type == "cuda"
+    names = [torch.cuda.get_device_name(each.device) if is_cuda else each.name for each in devices.values()]
+    software = tuple(_software(notes.append)) if is_cuda else (f"torch {torch.__version__}",)
     return BenchReport(
-        model=context.plan.model.name,
+        model=cases.context.plan.model.name,
         backend="cuda" if is_cuda else "cpu",
-        devices=tuple(torch.cuda.get_device_name(x) if is_cuda else context.devices[i].name for i, x in places.items()),
+        devices=tuple(names),
         transport=cases.explanation.transport,
         dtype=cases.explanation.dtype,
         columns=cases.columns,
-        slice_columns=tuple(stop - start for _, start, stop in cases.cuts),
+        slice_columns=_widths(cases),
+        even_columns=_widths(even) if even else (),
         rounds=rounds,
         in_a_graph=IN_A_GRAPH,
-        software=tuple(_software(notes.append)) if is_cuda else (f"torch {torch.__version__}",),
+        software=software,
         limits=limits,
-        measured=tuple(measured),
+        measured=(),
         notes=tuple(notes),
     )
+
+
+def _widths(cases: Cases) -> tuple[int, ...]:
+    return tuple(stop - start for _, start, stop in cases.cuts)
 
 
 def checked_rounds(rounds: int) -> int:
@@ -126,8 +152,9 @@ def payloads(text: str) -> tuple[int, ...]:
 class _Turns:
     """Times the operations of a context."""
 
-    def __init__(self, cases: Cases, limits: tuple[Limit, ...], clock: Clock) -> None:
+    def __init__(self, cases: Cases, even: Cases | None, limits: tuple[Limit, ...], clock: Clock) -> None:
         self._cases = cases
+        self._even = even
         self._limits = limits
         self._clock = clock
         #: By who does the operation, and whether in a graph: what to time, or why there is nothing.
@@ -149,15 +176,21 @@ class _Turns:
         except Exception as error:  # noqa: BLE001 (no memory, or no room in the plan: the next one may have it)
             return told(failed=_reason(error))
         self._entries = {}
-        for who, make in contenders(case):
-            self._prepare(who, make)
+        (ours, make), *others = contenders(case)
+        self._prepare(ours, make, self._cases.context)
+        if self._even and name in SLICED:
+            self._prepare(EVEN, partial(_evenly, self._even, name, rows), self._even.context)
+        for who, make in others:
+            self._prepare(who, make, self._cases.context)
         times = self._clock.times({k: run for k, run in self._entries.items() if isinstance(run, Run)}, self._fail)
-        try:
-            self._cases.context.synchronize()
-        except TpplanError as error:  # some of tpplan's results never came
-            for key in [key for key in times if key[0] == OURS]:
-                del times[key]
-                self._fail(key, error)
+        for who, cases in ((OURS, self._cases), (EVEN, self._even)):
+            try:
+                if cases:
+                    cases.context.synchronize()
+            except TpplanError as error:  # some of tpplan's results never came
+                for key in [key for key in times if key[0] == who]:
+                    del times[key]
+                    self._fail(key, error)
         timed = (
             Timed(by=by, graph=graph, time=times.get((by, graph)), failed=entry if isinstance(entry, str) else "")
             for (by, graph), entry in self._entries.items()
@@ -165,8 +198,8 @@ class _Turns:
         places = {i: device.device for i, device in self._cases.context.devices.items()}
         return told(least_ns=bench_limits.least_ns(case, self._limits, places), timed=tuple(timed))
 
-    def _prepare(self, who: str, make: Callable[[], Contender]) -> None:
-        """Note what to time of somebody whose results are right, or what failed."""
+    def _prepare(self, who: str, make: Callable[[], Contender], context: TPContext) -> None:
+        """Note what to time of somebody whose results are right, or what failed; ``context`` captures it."""
         key = (who, False)
         try:
             contender = make()
@@ -174,7 +207,7 @@ class _Turns:
             self._entries[key] = Run(contender.call)
             if contender.captured and self._cases.places[0].type == "cuda":
                 key = (who, True)
-                with self._cases.context.capture() as graph:
+                with context.capture() as graph:
                     for _ in range(IN_A_GRAPH):
                         contender.call()
                 contender.check(graph.replay, self._clock.synchronize)
@@ -184,6 +217,12 @@ class _Turns:
 
     def _fail(self, key: tuple[str, bool], error: Exception) -> None:
         self._entries[key] = _reason(error)
+
+
+def _evenly(cases: Cases, name: str, rows: int) -> Contender:
+    """Return tpplan as it does an operation of other cases."""
+    _, make = next(contenders(cases.make(name, rows)))
+    return make()
 
 
 def _reason(error: Exception) -> str:

@@ -60,7 +60,7 @@ def least_ns(case: Case, limits: Sequence[Limit], places: Mapping[int, torch.dev
     What a device sends to several others counts once, for they can pass it on. Of a sum by n devices each sends and
     receives 2 (n - 1) / n of it. None where nothing is sent, or no limit was measured.
     """
-    if not limits or len(places) == 1:
+    if not limits:
         return None
     rates = {(limit.source, limit.target): limit.bytes_per_second for limit in limits}
     index = {place: i for i, place in places.items()}
@@ -80,5 +80,6 @@ def least_ns(case: Case, limits: Sequence[Limit], places: Mapping[int, torch.dev
         amount / max(rates[(i, j) if amounts is sent else (j, i)] for j in others if j != i)
         for amounts in (sent, received)
         for i, amount in amounts.items()
+        if amount
     ]
-    return round(max(seconds) * 10**9) or None
+    return round(max(seconds, default=0) * 10**9) or None

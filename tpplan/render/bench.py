@@ -17,19 +17,19 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def bench(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out a :class:`~tpplan.bench_report.BenchReport`."""
+    """Lay out a :class:`~tpplan.bench_report.BenchReport`; one that has more operations only has more lines."""
     names = report["devices"]
     where = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
     if report["backend"] == "cpu":
         where = f"{len(names)} virtual device{'s' if len(names) > 1 else ''}"
     lines = [line(f"{report['model']} on {where}", "title")]
     lines += [line(part, "dim") for text in _conventions(report) for part in wrapped(text, columns)]
+    lines += [line(part, "warn") for note in report["notes"] for part in wrapped(f"note: {note}", columns)]
     for operation in dict.fromkeys(one["operation"] for one in report["measured"]):
         mine = [one for one in report["measured"] if one["operation"] == operation]
         lines += [BLANK, line(operation, "head"), *_sizes(mine, limited=bool(report["limits"]))]
         lines += [line(part, "warn") for text in _failures(mine) for part in wrapped(text, columns)]
-    notes = [line(part, "warn") for note in report["notes"] for part in wrapped(f"note: {note}", columns)]
-    return [*lines, *([BLANK] if notes else []), *notes]
+    return lines
 
 
 def _conventions(report: dict[str, Any]) -> Iterator[str]:
@@ -50,6 +50,8 @@ def _conventions(report: dict[str, Any]) -> Iterator[str]:
         "payload: what every device holds in the end, of scatter and gather all slices together; "
         f"moved: what {_OURS} moves from one memory to another, all devices together"
     )
+    if even := report.get("even_columns"):
+        yield f"even: {_OURS}, too, with slices {'+'.join(map(str, even))}, which are as many bytes together"
     if report["limits"]:
         rates = _rates(report["limits"])
         yield f"limit: the least time that the measured rates allow, as a share of {_OURS}'s; {rates}"

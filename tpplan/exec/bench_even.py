@@ -1,0 +1,64 @@
+"""The even cut beside a plan's uneven one: what the same bytes take if every device has as many of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+from tpplan.axes import Axis
+from tpplan.exec.compiler import compile as compile_plan
+from tpplan.plan import DeviceMemory
+from tpplan.workspace import workspace_bytes
+
+if TYPE_CHECKING:
+    from tpplan.exec.context import TPContext
+    from tpplan.plan import SplitPlan
+
+#: The name of tpplan with even slices among those who do an operation.
+EVEN = "even"
+#: The operations that a cut makes a difference to.
+SLICED = ("allgather", "scatter", "gather")
+
+
+def even_context(context: TPContext) -> TPContext | None:
+    """Return a context on the same devices, by the same transport, whose cut is even; None if that cut is already.
+
+    Raises:
+        ExecutionError: the devices have no room for it beside the other one.
+    """
+    plan, kind = even_plan(context.plan), context.devices[context.all_devices[0]].device.type
+    if plan is None:
+        return None
+    return compile_plan(plan, backend=kind, transport=context.explain().transport, scratch=False)
+
+
+def even_plan(plan: SplitPlan) -> SplitPlan | None:
+    """Return a plan whose residual stream is cut evenly between the devices that hold a part of it.
+
+    Returns:
+        A plan to be run beside the given one: its ledger has the workspace only. None if the cut is even already, but
+        for the units that it is made of.
+    """
+    split = plan.split(Axis.RS)
+    widths = [stop - start for start, stop in pairwise(split.bounds)]
+    count = sum(width > 0 for width in widths)
+    units = -(-split.size // split.unit)
+    cuts = [min(split.size, units * i // count * split.unit) for i in range(count + 1)]
+    even = [stop - start for start, stop in pairwise(cuts)]
+    if sorted(even) == sorted(filter(None, widths)) or not all(even):
+        return None
+    held = [sum(width > 0 for width in widths[:i]) for i in range(len(split.bounds))]
+    bounds = tuple(cuts[i] for i in held)
+    splits = tuple(evolve(each, bounds=bounds) if each is split else each for each in plan.splits)
+    sizes = workspace_bytes(splits, plan.model.dtype, plan.request)
+    return evolve(
+        plan,
+        splits=splits,
+        devices=tuple(
+            evolve(device, budget_bytes=size + 1, overhead_bytes=0)
+            for device, size in zip(plan.devices, sizes, strict=True)
+        ),
+        memory=tuple(DeviceMemory(i, 0, 0, size, 0, 1) for i, size in enumerate(sizes)),
+    )
