@@ -15,7 +15,7 @@ from tests.exec_reference import values
 from tests.fake_driver import Runtime
 from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec import copies
-from tpplan.exec.binding import Memory, Place, no_memory, resolve
+from tpplan.exec.binding import Memory, finder, no_memory, resolve
 from tpplan.exec.copies import HostCopy, Transfer
 from tpplan.exec.fence import HOST_STREAM, own
 from tpplan.exec.program import HOST, INPUT, OUTPUT, SCRATCH, SLOTS, STAGE, Buffer, Copy, View
@@ -115,10 +115,11 @@ def test_a_refused_copy_is_an_error(x: torch.Tensor, monkeypatch: pytest.MonkeyP
 
 def test_a_part_that_has_no_room_is_an_error() -> None:
     """A view says so before anybody writes beyond the context's memory."""
-    place = Place(View(Buffer(SCRATCH, 0, 1, 4), 0, 16, width=16), memory(), 4)
-    assert place.find({}, 16) == (place.find({}, 1)[0], 64, 16)
+    mine = memory()
+    find = finder(View(Buffer(SCRATCH, 0, 1, 4), 0, 16, width=16), mine, 4)
+    assert find({}, 16) == (mine.scratch[0].data_ptr() + 1024, 64, 16)
     with pytest.raises(InternalError, match="takes 1088 bytes, but its place has 1024"):
-        place.find({}, 17)
+        find({}, 17)
 
 
 def test_the_host_copies_at_once() -> None:

@@ -19,11 +19,11 @@ from tests.program_cases import CASES
 from tpplan.errors import ExecutionError
 from tpplan.exec import copies, cuda, marks
 from tpplan.exec.cuda import CudaDevices, _Ready
-from tpplan.exec.fence import HOST_STREAM, own
+from tpplan.exec.fence import own
 from tpplan.exec.issuing import ISSUING, Issuing
 from tpplan.exec.marks import Marks
 from tpplan.exec.operation import Moves
-from tpplan.exec.program import INPUT, LOAD, Buffer, Exchange, Program, Stream
+from tpplan.exec.program import HOST, INPUT, Buffer, Exchange, Program
 
 #: Programs of which devices and the host only copy.
 COPIED = {
@@ -37,7 +37,7 @@ def test_a_launch_that_fails_after_another_is_the_last() -> None:
     """Device 0 has its part of the program and device 1 has not: they count differently from then on."""
     exchanges = (Exchange(own(0), ()), Exchange(own(1), ()))
     program = Program("p", exchanges)
-    launches: Any = (Mock(stream=own(0)), Mock(stream=own(1)))
+    launches: Any = (Mock(), Mock())
     launches[1].issue.side_effect = ExecutionError("a kernel of device 1 was not launched")
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
@@ -45,7 +45,14 @@ def test_a_launch_that_fails_after_another_is_the_last() -> None:
     devices._current = {0: 1, 1: 1}
     devices._handle = lambda _: 1
     devices._loaded = set()
-    ready = _Ready(program, launches, (0, 1), loads=frozenset(), pending=Mock(), on_host=False)
+    ready = _Ready(
+        program,
+        tuple(zip(launches, (0, 1), (0, 0), strict=True)),
+        (0, 1),
+        loads=frozenset(),
+        pending=Mock(),
+        on_host=False,
+    )
     devices._ready = {(id(program), torch.float32): ready}
     with pytest.raises(ExecutionError, match="not launched"):
         devices.run(program, {Buffer(INPUT, 0): torch.zeros(1, 4)})
@@ -61,25 +68,21 @@ def test_default_streams_have_their_device_current(monkeypatch: pytest.MonkeyPat
     devices._ordinals, devices._load_handles = {0: 4, 1: 5, 2: 6}, {0: 70}
     devices._current, devices._loaded = {0: 0, 1: 0, 2: 30}, set()
 
-    def step(stream: Stream) -> Any:
-        return Mock(stream=stream, issue=lambda handle, *_: seen.append((stream, handle, at[0])))
+    def step(device: int, fixed: int = 0) -> Any:
+        return Mock(issue=lambda handle, *_: seen.append((handle, at[0]))), device, fixed
 
-    streams = own(0), own(0), own(1), Stream(LOAD, 0), HOST_STREAM, own(2), own(0)
-    steps: Any = [step(stream) for stream in streams]
+    steps = step(0), step(0), step(1), step(0, 70), step(HOST, -1), step(2), step(0)
     ready = partial(_Ready, Program("p", ()), devices=(0, 1, 2), loads=frozenset({0}), pending=Mock(), on_host=False)
-    devices._go_through(ready(tuple(steps)), {}, 1)
-    devices._go_through(ready(tuple(steps[5:6])), {}, 1)
-    assert [(stream, handle) for stream, handle, _ in seen] == [
-        *zip(streams, (0, 0, 0, 70, 0, 30, 0), strict=True),
-        (own(2), 30),
-    ]
-    assert [seen[i][2] for i in (0, 1, 2, 6, 7)] == [4, 4, 5, 4, 9]
+    devices._go_through(ready(steps), {}, 1)
+    devices._go_through(ready(steps[5:6]), {}, 1)
+    assert [handle for handle, _ in seen] == [0, 0, 0, 70, -1, 30, 0, 30]
+    assert [seen[i][1] for i in (0, 1, 2, 6, 7)] == [4, 4, 5, 4, 9]
     assert at == [9]
     assert devices._loaded == {0}
-    failing: Any = Mock(stream=own(1))
+    failing = Mock()
     failing.issue.side_effect = ExecutionError("the driver refuses")
     with pytest.raises(ExecutionError, match="refuses"):
-        devices._go_through(ready((failing,)), {}, 1)
+        devices._go_through(ready(((failing, 1, 0),)), {}, 1)
     assert at == [9]
 
 

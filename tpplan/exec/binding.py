@@ -101,50 +101,42 @@ def resolve(
     return tensor.narrow(1, view.start, view.stop - view.start)
 
 
-class Place:
-    """Where a view's elements are, for whom addresses are enough: the same as :func:`resolve` in a tenth of the time.
+#: Returns the address of a view's first element, the bytes from a row to the next, and how many rows there are, for
+#: given operands and their rows.
+Finder = Callable[[Mapping["Buffer", Tensor], int], tuple[int, int, int]]
 
-    Attributes:
-        width: bytes of a row.
+
+def finder(view: View, memory: Memory, itemsize: int) -> Finder:
+    """Return what finds a view's elements as :func:`resolve` does, in a tenth of the time; columns are contiguous.
+
+    Args:
+        view: of an operand or of the context's memory, but not of a slot.
+        memory: of the context, which does not move.
+        itemsize: bytes of an element.
     """
+    buffer, start = view.buffer, view.start * itemsize
 
-    def __init__(self, view: View, memory: Memory, itemsize: int) -> None:
-        """Work out what is the same for all calls.
+    def find(operands: Mapping[Buffer, Tensor], rows: int) -> tuple[int, int, int]:
+        tensor = operands[buffer]
+        return tensor.data_ptr() + start, tensor.stride(0) * itemsize, rows
 
-        Args:
-            view: of an operand or of the context's memory, but not of a slot.
-            memory: of the context, which does not move.
-            itemsize: bytes of an element.
-        """
-        self.width = (view.stop - view.start) * itemsize
-        self._view = view
-        self._buffer = view.buffer if view.buffer.role in OPERANDS else None
-        self._start, self._itemsize = view.start * itemsize, itemsize
-        if self._buffer is None:
-            block = memory.block(view.buffer, 0)
-            self._room, self._pitch = block.shape[0], view.width * itemsize
-            self._start += block.data_ptr()
+    def find_part(operands: Mapping[Buffer, Tensor], rows: int) -> tuple[int, int, int]:
+        address, step, _ = find(operands, rows)
+        first, end = span(view, rows)
+        return address + first * step, step, end - first
 
-    def find(self, operands: Mapping[Buffer, Tensor], rows: int) -> tuple[int, int, int]:
-        """Return the address of the first element, the bytes from a row to the next, and the rows of the view's part.
+    if buffer.role in OPERANDS:
+        return find if view.parts == 1 else find_part
+    block, step = memory.block(buffer, 0), view.width * itemsize
+    address, room = block.data_ptr() + start, block.shape[0]
 
-        Args:
-            operands: the caller's tensors, ``[rows, columns]`` with columns that are contiguous.
-            rows: of the operands.
+    def find_own(_: Mapping[Buffer, Tensor], rows: int) -> tuple[int, int, int]:
+        first, end = span(view, rows)
+        if (end - first) * step > room:
+            raise InternalError(f"{view} takes {(end - first) * step} bytes, but its place has {room}")
+        return address, step, end - first
 
-        Raises:
-            InternalError: the part does not fit its place in the context's memory.
-        """
-        first, end = (0, rows) if self._view.parts == 1 else span(self._view, rows)
-        if self._buffer is None:
-            if (end - first) * self._pitch > self._room:
-                raise InternalError(
-                    f"{self._view} takes {(end - first) * self._pitch} bytes, but its place has {self._room}"
-                )
-            return self._start, self._pitch, end - first
-        tensor = operands[self._buffer]
-        step = tensor.stride(0) * self._itemsize
-        return tensor.data_ptr() + self._start + first * step, step, end - first
+    return find_own
 
 
 def slot_number(view: View, device: int, raised: Counter[Flag]) -> int:

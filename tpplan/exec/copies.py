@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cuda.bindings import runtime
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.binding import Place, resolve
+from tpplan.exec.binding import finder, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,11 +24,7 @@ _ANY = runtime.cudaMemcpyKind.cudaMemcpyDefault
 
 
 class Transfer:
-    """A copy by an engine of a device, between whatever memories.
-
-    Attributes:
-        stream: of the program.
-    """
+    """A copy by an engine of a device, between whatever memories."""
 
     def __init__(self, step: Copy, memory: Memory, dtype: torch.dtype) -> None:
         """Work out what is the same for all calls.
@@ -38,9 +34,9 @@ class Transfer:
             memory: of the context.
             dtype: of the operands.
         """
-        self.stream = step.stream
         self._step = step
-        self._target, self._source = (Place(view, memory, dtype.itemsize) for view in (step.target, step.source))
+        self._target, self._source = (finder(view, memory, dtype.itemsize) for view in (step.target, step.source))
+        self._width = (step.target.stop - step.target.start) * dtype.itemsize
 
     def issue(self, stream: int, operands: Mapping[Buffer, Tensor], rows: int) -> None:
         """Start to copy.
@@ -53,9 +49,9 @@ class Transfer:
         Raises:
             ExecutionError: the driver refuses.
         """
-        width = self._target.width
-        target, step, count = self._target.find(operands, rows)
-        source, source_step, _ = self._source.find(operands, rows)
+        width = self._width
+        target, step, count = self._target(operands, rows)
+        source, source_step, _ = self._source(operands, rows)
         size = count * width
         if not size:
             return
@@ -75,15 +71,10 @@ class Transfer:
 
 
 class HostCopy:
-    """A copy within host memory by the host, which is done before the next command is issued.
-
-    Attributes:
-        stream: of the program: the host's.
-    """
+    """A copy within host memory by the host, which is done before the next command is issued."""
 
     def __init__(self, step: Copy, memory: Memory, dtype: torch.dtype) -> None:
         """Take what :class:`Transfer` takes."""
-        self.stream = step.stream
         self._views = step.target, step.source
         self._memory = memory
         self._dtype = dtype

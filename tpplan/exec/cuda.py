@@ -20,7 +20,7 @@ from tpplan.exec.fence import HOST_STREAM, without_callers
 from tpplan.exec.graph import Graph
 from tpplan.exec.issuing import ISSUING, Issuing
 from tpplan.exec.marks import Marks, Pending
-from tpplan.exec.program import HOST, LOAD, Exchange, Program, Record, Sum, Wait
+from tpplan.exec.program import HOST, LOAD, Exchange, Program, Record, Stream, Sum, Wait
 from tpplan.exec.sums import Sums
 from tpplan.exec.torch_shims import stream_handle, switch_device
 
@@ -30,18 +30,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec.binding import Memory
-    from tpplan.exec.program import Buffer, Copy, Stream
+    from tpplan.exec.program import Buffer, Copy
 
 #: How many programs are remembered, each for a dtype.
 _KEPT = 1024
 
+#: Stands for the handle of a stream where there is none: the host's.
+_NONE = -1
+
 
 class Step(Protocol):
     """A command of a program, ready to be issued for a dtype."""
-
-    @property
-    def stream(self) -> Stream:
-        """Of the program."""
 
     def issue(self, stream: int, operands: Mapping[Buffer, Tensor], rows: int) -> None:
         """Issue it.
@@ -59,7 +58,8 @@ class _Ready:
 
     Attributes:
         program: kept, for it is known by its identity.
-        steps: its commands, without what the caller's streams being tpplan's makes needless.
+        steps: its commands, without what the caller's streams being tpplan's makes needless; of each also the device,
+            and a handle for what is not issued to the device's current stream, else 0.
         devices: that it uses.
         loads: those whose second streams it uses.
         pending: returns what waits for the results of the call that was issued last.
@@ -67,7 +67,7 @@ class _Ready:
     """
 
     program: Program
-    steps: tuple[Step, ...]
+    steps: tuple[tuple[Step, int, int], ...]
     devices: tuple[int, ...]
     loads: frozenset[int]
     pending: Callable[[], Pending]
@@ -141,10 +141,9 @@ class CudaDevices:
         self._loaded |= ready.loads
         before = here = None
         try:
-            for step in ready.steps:
-                kind, device = step.stream
-                handle = self._load_handles[device] if kind == LOAD else self._current.get(device, 0)
-                if not handle and device not in {HOST, here}:
+            for step, device, fixed in ready.steps:
+                handle = fixed or self._current[device]
+                if not handle and device != here:
                     found = switch_device(self._ordinals[device])
                     before, here = found if here is None else before, device
                 step.issue(handle, operands, rows)
@@ -203,18 +202,23 @@ class CudaDevices:
             self.synchronize()
             self._ready.clear()
         launches = iter(self._exchanges.prepare(program, dtype))
-        steps = tuple(
-            next(launches) if isinstance(command, Exchange) else self._step(command, program, dtype)
-            for command in without_callers(program)
-        )
-        devices = {step.stream.device for step in steps} - {HOST}
+        commands = without_callers(program)
+        streams = {command.stream for command in commands}
+        fixed = {Stream(LOAD, device): handle for device, handle in self._load_handles.items()} | {HOST_STREAM: _NONE}
         ready = self._ready[id(program), dtype] = _Ready(
             program=program,
-            steps=steps,
-            devices=tuple(sorted(devices)),
-            loads=frozenset(step.stream.device for step in steps if step.stream.kind == LOAD),
+            steps=tuple(
+                (
+                    next(launches) if isinstance(each, Exchange) else self._step(each, program, dtype),
+                    each.stream.device,
+                    fixed.get(each.stream, 0),
+                )
+                for each in commands
+            ),
+            devices=tuple(sorted({stream.device for stream in streams} - {HOST})),
+            loads=frozenset(stream.device for stream in streams if stream.kind == LOAD),
             pending=self._marks.results(program.results, self._exchanges.check),
-            on_host=bool(program.results) or any(step.stream == HOST_STREAM for step in steps),
+            on_host=bool(program.results) or HOST_STREAM in streams,
         )
         return ready
 

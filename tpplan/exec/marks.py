@@ -17,7 +17,7 @@ from tpplan.exec.torch_shims import switch_device
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from tpplan.exec.program import Event, Record, Stream, Wait
+    from tpplan.exec.program import Event, Record, Wait
 
 _SUCCESS, _NOT_READY = runtime.cudaError_t.cudaSuccess, runtime.cudaError_t.cudaErrorNotReady
 
@@ -144,15 +144,10 @@ class Name:
 
 
 class Recording:
-    """A Record, ready to be issued.
+    """A Record, ready to be issued."""
 
-    Attributes:
-        stream: of the program.
-    """
-
-    def __init__(self, stream: Stream, name: Name, take: Callable[[], Mark]) -> None:
+    def __init__(self, name: Name, take: Callable[[], Mark]) -> None:
         """Take the event's name, and what returns the mark to record."""
-        self.stream = stream
         self._name = name
         self._take = take
 
@@ -164,15 +159,10 @@ class Recording:
 
 
 class Waiting:
-    """A Wait, ready to be issued.
+    """A Wait, ready to be issued."""
 
-    Attributes:
-        stream: of the program.
-    """
-
-    def __init__(self, stream: Stream, name: Name, *, on_host: bool) -> None:
+    def __init__(self, name: Name, *, on_host: bool) -> None:
         """Take the event's name, and whether it is the host that waits."""
-        self.stream = stream
         self._name = name
         self._on_host = on_host
 
@@ -206,16 +196,16 @@ class Marks:
         device = step.stream.device
         name = self._name(step.event)
         if step.event in results:
-            return Recording(step.stream, name, partial(self._take, device))
+            return Recording(name, partial(self._take, device))
         key = (step.event, device)
         if key not in self._own:
             self._own[key] = self._take(device)
         mark = self._own[key]
-        return Recording(step.stream, name, lambda: mark)
+        return Recording(name, lambda: mark)
 
     def waiting(self, step: Wait, *, on_host: bool) -> Waiting:
         """Return a Wait, ready to be issued."""
-        return Waiting(step.stream, self._name(step.event), on_host=on_host)
+        return Waiting(self._name(step.event), on_host=on_host)
 
     def results(self, events: Sequence[Event], check: Callable[[], None]) -> Callable[[], Pending]:
         """Return what waits for the latest marks of events; ``check`` is for :class:`Pending`."""

@@ -11,7 +11,7 @@ from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import kernel_cache
-from tpplan.exec.binding import Place
+from tpplan.exec.binding import finder
 from tpplan.exec.kernel_cache import MOST_SOURCES
 
 if TYPE_CHECKING:
@@ -57,11 +57,7 @@ class Sums:
 
 
 class Addition:
-    """A kernel that adds up in float32, in order, and rounds once.
-
-    Attributes:
-        stream: of the program.
-    """
+    """A kernel that adds up in float32, in order, and rounds once."""
 
     def __init__(self, kernel: Any, step: Sum, memory: Memory, dtype: torch.dtype) -> None:
         """Work out what is the same for all calls.
@@ -72,10 +68,11 @@ class Addition:
             memory: of the context.
             dtype: of the operands.
         """
-        self.stream = step.stream
+        self._device = step.stream.device
         self._kernel = driver.CUfunction(int(kernel.handle))
         self._itemsize = dtype.itemsize
-        self._target, *self._sources = (Place(view, memory, dtype.itemsize) for view in (step.target, *step.sources))
+        self._target, *self._sources = (finder(view, memory, dtype.itemsize) for view in (step.target, *step.sources))
+        self._width = (step.target.stop - step.target.start) * dtype.itemsize
         self._unused = (0,) * (2 * (MOST_SOURCES - len(step.sources)))
         self._words = ctypes.create_string_buffer(_ARGUMENTS.size)
         first = ctypes.addressof(self._words)
@@ -93,11 +90,11 @@ class Addition:
         Raises:
             ExecutionError: the driver refuses.
         """
-        width = self._target.width
-        address, step, count = self._target.find(operands, rows)
+        width = self._width
+        address, step, count = self._target(operands, rows)
         if not count * width:
             return
-        numbers = [number for place in self._sources for number in place.find(operands, rows)[:2]]
+        numbers = [number for find in self._sources for number in find(operands, rows)[:2]]
         aligned = not any(number % _VECTOR_BYTES for number in (width, address, step, *numbers))
         threads = count * width // (_VECTOR_BYTES if aligned else self._itemsize)
         sources = len(self._sources)
@@ -105,5 +102,5 @@ class Addition:
         blocks = min(_MOST_BLOCKS, -(-threads // _THREADS))
         (result,) = driver.cuLaunchKernel(self._kernel, blocks, 1, 1, _THREADS, 1, 1, 0, stream, self._pointers, 0)
         if result != driver.CUresult.CUDA_SUCCESS:
-            message = f"a sum of device {self.stream.device} was not launched: {result.name}"
+            message = f"a sum of device {self._device} was not launched: {result.name}"
             raise ExecutionError(message, "earlier work on this device may have failed")
