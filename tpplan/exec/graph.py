@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
     from tpplan.exec.cuda import CudaDevices
 
-#: What dead graphs have left, given back when the next one is about to be captured.
+#: What dead graphs have left, given back before and after the next one is captured; and what is being captured. Not at
+#: once: torch aborts the process if a graph's memory is given back during any capture, of another thread too, and a
+#: graph may die at any time, as when `with ctx.capture() as graph` drops an older `graph`.
 _RETIRED: list[object] = []
+_UNDERWAY: list[object] = []
 
 
 @define
@@ -72,7 +75,7 @@ class Graph:
             raise ExecutionError("this graph is captured already", "capture another one")
         for place in self._places:
             torch.cuda.synchronize(place)
-        _RETIRED.clear()
+        _give_back()
         self._backend.forget()
         first, *others = self._room.streams
         with ExitStack() as stack:
@@ -85,6 +88,7 @@ class Graph:
                 stack.enter_context(torch.cuda.use_mem_pool(pool, device=place))
             _make_current(self._room.streams)
             self._stack = stack.pop_all()
+        _UNDERWAY.append(self._graph)
         return self
 
     def __exit__(
@@ -94,15 +98,16 @@ class Graph:
             with warnings.catch_warnings(action="ignore" if kind else None):  # that what failed at once has no commands
                 self._stack.__exit__(kind, error, trace)
         finally:
+            _UNDERWAY.remove(self._graph)
             self._backend.forget()
         self._captured = kind is None
         if self._captured and not self._room.graph:
             self._room.graph = self._graph
         self._used = self._backend.kernels()
+        if self._captured:
+            _give_back()
 
     def __del__(self) -> None:
-        # torch aborts the process if a graph's memory is given back while another one is captured, and
-        # `with ctx.capture() as graph` drops an older `graph` just then.
         _RETIRED.append((self._graph, self._room, self._used))
 
     def replay(self) -> None:
@@ -142,6 +147,12 @@ class Graph:
         first, *others = self._room.streams
         for stream in (*self._backend.streams(), *others):
             first.wait_stream(stream)
+
+
+def _give_back() -> None:
+    """Let go of what dead graphs have left, which is idle since the devices were waited for, unless one is captured."""
+    if not _UNDERWAY:
+        _RETIRED.clear()
 
 
 def _new_pool(place: torch.device) -> torch.cuda.MemPool:

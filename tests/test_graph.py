@@ -1,0 +1,92 @@
+"""When the memory of dead graphs is given back: with something in the place of torch's graphs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+from weakref import WeakSet
+
+import pytest
+import torch
+
+from tpplan.exec import graph as graphs
+from tpplan.exec.graph import Graph
+
+if TYPE_CHECKING:
+    from tpplan.exec.cuda import CudaDevices
+
+
+class _Cuda:
+    """A graph of torch, as far as somebody holds it."""
+
+    alive: ClassVar[WeakSet[Any]] = WeakSet()
+
+    def __init__(self) -> None:
+        _Cuda.alive.add(self)
+
+    def pool(self) -> tuple[int, int]:
+        """Return where its memory is."""
+        return 0, 1
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put something in the place of a CUDA device and of torch's graphs."""
+    monkeypatch.setattr(graphs, "_RETIRED", [])
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    fakes: dict[str, Any] = {
+        "CUDAGraph": _Cuda,
+        "Stream": lambda _: stream,
+        "graph": lambda *_, **__: nullcontext(),
+        "current_stream": lambda _: stream,
+        "current_device": lambda: 0,
+        **dict.fromkeys(("synchronize", "set_stream", "set_device"), lambda _: None),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+
+def _graph() -> Graph:
+    """Return a graph of a single device."""
+    backend = SimpleNamespace(forget=lambda: None, kernels=lambda: (), streams=lambda: ())
+    return Graph(cast("CudaDevices", backend), {0: torch.device("cuda", 0)})
+
+
+def test_a_graph_that_is_replaced_is_gone_after_the_capture() -> None:
+    """Not while the new one is captured, for torch would abort, but as soon as that is done."""
+    with _graph() as graph:
+        pass
+    with _graph() as graph:
+        assert len(_Cuda.alive) == 2
+    assert list(_Cuda.alive) == [graph._graph]
+
+
+def test_nothing_is_given_back_inside_another_capture() -> None:
+    """Also where two are captured at a time, as of two contexts: the last one to end gives back."""
+    with _graph() as old:
+        pass
+    with _graph() as outer:
+        del old
+        with _graph():
+            pass
+        assert len(_Cuda.alive) == 3
+    assert list(_Cuda.alive) == [outer._graph]
+
+
+def test_a_capture_that_fails_gives_nothing_back() -> None:
+    """What torch makes of it is not known; the next capture that works does."""
+    held = [_graph()]
+
+    def fail() -> None:
+        held.clear()
+        raise RuntimeError("no capture")
+
+    with held[0]:
+        pass
+    with pytest.raises(RuntimeError, match="no capture"), _graph():
+        fail()
+    assert len(_Cuda.alive) == 2
+    with _graph() as graph:
+        pass
+    assert list(_Cuda.alive) == [graph._graph]
