@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 import torch
+from attrs import frozen
+
+from tpplan.workspace import areas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +19,7 @@ MIB: Final = 2**20
 
 
 class Buckets:
-    """What torch's allocator has handed out since the last look, by bucket. Virtual devices have no allocator.
+    """What tensors have asked torch's allocator for since the last look, by bucket. Virtual devices have no allocator.
 
     The GPUs have to be this process's own, for what the driver says is of all processes together.
     """
@@ -42,28 +45,68 @@ class Buckets:
             torch.cuda.reset_peak_memory_stats(place)
 
     def tell(self, part: Part) -> None:
-        """Tell the rows of every device: each bucket and torch's peak against the ledger, and what the driver says."""
+        """Tell each device's rows: the ledger's buckets, and what of the ledger's overhead is where.
+
+        What the libraries have in torch's memory is given back to be known: captured graphs cannot run after that.
+        """
+        looks = {i: _Look.at(place) for i, place in self._places.items()}
+        if looks:
+            torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001 (there is no other way)
+        divided = areas(self._plan.splits, self._plan.model.dtype, self._plan.request)
         for i, place in self._places.items():
-            ledger, found = self._plan.memory[i], self._found[i]
+            ledger, found, look = self._plan.memory[i], self._found[i], looks[i]
+            libraries = look.now - requested(place)
+            held, scratch = sum(found.values()), divided[i].scratch_bytes
+            activations = look.peak - libraries - held
             planned = {
                 "weights": ledger.weights_bytes,
                 "cache": ledger.cache_bytes,
-                "workspace": ledger.workspace_bytes,
+                "workspace": ledger.workspace_bytes - scratch,
             }
             for bucket, size in planned.items():
-                _row(part, f"device {i}, {bucket}", found[bucket], size)
-            peak, kept = torch.cuda.max_memory_allocated(place), torch.cuda.memory_reserved(place)
-            _row(part, f"device {i}, torch's peak", peak, sum(planned.values()), "the limit is the three together")
-            free, total = torch.cuda.mem_get_info(place)
-            driver = total - free
-            _row(part, f"device {i}, the driver's context and libraries", driver - kept, ledger.overhead_bytes)
-            _row(part, f"device {i}, all that the driver says is used", driver, ledger.used_bytes)
+                note = "without the scratch" if bucket == "workspace" else ""
+                _row(part, f"device {i}, {bucket}", found[bucket], size, note)
+            note = f"at the peak; {_mib(look.now - libraries - held)} of them stay"
+            _row(part, f"device {i}, activations, for which the plan has scratch", activations, scratch, note)
+            note = (
+                f"driver's context and libraries {_mib(look.taken - look.reserved)}, libraries in torch's memory "
+                f"{_mib(libraries)}, what torch keeps beyond the peak {_mib(look.reserved - look.peak)}"
+            )
+            _row(part, f"device {i}, overhead", look.taken - held - activations, ledger.overhead_bytes, note)
+            _row(part, f"device {i}, all that the driver says is used", look.taken, ledger.used_bytes)
 
 
-def requested(place: torch.device) -> int:
-    """Return the bytes that tensors on a CUDA device asked for."""
-    count: int = torch.cuda.memory_stats(place).get("requested_bytes.all.current", 0)
+@frozen
+class _Look:
+    """What is in use on a CUDA device, in bytes.
+
+    Attributes:
+        now: what tensors and libraries have asked torch for.
+        peak: the most of that.
+        reserved: what torch has of the driver.
+        taken: what all have of the driver.
+    """
+
+    now: int
+    peak: int
+    reserved: int
+    taken: int
+
+    @classmethod
+    def at(cls, place: torch.device) -> Self:
+        """Look."""
+        free, total = torch.cuda.mem_get_info(place)
+        return cls(requested(place), requested(place, "peak"), torch.cuda.memory_reserved(place), total - free)
+
+
+def requested(place: torch.device, when: str = "current") -> int:
+    """Return the bytes that a CUDA device's torch allocator is asked for: now, or the most with ``peak``."""
+    count: int = torch.cuda.memory_stats(place).get(f"requested_bytes.all.{when}", 0)
     return count
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.1f} MiB"
 
 
 def _row(part: Part, what: str, found: int, planned: int, note: str = "") -> None:
