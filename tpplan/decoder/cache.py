@@ -45,7 +45,7 @@ def _to_int8(x: Tensor) -> Parts:
 
 def _from_int8(parts: Parts, dtype: torch.dtype) -> Tensor:
     whole, scale = parts
-    return (torch.unflatten(whole, -1, (-1, _GROUP)) * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
+    return (torch.unflatten(whole, -1, (-1, _GROUP)) * scale.unsqueeze(-1)).flatten(-2).to(dtype)  # 16 bits hold both
 
 
 def check_kind(kind: str, head_dim: int) -> None:
@@ -63,7 +63,7 @@ def check_kind(kind: str, head_dim: int) -> None:
 
 
 class Store:
-    """Keys or values ``[B, H, L, K]``: so many heads and places for each sequence."""
+    """Keys and values ``[2, B, H, L, K]``: so many heads and places for each sequence."""
 
     def __init__(self, kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         """Take the memory that the plan counts for a cache of this kind.
@@ -88,7 +88,7 @@ class Store:
         }
         self._encode, self._decode = kinds[kind]
         self._parts = tuple(
-            torch.zeros(*shape[:-1], part.shape[-1], dtype=part.dtype, device=device)
+            torch.zeros(2, *shape[:-1], part.shape[-1], dtype=part.dtype, device=device)
             for part in self._encode(torch.zeros(1, shape[-1]))
         )
 
@@ -97,17 +97,17 @@ class Store:
         """Bytes of memory."""
         return sum(part.nbytes for part in self._parts)
 
-    def write(self, sequence: Tensor | int, places: Tensor | slice, x: Tensor) -> None:
-        """Write heads to places: ``[H, places, K]`` of one sequence, or ``[B, H, K]``, one place of each sequence."""
-        for stored, part in zip(self._parts, self._encode(x), strict=True):
+    def write(self, sequence: Tensor | int, places: Tensor | slice, kv: Tensor) -> None:
+        """Write heads to places: ``[2, H, places, K]`` of one sequence, or ``[B, 2, H, K]``, one place of each."""
+        for stored, part in zip(self._parts, self._encode(kv), strict=True):
             if isinstance(sequence, int):
-                stored[sequence][:, places] = part
+                stored[:, sequence][:, :, places] = part
             else:
-                stored[sequence, :, places] = part
+                stored[:, sequence, :, places] = part
 
     def read(self, sequence: slice | int, places: Tensor | slice) -> Tensor:
-        """Return the heads of some places, ``[H, places, K]`` or with all sequences before."""
-        return self._decode(tuple(stored[sequence][..., places, :] for stored in self._parts), self._dtype)
+        """Return the heads of some places, ``[2, H, places, K]`` or with all sequences before H."""
+        return self._decode(tuple(stored[:, sequence][..., places, :] for stored in self._parts), self._dtype)
 
 
 @frozen
@@ -150,16 +150,16 @@ class LayerCache:
         window: tokens that a query sees, itself included; 0 for all.
     """
 
-    def __init__(self, keys: Store, values: Store, length: int, window: int) -> None:
-        """Hold the two stores, each of ``length`` places."""
+    def __init__(self, store: Store, length: int, window: int) -> None:
+        """Hold a store of ``length`` places."""
         self.length = length
         self.window = window
-        self._stores = (keys, values)
+        self._store = store
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        return sum(store.nbytes for store in self._stores)
+        return self._store.nbytes
 
     def extend(self, sequence: int, start: int, k_HSK: Tensor, v_HSK: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Take the next tokens of a sequence, and return what they attend to.
@@ -174,22 +174,18 @@ class LayerCache:
             Keys and values ``[H, T, K]`` of successive tokens, the last of them the last new one, and the mask for
             :func:`tpplan.decoder.layers.attend`.
         """
-        end = start + k_HSK.shape[1]
-        device = k_HSK.device
+        end, device = start + k_HSK.shape[1], k_HSK.device
+        new_2HSK = torch.stack((k_HSK, v_HSK))
         if end <= self.length:
             first = 0
-            for store, new in zip(self._stores, (k_HSK, v_HSK), strict=True):
-                store.write(sequence, slice(start, end), new)
-            k, v = (store.read(sequence, slice(0, end)) for store in self._stores)
+            self._store.write(sequence, slice(start, end), new_2HSK)
+            k, v = self._store.read(sequence, slice(0, end))
         else:  # the new tokens push out older ones, which the first of them still see
             first = max(0, start - self.length + 1)
             past = torch.arange(first, start, device=device) % self.length
             kept = torch.arange(max(start, end - self.length), end, device=device)
-            whole = []
-            for store, new in zip(self._stores, (k_HSK, v_HSK), strict=True):
-                whole.append(torch.cat((store.read(sequence, past), new), dim=1))
-                store.write(sequence, kept % self.length, new[:, len(new[0]) - len(kept) :])
-            k, v = whole
+            k, v = torch.cat((self._store.read(sequence, past), new_2HSK), dim=2)
+            self._store.write(sequence, kept % self.length, new_2HSK[:, :, -len(kept) :])
         hides = self.window and end - first > self.window
         return k, v, self._mask(start, first, end, k) if hides else None
 
@@ -201,10 +197,8 @@ class LayerCache:
             k_BHK: their keys.
             v_BHK: their values.
         """
-        for store, new in zip(self._stores, (k_BHK, v_BHK), strict=True):
-            store.write(where.sequences, where.places, new)
-        sequences, places = slice(0, len(where.sequences)), slice(0, where.mask.shape[-1])
-        k, v = (store.read(sequences, places) for store in self._stores)
+        self._store.write(where.sequences, where.places, torch.stack((k_BHK, v_BHK), dim=1))
+        k, v = self._store.read(slice(0, len(where.sequences)), slice(0, where.mask.shape[-1]))
         return k, v
 
     def _mask(self, start: int, first: int, end: int, like: Tensor) -> Tensor:

@@ -72,8 +72,8 @@ def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int
     for part in context.split(Axis.KV, layer):
         counts = _queries_per_key(part, split.replicas, group)
         shape = (request.batch, len(counts), length, split.width)
-        keys, values = (Store(kind, shape, context.dtype, context.devices[part.device].device) for _ in range(2))
-        cache = LayerCache(keys, values, length, window)
+        store = Store(kind, shape, context.dtype, context.devices[part.device].device)
+        cache = LayerCache(store, length, window)
         found[part.device] = Heads(sum(counts), len(counts), _runs(counts), cache)
     return found
 
