@@ -324,11 +324,11 @@ def message(row: Tensor) -> int:
 def test_memory_starts_as_garbage() -> None:
     """Nothing may count on zeros: not in exchange buffers, not in rings, not in slots."""
     mine = memory()
-    for block in (*mine.scratch.values(), *mine.rings.values(), mine.slots(QUEUE)):
+    for block in (*mine.exchange.values(), *mine.rings.values(), mine.slots(QUEUE)):
         block.zero_()
     machine = Adversary(mine, Random(0))
     slot = View(Buffer(SLOT, 1, queue=QUEUE), 0, 4, width=4)
     machine.run(Program("read", (Copy(own(1), slot, of(OUTPUT, 1)),)), {Buffer(OUTPUT, 1): torch.zeros(1, 4)})
     machine.synchronize()
-    for block in (*mine.scratch.values(), *mine.rings.values(), mine.slots(QUEUE)):
+    for block in (*mine.exchange.values(), *mine.rings.values(), mine.slots(QUEUE)):
         assert block.count_nonzero() > 0.9 * block.numel()

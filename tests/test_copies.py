@@ -18,16 +18,16 @@ from tpplan.exec import copies
 from tpplan.exec.binding import Memory, finder, no_memory, resolve
 from tpplan.exec.copies import HostCopy, Transfer
 from tpplan.exec.fence import HOST_STREAM, own
-from tpplan.exec.program import HOST, INPUT, OUTPUT, SCRATCH, SLOTS, STAGE, Buffer, Copy, View
+from tpplan.exec.program import EXCHANGE, HOST, INPUT, OUTPUT, SLOTS, STAGE, Buffer, Copy, View
 
 X, OUT = Buffer(INPUT, 0), Buffer(OUTPUT, 1)
 
 
 def memory() -> Memory:
     """Memory of a context of two devices and the host, with odd room for each."""
-    scratch = {device: torch.zeros(4096 + 64 * device, dtype=torch.uint8) for device in (0, 1)}
+    exchange = {device: torch.zeros(4096 + 64 * device, dtype=torch.uint8) for device in (0, 1)}
     rings = {sender: torch.zeros(SLOTS * 2048, dtype=torch.uint8) for sender in (0, 1, HOST)}
-    return Memory(scratch, rings, lambda _: torch.zeros(SLOTS, 0, dtype=torch.uint8))
+    return Memory(exchange, rings, lambda _: torch.zeros(SLOTS, 0, dtype=torch.uint8))
 
 
 def operand(rows: int, columns: int, pitch: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -42,8 +42,8 @@ ENDS = {
     "whole to columns": (View(X, 0, 8), View(OUT, 3, 11)),
     "part of the rows": (View(X, 1, 6, 2, 3), View(OUT, 0, 5, 2, 3)),
     "no rows": (View(X, 1, 6, 0, 99), View(OUT, 0, 5, 0, 99)),
-    "to the exchange buffer": (View(X, 0, 8, 1, 2), View(Buffer(SCRATCH, 1, 1, 3), 0, 8, 1, 2, 8)),
-    "from its columns": (View(Buffer(SCRATCH, 0, 2, 3), 1, 4, 0, 2, 6), View(OUT, 2, 5, 0, 2)),
+    "to the exchange buffer": (View(X, 0, 8, 1, 2), View(Buffer(EXCHANGE, 1, 1, 3), 0, 8, 1, 2, 8)),
+    "from its columns": (View(Buffer(EXCHANGE, 0, 2, 3), 1, 4, 0, 2, 6), View(OUT, 2, 5, 0, 2)),
     "to a ring": (View(X, 0, 8, 1, 4), View(Buffer(STAGE, 0, 1, SLOTS), 0, 8, 1, 4, 8)),
     "from the host's ring": (View(Buffer(STAGE, HOST, 1, SLOTS), 3, 6, 1, 2, 9), View(OUT, 0, 3, 1, 2)),
 }
@@ -60,7 +60,7 @@ def test_a_transfer_moves_what_a_tensor_would(
     monkeypatch.setattr(copies, "runtime", Runtime())
     source, target = ENDS[name]
     found, wanted = memory(), memory()
-    for mine, other in ((found.scratch, wanted.scratch), (found.rings, wanted.rings)):
+    for mine, other in ((found.exchange, wanted.exchange), (found.rings, wanted.rings)):
         for place in mine:
             other[place].copy_(mine[place].random_(256))
     x = operand(rows, 8, pitches[0], dtype, 1)
@@ -69,7 +69,7 @@ def test_a_transfer_moves_what_a_tensor_would(
     there = {X: x, OUT: right}
     resolve(target, there, wanted, rows, dtype).copy_(resolve(source, there, wanted, rows, dtype))
     assert torch.equal(_bits(out), _bits(right))
-    for mine, other in ((found.scratch, wanted.scratch), (found.rings, wanted.rings)):
+    for mine, other in ((found.exchange, wanted.exchange), (found.rings, wanted.rings)):
         assert all(torch.equal(mine[place], other[place]) for place in mine)
 
 
@@ -116,8 +116,8 @@ def test_a_refused_copy_is_an_error(x: torch.Tensor, monkeypatch: pytest.MonkeyP
 def test_a_part_that_has_no_room_is_an_error() -> None:
     """A view says so before anybody writes beyond the context's memory."""
     mine = memory()
-    find = finder(View(Buffer(SCRATCH, 0, 1, 4), 0, 16, width=16), mine, 4)
-    assert find({}, 16) == (mine.scratch[0].data_ptr() + 1024, 64, 16)
+    find = finder(View(Buffer(EXCHANGE, 0, 1, 4), 0, 16, width=16), mine, 4)
+    assert find({}, 16) == (mine.exchange[0].data_ptr() + 1024, 64, 16)
     with pytest.raises(InternalError, match="takes 1088 bytes, but its place has 1024"):
         find({}, 17)
 

@@ -18,10 +18,10 @@ from tpplan.exec.binding import resolve
 from tpplan.exec.cpu import VirtualDevices, add, sequence
 from tpplan.exec.fence import HOST_STREAM, order, own
 from tpplan.exec.program import (
+    EXCHANGE,
     HOST,
     INPUT,
     OUTPUT,
-    SCRATCH,
     SLOT,
     SLOTS,
     STAGE,
@@ -42,7 +42,7 @@ QUEUE = Queue(1, 0, (1,))
 def plain(random: Random) -> VirtualDevices:
     """Return virtual devices whose memory holds garbage."""
     mine = memory()
-    for block in (*mine.scratch.values(), *mine.rings.values()):
+    for block in (*mine.exchange.values(), *mine.rings.values()):
         block.copy_(noise(1, block.numel(), torch.uint8, random)[0])
     return VirtualDevices(mine)
 
@@ -91,10 +91,10 @@ def test_sums_are_rounded_once(data: st.DataObject) -> None:
 def test_views_lie_where_programs_say(dtype: torch.dtype) -> None:
     """Context memory is dense, in pieces that start at multiples of 64 bytes; operands keep their strides."""
     mine, size = memory(), dtype.itemsize
-    second = resolve(View(Buffer(SCRATCH, 2, 1, 3), 1, 3, 1, 2, width=5), {}, mine, 5, dtype)
+    second = resolve(View(Buffer(EXCHANGE, 2, 1, 3), 1, 3, 1, 2, width=5), {}, mine, 5, dtype)
     assert second.shape == (3, 2)  # rows 2 to 5, columns 1 and 2 of 5
     assert second.stride() == (5, 1)
-    assert second.data_ptr() == mine.scratch[2].data_ptr() + 1024 // 3 // 64 * 64 + size
+    assert second.data_ptr() == mine.exchange[2].data_ptr() + 1024 // 3 // 64 * 64 + size
     ring = resolve(View(Buffer(STAGE, HOST, 1, SLOTS), 0, 5, width=5), {}, mine, 2, dtype)
     assert ring.data_ptr() == mine.rings[HOST].data_ptr() + 512
     slot = resolve(View(Buffer(SLOT, 1, queue=QUEUE), 2, 5, width=5), {}, mine, 2, dtype, slot=1)
@@ -108,8 +108,8 @@ def test_views_lie_where_programs_say(dtype: torch.dtype) -> None:
 
 def test_a_message_that_is_too_large_is_an_error() -> None:
     """What does not fit its piece never spills into the next one."""
-    with pytest.raises(InternalError, match=r"scratch\[1/3\]@2\[0:40\] takes 480 bytes, but its place has 320"):
-        resolve(View(Buffer(SCRATCH, 2, 1, 3), 0, 40, width=40), {}, memory(), 3, torch.float32)
+    with pytest.raises(InternalError, match=r"exchange\[1/3\]@2\[0:40\] takes 480 bytes, but its place has 320"):
+        resolve(View(Buffer(EXCHANGE, 2, 1, 3), 0, 40, width=40), {}, memory(), 3, torch.float32)
 
 
 def test_kernels_take_turns_as_their_flags_say() -> None:

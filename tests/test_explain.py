@@ -18,7 +18,7 @@ from tpplan.exec.cpu import Pending, VirtualDevices
 from tpplan.exec.engine import Engine
 from tpplan.exec.explain import ALL, Explanation, Way, cuts, explain
 from tpplan.exec.lower import TRANSPORTS, Limits
-from tpplan.exec.program import HOST, SCRATCH, SLOT, STAGE, Buffer, Program, flat, reads, writes
+from tpplan.exec.program import EXCHANGE, HOST, SLOT, STAGE, Buffer, Program, flat, reads, writes
 from tpplan.exec.references import KINDS
 from tpplan.exec.trial import FORMS, Noise, Scene
 from tpplan.exec.tuning import Tuning
@@ -38,7 +38,7 @@ NAMES = {
     ("events", "parts"): "by events",
 }
 #: By which buffers a program goes.
-ROLES = {SCRATCH: "exchange buffer", STAGE: "host rings", SLOT: "slots"}
+ROLES = {EXCHANGE: "exchange buffer", STAGE: "host rings", SLOT: "slots"}
 
 
 class Recorder(VirtualDevices):

@@ -14,11 +14,11 @@ from tpplan.exec.fence import caller, fence, order, own
 from tpplan.exec.operation import Reduction
 from tpplan.exec.ordering import DEADLOCK, FLAGS, GAP, OVERWRITTEN, RACE, UNWRITTEN, check, verify
 from tpplan.exec.program import (
+    EXCHANGE,
     HOST,
     INPUT,
     OUTPUT,
     RESIDUAL,
-    SCRATCH,
     SLOT,
     SLOTS,
     STAGE,
@@ -72,7 +72,7 @@ KINDS = [call(case) for name, case in CASES.items() if name.startswith(_KINDS) a
 
 @pytest.mark.parametrize("first", KINDS, ids=lambda one: one.program.name)
 def test_every_pair_of_programs_is_safe_on_one_context(first: Call) -> None:
-    """Whatever runs between two runs of a program, they share rings, slots, scratch, flags and events in order."""
+    """Whatever runs between two runs of a program, both share rings, slots, buffers, flags and events in order."""
     for second in KINDS:
         assert check([first, second, first]) == ()
 
@@ -161,13 +161,13 @@ def test_only_the_latest_record_before_a_wait_counts() -> None:
         (of(OUTPUT).rows(0, 2), of(OUTPUT).rows(1, 4), True),
         (of(OUTPUT).rows(1, 3), of(OUTPUT).rows(0, 2), True),
         (of(OUTPUT, 0), of(OUTPUT, 1), False),
-        (kept(SCRATCH, 0, 3), kept(SCRATCH, 1, 3), False),
-        (kept(SCRATCH, 0, 3), kept(SCRATCH, 1, 2), True),
-        (kept(SCRATCH, width=8)._replace(stop=4), kept(SCRATCH, width=8)._replace(start=4), False),
-        (kept(SCRATCH, width=8)._replace(stop=4), kept(SCRATCH, width=9)._replace(start=4), True),
-        (kept(SCRATCH).rows(0, 2), kept(SCRATCH).rows(1, 2), True),
+        (kept(EXCHANGE, 0, 3), kept(EXCHANGE, 1, 3), False),
+        (kept(EXCHANGE, 0, 3), kept(EXCHANGE, 1, 2), True),
+        (kept(EXCHANGE, width=8)._replace(stop=4), kept(EXCHANGE, width=8)._replace(start=4), False),
+        (kept(EXCHANGE, width=8)._replace(stop=4), kept(EXCHANGE, width=9)._replace(start=4), True),
+        (kept(EXCHANGE).rows(0, 2), kept(EXCHANGE).rows(1, 2), True),
         (kept(STAGE, 0, SLOTS), kept(STAGE, 1, SLOTS), False),
-        (kept(STAGE, 0, SLOTS), kept(SCRATCH), False),
+        (kept(STAGE, 0, SLOTS), kept(EXCHANGE), False),
     ],
 )
 def test_which_views_share_bytes(first: View, second: View, expected: bool) -> None:
@@ -182,7 +182,7 @@ def test_programs_share_the_contexts_memory_whatever_they_keep_there() -> None:
     def half(number: int, start: int, stop: int) -> Program:
         """Fill some columns of a piece in a stream that no other program uses."""
         stream = Stream(f"own{number}", 0)
-        fill = Copy(stream, of(INPUT, 0, start, stop), View(Buffer(SCRATCH, 0), start, stop, width=8))
+        fill = Copy(stream, of(INPUT, 0, start, stop), View(Buffer(EXCHANGE, 0), start, stop, width=8))
         return Program("half", (*order("enter", caller(0), stream), fill, *order("leave", stream, caller(0))))
 
     assert kinds(half(1, 0, 4), half(1, 4, 8)) == []
@@ -313,9 +313,9 @@ def test_every_message_is_told_awaited_and_freed_once(send: tuple[Step, ...], re
 
 def test_what_is_read_of_the_contexts_memory_was_written_by_the_same_program() -> None:
     """All of the columns, of the same rows, and behind the write."""
-    fill = [Copy(own(0), of(INPUT, 0, 0, 4), kept(SCRATCH)._replace(stop=4))]
-    fill += [Copy(own(0), of(INPUT, 0, 4), kept(SCRATCH)._replace(start=4))]
-    read = Copy(own(0), kept(SCRATCH), of(OUTPUT))
+    fill = [Copy(own(0), of(INPUT, 0, 0, 4), kept(EXCHANGE)._replace(stop=4))]
+    fill += [Copy(own(0), of(INPUT, 0, 4), kept(EXCHANGE)._replace(start=4))]
+    read = Copy(own(0), kept(EXCHANGE), of(OUTPUT))
     assert kinds(program(*fill, read)) == []
     assert kinds(program(fill[0], read)) == [UNWRITTEN]
     assert kinds(program(*fill, read), program(read)) == [UNWRITTEN]

@@ -1,7 +1,7 @@
 """The checker proved by mutation: no command that orders others can be lost or weakened, and it would not notice.
 
 Every mutant of a program is run alone, several times in a row, and among programs that use the same queues, rings,
-events and scratch as they should.
+events and exchange buffers as they should.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tpplan.exec import kernel_cache, sums
 from tpplan.exec.binding import Memory, no_memory
 from tpplan.exec.fence import own
 from tpplan.exec.kernel_cache import MOST_SOURCES
-from tpplan.exec.program import INPUT, OUTPUT, RESIDUAL, SCRATCH, Buffer, Sum, View
+from tpplan.exec.program import EXCHANGE, INPUT, OUTPUT, RESIDUAL, Buffer, Sum, View
 from tpplan.exec.sums import Addition, Sums
 
 X, MORE, OUT = Buffer(INPUT, 0), Buffer(RESIDUAL, 0), Buffer(OUTPUT, 0)
@@ -58,14 +58,14 @@ def _matrix(offset: int, pitch: int) -> torch.Tensor:
 
 def test_a_kernel_gets_addresses_and_pitches(fake: Driver) -> None:
     """Of the columns and rows that are meant, in the caller's tensors and in the context's memory; then zeros."""
-    scratch = torch.zeros(4096, dtype=torch.uint8)
-    views = View(X, 8, 16, 1, 3), View(Buffer(SCRATCH, 0, 1, 2), 0, 8, 1, 3, 8), View(MORE, 16, 24, 1, 3)
+    exchange = torch.zeros(4096, dtype=torch.uint8)
+    views = View(X, 8, 16, 1, 3), View(Buffer(EXCHANGE, 0, 1, 2), 0, 8, 1, 3, 8), View(MORE, 16, 24, 1, 3)
     step = Sum(own(0), views, View(OUT, 8, 16, 1, 3))
     x, more, out = _matrix(0, 64), _matrix(0, 80), _matrix(0, 96)
-    ready = Addition(Mock(handle=1), step, Memory({0: scratch}, {}, Mock()), torch.float16)
+    ready = Addition(Mock(handle=1), step, Memory({0: exchange}, {}, Mock()), torch.float16)
     for _ in range(2):
         ready.issue(123, {X: x, MORE: more, OUT: out}, 3)
-        places = [x.data_ptr() + 64 + 16, 64, scratch.data_ptr() + 2048, 16, more.data_ptr() + 80 + 32, 80]
+        places = [x.data_ptr() + 64 + 16, 64, exchange.data_ptr() + 2048, 16, more.data_ptr() + 80 + 32, 80]
         assert fake.words == [out.data_ptr() + 96 + 16, 96, 1, 16, 1, 3, *places] + [0] * (2 * MOST_SOURCES - 6)
         assert (fake.stream, fake.blocks) == (123, 1)
         fake.words = []

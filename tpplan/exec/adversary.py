@@ -146,7 +146,7 @@ class Adversary:
         self._raised: Counter[Flag] = Counter()
         self._awaited: Counter[tuple[Flag, int]] = Counter()
         self._known: set[Queue] = set()
-        for block in (*memory.scratch.values(), *memory.rings.values()):
+        for block in (*memory.exchange.values(), *memory.rings.values()):
             self._spoil(block)
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
     from tpplan.exec.explain import Way
 
-#: Target and source of a copy: views of results or of scratch, and of operands.
+#: Target and source of a copy: views of results, or of copies that are to be added up, and of operands.
 Move = tuple[Tensor, Tensor]
 
 

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from tpplan.errors import InternalError
-from tpplan.exec.program import OPERANDS, SCRATCH, SLOT, SLOTS, Flag, Queue
+from tpplan.exec.program import EXCHANGE, OPERANDS, SLOT, SLOTS, Flag, Queue
 from tpplan.workspace import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ class Memory:
     """What a context owns; every tensor is contiguous uint8 and starts at a multiple of 64 bytes.
 
     Attributes:
-        scratch: exchange buffer ``[bytes]`` of each device.
+        exchange: exchange buffer ``[bytes]`` of each device.
         rings: pinned host memory ``[bytes]`` of each sender, the host included; ``SLOTS`` equal pieces.
         slots: the slots ``[SLOTS, slot bytes]`` of a queue; the same tensor whenever it is asked for the same queue.
         flags: ``[bytes]`` on each device, and on the host, for the counters of kernels.
     """
 
-    scratch: Mapping[int, Tensor] = field(repr=False)
+    exchange: Mapping[int, Tensor] = field(repr=False)
     rings: Mapping[int, Tensor] = field(repr=False)
     slots: Callable[[Queue], Tensor] = field(repr=False)
     flags: Mapping[int, Tensor] = field(factory=dict, repr=False)
@@ -43,12 +43,12 @@ class Memory:
         """Return the bytes of one of the context's buffers, without those that no 64-byte boundary reaches.
 
         Args:
-            buffer: ``scratch``, ``stage`` or ``slot``.
+            buffer: ``exchange``, ``stage`` or ``slot``.
             slot: which of a queue's; see :func:`slot_number`.
         """
         if buffer.role == SLOT:
             return self.slots(_queue(buffer))[slot]
-        whole = (self.scratch if buffer.role == SCRATCH else self.rings)[buffer.device]
+        whole = (self.exchange if buffer.role == EXCHANGE else self.rings)[buffer.device]
         size = whole.shape[0] // buffer.pieces // ALIGNMENT * ALIGNMENT
         return whole[buffer.piece * size : (buffer.piece + 1) * size]
 

@@ -12,7 +12,7 @@ from tpplan.errors import ExecutionError
 from tpplan.exec import operation
 from tpplan.exec.lower import LARGEST_CHUNK, Limits, kind_of, lower
 from tpplan.exec.operation import Addition, Moves
-from tpplan.exec.program import HOST, SCRATCH, SLOT, STAGE, flat, reads, writes
+from tpplan.exec.program import EXCHANGE, HOST, SLOT, STAGE, flat, reads, writes
 from tpplan.exec.tuning import copies_field, slots_field
 from tpplan.render.text import table
 from tpplan.sizes import format_bytes
@@ -34,7 +34,7 @@ ALL = "all devices"
 
 #: What to call the context's memory: its role, and whether it is on the host.
 _BUFFERS = {
-    (SCRATCH, False): "exchange buffer",
+    (EXCHANGE, False): "exchange buffer",
     (STAGE, True): "host rings",
     (SLOT, False): "peer slots",
     (SLOT, True): "host slots",

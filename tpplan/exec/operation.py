@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import frozen
 
-from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, SCRATCH, Buffer, Sum, View
+from tpplan.exec.program import EXCHANGE, HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Sum, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,7 +125,7 @@ class Reduction:
     def slab(self, share: Share, giver: int) -> View:
         """Return where in its exchange buffer the taker of a share keeps another giver's columns."""
         others = self.others(share.taker)
-        buffer = Buffer(SCRATCH, share.taker, others.index(giver), len(others))
+        buffer = Buffer(EXCHANGE, share.taker, others.index(giver), len(others))
         width = share.stop - share.start
         return View(buffer, 0, width, share.part, share.parts, width)
 

@@ -27,7 +27,7 @@ SLOTS = 2
 CALLER, OWN, LOAD = "caller", "own", "load"
 
 #: Roles of buffers: the caller's tensors, and the context's memory.
-INPUT, RESIDUAL, OUTPUT, SCRATCH, STAGE, SLOT = "input", "residual", "output", "scratch", "stage", "slot"
+INPUT, RESIDUAL, OUTPUT, EXCHANGE, STAGE, SLOT = "input", "residual", "output", "exchange", "stage", "slot"
 OPERANDS = (INPUT, RESIDUAL, OUTPUT)
 
 
@@ -64,10 +64,10 @@ class Buffer(NamedTuple):
     """A matrix of one row per token.
 
     Attributes:
-        role: ``input``, ``residual`` and ``output`` are the caller's and hold all rows; ``scratch``, ``stage`` and
+        role: ``input``, ``residual`` and ``output`` are the caller's and hold all rows; ``exchange``, ``stage`` and
             ``slot`` are the context's and hold the rows of one part.
         device: where it is, or HOST. The ring of a ``stage`` is pinned host memory; ``device`` is its sender.
-        piece: which of ``pieces`` equal pieces of the device's exchange buffer (scratch), or slot of the ring (stage).
+        piece: which of ``pieces`` equal pieces of the device's exchange buffer, or slot of the ring (stage).
         pieces: how many.
         queue: of a slot. Which of the queue's slots: as many as its sender has signalled ``full``, or its receiver
             ``free``, before, modulo ``SLOTS``.
