@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -24,7 +25,7 @@ from tpplan.planner import Attempt
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tpplan.memory import Demand
     from tpplan.plan import SplitPlan
@@ -144,6 +145,14 @@ def plan_of(directory: Path, devices: int, request: Request, cut: dict[Axis, tup
     bounds: Sequence[tuple[int, ...]] = tuple(map(cuts, wanted.axes))
     gpus = tuple(Device(name=f"GPU {i}", budget_bytes=2**40) for i in range(devices))
     return Attempt(model, gpus, request, wanted, tuple(bounds), ledger(bounds, wanted, gpus)).plan()
+
+
+@contextmanager
+def decoding(plan: SplitPlan, model_type: str, kind: str = "") -> Iterator[Decoder]:
+    """Load a family's model by a plan, on virtual devices."""
+    directory = model_of(model_type).directory
+    with compile_plan(plan, backend="cpu") as ctx:
+        yield Decoder(ctx, directory, load_weights(plan, directory, ctx), cache=kind)
 
 
 def check(model: Model, plan: SplitPlan, transport: str, new: int = NEW, *, backend: str = "cpu") -> None:

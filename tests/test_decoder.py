@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 from unittest.mock import patch
 from weakref import ref
@@ -18,6 +17,7 @@ from tests.decoder_cases import (
     LENGTH,
     VOCAB,
     check,
+    decoding,
     model_of,
     plan_of,
     request_of,
@@ -31,10 +31,9 @@ from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-    from tpplan.plan import SplitPlan
 
 #: Devices, layout, KV heads and transport of plans that are cut at random.
 CASES = [
@@ -65,14 +64,6 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func.decompose(*args, **(kwargs or {}))
         self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def decoding(plan: SplitPlan, model_type: str, cache: str = "") -> Iterator[Decoder]:
-    """Load a family's model by a plan, on virtual devices."""
-    directory = model_of(model_type).directory
-    with compile_plan(plan, backend="cpu") as ctx:
-        yield Decoder(ctx, directory, load_weights(plan, directory, ctx), cache=cache)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
@@ -135,33 +126,6 @@ def test_cuts_that_leave_something_out(name: str, layout: str) -> None:
     kv, cut = CUTS[name]
     plan = plan_of(model.directory, len(cut[Axis.KV]) - 1, request_of(layout, kv), cut, seed=1)
     check(model, plan, "events", new=8)
-
-
-@pytest.mark.parametrize("kind", ["fp16", "fp8", "q8"])
-@pytest.mark.parametrize(("model_type", "kv"), [("gemma2", "idle"), ("qwen3", "replicate")])
-def test_the_cache_takes_what_the_plan_counts(model_type: str, kv: str, kind: str) -> None:
-    """On every device to the byte, also where windows slide and heads are repeated."""
-    plan = plan_of(model_of(model_type).directory, 5, request_of(kv=kv, kind=kind), {}, seed=3)
-    with decoding(plan, model_type) as decoder:
-        devices = decoder.context.all_devices
-        counted = {device: plan.memory[device].cache_bytes for device in devices}
-        assert {device: decoder.cache_bytes(device) for device in devices} == counted
-
-
-@pytest.mark.parametrize(("kind", "error"), [("fp16", 1e-3), ("q8", 3e-2), ("fp8", 3e-1)])
-def test_a_smaller_cache_loses_a_little(kind: str, error: float) -> None:
-    """What 16 and 8 bits lose shows in the logits, and is as small as the bits promise."""
-    model = model_of("qwen3")
-    plan = plan_of(model.directory, 3, request_of(kind=kind), {}, seed=5)
-    found = []
-    for cache in ("fp32", kind):
-        with decoding(plan, "qwen3", cache) as decoder:
-            decoder.prefill(model.prompts[1][:-1])
-            everywhere = [torch.tensor([number]) for number in (model.prompts[1][-1], len(model.prompts[1]) - 1)]
-            tokens, positions = ([x] * len(decoder.context.all_devices) for x in everywhere)
-            found.append(decoder.context.gather(decoder.decode(tokens, positions), Axis.VC).tensor)
-    torch.testing.assert_close(found[0][0], model.logits[1], atol=1e-4, rtol=1e-4)
-    assert 0 < (found[1] - found[0]).abs().max() < error
 
 
 def test_weights_stay_where_they_were_loaded() -> None:

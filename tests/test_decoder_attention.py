@@ -60,5 +60,5 @@ def test_few_scores_at_a_time(cap: float | None) -> None:
     q, k, v = made(2, QUERIES)
     seen = torch.ones(1, QUERIES, KEYS, dtype=torch.bool).tril(KEYS - QUERIES)
     for tokens in (0, 2, QUERIES - 1):
-        with patch.object(layers, "_LARGEST", tokens * GROUP * k[..., 0].numel()):
+        with patch.object(layers, "AT_ONCE", tokens * GROUP * k[..., 0].numel()):
             torch.testing.assert_close(attend(q, k, v, None, scale=SCALE, cap=cap), expected(q, k, v, seen, cap))

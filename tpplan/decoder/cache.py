@@ -8,12 +8,12 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.layers import hiding
+from tpplan.decoder.layers import AT_ONCE, hiding
 from tpplan.errors import ExecutionError
 from tpplan.plan import CACHE_KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _FLOAT8: Final = torch.float8_e4m3fn
 #: Elements that share a scale of 16 bits in a cache of kind ``q8``: 8.5 bits for each, as the plan counts.
@@ -91,6 +91,11 @@ class Store:
             torch.zeros(2, *shape[:-1], part.shape[-1], dtype=part.dtype, device=device)
             for part in self._encode(torch.zeros(1, shape[-1]))
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is read is what is stored, and takes no memory."""
+        return self._parts[0].dtype == self._dtype
 
     @property
     def nbytes(self) -> int:
@@ -189,17 +194,24 @@ class LayerCache:
         hides = self.window and end - first > self.window
         return k, v, self._mask(start, first, end, k) if hides else None
 
-    def append(self, where: Where, k_BHK: Tensor, v_BHK: Tensor) -> tuple[Tensor, Tensor]:
-        """Take one more token of each sequence, and return keys and values ``[B, H, T, K]`` of the places in use.
+    def append(self, where: Where, k_BHK: Tensor, v_BHK: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Take one more token of each sequence.
 
         Args:
             where: the new tokens go.
             k_BHK: their keys.
             v_BHK: their values.
+
+        Yields:
+            Some of the sequences, and their keys and values ``[B, H, T, K]`` of the places in use: all sequences at
+            once, unless that would take memory.
         """
         self._store.write(where.sequences, where.places, torch.stack((k_BHK, v_BHK), dim=1))
-        k, v = self._store.read(slice(0, len(where.sequences)), slice(0, where.mask.shape[-1]))
-        return k, v
+        count, span = where.mask.shape[0], where.mask.shape[-1]
+        most = count if self._store.is_plain else max(1, AT_ONCE // (2 * span * k_BHK[0].numel()))
+        for first in range(0, count, most):
+            some = slice(first, min(first + most, count))
+            yield some, *self._store.read(some, slice(0, span))
 
     def _mask(self, start: int, first: int, end: int, like: Tensor) -> Tensor:
         """Return what hides keys ``first`` to ``end`` from the queries ``start`` to ``end`` that do not see them."""

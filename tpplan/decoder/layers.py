@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: Scores that may be in memory at a time, where a kernel cannot do without: of 16 bits, 32 MiB.
-_LARGEST: Final = 2**24
+#: Elements that are made at a time of what could take any amount of memory: of 16 bits, 32 MiB.
+AT_ONCE: Final = 2**24
+
+#: Rows that are in float32 at a time.
+_WIDENED: Final = 512
 
 
 def linear(x: Tensor, weights: Mapping[str, Tensor], name: str, *, bias: bool = True) -> Tensor:
@@ -34,16 +37,23 @@ def linears(x: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequenc
     return torch.cat([linear(x, weights, name) for name in names], dim=-1)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Divide rows by their root mean square (Zhang and Sennrich, arXiv 1910.07467), in float32.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """Divide rows by their root mean square (Zhang and Sennrich, arXiv 1910.07467), and multiply them by weights.
 
-    The weights are multiplied in float32, too, and the result is rounded once.
+    It is done in float32, and rounded once.
+
+    Args:
+        x: rows.
+        weight: in their dtype, or in float32.
+        eps: is added to the mean square.
+        out: to write to, may be ``x``; a new tensor if not given.
     """
-    if not offset:
-        return functional.rms_norm(x, x.shape[-1:], weight, eps)  # one kernel on GPUs
-    x32 = x.float()
-    x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return (x32 * (weight.float() + offset)).to(x.dtype)
+    if out is None and weight.dtype == x.dtype:
+        return functional.rms_norm(x, weight.shape, weight, eps)  # one kernel on GPUs
+    out = torch.empty_like(x) if out is None else out
+    for to, some in zip(torch.split(out, _WIDENED), torch.split(x, _WIDENED), strict=True):
+        to.copy_(functional.rms_norm(some.to(weight.dtype), weight.shape, weight, eps))
+    return out
 
 
 def angles(sin_RW: Tensor, cos_RW: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +109,7 @@ def attend(
     if mask is None:
         seen = torch.ones(1, 1, count, total, dtype=torch.bool, device=q_BHGSK.device).tril(total - count)
         mask = hiding(seen, q_BHGSK.dtype)
-    block = max(1, _LARGEST // (k_BHTK.shape[:3].numel() * group))
+    block = max(1, AT_ONCE // (k_BHTK.shape[:3].numel() * group))
     blocks = zip(torch.split(q_BHGSK, block, dim=3), torch.split(mask, block, dim=2), strict=True)
     return together([_behind(q, k_BHTK, v_BHTK, each, scale=scale, cap=cap) for q, each in blocks], dim=3)
 

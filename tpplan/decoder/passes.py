@@ -73,15 +73,16 @@ class Decode:
         self, device: int, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float, cap: float | None
     ) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H, K]``."""
-        where = self.where[device][heads.cache.length]
-        k_BHTK, v_BHTK = heads.cache.append(where, k_RHK, v_RHK)
-        parts = []
-        for run in heads.runs:
-            q_BHGK = torch.unflatten(q_RHK[:, run.queries], 1, (-1, run.group))
-            k_BhTK, v_BhTK = k_BHTK[:, run.keys], v_BHTK[:, run.keys]
-            out_BHG1K = attend(q_BHGK[..., None, :], k_BhTK, v_BhTK, where.mask, scale=scale, cap=cap)
-            parts.append(out_BHG1K.flatten(1, 3))
-        return together(parts, dim=1)
+        where, found = self.where[device][heads.cache.length], []
+        for some, k_BHTK, v_BHTK in heads.cache.append(where, k_RHK, v_RHK):
+            parts = []
+            for run in heads.runs:
+                q_BHGK = torch.unflatten(q_RHK[some, run.queries], 1, (-1, run.group))
+                k_BhTK, v_BhTK = k_BHTK[:, run.keys], v_BHTK[:, run.keys]
+                out_BHG1K = attend(q_BHGK[..., None, :], k_BhTK, v_BhTK, where.mask[some], scale=scale, cap=cap)
+                parts.append(out_BHG1K.flatten(1, 3))
+            found.append(together(parts, dim=1))
+        return together(found, dim=0)
 
 
 Pass = Prefill | Decode

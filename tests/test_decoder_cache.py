@@ -1,0 +1,78 @@
+"""The decoder's cache: what it takes, what smaller kinds lose, and how they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.decoder_cases import LENGTH, decoding, model_of, plan_of, request_of
+from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tpplan.axes import Axis
+from tpplan.decoder import cache
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Measures what torch makes.
+
+    Attributes:
+        numel: elements of the largest tensor that is no view.
+    """
+
+    def __init__(self) -> None:
+        """Start with none."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        """Do what is told, and look at what comes of it."""
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not any(result.alias_info for result in func._schema.returns):
+            self.numel = max(self.numel, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("kind", ["fp16", "fp8", "q8"])
+@pytest.mark.parametrize(("model_type", "kv"), [("gemma2", "idle"), ("qwen3", "replicate")])
+def test_the_cache_takes_what_the_plan_counts(model_type: str, kv: str, kind: str) -> None:
+    """On every device to the byte, also where windows slide and heads are repeated."""
+    plan = plan_of(model_of(model_type).directory, 5, request_of(kv=kv, kind=kind), {}, seed=3)
+    with decoding(plan, model_type) as decoder:
+        devices = decoder.context.all_devices
+        counted = {device: plan.memory[device].cache_bytes for device in devices}
+        assert {device: decoder.cache_bytes(device) for device in devices} == counted
+
+
+@pytest.mark.parametrize(("kind", "error"), [("fp16", 1e-3), ("q8", 3e-2), ("fp8", 3e-1)])
+def test_a_smaller_cache_loses_a_little(kind: str, error: float) -> None:
+    """What 16 and 8 bits lose shows in the logits, and is as small as the bits promise."""
+    model = model_of("qwen3")
+    plan = plan_of(model.directory, 3, request_of(kind=kind), {}, seed=5)
+    found = []
+    for each in ("fp32", kind):
+        with decoding(plan, "qwen3", each) as decoder:
+            decoder.prefill(model.prompts[1][:-1])
+            everywhere = [torch.tensor([number]) for number in (model.prompts[1][-1], len(model.prompts[1]) - 1)]
+            tokens, positions = ([x] * len(decoder.context.all_devices) for x in everywhere)
+            found.append(decoder.context.gather(decoder.decode(tokens, positions), Axis.VC).tensor)
+    torch.testing.assert_close(found[0][0], model.logits[1], atol=1e-4, rtol=1e-4)
+    assert 0 < (found[1] - found[0]).abs().max() < error
+
+
+def test_a_smaller_cache_is_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more sequences than may be made at a time, a step makes some after the other, to the same logits."""
+    plan = plan_of(model_of("qwen3").directory, 1, request_of(kind="q8", batch=6), {}, seed=5)
+    one = 2 * LENGTH * 4 * 32  # elements of a sequence
+    with decoding(plan, "qwen3") as decoder, torch.inference_mode():
+        for sequence in range(6):
+            decoder.prefill([*range(sequence, 2 * sequence + 3)], sequence)
+        tokens, positions = torch.arange(6), torch.arange(6) + 3
+        found = []
+        for most, blocks in ((8 * one, 6), (2 * one, 2), (one, 1)):
+            monkeypatch.setattr(cache, "AT_ONCE", most)
+            with Largest() as largest:
+                found.append(decoder.decode([tokens], [positions])[0])
+            assert largest.numel == blocks * one
+    torch.testing.assert_close(found[1:], found[:1] * 2, atol=1e-5, rtol=1e-5)
