@@ -1,7 +1,7 @@
 """A device's weights as the decoder multiplies by them: matrices with the same input are one, and so are experts.
 
-Loading lays a layer's matrices side by side, so that only biases are copied; where they lie otherwise, projections stay
-apart, and experts are copied.
+Loading lays a layer's matrices side by side, so that only biases are copied, and norms whose weights are stored less 1;
+where matrices lie otherwise, projections stay apart, and experts are copied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.decoder.settings import Experts
+    from tpplan.decoder.settings import Family
     from tpplan.model import Block
 
 _FUSED = {
@@ -25,15 +25,18 @@ _FUSED = {
 }
 
 
-def joined(weights: Mapping[str, Tensor], blocks: Sequence[Block], experts: Experts) -> dict[str, Tensor]:
+def joined(weights: Mapping[str, Tensor], blocks: Sequence[Block], family: Family) -> dict[str, Tensor]:
     """Return a device's weights by name, those of Phi-3's kind (``qkv_proj``, ``gate_up_proj``) fused as there.
 
     Args:
         weights: by name in the checkpoint.
         blocks: what is in each layer.
-        experts: their names; they become one tensor ``[E, out, in]`` under the name that has ``{expert}`` in it.
+        family: names its experts, which become one tensor ``[E, out, in]`` under the name that has ``{expert}`` in it;
+            and what its norms add to their weights.
     """
-    found = dict(weights)
+    found, experts = dict(weights), family.experts
+    if family.offset:
+        found |= {name: w.float() + family.offset for name, w in weights.items() if name.endswith("norm.weight")}
     for layer, block in enumerate(blocks):
         start = f"model.layers.{layer}."
         for fused, names in _FUSED.items():

@@ -81,9 +81,7 @@ class Decoder:
         windows = [block.attention.window if block.attention else 0 for block in self._blocks]
         kind = cache or request.cache.kind
         self._heads = [heads_of(context, layer, window, kind) for layer, window in enumerate(windows)]
-        self.weights = {
-            device: joined(weights[device], self._blocks, self._family.experts) for device in context.all_devices
-        }
+        self.weights = {device: joined(weights[device], self._blocks, self._family) for device in context.all_devices}
         self._steps: dict[int, Steps] = {}
         self.graph: Graph | None = None
         self.generations = 0
@@ -293,8 +291,11 @@ class Decoder:
         ctx = self.context
         if post:
             whole = ctx.all_reduce(ys, axis=axis, layer=layer) if self._reduce else ctx.allgather(ys, Axis.RS)
-            name = f"model.layers.{layer}.{post}"
-            return tuple(x.add_(self._norm(whole, d, name)) for x, d in zip(xs, ctx.all_devices, strict=True))
+            del ys  # room for the norm
+            for x, y, device in zip(xs, whole, ctx.all_devices, strict=True):
+                weight = self.weights[device][f"model.layers.{layer}.{post}.weight"]
+                x.add_(rms_norm(y, weight, self._settings.norm_eps, out=y))
+            return xs
         if self._reduce:
             return ctx.all_reduce(ys, xs, axis=axis, layer=layer, out=xs)
         at = dict(zip(ctx.all_devices, xs, strict=True))
@@ -313,7 +314,7 @@ class Decoder:
         return self._rms(xs[self.context.all_devices.index(device)], self.weights[device][f"{name}.weight"])
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self._settings.norm_eps, self._family.offset)
+        return rms_norm(x, weight, self._settings.norm_eps)
 
     def _before_mlp(self, layer: int) -> str:
         which = "pre_feedforward" if self._family.sandwich else "post_attention"
