@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: Scores that may be in memory at a time, where a kernel cannot do without: of 16 bits, 32 MiB.
-_LARGEST: Final = 2**24
+#: Elements that are made at a time of what could take any amount of memory: of 16 bits, 32 MiB.
+AT_ONCE: Final = 2**24
 
 #: Rows that are in float32 at a time.
 _WIDENED: Final = 512
@@ -109,7 +109,7 @@ def attend(
     if mask is None:
         seen = torch.ones(1, 1, count, total, dtype=torch.bool, device=q_BHGSK.device).tril(total - count)
         mask = hiding(seen, q_BHGSK.dtype)
-    block = max(1, _LARGEST // (k_BHTK.shape[:3].numel() * group))
+    block = max(1, AT_ONCE // (k_BHTK.shape[:3].numel() * group))
     blocks = zip(torch.split(q_BHGSK, block, dim=3), torch.split(mask, block, dim=2), strict=True)
     return together([_behind(q, k_BHTK, v_BHTK, each, scale=scale, cap=cap) for q, each in blocks], dim=3)
 
