@@ -238,15 +238,14 @@ def test_compiling_falls_back(
     monkeypatch.setattr(compiler, "look_at", lambda _: Found("GPU", 2**40, "9.0"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(compiler, "stored", lambda count: (Tuning(copies_fans_bytes=count), "measured"))
+    monkeypatch.setattr(compiler, "stored", lambda count, name: (Tuning(copies_fans_bytes=count), f"of {name}"))
     plan = tpplan.load(ROOT / "examples/plans/Llama-3.1-8B/2xRTX3060.json")
     compiler.compile(plan, backend="cuda")
     assert (built["transport"], built["waits"]) == (transport, waits)
     assert built["straight"]
     assert built["tuning"] == Tuning(copies_fans_bytes=2)
-    *reasons, thresholds = built["notes"]
-    assert thresholds == "thresholds measured"
-    assert [reason[: len(start)] for reason, start in zip(reasons, words, strict=True)] == words
+    expected = [*words, *([] if transport == "events" else [f"thresholds of {transport}"])]  # which has none
+    assert [note[: len(start)] for note, start in zip(built["notes"], expected, strict=True)] == expected
     compiler.compile(plan, backend="cuda", transport="host", tuning=Tuning(copies_fans_bytes=5))
     assert built["tuning"] == Tuning(copies_fans_bytes=5)
     assert built["transport"] == "host"
