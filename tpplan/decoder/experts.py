@@ -1,6 +1,9 @@
 """A mixture of experts on one device: the router's choice, and the matrices of the experts that it chose.
 
-Shapes: R rows, D hidden, E experts, C experts chosen for a row, I the device's part of an expert's width.
+Where no shape may depend on the choice, few rows multiply by copies of what they chose, and many by all experts.
+
+Shapes: R rows, D hidden, E experts, C experts chosen for a row, I the device's part of an expert's width, N choices
+of all rows.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
+
+from tpplan.decoder.layers import AT_ONCE, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,39 +48,56 @@ def up(
         activation: of the gate.
         fixed: whether no shape may depend on the choice, as in a graph.
     """
-    if fixed and experts_RC.numel() <= len(gate_EID):
-        x_R1D1 = x_RD[:, None, :, None]
-        gate_RCI, up_RCI = ((matrix[experts_RC] @ x_R1D1).squeeze(-1) for matrix in (gate_EID, up_EID))
-        return activation(gate_RCI) * up_RCI
-    out_RCI = x_RD.new_zeros(*experts_RC.shape, gate_EID.shape[1])
-    for expert, chosen in _rows(experts_RC, len(gate_EID), fixed=fixed):
-        if fixed:
-            one = activation(functional.linear(x_RD, gate_EID[expert])) * functional.linear(x_RD, up_EID[expert])
-            out_RCI = torch.where((experts_RC == expert)[..., None], one[:, None], out_RCI)
-        else:
-            x = x_RD[chosen[0]]
-            out_RCI[chosen] = activation(functional.linear(x, gate_EID[expert])) * functional.linear(x, up_EID[expert])
-    return out_RCI
+    count = len(gate_EID)
+    if not fixed:
+        out_NI = x_RD.new_empty(experts_RC.numel(), gate_EID.shape[1])
+        for expert, choices in _by_expert(experts_RC, count):
+            x = x_RD[choices // experts_RC.shape[1]]
+            gate, own = functional.linear(x, gate_EID[expert]), functional.linear(x, up_EID[expert])
+            out_NI[choices] = activation(gate).mul_(own)
+        return torch.unflatten(out_NI, 0, experts_RC.shape)
+    if experts_RC.numel() <= count:
+        gate_RCI, up_RCI = (_multiply(matrix, experts_RC, x_RD[:, None]) for matrix in (gate_EID, up_EID))
+        return activation(gate_RCI).mul_(up_RCI)
+    gate_REI, up_REI = (
+        torch.unflatten(functional.linear(x_RD, matrix.flatten(0, 1)), 1, (count, -1)) for matrix in (gate_EID, up_EID)
+    )
+    all_REI = activation(gate_REI).mul_(up_REI)
+    return all_REI.gather(1, _places(experts_RC, all_REI))
 
 
 def down(h_RCI: Tensor, down_EDI: Tensor, experts_RC: Tensor, weights_RC: Tensor, *, fixed: bool) -> Tensor:
     """Return the weighed sum of what the experts make of ``h``, ``[R, D]``; for the arguments see :func:`up`."""
     h_RCI = h_RCI * weights_RC[..., None].to(h_RCI.dtype)
-    if fixed and experts_RC.numel() <= len(down_EDI):
-        return (down_EDI[experts_RC] @ h_RCI[..., None]).squeeze(-1).sum(1)
-    out_RD = h_RCI.new_zeros(len(h_RCI), down_EDI.shape[1])
-    for expert, chosen in _rows(experts_RC, len(down_EDI), fixed=fixed):
-        if fixed:
-            h = (h_RCI * (experts_RC == expert)[..., None]).sum(1)
-            out_RD += functional.linear(h, down_EDI[expert])
-        else:
-            out_RD.index_add_(0, chosen[0], functional.linear(h_RCI[chosen], down_EDI[expert]))
-    return out_RD
+    rows, chosen, width = h_RCI.shape
+    if not fixed:
+        out_RD = h_RCI.new_zeros(rows, down_EDI.shape[1])
+        for expert, choices in _by_expert(experts_RC, len(down_EDI)):
+            out_RD.index_add_(0, choices // chosen, functional.linear(h_RCI.flatten(0, 1)[choices], down_EDI[expert]))
+        return out_RD
+    if experts_RC.numel() <= len(down_EDI):
+        return _multiply(down_EDI, experts_RC, h_RCI).sum(1)
+    all_REI = h_RCI.new_zeros(rows, len(down_EDI), width)
+    all_REI.scatter_(1, _places(experts_RC, all_REI), h_RCI)
+    return (all_REI.transpose(0, 1) @ down_EDI.mT).sum(0)
 
 
-def _rows(experts_RC: Tensor, count: int, *, fixed: bool) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Yield each expert and, if shapes may depend on it, the rows and places that it was chosen for; else nothing."""
-    for expert in range(count):
-        chosen = () if fixed else torch.where(experts_RC == expert)
-        if fixed or len(chosen[0]):
-            yield expert, chosen
+def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield each expert that was chosen, and the places of its choices among all rows'. The host waits once for all."""
+    flat = experts_RC.flatten()
+    sizes = (flat[:, None] == torch.arange(count, device=flat.device)).sum(0).tolist()
+    for expert, choices in enumerate(torch.split_with_sizes(flat.argsort(), sizes)):
+        if len(choices):
+            yield expert, choices
+
+
+def _multiply(matrix_EOI: Tensor, experts_RC: Tensor, x_RCI: Tensor) -> Tensor:
+    """Multiply by copies of the chosen experts' matrices, made for some columns of the result at a time."""
+    most = max(1, AT_ONCE // (experts_RC.numel() * matrix_EOI.shape[2]))
+    parts = torch.split(matrix_EOI, most, dim=1)
+    return together([(part[experts_RC] @ x_RCI[..., None]).squeeze(-1) for part in parts], dim=2)
+
+
+def _places(experts_RC: Tensor, all_REI: Tensor) -> Tensor:
+    """Return where the chosen experts' elements are along the second dimension of those of all."""
+    return experts_RC[..., None].expand(-1, -1, all_REI.shape[-1])
