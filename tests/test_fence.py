@@ -55,3 +55,24 @@ def test_events_between_devices_stay() -> None:
     after = [c for c in merged(CASES["broadcast, events-1 parts"].program).commands if isinstance(c, Wait)]
     crossing = [c for c in before if c.stream.device != c.event.stream.device]
     assert [(c.stream.device, c.event) for c in after] == [(c.stream.device, c.event) for c in crossing]
+
+
+def _crossing(name: str) -> list[tuple[int, int]]:
+    """Return which device waits for which in a program by events, for callers whose streams are tpplan's."""
+    waits = (
+        command for command in merged(CASES[f"{name}, events-1 parts"].program).commands if isinstance(command, Wait)
+    )
+    return [(wait.stream.device, wait.event.stream.device) for wait in waits]
+
+
+def test_only_who_shares_memory_waits() -> None:
+    """Receivers wait for the sender, it for them, and they not for each other; two that exchange wait side by side."""
+    assert _crossing("broadcast") == [(0, 1), (2, 1), (1, 0), (1, 2)]
+    commands = merged(CASES["allgather of two, events-1 parts"].program).commands
+    kinds = [type(command).__name__ for command in commands]
+    assert kinds == ["Record", "Record", "Wait", "Wait", *["Copy"] * 4, "Record", "Record", "Wait", "Wait"]
+
+
+def test_many_that_share_memory_wait_over_one() -> None:
+    """Of five that exchange, four wait for one and it for them, before and after; not each for each."""
+    assert len(_crossing("allgather of five")) == 2 * (4 + 4)

@@ -40,6 +40,18 @@ def fence(name: str, before: Iterable[Stream], hub: Stream, after: Iterable[Stre
         yield from (Wait(stream, Event(name, hub)) for stream in waiting)
 
 
+def meet(name: str, pairs: Iterable[tuple[Stream, Stream]], hub: Stream) -> Iterator[Command]:
+    """Let the second stream of each pair wait for the first; over one stream, if that takes fewer waits."""
+    pairs = dict.fromkeys(pairs)
+    firsts, seconds = (dict.fromkeys(pair[end] for pair in pairs) for end in (0, 1))
+    direct = sum(first.device != second.device for first, second in pairs)
+    if direct > sum(stream.device != hub.device for stream in (*firsts, *seconds)):
+        yield from fence(name, firsts, hub, seconds)
+    else:
+        yield from (Record(first, Event(name, first)) for first in firsts)
+        yield from (Wait(second, Event(name, first)) for first, second in pairs)
+
+
 def order(name: str, first: Stream, then: Stream) -> Iterator[Command]:
     """Let ``then`` wait for what is in ``first`` by now."""
     yield Record(first, Event(name, first))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tpplan.exec.fence import caller, fence, order, own
+from tpplan.exec.fence import caller, fence, meet, order, own
 from tpplan.exec.program import HOST, INPUT, OUTPUT, Buffer, Copy, Event, Program, Sum, View
 
 if TYPE_CHECKING:
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 def moves(operation: Moves) -> Program:
     """Every target pulls its columns."""
-    devices = operation.devices
-    workers = sorted({own(move.target.buffer.device) for move in operation.moves})
-    hub = workers[0]
+    ends = [(source.buffer.device, target.buffer.device) for source, target in operation.moves]
+    touched = [(device, target) for source, target in ends for device in (source, target)]
+    hub = own(min(target for _, target in ends))
     commands: list[Command] = [
-        *fence("enter", map(caller, devices), hub, workers),
+        *meet("enter", ((caller(device), own(target)) for device, target in touched), hub),
         *(Copy(own(target.buffer.device), source, target) for source, target in operation.moves),
-        *fence("leave", workers, hub, map(caller, devices)),
+        *meet("leave", ((own(target), caller(device)) for device, target in touched), hub),
     ]
     return Program(f"{operation.name} by events", tuple(commands))
 
