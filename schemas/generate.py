@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def _part(body: dict[str, Any], cls: type | None) -> dict[str, Any]:
     summary = _plain(body.get("description", "").partition("\n")[0])
     if cls is None:
         return {**body, "description": summary}
-    texts = dict(re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", cls.__doc__ or "", re.MULTILINE))
+    texts = dict(re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", cleandoc(cls.__doc__ or ""), re.MULTILINE))
     fields = attrs.fields(cls)
     always = [f.name for f in fields if f.default is attrs.NOTHING or f.name in STATED]
     first = {"$schema": {"const": SCHEMA_URN}} if cls is SplitPlan else {}
