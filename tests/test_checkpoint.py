@@ -137,6 +137,8 @@ def test_elements_smaller_than_a_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"])
 def test_rare_dtypes_as_the_library_writes_them(tmp_path: Path, dtype: str) -> None:
     """Dtypes that torch and the library know have the names that the library writes."""
+    if not hasattr(torch, dtype):
+        pytest.skip(f"torch {torch.__version__} has no {dtype}")
     tensor = torch.zeros(6, dtype=torch.uint8).view(getattr(torch, dtype))
     save_file({"a": tensor}, tmp_path / "model.safetensors")
     headers = read_headers(tmp_path)
