@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from tpplan.exec.program import Event, Record, Wait
 
-_SUCCESS, _NOT_READY = runtime.cudaError_t.cudaSuccess, runtime.cudaError_t.cudaErrorNotReady
+_SUCCESS = runtime.cudaError_t.cudaSuccess
+#: Of a question whether a point is passed.
+_ANSWERS = _SUCCESS, runtime.cudaError_t.cudaErrorNotReady
 
 
 class Mark:
@@ -42,7 +44,8 @@ class Mark:
             error, self._handle = runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming)
         finally:
             switch_device(before)
-        _check(error)
+        if error != _SUCCESS:
+            raise _failed(error)
 
     def __del__(self) -> None:
         self._destroy(self._handle)
@@ -53,7 +56,9 @@ class Mark:
         Raises:
             ExecutionError: the driver refuses.
         """
-        _check(*runtime.cudaEventRecord(self._handle, stream))
+        (error,) = runtime.cudaEventRecord(self._handle, stream)
+        if error != _SUCCESS:
+            raise _failed(error)
 
     def hold(self, stream: int) -> None:
         """Hold back a stream until the point is passed; if it is a default stream, its device has to be current.
@@ -61,7 +66,9 @@ class Mark:
         Raises:
             ExecutionError: the driver refuses.
         """
-        _check(*runtime.cudaStreamWaitEvent(stream, self._handle, 0))
+        (error,) = runtime.cudaStreamWaitEvent(stream, self._handle, 0)
+        if error != _SUCCESS:
+            raise _failed(error)
 
     def is_passed(self) -> bool:
         """Tell whether everything before the point is done.
@@ -70,10 +77,9 @@ class Mark:
             ExecutionError: something has failed on the device.
         """
         (error,) = runtime.cudaEventQuery(self._handle)
-        if error == _NOT_READY:
-            return False
-        _check(error)
-        return True
+        if error not in _ANSWERS:
+            raise _failed(error)
+        return bool(error == _SUCCESS)
 
     def wait(self) -> None:
         """Return when everything before the point is done.
@@ -81,7 +87,9 @@ class Mark:
         Raises:
             ExecutionError: something has failed on the device.
         """
-        _check(*runtime.cudaEventSynchronize(self._handle))
+        (error,) = runtime.cudaEventSynchronize(self._handle)
+        if error != _SUCCESS:
+            raise _failed(error)
 
 
 class Pending:
@@ -236,6 +244,5 @@ class Marks:
         return free.pop() if free else Mark(self._ordinals[device])
 
 
-def _check(error: Any) -> None:
-    if error != _SUCCESS:
-        raise ExecutionError(f"an event failed: {error.name}", "earlier work on these devices may have failed")
+def _failed(error: Any) -> ExecutionError:
+    return ExecutionError(f"an event failed: {error.name}", "earlier work on these devices may have failed")
