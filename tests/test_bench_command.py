@@ -17,7 +17,7 @@ from schemas import generate
 from tests.bench_cases import OPERATIONS, RATES, short_turns  # noqa: F401 (for every test here)
 from tests.command import Done, command
 from tests.contexts import MAX_ROWS, UNEVEN, little_room  # noqa: F401 (for every test here)
-from tests.test_selftest import EXAMPLES
+from tests.selftest_cases import EXAMPLES
 from tpplan.bench_report import BenchReport, Measured, Spread, Timed
 from tpplan.codec import unstructure
 from tpplan.exec.bench_case import Case, Cases
