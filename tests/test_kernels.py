@@ -47,9 +47,11 @@ def test_sums_read_vectors_and_spill_nothing(name: str, capability: tuple[int, i
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
 
 
-@pytest.mark.parametrize("name", ["slot_move", "slot_sum_bf16", "slot_sum_f16", "slot_sum_f32"])
-def test_exchanges_poll_what_others_write(name: str) -> None:
+@pytest.mark.parametrize("what", ["move", "sum_bf16", "sum_f16", "sum_f32"])
+@pytest.mark.parametrize("way", ["slot", "packet"])
+def test_exchanges_poll_what_others_write(way: str, what: str) -> None:
     """Packets are stored and polled whole, by accesses that the compiler keeps in their loops; nothing spills."""
+    name = f"{way}_{what}"
     for capability, text in _compiled(name).items():
         assert "st.volatile.global.v4.u32" in text
         first = text.index("ld.volatile.global.v4.u32")

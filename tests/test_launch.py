@@ -15,10 +15,10 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tppla
 from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
-from tpplan.exec import launch, slots, straight
+from tpplan.exec import launch
 from tpplan.exec.counters import Counters
-from tpplan.exec.exchange_table import BLOCKS, COUNTER_BYTES, DEADLINE, MOST_WORDS, OPERANDS, ROWS
-from tpplan.exec.launch import Launch, Work
+from tpplan.exec.exchange_table import BLOCKS, COUNTER_BYTES, DEADLINE, FIRST_OPERAND, MOST_WORDS, ROWS
+from tpplan.exec.launch import Launch, Operands, Work
 from tpplan.exec.program import HOST, INPUT, OUTPUT, Buffer, Stream
 
 X, OUT = Buffer(INPUT, 0), Buffer(OUTPUT, 0)
@@ -30,28 +30,33 @@ class Driver:
     CUfunction, CUresult = driver.CUfunction, driver.CUresult
 
     def __init__(self, result: Any = driver.CUresult.CUDA_SUCCESS) -> None:
-        self.result, self.words, self.shape, self.stream = result, [0], (0, 0), 0
+        self.result, self.words, self.shape, self.stream, self.kernel = result, [0], (0, 0), 0, 0
 
     def cuLaunchKernel(self, *given: Any) -> tuple[Any]:  # noqa: N802 (the driver's name)
         """Look at a launch as the driver does."""
-        _, blocks, _, _, threads, _, _, _, self.stream, pointers, _ = given
+        kernel, blocks, _, _, threads, _, _, _, self.stream, pointers, _ = given
         (address,) = (ctypes.c_void_p * 1).from_address(pointers)
         self.words = list((ctypes.c_uint64 * MOST_WORDS).from_address(address or 0))
-        self.shape = blocks, threads
+        self.shape, self.kernel = (blocks, threads), int(kernel)
         return (self.result,)
 
 
+def _work(*buffers: Buffer, row_bytes: int = 8) -> Work:
+    return Work(Stream("own", 0), 20, (5, 6, 7), Operands(buffers, 0, 8), row_bytes)
+
+
 def _launch(work: Work, blocks: int = BLOCKS) -> Launch:
-    return Launch(Mock(handle=1), work, blocks, (256, 8), {DEADLINE: 77})
+    return Launch((Mock(handle=1), Mock(handle=2)), work, blocks, 256, {DEADLINE: 77})
 
 
 def test_a_launch_gives_the_kernel_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the context and the table stay, those of the tensors are of each call."""
     monkeypatch.setattr(launch, "driver", fake := Driver())
-    ready = _launch(Work(Stream("own", 0), 20, (5, 6, 7), lambda tensors: [len(tensors), 9], 4096))
-    for rows, tensors in ((1, {}), (3, {X: torch.zeros(3, 1)})):
-        ready.issue(123, tensors, rows)
-        assert (fake.words[ROWS], fake.words[OPERANDS], fake.words[OPERANDS + 1]) == (rows, len(tensors), 9)
+    ready = _launch(_work(X, OUT))
+    for rows in (1, 3):
+        matrix = torch.zeros(rows, 8)
+        ready.issue(123, {X: matrix}, rows)
+        assert (fake.words[ROWS], fake.words[FIRST_OPERAND : FIRST_OPERAND + 2]) == (rows, [matrix.data_ptr(), 32])
         assert (fake.words[DEADLINE], fake.words[20:24], fake.stream) == (77, [5, 6, 7, 0], 123)
 
 
@@ -59,14 +64,22 @@ def test_a_launch_gives_the_kernel_its_words(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_longest_step_and_the_gpu_set_the_blocks(rows: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn of all threads of a block moves 2 KiB; there are as many as that takes, up to what has room."""
     monkeypatch.setattr(launch, "driver", fake := Driver())
-    _launch(Work(Stream("own", 0), 20, (), lambda _: [], 4096), blocks=100).issue(0, {}, rows)
+    _launch(_work(row_bytes=4096), blocks=100).issue(0, {}, rows)
     assert fake.shape == (blocks, 256)
+
+
+@pytest.mark.parametrize(("offset", "kernel"), [(0, 2), (8, 2), (4, 1), (1, 1)])
+def test_aligned_operands_have_a_kernel_of_their_own(offset: int, kernel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is launched if every operand is at a multiple of what it moves at once."""
+    monkeypatch.setattr(launch, "driver", fake := Driver())
+    _launch(_work(X, OUT)).issue(0, {X: _matrix(offset, 64, 64), OUT: _matrix(0, 64, 64)}, 3)
+    assert fake.kernel == kernel
 
 
 def test_a_refused_launch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the device and what the driver says."""
     monkeypatch.setattr(launch, "driver", Driver(driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY))
-    ready = _launch(Work(Stream("own", 3), 20, (), lambda _: [], 8))
+    ready = _launch(Work(Stream("own", 3), 20, (), Operands((), 0, 8), 8))
     with pytest.raises(ExecutionError, match=r"device 3 was not launched: CUDA_ERROR_OUT_OF_MEMORY"):
         ready.issue(0, {}, 1)
 
@@ -84,11 +97,11 @@ def _matrix(offset: int, pitch: int, width: int) -> torch.Tensor:
 )
 def test_pieces_are_as_large_as_everything_is_aligned(offset: int, pitch: int, bits: int, piece: int) -> None:
     """Address, pitch, and where a row is read from, all count; slot kernels move 8 bytes at most, straight ones 16."""
-    matrix = _matrix(offset, pitch, 32)
-    assert slots._operands(((X, bits), (OUT, 0)), {X: matrix}) == [matrix.data_ptr(), pitch, min(piece, 8), 0, 0, 1]
-    aligned = _matrix(0, 64, 32)
-    words = straight._operands((X, OUT), bits, {X: matrix, OUT: aligned})
-    assert words == [piece, matrix.data_ptr(), pitch, aligned.data_ptr(), 64]
+    matrix, aligned = _matrix(offset, pitch, 32), _matrix(0, 64, 32)
+    for largest in (8, 16):
+        words = Operands((X, OUT), bits, largest).words({X: matrix, OUT: aligned})
+        assert words == [min(piece, largest), matrix.data_ptr(), pitch, aligned.data_ptr(), 64]
+        assert Operands((X, OUT), bits, largest).words({}) == [(bits | largest) & -(bits | largest), 0, 0, 0, 0]
 
 
 def test_counters_have_places_of_their_own() -> None:

@@ -16,16 +16,20 @@ from tpplan.exec import slot_table
 from tpplan.exec.operation import Reduction
 from tpplan.exec.program import INPUT, OPERANDS, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
 from tpplan.exec.slot_table import (
+    COLUMN,
     FILLED,
-    FIRST_LANE,
     FIRST_QUEUE,
-    FIRST_RECEIVE,
-    FIRST_SEND,
+    LANES_AT,
+    LOCAL,
+    OWN,
     PACKET_BYTES,
     QUEUES,
     RECEIVES,
+    RECEIVES_AT,
     SENDS,
+    SENDS_AT,
     THREADS,
+    WIDTH,
     Place,
     capacity,
     queues,
@@ -66,10 +70,10 @@ class Machine:
     def send(self, words: list[int], x: torch.Tensor, out: torch.Tensor | None) -> None:
         """Put what a device sends into slots, and what it copies into its output."""
         for entry in range(words[SENDS]):
-            first, width, lane, end, local = words[FIRST_SEND + 5 * entry :][:5]
+            first, width, lane, end, local = words[words[SENDS_AT] + 5 * entry :][:5]
             message = x[:, first : first + width].clone()
             for k in range(lane, end):
-                self.messages[words[FIRST_LANE + 2 * k]] = message
+                self.messages[_slots(words, words[words[LANES_AT] + k])] = message
             if local:
                 assert out is not None
                 out[:, local - 1 : local - 1 + width] = message
@@ -77,22 +81,30 @@ class Machine:
     def move(self, words: list[int], out: torch.Tensor) -> None:
         """Take what a device receives."""
         for entry in range(words[RECEIVES]):
-            slot, _, message, skip, width, target = words[FIRST_RECEIVE + 6 * entry :][:6]
-            assert self.messages[slot].shape == (self.rows, message)
-            out[:, target : target + width] = self.messages[slot][:, skip : skip + width]
+            queue, message, target, skip, width = words[words[RECEIVES_AT] + 5 * entry :][:5]
+            data = self.messages[_slots(words, queue)]
+            assert data.shape == (self.rows, message)
+            out[:, target : target + width] = data[:, skip : skip + width]
 
     def add(self, words: list[int], dtype: torch.dtype, ends: dict[str, torch.Tensor]) -> None:
         """Add up what a device has and receives."""
         total = None
         for entry in range(words[RECEIVES]):
-            slot, _, kind = words[FIRST_RECEIVE + 6 * entry :][:3]
-            fetched = kind == slot_table.FETCHED
-            value = self.messages[slot] if fetched else ends[INPUT if kind == slot_table.OWN else RESIDUAL]
+            queue = words[words[RECEIVES_AT] + entry]
+            own = ends.get(INPUT if queue == OWN else RESIDUAL)
+            value = self.messages[_slots(words, queue)] if queue < OWN else own
+            assert value is not None
             assert value.shape == (self.rows, words[slot_table.WIDTH])
             numbers = value.contiguous().view(dtype).float()
             total = numbers if total is None else total + numbers
         if total is not None:
             ends[OUTPUT].copy_(total.to(dtype).view(torch.uint8))
+
+
+def _slots(words: list[int], queue: int) -> int:
+    """Return the address of the slots of one of a device's queues."""
+    assert queue < words[QUEUES]
+    return words[FIRST_QUEUE + 3 * queue + 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -141,15 +153,12 @@ def _check_queues(tables: dict[int, list[int]], machine: Machine) -> None:
     awaited: set[int] = set()
     freed: set[int] = set()
     for device, words in tables.items():
-        queues = [words[FIRST_QUEUE + 2 * i :][:2] for i in range(words[QUEUES])]
-        for i, (messages, address) in enumerate(queues):
+        rows = [words[FIRST_QUEUE + 3 * i :][:3] for i in range(words[QUEUES])]
+        for i, (messages, address, slots) in enumerate(rows):
             assert keys[messages] == ("counter", device, keys[address][1])
+            assert not slots or keys[slots] == ("slots", keys[address][1])
+            assert slots or rows[i - 1][0] == messages  # another receiver of the same slots
             (awaited if i < words[FILLED] else freed).add(address)
-        lanes = words[FIRST_SEND + 5 * (words[SENDS] - 1) + 3] if words[SENDS] else 0
-        used = [words[FIRST_LANE + 2 * i :][:2] for i in range(lanes)]
-        used += [words[FIRST_RECEIVE + 6 * i :][:2] for i in range(words[RECEIVES])]
-        for slot, which in used:
-            assert not slot or keys[queues[which][0]] == ("counter", device, keys[slot][1])
     assert awaited == freed
 
 
@@ -160,17 +169,38 @@ def test_alignment_covers_all_that_is_touched(name: str) -> None:
         if isinstance(exchange, Exchange):
             places = {queue: Machine(1).place(queue, exchange.stream.device) for queue in queues(exchange)}
             made, doubled = (table(exchange, item, places, STRIDE) for item in (1, 2))
-            assert (doubled.read, doubled.written) == (2 * made.read, 2 * made.written)
+            assert doubled.bits == 2 * made.bits
             views = [
                 v
                 for step in exchange.steps
                 for v in (getattr(step, "source", None), getattr(step, "target", None))
                 if v
             ]
-            read = [v for v in views if v.buffer.role == INPUT]
-            assert all(v.start | v.stop - v.start | made.read == made.read for v in read)
-            written = [v for v in views if v.buffer.role == OUTPUT]
-            assert all(v.start | v.stop - v.start | made.written == made.written for v in written)
+            touched = [v for v in views if v.buffer.role in {INPUT, OUTPUT}]
+            assert all(v.start | v.stop - v.start | made.bits == made.bits for v in touched)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_packet_kernels_find_the_only_send_in_the_header(name: str) -> None:
+    """They send it to all queues, and take all of every message; whatever has more to it is not simple."""
+    machine = Machine(1)
+    for exchange in SMALL[name].program.commands:
+        if not isinstance(exchange, Exchange):
+            continue
+        places = {queue: machine.place(queue, exchange.stream.device) for queue in queues(exchange)}
+        made = table(exchange, 2, places, STRIDE)
+        words = [0] * FILLED + made.words
+        sends = [words[words[SENDS_AT] + 5 * i :][:5] for i in range(words[SENDS])]
+        takes = isinstance(SMALL[name].operation, Reduction) or all(
+            skip == 0 and width == message
+            for _, message, _, skip, width in (words[words[RECEIVES_AT] + 5 * i :][:5] for i in range(words[RECEIVES]))
+        )
+        assert made.simple == (len(sends) < 2 and takes)
+        if made.simple and sends:
+            first, width, start, end, local = sends[0]
+            assert (words[COLUMN], words[WIDTH], words[LOCAL]) == (first, width, local)
+            lanes = words[words[LANES_AT] + start : words[LANES_AT] + end]
+            assert lanes == [i for i in range(words[FILLED]) if _slots(words, i)]
 
 
 @pytest.mark.parametrize("most", [1, 28, 64, 112, 128])

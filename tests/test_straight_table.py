@@ -12,7 +12,7 @@ from attrs import define, field
 from tests.caller import expected, noise, widths
 from tests.program_cases import CASES
 from tpplan.errors import InternalError
-from tpplan.exec.exchange_table import MOST_WORDS
+from tpplan.exec.exchange_table import MOST_WORDS, PIECE
 from tpplan.exec.lower_flags import chunks, direct_moves, direct_reduction, passed_on
 from tpplan.exec.operation import Moves, all_reduce, allgather, broadcast
 from tpplan.exec.program import OUTPUT, RESIDUAL, Buffer, Exchange, Flag, reads, writes
@@ -21,7 +21,6 @@ from tpplan.exec.straight_table import (
     AWAIT,
     COPY,
     OPEN,
-    PIECE,
     SEQUENCES,
     SIGNAL,
     STEPS,

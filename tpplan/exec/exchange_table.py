@@ -17,6 +17,8 @@ COUNTER_BYTES = 4 * BLOCKS
 ROWS, DEADLINE, STATUS = 0, 1, 2
 #: Address of the device's counters, of which the first is of failures, and where the operands begin.
 COUNTERS, OPERANDS = 3, 4
+#: The largest piece to which everything is aligned, and the first of the operands: address and pitch of each.
+PIECE, FIRST_OPERAND = OPERANDS, OPERANDS + 1
 #: Number of the counter of failures, which no device waits for.
 FAILURES = 0
 

@@ -12,7 +12,7 @@ from tpplan.exec.binding import no_memory
 from tpplan.exec.blocks import SLOT_BLOCKS, STRAIGHT_BLOCKS, most_blocks
 from tpplan.exec.counters import Counters
 from tpplan.exec.exchange_table import COUNTERS, DEADLINE, STATUS
-from tpplan.exec.launch import Launch, Work
+from tpplan.exec.launch import Launch, Operands, Work
 from tpplan.exec.program import OWN, SLOT, Exchange, Stream, Sum, writes
 
 if TYPE_CHECKING:
@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 _WHAT = {torch.bfloat16: "sum_bf16", torch.float16: "sum_f16", torch.float32: "sum_f32"}
 KERNELS = tuple(f"{way}_{what}" for way in ("slot", "straight") for what in ("move", *_WHAT.values()))
-#: Of the kernels of each way: threads of a block, and the bytes that a thread moves at once.
-_SHAPES = {
-    "slot": (slot_table.THREADS, slot_table.DATA_BYTES),
-    "straight": (straight_table.THREADS, straight_table.VECTOR_BYTES),
-}
+#: Threads of a block.
+_THREADS = {"slot": slot_table.THREADS, "straight": straight_table.THREADS}
 #: A device that does not answer for so many nanoseconds never will.
 _DEADLINE = 10_000_000_000
 _INTERRUPTED = 4
@@ -63,6 +60,7 @@ class Exchanges:
         found = {place: torch.cuda.get_device_properties(place) for place in places.values()}
         here = list(places.values())
         self._most = {"slot": most_blocks(here, SLOT_BLOCKS), "straight": most_blocks(here, STRAIGHT_BLOCKS)}
+        kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
         wanted = {(name, (each.major, each.minor)) for name in kernels for each in found.values()}
         kernel_cache.prepare(wanted)
         self.kernels = {each: kernel_cache.load(*each) for each in wanted}
@@ -70,7 +68,8 @@ class Exchanges:
             torch.cuda.synchronize(place)  # so that all counters are 0
             stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
             for name in kernels:
-                self._launch(name, Work(Stream(OWN, device), 0, (), lambda _: [], 0)).issue(stream.cuda_stream, {}, 0)
+                nothing = Work(Stream(OWN, device), 0, (), Operands((), 0, 1), 0)
+                self._launch(name, nothing).issue(stream.cuda_stream, {}, 0)
             stream.synchronize()
 
     def check(self) -> None:
@@ -118,11 +117,18 @@ class Exchanges:
 
     def _launch(self, name: str, work: Work) -> Launch:
         device = work.stream.device
-        way = name.partition("_")[0]
-        kernel = self.kernels[name, torch.cuda.get_device_capability(self._places[device])]
+        capability = torch.cuda.get_device_capability(self._places[device])
         header = {
             DEADLINE: _DEADLINE,
             STATUS: self._status.data_ptr(),
             COUNTERS: self._counters.area(device),
         }
-        return Launch(kernel, work, min(self._most[way], work.blocks), _SHAPES[way], header)
+        names = name, _for_packets(name) if work.simple else name
+        kernels = self.kernels[names[0], capability], self.kernels[names[1], capability]
+        way = "straight" if name.startswith("straight") else "slot"
+        return Launch(kernels, work, min(self._most[way], work.blocks), _THREADS[way], header)
+
+
+def _for_packets(name: str) -> str:
+    """Return the name of the kernel that does the same where everything is aligned to packets."""
+    return name.replace("slot_", "packet_")

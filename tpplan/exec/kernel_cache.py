@@ -34,6 +34,7 @@ _SOURCES = (
     "exchange_table.py",
     "kernel_cache.py",
     "kernels.py",
+    "packet_kernels.py",
     "program.py",
     "ptx.py",
     "slot_kernels.py",
@@ -142,11 +143,11 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     """Return a kernel's PTX; its entry has the kernel's name."""
     from numba import cuda  # noqa: PLC0415 (a second to import, so not for who has it on disk)
 
-    from tpplan.exec import kernels, slot_kernels, straight_kernels  # noqa: PLC0415
+    from tpplan.exec import kernels, packet_kernels, slot_kernels, straight_kernels  # noqa: PLC0415
     from tpplan.exec.exchange_table import MOST_WORDS  # noqa: PLC0415
     from tpplan.exec.ptx import PARAMETER  # noqa: PLC0415
 
-    modules = {"slot": slot_kernels, "straight": straight_kernels}
+    modules = {"packet": packet_kernels, "slot": slot_kernels, "straight": straight_kernels}
     kernel = getattr(modules.get(name.partition("_")[0], kernels), name.upper())
     text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability)
     mangled = text.partition(".visible .entry ")[2].partition("(")[0]

@@ -96,6 +96,8 @@ fence = _instruction("fence.acq_rel.sys;", "", "", memory=True)
 PARAMETER = "tpplan_words"
 _TEXT = f"{{ .reg .b64 a, b; shl.b64 b, $1, 3; mov.b64 a, {PARAMETER}; add.s64 a, a, b; ld.param.b64 $0, [a]; }}"
 word = _instruction(_TEXT, "u64", "u64")
+#: At the start of a loop: not to be unrolled, for most go through it once or twice.
+roll = _instruction(".pragma \\22nounroll\\22;", "", "", memory=True)
 #: Of a clock that all multiprocessors share, in steps of up to a microsecond.
 nanoseconds = _instruction("mov.u64 $0, %globaltimer;", "u64", "", memory=True)
 

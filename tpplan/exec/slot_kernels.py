@@ -20,18 +20,15 @@ from numba.cuda import types
 
 from tpplan.exec import ptx
 from tpplan.exec.exchange_kernels import device_function, expired, fail
-from tpplan.exec.exchange_table import ROWS
+from tpplan.exec.exchange_table import PIECE, ROWS
 from tpplan.exec.kernels import Kernel, none, only
 from tpplan.exec.program import SLOTS
 from tpplan.exec.ptx import word
 from tpplan.exec.slot_table import (
     DATA_BYTES,
     FILLED,
-    FIRST_LANE,
     FIRST_QUEUE,
-    FIRST_RECEIVE,
-    FIRST_SEND,
-    LANE_WORDS,
+    LANES_AT,
     MOST_QUEUES,
     OUT,
     OWN,
@@ -40,11 +37,13 @@ from tpplan.exec.slot_table import (
     QUEUES,
     RECEIVE_WORDS,
     RECEIVES,
+    RECEIVES_AT,
     REGION,
     RESIDUAL,
     RESIDUE,
     SEND_WORDS,
     SENDS,
+    SENDS_AT,
     STRIDE,
     WIDTH,
     X,
@@ -81,7 +80,7 @@ def _store(address: Any, value: Any, size: Any) -> None:
 
 
 @device_function
-def _row(at: Any, width: Any) -> Any:
+def row(at: Any, width: Any) -> Any:
     """Return the row in which a byte of a message lies; messages are shorter than 4 GiB."""
     return _WORD(_HALF(at) // _HALF(width))
 
@@ -91,12 +90,11 @@ def _gather(address: Any, pitch: Any, width: Any, total: Any, packet: Any, piece
     """Return the bytes of a packet from a matrix of ``width`` bytes a row; a message may end within a packet."""
     at, end = packet * _WORD(DATA_BYTES), packet * _WORD(DATA_BYTES) + _WORD(DATA_BYTES)
     if piece == DATA_BYTES:  # and so is the width a multiple of it
-        row = _row(at, width) if pitch != width else _WORD(0)
-        return _load(address + row * (pitch - width) + at, DATA_BYTES)
+        start = row(at, width) * (pitch - width) if pitch != width else _WORD(0)
+        return _load(address + start + at, DATA_BYTES)
     value, shift = _WORD(0), _WORD(0)
     while at < min(end, total):
-        row = _row(at, width)
-        value |= _load(address + row * (pitch - width) + at, piece) << shift
+        value |= _load(address + row(at, width) * (pitch - width) + at, piece) << shift
         shift += piece * _WORD(8)
         at += piece
     return value
@@ -109,36 +107,51 @@ def _scatter(
     """Write those bytes of a packet that belong to the wanted columns of a message."""
     at, end = packet * _WORD(DATA_BYTES), packet * _WORD(DATA_BYTES) + _WORD(DATA_BYTES)
     while at < min(end, total):
-        row = _row(at, message) if pitch != message or width != message else _WORD(0)
-        column = at - row * message
+        line = row(at, message) if pitch != message or width != message else _WORD(0)
+        column = at - line * message
         if skip <= column < skip + width or width == message:
-            _store(address + row * pitch + (column - skip), value, piece)
+            _store(address + line * pitch + (column - skip), value, piece)
         value >>= piece * _WORD(8)  # of a whole packet nothing is left, whatever a shift by 64 gives
         at += piece
 
 
 @device_function
-def _begin(counts: Any) -> None:
+def peek() -> Any:
+    """Return the number of the latest message of the thread's queue, and, if it fills that, of the latest one read."""
+    thread = _WORD(cuda.threadIdx.x)  # as what it is compared with, or numba compares in float64
+    block = _WORD(4) * _WORD(cuda.blockIdx.x)
+    entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread
+    last = read = _HALF(0)
+    if thread < word(QUEUES):
+        messages, freed = word(entry) + block, word(entry + _WORD(1)) + block
+        last, read = ptx.poll_32(messages), ptx.poll_32(freed if thread < word(FILLED) else messages)
+    return last, read
+
+
+@device_function
+def begin(counts: Any, slots: Any, last: Any, read: Any) -> None:
     """Number the messages of this exchange, tell which were read before, and wait for the slots that are to be filled.
 
     Args:
         counts: in shared memory, for the number of each queue's message.
+        slots: in shared memory, for the address of the slot that each queue's message is in; 0 if it is another's.
+        last: see :func:`peek`.
+        read: the same.
     """
-    thread = _WORD(cuda.threadIdx.x)  # as what it is compared with, or numba compares in float64
+    thread = _WORD(cuda.threadIdx.x)
     block = _WORD(4) * _WORD(cuda.blockIdx.x)
+    entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread
     if thread < word(QUEUES):
-        entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread
-        messages, freed = word(entry) + block, word(entry + _WORD(1)) + block
-        fills = thread < word(FILLED)
-        number, done = ptx.poll_32(messages), ptx.poll_32(freed if fills else messages)  # both at the same time
-        counts[thread] = number + _HALF(1)
-        if not fills:
-            ptx.post_32(freed, number)
-        elif _HALF(number + _HALF(1) - done) > _HALF(SLOTS):
-            _await_credit(freed, number + _HALF(1))
+        freed, place, number = word(entry + _WORD(1)) + block, word(entry + _WORD(2)), _HALF(last + _HALF(1))
+        counts[thread] = number
+        slots[thread] = place + _WORD(number & _HALF(1)) * word(STRIDE) if place else place
+        if thread >= word(FILLED):
+            ptx.post_32(freed, last)
+        elif _HALF(number - read) > _HALF(SLOTS):
+            _await_credit(freed, number)
     cuda.syncthreads()
     if thread < word(QUEUES):
-        ptx.store_32(word(_WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread) + block, counts[thread])
+        ptx.store_32(word(entry) + block, counts[thread])
 
 
 @device_function
@@ -153,7 +166,7 @@ def _await_credit(freed: Any, number: Any) -> None:
 
 
 @device_function
-def _receive(address: Any, number: Any) -> Any:
+def receive(address: Any, number: Any) -> Any:
     """Return the data of a packet as soon as it is there; garbage after the deadline, which the status tells."""
     low, first, high, second = ptx.poll_128(address)
     if first != number or second != number:
@@ -168,13 +181,7 @@ def _receive(address: Any, number: Any) -> Any:
 
 
 @device_function
-def _slot(slots: Any, number: Any, region: Any) -> Any:
-    """Return the address of a packet in the slot that a message is in."""
-    return slots + _WORD(number & _HALF(1)) * word(STRIDE) + region
-
-
-@device_function
-def _region() -> Any:
+def region() -> Any:
     """Return where in a slot the first packet of this thread is."""
     return _WORD(cuda.blockIdx.x) * word(REGION) + _WORD(cuda.threadIdx.x) * _WORD(PACKET_BYTES)
 
@@ -182,89 +189,88 @@ def _region() -> Any:
 @device_function
 def _prefetch(packet: Any) -> Any:
     """Return the first packet that this thread sends, if it has one: it is read while counters are."""
-    width = word(FIRST_SEND + 1)
-    if word(SENDS) > 0 and packet * _WORD(DATA_BYTES) < word(ROWS) * width:
-        return _gather(word(X) + word(FIRST_SEND), word(X + 1), width, word(ROWS) * width, packet, word(X + 2))
+    if word(SENDS) > 0:
+        first, width = word(word(SENDS_AT)), word(word(SENDS_AT) + _WORD(1))
+        if packet * _WORD(DATA_BYTES) < word(ROWS) * width:
+            return _gather(word(X) + first, word(X + 1), width, word(ROWS) * width, packet, word(PIECE))
     return _WORD(0)
 
 
 @device_function
-def _send(counts: Any, packet: Any, step: Any, value: Any) -> None:
+def _send(counts: Any, slots: Any, packet: Any, step: Any, value: Any) -> None:
     """Write every message into its slots, and to the device's own output; the first packet is there already."""
     rows = word(ROWS)
     for k in range(word(SENDS)):
-        entry = _WORD(FIRST_SEND) + _WORD(SEND_WORDS) * _WORD(k)
+        entry = word(SENDS_AT) + _WORD(SEND_WORDS) * _WORD(k)
         width, local = word(entry + _WORD(1)), word(entry + _WORD(4))
-        total, at, region = rows * width, packet, _region()
+        total, at, place = rows * width, packet, region()
         while at * _WORD(DATA_BYTES) < total:
             if k > 0 or at != packet:
-                value = _gather(word(X) + word(entry), word(X + 1), width, total, at, word(X + 2))
+                value = _gather(word(X) + word(entry), word(X + 1), width, total, at, word(PIECE))
             low, high = _HALF(value), _HALF(value >> _WORD(32))
             for lane in range(word(entry + _WORD(2)), word(entry + _WORD(3))):
-                where = _WORD(FIRST_LANE) + _WORD(LANE_WORDS) * _WORD(lane)
-                number = counts[word(where + _WORD(1))]
-                ptx.post_128(_slot(word(where), number, region), low, number, high, number)
+                queue = word(word(LANES_AT) + _WORD(lane))
+                ptx.post_128(slots[queue] + place, low, counts[queue], high, counts[queue])
             if local:
                 target = word(OUT) + local - _WORD(1)
-                _scatter(target, word(OUT + 1), width, _WORD(0), width, total, at, value, word(OUT + 2))
+                _scatter(target, word(OUT + 1), width, _WORD(0), width, total, at, value, word(PIECE))
             at += step
-            region += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
+            place += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
 
 
 def _move(_words):  # type: ignore[no-untyped-def]
-    counts = cuda.shared.array(MOST_QUEUES, _HALF)
+    counts, slots = cuda.shared.array(MOST_QUEUES, _HALF), cuda.shared.array(MOST_QUEUES, _WORD)
     packet, step = _WORD(cuda.grid(1)), _WORD(cuda.gridsize(1))
+    last, read = peek()
     value = _prefetch(packet)
-    _begin(counts)
-    _send(counts, packet, step, value)
+    begin(counts, slots, last, read)
+    _send(counts, slots, packet, step, value)
     rows = word(ROWS)
     for k in range(word(RECEIVES)):
-        entry = _WORD(FIRST_RECEIVE) + _WORD(RECEIVE_WORDS) * _WORD(k)
-        number, message = counts[word(entry + _WORD(1))], word(entry + _WORD(2))
+        entry = word(RECEIVES_AT) + _WORD(RECEIVE_WORDS) * _WORD(k)
+        queue, message, target = word(entry), word(entry + _WORD(1)), word(OUT) + word(entry + _WORD(2))
         skip, width = word(entry + _WORD(3)), word(entry + _WORD(4))
-        target, at = word(OUT) + word(entry + _WORD(5)), packet
-        slot = _slot(word(entry), number, _region())
+        source, at = slots[queue] + region(), packet
         while at * _WORD(DATA_BYTES) < rows * message:
-            value = _receive(slot, number)
-            _scatter(target, word(OUT + 1), message, skip, width, rows * message, at, value, word(OUT + 2))
+            value = receive(source, counts[queue])
+            _scatter(target, word(OUT + 1), message, skip, width, rows * message, at, value, word(PIECE))
             at += step
-            slot += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
+            source += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
 
 
 def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
     """Make a kernel in which every device sends its part and adds up all parts in float32, in order."""
 
     def add(_words):  # type: ignore[no-untyped-def]
-        counts = cuda.shared.array(MOST_QUEUES, _HALF)
+        counts, slots = cuda.shared.array(MOST_QUEUES, _HALF), cuda.shared.array(MOST_QUEUES, _WORD)
         packet, step = _WORD(cuda.grid(1)), _WORD(cuda.gridsize(1))
+        last, read = peek()
         value = _prefetch(packet)
-        _begin(counts)
-        _send(counts, packet, step, value)
-        width, region = word(WIDTH), _region()
+        begin(counts, slots, last, read)
+        _send(counts, slots, packet, step, value)
+        width, place = word(WIDTH), region()
         total = word(ROWS) * width
         while packet * _WORD(DATA_BYTES) < total and word(RECEIVES) > 0:
             own = residue = _WORD(0)  # read before anything is waited for
             if word(X):
-                own = _gather(word(X), word(X + 1), width, total, packet, word(X + 2))
+                own = _gather(word(X), word(X + 1), width, total, packet, word(PIECE))
             if word(RESIDUAL):
-                residue = _gather(word(RESIDUAL), word(RESIDUAL + 1), width, total, packet, word(RESIDUAL + 2))
+                residue = _gather(word(RESIDUAL), word(RESIDUAL + 1), width, total, packet, word(PIECE))
             s0 = s1 = t0 = t1 = types.float32(-0.0)  # which added to keeps the sign of a zero
             for k in range(word(RECEIVES)):
-                entry = _WORD(FIRST_RECEIVE) + _WORD(RECEIVE_WORDS) * _WORD(k)
-                kind = word(entry + _WORD(2))
-                if kind == OWN:
+                queue = word(word(RECEIVES_AT) + _WORD(k))
+                if queue == OWN:
                     value = own
-                elif kind == RESIDUE:
+                elif queue == RESIDUE:
                     value = residue
                 else:
-                    number = counts[word(entry + _WORD(1))]
-                    value = _receive(_slot(word(entry), number, region), number)
+                    value = receive(slots[queue] + place, counts[queue])
                 low, high = _HALF(value), _HALF(value >> _WORD(32))
                 s0, t0, s1, t1 = s0 + first(low), t0 + second(low), s1 + first(high), t1 + second(high)
             value = _WORD(both(s0, t0)) | _WORD(both(s1, t1)) << _WORD(32)
-            _scatter(word(OUT), word(OUT + 1), width, _WORD(0), width, total, packet, value, word(OUT + 2))
+            _scatter(word(OUT), word(OUT + 1), width, _WORD(0), width, total, packet, value, word(PIECE))
             packet += step
-            region += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
+            place += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
 
     return Kernel(name, add, 1)
 

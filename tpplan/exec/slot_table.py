@@ -1,25 +1,29 @@
 """The table of a slot kernel: what one device does in an exchange through slots.
 
-Everything has a place of its own, whatever the program, so that a kernel finds it without looking anything up:
+A kernel waits for every part of its parameter that it reads for the first time, so there are no gaps. Behind the header
+come the queues, those that the device fills and then those that it reads, one entry for each receiver:
 
-- queues that the device fills, and then those that it reads: the address of the counter of their messages, and that of
-  the count of those that a receiver has freed, which the sender reads and the receiver writes;
+- the addresses of the counter of their messages, and of the count of those that the receiver has freed, which the
+  sender reads and the receiver writes; the address of the slots, or 0 if an earlier entry has it.
+
+The header says where the others begin:
+
 - sends: first column, width, first lane and the one past the last, and 1 more than the column of the output to which
   the device itself copies, or 0;
-- lanes: the address of the slots, and which of the queues;
-- receives: of a move, the address of the slots, which of the queues, the width of the message, the columns that are
-  skipped, the width that is taken, and the column of the output; of a sum, the first two, and what the source is.
+- lanes: which of the queues;
+- receives: of a move, which of the queues, the width of the message, the column of the output, the columns that are
+  skipped and the width that is taken; of a sum, which of the queues, or what else the source is.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING
 
 from attrs import Factory, define, frozen
 
 from tpplan.errors import InternalError
-from tpplan.exec.exchange_table import BLOCKS, OPERANDS
+from tpplan.exec.exchange_table import BLOCKS, FIRST_OPERAND, MOST_WORDS
 from tpplan.exec.program import INPUT, SLOT, Await, Copy, Queue, Signal, Sum
 
 if TYPE_CHECKING:
@@ -32,24 +36,23 @@ THREADS = 256
 #: Bytes that a packet carries, and that it takes in a slot.
 DATA_BYTES, PACKET_BYTES = 8, 16
 
-#: Address, pitch, and largest aligned piece of the input, of the output, and of the residual.
-X, OUT, RESIDUAL = OPERANDS, OPERANDS + 3, OPERANDS + 6
+#: Where the operands are: address and pitch of each.
+X, OUT, RESIDUAL = FIRST_OPERAND, FIRST_OPERAND + 2, FIRST_OPERAND + 4
 #: How many queues are filled, and how many there are in all; how many sends and receives.
-FILLED, QUEUES, SENDS, RECEIVES = range(OPERANDS + 9, OPERANDS + 13)
-#: Bytes of a block's part of a slot, of a slot, and of a row of a sum.
-REGION, STRIDE, WIDTH = range(RECEIVES + 1, RECEIVES + 4)
-#: Most entries of each kind, and words of each: enough for eight devices.
-MOST_QUEUES, _MOST_SENDS, _MOST_LANES, _MOST_RECEIVES = 16, 8, 16, 16
-QUEUE_WORDS, SEND_WORDS, LANE_WORDS, RECEIVE_WORDS = 2, 5, 2, 6
-#: Where the first entry of each kind is.
-FIRST_QUEUE = WIDTH + 1
-FIRST_SEND = FIRST_QUEUE + MOST_QUEUES * QUEUE_WORDS
-FIRST_LANE = FIRST_SEND + _MOST_SENDS * SEND_WORDS
-FIRST_RECEIVE = FIRST_LANE + _MOST_LANES * LANE_WORDS
-_END = FIRST_RECEIVE + _MOST_RECEIVES * RECEIVE_WORDS
-
-#: What a source of a sum is.
-FETCHED, OWN, RESIDUE = 0, 1, 2
+FILLED, QUEUES, SENDS, RECEIVES = range(FIRST_OPERAND + 6, FIRST_OPERAND + 10)
+#: Bytes of a block's part of a slot, and of a slot.
+REGION, STRIDE = RECEIVES + 1, RECEIVES + 2
+#: Bytes of a row of a sum, or else of the only send, the first column of that, and what it says of the output.
+WIDTH, COLUMN, LOCAL = range(STRIDE + 1, STRIDE + 4)
+#: Where the first entries are.
+SENDS_AT, LANES_AT, RECEIVES_AT = range(LOCAL + 1, LOCAL + 4)
+FIRST_QUEUE = RECEIVES_AT + 1
+#: Words of an entry; a lane, and a source of a sum, is one.
+QUEUE_WORDS, SEND_WORDS, RECEIVE_WORDS = 3, 5, 5
+#: Most queues of a device: enough for eight.
+MOST_QUEUES = 16
+#: Sources of a sum that are in no queue.
+OWN, RESIDUE = MOST_QUEUES, MOST_QUEUES + 1
 
 
 @frozen
@@ -94,7 +97,7 @@ class _Send:
 
     first: int
     width: int
-    lanes: list[tuple[int, int]] = Factory(list)
+    lanes: list[int] = Factory(list)
     local: int = 0
 
 
@@ -103,20 +106,23 @@ class _Entries:
     """A table in the making."""
 
     item: int
-    places: dict[Queue, Place]
-    filled: list[tuple[int, int]]
-    emptied: list[tuple[int, int]]
+    queues: list[tuple[Queue, tuple[int, int, int]]]
+    filled: int
     sends: list[_Send] = Factory(list)
     receives: list[tuple[int, ...]] = Factory(list)
     width: int = 0
-    read: int = 0
-    written: int = 0
+    bits: int = 0
 
-    def lane(self, queue: Queue) -> tuple[int, int]:
-        """Return the address of a queue's slots, and which of the queues it is."""
-        place = self.places[queue]
-        counters = [messages for messages, _ in (*self.filled, *self.emptied)]
-        return place.slots, counters.index(place.messages)
+    @property
+    def simple(self) -> bool:
+        """Whether :mod:`tpplan.exec.packet_kernels` can do it, if everything lies at a multiple of a packet's bytes."""
+        if self.width:
+            return all((send.first, send.width) == (0, self.width) for send in self.sends)
+        return len(self.sends) <= 1 and all(message == width for _, message, _, _, width in self.receives)
+
+    def lane(self, queue: Queue) -> int:
+        """Return which of the queues one is."""
+        return [each for each, _ in self.queues].index(queue)
 
     def columns(self, view: View) -> tuple[int, int]:
         """Return the first byte and the bytes of a view's columns."""
@@ -127,17 +133,16 @@ class _Entries:
         first, width = self.columns(step.source)
         to, _ = self.columns(step.target)
         if step.target.buffer.queue is not None:
-            self.read |= first | width
+            self.bits |= first | width
             same = [send for send in self.sends if (send.first, send.width) == (first, width)]
             self.sends += [] if same else [_Send(first, width)]
             (same or self.sends)[-1].lanes.append(self.lane(step.target.buffer.queue))
         elif step.source.buffer.queue is not None:
             message = step.source.width * self.item
-            self.written |= message | first | width | to
-            self.receives.append((*self.lane(step.source.buffer.queue), message, first, width, to))
+            self.bits |= message | first | width | to
+            self.receives.append((self.lane(step.source.buffer.queue), message, to, first, width))
         else:
-            self.read |= first | width
-            self.written |= to | width
+            self.bits |= first | width | to
             same = [send for send in self.sends if (send.first, send.width, send.local) == (first, width, 0)]
             self.sends += [] if same else [_Send(first, width)]
             (same or self.sends)[-1].local = to + 1
@@ -145,41 +150,29 @@ class _Entries:
     def add(self, step: Sum) -> None:
         """Add the sources of a sum."""
         self.width = self.columns(step.target)[1]
-        self.read |= self.width
-        self.written |= self.width
+        self.bits |= self.width
         for view in step.sources:
             queue = view.buffer.queue
-            if queue is None:
-                self.receives.append((0, 0, OWN if view.buffer.role == INPUT else RESIDUE))
-            else:
-                self.receives.append((*self.lane(queue), FETCHED))
+            other = OWN if view.buffer.role == INPUT else RESIDUE
+            self.receives.append((other if queue is None else self.lane(queue),))
 
     def words(self, stride: int, most: int) -> list[int]:
         """Return the table.
 
         Raises:
-            InternalError: there are more entries of a kind than there is room for.
+            InternalError: there are more entries than there is room for.
         """
-        queues = [*self.filled, *self.emptied]
-        lanes = [lane for send in self.sends for lane in send.lanes]
         ends = [0, *accumulate(len(send.lanes) for send in self.sends)]
         sends = [(s.first, s.width, a, b, s.local) for s, (a, b) in zip(self.sends, pairwise(ends), strict=True)]
-        words = [0] * (_END - FILLED)
-        region = regions(stride, most)[1]
-        header = (len(self.filled), len(queues), len(sends), len(self.receives), region, stride, self.width)
-        words[: len(header)] = header
-        for place, room, size, entries in (
-            (FIRST_QUEUE, MOST_QUEUES, QUEUE_WORDS, queues),
-            (FIRST_SEND, _MOST_SENDS, SEND_WORDS, sends),
-            (FIRST_LANE, _MOST_LANES, LANE_WORDS, lanes),
-            (FIRST_RECEIVE, _MOST_RECEIVES, RECEIVE_WORDS, self.receives),
-        ):
-            if len(entries) > room:
-                raise InternalError(f"a slot kernel has room for {room} entries of a kind, not for {len(entries)}")
-            for i, entry in enumerate(entries):
-                first = place - FILLED + i * size
-                words[first : first + len(entry)] = entry
-        return words
+        lanes = [lane for send in self.sends for lane in send.lanes]
+        kinds = [*(sum(kind, ()) for kind in ([e for _, e in self.queues], sends)), lanes, sum(self.receives, ())]
+        _, *places, end = accumulate(map(len, kinds), initial=FIRST_QUEUE)
+        if len(self.queues) > MOST_QUEUES or end > MOST_WORDS:
+            raise InternalError(f"no slot kernel has room for {len(self.queues)} queues and {end} words")
+        counts = self.filled, len(self.queues), len(sends), len(self.receives)
+        only = self.sends[0] if len(self.sends) == 1 else _Send(0, 0)
+        sizes = regions(stride, most)[1], stride, self.width or only.width, only.first, only.local
+        return [*counts, *sizes, *places, *chain.from_iterable(kinds)]
 
 
 @frozen
@@ -188,13 +181,13 @@ class SlotTable:
 
     Attributes:
         words: of the table, to be put behind the operands.
-        read: bits of all bytes at which it starts to read a row, and of those that it reads.
-        written: the same of what it writes.
+        bits: of all bytes at which something starts in a row of an operand, and of all widths.
+        simple: whether at most one message is sent, and all of every message received is wanted.
     """
 
     words: list[int]
-    read: int
-    written: int
+    bits: int
+    simple: bool
 
 
 def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int, most: int = BLOCKS) -> SlotTable:
@@ -210,10 +203,13 @@ def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int
     Raises:
         InternalError: it has steps that no slot kernel knows, or too many.
     """
-    device = exchange.stream.device
-    filled = [(p.messages, freed) for queue, p in places.items() if queue.sender == device for freed in p.freed]
-    emptied = [(p.messages, freed) for queue, p in places.items() if queue.sender != device for freed in p.freed]
-    entries = _Entries(item, places, filled, emptied)
+    rows: dict[bool, list[tuple[Queue, tuple[int, int, int]]]] = {True: [], False: []}
+    for queue, place in places.items():
+        fills = queue.sender == exchange.stream.device
+        rows[fills] += [
+            (queue, (place.messages, freed, 0 if i else place.slots)) for i, freed in enumerate(place.freed)
+        ]
+    entries = _Entries(item, rows[True] + rows[False], len(rows[True]))
     for step in exchange.steps:
         if isinstance(step, Copy):
             entries.copy(step)
@@ -221,7 +217,7 @@ def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int
             entries.add(step)
         elif step.flag.name not in {"full", "free"}:
             raise InternalError(f"no slot kernel for {step}")
-    return SlotTable(entries.words(stride, most), entries.read, entries.written)
+    return SlotTable(entries.words(stride, most), entries.bits, entries.simple)
 
 
 def queues(exchange: Exchange) -> tuple[Queue, ...]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from tpplan.exec.binding import pitch
-from tpplan.exec.launch import Work
+from tpplan.exec.launch import Operands, Work
 from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer
 from tpplan.exec.slot_table import DATA_BYTES, FILLED, Place, queues, regions, table, widest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torch import Tensor
+    from collections.abc import Iterable, Sequence
 
     from tpplan.exec.binding import Memory
     from tpplan.exec.counters import Counters
@@ -42,10 +38,10 @@ def prepare(exchanges: Sequence[Exchange], item: int, memory: Memory, counters: 
         places = {queue: _place(queue, device, memory, counters) for queue in queues(exchange)}
         stride = max((memory.slots(queue).shape[1] for queue in places), default=0)
         made = table(exchange, item, places, stride, most)
-        bits = {INPUT: made.read, OUTPUT: made.written, RESIDUAL: made.read}
-        ends = tuple((Buffer(role, device), each) for role, each in bits.items())
+        buffers = tuple(Buffer(role, device) for role in (INPUT, OUTPUT, RESIDUAL))
         blocks = regions(stride, most)[0] or 1  # a device that only copies needs no slot
-        works.append(Work(exchange.stream, FILLED, made.words, partial(_operands, ends), row_bytes, blocks))
+        operands = Operands(buffers, made.bits, DATA_BYTES)
+        works.append(Work(exchange.stream, FILLED, made.words, operands, row_bytes, blocks, made.simple))
     return works
 
 
@@ -58,17 +54,3 @@ def _place(queue: Queue, device: int, memory: Memory, counters: Counters) -> Pla
         counters.address(device, "messages", queue),
         tuple(counters.address(home, "freed", queue, reader) for reader in readers),
     )
-
-
-def _operands(ends: tuple[tuple[Buffer, int], ...], operands: Mapping[Buffer, Tensor]) -> list[int]:
-    """Return address, pitch, and the largest piece of at most 8 bytes to which everything in each matrix is aligned."""
-    words: list[int] = []
-    for buffer, bits in ends:
-        matrix = operands.get(buffer)
-        if matrix is None:
-            words += (0, 0, 1)
-        else:
-            address, step = matrix.data_ptr(), pitch(matrix)
-            every = address | step | bits | DATA_BYTES
-            words += (address, step, every & -every)
-    return words

@@ -16,10 +16,10 @@ from numba.cuda import types
 
 from tpplan.exec import ptx
 from tpplan.exec.exchange_kernels import counter, device_function, expired, fail
-from tpplan.exec.exchange_table import MOST_SEQUENCES, ROWS
+from tpplan.exec.exchange_table import FIRST_OPERAND, MOST_SEQUENCES, PIECE, ROWS
 from tpplan.exec.kernels import Kernel, none, only
 from tpplan.exec.ptx import word
-from tpplan.exec.straight_table import AWAIT, COPY, FIRST, PIECE, SEQUENCES, SIGNAL, STEPS, VECTOR_BYTES
+from tpplan.exec.straight_table import AWAIT, COPY, SEQUENCES, SIGNAL, STEPS, VECTOR_BYTES
 
 _WORD = types.uint64
 _HALF = types.uint32
@@ -75,14 +75,14 @@ def _await(counts: Any, at: Any) -> Any:
 @device_function
 def _operand(entry: Any, first: Any) -> Any:
     """Return the address of a row of an operand, at a column."""
-    operand = _WORD(FIRST) + _WORD(2) * word(entry)
+    operand = _WORD(FIRST_OPERAND) + _WORD(2) * word(entry)
     return word(operand) + first * word(operand + _WORD(1)) + word(entry + _WORD(1))
 
 
 @device_function
 def _pitch(entry: Any) -> Any:
     """Return the bytes from one row of an operand to the next."""
-    return word(_WORD(FIRST) + _WORD(2) * word(entry) + _WORD(1))
+    return word(_WORD(FIRST_OPERAND) + _WORD(2) * word(entry) + _WORD(1))
 
 
 @device_function

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from attrs import Factory, define
 
 from tpplan.errors import InternalError
-from tpplan.exec.exchange_table import MOST_SEQUENCES, MOST_WORDS, OPERANDS
+from tpplan.exec.exchange_table import FIRST_OPERAND, MOST_SEQUENCES, MOST_WORDS
 from tpplan.exec.program import HOST, Await, Buffer, Copy, Exchange, Flag, Signal, Sum, reads, writes
 
 if TYPE_CHECKING:
@@ -35,12 +35,10 @@ THREADS = 512
 #: What a thread reads at once, where everything is aligned to it.
 VECTOR_BYTES = 16
 
-#: The largest piece to which everything is aligned, and the first of the operands: address and pitch of each.
-PIECE, FIRST = OPERANDS, OPERANDS + 1
 #: Most operands: an input, a residual and an output of each of eight devices.
 _MOST_OPERANDS = 24
 #: Where the number of sequences and of steps are; their place is in the next word.
-SEQUENCES = FIRST + 2 * _MOST_OPERANDS
+SEQUENCES = FIRST_OPERAND + 2 * _MOST_OPERANDS
 STEPS = SEQUENCES + 2
 _FIRST_ENTRY = SEQUENCES + 4
 
