@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import json
-from math import ceil, lcm
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.checkpoints import LINEAR, LLAMA, Tensors, llama_layers, llama_outside, tensor_bytes, write_checkpoint
+from tests.format_cases import (
+    BLOCK,
+    CASES,
+    CHANNEL,
+    awq,
+    exl2,
+    exl3,
+    fp8_block,
+    fp8_channel,
+    gptq,
+    gptq_config,
+    make,
+    nf4,
+    parameter,
+    stored,
+)
 from tpplan.axes import Axis
 from tpplan.devices import parse_devices
 from tpplan.errors import ModelError
 from tpplan.memory import demands
-from tpplan.model import ModelSpec, Parameter, Segment
+from tpplan.model import Segment
 from tpplan.plan import LAYOUTS, Cache, Request
 from tpplan.reader import read_model
 
@@ -22,167 +38,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     Matrix = Callable[[int, int, int], Tensors]
-
-
-def gptq(bits: int = 4, group: int = 128, *, g_idx: bool = True, bias: bool = False) -> Matrix:
-    """Return GPTQ's tensors, as AutoGPTQ writes them."""
-
-    def matrix(inputs: int, outputs: int, _layer: int) -> Tensors:
-        groups = 1 if group == -1 else ceil(inputs / group)
-        return {
-            ".qweight": ("I32", (inputs * bits // 32, outputs)),
-            ".qzeros": ("I32", (groups, outputs * bits // 32)),
-            ".scales": ("F16", (groups, outputs)),
-            **({".g_idx": ("I32", (inputs,))} if g_idx else {}),
-            **({".bias": ("F16", (outputs,))} if bias else {}),
-        }
-
-    return matrix
-
-
-def awq(inputs: int, outputs: int, _layer: int) -> Tensors:
-    """Return AWQ's tensors in groups of 64, as AutoAWQ's GEMM version writes them."""
-    return {
-        ".qweight": ("I32", (inputs, outputs // 8)),
-        ".qzeros": ("I32", (inputs // 64, outputs // 8)),
-        ".scales": ("F16", (inputs // 64, outputs)),
-    }
-
-
-def fp8_block(inputs: int, outputs: int, _layer: int) -> Tensors:
-    """Return DeepSeek's 8-bit floats with a scale for each 128 × 128 block."""
-    return {
-        ".weight": ("F8_E4M3", (outputs, inputs)),
-        ".weight_scale_inv": ("F32", (ceil(outputs / 128), ceil(inputs / 128))),
-    }
-
-
-def fp8_channel(inputs: int, outputs: int, _layer: int) -> Tensors:
-    """Return compressed-tensors' 8-bit floats with a scale for each output."""
-    return {".weight": ("F8_E4M3", (outputs, inputs)), ".weight_scale": ("F16", (outputs, 1))}
-
-
-def fp8_tensor(inputs: int, outputs: int, _layer: int) -> Tensors:
-    """Return 8-bit floats with a scale for the matrix and one for its inputs."""
-    return {
-        ".weight": ("F8_E4M3", (outputs, inputs)),
-        ".weight_scale": ("F32", ()),
-        ".input_scale": ("F32", ()),
-    }
-
-
-def exl2(inputs: int, outputs: int, layer: int) -> Tensors:
-    """Return EXL2's tensors: groups of 32 rows, at 5 and 4 bits in the first layer, at 4 bits in the others."""
-    groups = inputs // 32
-    wide = 2 if layer == 0 else 0
-    return {
-        ".q_weight": ("I32", (groups * 4 + wide, outputs)),
-        ".q_scale": ("I32", (groups, outputs // 8)),
-        ".q_scale_max": ("F16", (groups,)),
-        ".q_groups": ("I16", (groups * 2,)),
-        ".q_invperm": ("I32", (inputs,)),
-    }
-
-
-def exl3(inputs: int, outputs: int, layer: int) -> Tensors:
-    """Return EXL3's tensors at 3 bits, 4 in the last layer."""
-    return {
-        ".trellis": ("I16", (inputs // 16, outputs // 16, 16 * (4 if layer == 2 else 3))),
-        ".suh": ("F16", (inputs,)),
-        ".svh": ("F16", (outputs,)),
-        ".mul1": ("I32", ()),
-    }
-
-
-def nf4(inputs: int, outputs: int, layer: int) -> Tensors:
-    """Return bitsandbytes' NF4 with nested scales; the length of the state's text differs between matrices."""
-    blocks = inputs * outputs // 64
-    return {
-        ".weight": ("U8", (inputs * outputs // 2, 1)),
-        ".weight.absmax": ("U8", (blocks,)),
-        ".weight.quant_map": ("F32", (16,)),
-        ".weight.nested_absmax": ("F32", (ceil(blocks / 256),)),
-        ".weight.nested_quant_map": ("F32", (256,)),
-        ".weight.quant_state.bitsandbytes__nf4": ("U8", (80 + layer,)),
-    }
-
-
-def int8(inputs: int, outputs: int, _layer: int) -> Tensors:
-    """Return bitsandbytes' 8-bit integers."""
-    return {".weight": ("I8", (outputs, inputs)), ".SCB": ("F32", (outputs,)), ".weight_format": ("U8", ())}
-
-
-def int_packed(inputs: int, outputs: int, _layer: int) -> Tensors:
-    """Return compressed-tensors' packed integers of 4 bits in groups of 64."""
-    return {
-        ".weight_packed": ("I32", (outputs, inputs // 8)),
-        ".weight_scale": ("BF16", (outputs, inputs // 64)),
-        ".weight_shape": ("I64", (2,)),
-    }
-
-
-def gptq_config(**extra: Any) -> dict[str, Any]:
-    """Return a quantization_config of GPTQ."""
-    return {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True} | extra
-
-
-CHANNEL = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
-            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
-        }
-    },
-}
-BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
-#: name: config's quantization, tensors of a matrix, format, whether the config alone suffices
-CASES: dict[str, tuple[dict[str, Any] | None, Matrix, str, bool]] = {
-    "gptq": (gptq_config(), gptq(), "GPTQ 4-bit g128", True),
-    "gptq 2 bits": (gptq_config(bits=2, group_size=64), gptq(2, 64), "GPTQ 2-bit g64", True),
-    "gptq 3 bits": (gptq_config(bits=3, group_size=32), gptq(3, 32), "GPTQ 3-bit g32", True),
-    "gptq 8 bits": (gptq_config(bits=8, group_size=-1), gptq(8, -1), "GPTQ 8-bit", True),
-    "gptq, no config": (None, gptq(), "GPTQ 4-bit g128", False),
-    "gptq, no g_idx": (gptq_config(), gptq(g_idx=False), "GPTQ 4-bit g128", False),
-    "gptq, empty biases": (gptq_config(), gptq(bias=True), "GPTQ 4-bit g128", False),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, awq, "AWQ 4-bit g64", True),
-    "awq, no config": (None, awq, "AWQ 4-bit g64", False),
-    "fp8 block": (BLOCK, fp8_block, "FP8 block 128x128", True),
-    "fp8 channel": (CHANNEL, fp8_channel, "FP8 per channel", True),
-    "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor, "FP8 per tensor", True),
-    "exl2": ({"quant_method": "exl2", "bits": 4.15, "head_bits": 6}, exl2, "EXL2", False),
-    "exl3": ({"quant_method": "exl3", "bits": 3.3}, exl3, "EXL3", False),
-    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4, "NF4", False),
-    "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8, "LLM.int8", False),
-    "int packed": ({"quant_method": "compressed-tensors"}, int_packed, "INT4 g64", False),
-}
-
-
-def make(directory: Path, case: str) -> tuple[Path, Tensors]:
-    """Write the checkpoint of a case."""
-    quantization, matrix, _, _ = CASES[case]
-    config = LLAMA | ({"quantization_config": quantization} if quantization else {})
-    tensors = llama_outside() | llama_layers(matrix)
-    return write_checkpoint(directory / "small", config, tensors), tensors
-
-
-def stored(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the tensors of a model by name."""
-    found = {p.name: (p.dtype, p.shape) for p in spec.parameters}
-    for block in spec.blocks:
-        for layer in block.layers:
-            for p in block.parameters:
-                found[p.name.replace("{layer}", str(layer))] = (p.dtype, p.shape)
-    return found
-
-
-def parameter(spec: ModelSpec, end: str) -> Parameter:
-    """Return the first layer's parameter whose name ends so."""
-    return next(p for p in spec.blocks[0].parameters if p.name.endswith(end))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -215,14 +70,6 @@ def test_config_alone_is_refused_where_it_does_not_suffice(tmp_path: Path, case:
         read_model(path / "config.json")
     assert CASES[case][0]["quant_method"] in caught.value.message  # type: ignore[index]
     assert "headers" in caught.value.hint
-
-
-@pytest.mark.parametrize("method", ["hqq", "gguf", "aqlm", "", "x" * 1000])
-def test_unknown_method_is_refused(tmp_path: Path, method: str) -> None:
-    """A method that tpplan does not know is never taken for plain weights."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": method}}))
-    with pytest.raises(ModelError, match="do not follow from the config alone"):
-        read_model(tmp_path)
 
 
 def test_bits_per_weight_of_exllama_formats(tmp_path: Path) -> None:
@@ -497,184 +344,3 @@ def test_modules_that_are_left_alone(tmp_path: Path) -> None:
         path = write_checkpoint(tmp_path / str(i), LLAMA | {"quantization_config": quantization}, tensors)
         assert stored(read_model(path)) == tensors
         assert stored(read_model(path / "config.json")) == tensors
-
-
-MIXTRAL: dict[str, Any] = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-}
-
-
-def mixtral(matrix: Callable[[int, int, int, int], Tensors]) -> Tensors:
-    """Return the tensors of a small Mixtral; ``matrix(inputs, outputs, layer, expert)`` stores an expert's matrix."""
-    tensors: Tensors = {
-        "model.embed_tokens.weight": ("F16", (64, 128)),
-        "model.norm.weight": ("F16", (128,)),
-        "lm_head.weight": ("F16", (64, 128)),
-    }
-    for layer in range(2):
-        start = f"model.layers.{layer}."
-        tensors |= {f"{start}{n}.weight": ("F16", (128,)) for n in ("input_layernorm", "post_attention_layernorm")}
-        for name, rows in (("q_proj", 128), ("k_proj", 64), ("v_proj", 64), ("o_proj", 128)):
-            tensors[f"{start}self_attn.{name}.weight"] = ("F16", (rows, 128))
-        tensors[f"{start}block_sparse_moe.gate.weight"] = ("F16", (4, 128))
-        for expert in range(4):
-            for name, inputs, outputs in (("w1", 128, 256), ("w2", 256, 128), ("w3", 128, 256)):
-                stem = f"{start}block_sparse_moe.experts.{expert}.{name}"
-                tensors |= {stem + s: t for s, t in matrix(inputs, outputs, layer, expert).items()}
-    return tensors
-
-
-def test_experts_that_differ_are_counted_exactly(tmp_path: Path) -> None:
-    """Experts of one layer at different bit rates are parameters of their own, and their copies add up."""
-    tensors = mixtral(lambda i, o, layer, expert: exl2(i, o, 0 if (layer, expert) == (1, 2) else 1))
-    spec = read_model(write_checkpoint(tmp_path / "m", MIXTRAL, tensors))
-    assert spec.weight_bytes == tensor_bytes(tensors)
-    assert [block.layers for block in spec.blocks] == [(0,), (1,)]
-    first, second = ([p for p in block.parameters if p.name.endswith("w1.q_weight")] for block in spec.blocks)
-    assert [(p.copies, p.shape) for p in first] == [(4, (16, 256))]
-    assert sorted((p.copies, p.shape) for p in second) == [(1, (18, 256)), (3, (16, 256))]
-
-
-def test_routers_are_never_quantised(tmp_path: Path) -> None:
-    """By formula, experts are quantised and their router is not."""
-    config = MIXTRAL | {"quantization_config": gptq_config()}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    names = {p.name for p in read_model(tmp_path / "config.json").blocks[0].parameters}
-    assert "model.layers.{layer}.block_sparse_moe.gate.weight" in names
-    assert "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.qweight" in names
-
-
-GPT_OSS_20B: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "vocab_size": 201088,
-    "max_position_embeddings": 131072,
-    "attention_bias": True,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
-}
-
-
-def test_gpt_oss_20b_has_the_bytes_of_its_published_index(tmp_path: Path) -> None:
-    """MXFP4 by formula gives the total_size that the model's index on the hub states, 13,761,264,768 bytes."""
-    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
-    spec = read_model(tmp_path / "config.json")
-    assert spec.weight_bytes == 13_761_264_768
-    assert spec.weight_format == "MXFP4"
-    gate = parameter(spec, "gate_up_proj_blocks")
-    assert gate.dims == ((Segment(None, 32),), (Segment(Axis.EX, 5760),), (Segment(Axis.RS, 90),), (Segment(None, 16),))
-    assert gate.out == 1
-    down = parameter(spec, "down_proj_scales")
-    assert down.dims == ((Segment(None, 32),), (Segment(Axis.RS, 2880),), (Segment(Axis.EX, 90),))
-
-
-def test_mxfp4_headers_agree_with_the_formula(tmp_path: Path) -> None:
-    """The stored blocks and scales of gpt-oss are found under their names."""
-    config = GPT_OSS_20B | {"num_hidden_layers": 2, "vocab_size": 640, "layer_types": None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    computed = read_model(tmp_path / "config.json")
-    path = write_checkpoint(tmp_path / "m", config, stored(computed))
-    spec = read_model(path)
-    assert stored(spec) == stored(computed)
-    assert (spec.blocks, spec.parameters, spec.weight_format) == (computed.blocks, computed.parameters, "MXFP4")
-
-
-CONTRADICTIONS: dict[str, tuple[dict[str, Any] | None, Matrix, tuple[str, ...]]] = {
-    "other bits": (gptq_config(), gptq(bits=8), ("q_proj.qweight of I32 [64, 384]", "GPTQ 4-bit g128", "[384, 256]")),
-    "other group": (gptq_config(group_size=64), gptq(), ("q_proj", "GPTQ 4-bit g64")),
-    "transposed": (gptq_config(), lambda i, o, layer: gptq()(o, i, layer), ("q_proj.qweight of I32 [48, 256]",)),
-    "unknown format": (
-        {"quant_method": "hqq"},
-        lambda i, o, _layer: {".W_q": ("U8", (o, i // 2)), ".meta": ("F32", (3,))},
-        ("lacks 21 tensors", "42 tensors", "mlp.down_proj.W_q"),
-    ),
-    "empty": (
-        None,
-        lambda i, o, _layer: gptq()(i, o, 0) | {".scales": ("F16", (0, o))},
-        ("q_proj.scales of F16 [0, 384]", "GPTQ ?-bit g?"),
-    ),
-    "integers without scales": (
-        {"quant_method": "x"},
-        lambda i, o, _layer: {".weight": ("I8", (o, i))},
-        ("q_proj.weight of I8 [384, 256]", "no format that tpplan knows"),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_contradiction_between_config_and_checkpoint_is_refused(tmp_path: Path, case: str) -> None:
-    """The error names the tensor, what is stored, and what the config asks for."""
-    quantization, matrix, words = CONTRADICTIONS[case]
-    config = LLAMA | ({"quantization_config": quantization} if quantization else {})
-    with pytest.raises(ModelError) as caught:
-        read_model(write_checkpoint(tmp_path / "m", config, llama_outside() | llama_layers(matrix)))
-    for word in words:
-        assert word in caught.value.message
-
-
-BAD_QUANTIZATION: list[tuple[Any, str]] = [
-    ("gptq", "expected an object"),
-    ({"quant_method": 4}, "expected a string"),
-    (gptq_config(bits=5), "bits is 5"),
-    (gptq_config(bits="4"), "bits"),
-    (gptq_config(bits=True), "bits"),
-    (gptq_config(group_size=-2), "group_size"),
-    (gptq_config(group_size=1.5), "group_size"),
-    (gptq_config(desc_act="no"), "desc_act"),
-    (gptq_config(modules_in_block_to_quantize=[["a", 3]]), "modules_in_block_to_quantize"),
-    ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
-    ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
-    ({"quant_method": "awq", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
-    (CHANNEL | {"ignore": ["re:(a+)+$"]}, "too complicated"),
-    (CHANNEL | {"ignore": ["re:.*.*.*.*x"]}, "too complicated"),
-    ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}}, "headers|follow"),
-    (
-        CHANNEL
-        | {
-            "config_groups": {
-                "a": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": [{}]}},
-            }
-        },
-        "do not follow",
-    ),
-    ({"quant_method": "awq", "version": "gemv"}, "do not follow"),
-    (gptq_config(dynamic={"+:.*": {"bits": 8}}), "do not follow"),
-]
-
-
-@pytest.mark.parametrize(("quantization", "message"), BAD_QUANTIZATION)
-def test_bad_quantization_config_is_refused(tmp_path: Path, quantization: Any, message: str) -> None:
-    """A quantization_config that cannot be followed is an error that names the key."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": quantization}))
-    with pytest.raises(ModelError, match=message):
-        read_model(tmp_path)
-
-
-def test_sizes_that_do_not_pack_are_refused(tmp_path: Path) -> None:
-    """By formula, a matrix whose rows do not fill whole words is an error, not a rounded size."""
-    config = LLAMA | {"intermediate_size": 500, "quantization_config": gptq_config()}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="do not follow"):
-        read_model(tmp_path)

@@ -10,24 +10,24 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from attrs import evolve, frozen
+from attrs import frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.family_configs import FAMILY_KEYS, configs
-from tests.planning_cases import spec
 from tests.strategies import bounds
 from tpplan.axes import Axis, parse_layers
 from tpplan.config import parse_config
 from tpplan.devices import Device
 from tpplan.families import spec_from_config
 from tpplan.formats import read_scheme, stored_by_formula
-from tpplan.memory import Cost, Demand, axis_unit, cache_bytes_per_token, demands, ledger
+from tpplan.memory import Cost, Demand, cache_bytes_per_token, demands, ledger
 from tpplan.model import DTYPE_BITS, Block, ModelSpec, Parameter
 from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, Cache, Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
 
 #: Bits per cached element (ExLlamaV2's caches).
 BITS: dict[str, Fraction | int] = {
@@ -38,7 +38,7 @@ BITS: dict[str, Fraction | int] = {
     "q4": Fraction(9, 2),
 }
 
-_MLA = {
+MLA = {
     "q_lora_rank": 96,
     "kv_lora_rank": 64,
     "qk_nope_head_dim": 32,
@@ -79,8 +79,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 2880,
         "sliding_window": 128,
     },
-    "deepseek_v3": {"model_type": "deepseek_v3", "num_key_value_heads": 8, **_MLA},
-    "deepseek_v2": {"model_type": "deepseek_v2", "num_key_value_heads": 8, **_MLA, "q_lora_rank": None},
+    "deepseek_v3": {"model_type": "deepseek_v3", "num_key_value_heads": 8, **MLA},
+    "deepseek_v2": {"model_type": "deepseek_v2", "num_key_value_heads": 8, **MLA, "q_lora_rank": None},
     "gptq": {"quantization_config": _GPTQ, "torch_dtype": "float16"},
     "awq": {"quantization_config": _AWQ, "torch_dtype": "float16"},
     "fp8": {"quantization_config": _FP8},
@@ -288,72 +288,6 @@ def test_one_device_holds_the_whole_of_any_family(model_type: str, data: st.Data
         assert entry.cache_bytes == cache_bytes_per_token(chosen, "q4")
 
 
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "head_dim": 128,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
-
-
-@pytest.mark.parametrize(
-    ("layout", "residual_0", "residual_1"),
-    [
-        # o_proj and down_proj by columns of what they read
-        ("reduce", 32 * (4096 * 24 * 128 + 4096 * 9984), 32 * (4096 * 8 * 128 + 4096 * 4352)),
-        # by rows of what they write
-        ("gather", 32 * 3072 * (4096 + 14336), 32 * 1024 * (4096 + 14336)),
-    ],
-)
-def test_llama_8b_by_hand(layout: str, residual_0: int, residual_1: int) -> None:
-    """Two devices with 6 and 2 KV heads, every matrix written out."""
-    wanted = demands(spec(**LLAMA_8B), Request(layout, "balanced", Cache("fp16", 8192), 1, 1, "idle"), 2)
-    cuts = {Axis.KV: (0, 6, 8), Axis.ID: (0, 9984, 14336), Axis.VC: (0, 96000, 128256), Axis.RS: (0, 3072, 4096)}
-    devices = (Device(name="x", budget_bytes=2**35),) * 2
-    first, second = ledger([cuts[d.axis] for d in wanted.axes], wanted, devices)
-    norms = 65 * 4096
-    heads_0, heads_1 = 32 * 4096 * 128 * (24 + 6 + 6), 32 * 4096 * 128 * (8 + 2 + 2)
-    gate_up_0, gate_up_1 = 32 * 2 * 9984 * 4096, 32 * 2 * 4352 * 4096
-    vocab_0, vocab_1 = 2 * 96000 * 4096, 2 * 32256 * 4096
-    assert first.weights_bytes == 2 * (norms + heads_0 + gate_up_0 + vocab_0 + residual_0)
-    assert second.weights_bytes == 2 * (norms + heads_1 + gate_up_1 + vocab_1 + residual_1)
-    assert first.cache_bytes == 8192 * 32 * 6 * 2 * 128 * 2
-    assert second.cache_bytes == 8192 * 32 * 2 * 2 * 128 * 2
-
-
-DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 128,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "head_dim": None,
-    **_MLA,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-}
-
-
-@pytest.mark.parametrize(
-    ("chosen", "expected"),
-    [
-        (spec(**LLAMA_8B), 131_072),
-        (spec(**LLAMA_8B | {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}), 327_680),
-        (spec(**DEEPSEEK), 70_272),
-    ],
-)
-def test_cache_bytes_per_token_are_the_published_ones(chosen: ModelSpec, expected: int) -> None:
-    """Llama-3.1-8B, Llama-3.1-70B and DeepSeek-V3 in 16 bits, and all kinds in proportion to their bits."""
-    assert {kind: cache_bytes_per_token(chosen, kind) for kind in BITS} == {
-        kind: expected * bits / 16 for kind, bits in BITS.items()
-    }
-
-
 def test_a_window_bounds_the_cache_of_its_layers_only() -> None:
     """Gemma 2 slides in every other layer: beyond the window, only the other layers' cache grows."""
     sizes = {}
@@ -394,94 +328,3 @@ def test_a_tied_embedding_is_read_as_the_output_matrix() -> None:
     wanted = demands(model("tied"), Request("reduce", "balanced", Cache("fp16", 1), 1, 1, "idle"), 1)
     (vocab,) = (d for d in wanted.axes if d.axis is Axis.VC)
     assert vocab.split.reads == vocab.split.weights == 4096 * 512 * 2
-
-
-@pytest.mark.parametrize(
-    ("axis", "size", "unit"),
-    [
-        (Axis.ID, 14336, 128),
-        (Axis.ID, 2880, 64),
-        (Axis.ID, 1856, 64),
-        (Axis.ID, 11, 1),
-        (Axis.RS, 4096, 32),
-        (Axis.RS, 4544, 32),
-        (Axis.RS, 2056, 8),
-        (Axis.VC, 202048, 32),
-        (Axis.VC, 50257, 32),
-        (Axis.VC, 7, 7),
-        (Axis.KV, 71, 1),
-    ],
-)
-def test_units_relax_where_the_default_does_not_divide(axis: Axis, size: int, unit: int) -> None:
-    """128, 32 and 1, or the largest power of two below that divides the size; vocab keeps 32 and has a ragged end."""
-    assert axis_unit(axis, size) == unit
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "expected"),
-    [
-        ("llama", "reduce", {Axis.KV: 1, Axis.ID: 128, Axis.VC: 32, Axis.RS: 32}),
-        ("gpt_oss", "reduce", {Axis.KV: 1, Axis.EX: 32, Axis.VC: 32, Axis.RS: 32}),
-        # Groups of 64 rows, words of 8 outputs.
-        ("gptq", "reduce", {Axis.KV: 1, Axis.ID: 128, Axis.VC: 32, Axis.RS: 32}),
-        ("awq mixtral", "reduce", {Axis.KV: 1, Axis.EX: 64, Axis.VC: 32, Axis.RS: 32}),
-        # Blocks of 128 × 128: two heads of 64, and only in one layout the residual stream.
-        ("fp8", "reduce", {Axis.KV: 2, Axis.ID: 128, Axis.VC: 32, Axis.RS: 32}),
-        ("fp8", "gather", {Axis.KV: 2, Axis.ID: 128, Axis.VC: 32, Axis.RS: 128}),
-    ],
-)
-def test_units_rise_to_what_the_weights_are_stored_in(name: str, layout: str, expected: dict[Axis, int]) -> None:
-    """No cut goes through a packed word, a quantisation group or a block."""
-    wanted = demands(model(name), Request(layout, "balanced", Cache("fp16", 1), 1, 1, "idle"), 2)
-    assert {d.axis: d.unit for d in wanted.axes} == expected
-
-
-def test_replicated_heads_are_held_once_and_cost_every_device_that_has_one() -> None:
-    """Two heads for four devices: each half of a head's query heads, and all of the head's keys, values and cache."""
-    chosen = spec(num_key_value_heads=2, num_attention_heads=8, num_hidden_layers=1, head_dim=64)
-    request = Request("reduce", "balanced", Cache("fp16", 100), 1, 1, "replicate")
-    (kv,) = (d for d in demands(chosen, request, 4).axes if d.axis is Axis.KV)
-    assert (kv.size, kv.replicas, kv.group) == (4, 2, 2)
-    head, queries = 2 * 2 * 64 * 512, 2 * 2 * (64 * 512) * 2
-    assert [kv.cost(i, i + 1).weights for i in range(4)] == [head + queries] * 4
-    assert [kv.cost(i, i + 1).cache for i in range(4)] == [100 * 2 * 64 * 2] * 4
-    assert kv.cost(0, 2).cache == 100 * 2 * 64 * 2  # both replicas of one head
-    assert kv.cost(1, 3).cache == 2 * 100 * 2 * 64 * 2  # one of each
-
-
-@pytest.mark.parametrize("replicas", [2, 3, 4, 6])
-def test_every_slice_of_replicated_heads_is_covered_by_what_planning_charges(replicas: int) -> None:
-    """Wherever a slice begins and ends among the replicas; for slices that touch the most heads, to the last byte."""
-    chosen = spec(num_key_value_heads=3, num_attention_heads=3 * replicas)
-    request = Request("reduce", "balanced", Cache("fp16", 96), 1, 1, "replicate")
-    (kv,) = (d for d in demands(chosen, request, 3 * replicas).axes if d.axis is Axis.KV)
-    assert kv.replicas == replicas
-    spare = [
-        kv.fixed_cost().bytes + (end - start) * kv.unit_cost().bytes - kv.cost(start, end).bytes
-        for start in range(kv.size)
-        for end in range(start + 1, kv.size + 1)
-    ]
-    assert 0 <= min(spare) <= 4 * kv.size  # rounding up, once for each unit and bucket
-
-
-@pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "devices", "expected"),
-    [
-        (8, 8, 64, 1),
-        (8, 2, 2, 1),
-        (8, 2, 3, 2),
-        (8, 2, 5, 4),
-        (8, 2, 64, 4),
-        (12, 2, 6, 3),
-        (12, 2, 5, 3),
-        (7, 1, 2, 7),
-    ],
-)
-def test_heads_are_repeated_no_more_than_they_must(q_heads: int, kv_heads: int, devices: int, expected: int) -> None:
-    """The least factor that gives every device a head, among those that divide the query heads of a group."""
-    chosen = spec(num_key_value_heads=kv_heads, num_attention_heads=q_heads)
-    request = Request("reduce", "balanced", Cache("fp16", 1), 1, 1, "replicate")
-    (kv,) = (d for d in demands(chosen, request, devices).axes if d.axis is Axis.KV)
-    assert kv.replicas == expected
-    (idle,) = (d for d in demands(chosen, evolve(request, kv="idle"), devices).axes if d.axis is Axis.KV)
-    assert (idle.replicas, idle.size) == (1, kv_heads)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import tpplan
 from tests.checkpoints import fill_random, save_random, saved_values
 from tests.family_configs import configs
-from tests.test_formats import CASES, make
+from tests.format_cases import CASES, make
 from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded, plans_of
 from tpplan import families
 from tpplan.checkpoint import Tensor

@@ -1,0 +1,106 @@
+"""Quantised checkpoints that contradict their config, and configs of quantisation that say nothing useful."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import LLAMA, Tensors, llama_layers, llama_outside, write_checkpoint
+from tests.format_cases import CHANNEL, gptq, gptq_config
+from tpplan.errors import ModelError
+from tpplan.reader import read_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Matrix = Callable[[int, int, int], Tensors]
+
+
+@pytest.mark.parametrize("method", ["hqq", "gguf", "aqlm", "", "x" * 1000])
+def test_unknown_method_is_refused(tmp_path: Path, method: str) -> None:
+    """A method that tpplan does not know is never taken for plain weights."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(ModelError, match="do not follow from the config alone"):
+        read_model(tmp_path)
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any] | None, Matrix, tuple[str, ...]]] = {
+    "other bits": (gptq_config(), gptq(bits=8), ("q_proj.qweight of I32 [64, 384]", "GPTQ 4-bit g128", "[384, 256]")),
+    "other group": (gptq_config(group_size=64), gptq(), ("q_proj", "GPTQ 4-bit g64")),
+    "transposed": (gptq_config(), lambda i, o, layer: gptq()(o, i, layer), ("q_proj.qweight of I32 [48, 256]",)),
+    "unknown format": (
+        {"quant_method": "hqq"},
+        lambda i, o, _layer: {".W_q": ("U8", (o, i // 2)), ".meta": ("F32", (3,))},
+        ("lacks 21 tensors", "42 tensors", "mlp.down_proj.W_q"),
+    ),
+    "empty": (
+        None,
+        lambda i, o, _layer: gptq()(i, o, 0) | {".scales": ("F16", (0, o))},
+        ("q_proj.scales of F16 [0, 384]", "GPTQ ?-bit g?"),
+    ),
+    "integers without scales": (
+        {"quant_method": "x"},
+        lambda i, o, _layer: {".weight": ("I8", (o, i))},
+        ("q_proj.weight of I8 [384, 256]", "no format that tpplan knows"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_contradiction_between_config_and_checkpoint_is_refused(tmp_path: Path, case: str) -> None:
+    """The error names the tensor, what is stored, and what the config asks for."""
+    quantization, matrix, words = CONTRADICTIONS[case]
+    config = LLAMA | ({"quantization_config": quantization} if quantization else {})
+    with pytest.raises(ModelError) as caught:
+        read_model(write_checkpoint(tmp_path / "m", config, llama_outside() | llama_layers(matrix)))
+    for word in words:
+        assert word in caught.value.message
+
+
+BAD_QUANTIZATION: list[tuple[Any, str]] = [
+    ("gptq", "expected an object"),
+    ({"quant_method": 4}, "expected a string"),
+    (gptq_config(bits=5), "bits is 5"),
+    (gptq_config(bits="4"), "bits"),
+    (gptq_config(bits=True), "bits"),
+    (gptq_config(group_size=-2), "group_size"),
+    (gptq_config(group_size=1.5), "group_size"),
+    (gptq_config(desc_act="no"), "desc_act"),
+    (gptq_config(modules_in_block_to_quantize=[["a", 3]]), "modules_in_block_to_quantize"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+    ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
+    ({"quant_method": "awq", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
+    (CHANNEL | {"ignore": ["re:(a+)+$"]}, "too complicated"),
+    (CHANNEL | {"ignore": ["re:.*.*.*.*x"]}, "too complicated"),
+    ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}}, "headers|follow"),
+    (
+        CHANNEL
+        | {
+            "config_groups": {
+                "a": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": [{}]}},
+            }
+        },
+        "do not follow",
+    ),
+    ({"quant_method": "awq", "version": "gemv"}, "do not follow"),
+    (gptq_config(dynamic={"+:.*": {"bits": 8}}), "do not follow"),
+]
+
+
+@pytest.mark.parametrize(("quantization", "message"), BAD_QUANTIZATION)
+def test_bad_quantization_config_is_refused(tmp_path: Path, quantization: Any, message: str) -> None:
+    """A quantization_config that cannot be followed is an error that names the key."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": quantization}))
+    with pytest.raises(ModelError, match=message):
+        read_model(tmp_path)
+
+
+def test_sizes_that_do_not_pack_are_refused(tmp_path: Path) -> None:
+    """By formula, a matrix whose rows do not fill whole words is an error, not a rounded size."""
+    config = LLAMA | {"intermediate_size": 500, "quantization_config": gptq_config()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="do not follow"):
+        read_model(tmp_path)
