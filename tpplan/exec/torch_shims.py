@@ -1,4 +1,4 @@
-"""What tpplan takes from the inside of torch: small, fast, and the same in torch 2.6 to 2.13."""
+"""What tpplan takes from the inside of torch: small, fast, and the same in torch 2.6 to 2.14."""
 
 from __future__ import annotations
 
