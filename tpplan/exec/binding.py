@@ -118,7 +118,7 @@ def finder(view: View, memory: Memory, itemsize: int) -> Finder:
 
     def find(operands: Mapping[Buffer, Tensor], rows: int) -> tuple[int, int, int]:
         tensor = operands[buffer]
-        return tensor.data_ptr() + start, tensor.stride(0) * itemsize, rows
+        return tensor.data_ptr() + start, tensor.stride()[0] * itemsize, rows
 
     def find_part(operands: Mapping[Buffer, Tensor], rows: int) -> tuple[int, int, int]:
         address, step, _ = find(operands, rows)
