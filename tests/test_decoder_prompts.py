@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,24 +19,48 @@ from tpplan.errors import RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
+if TYPE_CHECKING:
+    from random import Random
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, max_size=6), st.integers(1, 8))
-def test_passes_have_every_token_once(sizes: list[tuple[int, int]], most: int) -> None:
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 1)), min_size=1, max_size=6),
+    st.integers(1, 30),
+    st.randoms(use_true_random=False),
+)
+def test_passes_have_every_token_once(sizes: list[tuple[int, int]], most: int, random: Random) -> None:
     """Passes are full but for the last; each prompt's tokens follow each other, and its end is marked."""
-    prompts = [Prompt([100 * i + t for t in range(count)], i, start) for i, (count, start) in enumerate(sizes)]
-    found: list[list[tuple[int, int]]] = [[] for _ in prompts]
+    numbers = [*range(len(sizes))]
+    random.shuffle(numbers)
+    prompts = [Prompt([100 * i + t for t in range(n)], i, start) for i, (n, start) in zip(numbers, sizes, strict=True)]
+    found: dict[int, list[tuple[int, int]]] = {i: [] for i in numbers}
     lengths, ends = [], []
     for tokens, stretches in cut(prompts, most):
-        assert [row for each in stretches for row in range(each.first, each.end)] == [*range(len(tokens))]
+        assert [row for each in stretches for row in range(each.rows.start, each.rows.stop)] == [*range(len(tokens))]
         for each in stretches:
-            places = range(each.start, each.start + each.end - each.first)
-            found[each.sequence] += zip(tokens[each.first : each.end], places, strict=True)
-        ends += [(each.sequence, tokens[each.end - 1]) for each in stretches if each.is_last]
+            for i in range(each.count):
+                first = each.first + i * each.size
+                places = range(each.start, each.start + each.size)
+                found[each.sequence + i] += zip(tokens[first : first + each.size], places, strict=True)
+        ends += [tokens[row] for each in stretches for row in each.ends]
         lengths.append(len(tokens))
-    assert found == [[*zip(each.tokens, range(each.start, 99), strict=False)] for each in prompts]
-    assert ends == [(each.sequence, each.tokens[-1]) for each in prompts]
+    assert found == {each.sequence: [*zip(each.tokens, range(each.start, 99), strict=False)] for each in prompts}
+    assert ends == [each.tokens[-1] for each in prompts]
     total = sum(count for count, _ in sizes)
     assert lengths == [most] * (total // most) + [total % most] * (total % most > 0)
+
+
+def test_prompts_that_are_alike_are_one_stretch() -> None:
+    """As long as their sequences follow each other, and none is cut."""
+    sizes = [(4, 0), (4, 0), (3, 0), (3, 1), (3, 1)]
+    prompts = [Prompt([7] * size, i, start) for i, (size, start) in enumerate(sizes)]
+    ((_, stretches),) = cut(prompts, 20)
+    assert [(each.first, each.size, each.sequence, each.count) for each in stretches] == [
+        (0, 4, 0, 2),
+        (8, 3, 2, 1),
+        (11, 3, 3, 2),
+    ]
+    assert [[each.count for each in stretches] for _, stretches in cut(prompts, 6)] == [[1, 1], [1, 1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -48,6 +75,21 @@ def test_together_as_alone(model_type: str) -> None:
         assert len(long[8:]) + len(short) > MAX_ROWS  # in two passes, of which one has rows of both
         logits = ctx.gather(decoder.read([Prompt(long[8:], 0, 8), Prompt(short, 1)]), Axis.VC).tensor
     torch.testing.assert_close(logits, model.logits.flip(0), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_prompts_of_one_length(model_type: str) -> None:
+    """Read at once, also in chunks, they have the logits that each has alone."""
+    model = model_of(model_type)
+    plan = plan_of(model.directory, 3, evolve(request_of(batch=4), max_rows=30), {}, seed=9)
+    texts = [[(7 * i + 5 * t) % 200 for t in range(15)] for i in range(3)]
+    with compile_plan(plan, backend="cpu") as ctx:
+        decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx), cache="fp32")
+        alone = [ctx.gather(decoder.prefill(text), Axis.VC).tensor[0].clone() for text in texts]
+        for start, end in ((0, 8), (8, 15)):
+            logits = decoder.read([Prompt(text[start:end], i, start) for i, text in enumerate(texts, 1)])
+        together = ctx.gather(logits, Axis.VC).tensor
+    torch.testing.assert_close(together, torch.stack(alone), atol=1e-4, rtol=1e-4)
 
 
 def test_a_sequence_has_one_prompt() -> None:

@@ -102,17 +102,14 @@ class Store:
         """Bytes of memory."""
         return sum(part.nbytes for part in self._parts)
 
-    def write(self, sequence: Tensor | int, places: Tensor | slice, kv: Tensor) -> None:
-        """Write heads to places: ``[2, H, places, K]`` of one sequence, or ``[B, 2, H, K]``, one place of each."""
+    def write(self, sequences: Tensor | slice, places: Tensor | slice, kv: Tensor) -> None:
+        """Write heads to places: ``[2, B, H, places, K]`` of a slice of sequences, or ``[B, 2, H, K]``, one of each."""
         for stored, part in zip(self._parts, self._encode(kv), strict=True):
-            if isinstance(sequence, int):
-                stored[:, sequence][:, :, places] = part
-            else:
-                stored[:, sequence, :, places] = part
+            stored[:, sequences, :, places] = part
 
-    def read(self, sequence: slice | int, places: Tensor | slice) -> Tensor:
-        """Return the heads of some places, ``[2, H, places, K]`` or with all sequences before H."""
-        return self._decode(tuple(stored[:, sequence][..., places, :] for stored in self._parts), self._dtype)
+    def read(self, sequences: slice, places: Tensor | slice) -> Tensor:
+        """Return the heads of some places, ``[2, B, H, places, K]``."""
+        return self._decode(tuple(stored[:, sequences, :, places] for stored in self._parts), self._dtype)
 
 
 @frozen
@@ -166,31 +163,33 @@ class LayerCache:
         """Bytes of memory."""
         return self._store.nbytes
 
-    def extend(self, sequence: int, start: int, k_HSK: Tensor, v_HSK: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Take the next tokens of a sequence, and return what they attend to.
+    def extend(
+        self, sequences: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Take the next tokens of some sequences, and return what they attend to.
 
         Args:
-            sequence: its number.
-            start: tokens that it has already.
-            k_HSK: keys of the new ones.
-            v_HSK: values of the new ones.
+            sequences: their numbers.
+            start: tokens that each has already.
+            k_BHSK: keys of the new ones.
+            v_BHSK: values of the new ones.
 
         Returns:
-            Keys and values ``[H, T, K]`` of successive tokens, the last of them the last new one, and the mask for
+            Keys and values ``[B, H, T, K]`` of successive tokens, the last of them the last new one, and the mask for
             :func:`tpplan.decoder.layers.attend`.
         """
-        end, device = start + k_HSK.shape[1], k_HSK.device
-        new_2HSK = torch.stack((k_HSK, v_HSK))
+        end, device = start + k_BHSK.shape[2], k_BHSK.device
+        new_2BHSK = torch.stack((k_BHSK, v_BHSK))
         if end <= self.length:
             first = 0
-            self._store.write(sequence, slice(start, end), new_2HSK)
-            k, v = self._store.read(sequence, slice(0, end))
+            self._store.write(sequences, slice(start, end), new_2BHSK)
+            k, v = self._store.read(sequences, slice(0, end))
         else:  # the new tokens push out older ones, which the first of them still see
             first = max(0, start - self.length + 1)
             past = torch.arange(first, start, device=device) % self.length
             kept = torch.arange(max(start, end - self.length), end, device=device)
-            k, v = torch.cat((self._store.read(sequence, past), new_2HSK), dim=2)
-            self._store.write(sequence, kept % self.length, new_2HSK[:, :, -len(kept) :])
+            k, v = torch.cat((self._store.read(sequences, past), new_2BHSK), dim=3)
+            self._store.write(sequences, kept % self.length, new_2BHSK[:, :, :, -len(kept) :])
         hides = self.window and end - first > self.window
         return k, v, self._mask(start, first, end, k) if hides else None
 

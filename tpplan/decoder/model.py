@@ -129,7 +129,7 @@ class Decoder:
             rows = self._prefill(stretches)
             xs = ()  # room for the next
             xs = self._forward([one[0] for one in ids], rows)
-            last = [stretch.end - 1 for stretch in stretches if stretch.is_last]
+            last = [row for stretch in stretches for row in stretch.ends]
             ends = [[*kept, *(x_RD[row].clone() for row in last)] for kept, x_RD in zip(ends, xs, strict=True)]
         return self._logits([torch.stack(kept) for kept in ends])
 
@@ -163,7 +163,7 @@ class Decoder:
         return self._logits(self._forward(tokens, self._decode(at, span or self.length)))
 
     def _prefill(self, stretches: Sequence[Stretch]) -> Prefill:
-        at = [slice(stretch.start, stretch.start + stretch.end - stretch.first) for stretch in stretches]
+        at = [slice(each.start, each.start + each.size) for each in stretches for _ in range(each.count)]
         turns = {
             device: angles(*(torch.cat([table[each] for each in at]) for table in tables))
             for device, tables in self._tables.items()

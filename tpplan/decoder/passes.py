@@ -41,17 +41,19 @@ class Prefill:
     ) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H, K]``."""
         found = []
-        for stretch in self.stretches:
-            q_SHK, k_SHK, v_SHK = (x_RHK[stretch.first : stretch.end] for x_RHK in (q_RHK, k_RHK, v_RHK))
-            k_HTK, v_HTK, mask_11ST = heads.cache.extend(
-                stretch.sequence, stretch.start, k_SHK.transpose(0, 1), v_SHK.transpose(0, 1)
+        for each in self.stretches:
+            shape = (each.count, each.size)
+            q_BSHK, k_BSHK, v_BSHK = (torch.unflatten(x_RHK[each.rows], 0, shape) for x_RHK in (q_RHK, k_RHK, v_RHK))
+            sequences = slice(each.sequence, each.sequence + each.count)
+            k_BHTK, v_BHTK, mask_11ST = heads.cache.extend(
+                sequences, each.start, k_BSHK.transpose(1, 2), v_BSHK.transpose(1, 2)
             )
             parts = []
             for run in heads.runs:
-                q_HGSK = torch.unflatten(q_SHK[:, run.queries], 1, (-1, run.group)).permute(1, 2, 0, 3)
-                k_1HTK, v_1HTK = k_HTK[None, run.keys], v_HTK[None, run.keys]
-                out_1HGSK = attend(q_HGSK[None], k_1HTK, v_1HTK, mask_11ST, scale=scale, cap=cap)
-                parts.append(out_1HGSK.flatten(1, 2)[0].transpose(0, 1))
+                q_BHGSK = torch.unflatten(q_BSHK[:, :, run.queries], 2, (-1, run.group)).permute(0, 2, 3, 1, 4)
+                k_BhTK, v_BhTK = k_BHTK[:, run.keys], v_BHTK[:, run.keys]
+                out_BHGSK = attend(q_BHGSK, k_BhTK, v_BhTK, mask_11ST, scale=scale, cap=cap)
+                parts.append(out_BHGSK.flatten(1, 2).transpose(1, 2).flatten(0, 1))
             found.append(together(parts, dim=1))
         return together(found, dim=0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,21 +28,33 @@ class Prompt:
 
 @frozen
 class Stretch:
-    """Rows of a pass that are successive tokens of one sequence.
+    """Rows of a pass that are successive tokens of a sequence, or as many of each of several sequences.
 
     Attributes:
         first: of the rows.
-        end: behind the last of them.
-        sequence: its number.
+        size: rows of a sequence.
         start: tokens that it has before them.
-        is_last: whether a prompt ends with them.
+        sequence: the number of the first sequence.
+        count: of sequences; their numbers follow each other, and so do their rows.
+        is_last: whether prompts end with them.
     """
 
     first: int
-    end: int
-    sequence: int
+    size: int
     start: int
+    sequence: int
+    count: int
     is_last: bool
+
+    @property
+    def rows(self) -> slice:
+        """All of them."""
+        return slice(self.first, self.first + self.count * self.size)
+
+    @property
+    def ends(self) -> range:
+        """The rows with which prompts end."""
+        return range(self.first + self.size - 1, self.rows.stop, self.size) if self.is_last else range(0)
 
 
 def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[Stretch]]]:
@@ -59,10 +71,20 @@ def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[
         while read < len(prompt.tokens):
             first, start = len(tokens), prompt.start + read
             tokens += prompt.tokens[read : read + most - first]
-            read += len(tokens) - first
-            stretches.append(Stretch(first, len(tokens), prompt.sequence, start, read == len(prompt.tokens)))
+            size = len(tokens) - first
+            read += size
+            new = Stretch(first, size, start, prompt.sequence, 1, is_last=read == len(prompt.tokens))
+            stretches[-1:] = _joined(stretches[-1:], new)
             if len(tokens) == most:
                 yield tokens, stretches
                 tokens, stretches = [], []
     if tokens:
         yield tokens, stretches
+
+
+def _joined(before: list[Stretch], new: Stretch) -> list[Stretch]:
+    """Return one stretch for the latest and a new one if they are alike, so that they are computed at once."""
+    for old in before:
+        if new == evolve(old, first=old.rows.stop, sequence=old.sequence + old.count, count=1):
+            return [evolve(old, count=old.count + 1)]
+    return [*before, new]
