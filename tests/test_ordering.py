@@ -7,33 +7,25 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import exllamav2_programs as exllamav2
+from tests.ordering_cases import MOVE, fenced, kept, kinds, of, program
 from tests.program_cases import CASES, Case, cases
 from tpplan.errors import InternalError
-from tpplan.exec.fence import caller, fence, order, own
+from tpplan.exec.fence import caller, order, own
 from tpplan.exec.operation import Reduction
-from tpplan.exec.ordering import DEADLOCK, FLAGS, GAP, OVERWRITTEN, RACE, UNWRITTEN, check, verify
+from tpplan.exec.ordering import GAP, OVERWRITTEN, RACE, UNWRITTEN, check, verify
 from tpplan.exec.program import (
     EXCHANGE,
     HOST,
     INPUT,
     OUTPUT,
     RESIDUAL,
-    SLOT,
     SLOTS,
     STAGE,
-    Await,
     Buffer,
-    Command,
     Copy,
     Event,
-    Exchange,
-    Flag,
     Program,
-    Queue,
     Record,
-    Signal,
-    Step,
     Stream,
     Sum,
     View,
@@ -85,38 +77,6 @@ def test_any_sequence_of_programs_is_safe_on_one_context(sequence: list[Case]) -
 
 
 # What is not in order is found. All columns are 8 wide unless a test says otherwise.
-
-
-def of(role: str, device: int = 0, start: int = 0, stop: int = 8) -> View:
-    """Columns of an operand."""
-    return View(Buffer(role, device), start, stop)
-
-
-def kept(role: str, piece: int = 0, pieces: int = 1, width: int = 8) -> View:
-    """A piece of device 0's exchange buffer, or a slot of its ring."""
-    return View(Buffer(role, 0, piece, pieces), 0, width, width=width)
-
-
-def program(*commands: Command, devices: tuple[int, ...] = (0,), results: tuple[Event, ...] = ()) -> Program:
-    """Put commands between the callers' streams and tpplan's on some devices."""
-    enter = [command for d in devices for command in order("enter", caller(d), own(d))]
-    leave = [command for d in devices for command in order("leave", own(d), caller(d))]
-    return Program("test", (*enter, *commands, *leave), results)
-
-
-def fenced(*commands: Command, devices: tuple[int, ...]) -> Program:
-    """Put commands between all callers' streams and all of tpplan's on some devices."""
-    enter = fence("enter", map(caller, devices), own(devices[0]), map(own, devices))
-    leave = fence("leave", map(own, devices), own(devices[0]), map(caller, devices))
-    return Program("test", (*enter, *commands, *leave))
-
-
-def kinds(*programs: Program, in_place: bool = False) -> list[str]:
-    """The kinds of what is found in a sequence of programs."""
-    return [finding.kind for finding in check([Call(each, in_place) for each in programs])]
-
-
-MOVE = Copy(own(0), of(INPUT), of(OUTPUT))
 
 
 def test_a_finding_names_both_commands_their_columns_and_their_programs() -> None:
@@ -234,83 +194,6 @@ def test_a_result_on_the_host_is_read_when_its_events_have_passed() -> None:
     assert kinds(program(*copies, devices=(0, 1), results=(done[0], Event("enter", caller(1))))) == [RACE]
 
 
-ONE_WAY = Queue(1, 0, (1,))
-FULL, FREE = Flag("full", ONE_WAY), Flag("free", ONE_WAY, 1)
-IN_SLOT = View(Buffer(SLOT, 1, queue=ONE_WAY), 0, 8, width=8)
-SEND: tuple[Step, ...] = (Await(own(0), FREE, SLOTS), Copy(own(0), of(INPUT, 0), IN_SLOT), Signal(own(0), FULL))
-RECEIVE: tuple[Step, ...] = (Await(own(1), FULL), Copy(own(1), IN_SLOT, of(OUTPUT, 1)), Signal(own(1), FREE))
-
-
-def message(
-    send: tuple[Step, ...] = SEND, receive: tuple[Step, ...] = RECEIVE, between: tuple[Command, ...] = ()
-) -> Program:
-    """Two kernels."""
-    return program(Exchange(own(0), send), *between, Exchange(own(1), receive), devices=(0, 1))
-
-
-def test_credits_keep_a_sender_from_slots_that_are_still_read() -> None:
-    """With one credit too many, the message after the next takes the place of the first; with one too few it stays."""
-    assert kinds(*[message()] * 5) == []
-    weak = message((Await(own(0), FREE, SLOTS + 1), *SEND[1:]))
-    assert kinds(*[weak] * SLOTS) == []
-    assert kinds(*[weak] * (SLOTS + 1)) == [RACE]
-    with pytest.raises(InternalError):
-        verify(weak)
-    assert kinds(*[message((Await(own(0), FREE, SLOTS - 1), *SEND[1:]))] * 5) == []
-
-
-def test_a_flag_that_nobody_raises_is_waited_for_for_ever() -> None:
-    """And a program that waits for the next program's flag is no better, though that one comes."""
-    first = message(receive=(*RECEIVE, Await(own(1), FULL)))
-    assert DEADLOCK in kinds(first)
-    assert DEADLOCK in kinds(first, message())
-    found = [str(finding) for finding in check([Call(first)])]
-    assert (
-        'deadlock: "own1: await full(0→1)" of program 1 waits for 2 signals, of which 1 are issued with it or before'
-        in found
-    )
-
-
-def test_kernels_that_wait_for_each_other_are_a_cycle() -> None:
-    """The finding goes once around it."""
-    ready, done = Flag("ready", ONE_WAY, 1), Flag("done", ONE_WAY)
-    there = (Await(own(0), ready), Copy(own(0), of(INPUT, 0), of(OUTPUT, 1)), Signal(own(0), done))
-    assert kinds(message(there, (Signal(own(1), ready), Await(own(1), done)))) == []
-    (found,) = check([Call(message(there, (Await(own(1), done), Signal(own(1), ready))))])
-    assert found.kind == DEADLOCK
-    assert "own0: await ready(0→1)" in found.message
-    assert "own1: await done(0→1)" in found.message
-
-
-def test_the_host_may_not_wait_for_a_kernel_that_needs_one_it_has_not_issued() -> None:
-    """The second kernel would never start."""
-    between = (Record(own(0), Event("sent", own(0))), Wait(Stream("own", HOST), Event("sent", own(0))))
-    assert kinds(message(between=between)) == []
-    waits = (*SEND, Await(own(0), Flag("ready", ONE_WAY, 1)))
-    answers = (*RECEIVE, Signal(own(1), Flag("ready", ONE_WAY, 1)))
-    assert kinds(message(waits, answers)) == []
-    assert DEADLOCK in kinds(message(waits, answers, between))
-
-
-@pytest.mark.parametrize(
-    ("send", "receive"),
-    [
-        (SEND[1:], RECEIVE),
-        (SEND[:-1], RECEIVE[1:]),
-        (SEND, RECEIVE[:-1]),
-        (SEND, RECEIVE[1:]),
-        (SEND, (*RECEIVE, Signal(own(1), FREE))),
-        ((*SEND, Signal(own(0), FULL)), (*RECEIVE, Await(own(1), FULL))),
-        ((Await(own(0), FREE, SLOTS), *SEND), RECEIVE),
-        (SEND, (*RECEIVE[:-1], Signal(own(0), FREE))),
-        (SEND, (Await(Stream("load", 1), FULL), *RECEIVE[1:])),
-    ],
-)
-def test_every_message_is_told_awaited_and_freed_once(send: tuple[Step, ...], receive: tuple[Step, ...]) -> None:
-    """By those that it is for: or some later message would be looked for in the wrong slot."""
-    assert FLAGS in kinds(message(send, receive))
-
-
 def test_what_is_read_of_the_contexts_memory_was_written_by_the_same_program() -> None:
     """All of the columns, of the same rows, and behind the write."""
     fill = [Copy(own(0), of(INPUT, 0, 0, 4), kept(EXCHANGE)._replace(stop=4))]
@@ -368,51 +251,3 @@ def test_a_program_with_findings_is_an_internal_error_that_shows_some() -> None:
     lines = str(error.value).splitlines()
     assert lines[0] == "test is not safe:"
     assert [line.partition(":")[0] for line in lines[1:]] == [RACE] * 5 + ["and 2 more"]
-
-
-# ExLlamaV2's sequences are not in order.
-
-
-def pinned_races(*programs: Program) -> list[str]:
-    """What is found in programs of the original, all of which is about its pinned buffer."""
-    found = check([Call(each) for each in programs])
-    assert all("stage@host" in finding.message for finding in found)
-    return [finding.message for finding in found if finding.kind == RACE]
-
-
-def test_exllamav2_broadcasts_before_it_has_downloaded() -> None:
-    """Nothing orders the download from the source before the uploads to the other devices."""
-    races = pinned_races(exllamav2.broadcast(0, (0, 1, 2)))
-    download = '"own0: stage@host[0:12] = input@0[0:12]" of program 1'
-    assert [download in race for race in races] == [True, True]
-    assert '"own1: output@1[0:12] = stage@host[0:12]" of program 1' in races[0]
-    assert '"own2: output@2[0:12] = stage@host[0:12]" of program 1' in races[1]
-
-
-def test_exllamav2_overwrites_what_the_last_allgather_has_not_uploaded() -> None:
-    """One alone is in order; the next one's download races with the uploads of the one before."""
-    gather = exllamav2.allgather((0, 4, 8, 12))
-    assert pinned_races(gather) == []
-    races = pinned_races(gather, gather)
-    assert any(
-        '"own0: stage@host[0:4] = input@0[0:4]" of program 2' in race
-        and '"own1: output@1[0:12] = stage@host[0:12]" of program 1' in race
-        for race in races
-    )
-
-
-def test_exllamav2_returns_what_it_is_still_gathering() -> None:
-    """The caller reads the pinned buffer with nothing to wait for; with an event to wait for it would be in order."""
-    assert kinds(exllamav2.gather((0, 4, 12), waited_for=True)) == []
-    found = check([Call(exllamav2.gather((0, 4, 12), waited_for=False))])
-    assert [finding.kind for finding in found] == [RACE, RACE]
-    assert all("the caller reads and overwrites output@host" in finding.message for finding in found)
-
-
-def test_exllamav2_sums_over_what_a_third_device_has_not_fetched() -> None:
-    """Two in a row are in order on two devices; on three the second one's first sum races with the last uploads."""
-    assert pinned_races(*[exllamav2.all_reduce(2)] * 3) == []
-    assert pinned_races(exllamav2.all_reduce(3)) == []
-    (race,) = pinned_races(*[exllamav2.all_reduce(3)] * 2)
-    assert '"own0: stage@host[0:12] = output@0[0:12]" of program 2' in race
-    assert '"own1: output@1[0:12] = stage@host[0:12]" of program 1' in race

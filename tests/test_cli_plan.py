@@ -1,0 +1,137 @@
+"""The command that plans: what it saves, shows and says, and what it asks for where nothing fits."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+import attrs
+import pytest
+
+from tests.cli_cases import LLAMA_8B, LLAMA_70B, conforms, folder, written_plans  # noqa: F401 (for every test here)
+from tests.command import command
+from tpplan import codec
+from tpplan.devices import parse_devices
+
+
+@pytest.fixture
+def plans() -> tuple[str, str]:
+    """Return plans of one model for different GPUs."""
+    return written_plans()
+
+
+def test_plan_saves_what_it_planned(plans: tuple[str, str]) -> None:
+    """A saved plan is valid, canonical, for the GPUs and the context that were named, and within the budgets."""
+    plan = codec.load(plans[0])
+    assert codec.dumps(plan) == Path(plans[0]).read_text(encoding="utf-8")
+    assert [device.budget_bytes for device in plan.devices] == [24 * 2**30, 12 * 2**30]
+    assert plan.request.cache.tokens == 4096
+    assert all(entry.free_bytes >= 0 for entry in plan.memory)
+
+
+def test_plan_says_little_where_it_saves() -> None:
+    """With -o FILE standard output stays empty, and standard error says what was written and how full it gets."""
+    done = command("plan", LLAMA_8B, "--gpus", "24GiB,12GiB", "--context", 4096, "-o", "a.json")
+    assert (done.code, done.out) == (0, "")
+    assert done.err.startswith("wrote: a.json\nLlama-3.1-8B on 2 devices: ")
+    assert " % of all budgets used, at most " in done.err
+
+
+def test_plan_without_a_file_shows_it_and_says_how_to_save_it() -> None:
+    """Without -o the plan is on the screen and nowhere else."""
+    done = command("plan", LLAMA_8B, "--gpus", "24GiB,12GiB", "--context", 4096)
+    assert done.code == 0
+    assert done.out.startswith("Llama-3.1-8B on 2 devices\n")
+    assert "-o FILE" in done.err
+    assert not list(Path().iterdir())
+
+
+def test_plan_to_standard_output_is_the_file(plans: tuple[str, str]) -> None:
+    """``-o -`` and ``--json`` print the bytes that ``-o FILE`` writes."""
+    text = Path(plans[0]).read_text(encoding="utf-8")
+    asked = ("plan", LLAMA_8B, "--gpus", "24GiB,12GiB", "--context", 4096)
+    assert command(*asked, "-o", "-").out == text
+    assert command(*asked, "--json").out == text
+    assert command(*asked, "--json", "-o", "-").out == text
+    assert command(*asked, "--json", "-o", "c.json").out == Path("c.json").read_text(encoding="utf-8") == text
+
+
+def test_context_is_per_sequence() -> None:
+    """The cache has room for the context of every sequence, and without a context for the model's longest."""
+    asked = ("plan", LLAMA_8B, "--gpus", "4x80GiB", "--batch", 3, "--json")
+    assert json.loads(command(*asked, "--context", 1000).out)["request"]["cache"]["tokens"] == 3000
+    assert json.loads(command(*asked).out)["request"]["cache"]["tokens"] == 3 * 131072
+
+
+def test_options_reach_the_planner() -> None:
+    """Each option of ``plan`` is in the plan's request."""
+    options = ("--cache", "q6", "--layout", "gather", "--strategy", "latency", "--max-rows", 512, "--kv", "replicate")
+    done = command("plan", LLAMA_8B, "--gpus", "2xRTX4090", "--context", 2048, "--batch", 2, *options, "--json")
+    assert json.loads(done.out)["request"] == {
+        "layout": "gather",
+        "strategy": "latency",
+        "cache": {"kind": "q6", "tokens": 4096},
+        "batch": 2,
+        "max_rows": 512,
+        "kv": "replicate",
+    }
+    assert done.err == ""
+
+
+def test_gather_is_explained_where_rows_cannot_be_cut() -> None:
+    """Where only ``gather`` works, planning says so and does so; where it was asked for, it says nothing."""
+    spec = attrs.evolve(__import__("tpplan").read_model(LLAMA_8B), gather_only="GPTQ with a permutation of rows")
+    with patch("tpplan.reader.read_model", lambda _: spec):
+        asked = ("plan", "model", "--gpus", "24GiB,12GiB", "--context", 4096, "--json")
+        done = command(*asked)
+        assert json.loads(done.out)["request"]["layout"] == "gather"
+        assert "layout gather, because rows cannot be cut: GPTQ with a permutation" in done.err
+        assert command(*asked, "--layout", "gather").err == ""
+
+
+def test_infeasible_says_what_is_missing_and_what_helps() -> None:
+    """What does not fit exits 1, with a table by device and bucket and options that, followed, do give a plan."""
+    asked = ["plan", str(LLAMA_8B), "--gpus", "12GiB,6GiB"]
+    done = command(*asked, "-o", "x.json")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("error: Llama-3.1-8B does not fit: ")
+    assert re.search(r"weights +cache +workspace +overhead +budget +missing\n +0 +12GiB GPU", done.err)
+    assert "hint: each of these alone makes it fit\n" in done.err
+    options = re.findall(r"^  (--\w+) (\S+)  ", done.err, re.MULTILINE)
+    assert {name for name, _ in options} >= {"--context", "--gpus"}
+    assert not Path("x.json").exists()
+    for name, value in options:
+        again = ["plan", str(LLAMA_8B), "--gpus", value] if name == "--gpus" else [*asked, name, value]
+        assert command(*again, "--json").code == 0, (name, value)
+
+
+def test_single_advice_is_not_told_as_one_of_many() -> None:
+    """Where one change alone would help, the hint says so."""
+    done = command("plan", LLAMA_8B, "--gpus", "65x1MiB", "--context", 1024)
+    hint, *options = done.err.partition("hint: ")[2].splitlines()
+    assert (hint, len(options)) == ("this makes it fit", 1)
+
+
+def test_infeasible_document() -> None:
+    """With --json what is missing and what helps is one document, and the exit code says no all the same."""
+    done = command("plan", LLAMA_8B, "--gpus", "12GiB,6GiB", "--json")
+    error = conforms(done.out, "error-report")["error"]
+    assert (done.code, error["kind"]) == (1, "infeasible")
+    assert [s["missing_bytes"] > 0 for s in error["shortfalls"]] == [True, True]
+    for s in error["shortfalls"]:
+        parts = sum(s[f"missing_{bucket}_bytes"] for bucket in ("weights", "cache", "workspace", "overhead"))
+        assert parts == s["missing_bytes"]
+    memory = next(s for s in error["suggestions"] if s["kind"] == "memory")
+    budget = parse_devices(memory["option"].removeprefix("--gpus "))[memory["device"]].budget_bytes
+    assert str(budget) == memory["value"]
+
+
+def test_more_memory_than_a_gpu_has_is_no_option() -> None:
+    """No list of devices names a GPU with more memory than it has, so that advice stays in words."""
+    done = command("plan", LLAMA_70B, "--gpus", "RTX5090,RTX4090", "--context", 4096, "--json")
+    suggestions = json.loads(done.out)["error"]["suggestions"]
+    assert [s["kind"] for s in suggestions if "option" not in s] == ["memory"]
+    assert "hint: " in done.err
+    assert "more, " in done.err

@@ -1,0 +1,109 @@
+"""The checker on kernels that send each other messages: credits, flags and cycles."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ordering_cases import kinds, of, program
+from tpplan.errors import InternalError
+from tpplan.exec.fence import own
+from tpplan.exec.ordering import DEADLOCK, FLAGS, RACE, check, verify
+from tpplan.exec.program import (
+    HOST,
+    INPUT,
+    OUTPUT,
+    SLOT,
+    SLOTS,
+    Await,
+    Buffer,
+    Command,
+    Copy,
+    Event,
+    Exchange,
+    Flag,
+    Program,
+    Queue,
+    Record,
+    Signal,
+    Step,
+    Stream,
+    View,
+    Wait,
+)
+from tpplan.exec.timeline import Call
+
+ONE_WAY = Queue(1, 0, (1,))
+FULL, FREE = Flag("full", ONE_WAY), Flag("free", ONE_WAY, 1)
+IN_SLOT = View(Buffer(SLOT, 1, queue=ONE_WAY), 0, 8, width=8)
+SEND: tuple[Step, ...] = (Await(own(0), FREE, SLOTS), Copy(own(0), of(INPUT, 0), IN_SLOT), Signal(own(0), FULL))
+RECEIVE: tuple[Step, ...] = (Await(own(1), FULL), Copy(own(1), IN_SLOT, of(OUTPUT, 1)), Signal(own(1), FREE))
+
+
+def message(
+    send: tuple[Step, ...] = SEND, receive: tuple[Step, ...] = RECEIVE, between: tuple[Command, ...] = ()
+) -> Program:
+    """Two kernels."""
+    return program(Exchange(own(0), send), *between, Exchange(own(1), receive), devices=(0, 1))
+
+
+def test_credits_keep_a_sender_from_slots_that_are_still_read() -> None:
+    """With one credit too many, the message after the next takes the place of the first; with one too few it stays."""
+    assert kinds(*[message()] * 5) == []
+    weak = message((Await(own(0), FREE, SLOTS + 1), *SEND[1:]))
+    assert kinds(*[weak] * SLOTS) == []
+    assert kinds(*[weak] * (SLOTS + 1)) == [RACE]
+    with pytest.raises(InternalError):
+        verify(weak)
+    assert kinds(*[message((Await(own(0), FREE, SLOTS - 1), *SEND[1:]))] * 5) == []
+
+
+def test_a_flag_that_nobody_raises_is_waited_for_for_ever() -> None:
+    """And a program that waits for the next program's flag is no better, though that one comes."""
+    first = message(receive=(*RECEIVE, Await(own(1), FULL)))
+    assert DEADLOCK in kinds(first)
+    assert DEADLOCK in kinds(first, message())
+    found = [str(finding) for finding in check([Call(first)])]
+    assert (
+        'deadlock: "own1: await full(0→1)" of program 1 waits for 2 signals, of which 1 are issued with it or before'
+        in found
+    )
+
+
+def test_kernels_that_wait_for_each_other_are_a_cycle() -> None:
+    """The finding goes once around it."""
+    ready, done = Flag("ready", ONE_WAY, 1), Flag("done", ONE_WAY)
+    there = (Await(own(0), ready), Copy(own(0), of(INPUT, 0), of(OUTPUT, 1)), Signal(own(0), done))
+    assert kinds(message(there, (Signal(own(1), ready), Await(own(1), done)))) == []
+    (found,) = check([Call(message(there, (Await(own(1), done), Signal(own(1), ready))))])
+    assert found.kind == DEADLOCK
+    assert "own0: await ready(0→1)" in found.message
+    assert "own1: await done(0→1)" in found.message
+
+
+def test_the_host_may_not_wait_for_a_kernel_that_needs_one_it_has_not_issued() -> None:
+    """The second kernel would never start."""
+    between = (Record(own(0), Event("sent", own(0))), Wait(Stream("own", HOST), Event("sent", own(0))))
+    assert kinds(message(between=between)) == []
+    waits = (*SEND, Await(own(0), Flag("ready", ONE_WAY, 1)))
+    answers = (*RECEIVE, Signal(own(1), Flag("ready", ONE_WAY, 1)))
+    assert kinds(message(waits, answers)) == []
+    assert DEADLOCK in kinds(message(waits, answers, between))
+
+
+@pytest.mark.parametrize(
+    ("send", "receive"),
+    [
+        (SEND[1:], RECEIVE),
+        (SEND[:-1], RECEIVE[1:]),
+        (SEND, RECEIVE[:-1]),
+        (SEND, RECEIVE[1:]),
+        (SEND, (*RECEIVE, Signal(own(1), FREE))),
+        ((*SEND, Signal(own(0), FULL)), (*RECEIVE, Await(own(1), FULL))),
+        ((Await(own(0), FREE, SLOTS), *SEND), RECEIVE),
+        (SEND, (*RECEIVE[:-1], Signal(own(0), FREE))),
+        (SEND, (Await(Stream("load", 1), FULL), *RECEIVE[1:])),
+    ],
+)
+def test_every_message_is_told_awaited_and_freed_once(send: tuple[Step, ...], receive: tuple[Step, ...]) -> None:
+    """By those that it is for: or some later message would be looked for in the wrong slot."""
+    assert FLAGS in kinds(message(send, receive))
