@@ -12,7 +12,6 @@ from jsonschema import Draft202012Validator
 from tests.command import command
 from tpplan import codec
 
-
 ROOT = Path(__file__).parent.parent
 LLAMA_8B = ROOT / "examples/models/Llama-3.1-8B"
 LLAMA_70B = ROOT / "examples/models/Llama-3.1-70B"
