@@ -17,6 +17,7 @@ from transformers.utils import logging
 import tpplan
 from tpplan.axes import Axis, bounds_of
 from tpplan.decoder import Decoder, generate
+from tpplan.decoder.prompts import Prompt
 from tpplan.devices import Device
 from tpplan.exec import compile as compile_plan
 from tpplan.memory import demands, ledger
@@ -165,3 +166,34 @@ def check(model: Model, plan: SplitPlan, transport: str, new: int = NEW, *, back
             torch.testing.assert_close(logits[0], model.logits[sequence], atol=1e-4, rtol=1e-4)
         found = list(zip(*generate(decoder, model.prompts, new), strict=True))
         assert [list(tokens) for tokens in found] == [tokens[:new] for tokens in model.tokens]
+
+
+def check_sixteen_bits(
+    model: Model, layout: str, dtype: torch.dtype, directory: Path, devices: int = 3, *, backend: str = "cpu"
+) -> None:
+    """Compare what 16 bits lose in a decoder, of prompts and of a step, with what they lose in transformers.
+
+    Args:
+        model: in 32 bits.
+        layout: of the plan.
+        dtype: of 16 bits.
+        directory: where there is room for the model in them.
+        devices: of the plan.
+        backend: to run on.
+    """
+    loaded = AutoModelForCausalLM.from_pretrained(model.directory, dtype=dtype, attn_implementation="eager")
+    loaded.save_pretrained(directory)
+    with torch.no_grad():
+        reference = torch.stack([loaded(torch.tensor([prompt])).logits[0, -1].float() for prompt in model.prompts])
+    plan = plan_of(directory, devices, request_of(layout), {}, seed=3)
+    with compile_plan(plan, backend=backend, scratch=False) as context:
+        decoder = Decoder(context, directory, load_weights(plan, directory, context))
+        read = decoder.read([Prompt(prompt, i) for i, prompt in enumerate(model.prompts)])
+        decoder.read([Prompt(prompt[:-1], i) for i, prompt in enumerate(model.prompts)])
+        latest = torch.tensor([[prompt[-1] for prompt in model.prompts], [len(prompt) - 1 for prompt in model.prompts]])
+        places = [device.device for device in context.devices.values()]
+        tokens, positions = ([numbers.to(place) for place in places] for numbers in latest)
+        stepped = decoder.decode(tokens, positions)
+        for logits in (read, stepped):
+            found = context.gather(logits, Axis.VC).tensor.float()
+            assert 0 < (found - model.logits).norm() < 2 * (reference - model.logits).norm()

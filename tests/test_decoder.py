@@ -10,13 +10,13 @@ from weakref import ref
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
 
 from tests.decoder_cases import (
     CONFIGS,
     LENGTH,
     VOCAB,
     check,
+    check_sixteen_bits,
     decoding,
     model_of,
     plan_of,
@@ -81,17 +81,7 @@ def test_sixteen_bits_lose_what_they_lose_in_transformers(
     model_type: str, layout: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """A model stored in 16 bits is computed in them, about as near to 32 bits as transformers gets, and not equal."""
-    model = model_of(model_type)
-    loaded = AutoModelForCausalLM.from_pretrained(model.directory, dtype=dtype, attn_implementation="eager")
-    loaded.save_pretrained(tmp_path)
-    with torch.no_grad():
-        reference = torch.stack([loaded(torch.tensor([prompt])).logits[0, -1].float() for prompt in model.prompts])
-    plan = plan_of(tmp_path, 3, request_of(layout), {}, seed=3)
-    with compile_plan(plan, backend="cpu") as ctx:
-        decoder = Decoder(ctx, tmp_path, load_weights(plan, tmp_path, ctx))
-        logits = [decoder.prefill(prompt, sequence) for sequence, prompt in enumerate(model.prompts)]
-        found = torch.cat([ctx.gather(each, Axis.VC).tensor for each in logits])
-    assert 0 < (found - model.logits).norm() < 1.5 * (reference - model.logits).norm()
+    check_sixteen_bits(model_of(model_type), layout, dtype, tmp_path)
 
 
 #: KV heads, and cuts of a model with 4 KV heads, 72 of the intermediate axis, 203 tokens and a residual stream of 48.

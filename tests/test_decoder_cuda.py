@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.decoder_cases import CONFIGS, check, model_of, plan_of, request_of
+from tests.decoder_cases import CONFIGS, check, check_sixteen_bits, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder import Decoder, Sampling, steps
 from tpplan.decoder.layers import attend
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -50,6 +54,14 @@ def test_one_gpu() -> None:
     """The same on a single one."""
     model = model_of("llama")
     check(model, plan_of(model.directory, 1, request_of(), {}, seed=4), "auto", backend="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_sixteen_bits(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """What other kernels than those for 32 bits compute is about as near to the latter as in transformers."""
+    check_sixteen_bits(model_of(model_type), "reduce", dtype, tmp_path, min(GPUS, 2), backend="cuda")
 
 
 @pytest.mark.gpu
