@@ -25,12 +25,10 @@ from tpplan.exec.selftest import selftest
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch import Tensor
-
     from tpplan.exec import TPContext
     from tpplan.exec.binding import Memory
+    from tpplan.exec.cuda import Bound
     from tpplan.exec.marks import Pending
-    from tpplan.exec.program import Buffer, Program
     from tpplan.plan import SplitPlan
 
 #: Operations between two looks at what was wrong, and bytes of the largest tensor.
@@ -55,12 +53,12 @@ class SharedDevices(CudaDevices):
 class FencedDevices(SharedDevices):
     """Devices whose caller works on the GPU's current stream: it and theirs wait for each other at every operation."""
 
-    def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
+    def issue(self, bound: Bound) -> Pending:
         """Issue a program between what the current streams hold and what they will."""
         for stream in self._own:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         try:
-            return super().run(program, operands)
+            return super().issue(bound)
         finally:
             for stream in self._own:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)

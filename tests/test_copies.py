@@ -65,7 +65,7 @@ def test_a_transfer_moves_what_a_tensor_would(
             other[place].copy_(mine[place].random_(256))
     x = operand(rows, 8, pitches[0], dtype, 1)
     out, right = (operand(rows, 11, pitches[1], dtype, 2) for _ in range(2))
-    Transfer(Copy(own(0), source, target), found, dtype).issue(5, {X: x, OUT: out}, rows)
+    Transfer(Copy(own(0), source, target), found, dtype).bind({X: x, OUT: out}, rows)(5)
     there = {X: x, OUT: right}
     resolve(target, there, wanted, rows, dtype).copy_(resolve(source, there, wanted, rows, dtype))
     assert torch.equal(_bits(out), _bits(right))
@@ -84,9 +84,9 @@ def test_what_lies_together_is_one_piece(
 ) -> None:
     """Whole rows, or a single one, are as many bytes in a row; all on the stream that was named."""
     monkeypatch.setattr(copies, "runtime", fake := Runtime())
-    x = torch.zeros(rows, 8, dtype=torch.bfloat16)
+    x, out = torch.zeros(2, rows, 8, dtype=torch.bfloat16)
     step = Copy(own(0), View(X, 0, columns), View(OUT, 0, columns))
-    Transfer(step, no_memory(), x.dtype).issue(77, {X: x, OUT: torch.ones_like(x)}, rows)
+    Transfer(step, no_memory(), x.dtype).bind({X: x, OUT: out}, rows)(77)
     assert fake.copied == [(*size, 77) for size in sizes]
 
 
@@ -97,7 +97,7 @@ def test_rows_over_each_other_are_copied_one_by_one(monkeypatch: pytest.MonkeyPa
     for x in (line.expand(3, 9)[:, :4], line.as_strided((3, 4), (2, 1))):
         out = torch.zeros(3, 4, dtype=torch.int32)
         step = Copy(own(0), View(X, 0, 4), View(OUT, 0, 4))
-        Transfer(step, no_memory(), x.dtype).issue(0, {X: x, OUT: out}, 3)
+        Transfer(step, no_memory(), x.dtype).bind({X: x, OUT: out}, 3)(0)
         assert torch.equal(out, x)
     assert fake.copied == [(16, 1, 0)] * 6
 
@@ -106,10 +106,10 @@ def test_rows_over_each_other_are_copied_one_by_one(monkeypatch: pytest.MonkeyPa
 def test_a_refused_copy_is_an_error(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever way it goes, it names its ends and what the driver says; of many rows the first one is the last."""
     monkeypatch.setattr(copies, "runtime", fake := Runtime(runtime.cudaError_t.cudaErrorIllegalAddress))
-    step = Copy(own(0), View(X, 0, 4), View(OUT, 0, 4))
-    ready = Transfer(step, no_memory(), x.dtype)
+    step, out = Copy(own(0), View(X, 0, 4), View(OUT, 0, 4)), torch.zeros(2, 4)
+    ready = Transfer(step, no_memory(), x.dtype).bind({X: x, OUT: out}, 2)
     with pytest.raises(ExecutionError, match=r"own0: output@1\[0:4\] = input@0\[0:4\] failed: cudaErrorIllegalAddress"):
-        ready.issue(0, {X: x, OUT: torch.zeros(2, 4)}, 2)
+        ready(0)
     assert len(fake.copied) == 1
 
 
@@ -127,5 +127,5 @@ def test_the_host_copies_at_once() -> None:
     place = memory()
     x = torch.arange(24, dtype=torch.int32).view(4, 6)[:, 1:5]
     source, target = View(Buffer(INPUT, HOST), 1, 4), View(Buffer(STAGE, HOST, 1, SLOTS), 0, 3, width=3)
-    HostCopy(Copy(HOST_STREAM, source, target), place, x.dtype).issue(0, {source.buffer: x}, 4)
+    HostCopy(Copy(HOST_STREAM, source, target), place, x.dtype).bind({source.buffer: x}, 4)(0)
     assert torch.equal(resolve(target, {}, place, 4, x.dtype), x[:, 1:4])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -211,15 +212,14 @@ def test_an_interrupted_operation_is_the_last(ctx: tpx.TPContext, monkeypatch: p
         pytest.skip("no kernels exchange messages by this transport")
     x = torch.randn(1, 4096, device=ctx.devices[0].device).bfloat16()
     ctx.broadcast(x)
-    issue = Launch.issue
+    bind = Launch.bind
 
-    def interrupted(self: Launch, *rest: Any) -> None:
-        if self.stream.device:
-            raise KeyboardInterrupt
-        issue(self, *rest)
+    def interrupted(self: Launch, *operands: Any) -> Any:
+        return Mock(side_effect=KeyboardInterrupt) if self.stream.device else bind(self, *operands)
 
+    ctx._runner.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(Launch, "issue", interrupted)
+        patch.setattr(Launch, "bind", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ctx.broadcast(x)
     with pytest.raises(ExecutionError, match="interrupted"):
@@ -275,8 +275,9 @@ def test_a_device_that_never_comes_ends_in_an_error(monkeypatch: pytest.MonkeyPa
     with tpx.compile(_plan(2), backend="cuda", devices=[0, 1], transport="peer") as ctx:
         parts, _ = _parts(ctx, 1)
         ctx.all_reduce(parts)
-        issue = Launch.issue
-        monkeypatch.setattr(Launch, "issue", lambda self, *rest: self.stream.device and issue(self, *rest))
+        bind = Launch.bind
+        ctx._runner.clear()
+        monkeypatch.setattr(Launch, "bind", lambda self, *given: bind(self, *given) if self.stream.device else Mock())
         ctx.all_reduce(parts)
         with pytest.raises(ExecutionError, match="never came"):
             ctx.synchronize()

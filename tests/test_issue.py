@@ -18,7 +18,7 @@ from tests.fake_driver import Runtime
 from tests.program_cases import CASES
 from tpplan.errors import ExecutionError
 from tpplan.exec import copies, cuda, marks
-from tpplan.exec.cuda import CudaDevices, _Ready
+from tpplan.exec.cuda import Bound, CudaDevices, _Ready
 from tpplan.exec.fence import own
 from tpplan.exec.issuing import ISSUING, Issuing
 from tpplan.exec.marks import Marks
@@ -38,7 +38,7 @@ def test_a_launch_that_fails_after_another_is_the_last() -> None:
     exchanges = (Exchange(own(0), ()), Exchange(own(1), ()))
     program = Program("p", exchanges)
     launches: Any = (Mock(), Mock())
-    launches[1].issue.side_effect = ExecutionError("a kernel of device 1 was not launched")
+    launches[1].bind().side_effect = ExecutionError("a kernel of device 1 was not launched")
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
     devices._issuing = Issuing(devices._exchanges)
@@ -52,11 +52,12 @@ def test_a_launch_that_fails_after_another_is_the_last() -> None:
         loads=frozenset(),
         pending=Mock(),
         on_host=False,
+        copies=False,
     )
     devices._ready = {(id(program), torch.float32): ready}
     with pytest.raises(ExecutionError, match="not launched"):
         devices.run(program, {Buffer(INPUT, 0): torch.zeros(1, 4)})
-    launches[0].issue.assert_called_once()
+    launches[0].bind().assert_called_once()
     devices._exchanges.interrupt.assert_called_once()
 
 
@@ -69,20 +70,19 @@ def test_default_streams_have_their_device_current(monkeypatch: pytest.MonkeyPat
     devices._current, devices._loaded = {0: 0, 1: 0, 2: 30}, set()
 
     def step(device: int, fixed: int = 0) -> Any:
-        return Mock(issue=lambda handle, *_: seen.append((handle, at[0]))), device, fixed
+        return lambda handle: seen.append((handle, at[0])), device, fixed
 
     steps = step(0), step(0), step(1), step(0, 70), step(HOST, -1), step(2), step(0)
-    ready = partial(_Ready, Program("p", ()), devices=(0, 1, 2), loads=frozenset({0}), pending=Mock(), on_host=False)
-    devices._go_through(ready(steps), {}, 1)
-    devices._go_through(ready(steps[5:6]), {}, 1)
+    bound = partial(Bound, _Ready(Program("p", ()), (), (0, 1, 2), frozenset({0}), Mock(), on_host=False, copies=False))
+    devices._go_through(bound(steps))
+    devices._go_through(bound(steps[5:6]))
     assert [handle for handle, _ in seen] == [0, 0, 0, 70, -1, 30, 0, 30]
     assert [seen[i][1] for i in (0, 1, 2, 6, 7)] == [4, 4, 5, 4, 9]
     assert at == [9]
     assert devices._loaded == {0}
-    failing = Mock()
-    failing.issue.side_effect = ExecutionError("the driver refuses")
+    failing = Mock(side_effect=ExecutionError("the driver refuses"))
     with pytest.raises(ExecutionError, match="refuses"):
-        devices._go_through(ready(((failing, 1, 0),)), {}, 1)
+        devices._go_through(bound(((failing, 1, 0),)))
     assert at == [9]
 
 

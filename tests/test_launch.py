@@ -55,7 +55,7 @@ def test_a_launch_gives_the_kernel_its_words(monkeypatch: pytest.MonkeyPatch) ->
     ready = _launch(_work(X, OUT))
     for rows in (1, 3):
         matrix = torch.zeros(rows, 8)
-        ready.issue(123, {X: matrix}, rows)
+        ready.bind({X: matrix}, rows)(123)
         assert (fake.words[ROWS], fake.words[FIRST_OPERAND : FIRST_OPERAND + 2]) == (rows, [matrix.data_ptr(), 32])
         assert (fake.words[DEADLINE], fake.words[20:24], fake.stream) == (77, [5, 6, 7, 0], 123)
 
@@ -64,7 +64,7 @@ def test_a_launch_gives_the_kernel_its_words(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_longest_step_and_the_gpu_set_the_blocks(rows: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn of all threads of a block moves 2 KiB; there are as many as that takes, up to what has room."""
     monkeypatch.setattr(launch, "driver", fake := Driver())
-    _launch(_work(row_bytes=4096), blocks=100).issue(0, {}, rows)
+    _launch(_work(row_bytes=4096), blocks=100).bind({}, rows)(0)
     assert fake.shape == (blocks, 256)
 
 
@@ -72,7 +72,7 @@ def test_the_longest_step_and_the_gpu_set_the_blocks(rows: int, blocks: int, mon
 def test_aligned_operands_have_a_kernel_of_their_own(offset: int, kernel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is launched if every operand is at a multiple of what it moves at once."""
     monkeypatch.setattr(launch, "driver", fake := Driver())
-    _launch(_work(X, OUT)).issue(0, {X: _matrix(offset, 64, 64), OUT: _matrix(0, 64, 64)}, 3)
+    _launch(_work(X, OUT)).bind({X: _matrix(offset, 64, 64), OUT: _matrix(0, 64, 64)}, 3)(0)
     assert fake.kernel == kernel
 
 
@@ -81,7 +81,7 @@ def test_a_refused_launch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "driver", Driver(driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY))
     ready = _launch(Work(Stream("own", 3), 20, (), Operands((), 0, 8), 8))
     with pytest.raises(ExecutionError, match=r"device 3 was not launched: CUDA_ERROR_OUT_OF_MEMORY"):
-        ready.issue(0, {}, 1)
+        ready.bind({}, 1)(0)
 
 
 def _matrix(offset: int, pitch: int, width: int) -> torch.Tensor:

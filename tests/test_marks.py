@@ -36,10 +36,10 @@ def test_a_wait_is_for_what_was_recorded_last(fake: Runtime) -> None:
     first, second = (ready.recording(Record(own(d), DRAINED), ()) for d in (0, 1))
     again = ready.recording(Record(own(0), DRAINED), ())
     wait = ready.waiting(Wait(own(1), DRAINED), on_host=False)
-    wait.issue(50)
+    wait.bind()(50)
     assert not fake.log
     for step, stream in ((first, 40), (wait, 50), (second, 50), (wait, 50), (again, 40), (wait, 50)):
-        step.issue(stream)
+        step.bind()(stream)
     records = [("record", 0, 40), ("record", 1, 50), ("record", 0, 40)]
     assert fake.log == [step for record in records for step in (record, ("hold", record[1], 50))]
     assert (fake.made, fake.device) == ([4, 7], 0)
@@ -49,16 +49,16 @@ def test_the_host_waits_itself(fake: Runtime) -> None:
     """No stream is held for it; what was forgotten is not waited for."""
     ready = Marks({0: 0})
     wait = ready.waiting(Wait(HOST_STREAM, STEP), on_host=True)
-    ready.recording(Record(own(0), STEP), ()).issue(3)
-    wait.issue(0)
+    ready.recording(Record(own(0), STEP), ()).bind()(3)
+    wait.bind()(0)
     ready.forget()
-    wait.issue(0)
+    wait.bind()(0)
     assert fake.log == [("record", 0, 3), ("wait", 0, -1)]
 
 
 def _result(ready: Marks) -> Pending:
     """Record a result and return what waits for it."""
-    ready.recording(Record(own(0), RESULT), (RESULT,)).issue(1)
+    ready.recording(Record(own(0), RESULT), (RESULT,)).bind()(1)
     return ready.results((RESULT,), lambda: None)()
 
 
@@ -99,7 +99,7 @@ def test_all_results_are_waited_for(fake: Runtime) -> None:
     ready, events = Marks({0: 0, 1: 1}), [Event("leave", own(d)) for d in (0, 1)]
     for late in (0, 1):
         for d, event in enumerate(events):
-            ready.recording(Record(own(d), event), events).issue(1)
+            ready.recording(Record(own(d), event), events).bind()(1)
         pending = ready.results(events, lambda: None)()
         fake.complete = {1 - late}
         assert not pending.done()
@@ -127,10 +127,10 @@ def test_a_failed_event_is_an_error(fake: Runtime) -> None:
     ready = Marks({0: 0})
     record = ready.recording(Record(own(0), STEP), ())
     wait = ready.waiting(Wait(own(0), STEP), on_host=False)
-    record.issue(1)
+    record.bind()(1)
     pending = _result(ready)
     fake.result = runtime.cudaError_t.cudaErrorIllegalAddress
-    for call in (lambda: record.issue(1), lambda: wait.issue(1), pending.wait, pending.done, lambda: pending.wait(1)):
+    for call in (lambda: record.bind()(1), lambda: wait.bind()(1), pending.wait, pending.done, lambda: pending.wait(1)):
         with pytest.raises(ExecutionError, match="an event failed: cudaErrorIllegalAddress"):
             call()
     with pytest.raises(ExecutionError, match="an event failed"):
@@ -140,7 +140,7 @@ def test_a_failed_event_is_an_error(fake: Runtime) -> None:
 def test_results_outlive_what_they_came_from(fake: Runtime) -> None:
     """Clearing destroys all events but those that somebody may still ask for, and these when nobody can."""
     ready = Marks({0: 0})
-    ready.recording(Record(own(0), STEP), ()).issue(1)
+    ready.recording(Record(own(0), STEP), ()).bind()(1)
     unused, pending = _result(ready), _result(ready)
     del unused
     ready.clear()

@@ -14,7 +14,7 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tppla
 from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
-from tpplan.exec import kernel_cache, sums
+from tpplan.exec import kernel_cache, launch
 from tpplan.exec.binding import Memory, no_memory
 from tpplan.exec.fence import own
 from tpplan.exec.kernel_cache import MOST_SOURCES
@@ -45,7 +45,7 @@ class Driver:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Return what stands for the driver."""
-    monkeypatch.setattr(sums, "driver", fake := Driver())
+    monkeypatch.setattr(launch, "driver", fake := Driver())
     return fake
 
 
@@ -64,12 +64,12 @@ def test_a_kernel_gets_addresses_and_pitches(fake: Driver) -> None:
     x, more, out = _matrix(0, 64), _matrix(0, 80), _matrix(0, 96)
     ready = Addition(Mock(handle=1), step, Memory({0: exchange}, {}, Mock()), torch.float16)
     for _ in range(2):
-        ready.issue(123, {X: x, MORE: more, OUT: out}, 3)
+        ready.bind({X: x, MORE: more, OUT: out}, 3)(123)
         places = [x.data_ptr() + 64 + 16, 64, exchange.data_ptr() + 2048, 16, more.data_ptr() + 80 + 32, 80]
         assert fake.words == [out.data_ptr() + 96 + 16, 96, 1, 16, 1, 3, *places] + [0] * (2 * MOST_SOURCES - 6)
         assert (fake.stream, fake.blocks) == (123, 1)
         fake.words = []
-    ready.issue(123, {X: x, MORE: more, OUT: out}, 1)  # of which the second of three parts has nothing
+    ready.bind({X: x, MORE: more, OUT: out}, 1)(123)  # of which the second of three parts has nothing
     assert not fake.words
 
 
@@ -80,7 +80,7 @@ def test_vectors_are_for_what_is_aligned(offset: int, pitch: int, vectors: int, 
     ready = Addition(Mock(handle=1), step, no_memory(), torch.float16)
     odd, even = _matrix(offset, pitch), _matrix(0, 64)
     for matrices in ((odd, even, even), (even, odd, even), (even, even, odd)):
-        ready.issue(0, dict(zip((X, MORE, OUT), matrices, strict=True)), 3)
+        ready.bind(dict(zip((X, MORE, OUT), matrices, strict=True)), 3)(0)
         assert fake.words[4] == vectors
 
 
@@ -89,17 +89,17 @@ def test_all_threads_have_something_to_add(columns: int, rows: int, blocks: int,
     """A thread adds up vectors of 16 bytes, as far as the GPU has room for blocks of them."""
     step = Sum(own(0), (View(X, 0, columns),), View(X, 0, columns))
     x = torch.zeros(rows, columns, dtype=torch.bfloat16)
-    Addition(Mock(handle=1), step, no_memory(), x.dtype).issue(0, {X: x}, rows)
+    Addition(Mock(handle=1), step, no_memory(), x.dtype).bind({X: x}, rows)(0)
     assert fake.blocks == blocks
 
 
 def test_a_refused_launch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the device and what the driver says."""
-    monkeypatch.setattr(sums, "driver", Driver(driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY))
+    monkeypatch.setattr(launch, "driver", Driver(driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY))
     step = Sum(own(3), (View(X, 0, 4),), View(X, 0, 4))
     ready = Addition(Mock(handle=1), step, no_memory(), torch.float32)
     with pytest.raises(ExecutionError, match="a sum of device 3 was not launched: CUDA_ERROR_OUT_OF_MEMORY"):
-        ready.issue(0, {X: torch.zeros(1, 4)}, 1)
+        ready.bind({X: torch.zeros(1, 4)}, 1)(0)
 
 
 def test_kernels_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,6 +182,9 @@ class Adversary:
         """
         self.drive(lambda: not any(self._queues.values()))
 
+    def bind(self, *_: object) -> None:
+        """Return nothing: to issue a program again costs as much as the first time."""
+
     def capture(self) -> NoReturn:
         """Refuse: there is no CUDA graph without CUDA devices.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +12,7 @@ from attrs import frozen
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import operation
-from tpplan.exec.operands import Group, check_facts, columns_of, matrix
+from tpplan.exec.operands import LAZY, Group, check_facts, columns_of, matrix
 from tpplan.exec.operation import Moves, Reduction
 from tpplan.exec.overlap import are_apart, check_apart
 from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Program
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
     from tpplan.exec.engine import Engine
     from tpplan.exec.operands import Slices
     from tpplan.exec.operation import Operation
+
+#: Of a tensor: what :meth:`Call.likeness` tells it by.
+_ADDRESS, _STRIDES = torch.Tensor.data_ptr, torch.Tensor.stride
+_FACTS = attrgetter("shape", "dtype", "device", "requires_grad")
+_PLAIN = {torch.Tensor}
 
 
 @frozen(eq=False)
@@ -54,10 +61,8 @@ class Call:
     hosted: tuple[int, ...]
     pinned: bool
 
-    def admit(
-        self, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor] | None
-    ) -> tuple[tuple[Tensor, ...], bool]:
-        """Check tensors, and make new outputs if none are given.
+    def admit(self, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], bool]:
+        """Check tensors.
 
         Returns:
             The inputs and then the outputs, and whether all are contiguous and their bytes their values.
@@ -72,8 +77,6 @@ class Call:
                 group.check(tensors)
                 is_dense = False
         read = inputs[0] if len(inputs) == 1 else [tensor for tensors in inputs for tensor in tensors]
-        if out is None:
-            return (*read, *self._new()), is_dense
         if not self.outputs.fits(out):
             self.outputs.check(out)
             for i, tensor in enumerate(out):
@@ -83,6 +86,21 @@ class Call:
         if not is_dense or not self._are_apart(tensors):
             check_apart(self.name, out, read, self.own)
         return tensors, is_dense
+
+    def likeness(self, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor]) -> tuple[object, ...] | None:
+        """Return what tensors that lie elsewhere or are of another kind have not; None if that cannot be told.
+
+        Whatever holds of tensors holds of others of their likeness, but for a storage that somebody has shrunk.
+        """
+        try:
+            tensors = (*inputs[0], *out) if len(inputs) == 1 else (*chain.from_iterable(inputs), *out)
+            if {*map(type, tensors)} != _PLAIN:
+                return None
+            if out[0].dtype in LAZY and any(tensor.is_neg() or tensor.is_conj() for tensor in tensors):
+                return None
+            return (self, *map(_ADDRESS, tensors), *map(_STRIDES, tensors), *map(_FACTS, tensors))
+        except (IndexError, RuntimeError, TypeError):  # nested and sparse tensors have no strides
+            return None
 
     def operands(self, tensors: tuple[Tensor, ...], *, is_dense: bool) -> dict[Buffer, Tensor]:
         """Return what :meth:`admit` returned as matrices, by the program's buffers."""
@@ -101,7 +119,7 @@ class Call:
         others = [x for x, i in zip(tensors, self.own, strict=False) if x is not out[i]]
         return bool(self.own) and are_apart((*out, *others), self.sizes)  # which all have the same size
 
-    def _new(self) -> list[Tensor]:
+    def new(self) -> list[Tensor]:
         """Return uninitialised tensors to write to; those on the host are pinned if devices write them."""
         wants, dtype = self.outputs.wants, self.outputs.dtype
         if self.pinned:

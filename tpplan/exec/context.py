@@ -14,6 +14,7 @@ from tpplan.exec.explain import explain
 from tpplan.exec.gathered import Gathered
 from tpplan.exec.operands import check_count, columns_of, facts_of, first_of
 from tpplan.exec.program import HOST
+from tpplan.exec.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,11 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.axes import Axis
-    from tpplan.exec.calls import Call
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.engine import Engine
     from tpplan.exec.explain import Explanation
-    from tpplan.exec.gathered import Pending
     from tpplan.exec.graph import Graph
     from tpplan.exec.host import HostMemory
     from tpplan.plan import SplitPlan
@@ -76,6 +75,7 @@ class TPContext(ContextMemory):
         places = {d.index: d.device for d in devices}
         calls = Calls(engine, {**places, HOST: torch.device("cpu")}, max_rows)
         self._check_source = calls.check_source
+        self._runner = Runner(engine.backend, self._inflight)
         keep = lru_cache(maxsize=_KEPT)
         self._broadcasts = keep(calls.broadcast)
         self._scatters = keep(calls.scatter)
@@ -125,7 +125,7 @@ class TPContext(ContextMemory):
                 self._check_source("broadcast", source)
             facts = facts_of("broadcast: x", x)
             call = self._broadcasts(source, self.devices_of(axis, layer), *facts, x.device)
-            outputs, _ = self._run(call, ((x,),), out)
+            outputs, _ = self._runner.run(call, ((x,),), out)
             return outputs
 
     def scatter(
@@ -159,7 +159,7 @@ class TPContext(ContextMemory):
                 self._check_source("scatter", source)
             facts = facts_of("scatter: x", x)
             call = self._scatters(source, self._columns("scatter", axis, layer, dim), *facts, x.device)
-            outputs, _ = self._run(call, ((x,),), out)
+            outputs, _ = self._runner.run(call, ((x,),), out)
             return outputs
 
     def gather(
@@ -190,7 +190,7 @@ class TPContext(ContextMemory):
             slices = self._columns("gather", axis, layer, dim)
             facts = facts_of("gather: parts[0]", first_of("gather: parts", parts, slices))
             call = self._allgathers("gather", slices, (HOST,), *facts)
-            (whole,), pending = self._run(call, (parts,), None if out is None else (out,))
+            (whole,), pending = self._runner.run(call, (parts,), None if out is None else (out,))
             if pending is not None:
                 self._inflight.add(whole, pending)
             return Gathered(whole, pending)
@@ -225,7 +225,7 @@ class TPContext(ContextMemory):
             slices = self._columns("allgather", axis, layer, dim)
             facts = facts_of("allgather: parts[0]", first_of("allgather: parts", parts, slices))
             call = self._allgathers("allgather", slices, self.devices_of(to, layer), *facts)
-            outputs, _ = self._run(call, (parts,), out)
+            outputs, _ = self._runner.run(call, (parts,), out)
             return outputs
 
     def all_reduce(
@@ -260,7 +260,7 @@ class TPContext(ContextMemory):
             check_count("all_reduce: parts", parts, givers)
             facts = facts_of("all_reduce: parts[0]", parts[0])
             call = self._all_reduces(givers, self.all_devices, residual is not None, *facts)
-            outputs, _ = self._run(call, (parts,) if residual is None else (parts, residual), out)
+            outputs, _ = self._runner.run(call, (parts,) if residual is None else (parts, residual), out)
             return outputs
 
     def add_residual(
@@ -293,19 +293,7 @@ class TPContext(ContextMemory):
             widths = [columns_of(f"add_residual: source[{i}]", shape) for i, shape in enumerate(shapes)]
             wholes = tuple([width == slices[-1][2] for width in widths])
             call = self._add_residuals(slices, wholes, *facts_of("add_residual: target[0]", target[0]))
-            self._run(call, (source,), target)
-
-    def _run(
-        self, call: Call, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor] | None
-    ) -> tuple[tuple[Tensor, ...], Pending | None]:
-        """Check the tensors of a call and issue it; return its outputs, and what is issued if there are any rows."""
-        tensors, is_dense = call.admit(inputs, out)
-        for i in call.hosted:
-            self._inflight.settle(tensors[i])
-        pending = None
-        if call.program is not None:
-            pending = self._engine.backend.run(call.program, call.operands(tensors, is_dense=is_dense))
-        return tensors[-len(call.outputs.devices) :], pending
+            self._runner.run(call, (source,), target)
 
     def explain(self) -> Explanation:
         """Return how each operation goes on each axis, for how many rows, and why; ``str()`` makes a table of it."""
@@ -342,5 +330,6 @@ class TPContext(ContextMemory):
                     stack.callback(device.close)
                 stack.callback(self._host.close)
                 stack.callback(self._inflight.clear)
+                stack.callback(self._runner.clear)
                 stack.callback(self._engine.backend.close)
                 self._engine.backend.synchronize()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cuda.bindings import runtime
 
@@ -10,7 +10,7 @@ from tpplan.errors import ExecutionError
 from tpplan.exec.binding import finder, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
     from torch import Tensor
@@ -38,36 +38,46 @@ class Transfer:
         self._target, self._source = (finder(view, memory, dtype.itemsize) for view in (step.target, step.source))
         self._width = (step.target.stop - step.target.start) * dtype.itemsize
 
-    def issue(self, stream: int, operands: Mapping[Buffer, Tensor], rows: int) -> None:
-        """Start to copy.
+    def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
+        """Return what starts to copy, as often as it is called, on the stream that it is given.
 
         Args:
-            stream: handle of the one to copy on; if it is a default stream, its device has to be current.
-            operands: the caller's tensors, ``[rows, columns]`` each, with columns that are contiguous.
+            operands: the caller's tensors, ``[rows, columns]`` each, with columns that are contiguous; only their
+                addresses are kept.
             rows: of each.
-
-        Raises:
-            ExecutionError: the driver refuses.
         """
         width = self._width
         target, step, count = self._target(operands, rows)
         source, source_step, _ = self._source(operands, rows)
         size = count * width
         if not size:
-            return
+            return lambda _: None
         if count == 1 or (step == width and source_step == width):
-            (error,) = runtime.cudaMemcpyAsync(target, source, size, _ANY, stream)
-        elif source_step >= width:
-            (error,) = runtime.cudaMemcpy2DAsync(target, step, source, source_step, width, count, _ANY, stream)
-        else:  # rows that lie over each other, of an expanded tensor for instance; no engine knows such
-            error = _SUCCESS
-            for i in range(count):
-                (error,) = runtime.cudaMemcpyAsync(target + i * step, source + i * source_step, width, _ANY, stream)
-                if error != _SUCCESS:
-                    break
-        if error != _SUCCESS:
-            message = f"the copy {self._step} failed: {error.name}"
-            raise ExecutionError(message, "earlier work on these devices may have failed")
+            return self._copying(runtime.cudaMemcpyAsync, target, source, size, _ANY)
+        if source_step >= width:
+            return self._copying(runtime.cudaMemcpy2DAsync, target, step, source, source_step, width, count, _ANY)
+        # rows that lie over each other, of an expanded tensor for instance; no engine knows such
+        each = [
+            self._copying(runtime.cudaMemcpyAsync, target + i * step, source + i * source_step, width, _ANY)
+            for i in range(count)
+        ]
+
+        def copy_rows(stream: int) -> None:
+            for copy in each:
+                copy(stream)
+
+        return copy_rows
+
+    def _copying(self, function: Callable[..., tuple[Any]], *arguments: Any) -> Callable[[int], None]:
+        """Return what calls a function of the driver; if the stream is a default one, its device has to be current."""
+
+        def copy(stream: int) -> None:
+            (error,) = function(*arguments, stream)
+            if error != _SUCCESS:
+                message = f"the copy {self._step} failed: {error.name}"
+                raise ExecutionError(message, "earlier work on these devices may have failed")
+
+        return copy
 
 
 class HostCopy:
@@ -79,7 +89,11 @@ class HostCopy:
         self._memory = memory
         self._dtype = dtype
 
-    def issue(self, _: int, operands: Mapping[Buffer, Tensor], rows: int) -> None:
-        """Copy."""
+    def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
+        """Return what copies; it keeps the tensors."""
         target, source = (resolve(view, operands, self._memory, rows, self._dtype) for view in self._views)
-        target.copy_(source)
+
+        def copy(_: int) -> None:
+            target.copy_(source)
+
+        return copy

@@ -120,6 +120,9 @@ class VirtualDevices:
     def synchronize(self) -> None:
         """Return at once: nothing is ever under way."""
 
+    def bind(self, *_: object) -> None:
+        """Return nothing: to issue a program again costs as much as the first time."""
+
     def capture(self) -> NoReturn:
         """Refuse: there is no CUDA graph without CUDA devices.
 

@@ -7,6 +7,7 @@ device or stream.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from tpplan.exec.fence import HOST_STREAM, without_callers
 from tpplan.exec.graph import Graph
 from tpplan.exec.issuing import ISSUING, Issuing
 from tpplan.exec.marks import Marks, Pending
-from tpplan.exec.program import HOST, LOAD, Exchange, Program, Record, Stream, Sum, Wait
+from tpplan.exec.program import HOST, LOAD, Copy, Exchange, Program, Record, Stream, Sum, Wait
 from tpplan.exec.sums import Sums
 from tpplan.exec.torch_shims import stream_handle, switch_device
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec.binding import Memory
-    from tpplan.exec.program import Buffer, Copy
+    from tpplan.exec.program import Buffer
 
 #: How many programs are remembered, each for a dtype.
 _KEPT = 1024
@@ -40,21 +41,23 @@ _NONE = -1
 
 
 class Step(Protocol):
-    """A command of a program, ready to be issued for a dtype."""
+    """A command of a program, ready for all operands of a dtype."""
 
-    def issue(self, stream: int, operands: Mapping[Buffer, Tensor], rows: int) -> None:
-        """Issue it.
+    def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
+        """Return what issues it.
 
         Args:
-            stream: handle of the one to issue it to; if it is a default stream, its device is current.
             operands: the caller's tensors.
             rows: of each.
+
+        Returns:
+            A function of the handle of the stream to issue it to; if it is a default stream, its device is current.
         """
 
 
 @frozen(eq=False)
 class _Ready:
-    """A program, ready to be issued for a dtype.
+    """A program, ready for all operands of a dtype.
 
     Attributes:
         program: kept, for it is known by its identity.
@@ -64,6 +67,7 @@ class _Ready:
         loads: those whose second streams it uses.
         pending: returns what waits for the results of the call that was issued last.
         on_host: whether the host takes part in it.
+        copies: whether the host copies in it.
     """
 
     program: Program
@@ -72,6 +76,20 @@ class _Ready:
     loads: frozenset[int]
     pending: Callable[[], Pending]
     on_host: bool
+    copies: bool
+
+
+@frozen(eq=False)
+class Bound:
+    """A program, ready to be issued as often as wanted, on the same memory.
+
+    Attributes:
+        ready: the program.
+        steps: what issues its steps, with the device and the handle that the step has.
+    """
+
+    ready: _Ready
+    steps: tuple[tuple[Callable[[int], None], int, int], ...]
 
 
 class CudaDevices:
@@ -118,35 +136,54 @@ class CudaDevices:
             ExecutionError: a copy failed, a device waited in vain in an earlier exchange, or something is captured
                 that was not run before, or in which the host takes part.
         """
-        with self._issuing:
-            return self._run(program, operands)
+        return self.issue(self._bind(program, operands))
 
-    def _run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
+    def bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Callable[[], Pending] | None:
+        """Return what issues a program as often as it is called; None if that would keep tensors, for the host copies.
+
+        Args:
+            program: of some operation.
+            operands: see :meth:`run`; only their addresses are kept.
+        """
+        bound = self._bind(program, operands)
+        return None if bound.ready.copies else partial(self.issue, bound)
+
+    def issue(self, bound: Bound) -> Pending:
+        """Issue a program; see :meth:`run`."""
+        ready = bound.ready
+        with self._issuing:
+            if ready.on_host and torch.cuda.is_current_stream_capturing():
+                message = f"{ready.program.name} cannot be captured: the host takes part"
+                raise ExecutionError(message, "call it beside the graph")
+            for device in ready.devices:
+                self._turn_to(device, self._handle(device))
+            try:
+                self._go_through(bound)
+            except BaseException:  # between two devices, perhaps
+                self._exchanges.interrupt()
+                raise
+            return ready.pending()
+
+    def _bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Bound:
         some = next(iter(operands.values()))
         rows, dtype = some.shape[0], some.dtype
-        ready = self._ready.get((id(program), dtype)) or self._prepare(program, dtype)
-        if ready.on_host and torch.cuda.is_current_stream_capturing():
-            raise ExecutionError(f"{program.name} cannot be captured: the host takes part", "call it beside the graph")
-        for device in ready.devices:
-            self._turn_to(device, self._handle(device))
-        try:
-            self._go_through(ready, operands, rows)
-        except BaseException:  # between two devices, perhaps
-            self._exchanges.interrupt()
-            raise
-        return ready.pending()
+        ready = self._ready.get((id(program), dtype))
+        if ready is None:
+            with self._issuing:
+                ready = self._prepare(program, dtype)
+        return Bound(ready, tuple([(step.bind(operands, rows), device, fixed) for step, device, fixed in ready.steps]))
 
-    def _go_through(self, ready: _Ready, operands: Mapping[Buffer, Tensor], rows: int) -> None:
+    def _go_through(self, bound: Bound) -> None:
         """Issue the steps of a program; where that is to a default stream, its device is made current for it."""
-        self._loaded |= ready.loads
+        self._loaded |= bound.ready.loads
         before = here = None
         try:
-            for step, device, fixed in ready.steps:
+            for issue, device, fixed in bound.steps:
                 handle = fixed or self._current[device]
                 if not handle and device != here:
                     found = switch_device(self._ordinals[device])
                     before, here = found if here is None else before, device
-                step.issue(handle, operands, rows)
+                issue(handle)
         finally:
             if before is not None:
                 switch_device(before)
@@ -219,11 +256,12 @@ class CudaDevices:
             loads=frozenset(stream.device for stream in streams if stream.kind == LOAD),
             pending=self._marks.results(program.results, self._exchanges.check),
             on_host=bool(program.results) or HOST_STREAM in streams,
+            copies=any(isinstance(each, Copy) and each.stream == HOST_STREAM for each in commands),
         )
         return ready
 
     def _step(self, command: Copy | Sum | Record | Wait, program: Program, dtype: torch.dtype) -> Step:
-        """Return a command, ready to be issued."""
+        """Return a command, ready for all operands."""
         on_host = command.stream == HOST_STREAM
         if isinstance(command, Record):
             return self._marks.recording(command, program.results)

@@ -9,7 +9,7 @@ from tpplan.exec.operation import Operation, Reduction
 from tpplan.exec.ordering import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -24,6 +24,9 @@ class Backend(Protocol):
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Issue a program on matrices ``[rows, columns]``, one for each of the caller's buffers that it names."""
+
+    def bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Callable[[], Pending] | None:
+        """Return what issues a program on the same memory as often as it is called; None where that saves nothing."""
 
     def synchronize(self) -> None:
         """Return when everything that was issued is complete."""

@@ -69,7 +69,7 @@ class Exchanges:
             stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
             for name in kernels:
                 nothing = Work(Stream(OWN, device), 0, (), Operands((), 0, 1), 0)
-                self._launch(name, nothing).issue(stream.cuda_stream, {}, 0)
+                self._launch(name, nothing).bind({}, 0)(stream.cuda_stream)
             stream.synchronize()
 
     def check(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ from tpplan.exec.program import Buffer, Stream
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 
 @frozen(eq=False)
@@ -95,8 +97,6 @@ class Launch:
         for index, word in {**header, **dict(enumerate(work.table, work.place))}.items():
             self._words[index] = word
         self._packed = Struct(f"<{1 + 2 * len(work.operands.buffers)}Q")
-        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._words))
-        self._pointers = ctypes.addressof(self._parameters)
         self._threads, self._blocks = threads, blocks
         self._config = None
         if work.simple:
@@ -110,28 +110,46 @@ class Launch:
             c.attrs, c.numAttrs = [a], 1
         self._row_bytes, self._block_bytes = work.row_bytes, threads * self._piece
 
-    def issue(self, stream: int, tensors: Mapping[Buffer, Tensor], rows: int) -> None:
-        """Launch the kernel.
+    def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
+        """Return what launches the kernel, as often as it is called, on the stream that it is given.
 
         Args:
-            stream: handle of the one to launch on; if it is a default stream, its device has to be current.
-            tensors: the caller's.
+            operands: the caller's tensors; only their addresses are kept.
             rows: of each.
-
-        Raises:
-            ExecutionError: the driver refuses.
         """
-        words = self._operands(tensors)
-        self._words[ROWS] = rows
-        self._packed.pack_into(self._words, 8 * OPERANDS, *words)
-        kernel = self._aligned if words[0] == self._piece else self._kernel
+        parameter = (ctypes.c_uint64 * MOST_WORDS).from_buffer_copy(self._words)
+        piece, *_ = words = self._operands(operands)
+        parameter[ROWS] = rows
+        self._packed.pack_into(parameter, 8 * OPERANDS, *words)
+        kernel = self._aligned if piece == self._piece else self._kernel
         blocks = min(self._blocks, -(-rows * self._row_bytes // self._block_bytes)) or 1
-        if kernel is self._aligned and self._config is not None:
-            self._config.gridDimX = blocks
-            self._config.hStream = driver.CUstream(stream)
-            (result,) = driver.cuLaunchKernelEx(self._config, kernel, self._pointers, 0)
-        else:
-            (result,) = driver.cuLaunchKernel(kernel, blocks, 1, 1, self._threads, 1, 1, 0, stream, self._pointers, 0)
-        if result != driver.CUresult.CUDA_SUCCESS:
-            message = f"a kernel of device {self.stream.device} was not launched: {result.name}"
-            raise ExecutionError(message, "earlier work on this device may have failed")
+        what = f"a kernel of device {self.stream.device}"
+        return launching(what, kernel, (blocks, self._threads), [ctypes.addressof(parameter)], parameter)
+
+
+def launching(
+    what: str, kernel: driver.CUfunction, shape: tuple[int, int], parameters: Sequence[int], held: object
+) -> Callable[[int], None]:
+    """Return what launches a kernel on the stream that it is given; if that is a default stream, its device is current.
+
+    Args:
+        what: to call the kernel in errors.
+        kernel: of the driver.
+        shape: how many blocks, and threads of each.
+        parameters: their addresses.
+        held: the memory that they are in.
+
+    Raises:
+        ExecutionError: the driver refuses, when it is called.
+    """
+    pointers = (ctypes.c_void_p * len(parameters))(*parameters)
+    start, blocks, threads, address = driver.cuLaunchKernel, *shape, ctypes.addressof(pointers)
+
+    def launch(stream: int, _: object = (held, pointers)) -> None:
+        (result,) = start(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, address, 0)
+        if result != _SUCCESS:
+            raise ExecutionError(
+                f"{what} was not launched: {result.name}", "earlier work on this device may have failed"
+            )
+
+    return launch

@@ -109,7 +109,7 @@ class _Pair:
                 self._sizes[size] = self._exchanges.prepare(program, torch.uint8)
             operands = {Buffer(INPUT, 0): source, Buffer(OUTPUT, 1): target}
             for each in self._sizes[size]:
-                each.issue(self._streams[each.stream.device].cuda_stream, operands, 1)
+                each.bind(operands, 1)(self._streams[each.stream.device].cuda_stream)
 
     def finish(self) -> None:
         """Wait until everything is there.

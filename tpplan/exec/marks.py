@@ -159,8 +159,11 @@ class Recording:
         self._name = name
         self._take = take
 
-    def issue(self, stream: int, *_: object) -> None:
-        """Record; see :meth:`Mark.record`."""
+    def bind(self, *_: object) -> Callable[[int], None]:
+        """Return what records on the stream that it is given, whatever the operands."""
+        return self._record
+
+    def _record(self, stream: int) -> None:
         mark = self._take()
         mark.record(stream)
         self._name.latest = mark
@@ -174,8 +177,11 @@ class Waiting:
         self._name = name
         self._on_host = on_host
 
-    def issue(self, stream: int, *_: object) -> None:
-        """Wait; see :meth:`Mark.hold` and :meth:`Mark.wait`."""
+    def bind(self, *_: object) -> Callable[[int], None]:
+        """Return what waits on the stream that it is given, whatever the operands."""
+        return self._wait
+
+    def _wait(self, stream: int) -> None:
         mark = self._name.latest
         if mark is None:
             return

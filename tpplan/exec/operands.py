@@ -23,7 +23,7 @@ _ITEM_BYTES = (1, 2, 4, 8)
 #: Dtypes that are added up, and so those of activations.
 ADDABLE = (torch.float16, torch.bfloat16, torch.float32)
 #: Dtypes of complex numbers and of their parts: torch conjugates and negates them when their values are asked for.
-_LAZY = {torch.complex64, torch.complex32, torch.float16, torch.float32, torch.float64}
+LAZY = {torch.complex64, torch.complex32, torch.float16, torch.float32, torch.float64}
 
 
 @frozen(eq=False)
@@ -51,7 +51,7 @@ class Group:
         """
         if not isinstance(tensors, _SEQUENCES) or len(tensors) != len(self.wants):
             return False
-        dtype, item_bytes, is_lazy = self.dtype, self.dtype.itemsize, self.dtype in _LAZY
+        dtype, item_bytes, is_lazy = self.dtype, self.dtype.itemsize, self.dtype in LAZY
         try:
             for tensor, (shape, device, size) in zip(tensors, self.wants, strict=True):
                 if (

@@ -34,4 +34,3 @@ def prepare(exchanges: Sequence[Exchange], item: int, counters: Counters) -> lis
         made = table(exchange, item, buffers, number, address)
         works.append(Work(exchange.stream, SEQUENCES, made, ends, row_bytes))
     return works
-

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 import torch
 from cuda.bindings import driver
 
-from tpplan.errors import ExecutionError
 from tpplan.exec import kernel_cache
 from tpplan.exec.binding import finder
 from tpplan.exec.kernel_cache import MOST_SOURCES
+from tpplan.exec.launch import launching
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -28,7 +27,7 @@ _VECTOR_BYTES = 16
 _THREADS = 256
 _MOST_BLOCKS = 264
 #: Arguments of a kernel: target, pitch, rows, width, whether vectors, sources, and address and pitch of each source.
-_ARGUMENTS = Struct(f"<{6 + 2 * MOST_SOURCES}Q")
+_ARGUMENTS = 6 + 2 * MOST_SOURCES
 
 
 class Sums:
@@ -42,7 +41,7 @@ class Sums:
         self.kernels: dict[tuple[torch.dtype, torch.device], Any] = {}
 
     def prepare(self, step: Sum, memory: Memory, dtype: torch.dtype, device: torch.device) -> Addition:
-        """Return a sum, ready to be issued.
+        """Return a sum, ready for all operands.
 
         Args:
             step: of a program.
@@ -73,34 +72,25 @@ class Addition:
         self._itemsize = dtype.itemsize
         self._target, *self._sources = (finder(view, memory, dtype.itemsize) for view in (step.target, *step.sources))
         self._width = (step.target.stop - step.target.start) * dtype.itemsize
-        self._unused = (0,) * (2 * (MOST_SOURCES - len(step.sources)))
-        self._words = ctypes.create_string_buffer(_ARGUMENTS.size)
-        first = ctypes.addressof(self._words)
-        self._parameters = (ctypes.c_void_p * (_ARGUMENTS.size // 8))(*range(first, first + _ARGUMENTS.size, 8))
-        self._pointers = ctypes.addressof(self._parameters)
 
-    def issue(self, stream: int, operands: Mapping[Buffer, Tensor], rows: int) -> None:
-        """Launch the kernel.
+    def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
+        """Return what launches the kernel, as often as it is called, on the stream that it is given.
 
         Args:
-            stream: handle of the one to launch on; if it is a default stream, its device has to be current.
-            operands: the caller's tensors, ``[rows, columns]`` each, with columns that are contiguous.
+            operands: the caller's tensors, ``[rows, columns]`` each, with columns that are contiguous; only their
+                addresses are kept.
             rows: of each.
-
-        Raises:
-            ExecutionError: the driver refuses.
         """
         width = self._width
         address, step, count = self._target(operands, rows)
         if not count * width:
-            return
+            return lambda _: None
         numbers = [number for find in self._sources for number in find(operands, rows)[:2]]
         aligned = not any(number % _VECTOR_BYTES for number in (width, address, step, *numbers))
         threads = count * width // (_VECTOR_BYTES if aligned else self._itemsize)
-        sources = len(self._sources)
-        _ARGUMENTS.pack_into(self._words, 0, address, step, count, width, aligned, sources, *numbers, *self._unused)
-        blocks = min(_MOST_BLOCKS, -(-threads // _THREADS))
-        (result,) = driver.cuLaunchKernel(self._kernel, blocks, 1, 1, _THREADS, 1, 1, 0, stream, self._pointers, 0)
-        if result != driver.CUresult.CUDA_SUCCESS:
-            message = f"a sum of device {self._device} was not launched: {result.name}"
-            raise ExecutionError(message, "earlier work on this device may have failed")
+        words = [address, step, count, width, aligned, len(self._sources), *numbers]
+        parameters = (ctypes.c_uint64 * _ARGUMENTS)(*words)
+        shape = min(_MOST_BLOCKS, -(-threads // _THREADS)), _THREADS
+        first = ctypes.addressof(parameters)
+        addresses = range(first, first + 8 * _ARGUMENTS, 8)
+        return launching(f"a sum of device {self._device}", self._kernel, shape, addresses, parameters)

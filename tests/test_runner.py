@@ -1,0 +1,128 @@
+"""Calls on memory that comes again: issued without being checked or prepared, and never on other memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.contexts import UNEVEN, context
+from tpplan.axes import Axis
+from tpplan.errors import ExecutionError
+from tpplan.exec.runner import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from tpplan.exec import TPContext
+    from tpplan.exec.gathered import Pending
+    from tpplan.exec.program import Buffer, Program
+
+
+class Backend:
+    """Virtual devices that keep what they are told to issue again."""
+
+    def __init__(self, devices: Any) -> None:
+        self.devices, self.bound, self.issued = devices, 0, 0
+
+    def bind(self, program: Program, operands: Mapping[Buffer, torch.Tensor]) -> Callable[[], Pending]:
+        """Return what runs the program on the same tensors."""
+        self.bound += 1
+        return partial(self.run, program, operands)
+
+    def run(self, program: Program, operands: Mapping[Buffer, torch.Tensor]) -> Pending:
+        """Run a program."""
+        self.issued += 1
+        pending: Pending = self.devices.run(program, operands)
+        return pending
+
+
+@pytest.fixture
+def backend(ctx: TPContext) -> Backend:
+    """Return the backend of the context's runner."""
+    found = Backend(ctx._engine.backend)
+    ctx._runner = Runner(found, ctx._inflight)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.fixture
+def ctx() -> Iterator[TPContext]:
+    """Return a context of virtual devices."""
+    with context(UNEVEN, "peer") as made:
+        yield made
+
+
+def _parts(ctx: TPContext, rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(rows, part.end - part.start).to(dtype) for part in ctx.split(Axis.RS)]
+
+
+def _outputs(ctx: TPContext, rows: int) -> list[torch.Tensor]:
+    return [torch.empty(rows, 40) for _ in ctx.all_devices]
+
+
+def test_what_comes_again_is_issued_at_once(ctx: TPContext, backend: Backend) -> None:
+    """With the contents that the memory has by then."""
+    parts = _parts(ctx, 3)
+    out = _outputs(ctx, 3)
+    for _ in range(3):
+        for part in parts:
+            part.normal_()
+        found = ctx.allgather(parts, Axis.RS, out=out)
+        assert all(a is b for a, b in zip(found, out, strict=True))
+        assert all(torch.equal(whole, torch.cat(parts, dim=1)) for whole in out)
+    assert (backend.bound, backend.issued) == (1, 3)
+
+
+def test_other_memory_shapes_and_dtypes_are_other_calls(ctx: TPContext, backend: Backend) -> None:
+    """Also where they begin at the same address."""
+    parts = _parts(ctx, 4)
+    out = _outputs(ctx, 4)
+    ctx.allgather(parts, Axis.RS, out=out)
+    ctx.allgather([part[:2] for part in parts], Axis.RS, out=[each[:2] for each in out])
+    ctx.allgather([part.view(torch.int32) for part in parts], Axis.RS, out=[each.view(torch.int32) for each in out])
+    ctx.allgather([part.clone() for part in parts], Axis.RS, out=out)
+    ctx.allgather([part[None] for part in parts], Axis.RS, out=[each[None] for each in out])
+    assert backend.bound == backend.issued == 5
+
+
+def test_what_was_refused_is_refused_again(ctx: TPContext, backend: Backend) -> None:
+    """Outputs of other calls do not make up for inputs that do not fit."""
+    parts = _parts(ctx, 2)
+    out = _outputs(ctx, 2)
+    ctx.allgather(parts, Axis.RS, out=out)
+    for _ in range(2):
+        for wrong in (parts[:1], [*parts, parts[0]], parts[::-1][1:] + parts[2:]):
+            with pytest.raises(ExecutionError):
+                ctx.allgather(wrong, Axis.RS, out=out)
+        with pytest.raises(ExecutionError, match="shares memory"):
+            ctx.allgather(parts, Axis.RS, out=[out[0], out[0], *out[2:]])
+        with pytest.raises(ExecutionError):
+            ctx.allgather(parts, Axis.RS, out=[out[0].to_sparse(), *out[1:]])
+    assert backend.issued == 1
+
+
+def test_tensors_that_were_copied_are_copied_again(ctx: TPContext, backend: Backend) -> None:
+    """Those with strides, gradients or negated bits are seen anew every time."""
+    for special in (
+        [part.t().contiguous().t() for part in _parts(ctx, 5)],
+        [part.requires_grad_() for part in _parts(ctx, 5)],
+        [torch.complex(part, part).conj().imag for part in _parts(ctx, 5)],
+    ):
+        for _ in range(2):
+            whole = ctx.allgather(special, Axis.RS)[0]
+            assert torch.equal(whole, torch.cat([part.detach() for part in special], dim=1))
+    assert backend.bound == backend.issued == 6
+
+
+def test_memories_do_not_add_up(ctx: TPContext, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After so many, all are forgotten, and after the context's end, too."""
+    monkeypatch.setattr("tpplan.exec.runner._KEPT", 3)
+    kept = [_parts(ctx, 1) for _ in range(5)]
+    for parts in kept:
+        ctx.allgather(parts, Axis.RS)
+        assert len(ctx._runner._known) <= 3
+    ctx.close()
+    assert not ctx._runner._known
+    assert backend.issued == 5
