@@ -67,13 +67,17 @@ def up(
 
 
 def down(h_RCI: Tensor, down_EDI: Tensor, experts_RC: Tensor, weights_RC: Tensor, *, fixed: bool) -> Tensor:
-    """Return the weighed sum of what the experts make of ``h``, ``[R, D]``; for the arguments see :func:`up`."""
-    h_RCI = h_RCI * weights_RC[..., None].to(h_RCI.dtype)
+    """Return the weighed sum of what the experts make of ``h``, ``[R, D]``; for the arguments see :func:`up`.
+
+    It writes over ``h``.
+    """
+    h_RCI *= weights_RC[..., None].to(h_RCI.dtype)
     rows, chosen, width = h_RCI.shape
     if not fixed:
         out_RD = h_RCI.new_zeros(rows, down_EDI.shape[1])
         for expert, choices in _by_expert(experts_RC, len(down_EDI)):
-            out_RD.index_add_(0, choices // chosen, functional.linear(h_RCI.flatten(0, 1)[choices], down_EDI[expert]))
+            rows_N = choices // chosen
+            out_RD.index_add_(0, rows_N, functional.linear(h_RCI[rows_N, choices % chosen], down_EDI[expert]))
         return out_RD
     if experts_RC.numel() <= len(down_EDI):
         return _multiply(down_EDI, experts_RC, h_RCI).sum(1)

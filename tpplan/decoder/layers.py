@@ -109,7 +109,8 @@ def attend(
     if mask is None:
         seen = torch.ones(1, 1, count, total, dtype=torch.bool, device=q_BHGSK.device).tril(total - count)
         mask = hiding(seen, q_BHGSK.dtype)
-    block = max(1, AT_ONCE // (k_BHTK.shape[:3].numel() * group))
+    alike = 1 if cap is None else 4  # scores, their mask, and what becomes of them
+    block = max(1, AT_ONCE // (alike * k_BHTK.shape[:3].numel() * group))
     blocks = zip(torch.split(q_BHGSK, block, dim=3), torch.split(mask, block, dim=2), strict=True)
     return together([_behind(q, k_BHTK, v_BHTK, each, scale=scale, cap=cap) for q, each in blocks], dim=3)
 

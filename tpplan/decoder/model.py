@@ -202,8 +202,8 @@ class Decoder:
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         found = [self._attend(layer, xs, rows, device) for device in self._heads[layer]]
         name = f"model.layers.{layer}.self_attn.o_proj"
-        ys = self._lead_back(layer, found, name, Axis.Q, dim=self._head_dim(layer))
-        return self._add(layer, ys, Axis.Q, xs, "post_attention_layernorm" if self._family.sandwich else "")
+        post = "post_attention_layernorm" if self._family.sandwich else ""
+        return self._add(layer, self._lead_back(layer, found, name, Axis.Q, self._head_dim(layer)), Axis.Q, xs, post)
 
     def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
         """Return what the query heads of a device find, side by side in ``[R, ...]``."""
@@ -224,8 +224,9 @@ class Decoder:
         return rows.attention(device, heads, q_RHK, k_RHK, v_RHK, scale=scale, cap=cap).flatten(1)
 
     def _mlp(self, layer: int, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        ys = self._lead_back(layer, self._gated(layer, xs), f"model.layers.{layer}.mlp.down_proj", Axis.ID)
-        return self._add(layer, ys, Axis.ID, xs, "post_feedforward_layernorm" if self._family.sandwich else "")
+        name = f"model.layers.{layer}.mlp.down_proj"
+        post = "post_feedforward_layernorm" if self._family.sandwich else ""
+        return self._add(layer, self._lead_back(layer, self._gated(layer, xs), name, Axis.ID), Axis.ID, xs, post)
 
     def _gated(self, layer: int, xs: tuple[Tensor, ...]) -> list[Tensor]:
         """Return what every device has between the matrices of an MLP."""
@@ -256,9 +257,10 @@ class Decoder:
             )
             for device in devices
         ]
+        del inputs
         if not self._reduce:  # columns are elements × experts of a row here, so that the elements can be joined
-            flat = [h_RCI.transpose(1, 2).flatten(1) for h_RCI in hidden]
-            wholes = self.context.allgather(flat, Axis.EX, Axis.RS, dim=count, layer=layer)
+            hidden = [h_RCI.transpose(1, 2).flatten(1) for h_RCI in hidden]
+            wholes = self.context.allgather(hidden, Axis.EX, Axis.RS, dim=count, layer=layer)
             hidden = [torch.unflatten(whole, 1, (-1, count)).transpose(1, 2) for whole in wholes]
             devices = self.context.devices_of(Axis.RS)
         ys = [
@@ -273,7 +275,7 @@ class Decoder:
         ]
         return self._add(layer, ys, Axis.EX, xs, "")
 
-    def _lead_back(self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, *, dim: int = 1) -> list[Tensor]:
+    def _lead_back(self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, dim: int = 1) -> list[Tensor]:
         """Multiply what an axis is cut of by the matrix that leads back to the residual stream."""
         devices = self.context.devices_of(axis, layer)
         if not self._reduce:
@@ -290,8 +292,12 @@ class Decoder:
         """Put together what the devices have made, and add it to the residual stream, behind a norm if there is one."""
         ctx = self.context
         if post:
-            whole = ctx.all_reduce(ys, axis=axis, layer=layer) if self._reduce else ctx.allgather(ys, Axis.RS)
-            del ys  # room for the norm
+            if self._reduce:
+                at = dict(zip(ctx.devices_of(axis, layer), ys, strict=True))
+                out = [at[d] if d in at else torch.empty_like(x) for d, x in zip(ctx.all_devices, xs, strict=True)]
+                whole = ctx.all_reduce(ys, axis=axis, layer=layer, out=out)
+            else:
+                whole = ctx.allgather(ys, Axis.RS)
             for x, y, device in zip(xs, whole, ctx.all_devices, strict=True):
                 weight = self.weights[device][f"model.layers.{layer}.{post}.weight"]
                 x.add_(rms_norm(y, weight, self._settings.norm_eps, out=y))
