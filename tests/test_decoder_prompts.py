@@ -51,14 +51,15 @@ def test_passes_have_every_token_once(sizes: list[tuple[int, int]], most: int, r
 
 
 def test_prompts_that_are_alike_are_one_stretch() -> None:
-    """As long as their sequences follow each other, and none is cut."""
+    """As long as their sequences follow each other, begin with them, and none is cut."""
     sizes = [(4, 0), (4, 0), (3, 0), (3, 1), (3, 1)]
     prompts = [Prompt([7] * size, i, start) for i, (size, start) in enumerate(sizes)]
     ((_, stretches),) = cut(prompts, 20)
     assert [(each.first, each.size, each.sequence, each.count) for each in stretches] == [
         (0, 4, 0, 2),
         (8, 3, 2, 1),
-        (11, 3, 3, 2),
+        (11, 3, 3, 1),
+        (14, 3, 4, 1),
     ]
     assert [[each.count for each in stretches] for _, stretches in cut(prompts, 6)] == [[1, 1], [1, 1, 1], [1, 1]]
 

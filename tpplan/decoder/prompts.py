@@ -83,8 +83,11 @@ def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[
 
 
 def _joined(before: list[Stretch], new: Stretch) -> list[Stretch]:
-    """Return one stretch for the latest and a new one if they are alike, so that they are computed at once."""
+    """Return one stretch for the latest and a new one if they are alike, so that they are computed at once.
+
+    Only what begins is: what sequences have already may take much memory, of many of them.
+    """
     for old in before:
-        if new == evolve(old, first=old.rows.stop, sequence=old.sequence + old.count, count=1):
+        if new.start == 0 and new == evolve(old, first=old.rows.stop, sequence=old.sequence + old.count, count=1):
             return [evolve(old, count=old.count + 1)]
     return [*before, new]
