@@ -80,6 +80,14 @@ def test_llama_8b_by_hand(layout: str, gathered: int) -> None:
     assert workspace_bytes(CUTS, "bfloat16", request) == (common + first, common + second, 0)
 
 
+def test_experts_take_buffers_for_all_that_a_token_is_routed_to() -> None:
+    """Mixtral's MLP instead of Llama's: gate and up of two experts, and the rows of one as wide as the stream."""
+    request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 2048, "idle")
+    experts = [evolve(s, axis=Axis.EX, width=2) if s.axis is Axis.ID else s for s in CUTS]
+    dense, sparse = (workspace_bytes(cuts, "bfloat16", request)[0] for cuts in (CUTS, experts))
+    assert sparse - dense == 2048 * 2 * (2 * 9984 + 4096)
+
+
 def test_a_residual_slice_alone_makes_a_device_used() -> None:
     """Whoever holds any slice has the common buffers, even if that slice needs none of its own; no heads, no tables."""
     request = Request("reduce", "balanced", Cache("fp16", 8192), 1, 16, "idle")
@@ -255,7 +263,7 @@ def test_the_widest_axis_sets_the_pinned_buffers(axis: Axis, size: int, width: i
                 "moe_intermediate_size": 1536,
                 "shared_expert_intermediate_size": 640,
             },
-            1536,
+            2 * 1536,  # of both experts of a token
         ),
     ],
 )

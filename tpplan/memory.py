@@ -209,7 +209,7 @@ def _layer_groups(block: Block, request: Request, devices: int) -> Iterator[tupl
             width = max(heads.head_dim, heads.v_head_dim)
             yield axis, _Group(axis, size * repeat, width, heads.q_heads // (size * repeat), repeat)
         elif axis is not Axis.Q:
-            yield axis, _Group(axis, size)
+            yield axis, _Group(axis, size, block.experts_per_token if axis is Axis.EX else 1)
 
 
 def replicas(attention: Attention, devices: int) -> int:

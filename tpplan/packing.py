@@ -33,7 +33,7 @@ TOLERANCE_BITS = 11
 PATIENCE = 40_000
 #: Moves that the exhaustive search may look at: to find a placement at all, and to improve one.
 FIRST_BUDGET = 600_000
-BETTER_BUDGET = 60_000
+BETTER_BUDGET = 200_000
 _UNLIMITED = 1 << 200
 
 #: For each item, the units in each bin.

@@ -86,7 +86,7 @@ class Split:
         layers: inclusive ranges such as ``0-31`` or ``0,3-5``; empty outside the layers.
         size: elements of the axis; replicated KV heads count each time.
         unit: elements that move together; only the last unit of an axis may be shorter.
-        width: elements of a tensor per element of the axis (the head size), else 1.
+        width: elements of a tensor per element of the axis (the head size, a token's experts), else 1.
         replicas: how often each KV head is repeated, else 1.
         bounds: cut points, one more than devices, from 0 to ``size``.
     """

@@ -28,10 +28,12 @@ FLAG_BYTES = 64 * 2**10
 #: Slots, and chunks in a staging ring, come in pairs: one is filled while the other is read.
 PAIR = 2
 #: Buffers of ``max_rows`` rows per axis: how many as wide as the device's slice, for the layer in flight (queries and
-#: attention output share one; keys and values; gate and up).
+#: attention output share one; keys and values; gate and up, of experts for each that a token is routed to).
 SLICE_BUFFERS = {Axis.Q: 1, Axis.KV: 2, Axis.ID: 2, Axis.EX: 2, Axis.SX: 2}
 #: Buffers as wide as the residual stream, on every device in use: the stream, its normed copy, and an exchange.
 FULL_BUFFERS = 3
+#: More of them where there are experts: the rows that are routed to one.
+EXPERT_BUFFERS = 1
 #: For the alignment of pieces of the exchange buffer.
 SPARE_BYTES = 64 * 2**10
 #: Sine and cosine.
@@ -136,8 +138,8 @@ def common_workspace(splits: Iterable[tuple[Axis, int, int]], dtype: str, reques
     sizes = tuple(splits)
     inputs = max((size * width for axis, size, width in sizes if axis in SLICE_BUFFERS), default=0)
     gathered = align(request.max_rows * inputs * ITEM_BYTES[dtype]) if request.layout == "gather" else 0
-    full = _full_buffer(sizes, dtype, request)
-    return CONTROL_BYTES + _exchange(sizes, dtype, request) + (FULL_BUFFERS - 1) * full + gathered
+    count = FULL_BUFFERS - 1 + EXPERT_BUFFERS * any(axis is Axis.EX for axis, _, _ in sizes)
+    return CONTROL_BYTES + _exchange(sizes, dtype, request) + count * _full_buffer(sizes, dtype, request) + gathered
 
 
 def _full_buffer(splits: Iterable[tuple[Axis, int, int]], dtype: str, request: Request) -> int:
