@@ -159,7 +159,7 @@ def test_graphs_beside_each_other_share_their_memory(ctx: tpx.TPContext) -> None
         with graphs[-1].beside() as graph:
             step(factor)
         graphs.append(graph)
-    assert [torch.cuda.memory_reserved(x.device) for x in parts] == taken
+    assert all(torch.cuda.memory_reserved(x.device) <= size for x, size in zip(parts, taken, strict=True))
     for turn in (3, 0, 2, 1, 1, 3):
         graphs[turn].replay()
         got = [x.cpu() for x in found]
