@@ -152,7 +152,7 @@ def plan_of(directory: Path, devices: int, request: Request, cut: dict[Axis, tup
 def decoding(plan: SplitPlan, model_type: str, kind: str = "") -> Iterator[Decoder]:
     """Load a family's model by a plan, on virtual devices."""
     directory = model_of(model_type).directory
-    with compile_plan(plan, backend="cpu") as ctx:
+    with compile_plan(plan, backend="cpu", scratch=False) as ctx:
         yield Decoder(ctx, directory, load_weights(plan, directory, ctx), cache=kind)
 
 

@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 import tokenizers
 from jsonschema import Draft202012Validator
 
+import tpplan
 from tests.command import Done, command
 from tests.decoder_cases import LENGTH, VOCAB, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tpplan.decoder import run
 from tpplan.decoder.text import Stream, Tokenizer
 from tpplan.errors import ModelError
+from tpplan.weights import load_weights
+from tpplan.workspace import areas
+
+if TYPE_CHECKING:
+    from tpplan.exec import TPContext
+    from tpplan.plan import SplitPlan
+    from tpplan.weights import Weights
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "The quick brown fox, señor Ω"
@@ -59,6 +68,22 @@ def test_tokens(checkpoint: Path) -> None:
     assert len(tokens) == 8
     again = generate(checkpoint, "--token-ids", ",".join([prompt, *tokens[:4]]), "--max-new-tokens", 4)
     assert again.out == ",".join(tokens[4:]) + "\n"
+
+
+def test_scratch_is_left_to_the_decoder(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's scratch is allocated by nobody but the decoder, whose activations take it as they come."""
+    contexts: list[TPContext] = []
+
+    def load(plan: SplitPlan, directory: str, context: TPContext) -> Weights:
+        contexts.append(context)
+        return load_weights(plan, directory, context)
+
+    monkeypatch.setattr(run, "load_weights", load)
+    assert generate(checkpoint, "--token-ids", "1,2", "--max-new-tokens", 1).code == 0
+    plan = tpplan.load(checkpoint / "plan.json")
+    divided = areas(plan.splits, plan.model.dtype, plan.request)
+    rests = [memory.workspace_bytes - area.scratch_bytes for memory, area in zip(plan.memory, divided, strict=True)]
+    assert [device.arena.size_bytes for device in contexts[0].devices.values()] == rests
 
 
 def test_a_document(checkpoint: Path) -> None:
