@@ -6,6 +6,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from tpplan.decoder import layers
 from tpplan.decoder.layers import attend, hiding
@@ -62,3 +64,42 @@ def test_few_scores_at_a_time(cap: float | None) -> None:
     for tokens in (0, 2, QUERIES - 1):
         with patch.object(layers, "AT_ONCE", tokens * GROUP * k[..., 0].numel()):
             torch.testing.assert_close(attend(q, k, v, None, scale=SCALE, cap=cap), expected(q, k, v, seen, cap))
+
+
+@pytest.mark.parametrize(("batch", "queries"), [(1, 1), (4, 1), (2, QUERIES)])
+def test_masks_where_cudnn_attends(monkeypatch: pytest.MonkeyPatch, batch: int, queries: int) -> None:
+    """Where torch takes cuDNN, it is given shapes that come again, with KV heads that are shared: the same numbers."""
+    q, k, v = made(batch, queries)
+    mask = hiding((torch.arange(KEYS) <= torch.arange(batch)[:, None] + 4)[:, None, None], q.dtype)
+    mask = mask.expand(-1, -1, queries, -1)
+    asked: list[torch.Size] = []
+
+    def takes_cudnn(q: torch.Tensor, *_: object) -> bool:
+        asked.append(q.shape)
+        return True
+
+    monkeypatch.setattr(layers, "takes_cudnn", takes_cudnn)
+    for recurs in (False, True):
+        found = attend(q, k, v, mask, scale=SCALE, cap=None, recurs=recurs)
+        torch.testing.assert_close(found, expected(q, k, v, mask[:, 0] == 0))
+    assert asked == [(batch, 2 * GROUP, queries, 8)]
+
+
+def test_prompts_of_new_lengths_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a flash kernel, it takes all prompts but those that fill a pass from their beginning."""
+    taken: list[int] = []
+
+    def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        taken.append(q.shape[2])
+        bias = causal_lower_right(q.shape[2], k.shape[2])
+        return scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=True)
+
+    monkeypatch.setattr(layers, "can_use_flash_attention", lambda _: True)
+    monkeypatch.setattr(layers, "flash_attention", flash_attention)
+    for queries in (1, QUERIES, KEYS):
+        q, k, v = made(2, queries)
+        seen = torch.ones(1, queries, KEYS, dtype=torch.bool).tril(KEYS - queries)
+        for recurs in (False, True):
+            found = attend(q, k, v, None, scale=SCALE, cap=None, recurs=recurs)
+            torch.testing.assert_close(found, expected(q, k, v, seen))
+    assert taken == [1, 1, QUERIES, QUERIES, KEYS]

@@ -8,18 +8,33 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from tests.decoder_cases import CONFIGS, check, check_sixteen_bits, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder import Decoder, Sampling, steps
-from tpplan.decoder.layers import attend
+from tpplan.decoder.layers import attend, hiding
 from tpplan.exec import compile as compile_plan
+from tpplan.exec.torch_shims import takes_cudnn
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def kernels(call: Callable[[], object]) -> list[str]:
+    """Return the names of the kernels that a call runs on a GPU."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in profiled.events() or () if event.device_type.name == "CUDA"]
+    return [name for name in names if not name.startswith("Mem")]
 
 
 @pytest.mark.multi_gpu
@@ -76,3 +91,36 @@ def test_prompts_take_kernels_without_masks(queries: int) -> None:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         found = attend(q, k, v, None, scale=0.1, cap=None)
     torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("length", [2, 97, 256, 1000, 4096])
+def test_a_step_attends_without_copies(length: int, width: int) -> None:
+    """In 16 bits, to a part of caches of any length: where torch takes cuDNN, by its kernels alone."""
+    torch.manual_seed(3)
+    q = torch.randn(3, 2, 4, 1, width).bfloat16()
+    cache = torch.randn(2, 3, 2, length + 5, width).bfloat16()
+    mask = hiding((torch.arange(length) <= torch.tensor([[0], [length // 2], [length - 1]]))[:, None, None], q.dtype)
+    k, v = cache[..., :length, :].float()
+    expected = attend(q.float(), k, v, mask.float(), scale=0.1, cap=None)
+    q, mask, (k, v) = q.to("cuda"), mask.to("cuda"), cache.to("cuda")[..., :length, :]
+    found = attend(q, k, v, mask, scale=0.1, cap=None, recurs=True)
+    torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)
+    if takes_cudnn(q.flatten(1, 2), k, v, mask, 0.1):
+        names = kernels(lambda: attend(q, k, v, mask, scale=0.1, cap=None, recurs=True))
+        assert all("cudnn" in name for name in names), names
+
+
+@pytest.mark.gpu
+def test_new_lengths_are_not_planned(tmp_path: Path) -> None:
+    """In 16 bits, cuDNN, which makes a plan for every shape, takes no prompt but those that fill a pass."""
+    model = model_of("qwen3")
+    AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    plan = plan_of(tmp_path, 1, request_of(), {}, seed=4)
+    with compile_plan(plan, backend="cuda", scratch=False) as context:
+        decoder = Decoder(context, tmp_path, load_weights(plan, tmp_path, context))
+        for prompt in ([1], [1, 2, 3], [1, 2, 3, 4, 5]):
+            names = kernels(lambda prompt=prompt: decoder.prefill(prompt))  # type: ignore[misc]
+            assert not any("cudnn" in name for name in names), names
+            assert any("flash" in name for name in names), names

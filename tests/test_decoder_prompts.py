@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     st.randoms(use_true_random=False),
 )
 def test_passes_have_every_token_once(sizes: list[tuple[int, int]], most: int, random: Random) -> None:
-    """Passes are full but for the last; each prompt's tokens follow each other, and its end is marked."""
+    """Passes are full but for the last; each prompt's tokens follow each other, and what ends or fills is marked."""
     numbers = [*range(len(sizes))]
     random.shuffle(numbers)
     prompts = [Prompt([100 * i + t for t in range(n)], i, start) for i, (n, start) in zip(numbers, sizes, strict=True)]
@@ -38,6 +38,7 @@ def test_passes_have_every_token_once(sizes: list[tuple[int, int]], most: int, r
     for tokens, stretches in cut(prompts, most):
         assert [row for each in stretches for row in range(each.rows.start, each.rows.stop)] == [*range(len(tokens))]
         for each in stretches:
+            assert each.is_full == (each.size == most)
             for i in range(each.count):
                 first = each.first + i * each.size
                 places = range(each.start, each.start + each.size)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tpplan.decoder.generation import generate
     from tpplan.decoder.model import Decoder
+    from tpplan.decoder.prompts import Prompt
     from tpplan.decoder.sampling import Sampling
 
-_MODULE_OF = {"Decoder": "model", "Sampling": "sampling", "generate": "generation"}
+_MODULE_OF = {"Decoder": "model", "Prompt": "prompts", "Sampling": "sampling", "generate": "generation"}
 
-__all__ = ["Decoder", "Sampling", "generate"]
+__all__ = ["Decoder", "Prompt", "Sampling", "generate"]
 
 
 def __getattr__(name: str) -> object:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
+
+from tpplan.exec.torch_shims import flash_attention, takes_cudnn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +24,9 @@ AT_ONCE: Final = 2**24
 
 #: Rows that are in float32 at a time.
 _WIDENED: Final = 512
+
+#: The flash kernel takes heads of a multiple of so many elements.
+_FLASH_HEADS: Final = 8
 
 
 def linear(x: Tensor, weights: Mapping[str, Tensor], name: str, *, bias: bool = True) -> Tensor:
@@ -85,7 +89,14 @@ def hiding(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(
-    q_BHGSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor | None, *, scale: float, cap: float | None
+    q_BHGSK: Tensor,
+    k_BHTK: Tensor,
+    v_BHTK: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    cap: float | None,
+    recurs: bool = False,
 ) -> Tensor:
     """Return the values, weighed by how well their keys match the queries: ``[B, H, G, S, K]``.
 
@@ -97,15 +108,12 @@ def attend(
             these and all before.
         scale: of the scores.
         cap: see :class:`tpplan.decoder.settings.Settings`.
+        recurs: whether such shapes come again and again: cuDNN is fast, but makes a plan for each, in 36 ms on an H200.
     """
     group, count, total = q_BHGSK.shape[2], q_BHGSK.shape[3], k_BHTK.shape[2]
-    if mask is None and cap is None:
-        q_BHSK = q_BHGSK.flatten(1, 2)
-        if can_use_flash_attention(SDPAParams(q_BHSK, k_BHTK, v_BHTK, None, 0.0, False, True)):  # noqa: FBT003
-            out_BHSK = functional.scaled_dot_product_attention(
-                q_BHSK, k_BHTK, v_BHTK, causal_lower_right(count, total), scale=scale, enable_gqa=True
-            )
-            return torch.unflatten(out_BHSK, 1, (-1, group))
+    out_BHSK = None if cap is not None else _fused(q_BHGSK.flatten(1, 2), k_BHTK, v_BHTK, mask, scale, recurs=recurs)
+    if out_BHSK is not None:
+        return torch.unflatten(out_BHSK, 1, (-1, group))
     if mask is None:
         seen = torch.ones(1, 1, count, total, dtype=torch.bool, device=q_BHGSK.device).tril(total - count)
         mask = hiding(seen, q_BHGSK.dtype)
@@ -118,6 +126,24 @@ def attend(
 def together(parts: list[Tensor], dim: int) -> Tensor:
     """Join tensors; mostly there is one, which need not be copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def _fused(
+    q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor | None, scale: float, *, recurs: bool
+) -> Tensor | None:
+    """Attend by a kernel that takes as many queries as there are and lets them share KV heads, if there is one."""
+    if mask is not None:
+        if not recurs or not takes_cudnn(q_BHSK, k_BHTK, v_BHTK, mask, scale):
+            return None
+        return functional.scaled_dot_product_attention(q_BHSK, k_BHTK, v_BHTK, mask, scale=scale, enable_gqa=True)
+    params = SDPAParams(q_BHSK, k_BHTK, v_BHTK, None, 0.0, False, True)  # noqa: FBT003
+    if q_BHSK.shape[3] % _FLASH_HEADS or not can_use_flash_attention(params):
+        return None
+    if recurs and q_BHSK.shape[2] == k_BHTK.shape[2]:  # by cuDNN, where torch prefers it
+        return functional.scaled_dot_product_attention(
+            q_BHSK, k_BHTK, v_BHTK, is_causal=True, scale=scale, enable_gqa=True
+        )
+    return flash_attention(q_BHSK, k_BHTK, v_BHTK, scale)
 
 
 def _behind(

@@ -52,7 +52,7 @@ class Prefill:
             for run in heads.runs:
                 q_BHGSK = torch.unflatten(q_BSHK[:, :, run.queries], 2, (-1, run.group)).permute(0, 2, 3, 1, 4)
                 k_BhTK, v_BhTK = k_BHTK[:, run.keys], v_BHTK[:, run.keys]
-                out_BHGSK = attend(q_BHGSK, k_BhTK, v_BhTK, mask_11ST, scale=scale, cap=cap)
+                out_BHGSK = attend(q_BHGSK, k_BhTK, v_BhTK, mask_11ST, scale=scale, cap=cap, recurs=each.is_full)
                 parts.append(out_BHGSK.flatten(1, 2).transpose(1, 2).flatten(0, 1))
             found.append(together(parts, dim=1))
         return together(found, dim=0)
@@ -81,7 +81,8 @@ class Decode:
             for run in heads.runs:
                 q_BHGK = torch.unflatten(q_RHK[some, run.queries], 1, (-1, run.group))
                 k_BhTK, v_BhTK = k_BHTK[:, run.keys], v_BHTK[:, run.keys]
-                out_BHG1K = attend(q_BHGK[..., None, :], k_BhTK, v_BhTK, where.mask[some], scale=scale, cap=cap)
+                mask = where.mask[some]
+                out_BHG1K = attend(q_BHGK[..., None, :], k_BhTK, v_BhTK, mask, scale=scale, cap=cap, recurs=True)
                 parts.append(out_BHG1K.flatten(1, 3))
             found.append(together(parts, dim=1))
         return together(found, dim=0)

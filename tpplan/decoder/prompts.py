@@ -37,6 +37,7 @@ class Stretch:
         sequence: the number of the first sequence.
         count: of sequences; their numbers follow each other, and so do their rows.
         is_last: whether prompts end with them.
+        is_full: whether they are of one sequence, and there is no room for more rows in a pass.
     """
 
     first: int
@@ -45,6 +46,7 @@ class Stretch:
     sequence: int
     count: int
     is_last: bool
+    is_full: bool
 
     @property
     def rows(self) -> slice:
@@ -73,7 +75,8 @@ def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[
             tokens += prompt.tokens[read : read + most - first]
             size = len(tokens) - first
             read += size
-            new = Stretch(first, size, start, prompt.sequence, 1, is_last=read == len(prompt.tokens))
+            is_last = read == len(prompt.tokens)
+            new = Stretch(first, size, start, prompt.sequence, 1, is_last=is_last, is_full=size == most)
             stretches[-1:] = _joined(stretches[-1:], new)
             if len(tokens) == most:
                 yield tokens, stretches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.attention import SDPBackend
 
 
 def stream_handle(device: int) -> int:
@@ -15,6 +16,19 @@ def switch_device(device: int) -> int:
     """Make a CUDA device current, and return the one that was."""
     before: int = torch._C._cuda_exchangeDevice(device)  # noqa: SLF001
     return before
+
+
+def takes_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> bool:
+    """Tell whether torch would let cuDNN attend, where query heads share KV heads."""
+    choice = torch._fused_sdp_choice(q, k, v, mask, scale=scale, enable_gqa=True)  # noqa: SLF001
+    return choice == SDPBackend.CUDNN_ATTENTION.value
+
+
+def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Let the last tokens' queries attend by the flash kernel, whatever torch would take."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
+    found: torch.Tensor = attend(q, k, v, is_causal=True, scale=scale)[0]
+    return found
 
 
 def is_own_allocator(*, default: bool) -> bool:
