@@ -14,7 +14,7 @@ from tests.program_cases import CASES, Case
 from tpplan.errors import InternalError
 from tpplan.exec import slot_table
 from tpplan.exec.operation import Reduction
-from tpplan.exec.program import INPUT, OPERANDS, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
+from tpplan.exec.program import HOST, INPUT, OPERANDS, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
 from tpplan.exec.slot_table import (
     COLUMN,
     FILLED,
@@ -65,7 +65,11 @@ class Machine:
         """Return where a device finds a queue."""
         readers = queue.receivers if device == queue.sender else (device,)
         messages = self.address("counter", device, queue)
-        return Place(self.address("slots", queue), messages, tuple(self.address("freed", queue, r) for r in readers))
+        freed = tuple(self.address("freed", queue, reader) for reader in readers)
+        known = tuple(
+            self.address("known", queue, r) for r in readers if device == queue.sender and queue.place == HOST
+        )
+        return Place(self.address("slots", queue), messages, freed, known)
 
     def send(self, words: list[int], x: torch.Tensor, out: torch.Tensor | None) -> None:
         """Put what a device sends into slots, and what it copies into its output."""
@@ -81,7 +85,7 @@ class Machine:
     def move(self, words: list[int], out: torch.Tensor) -> None:
         """Take what a device receives."""
         for entry in range(words[RECEIVES]):
-            queue, message, target, skip, width = words[words[RECEIVES_AT] + 5 * entry :][:5]
+            queue, _, message, target, skip, width = words[words[RECEIVES_AT] + 6 * entry :][:6]
             data = self.messages[_slots(words, queue)]
             assert data.shape == (self.rows, message)
             out[:, target : target + width] = data[:, skip : skip + width]
@@ -90,7 +94,7 @@ class Machine:
         """Add up what a device has and receives."""
         total = None
         for entry in range(words[RECEIVES]):
-            queue = words[words[RECEIVES_AT] + entry]
+            queue = words[words[RECEIVES_AT] + 2 * entry]
             own = ends.get(INPUT if queue == OWN else RESIDUAL)
             value = self.messages[_slots(words, queue)] if queue < OWN else own
             assert value is not None
@@ -104,7 +108,7 @@ class Machine:
 def _slots(words: list[int], queue: int) -> int:
     """Return the address of the slots of one of a device's queues."""
     assert queue < words[QUEUES]
-    return words[FIRST_QUEUE + 3 * queue + 2]
+    return words[FIRST_QUEUE + 4 * queue + 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -153,12 +157,15 @@ def _check_queues(tables: dict[int, list[int]], machine: Machine) -> None:
     awaited: set[int] = set()
     freed: set[int] = set()
     for device, words in tables.items():
-        rows = [words[FIRST_QUEUE + 3 * i :][:3] for i in range(words[QUEUES])]
-        for i, (messages, address, slots) in enumerate(rows):
+        rows = [words[FIRST_QUEUE + 4 * i :][:4] for i in range(words[QUEUES])]
+        for i, (messages, address, slots, known) in enumerate(rows):
             assert keys[messages] == ("counter", device, keys[address][1])
             assert not slots or keys[slots] == ("slots", keys[address][1])
             assert slots or rows[i - 1][0] == messages  # another receiver of the same slots
             (awaited if i < words[FILLED] else freed).add(address)
+            assert keys[known][1:] == keys[address][1:]
+            on_host = keys[address][1].place == HOST
+            assert keys[known][0] == ("known" if on_host and i < words[FILLED] else "freed")
     assert awaited == freed
 
 
@@ -193,7 +200,9 @@ def test_packet_kernels_find_the_only_send_in_the_header(name: str) -> None:
         sends = [words[words[SENDS_AT] + 5 * i :][:5] for i in range(words[SENDS])]
         takes = isinstance(SMALL[name].operation, Reduction) or all(
             skip == 0 and width == message
-            for _, message, _, skip, width in (words[words[RECEIVES_AT] + 5 * i :][:5] for i in range(words[RECEIVES]))
+            for _, _, message, _, skip, width in (
+                words[words[RECEIVES_AT] + 6 * i :][:6] for i in range(words[RECEIVES])
+            )
         )
         assert made.simple == (len(sends) < 2 and takes)
         if made.simple and sends:
@@ -201,6 +210,24 @@ def test_packet_kernels_find_the_only_send_in_the_header(name: str) -> None:
             assert (words[COLUMN], words[WIDTH], words[LOCAL]) == (first, width, local)
             lanes = words[words[LANES_AT] + start : words[LANES_AT] + end]
             assert lanes == [i for i in range(words[FILLED]) if _slots(words, i)]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_message_answers_what_its_sender_was_sent(name: str) -> None:
+    """By the same program, through the host: that its sender has read all that came before is then known here."""
+    operation, machine = SMALL[name].operation, Machine(1)
+    for exchange in SMALL[name].program.commands:
+        if not isinstance(exchange, Exchange):
+            continue
+        places = {queue: machine.place(queue, exchange.stream.device) for queue in queues(exchange)}
+        words = [0] * FILLED + table(exchange, 2, places, STRIDE).words
+        keys = {address: key for key, address in machine.addresses.items()}
+        rows = [keys[words[FIRST_QUEUE + 4 * i + 1]] for i in range(words[QUEUES])]
+        size = 2 if isinstance(operation, Reduction) else 6
+        for queue, answer in (words[words[RECEIVES_AT] + size * i :][:2] for i in range(words[RECEIVES])):
+            sender = rows[queue][1].sender if queue < OWN else None
+            asked = [i for i in range(words[FILLED]) if rows[i][2] == sender and rows[i][1].place == HOST]
+            assert answer == (asked[0] + 1 if asked else 0)
 
 
 @pytest.mark.parametrize("most", [1, 28, 64, 112, 128])

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import operation
-from tpplan.exec.operands import LAZY, Group, check_facts, columns_of, matrix
+from tpplan.exec.operands import LAZY, SEQUENCES, Group, check_facts, columns_of, matrix
 from tpplan.exec.operation import Moves, Reduction
 from tpplan.exec.overlap import are_apart, check_apart
 from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Program
@@ -92,6 +92,8 @@ class Call:
 
         Whatever holds of tensors holds of others of their likeness, but for a storage that somebody has shrunk.
         """
+        if type(out) not in SEQUENCES or type(inputs[0]) not in SEQUENCES:
+            return None
         try:
             tensors = (*inputs[0], *out) if len(inputs) == 1 else (*chain.from_iterable(inputs), *out)
             if {*map(type, tensors)} != _PLAIN:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Device, first column and one past the last, of each.
 Slices = tuple[tuple[int, int, int], ...]
 
-_SEQUENCES = (list, tuple)
+SEQUENCES = (list, tuple)
 _ITEM_BYTES = (1, 2, 4, 8)
 #: Dtypes that are added up, and so those of activations.
 ADDABLE = (torch.float16, torch.bfloat16, torch.float32)
@@ -49,7 +49,7 @@ class Group:
 
         It takes most of the time of a call, so that nothing is prepared for an error; :meth:`check` finds that.
         """
-        if not isinstance(tensors, _SEQUENCES) or len(tensors) != len(self.wants):
+        if not isinstance(tensors, SEQUENCES) or len(tensors) != len(self.wants):
             return False
         dtype, item_bytes, is_lazy = self.dtype, self.dtype.itemsize, self.dtype in LAZY
         try:
@@ -123,7 +123,7 @@ def first_of(what: str, tensors: Sequence[Tensor], slices: Slices) -> Tensor:
     Raises:
         ExecutionError: there is none.
     """
-    if not isinstance(tensors, _SEQUENCES) or not tensors:
+    if not isinstance(tensors, SEQUENCES) or not tensors:
         check_count(what, tensors, [device for device, _, _ in slices])
     return tensors[0]
 
@@ -164,8 +164,8 @@ def check_count(what: str, tensors: Sequence[Tensor], devices: Sequence[int]) ->
     Raises:
         ExecutionError: naming both.
     """
-    if not isinstance(tensors, _SEQUENCES) or len(tensors) != len(devices):
-        got = f"{len(tensors)} tensors" if isinstance(tensors, _SEQUENCES) else type(tensors).__name__
+    if not isinstance(tensors, SEQUENCES) or len(tensors) != len(devices):
+        got = f"{len(tensors)} tensors" if isinstance(tensors, SEQUENCES) else type(tensors).__name__
         names = ", ".join(map(str, devices))
         raise ExecutionError(f"{what}: {got}, expected one for each of the devices {names}", "in device order")
 

@@ -16,7 +16,7 @@ from tpplan.exec.exchange_kernels import device_function
 from tpplan.exec.exchange_table import ROWS
 from tpplan.exec.kernels import Kernel, none, only
 from tpplan.exec.ptx import word
-from tpplan.exec.slot_kernels import begin, peek, receive, region, row
+from tpplan.exec.slot_kernels import answered, begin, peek, receive, region, row
 from tpplan.exec.slot_table import (
     COLUMN,
     DATA_BYTES,
@@ -31,6 +31,7 @@ from tpplan.exec.slot_table import (
     RECEIVES_AT,
     RESIDUAL,
     RESIDUE,
+    SOURCE_WORDS,
     WIDTH,
     X,
 )
@@ -100,12 +101,14 @@ def _move(_words):  # type: ignore[no-untyped-def]
     while k < _HALF(word(RECEIVES)):
         ptx.roll()
         entry = word(RECEIVES_AT) + _WORD(RECEIVE_WORDS) * _WORD(k)
-        queue, width, column = word(entry), word(entry + _WORD(1)), word(entry + _WORD(2))
+        queue, width, column = word(entry), word(entry + _WORD(2)), word(entry + _WORD(3))
         source, at, total = slots[queue] + region(), first, word(ROWS) * width
         while at < total:
             _store(_address(OUT, column, width, at), receive(source, counts[queue]))
             at += step
             source += turn
+        if first < total:
+            answered(counts, entry + _WORD(1))
         k = _HALF(k + _HALF(1))
 
 
@@ -127,10 +130,12 @@ def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
             k = _HALF(0)
             while k < _HALF(word(RECEIVES)):
                 ptx.roll()
-                queue = word(word(RECEIVES_AT) + _WORD(k))
+                entry = word(RECEIVES_AT) + _WORD(SOURCE_WORDS) * _WORD(k)
+                queue = word(entry)
                 value = residue if queue == RESIDUE else own
                 if queue < OWN:
                     value = receive(slots[queue] + place, counts[queue])
+                    answered(counts, entry + _WORD(1))
                 low, high = _HALF(value), _HALF(value >> _WORD(32))
                 s0, t0, s1, t1 = s0 + first(low), t0 + second(low), s1 + first(high), t1 + second(high)
                 k = _HALF(k + _HALF(1))

@@ -6,7 +6,7 @@ and needs no other flag. Every block of threads has packets, counters and a part
 all devices, so that the blocks of a kernel need not wait for each other.
 
 That a slot was read is told at the start of the next kernel that reads one of the same queue: told at the end, it would
-keep the kernel from ending until it has arrived.
+keep the kernel from ending until it has arrived. A message tells it, too: see :mod:`tpplan.exec.slot_table`.
 
 What a kernel exchanges is in its table; see :mod:`tpplan.exec.slot_table`.
 """
@@ -44,6 +44,7 @@ from tpplan.exec.slot_table import (
     SEND_WORDS,
     SENDS,
     SENDS_AT,
+    SOURCE_WORDS,
     STRIDE,
     WIDTH,
     X,
@@ -117,14 +118,14 @@ def _scatter(
 
 @device_function
 def peek() -> Any:
-    """Return the number of the latest message of the thread's queue, and, if it fills that, of the latest one read."""
+    """Return the number of the latest message of the thread's queue, and, if it fills that, of one that was read."""
     thread = _WORD(cuda.threadIdx.x)  # as what it is compared with, or numba compares in float64
     block = _WORD(4) * _WORD(cuda.blockIdx.x)
     entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread
     last = read = _HALF(0)
     if thread < word(QUEUES):
-        messages, freed = word(entry) + block, word(entry + _WORD(1)) + block
-        last, read = ptx.poll_32(messages), ptx.poll_32(freed if thread < word(FILLED) else messages)
+        messages, known = word(entry) + block, word(entry + _WORD(3)) + block
+        last, read = ptx.poll_32(messages), ptx.poll_32(known if thread < word(FILLED) else messages)
     return last, read
 
 
@@ -181,6 +182,20 @@ def receive(address: Any, number: Any) -> Any:
 
 
 @device_function
+def answered(counts: Any, entry: Any) -> None:
+    """Note what is known of the queue that a message, of which something has come, is an answer to.
+
+    Args:
+        counts: of :func:`begin`.
+        entry: where the table says which queue that is.
+    """
+    which = word(entry)
+    if which and cuda.threadIdx.x == 0:
+        known = word(_WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * (which - _WORD(1)) + _WORD(3))
+        ptx.store_32(known + _WORD(4) * _WORD(cuda.blockIdx.x), _HALF(counts[which - _WORD(1)] - _HALF(1)))
+
+
+@device_function
 def region() -> Any:
     """Return where in a slot the first packet of this thread is."""
     return _WORD(cuda.blockIdx.x) * word(REGION) + _WORD(cuda.threadIdx.x) * _WORD(PACKET_BYTES)
@@ -228,14 +243,16 @@ def _move(_words):  # type: ignore[no-untyped-def]
     rows = word(ROWS)
     for k in range(word(RECEIVES)):
         entry = word(RECEIVES_AT) + _WORD(RECEIVE_WORDS) * _WORD(k)
-        queue, message, target = word(entry), word(entry + _WORD(1)), word(OUT) + word(entry + _WORD(2))
-        skip, width = word(entry + _WORD(3)), word(entry + _WORD(4))
+        queue, message, target = word(entry), word(entry + _WORD(2)), word(OUT) + word(entry + _WORD(3))
+        skip, width = word(entry + _WORD(4)), word(entry + _WORD(5))
         source, at = slots[queue] + region(), packet
         while at * _WORD(DATA_BYTES) < rows * message:
             value = receive(source, counts[queue])
             _scatter(target, word(OUT + 1), message, skip, width, rows * message, at, value, word(PIECE))
             at += step
             source += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
+        if packet * _WORD(DATA_BYTES) < rows * message:
+            answered(counts, entry + _WORD(1))
 
 
 def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
@@ -258,13 +275,15 @@ def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
                 residue = _gather(word(RESIDUAL), word(RESIDUAL + 1), width, total, packet, word(PIECE))
             s0 = s1 = t0 = t1 = types.float32(-0.0)  # which added to keeps the sign of a zero
             for k in range(word(RECEIVES)):
-                queue = word(word(RECEIVES_AT) + _WORD(k))
+                entry = word(RECEIVES_AT) + _WORD(SOURCE_WORDS) * _WORD(k)
+                queue = word(entry)
                 if queue == OWN:
                     value = own
                 elif queue == RESIDUE:
                     value = residue
                 else:
                     value = receive(slots[queue] + place, counts[queue])
+                    answered(counts, entry + _WORD(1))
                 low, high = _HALF(value), _HALF(value >> _WORD(32))
                 s0, t0, s1, t1 = s0 + first(low), t0 + second(low), s1 + first(high), t1 + second(high)
             value = _WORD(both(s0, t0)) | _WORD(both(s1, t1)) << _WORD(32)

@@ -3,16 +3,21 @@
 A kernel waits for every part of its parameter that it reads for the first time, so there are no gaps. Behind the header
 come the queues, those that the device fills and then those that it reads, one entry for each receiver:
 
-- the addresses of the counter of their messages, and of the count of those that the receiver has freed, which the
-  sender reads and the receiver writes; the address of the slots, or 0 if an earlier entry has it.
+- the addresses of the counter of their messages, of the count of those that the receiver has freed, which the sender
+  reads and the receiver writes, of the slots, or 0 if an earlier entry has that, and of what the sender knows of the
+  second one: that itself, unless it is in host memory, which takes long to be read.
 
 The header says where the others begin:
 
 - sends: first column, width, first lane and the one past the last, and 1 more than the column of the output to which
   the device itself copies, or 0;
 - lanes: which of the queues;
-- receives: of a move, which of the queues, the width of the message, the column of the output, the columns that are
-  skipped and the width that is taken; of a sum, which of the queues, or what else the source is.
+- receives: which of the queues, or what else the source of a sum is, and 1 more than which of the filled queues that
+  message is an answer to, or 0; of a move also the width of the message, the column of the output, the columns that
+  are skipped and the width that is taken.
+
+The sender of a message has read all that it got in earlier exchanges. So whoever has sent it something knows that all
+but this was freed, and need not look for it in host memory before the next exchange.
 """
 
 from __future__ import annotations
@@ -47,8 +52,8 @@ WIDTH, COLUMN, LOCAL = range(STRIDE + 1, STRIDE + 4)
 #: Where the first entries are.
 SENDS_AT, LANES_AT, RECEIVES_AT = range(LOCAL + 1, LOCAL + 4)
 FIRST_QUEUE = RECEIVES_AT + 1
-#: Words of an entry; a lane, and a source of a sum, is one.
-QUEUE_WORDS, SEND_WORDS, RECEIVE_WORDS = 3, 5, 5
+#: Words of an entry; a lane is one.
+QUEUE_WORDS, SEND_WORDS, SOURCE_WORDS, RECEIVE_WORDS = 4, 5, 2, 6
 #: Most queues of a device: enough for eight.
 MOST_QUEUES = 16
 #: Sources of a sum that are in no queue.
@@ -64,11 +69,19 @@ class Place:
         messages: address of the device's counter of the messages.
         freed: the addresses of the counts of the messages that each receiver has freed; the sender reads all of them,
             a receiver writes its own.
+        known: of the sender of a queue in host memory, the addresses of what it knows of these counts; else nothing.
     """
 
     slots: int
     messages: int
     freed: tuple[int, ...]
+    known: tuple[int, ...] = ()
+
+    @property
+    def entries(self) -> tuple[tuple[int, int, int, int], ...]:
+        """The words of the queue, for each receiver."""
+        known = self.known or self.freed
+        return tuple((self.messages, f, 0 if i else self.slots, known[i]) for i, f in enumerate(self.freed))
 
 
 def regions(stride: int, most: int = BLOCKS) -> tuple[int, int]:
@@ -106,8 +119,9 @@ class _Entries:
     """A table in the making."""
 
     item: int
-    queues: list[tuple[Queue, tuple[int, int, int]]]
+    queues: list[tuple[Queue, tuple[int, int, int, int]]]
     filled: int
+    asked: dict[int, int]
     sends: list[_Send] = Factory(list)
     receives: list[tuple[int, ...]] = Factory(list)
     width: int = 0
@@ -118,11 +132,15 @@ class _Entries:
         """Whether :mod:`tpplan.exec.packet_kernels` can do it, if everything lies at a multiple of a packet's bytes."""
         if self.width:
             return all((send.first, send.width) == (0, self.width) for send in self.sends)
-        return len(self.sends) <= 1 and all(message == width for _, message, _, _, width in self.receives)
+        return len(self.sends) <= 1 and all(message == width for _, _, message, _, _, width in self.receives)
 
     def lane(self, queue: Queue) -> int:
         """Return which of the queues one is."""
         return [each for each, _ in self.queues].index(queue)
+
+    def source(self, queue: Queue) -> tuple[int, int]:
+        """Return which of the queues one that is read is, and 1 more than which other it answers, or 0."""
+        return self.lane(queue), self.asked.get(queue.sender, -1) + 1
 
     def columns(self, view: View) -> tuple[int, int]:
         """Return the first byte and the bytes of a view's columns."""
@@ -140,7 +158,7 @@ class _Entries:
         elif step.source.buffer.queue is not None:
             message = step.source.width * self.item
             self.bits |= message | first | width | to
-            self.receives.append((self.lane(step.source.buffer.queue), message, to, first, width))
+            self.receives.append((*self.source(step.source.buffer.queue), message, to, first, width))
         else:
             self.bits |= first | width | to
             same = [send for send in self.sends if (send.first, send.width, send.local) == (first, width, 0)]
@@ -154,7 +172,7 @@ class _Entries:
         for view in step.sources:
             queue = view.buffer.queue
             other = OWN if view.buffer.role == INPUT else RESIDUE
-            self.receives.append((other if queue is None else self.lane(queue),))
+            self.receives.append((other, 0) if queue is None else self.source(queue))
 
     def words(self, stride: int, most: int) -> list[int]:
         """Return the table.
@@ -165,7 +183,8 @@ class _Entries:
         ends = [0, *accumulate(len(send.lanes) for send in self.sends)]
         sends = [(s.first, s.width, a, b, s.local) for s, (a, b) in zip(self.sends, pairwise(ends), strict=True)]
         lanes = [lane for send in self.sends for lane in send.lanes]
-        kinds = [*(sum(kind, ()) for kind in ([e for _, e in self.queues], sends)), lanes, sum(self.receives, ())]
+        entries = (entry for _, entry in self.queues), sends, [lanes], self.receives
+        kinds = [list(chain.from_iterable(each)) for each in entries]
         _, *places, end = accumulate(map(len, kinds), initial=FIRST_QUEUE)
         if len(self.queues) > MOST_QUEUES or end > MOST_WORDS:
             raise InternalError(f"no slot kernel has room for {len(self.queues)} queues and {end} words")
@@ -203,13 +222,12 @@ def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int
     Raises:
         InternalError: it has steps that no slot kernel knows, or too many.
     """
-    rows: dict[bool, list[tuple[Queue, tuple[int, int, int]]]] = {True: [], False: []}
-    for queue, place in places.items():
-        fills = queue.sender == exchange.stream.device
-        rows[fills] += [
-            (queue, (place.messages, freed, 0 if i else place.slots)) for i, freed in enumerate(place.freed)
-        ]
-    entries = _Entries(item, rows[True] + rows[False], len(rows[True]))
+    device = exchange.stream.device
+    own = [(queue, entry) for queue, place in places.items() if queue.sender == device for entry in place.entries]
+    read = [(queue, entry) for queue, place in places.items() if queue.sender != device for entry in place.entries]
+    readers = [reader for queue, place in places.items() if queue.sender == device for reader in queue.receivers]
+    asked = {reader: i for i, reader in enumerate(readers) if places[own[i][0]].known}
+    entries = _Entries(item, own + read, len(own), asked)
     for step in exchange.steps:
         if isinstance(step, Copy):
             entries.copy(step)

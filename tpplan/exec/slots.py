@@ -49,8 +49,10 @@ def _place(queue: Queue, device: int, memory: Memory, counters: Counters) -> Pla
     """Return where a device finds a queue; its sender has the credits, unless that is the host's memory."""
     readers = queue.receivers if device == queue.sender else (device,)
     home = HOST if queue.place == HOST else queue.sender
+    knows = device == queue.sender != home
     return Place(
         memory.slots(queue).data_ptr(),
         counters.address(device, "messages", queue),
         tuple(counters.address(home, "freed", queue, reader) for reader in readers),
+        tuple(counters.address(device, "known", queue, reader) for reader in readers if knows),
     )
