@@ -12,12 +12,12 @@ import torch
 
 import tpplan
 from benchmarks.decode_memory import Buckets
-from benchmarks.decode_order import WARM, Order, long_prompt, prompts
+from benchmarks.decode_order import PROMPT, WARM, Order, long_prompt, prompts
 from benchmarks.decode_rows import Part
 from benchmarks.nccl_context import NcclContext
 from benchmarks.random_checkpoint import read_rate
 from tpplan.axes import Axis
-from tpplan.decoder import Decoder, Sampling
+from tpplan.decoder import Decoder, Prompt, Sampling
 from tpplan.decoder.steps import Steps
 from tpplan.exec import bench_limits
 from tpplan.exec import compile as compile_plan
@@ -68,16 +68,14 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
             least = _least_seconds(part, order, context)
         memory.start()
         _decode(part, order, decoder.steps, given, least)
-        with part.guarded(f"prefill of {order.prefill} tokens"):
-            _prefill(part, order, decoder)
+        _prefill(part, order, decoder, given)
         with part.guarded("memory"):
             memory.tell(part)
         if order.nccl:
             decoder.context = NcclContext(context)  # type: ignore[assignment]
             other = Part(tell, gpus=order.gpus, cut=order.cut, who="NCCL")
             _decode(other, order, lambda batch: Steps(decoder, batch), given, least)
-            with other.guarded(f"prefill of {order.prefill} tokens"):
-                _prefill(other, order, decoder)
+            _prefill(other, order, decoder, given)
 
 
 def _decode(
@@ -98,17 +96,22 @@ def _decode(
             part.row(what, batch / median, "tokens/s", limit=limit, note=f"{median * 1e3:.2f} ms a step", tokens=tokens)
 
 
-def _prefill(part: Part, order: Order, decoder: Decoder) -> None:
-    """Tell how many tokens a second a long prompt is read at."""
-    prompt = long_prompt(order.prefill, decoder.context.plan.split(Axis.VC).size)
-    seconds = []
-    for _ in range(1 + _PREFILLS):
-        start = time.perf_counter()
-        decoder.prefill(prompt)
-        _synchronize(order)
-        seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds[1:])
-    part.row(f"prefill of {order.prefill} tokens", order.prefill / median, "tokens/s", note=f"{median * 1e3:.1f} ms")
+def _prefill(part: Part, order: Order, decoder: Decoder, given: Sequence[list[int]]) -> None:
+    """Tell how many tokens a second a long prompt is read at, and those that are decoded from, if there are several."""
+    long = long_prompt(order.prefill, decoder.context.plan.split(Axis.VC).size)
+    texts: dict[str, Sequence[list[int]]] = {f"prefill of {order.prefill} tokens": [long]}
+    if len(given) > 1:
+        texts[f"prefill of {len(given)} prompts of {PROMPT} tokens"] = given
+    for what, each in texts.items():
+        with part.guarded(what):
+            read, seconds = [Prompt(text, sequence) for sequence, text in enumerate(each)], []
+            for _ in range(1 + _PREFILLS):
+                start = time.perf_counter()
+                decoder.read(read)
+                _synchronize(order)
+                seconds.append(time.perf_counter() - start)
+            median, count = statistics.median(seconds[1:]), sum(map(len, each))
+            part.row(what, count / median, "tokens/s", note=f"{median * 1e3:.1f} ms")
 
 
 def _tell_load(part: Part, order: Order, context: TPContext, seconds: float) -> None:

@@ -113,6 +113,7 @@ def test_a_run_measures_all_parts_and_makes_the_right_tokens(order: Order, cut: 
         "decode, batch 1",
         "decode, batch 3",
         "prefill of 40 tokens",
+        "prefill of 3 prompts of 32 tokens",
     ]
     assert all(row.value is not None and row.value > 0 for row in rows)
     assert {row.what for row in rows if row.limit} == {"load", "decode, batch 1", "decode, batch 3"}
@@ -160,7 +161,7 @@ def test_a_part_that_fails_leaves_the_others(order: Order, monkeypatch: pytest.M
     assert [(row.what, row.note) for row in rows if row.value is None] == [
         ("load", "failed: OSError: the disk / is gone")
     ]
-    assert rows[-1].what == "prefill of 40 tokens"
+    assert rows[-1].what == "prefill of 3 prompts of 32 tokens"
 
 
 def test_transformers_makes_the_same_tokens(order: Order) -> None:
