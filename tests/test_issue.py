@@ -33,8 +33,9 @@ COPIED = {
 }
 
 
-def test_a_launch_that_fails_after_another_is_the_last() -> None:
+def test_a_launch_that_fails_after_another_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Device 0 has its part of the program and device 1 has not: they count differently from then on."""
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
     exchanges = (Exchange(own(0), ()), Exchange(own(1), ()))
     program = Program("p", exchanges)
     launches: Any = (Mock(), Mock())
@@ -43,6 +44,7 @@ def test_a_launch_that_fails_after_another_is_the_last() -> None:
     devices._exchanges = Mock()
     devices._issuing = Issuing(devices._exchanges)
     devices._current = {0: 1, 1: 1}
+    devices._ordinals = {0: 0, 1: 1}
     devices._handle = lambda _: 1
     devices._loaded = set()
     ready = _Ready(
@@ -65,6 +67,7 @@ def test_default_streams_have_their_device_current(monkeypatch: pytest.MonkeyPat
     """As long as something is issued to them; afterwards the caller's is, also if something fails."""
     at, seen = [9], []
     monkeypatch.setattr(cuda, "switch_device", lambda device: (at[0], at.__setitem__(0, device))[0])
+    monkeypatch.setattr(cuda, "current_device", lambda: at[0])
     devices: Any = object.__new__(CudaDevices)
     devices._ordinals, devices._load_handles = {0: 4, 1: 5, 2: 6}, {0: 70}
     devices._current, devices._loaded = {0: 0, 1: 0, 2: 30}, set()
@@ -93,6 +96,7 @@ def test_programs_of_copies_give_what_they_should(name: str, monkeypatch: pytest
     monkeypatch.setattr(copies, "runtime", fake)
     monkeypatch.setattr(marks, "runtime", fake)
     monkeypatch.setattr(marks, "switch_device", fake.switch_device)
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     devices: Any = object.__new__(CudaDevices)
     devices._memory, devices._exchanges, devices._ready = memory(), Mock(prepare=lambda *_: ()), {}

@@ -23,7 +23,7 @@ from tpplan.exec.issuing import ISSUING, Issuing
 from tpplan.exec.marks import Marks, Pending
 from tpplan.exec.program import HOST, LOAD, Copy, Exchange, Program, Record, Stream, Sum, Wait
 from tpplan.exec.sums import Sums
-from tpplan.exec.torch_shims import stream_handle, switch_device
+from tpplan.exec.torch_shims import current_device, stream_handle, switch_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -155,8 +155,11 @@ class CudaDevices:
             if ready.on_host and torch.cuda.is_current_stream_capturing():
                 message = f"{ready.program.name} cannot be captured: the host takes part"
                 raise ExecutionError(message, "call it beside the graph")
+            current = self._current
             for device in ready.devices:
-                self._turn_to(device, self._handle(device))
+                handle = self._handle(device)
+                if current.get(device) != handle:
+                    self._turn_to(device, handle)
             try:
                 self._go_through(bound)
             except BaseException:  # between two devices, perhaps
@@ -176,16 +179,16 @@ class CudaDevices:
     def _go_through(self, bound: Bound) -> None:
         """Issue the steps of a program; where that is to a default stream, its device is made current for it."""
         self._loaded |= bound.ready.loads
-        before = here = None
+        before = here = current_device()
         try:
             for issue, device, fixed in bound.steps:
                 handle = fixed or self._current[device]
-                if not handle and device != here:
-                    found = switch_device(self._ordinals[device])
-                    before, here = found if here is None else before, device
+                if not handle and self._ordinals[device] != here:
+                    here = self._ordinals[device]
+                    switch_device(here)
                 issue(handle)
         finally:
-            if before is not None:
+            if here != before:
                 switch_device(before)
 
     def issuing(self) -> Issuing:
@@ -224,7 +227,9 @@ class CudaDevices:
     def turn_to_current(self) -> None:
         """Let what is issued from now on follow what the current streams hold."""
         for device in self._ordinals:
-            self._turn_to(device, self._handle(device))
+            handle = self._handle(device)
+            if self._current.get(device) != handle:
+                self._turn_to(device, handle)
 
     def close(self) -> None:
         """Let go of streams, events and kernels; closing again does nothing."""
@@ -278,8 +283,6 @@ class CudaDevices:
     def _turn_to(self, device: int, handle: int) -> None:
         """Make the current stream of a device tpplan's: it waits for the one that was, if that was another."""
         before = self._current.get(device)
-        if before == handle:
-            return
         key = (device, handle)
         if key not in self._streams:
             place = self._places[device]

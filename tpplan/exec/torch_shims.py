@@ -12,6 +12,12 @@ def stream_handle(device: int) -> int:
     return handle
 
 
+def current_device() -> int:
+    """Return the CUDA device that is current."""
+    device: int = torch._C._cuda_getDevice()  # noqa: SLF001
+    return device
+
+
 def switch_device(device: int) -> int:
     """Make a CUDA device current, and return the one that was."""
     before: int = torch._C._cuda_exchangeDevice(device)  # noqa: SLF001
