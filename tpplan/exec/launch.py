@@ -98,16 +98,6 @@ class Launch:
             self._words[index] = word
         self._packed = Struct(f"<{1 + 2 * len(work.operands.buffers)}Q")
         self._threads, self._blocks = threads, blocks
-        self._config = None
-        if work.simple:
-            c = self._config = driver.CUlaunchConfig()
-            c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX, c.blockDimY, c.blockDimZ = 1, 1, 1, threads, 1, 1
-            a = driver.CUlaunchAttribute()
-            a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            v = driver.CUlaunchAttributeValue()
-            v.programmaticStreamSerializationAllowed = 1
-            a.value = v
-            c.attrs, c.numAttrs = [a], 1
         self._row_bytes, self._block_bytes = work.row_bytes, threads * self._piece
 
     def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
