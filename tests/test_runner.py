@@ -103,6 +103,17 @@ def test_what_was_refused_is_refused_again(ctx: TPContext, backend: Backend) -> 
     assert backend.issued == 1
 
 
+def test_the_same_tensors_in_other_places_are_refused(ctx: TPContext, backend: Backend) -> None:
+    """What was an input does not become an output, nor something else than a sequence one, because all is known."""
+    parts, residual, out = (_outputs(ctx, 2) for _ in range(3))
+    ctx.all_reduce(parts, residual, out=out)
+    with pytest.raises(ExecutionError, match="one for each"):
+        ctx.all_reduce(parts, residual[:-1], out=[residual[-1], *out])
+    with pytest.raises(ExecutionError, match="generator"):
+        ctx.all_reduce(parts, (each for each in residual), out=out)  # type: ignore[arg-type]
+    assert backend.issued == 1
+
+
 def test_tensors_that_were_copied_are_copied_again(ctx: TPContext, backend: Backend) -> None:
     """Those with strides, gradients or negated bits are seen anew every time."""
     for special in (

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #: Of a tensor: what :meth:`Call.likeness` tells it by.
 _ADDRESS, _STRIDES = torch.Tensor.data_ptr, torch.Tensor.stride
 _FACTS = attrgetter("shape", "dtype", "device", "requires_grad")
-_PLAIN = {torch.Tensor}
+_PLAIN, _PLAIN_GROUPS = {torch.Tensor}, {*SEQUENCES}
 
 
 @frozen(eq=False)
@@ -92,7 +92,7 @@ class Call:
 
         Whatever holds of tensors holds of others of their likeness, but for a storage that somebody has shrunk.
         """
-        if type(out) not in SEQUENCES or type(inputs[0]) not in SEQUENCES:
+        if not _PLAIN_GROUPS.issuperset(map(type, (*inputs, out))):
             return None
         try:
             tensors = (*inputs[0], *out) if len(inputs) == 1 else (*chain.from_iterable(inputs), *out)
@@ -100,7 +100,7 @@ class Call:
                 return None
             if out[0].dtype in LAZY and any(tensor.is_neg() or tensor.is_conj() for tensor in tensors):
                 return None
-            return (self, *map(_ADDRESS, tensors), *map(_STRIDES, tensors), *map(_FACTS, tensors))
+            return (self, len(out), *map(_ADDRESS, tensors), *map(_STRIDES, tensors), *map(_FACTS, tensors))
         except (IndexError, RuntimeError, TypeError):  # nested and sparse tensors have no strides
             return None
 
