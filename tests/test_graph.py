@@ -74,6 +74,28 @@ def test_nothing_is_given_back_inside_another_capture() -> None:
     assert list(_Cuda.alive) == [outer._graph]
 
 
+def test_nothing_is_given_back_while_a_capture_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may end one just then; if beginning fails, there is none."""
+    with _graph() as old:
+        pass
+    held = [old]
+    del old
+
+    def begin(*_: Any, **__: Any) -> Any:
+        held.clear()
+        graphs._give_back()
+        assert len(_Cuda.alive) == 2
+        raise RuntimeError("no capture")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "graph", begin)
+        with pytest.raises(RuntimeError, match="no capture"):
+            _graph().__enter__()
+    with _graph() as graph:
+        pass
+    assert list(_Cuda.alive) == [graph._graph]
+
+
 def test_a_capture_that_fails_gives_nothing_back() -> None:
     """What torch makes of it is not known; the next capture that works does."""
     held = [_graph()]

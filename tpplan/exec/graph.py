@@ -79,6 +79,8 @@ class Graph:
         self._backend.forget()
         first, *others = self._room.streams
         with ExitStack() as stack:
+            _UNDERWAY.append(self._graph)
+            stack.callback(_UNDERWAY.remove, self._graph)
             stack.enter_context(_streams_restored(self._places))
             shared = self._room.graph.pool() if self._room.graph else None
             stack.enter_context(torch.cuda.graph(self._graph, shared, first, capture_error_mode="relaxed"))
@@ -88,7 +90,6 @@ class Graph:
                 stack.enter_context(torch.cuda.use_mem_pool(pool, device=place))
             _make_current(self._room.streams)
             self._stack = stack.pop_all()
-        _UNDERWAY.append(self._graph)
         return self
 
     def __exit__(
@@ -98,7 +99,6 @@ class Graph:
             with warnings.catch_warnings(action="ignore" if kind else None):  # that what failed at once has no commands
                 self._stack.__exit__(kind, error, trace)
         finally:
-            _UNDERWAY.remove(self._graph)
             self._backend.forget()
         self._captured = kind is None
         if self._captured and not self._room.graph:
