@@ -19,11 +19,11 @@ from tests.program_cases import CASES
 from tpplan.errors import ExecutionError
 from tpplan.exec import copies, cuda, marks
 from tpplan.exec.cuda import Bound, CudaDevices, _Ready
-from tpplan.exec.fence import own
+from tpplan.exec.fence import HOST_STREAM, own
 from tpplan.exec.issuing import ISSUING, Issuing
 from tpplan.exec.marks import Marks
 from tpplan.exec.operation import Moves
-from tpplan.exec.program import HOST, INPUT, Buffer, Exchange, Program
+from tpplan.exec.program import HOST, INPUT, Buffer, Copy, Exchange, Program
 
 #: Programs of which devices and the host only copy.
 COPIED = {
@@ -114,6 +114,8 @@ def test_programs_of_copies_give_what_they_should(name: str, monkeypatch: pytest
         assert pending.done() is not bool(program.results)
         pending.wait()
         assert pending.done()
+    reads_host = any(each.stream == HOST_STREAM for each in program.commands if isinstance(each, Copy))
+    assert (devices.bind(program, tensors) is None) is reads_host  # or it would keep the tensor that the host reads
     streams = {stream for *_, stream in fake.copied}
     assert streams <= {*devices._current.values(), *devices._load_handles.values()}
 

@@ -145,8 +145,8 @@ class CudaDevices:
             program: of some operation.
             operands: see :meth:`run`; only their addresses are kept.
         """
-        bound = self._bind(program, operands)
-        return None if bound.ready.copies else partial(self.issue, bound)
+        ready = self._ready_for(program, next(iter(operands.values())).dtype)
+        return None if ready.copies else partial(self.issue, self._bind(program, operands))
 
     def issue(self, bound: Bound) -> Pending:
         """Issue a program; see :meth:`run`."""
@@ -169,12 +169,15 @@ class CudaDevices:
 
     def _bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Bound:
         some = next(iter(operands.values()))
-        rows, dtype = some.shape[0], some.dtype
+        rows, ready = some.shape[0], self._ready_for(program, some.dtype)
+        return Bound(ready, tuple([(step.bind(operands, rows), device, fixed) for step, device, fixed in ready.steps]))
+
+    def _ready_for(self, program: Program, dtype: torch.dtype) -> _Ready:
         ready = self._ready.get((id(program), dtype))
         if ready is None:
             with self._issuing:
                 ready = self._prepare(program, dtype)
-        return Bound(ready, tuple([(step.bind(operands, rows), device, fixed) for step, device, fixed in ready.steps]))
+        return ready
 
     def _go_through(self, bound: Bound) -> None:
         """Issue the steps of a program; where that is to a default stream, its device is made current for it."""
