@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tpplan.exec import kernel_cache
+from tpplan.exec import kernel_cache, slot_table, straight_table
+from tpplan.exec.blocks import SLOT_BLOCKS, STRAIGHT_BLOCKS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +20,16 @@ pytest.importorskip("numba.cuda", reason="needs numba-cuda: pip install 'tpplan[
 SUMS = ("sum_bf16", "sum_f16", "sum_f32")
 LINKER = pytest.importorskip("cuda.bindings.nvjitlink", reason="needs nvJitLink: pip install 'tpplan[cu13]'")
 NEWEST = (12, 0) if LINKER.version() >= (12, 8) else (9, 0)  # that the linker here knows
+#: Of a multiprocessor, whose blocks wait for those of other devices.
+REGISTERS = 2**16
 CAPABILITIES = tuple(each for each in ((8, 0), (9, 0), (12, 0)) if each <= NEWEST)
+
+
+def _registers(log: str) -> int:
+    """Return how many registers a thread has, of as many as are given out at a time."""
+    found = re.search(r"Used (\d+) registers", log)
+    assert found
+    return -(-int(found[1]) // 8) * 8
 
 
 def _compiled(name: str) -> dict[tuple[int, int], str]:
@@ -63,6 +74,7 @@ def test_exchanges_poll_what_others_write(way: str, what: str) -> None:
         assert ".local" not in text
         _, log = kernel_cache.assemble(text, capability)
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+        assert _registers(log) * slot_table.THREADS * SLOT_BLOCKS <= REGISTERS
 
 
 @pytest.mark.parametrize("name", ["straight_move", "straight_sum_bf16", "straight_sum_f16", "straight_sum_f32"])
@@ -80,6 +92,7 @@ def test_straight_kernels_wait_for_flags_and_move_vectors(name: str) -> None:
         assert ".local" not in text
         _, log = kernel_cache.assemble(text, capability)
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+        assert _registers(log) * straight_table.THREADS * STRAIGHT_BLOCKS <= REGISTERS
 
 
 def test_a_kernel_on_disk_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
