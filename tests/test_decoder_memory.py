@@ -58,9 +58,9 @@ def made(model_type: str, directory: Path) -> Path:
     return directory
 
 
-def planned(directory: Path, layout: str, shares: tuple[int, ...]) -> SplitPlan:
+def planned(directory: Path, layout: str, shares: tuple[int, ...], cache: Cache) -> SplitPlan:
     """Return a plan that cuts every axis by shares."""
-    request = Request(layout, "balanced", Cache("fp16", _BATCH * _LENGTH), _BATCH, _ROWS, "idle")
+    request = Request(layout, "balanced", cache, _BATCH, _ROWS, "idle")
     cut = {}
     for demand in demands(tpplan.read_model(directory), request, len(shares)).axes:
         ends = [round(demand.units * sum(shares[:i]) / sum(shares)) for i in range(len(shares) + 1)]
@@ -68,32 +68,46 @@ def planned(directory: Path, layout: str, shares: tuple[int, ...]) -> SplitPlan:
     return plan_of(directory, len(shares), request, cut, seed=0)
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_activations_fit_in_the_scratch_of_the_ledger(model_type: str, tmp_path: Path) -> None:
-    """The peak of long prompts and of a step of all sequences, on one device and on uneven ones, in both layouts.
+def taken(directory: Path, plan: SplitPlan) -> dict[int, float]:
+    """Return the peak of a long prompt and of a step of all sequences, by device, as a share of the scratch.
 
     What has a limit in bytes, whatever the model, is limited here as models are smaller.
     """
+    room = [area.scratch_bytes for area in areas(plan.splits, plan.model.dtype, plan.request)]
+    length = plan.request.cache.tokens // _BATCH
+    with (
+        compile_plan(plan, backend="cpu", scratch=False) as context,
+        patch.object(layers, "AT_ONCE", 2**13),
+        patch.object(cache, "AT_ONCE", 2**13),
+        patch.object(layers, "_WIDENED", 16),
+    ):
+        decoder = Decoder(context, directory, load_weights(plan, directory, context))
+        used = context.all_devices
+        tokens, positions = ([torch.full((_BATCH,), n) for _ in used] for n in (3, length - 1))
+        with activations(decoder) as counted:
+            decoder.prefill([i % 1000 for i in range(length - 1)], 1)
+            assert not any(counted.live.values())
+            for device, *tensors in zip(used, tokens, positions, strict=True):
+                for tensor in tensors:
+                    counted.own(tensor, device)
+            likeliest(decoder.context, decoder.decode(tokens, positions))
+    return {device: counted.peak[device] / room[device] for device in used}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_activations_fit_in_the_scratch_of_the_ledger(model_type: str, tmp_path: Path) -> None:
+    """On one device and on uneven ones, in both layouts."""
     directory = made(model_type, tmp_path)
     for layout in ("reduce", "gather"):
         for shares in ((1,), (3, 1)):
-            plan = planned(directory, layout, shares)
-            room = {i: area.scratch_bytes for i, area in enumerate(areas(plan.splits, plan.model.dtype, plan.request))}
-            with (
-                compile_plan(plan, backend="cpu", scratch=False) as context,
-                patch.object(layers, "AT_ONCE", 2**13),
-                patch.object(cache, "AT_ONCE", 2**13),
-                patch.object(layers, "_WIDENED", 16),
-            ):
-                decoder = Decoder(context, directory, load_weights(plan, directory, context))
-                used = context.all_devices
-                tokens, positions = ([torch.full((_BATCH,), n) for _ in used] for n in (3, _LENGTH - 1))
-                with activations(decoder) as counted:
-                    decoder.prefill([i % 1000 for i in range(_LENGTH - 1)], 1)
-                    assert not any(counted.live.values())
-                    for device, *tensors in zip(used, tokens, positions, strict=True):
-                        for tensor in tensors:
-                            counted.own(tensor, device)
-                    likeliest(decoder.context, decoder.decode(tokens, positions))
-            taken = {device: counted.peak[device] / room[device] for device in used}
-            assert all(0.4 < share <= 1 for share in taken.values()), (layout, shares, taken)
+            plan = planned(directory, layout, shares, Cache("fp16", _BATCH * _LENGTH))
+            found = taken(directory, plan)
+            assert all(0.4 < share <= 1 for share in found.values()), (layout, shares, found)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "q8"])
+def test_smaller_caches_of_long_texts_do_too(kind: str, tmp_path: Path) -> None:
+    """Of which one KV head of a sequence is in 16 bits at a time."""
+    directory = made("qwen3", tmp_path)
+    plan = planned(directory, "reduce", (1,), Cache(kind, _BATCH * 8 * _LENGTH))
+    assert taken(directory, plan)[0] <= 1

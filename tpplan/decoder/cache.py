@@ -8,12 +8,12 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.layers import AT_ONCE, hiding
+from tpplan.decoder.layers import AT_ONCE, hiding, together
 from tpplan.errors import ExecutionError
 from tpplan.plan import CACHE_KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _FLOAT8: Final = torch.float8_e4m3fn
 #: Elements that share a scale of 16 bits in a cache of kind ``q8``: 8.5 bits for each, as the plan counts.
@@ -25,6 +25,9 @@ _KINDS: Final = ("fp16", "fp8", "q8", "fp32")
 
 #: What an element is stored as: several tensors, and from these back.
 Parts = tuple["Tensor", ...]
+
+#: Keys and values ``[B, H, T, K]``, and what hides some of them; see :func:`tpplan.decoder.layers.attend`.
+Seen = tuple[Tensor, Tensor, "Tensor | None"]
 
 
 def _to_float8(x: Tensor) -> Parts:
@@ -63,7 +66,12 @@ def check_kind(kind: str, head_dim: int) -> None:
 
 
 class Store:
-    """Keys and values ``[2, B, H, L, K]``: so many heads and places for each sequence."""
+    """Keys and values ``[2, B, H, L, K]``: so many heads and places for each sequence.
+
+    Attributes:
+        heads: of a sequence.
+        head_dim: elements of each.
+    """
 
     def __init__(self, kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         """Take the memory that the plan counts for a cache of this kind.
@@ -78,6 +86,7 @@ class Store:
             ExecutionError: the decoder has no cache of this kind.
         """
         check_kind(kind, shape[-1])
+        _, self.heads, _, self.head_dim = shape
         self._dtype = dtype
         narrow = dtype if dtype.itemsize == 2 else torch.float16  # noqa: PLR2004 - bytes
         kinds: dict[str, tuple[Callable[[Tensor], Parts], Callable[[Parts, torch.dtype], Tensor]]] = {
@@ -102,14 +111,14 @@ class Store:
         """Bytes of memory."""
         return sum(part.nbytes for part in self._parts)
 
-    def write(self, sequences: Tensor | slice, places: Tensor | slice, kv: Tensor) -> None:
+    def write(self, sequences: Tensor | slice, heads: slice, places: Tensor | slice, kv: Tensor) -> None:
         """Write heads to places: ``[2, B, H, places, K]`` of a slice of sequences, or ``[B, 2, H, K]``, one of each."""
         for stored, part in zip(self._parts, self._encode(kv), strict=True):
-            stored[:, sequences, :, places] = part
+            stored[:, sequences, heads, places] = part
 
-    def read(self, sequences: slice, places: Tensor | slice) -> Tensor:
-        """Return the heads of some places, ``[2, B, H, places, K]``."""
-        return self._decode(tuple(stored[:, sequences, :, places] for stored in self._parts), self._dtype)
+    def read(self, sequences: slice, heads: slice, places: Tensor | slice) -> Tensor:
+        """Return some heads of some places, ``[2, B, H, places, K]``."""
+        return self._decode(tuple(stored[:, sequences, heads, places] for stored in self._parts), self._dtype)
 
 
 @frozen
@@ -163,13 +172,32 @@ class LayerCache:
         """Bytes of memory."""
         return self._store.nbytes
 
-    def extend(
-        self, sequences: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def in_pieces(self, sequences: int, start: int, end: int, find: Callable[[slice, slice], Tensor]) -> Tensor:
+        """Put together what queries find, ``[R, H, K]``, in keys and values of some sequences and heads at a time.
+
+        It is all of them at once, unless that takes memory beside the cache's.
+
+        Args:
+            sequences: how many there are.
+            start: of the new tokens of each.
+            end: of these.
+            find: what the queries of some sequences find in some KV heads.
+        """
+        heads, (most_sequences, most_heads) = self._store.heads, (sequences, self._store.heads)
+        if end > self.length or not self._store.is_plain:
+            most = max(1, AT_ONCE // (2 * (end - self._first(start, end)) * self._store.head_dim))
+            most_sequences, most_heads = max(1, most // heads), most
+        pieces = [
+            [find(some, keys) for keys in _slices(heads, most_heads)] for some in _slices(sequences, most_sequences)
+        ]
+        return together([together(row, dim=1) for row in pieces], dim=0)
+
+    def extend(self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor) -> Seen:
         """Take the next tokens of some sequences, and return what they attend to.
 
         Args:
             sequences: their numbers.
+            heads: of the keys and values.
             start: tokens that each has already.
             k_BHSK: keys of the new ones.
             v_BHSK: values of the new ones.
@@ -179,41 +207,45 @@ class LayerCache:
             :func:`tpplan.decoder.layers.attend`.
         """
         end, device = start + k_BHSK.shape[2], k_BHSK.device
+        first = self._first(start, end)
         new_2BHSK = torch.stack((k_BHSK, v_BHSK))
         if end <= self.length:
-            first = 0
-            self._store.write(sequences, slice(start, end), new_2BHSK)
-            k, v = self._store.read(sequences, slice(0, end))
+            self._store.write(sequences, heads, slice(start, end), new_2BHSK)
+            k, v = self._store.read(sequences, heads, slice(0, end))
         else:  # the new tokens push out older ones, which the first of them still see
-            first = max(0, start - self.length + 1)
             past = torch.arange(first, start, device=device) % self.length
             kept = torch.arange(max(start, end - self.length), end, device=device)
-            k, v = torch.cat((self._store.read(sequences, past), new_2BHSK), dim=3)
-            self._store.write(sequences, kept % self.length, new_2BHSK[:, :, :, -len(kept) :])
+            k, v = torch.cat((self._store.read(sequences, heads, past), new_2BHSK), dim=3)
+            self._store.write(sequences, heads, kept % self.length, new_2BHSK[:, :, :, -len(kept) :])
         hides = self.window and end - first > self.window
         return k, v, self._mask(start, first, end, k) if hides else None
 
-    def append(self, where: Where, k_BHK: Tensor, v_BHK: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def append(self, where: Where, k_BHK: Tensor, v_BHK: Tensor) -> None:
         """Take one more token of each sequence.
 
         Args:
             where: the new tokens go.
             k_BHK: their keys.
             v_BHK: their values.
-
-        Yields:
-            Some of the sequences, and their keys and values ``[B, H, T, K]`` of the places in use: all sequences at
-            once, unless that would take memory.
         """
-        self._store.write(where.sequences, where.places, torch.stack((k_BHK, v_BHK), dim=1))
-        count, span = where.mask.shape[0], where.mask.shape[-1]
-        most = count if self._store.is_plain else max(1, AT_ONCE // (2 * span * k_BHK[0].numel()))
-        for first in range(0, count, most):
-            some = slice(first, min(first + most, count))
-            yield some, *self._store.read(some, slice(0, span))
+        self._store.write(where.sequences, slice(None), where.places, torch.stack((k_BHK, v_BHK), dim=1))
+
+    def read(self, sequences: slice, heads: slice, count: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[B, H, count, K]`` of the first places."""
+        k, v = self._store.read(sequences, heads, slice(0, count))
+        return k, v
+
+    def _first(self, start: int, end: int) -> int:
+        """Return the first token that any of the tokens from ``start`` to ``end`` sees, of those that are there."""
+        return 0 if end <= self.length else max(0, start - self.length + 1)
 
     def _mask(self, start: int, first: int, end: int, like: Tensor) -> Tensor:
         """Return what hides keys ``first`` to ``end`` from the queries ``start`` to ``end`` that do not see them."""
         query, key = (torch.arange(at, end, device=like.device) for at in (start, first))
         seen = (key <= query[:, None]) & (key > query[:, None] - self.window)
         return hiding(seen[None, None], like.dtype)
+
+
+def _slices(count: int, most: int) -> list[slice]:
+    """Cut so many things into slices of a length at most."""
+    return [slice(first, min(first + most, count)) for first in range(0, count, most)]

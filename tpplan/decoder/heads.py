@@ -11,6 +11,8 @@ from tpplan.axes import Axis
 from tpplan.decoder.cache import LayerCache, Store
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tpplan.axes import Slice
     from tpplan.exec.context import TPContext
     from tpplan.plan import Request
@@ -46,6 +48,15 @@ class Heads:
     keys: int
     runs: tuple[Run, ...]
     cache: LayerCache
+
+    def runs_of(self, some: slice) -> Iterator[Run]:
+        """Yield which query heads read some of the KV heads; ``keys`` are where these are among the some."""
+        for run in self.runs:
+            first, end = max(run.keys.start, some.start), min(run.keys.stop, some.stop)
+            if first < end:
+                before = run.queries.start + (first - run.keys.start) * run.group
+                queries = slice(before, before + (end - first) * run.group)
+                yield Run(queries, slice(first - some.start, end - some.start), run.group)
 
 
 def length_of(request: Request) -> int:

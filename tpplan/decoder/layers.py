@@ -114,13 +114,21 @@ def attend(
     out_BHSK = None if cap is not None else _fused(q_BHGSK.flatten(1, 2), k_BHTK, v_BHTK, mask, scale, recurs=recurs)
     if out_BHSK is not None:
         return torch.unflatten(out_BHSK, 1, (-1, group))
-    if mask is None:
-        seen = torch.ones(1, 1, count, total, dtype=torch.bool, device=q_BHGSK.device).tril(total - count)
-        mask = hiding(seen, q_BHGSK.dtype)
     alike = 1 if cap is None else 4  # scores, their mask, and what becomes of them
     block = max(1, AT_ONCE // (alike * k_BHTK.shape[:3].numel() * group))
-    blocks = zip(torch.split(q_BHGSK, block, dim=3), torch.split(mask, block, dim=2), strict=True)
-    return together([_behind(q, k_BHTK, v_BHTK, each, scale=scale, cap=cap) for q, each in blocks], dim=3)
+    found = []
+    for first in range(0, count, block):
+        some = q_BHGSK[:, :, :, first : first + block]
+        hides = _hiding_later(some, total - count + first, total) if mask is None else mask[:, :, first : first + block]
+        found.append(_behind(some, k_BHTK, v_BHTK, hides, scale=scale, cap=cap))
+    return together(found, dim=3)
+
+
+def _hiding_later(q_BHGSK: Tensor, first: int, total: int) -> Tensor:
+    """Return what hides from the queries of successive tokens, from the first one on, all that is behind their own."""
+    tokens = torch.arange(total, device=q_BHGSK.device)
+    seen = tokens <= tokens[first : first + q_BHGSK.shape[3], None]
+    return hiding(seen[None, None], q_BHGSK.dtype)
 
 
 def together(parts: list[Tensor], dim: int) -> Tensor:

@@ -5,7 +5,8 @@ Shapes: R rows of the pass, B batch, S queries, T keys, H heads, K elements of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,8 @@ from tpplan.decoder.layers import attend, together
 from tpplan.decoder.prompts import Stretch
 
 if TYPE_CHECKING:
-    from tpplan.decoder.heads import Heads
+    from tpplan.decoder.cache import Seen
+    from tpplan.decoder.heads import Heads, Run
 
 #: Sines and cosines of the rows' positions, from :func:`tpplan.decoder.layers.angles`.
 Angles = tuple[Tensor, Tensor]
@@ -43,19 +45,24 @@ class Prefill:
         found = []
         for each in self.stretches:
             shape = (each.count, each.size)
-            q_BSHK, k_BSHK, v_BSHK = (torch.unflatten(x_RHK[each.rows], 0, shape) for x_RHK in (q_RHK, k_RHK, v_RHK))
-            sequences = slice(each.sequence, each.sequence + each.count)
-            k_BHTK, v_BHTK, mask_11ST = heads.cache.extend(
-                sequences, each.start, k_BSHK.transpose(1, 2), v_BSHK.transpose(1, 2)
-            )
-            parts = []
-            for run in heads.runs:
-                q_BHGSK = torch.unflatten(q_BSHK[:, :, run.queries], 2, (-1, run.group)).permute(0, 2, 3, 1, 4)
-                k_BhTK, v_BhTK = k_BHTK[:, run.keys], v_BHTK[:, run.keys]
-                out_BHGSK = attend(q_BHGSK, k_BhTK, v_BhTK, mask_11ST, scale=scale, cap=cap, recurs=each.is_full)
-                parts.append(out_BHGSK.flatten(1, 2).transpose(1, 2).flatten(0, 1))
-            found.append(together(parts, dim=1))
+            q_BSHK, *kv = (torch.unflatten(x_RHK[each.rows], 0, shape) for x_RHK in (q_RHK, k_RHK, v_RHK))
+            attending = partial(attend, scale=scale, cap=cap, recurs=each.is_full)
+            found.append(self._read(each, heads, q_BSHK, kv, attending))
         return together(found, dim=0)
+
+    @staticmethod
+    def _read(
+        each: Stretch, heads: Heads, q_BSHK: Tensor, kv: Sequence[Tensor], attending: Callable[..., Tensor]
+    ) -> Tensor:
+        """Do that for some of the rows."""
+
+        def find(some: slice, keys: slice) -> Tensor:
+            sequences = slice(each.sequence + some.start, each.sequence + some.stop)
+            k_BHSK, v_BHSK = (x_BSHK[some, :, keys].transpose(1, 2) for x_BSHK in kv)
+            seen = heads.cache.extend(sequences, keys, each.start, k_BHSK, v_BHSK)
+            return _found(heads.runs_of(keys), q_BSHK[some], seen, attending)
+
+        return heads.cache.in_pieces(each.count, each.start, each.start + each.size, find)
 
 
 @frozen
@@ -75,17 +82,28 @@ class Decode:
         self, device: int, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float, cap: float | None
     ) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H, K]``."""
-        where, found = self.where[device][heads.cache.length], []
-        for some, k_BHTK, v_BHTK in heads.cache.append(where, k_RHK, v_RHK):
-            parts = []
-            for run in heads.runs:
-                q_BHGK = torch.unflatten(q_RHK[some, run.queries], 1, (-1, run.group))
-                k_BhTK, v_BhTK = k_BHTK[:, run.keys], v_BHTK[:, run.keys]
-                mask = where.mask[some]
-                out_BHG1K = attend(q_BHGK[..., None, :], k_BhTK, v_BhTK, mask, scale=scale, cap=cap, recurs=True)
-                parts.append(out_BHG1K.flatten(1, 3))
-            found.append(together(parts, dim=1))
-        return together(found, dim=0)
+        where = self.where[device][heads.cache.length]
+        heads.cache.append(where, k_RHK, v_RHK)
+        count, span = where.mask.shape[0], where.mask.shape[-1]
+
+        attending = partial(attend, scale=scale, cap=cap, recurs=True)
+
+        def find(some: slice, keys: slice) -> Tensor:
+            q_BSHK = q_RHK[some, :, None].transpose(1, 2)
+            seen = *heads.cache.read(some, keys, span), where.mask[some]
+            return _found(heads.runs_of(keys), q_BSHK, seen, attending)
+
+        return heads.cache.in_pieces(count, 0, span, find)
 
 
 Pass = Prefill | Decode
+
+
+def _found(runs: Iterable[Run], q_BSHK: Tensor, seen: Seen, attending: Callable[..., Tensor]) -> Tensor:
+    """Return what the queries find that read some KV heads, ``[R, H, K]``."""
+    (k_BHTK, v_BHTK, mask), parts = seen, []
+    for run in runs:
+        q_BHGSK = torch.unflatten(q_BSHK[:, :, run.queries], 2, (-1, run.group)).permute(0, 2, 3, 1, 4)
+        out_BHGSK = attending(q_BHGSK, k_BHTK[:, run.keys], v_BHTK[:, run.keys], mask)
+        parts.append(out_BHGSK.flatten(1, 2).transpose(1, 2).flatten(0, 1))
+    return together(parts, dim=1)
