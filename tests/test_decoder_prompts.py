@@ -94,11 +94,16 @@ def test_prompts_of_one_length(model_type: str) -> None:
     torch.testing.assert_close(together, torch.stack(alone), atol=1e-4, rtol=1e-4)
 
 
-def test_a_sequence_has_one_prompt() -> None:
-    """Two for the same sequence are refused."""
+def test_prompts_that_cannot_be_read() -> None:
+    """None at all, one without tokens, and two for the same sequence are refused."""
     model = model_of("mistral")
     plan = plan_of(model.directory, 2, request_of(), {}, seed=2)
     with compile_plan(plan, backend="cpu") as ctx:
         decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx))
-        with pytest.raises(RequestError, match="sequence 1 has two prompts"):
-            decoder.read([Prompt([1], 1), Prompt([2], 0), Prompt([3], 1, start=1)])
+        for prompts, match in (
+            ([], "there are no prompts"),
+            ([Prompt([1], 0), Prompt([], 1)], "the prompt of sequence 1 has no tokens"),
+            ([Prompt([1], 1), Prompt([2], 0), Prompt([3], 1, start=1)], "sequence 1 has two prompts"),
+        ):
+            with pytest.raises(RequestError, match=match):
+                decoder.read(prompts)

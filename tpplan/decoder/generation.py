@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpplan.decoder.heads import length_of
-from tpplan.decoder.model import check_tokens
+from tpplan.decoder.prompts import check_tokens
 from tpplan.decoder.sampling import Sampling
 from tpplan.errors import RequestError
 

@@ -19,10 +19,9 @@ from tpplan.decoder.heads import heads_of, length_of
 from tpplan.decoder.joined import joined
 from tpplan.decoder.layers import angles, linear, linears, rms_norm, rotate
 from tpplan.decoder.passes import Decode, Prefill
-from tpplan.decoder.prompts import Prompt, cut
+from tpplan.decoder.prompts import Prompt, check, cut
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.steps import Steps
-from tpplan.errors import RequestError
 from tpplan.exec.program import HOST
 from tpplan.reader import read_model
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from tpplan.decoder.prompts import Stretch
     from tpplan.exec.context import TPContext
     from tpplan.exec.graph import Graph
-    from tpplan.plan import SplitPlan
     from tpplan.weights import Weights
 
 
@@ -113,15 +111,15 @@ class Decoder:
         """Take the next tokens of some sequences, in as many passes as the plan's rows make of all of them.
 
         Args:
-            prompts: of different sequences.
+            prompts: one or more, of different sequences.
 
         Returns:
             The logits of what follows each, ``[B, V]``, on each device its part of the vocabulary.
 
         Raises:
-            RequestError: there is no such sequence or token, no room in the cache, or a sequence comes twice.
+            RequestError: see :func:`tpplan.decoder.prompts.check`.
         """
-        self._check(prompts)
+        check(prompts, self.context.plan)
         ends: list[list[Tensor]] = [[] for _ in self.context.all_devices]
         xs: tuple[Tensor, ...] = ()
         for tokens, stretches in cut(prompts, self.context.max_rows):
@@ -132,20 +130,6 @@ class Decoder:
             last = [row for stretch in stretches for row in stretch.ends]
             ends = [[*kept, *(x_RD[row].clone() for row in last)] for kept, x_RD in zip(ends, xs, strict=True)]
         return self._logits([torch.stack(kept) for kept in ends])
-
-    def _check(self, prompts: Sequence[Prompt]) -> None:
-        """Make sure that there are such sequences and tokens, and room for them."""
-        for i, prompt in enumerate(prompts):
-            count, sequence, start = len(prompt.tokens), prompt.sequence, prompt.start
-            if not 0 <= sequence < self.batch:
-                what = f"sequence {sequence}, the plan has room for {self.batch}"
-                raise RequestError(what, "plan with a larger --batch")
-            if not count or start < 0 or start + count > self.length:
-                what = f"{count} tokens from position {start}, the plan caches {self.length} of a sequence"
-                raise RequestError(what, "plan with a larger --context")
-            if any(before.sequence == sequence for before in prompts[:i]):
-                raise RequestError(f"sequence {sequence} has two prompts", "join them")
-            check_tokens(prompt.tokens, self.context.plan)
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int = 0) -> tuple[Tensor, ...]:
@@ -328,15 +312,3 @@ class Decoder:
 
     def _head_dim(self, layer: int) -> int:
         return self.context.plan.split(Axis.KV, layer).width
-
-
-def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> None:
-    """Make sure that the model of a plan has these tokens.
-
-    Raises:
-        RequestError: it has not.
-    """
-    size = plan.split(Axis.VC).size
-    unknown = next((token for token in tokens if not 0 <= token < size), None)
-    if unknown is not None:
-        raise RequestError(f"token {unknown}, the model's are 0 to {size - 1}", "use the model's own tokenizer")

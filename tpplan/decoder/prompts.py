@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
+from tpplan.axes import Axis
+from tpplan.decoder.heads import length_of
+from tpplan.errors import RequestError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tpplan.plan import SplitPlan
 
 
 @frozen
@@ -57,6 +63,41 @@ class Stretch:
     def ends(self) -> range:
         """The rows with which prompts end."""
         return range(self.first + self.size - 1, self.rows.stop, self.size) if self.is_last else range(0)
+
+
+def check(prompts: Sequence[Prompt], plan: SplitPlan) -> None:
+    """Make sure that a plan has such sequences, room for the prompts, and their tokens.
+
+    Raises:
+        RequestError: it has not, there is no prompt or no token, or a sequence comes twice.
+    """
+    batch, length = plan.request.batch, length_of(plan.request)
+    if not prompts:
+        raise RequestError("there are no prompts", "give one or more")
+    for i, prompt in enumerate(prompts):
+        count, sequence, start = len(prompt.tokens), prompt.sequence, prompt.start
+        if not 0 <= sequence < batch:
+            raise RequestError(f"sequence {sequence}, the plan has room for {batch}", "plan with a larger --batch")
+        if not count:
+            raise RequestError(f"the prompt of sequence {sequence} has no tokens", "give one or more")
+        if start < 0 or start + count > length:
+            what = f"{count} tokens from position {start}, the plan caches {length} of a sequence"
+            raise RequestError(what, "plan with a larger --context")
+        if any(before.sequence == sequence for before in prompts[:i]):
+            raise RequestError(f"sequence {sequence} has two prompts", "join them")
+        check_tokens(prompt.tokens, plan)
+
+
+def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> None:
+    """Make sure that the model of a plan has these tokens.
+
+    Raises:
+        RequestError: it has not.
+    """
+    size = plan.split(Axis.VC).size
+    unknown = next((token for token in tokens if not 0 <= token < size), None)
+    if unknown is not None:
+        raise RequestError(f"token {unknown}, the model's are 0 to {size - 1}", "use the model's own tokenizer")
 
 
 def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[Stretch]]]:
