@@ -176,9 +176,9 @@ def test_each_cut_of_the_kv_heads_has_its_own_group_size(heads: int) -> None:
     assert second - outside == 2 * 16 * (3 * heads // 4 * 128 + 2 * 3 * 128) + 2 * 100 * 128 * 2
 
 
-@pytest.mark.parametrize(("devices", "expected"), [(1, 0), (2, 2_080_768), (3, 1_040_384), (8, 297_216)])
+@pytest.mark.parametrize(("devices", "expected"), [(1, 0), (2, 2_064_384), (3, 1_032_192), (8, 294_912)])
 def test_slots_share_the_control_area(devices: int, expected: int) -> None:
-    """8 MiB less 64 KiB, for two slots of each other device, of twice the data; alone there is nobody to hear from."""
+    """8 MiB less 128 KiB, for two slots of each other device, of twice the data; alone there is nobody to hear from."""
     assert slot_bytes(devices) == expected
 
 

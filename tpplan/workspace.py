@@ -24,7 +24,7 @@ ALIGNMENT = 64
 #: Flags, epochs and the slots of small exchanges, on every device in use.
 CONTROL_BYTES = 8 * 2**20
 #: Of them, the flags and epochs; the rest are slots.
-FLAG_BYTES = 64 * 2**10
+FLAG_BYTES = 128 * 2**10
 #: Slots, and chunks in a staging ring, come in pairs: one is filled while the other is read.
 PAIR = 2
 #: Buffers of ``max_rows`` rows per axis: how many as wide as the device's slice, for the layer in flight (queries and
