@@ -187,7 +187,7 @@ def test_slots_are_as_large_as_fits(devices: int) -> None:
     """Flags and all slots fit in the control area, and with 64 bytes more in each they would not."""
     size = slot_bytes(devices)
     assert size % 64 == 0
-    assert 64 * 1024 + (devices - 1) * 2 * 2 * size <= 8 * MIB < 64 * 1024 + (devices - 1) * 2 * 2 * (size + 64)
+    assert 128 * 1024 + (devices - 1) * 2 * 2 * size <= 8 * MIB < 128 * 1024 + (devices - 1) * 2 * 2 * (size + 64)
 
 
 def test_the_pinned_memory_of_llama_8b_by_hand() -> None:
