@@ -19,7 +19,7 @@ from tpplan.check import check
 from tpplan.decoder import Decoder, Sampling, generate
 from tpplan.decoder.settings import check_model, end_tokens
 from tpplan.decoder.text import Stream, Tokenizer
-from tpplan.errors import PlanError, RequestError, TpplanError
+from tpplan.errors import ModelError, PlanError, RequestError, TpplanError
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def main(path: str, directory: str, backend: str = "auto") -> None:
             try:
                 for piece in answer(decoder, directory, line):
                     print(piece, end="", flush=True)
-            except RequestError as error:  # this line's, not the server's
+            except (ModelError, RequestError) as error:  # this line's, not the server's: no tokenizer, too many tokens
                 print(f"error: {error.message}", end="")
             print()
 

@@ -31,10 +31,11 @@ def test_a_current_plan_starts(example: dict[str, Any], tmp_path: Path, capsys: 
     model = tpplan.read_model(directory)
     plan = tpplan.plan(model, tpplan.parse_devices("3x3GiB"), cache=tpplan.Cache("fp16", LENGTH), max_rows=8)
     plan.save(tmp_path / "plan.json")
-    with patch("sys.stdin", io.StringIO("5,17,99\n\n99999\n8, 4\n")):
+    with patch("sys.stdin", io.StringIO("5,17,99\n\n99999\nlighthouse\n8, 4\n")):
         example["main"](str(tmp_path / "plan.json"), str(directory), "cpu")
     lines = capsys.readouterr().out.splitlines()
     assert lines.pop(1).startswith("error: token 99999, the model's are 0 to ")
+    assert lines.pop(1).startswith("error: ")  # the directory has no tokenizer
     assert [len(line.split()) for line in lines] == [example["MOST_NEW_TOKENS"]] * 2
 
 
