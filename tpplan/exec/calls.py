@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tpplan.exec.operation import Operation
 
 #: Of a tensor: what :meth:`Call.likeness` tells it by.
-_ADDRESS, _STRIDES = torch.Tensor.data_ptr, torch.Tensor.stride
+_ADDRESS, _IS_DENSE = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _FACTS = attrgetter("shape", "dtype", "device", "requires_grad")
 _PLAIN, _PLAIN_GROUPS = {torch.Tensor}, {*SEQUENCES}
 
@@ -88,7 +88,7 @@ class Call:
         return tensors, is_dense
 
     def likeness(self, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor]) -> tuple[object, ...] | None:
-        """Return what tensors that lie elsewhere or are of another kind have not; None if that cannot be told.
+        """Return what dense tensors that lie elsewhere or are of another kind have not; None if that cannot be told.
 
         Whatever holds of tensors holds of others of their likeness, but for a storage that somebody has shrunk.
         """
@@ -96,12 +96,12 @@ class Call:
             return None
         try:
             tensors = (*inputs[0], *out) if len(inputs) == 1 else (*chain.from_iterable(inputs), *out)
-            if {*map(type, tensors)} != _PLAIN:
+            if {*map(type, tensors)} != _PLAIN or not all(map(_IS_DENSE, tensors)):
                 return None
             if out[0].dtype in LAZY and any(tensor.is_neg() or tensor.is_conj() for tensor in tensors):
                 return None
-            return (self, len(out), *map(_ADDRESS, tensors), *map(_STRIDES, tensors), *map(_FACTS, tensors))
-        except (IndexError, RuntimeError, TypeError):  # nested and sparse tensors have no strides
+            return (self, len(out), *map(_ADDRESS, tensors), *map(_FACTS, tensors))
+        except (IndexError, RuntimeError, TypeError):  # nested and sparse tensors have no addresses
             return None
 
     def operands(self, tensors: tuple[Tensor, ...], *, is_dense: bool) -> dict[Buffer, Tensor]:
