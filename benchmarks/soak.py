@@ -247,8 +247,8 @@ def _tell_overheads(driver: Driver, overheads: list[int], problems: list[str]) -
         planned = overhead(".".join(map(str, torch.cuda.get_device_capability(i)))).bytes
         last = driver.taken(i) - torch.cuda.memory_reserved(i)
         print(f"| {i} | {planned / MIB:.0f} | {first / MIB:.0f} | {last / MIB:.0f} |")
-        if not is_near(planned, first):
-            problems.append(f"device {i}: the overhead is {first / MIB:.0f} MiB, planned {planned / MIB:.0f}")
+        if not is_near(planned, last):
+            problems.append(f"device {i}: the overhead is {last / MIB:.0f} MiB, planned {planned / MIB:.0f}")
 
 
 def _tell_losses(plan: SplitPlan, transports: list[str], wanted: argparse.Namespace, problems: list[str]) -> None:

@@ -42,7 +42,7 @@ def test_catalogue_gpus_bring_memory_bandwidth_capability_and_overhead() -> None
     assert devices[3] == Device(
         name="H100",
         budget_bytes=72 * GIB,
-        overhead_bytes=(621 + 98) * 2**20,
+        overhead_bytes=(771 + 64) * 2**20,
         bandwidth_bytes_per_second=3350 * 10**9,
         capability="9.0",
     )
