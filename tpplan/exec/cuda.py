@@ -26,7 +26,7 @@ from tpplan.exec.sums import Sums
 from tpplan.exec.torch_shims import current_device, stream_handle, switch_device
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
@@ -155,11 +155,7 @@ class CudaDevices:
             if ready.on_host and torch.cuda.is_current_stream_capturing():
                 message = f"{ready.program.name} cannot be captured: the host takes part"
                 raise ExecutionError(message, "call it beside the graph")
-            current = self._current
-            for device in ready.devices:
-                handle = self._handle(device)
-                if current.get(device) != handle:
-                    self._turn_to(device, handle)
+            self._turn_to_current(ready.devices)
             try:
                 self._go_through(bound)
             except BaseException:  # between two devices, perhaps
@@ -229,7 +225,10 @@ class CudaDevices:
 
     def turn_to_current(self) -> None:
         """Let what is issued from now on follow what the current streams hold."""
-        for device in self._ordinals:
+        self._turn_to_current(self._ordinals)
+
+    def _turn_to_current(self, devices: Iterable[int]) -> None:
+        for device in devices:
             handle = self._handle(device)
             if self._current.get(device) != handle:
                 self._turn_to(device, handle)

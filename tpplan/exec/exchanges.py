@@ -14,6 +14,7 @@ from tpplan.exec.counters import Counters
 from tpplan.exec.exchange_table import COUNTERS, DEADLINE, STATUS
 from tpplan.exec.launch import Launch, Operands, Work
 from tpplan.exec.program import OWN, SLOT, Exchange, Stream, Sum, writes
+from tpplan.exec.sums import NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from tpplan.exec.binding import Memory
     from tpplan.exec.program import Program
 
-_WHAT = {torch.bfloat16: "sum_bf16", torch.float16: "sum_f16", torch.float32: "sum_f32"}
-KERNELS = tuple(f"{way}_{what}" for way in ("slot", "straight") for what in ("move", *_WHAT.values()))
+KERNELS = tuple(f"{way}_{what}" for way in ("slot", "straight") for what in ("move", *NAMES.values()))
 #: Threads of a block.
 _THREADS = {"slot": slot_table.THREADS, "straight": straight_table.THREADS}
 #: A device that does not answer for so many nanoseconds never will.
@@ -97,7 +97,7 @@ class Exchanges:
         """
         exchanges = [command for command in program.commands if isinstance(command, Exchange)]
         steps = [step for exchange in exchanges for step in exchange.steps]
-        what = _WHAT[dtype] if any(isinstance(step, Sum) for step in steps) else "move"
+        what = NAMES[dtype] if any(isinstance(step, Sum) for step in steps) else "move"
         if not any(view.buffer.role == SLOT for step in steps for view in writes(step)):
             works = straight.prepare(exchanges, dtype.itemsize, self._counters)
             return tuple(self._launch(f"straight_{what}", work) for work in works)

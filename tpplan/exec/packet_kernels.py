@@ -16,7 +16,7 @@ from tpplan.exec.exchange_kernels import device_function
 from tpplan.exec.exchange_table import ROWS
 from tpplan.exec.kernels import Kernel, none, only
 from tpplan.exec.ptx import word
-from tpplan.exec.slot_kernels import answered, begin, peek, receive, region, row
+from tpplan.exec.slot_kernels import answered, begin, load_packet, peek, receive, region, row, store_packet
 from tpplan.exec.slot_table import (
     COLUMN,
     DATA_BYTES,
@@ -48,19 +48,6 @@ def _address(matrix: Any, column: Any, width: Any, at: Any) -> Any:
 
 
 @device_function
-def _load(address: Any) -> Any:
-    """Return a packet's data."""
-    low, high = ptx.load_64(address)
-    return _WORD(low) | _WORD(high) << _WORD(32)
-
-
-@device_function
-def _store(address: Any, value: Any) -> None:
-    """Write a packet's data."""
-    ptx.store_64(address, _HALF(value), _HALF(value >> _WORD(32)))
-
-
-@device_function
 def _first() -> Any:
     """Return where in a message the first packet of this thread is, and how far it is from there to its next."""
     return _WORD(DATA_BYTES) * _WORD(cuda.grid(1)), _WORD(DATA_BYTES) * _WORD(cuda.gridsize(1))
@@ -86,17 +73,17 @@ def _move(_words):  # type: ignore[no-untyped-def]
     width = word(WIDTH)
     total, value = word(ROWS) * width, _WORD(0)
     if first < total:  # read while counters are
-        value = _load(_address(X, word(COLUMN), width, first))
+        value = load_packet(_address(X, word(COLUMN), width, first))
     begin(counts, slots, last, read)
     at, place = first, region()
     while at < total:
         _send(counts, slots, place, value)
         if word(LOCAL):
-            _store(_address(OUT, word(LOCAL) - _WORD(1), width, at), value)
+            store_packet(_address(OUT, word(LOCAL) - _WORD(1), width, at), value)
         at += step
         place += turn
         if at < total:
-            value = _load(_address(X, word(COLUMN), width, at))
+            value = load_packet(_address(X, word(COLUMN), width, at))
     k = _HALF(0)
     while k < _HALF(word(RECEIVES)):
         ptx.roll()
@@ -104,7 +91,7 @@ def _move(_words):  # type: ignore[no-untyped-def]
         queue, width, column = word(entry), word(entry + _WORD(2)), word(entry + _WORD(3))
         source, at, total = slots[queue] + region(), first, word(ROWS) * width
         while at < total:
-            _store(_address(OUT, column, width, at), receive(source, counts[queue]))
+            store_packet(_address(OUT, column, width, at), receive(source, counts[queue]))
             at += step
             source += turn
         if first < total:
@@ -141,7 +128,7 @@ def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
                 k = _HALF(k + _HALF(1))
             if word(RECEIVES):
                 value = _WORD(both(s0, t0)) | _WORD(both(s1, t1)) << _WORD(32)
-                _store(_address(OUT, _WORD(0), width, at), value)
+                store_packet(_address(OUT, _WORD(0), width, at), value)
             at += step
             place += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
             own, residue = _own(at, total, width)
@@ -155,9 +142,9 @@ def _own(at: Any, total: Any, width: Any) -> Any:
     own = residue = _WORD(0)
     if at < total:
         if word(X):
-            own = _load(_address(X, _WORD(0), width, at))
+            own = load_packet(_address(X, _WORD(0), width, at))
         if word(RESIDUAL):
-            residue = _load(_address(RESIDUAL, _WORD(0), width, at))
+            residue = load_packet(_address(RESIDUAL, _WORD(0), width, at))
     return own, residue
 
 

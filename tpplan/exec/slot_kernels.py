@@ -55,11 +55,23 @@ _HALF = types.uint32
 
 
 @device_function
+def load_packet(address: Any) -> Any:
+    """Return a packet's data."""
+    low, high = ptx.load_64(address)
+    return _WORD(low) | _WORD(high) << _WORD(32)
+
+
+@device_function
+def store_packet(address: Any, value: Any) -> None:
+    """Write a packet's data."""
+    ptx.store_64(address, _HALF(value), _HALF(value >> _WORD(32)))
+
+
+@device_function
 def _load(address: Any, size: Any) -> Any:
     """Return 1, 2, 4 or 8 bytes."""
-    if size == 8:  # noqa: PLR2004
-        low, high = ptx.load_64(address)
-        return _WORD(low) | _WORD(high) << _WORD(32)
+    if size == DATA_BYTES:
+        return load_packet(address)
     if size == 4:  # noqa: PLR2004
         return _WORD(ptx.load_32(address))
     if size == 2:  # noqa: PLR2004
@@ -70,8 +82,8 @@ def _load(address: Any, size: Any) -> Any:
 @device_function
 def _store(address: Any, value: Any, size: Any) -> None:
     """Write 1, 2, 4 or 8 bytes."""
-    if size == 8:  # noqa: PLR2004
-        ptx.store_64(address, _HALF(value), _HALF(value >> _WORD(32)))
+    if size == DATA_BYTES:
+        store_packet(address, value)
     elif size == 4:  # noqa: PLR2004
         ptx.store_32(address, _HALF(value))
     elif size == 2:  # noqa: PLR2004
@@ -92,7 +104,7 @@ def _gather(address: Any, pitch: Any, width: Any, total: Any, packet: Any, piece
     at, end = packet * _WORD(DATA_BYTES), packet * _WORD(DATA_BYTES) + _WORD(DATA_BYTES)
     if piece == DATA_BYTES:  # and so is the width a multiple of it
         start = row(at, width) * (pitch - width) if pitch != width else _WORD(0)
-        return _load(address + start + at, DATA_BYTES)
+        return load_packet(address + start + at)
     value, shift = _WORD(0), _WORD(0)
     while at < min(end, total):
         value |= _load(address + row(at, width) * (pitch - width) + at, piece) << shift

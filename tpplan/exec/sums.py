@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from tpplan.exec.binding import Memory
     from tpplan.exec.program import Buffer, Sum
 
-_NAMES = {torch.bfloat16: "sum_bf16", torch.float16: "sum_f16", torch.float32: "sum_f32"}
+#: Of what adds up a dtype.
+NAMES = {torch.bfloat16: "sum_bf16", torch.float16: "sum_f16", torch.float32: "sum_f32"}
 #: What a thread of a kernel reads at once.
 _VECTOR_BYTES = 16
 _THREADS = 256
@@ -51,7 +52,7 @@ class Sums:
         """
         key = (dtype, device)
         if key not in self.kernels:
-            self.kernels[key] = kernel_cache.load(_NAMES[dtype], torch.cuda.get_device_capability(device))
+            self.kernels[key] = kernel_cache.load(NAMES[dtype], torch.cuda.get_device_capability(device))
         return Addition(self.kernels[key], step, memory, dtype)
 
 
