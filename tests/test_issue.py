@@ -63,6 +63,20 @@ def test_a_launch_that_fails_after_another_is_the_last(monkeypatch: pytest.Monke
     devices._exchanges.interrupt.assert_called_once()
 
 
+def test_a_call_follows_the_streams_that_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where another one is than before, and only of the devices that take part; a graph asks for all of them."""
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    devices: Any = object.__new__(CudaDevices)
+    devices._exchanges = Mock()
+    devices._issuing, devices._loaded, devices._turn_to = Issuing(devices._exchanges), set(), Mock()
+    devices._ordinals, devices._current = dict.fromkeys(range(3), 0), {0: 50, 1: 51, 2: 52}
+    devices._handle = lambda device: 50 + 10 * device
+    devices.issue(Bound(_Ready(Program("p", ()), (), (0, 1), frozenset(), Mock(), on_host=False, copies=False), ()))
+    assert [call.args for call in devices._turn_to.call_args_list] == [(1, 60)]
+    devices.turn_to_current()
+    assert [call.args for call in devices._turn_to.call_args_list[1:]] == [(1, 60), (2, 70)]
+
+
 def test_default_streams_have_their_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as something is issued to them; afterwards the caller's is, also if something fails."""
     at, seen = [9], []

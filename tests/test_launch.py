@@ -14,12 +14,15 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tppla
 
 from cuda.bindings import driver
 
+from tests.test_slot_table import SMALL
 from tpplan.errors import ExecutionError
-from tpplan.exec import launch
+from tpplan.exec import launch, slots
+from tpplan.exec.binding import Memory
 from tpplan.exec.counters import Counters
 from tpplan.exec.exchange_table import BLOCKS, COUNTER_BYTES, DEADLINE, FIRST_OPERAND, MOST_WORDS, ROWS
 from tpplan.exec.launch import Launch, Operands, Work
-from tpplan.exec.program import HOST, INPUT, OUTPUT, Buffer, Stream
+from tpplan.exec.program import HOST, INPUT, OUTPUT, Buffer, Exchange, Stream
+from tpplan.exec.slot_table import queues
 
 X, OUT = Buffer(INPUT, 0), Buffer(OUTPUT, 0)
 
@@ -119,3 +122,19 @@ def test_counters_have_places_of_their_own() -> None:
     more = partial(counters.address, 0, "one more")
     with pytest.raises(ExecutionError, match="device 0 has no room for more than 4 counters"):
         more()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_only_senders_through_the_host_keep_what_they_know(name: str) -> None:
+    """Between peers the count itself is near its sender, and only its receiver writes it."""
+    flags = {device: torch.zeros(64 * COUNTER_BYTES, dtype=torch.uint8) for device in (*range(6), HOST)}
+    memory, counters = Memory({}, {}, lambda _: torch.zeros(1, dtype=torch.uint8)), Counters(flags)
+    for exchange in SMALL[name].program.commands:
+        device = exchange.stream.device
+        for queue in queues(exchange) if isinstance(exchange, Exchange) else ():
+            place = slots._place(queue, device, memory, counters)
+            knows = device == queue.sender and queue.place == HOST
+            assert len(place.known) == (len(place.freed) if knows else 0)
+            first = flags[device].data_ptr()
+            assert all(first <= address < first + 64 * COUNTER_BYTES for address in place.known)
+            assert not {*place.known} & {*place.freed}

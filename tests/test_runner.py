@@ -127,6 +127,16 @@ def test_tensors_that_were_copied_are_copied_again(ctx: TPContext, backend: Back
     assert backend.bound == backend.issued == 6
 
 
+def test_outputs_with_gradients_are_refused_where_they_are_recorded(ctx: TPContext, backend: Backend) -> None:
+    """Also if they were written before, where they were not."""
+    parts, out = _parts(ctx, 2), [each.requires_grad_() for each in _outputs(ctx, 2)]
+    with torch.no_grad():
+        ctx.allgather(parts, Axis.RS, out=out)
+    with pytest.raises(ExecutionError, match="requires grad"):
+        ctx.allgather(parts, Axis.RS, out=out)
+    assert backend.issued == 1
+
+
 def test_memories_do_not_add_up(ctx: TPContext, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """After so many, all are forgotten, and after the context's end, too."""
     monkeypatch.setattr("tpplan.exec.runner._KEPT", 3)
