@@ -1,13 +1,16 @@
-"""What the tests of the bench share: its operations, rates of links, and turns of one call."""
+"""What the tests of the bench share: its schema and operations, rates of links, and turns of one call."""
 
 from __future__ import annotations
 
 import pytest
+from jsonschema import Draft202012Validator
 
+from schemas import generate
 from tpplan.bench_report import Limit
 from tpplan.exec import bench_clock
 from tpplan.exec.program import HOST
 
+SCHEMA = Draft202012Validator(generate.schema("bench-report"))
 OPERATIONS = ("broadcast", "allgather", "all_reduce", "all_reduce with residual", "scatter", "gather")
 
 

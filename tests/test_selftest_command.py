@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-import tpplan
 from tests.command import Done, command
 from tests.contexts import UNEVEN, little_room  # noqa: F401 (for every test here)
-from tests.selftest_cases import EXAMPLES, SCHEMA, compiler_of, flip
+from tests.selftest_cases import SCHEMA, compiler_of, flip
 from tpplan.codec import render, unstructure
 from tpplan.errors import ExecutionError
 from tpplan.exec import kernel_cache, selftest, transports
@@ -117,22 +116,6 @@ def test_a_transport_that_fails(plan: SplitPlan) -> None:
 
 def _shown(report: SelftestReport) -> str:
     return " ".join("".join(text for text, _ in one) for one in view(unstructure(report)))
-
-
-@pytest.mark.multi_gpu
-def test_the_command_on_gpus(tmp_path: Path) -> None:
-    """On GPUs all transports that are verified pass, and torch's threads and current device stay."""
-    sizes = tpplan.parse_devices("40GiB,20GiB")
-    model = tpplan.read_model(EXAMPLES.parent / "models/Llama-3.1-8B/config.json")
-    tpplan.plan(model, sizes, cache=tpplan.Cache(tokens=4096)).save(tmp_path / "plan.json")
-    torch.cuda.set_device(1)
-    before = torch.get_num_threads()
-    done = command("selftest", tmp_path / "plan.json", "--json")
-    assert done.code == 0
-    assert done.err == ""
-    report = json.loads(done.out)
-    assert (report["backend"], report["refused"]) == ("cuda", [])
-    assert (torch.get_num_threads(), torch.cuda.current_device()) == (before, 1)
 
 
 def _without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,10 @@ from tests.contexts import little_room  # noqa: F401 (for every test here)
 from tests.tuning_cases import ROOM, Gpus, Machine
 from tpplan import codec
 from tpplan.exec import Tuning, kernel_cache, survey, transports, tuning_cache
-from tpplan.exec import compile as compile_plan
 from tpplan.exec.link_report import Link, LinkReport, Verdict, routes
 from tpplan.exec.lower import Limits
 from tpplan.exec.survey_report import Thresholds
 from tpplan.exec.tuning import COPIES, DEFAULT, EXCHANGES, FANS, KIB, MIB, PASSED_ON, SLOTS, STRAIGHT, SUMS, tune
-from tpplan.exec.tuning_timer import synthetic_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -223,21 +221,3 @@ def test_links_and_a_devices_file_are_two_things() -> None:
     done = command("devices", "--links", "-o", "devices.json")
     assert done.code == 2
     assert "--links makes no devices file" in done.err
-
-
-@pytest.mark.multi_gpu
-def test_real_gpus_are_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On real GPUs the survey ends with thresholds that compiling uses, and says so."""
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
-    report = survey.survey()
-    assert report.thresholds
-    assert not report.notes
-    count = report.thresholds[0].devices
-    with compile_plan(synthetic_plan(count), backend="cuda", devices=range(count)) as context:
-        explanation = context.explain()
-    assert explanation.limits.tuning == report.thresholds[0].tuning
-    assert f"note: thresholds measured on {count} GPUs of this machine" in str(explanation)
-    plan = synthetic_plan(count)
-    with compile_plan(plan, backend="cuda", devices=range(count), transport="events") as context:
-        assert not any(note.startswith("thresholds") for note in context.explain().notes)  # it has none
