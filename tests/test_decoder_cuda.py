@@ -30,7 +30,7 @@ def kernels(call: Callable[[], object]) -> list[str]:
     """Return the names of the kernels that a call runs on a GPU."""
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:  # which warns otherwise
         call()
         torch.cuda.synchronize()
     names = [event.name for event in profiled.events() or () if event.device_type.name == "CUDA"]
