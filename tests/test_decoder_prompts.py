@@ -107,3 +107,27 @@ def test_prompts_that_cannot_be_read() -> None:
         ):
             with pytest.raises(RequestError, match=match):
                 decoder.read(prompts)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "positions", "match"),
+    [
+        ([], [], "devices: 2 in use, 0 with tokens, 0 with positions"),
+        ([[1]], [[0], [0]], "devices: 2 in use, 1 with tokens, 2 with positions"),
+        ([[], []], [[], []], "tokens of 0 sequences, the plan has room for 1 to 2 at a time"),
+        ([[1, 2, 3]] * 2, [[0, 0, 0]] * 2, "tokens of 3 sequences, the plan has room for 1 to 2 at a time"),
+        ([[1, 2]] * 2, [[0]] * 2, r"tokens or positions of shape \[1\]"),
+        ([[1, 2], [1]], [[0, 0]] * 2, r"tokens or positions of shape \[1\]"),
+        ([[[1]]] * 2, [[0]] * 2, r"tokens or positions of shape \[1, 1\]"),
+        ([1] * 2, [0] * 2, r"tokens or positions of shape \[\]"),
+    ],
+)
+def test_steps_that_cannot_be_taken(tokens: list[object], positions: list[object], match: str) -> None:
+    """No token, or not one and a position of each sequence on each device, is refused before anything is computed."""
+    model = model_of("mistral")
+    plan = plan_of(model.directory, 2, request_of(), {}, seed=2)
+    with compile_plan(plan, backend="cpu") as ctx:
+        decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx))
+        given, at = ([torch.tensor(each).long() for each in some] for some in (tokens, positions))
+        with pytest.raises(RequestError, match=match):
+            decoder.decode(given, at)

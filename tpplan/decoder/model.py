@@ -19,7 +19,7 @@ from tpplan.decoder.heads import heads_of, length_of
 from tpplan.decoder.joined import joined
 from tpplan.decoder.layers import angles, linear, linears, rms_norm, rotate
 from tpplan.decoder.passes import Decode, Prefill
-from tpplan.decoder.prompts import Prompt, check, cut
+from tpplan.decoder.prompts import Prompt, check, check_step, cut
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.steps import Steps
 from tpplan.exec.program import HOST
@@ -142,7 +142,11 @@ class Decoder:
 
         Returns:
             The logits of what follows, ``[B, V]``; see :meth:`read`.
+
+        Raises:
+            RequestError: see :func:`tpplan.decoder.prompts.check_step`.
         """
+        check_step(tokens, positions, len(self.context.all_devices), self.context.plan)
         at = dict(zip(self.context.all_devices, positions, strict=True))
         return self._logits(self._forward(tokens, self._decode(at, span or self.length)))
 

@@ -14,6 +14,8 @@ from tpplan.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import Tensor
+
     from tpplan.plan import SplitPlan
 
 
@@ -98,6 +100,25 @@ def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> None:
     unknown = next((token for token in tokens if not 0 <= token < size), None)
     if unknown is not None:
         raise RequestError(f"token {unknown}, the model's are 0 to {size - 1}", "use the model's own tokenizer")
+
+
+def check_step(tokens: Sequence[Tensor], positions: Sequence[Tensor], devices: int, plan: SplitPlan) -> None:
+    """Make sure that every device has a token and a position for each of some sequences, and that a plan has as many.
+
+    Raises:
+        RequestError: it has not, or there is no sequence.
+    """
+    if len(tokens) != devices or len(positions) != devices:
+        what = f"devices: {devices} in use, {len(tokens)} with tokens, {len(positions)} with positions"
+        raise RequestError(what, "give one tensor of each for each device in use")
+    count, batch = len(tokens[0]) if tokens[0].dim() else 0, plan.request.batch
+    if odd := [list(each.shape) for each in (*tokens, *positions) if each.shape != (count,)]:
+        raise RequestError(
+            f"tokens or positions of shape {odd[0]}", "give one of each sequence, the same on all devices"
+        )
+    if not 1 <= count <= batch:
+        what = f"tokens of {count} sequences, the plan has room for 1 to {batch} at a time"
+        raise RequestError(what, "plan with a larger --batch" if count else "give one of each sequence")
 
 
 def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[Stretch]]]:
