@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 from weakref import WeakSet
@@ -47,9 +48,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, fake)
 
 
-def _graph() -> Graph:
-    """Return a graph of a single device."""
-    backend = SimpleNamespace(forget=lambda: None, kernels=lambda: (), streams=lambda: ())
+def _graph(*kernels: object) -> Graph:
+    """Return a graph of a single device, which keeps some kernels."""
+    held = [kernels]
+    backend = SimpleNamespace(forget=lambda: None, kernels=held.pop, streams=lambda: ())
     return Graph(cast("CudaDevices", backend), {0: torch.device("cuda", 0)})
 
 
@@ -94,6 +96,30 @@ def test_nothing_is_given_back_while_a_capture_begins(monkeypatch: pytest.Monkey
     with _graph() as graph:
         pass
     assert list(_Cuda.alive) == [graph._graph]
+
+
+def test_no_capture_begins_while_something_is_given_back() -> None:
+    """Another thread that wants to begin one just then waits for the end of that."""
+    began = Event()
+
+    def capture() -> None:
+        with _graph():
+            began.set()
+
+    class Slow:
+        def __del__(self) -> None:
+            thread.start()
+            seen.append(began.wait(0.1))
+
+    thread = Thread(target=capture)
+    seen: list[bool] = []
+    with _graph(Slow()) as old:
+        pass
+    del old
+    graphs._give_back()
+    assert seen == [False]
+    assert began.wait(10)
+    thread.join()
 
 
 def test_a_capture_that_fails_gives_nothing_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack, contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 #: graph may die at any time, as when `with ctx.capture() as graph` drops an older `graph`.
 _RETIRED: list[object] = []
 _UNDERWAY: list[object] = []
+#: No capture begins while something is given back.
+_TURN = Lock()
 
 
 @define
@@ -79,7 +82,8 @@ class Graph:
         self._backend.forget()
         first, *others = self._room.streams
         with ExitStack() as stack:
-            _UNDERWAY.append(self._graph)
+            with _TURN:
+                _UNDERWAY.append(self._graph)
             stack.callback(_UNDERWAY.remove, self._graph)
             stack.enter_context(_streams_restored(self._places))
             shared = self._room.graph.pool() if self._room.graph else None
@@ -151,8 +155,9 @@ class Graph:
 
 def _give_back() -> None:
     """Let go of what dead graphs have left, which is idle since the devices were waited for, unless one is captured."""
-    if not _UNDERWAY:
-        _RETIRED.clear()
+    with _TURN:
+        if not _UNDERWAY:
+            _RETIRED.clear()
 
 
 def _new_pool(place: torch.device) -> torch.cuda.MemPool:
