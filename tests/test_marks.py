@@ -109,6 +109,21 @@ def test_all_results_are_waited_for(fake: Runtime) -> None:
         del pending
 
 
+def test_what_was_not_recorded_is_no_result(fake: Runtime) -> None:
+    """The others' events go back to their own devices, and what an error has left half made has none."""
+    ready, events = Marks({0: 0, 1: 1}), [Event("leave", own(d)) for d in (0, 1)]
+    ready.recording(Record(own(1), events[1]), events).bind()(1)
+    pending = ready.results(events, lambda: None)()
+    pending.wait()
+    del pending
+    for d in (0, 1):
+        ready.recording(Record(own(d), events[d]), events).bind()(1)
+    assert fake.made == [1, 0]
+    with pytest.raises(TypeError):
+        Pending()  # type: ignore[call-arg]
+    gc.collect()
+
+
 def test_a_wait_tells_of_devices_that_waited_in_vain() -> None:
     """Also if nothing is to be waited for, or in time."""
 

@@ -95,27 +95,27 @@ class Mark:
 class Pending:
     """A program that was issued."""
 
-    def __init__(self, marks: Sequence[Mark], free: Sequence[list[Mark]], check: Callable[[], None]) -> None:
+    _marks: Sequence[tuple[Mark, list[Mark]]] = ()  # of one that an error has left half made
+
+    def __init__(self, marks: Sequence[tuple[Mark, list[Mark]]], check: Callable[[], None]) -> None:
         """Take over the marks of its results.
 
         Args:
-            marks: that nobody else records.
-            free: where each of them goes when nobody can ask for it any more.
+            marks: that nobody else records, each with where it goes when nobody can ask for it any more.
             check: refuses results of devices that waited in vain.
         """
         self._marks = marks
-        self._free = free
         self._check = check
         self._is_done = not marks
 
     def __del__(self) -> None:
-        for mark, free in zip(self._marks, self._free, strict=True):
+        for mark, free in self._marks:
             free.append(mark)
 
     def done(self) -> bool:
         """Return whether the results are complete."""
         if not self._is_done:
-            self._is_done = all(mark.is_passed() for mark in self._marks)
+            self._is_done = all(mark.is_passed() for mark, _ in self._marks)
         return self._is_done
 
     def wait(self, timeout: float | None = None) -> None:
@@ -126,7 +126,7 @@ class Pending:
             ExecutionError: they never will be, for a device waited in vain, or something has failed.
         """
         if timeout is None:
-            for mark in () if self._is_done else self._marks:
+            for mark, _ in () if self._is_done else self._marks:
                 mark.wait()
             self._is_done = True
         else:
@@ -224,11 +224,10 @@ class Marks:
     def results(self, events: Sequence[Event], check: Callable[[], None]) -> Callable[[], Pending]:
         """Return what waits for the latest marks of events; ``check`` is for :class:`Pending`."""
         if not events:
-            nothing = Pending((), (), check)
+            nothing = Pending((), check)
             return lambda: nothing
-        names = [self._name(event) for event in events]
-        free = [self._free[event.stream.device] for event in events]
-        return lambda: Pending([name.latest for name in names if name.latest], free, check)
+        names = [(self._name(event), self._free[event.stream.device]) for event in events]
+        return lambda: Pending([(name.latest, free) for name, free in names if name.latest], check)
 
     def forget(self) -> None:
         """Forget what was recorded."""
