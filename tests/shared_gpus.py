@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from tpplan.exec import TPContext
     from tpplan.exec.binding import Memory
-    from tpplan.exec.cuda import Bound
+    from tpplan.exec.bound import Bound
     from tpplan.exec.marks import Pending
     from tpplan.plan import SplitPlan
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from functools import partial
 from random import Random
 from typing import Any
 from unittest.mock import Mock
@@ -13,14 +13,18 @@ import torch
 
 pytest.importorskip("cuda.core", reason="needs cuda.core: pip install 'tpplan[cu13]'")
 
+from cuda.bindings import driver
+
 from tests.caller import bits, expected, memory, noise, widths
 from tests.fake_driver import Runtime
 from tests.program_cases import CASES
 from tpplan.errors import ExecutionError
 from tpplan.exec import copies, cuda, marks
-from tpplan.exec.cuda import Bound, CudaDevices, _Ready
+from tpplan.exec.bound import Bound, ReadyProgram
+from tpplan.exec.cuda import CudaDevices
 from tpplan.exec.fence import HOST_STREAM, own
 from tpplan.exec.issuing import ISSUING, Issuing
+from tpplan.exec.launch import Ready
 from tpplan.exec.marks import Marks
 from tpplan.exec.operation import Moves
 from tpplan.exec.program import HOST, INPUT, Buffer, Copy, Exchange, Program
@@ -35,6 +39,7 @@ COPIED = {
 
 def test_a_launch_that_fails_after_another_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Device 0 has its part of the program and device 1 has not: they count differently from then on."""
+    monkeypatch.setattr(cuda, "is_capturing", lambda: False)
     monkeypatch.setattr(cuda, "current_device", lambda: 0)
     exchanges = (Exchange(own(0), ()), Exchange(own(1), ()))
     program = Program("p", exchanges)
@@ -47,7 +52,7 @@ def test_a_launch_that_fails_after_another_is_the_last(monkeypatch: pytest.Monke
     devices._ordinals = {0: 0, 1: 1}
     devices._handle = lambda _: 1
     devices._loaded = set()
-    ready = _Ready(
+    ready = ReadyProgram(
         program,
         tuple(zip(launches, (0, 1), (0, 0), strict=True)),
         (0, 1),
@@ -65,16 +70,51 @@ def test_a_launch_that_fails_after_another_is_the_last(monkeypatch: pytest.Monke
 
 def test_a_call_follows_the_streams_that_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where another one is than before, and only of the devices that take part; a graph asks for all of them."""
+    monkeypatch.setattr(cuda, "is_capturing", lambda: False)
     monkeypatch.setattr(cuda, "current_device", lambda: 0)
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
     devices._issuing, devices._loaded, devices._turn_to = Issuing(devices._exchanges), set(), Mock()
     devices._ordinals, devices._current = dict.fromkeys(range(3), 0), {0: 50, 1: 51, 2: 52}
     devices._handle = lambda device: 50 + 10 * device
-    devices.issue(Bound(_Ready(Program("p", ()), (), (0, 1), frozenset(), Mock(), on_host=False, copies=False), ()))
+    devices.issue(
+        Bound(ReadyProgram(Program("p", ()), (), (0, 1), frozenset(), Mock(), on_host=False, copies=False), ())
+    )
     assert [call.args for call in devices._turn_to.call_args_list] == [(1, 60)]
     devices.turn_to_current()
     assert [call.args for call in devices._turn_to.call_args_list[1:]] == [(1, 60), (2, 70)]
+
+
+def test_what_comes_again_is_launched_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second time on, unless it is captured or no graph can be made; and only kernels are."""
+    captured, log = [False], []
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda, "is_capturing", lambda: captured[0])
+    graphs: Any = {0: lambda stream: log.append(f"graph to {stream}"), 1: None}
+    monkeypatch.setattr(cuda, "graph_of", lambda _, ordinal: (log.append("made"), graphs[ordinal])[1])
+    monkeypatch.setattr(Ready, "__call__", lambda self, stream: log.append(f"{self.what} to {stream}"))
+    devices: Any = object.__new__(CudaDevices)
+    devices._exchanges = Mock()
+    devices._issuing, devices._loaded = Issuing(devices._exchanges), set()
+    devices._ordinals, devices._current = {0: 0, 1: 1}, {0: 50, 1: 60}
+    devices._handle = devices._current.get
+    kernels = [Ready(f"kernel {i}", driver.CUfunction(1), (1, 1), (ctypes.c_uint64 * 1)(), 1) for i in (0, 1)]
+    steps = (kernels[0], 0, 0), (lambda stream: log.append(f"copy to {stream}"), 1, 0), (kernels[1], 1, 0)
+    ready = ReadyProgram(Program("p", ()), (), (0, 1), frozenset(), Mock(), on_host=False, copies=False)
+    bound = Bound(ready, steps)
+    plain, quick = (["kernel 0 to 50", "copy to 60", "kernel 1 to 60"], ["graph to 50", "copy to 60", "kernel 1 to 60"])
+    for captures, expected_log in (
+        (1, plain),
+        (0, plain),
+        (1, plain),
+        (0, ["made", "made", *quick]),
+        (0, quick),
+        (1, plain),
+    ):
+        captured[0] = bool(captures)
+        devices.issue(bound)
+        assert log == expected_log
+        log.clear()
 
 
 def test_default_streams_have_their_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,16 +130,15 @@ def test_default_streams_have_their_device_current(monkeypatch: pytest.MonkeyPat
         return lambda handle: seen.append((handle, at[0])), device, fixed
 
     steps = step(0), step(0), step(1), step(0, 70), step(HOST, -1), step(2), step(0)
-    bound = partial(Bound, _Ready(Program("p", ()), (), (0, 1, 2), frozenset({0}), Mock(), on_host=False, copies=False))
-    devices._go_through(bound(steps))
-    devices._go_through(bound(steps[5:6]))
+    devices._go_through(steps, frozenset({0}))
+    devices._go_through(steps[5:6], frozenset())
     assert [handle for handle, _ in seen] == [0, 0, 0, 70, -1, 30, 0, 30]
     assert [seen[i][1] for i in (0, 1, 2, 6, 7)] == [4, 4, 5, 4, 9]
     assert at == [9]
     assert devices._loaded == {0}
     failing = Mock(side_effect=ExecutionError("the driver refuses"))
     with pytest.raises(ExecutionError, match="refuses"):
-        devices._go_through(bound(((failing, 1, 0),)))
+        devices._go_through(((failing, 1, 0),), frozenset())
     assert at == [9]
 
 
@@ -111,7 +150,7 @@ def test_programs_of_copies_give_what_they_should(name: str, monkeypatch: pytest
     monkeypatch.setattr(marks, "runtime", fake)
     monkeypatch.setattr(marks, "switch_device", fake.switch_device)
     monkeypatch.setattr(cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda, "is_capturing", lambda: False)
     devices: Any = object.__new__(CudaDevices)
     devices._memory, devices._exchanges, devices._ready = memory(), Mock(prepare=lambda *_: ()), {}
     devices._issuing, devices._loaded = Issuing(devices._exchanges), set()

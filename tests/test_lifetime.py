@@ -10,8 +10,7 @@ import torch
 from tests.contexts import UNEVEN, context, little_room  # noqa: F401
 from tpplan.axes import Axis
 from tpplan.errors import ExecutionError
-from tpplan.exec import HOST, engine
-from tpplan.exec import context as context_module
+from tpplan.exec import HOST, engine, resolver
 
 if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
@@ -72,7 +71,7 @@ def test_an_unwanted_result_is_kept_until_it_is_written() -> None:
 def test_widths_that_never_come_again_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls and programs are forgotten, the oldest first, and made again where they come back."""
     monkeypatch.setattr(engine, "_KEPT", 4)
-    monkeypatch.setattr(context_module, "_KEPT", 4)
+    monkeypatch.setattr(resolver, "_KEPT", 4)
     ctx = context(UNEVEN, "peer", None)
     for turn in range(2):
         for columns in range(1, 10):
@@ -80,7 +79,7 @@ def test_widths_that_never_come_again_do_not_add_up(monkeypatch: pytest.MonkeyPa
                 x = torch.randn(rows, columns)
                 assert all(torch.equal(y, x) for y in ctx.broadcast(x)), (turn, rows, columns)
     assert len(ctx._engine._programs) <= 4
-    assert ctx._broadcasts.cache_info().currsize <= 4
+    assert ctx._resolver._broadcasts.cache_info().currsize <= 4
 
 
 def test_a_close_from_inside_an_operation_is_refused() -> None:

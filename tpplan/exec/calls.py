@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from math import prod
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +10,7 @@ from attrs import frozen
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import operation
-from tpplan.exec.operands import LAZY, SEQUENCES, Group, check_facts, columns_of, matrix
+from tpplan.exec.operands import Group, check_facts, columns_of, matrix
 from tpplan.exec.operation import Moves, Reduction
 from tpplan.exec.overlap import are_apart, check_apart
 from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Program
@@ -26,11 +24,6 @@ if TYPE_CHECKING:
     from tpplan.exec.engine import Engine
     from tpplan.exec.operands import Slices
     from tpplan.exec.operation import Operation
-
-#: Of a tensor: what :meth:`Call.likeness` tells it by.
-_ADDRESS, _IS_DENSE = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
-_FACTS = attrgetter("shape", "dtype", "device", "requires_grad")
-_PLAIN, _PLAIN_GROUPS = {torch.Tensor}, {*SEQUENCES}
 
 
 @frozen(eq=False)
@@ -86,23 +79,6 @@ class Call:
         if not is_dense or not self._are_apart(tensors):
             check_apart(self.name, out, read, self.own)
         return tensors, is_dense
-
-    def likeness(self, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor]) -> tuple[object, ...] | None:
-        """Return what dense tensors that lie elsewhere or are of another kind have not; None if that cannot be told.
-
-        Whatever holds of tensors holds of others of their likeness, but for a storage that somebody has shrunk.
-        """
-        if not _PLAIN_GROUPS.issuperset(map(type, (*inputs, out))):
-            return None
-        try:
-            tensors = (*inputs[0], *out) if len(inputs) == 1 else (*chain.from_iterable(inputs), *out)
-            if {*map(type, tensors)} != _PLAIN or not all(map(_IS_DENSE, tensors)):
-                return None
-            if out[0].dtype in LAZY and any(tensor.is_neg() or tensor.is_conj() for tensor in tensors):
-                return None
-            return (self, len(out), *map(_ADDRESS, tensors), *map(_FACTS, tensors))
-        except (IndexError, RuntimeError, TypeError):  # nested and sparse tensors have no addresses
-            return None
 
     def operands(self, tensors: tuple[Tensor, ...], *, is_dense: bool) -> dict[Buffer, Tensor]:
         """Return what :meth:`admit` returned as matrices, by the program's buffers."""

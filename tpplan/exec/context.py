@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import lru_cache
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -12,26 +11,24 @@ from tpplan.exec.calls import Calls
 from tpplan.exec.context_memory import ContextMemory
 from tpplan.exec.explain import explain
 from tpplan.exec.gathered import Gathered
-from tpplan.exec.operands import check_count, columns_of, facts_of, first_of
 from tpplan.exec.program import HOST
+from tpplan.exec.resolver import Resolver
 from tpplan.exec.runner import Runner
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from torch import Tensor
 
     from tpplan.axes import Axis
+    from tpplan.exec.calls import Call
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.engine import Engine
     from tpplan.exec.explain import Explanation
     from tpplan.exec.graph import Graph
     from tpplan.exec.host import HostMemory
     from tpplan.plan import SplitPlan
-
-#: How many calls of each operation are remembered: prompts of any length come, so that shapes never end.
-_KEPT = 4096
 
 
 class TPContext(ContextMemory):
@@ -74,14 +71,8 @@ class TPContext(ContextMemory):
         self._engine = engine
         places = {d.index: d.device for d in devices}
         calls = Calls(engine, {**places, HOST: torch.device("cpu")}, max_rows)
-        self._check_source = calls.check_source
+        self._resolver = Resolver(self._cuts, calls)
         self._runner = Runner(engine.backend, self._inflight)
-        keep = lru_cache(maxsize=_KEPT)
-        self._broadcasts = keep(calls.broadcast)
-        self._scatters = keep(calls.scatter)
-        self._allgathers = keep(calls.allgather)
-        self._all_reduces = keep(calls.all_reduce)
-        self._add_residuals = keep(calls.add_residual)
 
     def __enter__(self) -> Self:
         return self
@@ -120,13 +111,7 @@ class TPContext(ContextMemory):
         Raises:
             ExecutionError: an operand of the wrong kind, shape, dtype, device or number, or a closed context.
         """
-        with self._guard:
-            if source is not None:
-                self._check_source("broadcast", source)
-            facts = facts_of("broadcast: x", x)
-            call = self._broadcasts(source, self.devices_of(axis, layer), *facts, x.device)
-            outputs, _ = self._runner.run(call, ((x,),), out)
-            return outputs
+        return self._run(self._resolver.broadcast, (axis, layer, source), ((x,),), out)
 
     def scatter(
         self,
@@ -154,13 +139,7 @@ class TPContext(ContextMemory):
         Raises:
             ExecutionError: see :meth:`broadcast`.
         """
-        with self._guard:
-            if source is not None:
-                self._check_source("scatter", source)
-            facts = facts_of("scatter: x", x)
-            call = self._scatters(source, self._columns("scatter", axis, layer, dim), *facts, x.device)
-            outputs, _ = self._runner.run(call, ((x,),), out)
-            return outputs
+        return self._run(self._resolver.scatter, (axis, dim, layer, source), ((x,),), out)
 
     def gather(
         self,
@@ -187,10 +166,8 @@ class TPContext(ContextMemory):
             ExecutionError: see :meth:`broadcast`.
         """
         with self._guard:
-            slices = self._columns("gather", axis, layer, dim)
-            facts = facts_of("gather: parts[0]", first_of("gather: parts", parts, slices))
-            call = self._allgathers("gather", slices, (HOST,), *facts)
-            (whole,), pending = self._runner.run(call, (parts,), None if out is None else (out,))
+            outputs = None if out is None else (out,)
+            (whole,), pending = self._runner.run(self._resolver.gather, (axis, dim, layer), (parts,), outputs)
             if pending is not None:
                 self._inflight.add(whole, pending)
             return Gathered(whole, pending)
@@ -221,12 +198,7 @@ class TPContext(ContextMemory):
         Raises:
             ExecutionError: see :meth:`broadcast`.
         """
-        with self._guard:
-            slices = self._columns("allgather", axis, layer, dim)
-            facts = facts_of("allgather: parts[0]", first_of("allgather: parts", parts, slices))
-            call = self._allgathers("allgather", slices, self.devices_of(to, layer), *facts)
-            outputs, _ = self._runner.run(call, (parts,), out)
-            return outputs
+        return self._run(self._resolver.allgather, (axis, to, dim, layer), (parts,), out)
 
     def all_reduce(
         self,
@@ -255,13 +227,8 @@ class TPContext(ContextMemory):
         Raises:
             ExecutionError: see :meth:`broadcast`.
         """
-        with self._guard:
-            givers = self.devices_of(axis, layer)
-            check_count("all_reduce: parts", parts, givers)
-            facts = facts_of("all_reduce: parts[0]", parts[0])
-            call = self._all_reduces(givers, self.all_devices, residual is not None, *facts)
-            outputs, _ = self._runner.run(call, (parts,) if residual is None else (parts, residual), out)
-            return outputs
+        inputs = (parts,) if residual is None else (parts, residual)
+        return self._run(self._resolver.all_reduce, (axis, layer), inputs, out)
 
     def add_residual(
         self,
@@ -284,16 +251,19 @@ class TPContext(ContextMemory):
         Raises:
             ExecutionError: see :meth:`broadcast`.
         """
+        self._run(self._resolver.add_residual, (axis, dim, layer), (source,), target)
+
+    def _run(
+        self,
+        find: Callable[..., Call],
+        asked: tuple[object, ...],
+        inputs: tuple[Sequence[Tensor], ...],
+        out: Sequence[Tensor] | None,
+    ) -> tuple[Tensor, ...]:
+        """Run an operation and return its outputs; see :meth:`Runner.run`."""
         with self._guard:
-            slices = self._columns("add_residual", axis, layer, dim)
-            devices = tuple([device for device, _, _ in slices])
-            check_count("add_residual: target", target, devices)
-            check_count("add_residual: source", source, devices)
-            shapes = [facts_of(f"add_residual: source[{i}]", x)[0] for i, x in enumerate(source)]
-            widths = [columns_of(f"add_residual: source[{i}]", shape) for i, shape in enumerate(shapes)]
-            wholes = tuple([width == slices[-1][2] for width in widths])
-            call = self._add_residuals(slices, wholes, *facts_of("add_residual: target[0]", target[0]))
-            self._runner.run(call, (source,), target)
+            outputs, _ = self._runner.run(find, asked, inputs, out)
+            return outputs
 
     def explain(self) -> Explanation:
         """Return how each operation goes on each axis, for how many rows, and why; ``str()`` makes a table of it."""

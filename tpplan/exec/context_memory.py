@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tpplan.axes import Axis, Slice, slices_of
-from tpplan.errors import ExecutionError, RequestError
+from tpplan.axes import Axis
+from tpplan.errors import ExecutionError
 from tpplan.exec.arguments import check_dtype, check_type, whole
+from tpplan.exec.cuts import Cuts
 from tpplan.exec.guard import Guard
 from tpplan.exec.inflight import Inflight
 from tpplan.exec.overlap import share_bytes
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from tpplan.axes import Slice
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.host import HostMemory
-    from tpplan.exec.operands import Slices
     from tpplan.exec.rope import Rope
     from tpplan.plan import SplitPlan
 
@@ -45,8 +46,7 @@ class ContextMemory:
         self._host = host
         self._guard = Guard()
         self._inflight = Inflight()
-        self._slices: dict[tuple[Axis | str, int | None], tuple[Slice, ...]] = {}
-        self._cuts: dict[tuple[Axis | str, int | None, int], Slices] = {}
+        self._cuts = Cuts(plan, self.all_devices)
 
     def split(self, axis: Axis | str, layer: int | None = None) -> tuple[Slice, ...]:
         """Return the slices of the devices that hold a part of ``axis``, in elements; also of a closed context.
@@ -54,13 +54,7 @@ class ContextMemory:
         Raises:
             RequestError: the plan has no such axis or layer, or cuts the axis in several ways and no layer was named.
         """
-        self._check_layer(layer)
-        try:
-            return self._slices[axis, layer]
-        except (KeyError, TypeError):  # the latter for what cannot be hashed, which the plan does not know either
-            found = slices_of(self.plan.bounds(axis, layer))
-        self._slices[axis, layer] = found
-        return found
+        return self._cuts.split(axis, layer)
 
     def devices_of(self, axis: Axis | str | None, layer: int | None = None) -> tuple[int, ...]:
         """Return the devices that hold a part of ``axis``, ascending, all in use for None; also of a closed context.
@@ -68,16 +62,7 @@ class ContextMemory:
         Raises:
             RequestError: see :meth:`split`.
         """
-        if axis is None:
-            self._check_layer(layer)
-            return self.all_devices
-        return tuple([s.device for s in self.split(axis, layer)])
-
-    def _check_layer(self, layer: int | None) -> None:
-        """Refuse a layer that the plan has not, also one that only equals one of its numbers, as True does."""
-        if layer is not None and (type(layer) is not int or not 0 <= layer < self.plan.model.layers):
-            name, last = self.plan.model.name, self.plan.model.layers - 1
-            raise RequestError(f"the plan for {name} has no layer {layer!r:.40}", f"its layers are 0 to {last}")
+        return self._cuts.devices_of(axis, layer)
 
     def copy_pinned(self, buffer: int, x: Tensor) -> Tensor:
         """Copy a tensor into one of the two host buffers, and wait until it is there.
@@ -163,7 +148,7 @@ class ContextMemory:
                 given any room away then.
         """
         with self._guard:
-            slices = self._columns("scratch", axis, layer, dim)
+            slices = self._cuts.columns("scratch", axis, layer, dim)
             dtype, width = self.dtype if dtype is None else dtype, slices[-1][2]
             wanted = [(self.devices[device], width if full else stop - start) for device, start, stop in slices]
             for device, columns in wanted:
@@ -205,16 +190,3 @@ class ContextMemory:
             for device in holders:
                 device.check_rope_tables(rope, rows, self.dtype)
             return tuple(device.rope_tables(rope, rows, self.dtype) for device in holders)
-
-    def _columns(self, what: str, axis: Axis | str, layer: int | None, dim: int) -> Slices:
-        """Return (device, start, stop) of every slice in columns; the last one stops where the axis does.
-
-        Raises:
-            ExecutionError: ``dim`` is no whole number or less than 1.
-        """
-        whole(f"{what}: dim", dim, 1, "dim is the columns per element")
-        slices = self.split(axis, layer)
-        key = (axis, layer, dim)
-        if key not in self._cuts:
-            self._cuts[key] = tuple((s.device, s.start * dim, s.end * dim) for s in slices)
-        return self._cuts[key]

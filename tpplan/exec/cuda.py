@@ -6,27 +6,28 @@ device or stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.binding import no_memory
+from tpplan.exec.bound import Bound, BoundStep, ReadyProgram, Step
 from tpplan.exec.copies import HostCopy, Transfer
 from tpplan.exec.exchanges import Exchanges
 from tpplan.exec.fence import HOST_STREAM, without_callers
 from tpplan.exec.graph import Graph
 from tpplan.exec.issuing import ISSUING, Issuing
+from tpplan.exec.launch import Ready
+from tpplan.exec.launch_graph import graph_of
 from tpplan.exec.marks import Marks, Pending
 from tpplan.exec.program import HOST, LOAD, Copy, Exchange, Program, Record, Stream, Sum, Wait
 from tpplan.exec.sums import Sums
-from tpplan.exec.torch_shims import current_device, stream_handle, switch_device
+from tpplan.exec.torch_shims import current_device, is_capturing, stream_handle, switch_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
@@ -38,58 +39,6 @@ _KEPT = 1024
 
 #: Stands for the handle of a stream where there is none: the host's.
 _NONE = -1
-
-
-class Step(Protocol):
-    """A command of a program, ready for all operands of a dtype."""
-
-    def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
-        """Return what issues it.
-
-        Args:
-            operands: the caller's tensors.
-            rows: of each.
-
-        Returns:
-            A function of the handle of the stream to issue it to; if it is a default stream, its device is current.
-        """
-
-
-@frozen(eq=False)
-class _Ready:
-    """A program, ready for all operands of a dtype.
-
-    Attributes:
-        program: kept, for it is known by its identity.
-        steps: its commands, without what the caller's streams being tpplan's makes needless; of each also the device,
-            and a handle for what is not issued to the device's current stream, else 0.
-        devices: that it uses.
-        loads: those whose second streams it uses.
-        pending: returns what waits for the results of the call that was issued last.
-        on_host: whether the host takes part in it.
-        copies: whether the host copies in it.
-    """
-
-    program: Program
-    steps: tuple[tuple[Step, int, int], ...]
-    devices: tuple[int, ...]
-    loads: frozenset[int]
-    pending: Callable[[], Pending]
-    on_host: bool
-    copies: bool
-
-
-@frozen(eq=False)
-class Bound:
-    """A program, ready to be issued as often as wanted, on the same memory.
-
-    Attributes:
-        ready: the program.
-        steps: what issues its steps, with the device and the handle that the step has.
-    """
-
-    ready: _Ready
-    steps: tuple[tuple[Callable[[int], None], int, int], ...]
 
 
 class CudaDevices:
@@ -117,7 +66,7 @@ class CudaDevices:
         self._load_handles = {device: stream.cuda_stream for device, stream in self._loads.items()}
         self._marks = Marks(self._ordinals)
         self._sums = Sums()
-        self._ready: dict[tuple[int, torch.dtype], _Ready] = {}
+        self._ready: dict[tuple[int, torch.dtype], ReadyProgram] = {}
         with ISSUING:
             self._exchanges = Exchanges(memory, places)
         self._issuing = Issuing(self._exchanges)
@@ -152,12 +101,13 @@ class CudaDevices:
         """Issue a program; see :meth:`run`."""
         ready = bound.ready
         with self._issuing:
-            if ready.on_host and torch.cuda.is_current_stream_capturing():
+            is_captured = is_capturing()
+            if ready.on_host and is_captured:
                 message = f"{ready.program.name} cannot be captured: the host takes part"
                 raise ExecutionError(message, "call it beside the graph")
             self._turn_to_current(ready.devices)
             try:
-                self._go_through(bound)
+                self._go_through(bound.steps if is_captured else self._steps(bound), ready.loads)
             except BaseException:  # between two devices, perhaps
                 self._exchanges.interrupt()
                 raise
@@ -168,19 +118,32 @@ class CudaDevices:
         rows, ready = some.shape[0], self._ready_for(program, some.dtype)
         return Bound(ready, tuple([(step.bind(operands, rows), device, fixed) for step, device, fixed in ready.steps]))
 
-    def _ready_for(self, program: Program, dtype: torch.dtype) -> _Ready:
+    def _ready_for(self, program: Program, dtype: torch.dtype) -> ReadyProgram:
         ready = self._ready.get((id(program), dtype))
         if ready is None:
             with self._issuing:
                 ready = self._prepare(program, dtype)
         return ready
 
-    def _go_through(self, bound: Bound) -> None:
+    def _steps(self, bound: Bound) -> tuple[BoundStep, ...]:
+        """Return the steps of a program that is not captured; graphs pay from the second time on."""
+        if bound.is_new:
+            bound.is_new = False
+            return bound.steps
+        if not bound.again:
+            bound.again = tuple(
+                (graph_of(issue, self._ordinals[device]) or issue if isinstance(issue, Ready) else issue, device, fixed)
+                for issue, device, fixed in bound.steps
+            )
+        return bound.again
+
+    def _go_through(self, steps: tuple[BoundStep, ...], loads: frozenset[int]) -> None:
         """Issue the steps of a program; where that is to a default stream, its device is made current for it."""
-        self._loaded |= bound.ready.loads
+        if loads:
+            self._loaded |= loads
         before = here = current_device()
         try:
-            for issue, device, fixed in bound.steps:
+            for issue, device, fixed in steps:
                 handle = fixed or self._current[device]
                 if not handle and self._ordinals[device] != here:
                     here = self._ordinals[device]
@@ -241,15 +204,15 @@ class CudaDevices:
         self._memory = no_memory()
         self._exchanges.close()
 
-    def _prepare(self, program: Program, dtype: torch.dtype) -> _Ready:
-        if len(self._ready) >= _KEPT and not torch.cuda.is_current_stream_capturing():
+    def _prepare(self, program: Program, dtype: torch.dtype) -> ReadyProgram:
+        if len(self._ready) >= _KEPT and not is_capturing():
             self.synchronize()
             self._ready.clear()
         launches = iter(self._exchanges.prepare(program, dtype))
         commands = without_callers(program)
         streams = {command.stream for command in commands}
         fixed = {Stream(LOAD, device): handle for device, handle in self._load_handles.items()} | {HOST_STREAM: _NONE}
-        ready = self._ready[id(program), dtype] = _Ready(
+        ready = self._ready[id(program), dtype] = ReadyProgram(
             program=program,
             steps=tuple(
                 (

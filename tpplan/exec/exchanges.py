@@ -15,6 +15,7 @@ from tpplan.exec.exchange_table import COUNTERS, DEADLINE, STATUS
 from tpplan.exec.launch import Launch, Operands, Work
 from tpplan.exec.program import OWN, SLOT, Exchange, Stream, Sum, writes
 from tpplan.exec.sums import NAMES
+from tpplan.exec.torch_shims import is_capturing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -108,7 +109,7 @@ class Exchanges:
     def _clear(self, exchanges: Sequence[Exchange], name: str) -> None:
         """Clear the slots that were not used before: where no message is, no number may be."""
         fresh = slots.fresh(exchanges, self._counters)
-        if fresh and torch.cuda.is_current_stream_capturing():
+        if fresh and is_capturing():
             raise ExecutionError(f"{name} was not run before", "run everything once before capturing it")
         for queue in fresh:
             self._memory.slots(queue).zero_()

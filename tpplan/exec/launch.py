@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ class Launch:
         self._threads, self._blocks = threads, blocks
         self._row_bytes, self._block_bytes = work.row_bytes, threads * self._piece
 
-    def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
+    def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Ready:
         """Return what launches the kernel, as often as it is called, on the stream that it is given.
 
         Args:
@@ -114,32 +114,56 @@ class Launch:
         kernel = self._aligned if piece == self._piece else self._kernel
         blocks = min(self._blocks, -(-rows * self._row_bytes // self._block_bytes)) or 1
         what = f"a kernel of device {self.stream.device}"
-        return launching(what, kernel, (blocks, self._threads), [ctypes.addressof(parameter)], parameter)
+        return Ready(what, kernel, (blocks, self._threads), parameter, 1)
 
 
-def launching(
-    what: str, kernel: driver.CUfunction, shape: tuple[int, int], parameters: Sequence[int], held: object
-) -> Callable[[int], None]:
-    """Return what launches a kernel on the stream that it is given; if that is a default stream, its device is current.
+class Ready:
+    """A kernel with all that it is told, ready to be launched as often as wanted.
 
-    Args:
-        what: to call the kernel in errors.
+    Attributes:
+        what: to call it in errors.
         kernel: of the driver.
         shape: how many blocks, and threads of each.
-        parameters: their addresses.
-        held: the memory that they are in.
-
-    Raises:
-        ExecutionError: the driver refuses, when it is called.
+        parameters: the address of those of its parameters.
     """
-    pointers = (ctypes.c_void_p * len(parameters))(*parameters)
-    start, blocks, threads, address = driver.cuLaunchKernel, *shape, ctypes.addressof(pointers)
 
-    def launch(stream: int, _: object = (held, pointers)) -> None:
-        (result,) = start(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, address, 0)
+    __slots__ = ("_pointers", "_start", "_words", "kernel", "parameters", "shape", "what")
+
+    def __init__(
+        self,
+        what: str,
+        kernel: driver.CUfunction,
+        shape: tuple[int, int],
+        words: ctypes.Array[ctypes.c_uint64],
+        arguments: int,
+    ) -> None:
+        """Take the words of all parameters.
+
+        Args:
+            what: to call the kernel in errors.
+            kernel: of the driver.
+            shape: how many blocks, and threads of each.
+            words: of the parameters; kept.
+            arguments: how many of them are parameters, one word each; the last one may have more.
+        """
+        self.what, self.kernel, self.shape = what, kernel, shape
+        first = ctypes.addressof(words)
+        self._start, self._words = driver.cuLaunchKernel, words
+        self._pointers = (ctypes.c_void_p * arguments)(*range(first, first + 8 * arguments, 8))
+        self.parameters = ctypes.addressof(self._pointers)
+
+    def __call__(self, stream: int) -> None:
+        """Launch it on a stream; if that is a default stream, its device is current.
+
+        Raises:
+            ExecutionError: the driver refuses.
+        """
+        blocks, threads = self.shape
+        (result,) = self._start(self.kernel, blocks, 1, 1, threads, 1, 1, 0, stream, self.parameters, 0)
         if result != _SUCCESS:
-            raise ExecutionError(
-                f"{what} was not launched: {result.name}", "earlier work on this device may have failed"
-            )
+            raise refused(self.what, result)
 
-    return launch
+
+def refused(what: str, result: driver.CUresult) -> ExecutionError:
+    """Return what is raised where the driver does not launch a kernel."""
+    return ExecutionError(f"{what} was not launched: {result.name}", "earlier work on this device may have failed")

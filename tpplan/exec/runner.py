@@ -1,29 +1,54 @@
-"""Running calls: checked and prepared the first time, and issued at once where the same memory comes again."""
+"""Running operations: checked and prepared the first time, and issued at once where the same memory comes again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import torch
+from attrs import frozen
+
+from tpplan.exec.gathered import Pending
+from tpplan.exec.torch_shims import alike
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from tpplan.exec.calls import Call
     from tpplan.exec.engine import Backend
-    from tpplan.exec.gathered import Pending
     from tpplan.exec.inflight import Inflight
 
-#: On how many memories calls are remembered.
+#: On how many memories operations are remembered.
 _KEPT = 1024
+_PLAIN, _ADDRESS = {torch.Tensor}, torch.Tensor.data_ptr
+
+
+@frozen(eq=False)
+class _Known:
+    """An operation on tensors that were right.
+
+    Attributes:
+        fits: tells whether what is read from the same addresses is of the same kind.
+        takes: tells whether what is written there is, which may be what is read.
+        hosted: which of them are in host memory.
+        issue: issues it.
+    """
+
+    fits: Callable[..., bool]
+    takes: Callable[..., bool]
+    hosted: tuple[int, ...]
+    issue: Callable[[], Pending]
 
 
 class Runner:
-    """Runs the calls of a context.
+    """Runs the operations of a context.
 
     Servers use the same memory all the time, and so does torch's allocator where results are new tensors: what was
-    found right about tensors holds of all others of their likeness, and what was worked out, too.
+    found right about tensors holds of all others of their kind that lie where they did, and what was worked out, too.
+    Only a storage that somebody has shrunk goes unnoticed.
     """
 
     def __init__(self, backend: Backend, inflight: Inflight) -> None:
@@ -35,57 +60,71 @@ class Runner:
         """
         self._backend = backend
         self._inflight = inflight
-        self._known: dict[object, Callable[[], Pending]] = {}
+        self._known: dict[object, _Known] = {}
 
     def run(
-        self, call: Call, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor] | None
+        self,
+        find: Callable[..., Call],
+        asked: tuple[object, ...],
+        inputs: tuple[Sequence[Tensor], ...],
+        out: Sequence[Tensor] | None,
     ) -> tuple[tuple[Tensor, ...], Pending | None]:
-        """Issue a call.
+        """Issue an operation.
 
         Args:
-            call: of some operation.
+            find: returns its call, of what is asked for, the inputs, and ``out``.
+            asked: for.
             inputs: the tensors of each group.
-            out: tensors to write to; new ones if not given.
+            out: tensors to write to; None for new ones.
 
         Returns:
             The outputs, and what is issued if there are any rows.
 
         Raises:
-            ExecutionError: see :meth:`Call.admit`.
+            ExecutionError: see :meth:`Call.admit`, and :class:`~tpplan.exec.resolver.Resolver`.
+            RequestError: see there.
         """
         if out is None:
-            out = call.new()
-        likeness = call.likeness(inputs, out)
-        issue = self._known.get(likeness)
-        if issue is None:
-            return self._run_first(call, inputs, out, likeness)
-        if call.hosted:
-            self._settle(call, (*chain.from_iterable(inputs), *out))
-        return tuple(out), issue()
+            out = find(*asked, inputs, out).new()
+        groups, key, known = (*inputs, out), None, None
+        try:
+            read = (*chain.from_iterable(inputs),)
+            tensors = (*read, *out)
+            if _PLAIN.issuperset(map(type, tensors)):  # others warn of the question
+                kinds = *map(type, asked), *map(type, groups)  # True is no 1
+                key = (find, asked, kinds, *map(len, groups), tensors[0].shape, *map(_ADDRESS, tensors))
+                known = self._known.get(key)
+        except (RuntimeError, TypeError):  # of sparse tensors, which have no addresses, and of what is no sequence
+            key = None
+        if known is None or not (known.fits(*read) and known.takes(*out)):
+            return tuple(out), self._run_first(find(*asked, inputs, out), inputs, out, key)
+        if known.hosted:
+            self._settle(known.hosted, tensors)
+        return tuple(out), known.issue()
 
     def clear(self) -> None:
         """Forget everything."""
         self._known.clear()
 
     def _run_first(
-        self, call: Call, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor], likeness: object
-    ) -> tuple[tuple[Tensor, ...], Pending | None]:
+        self, call: Call, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor], key: object
+    ) -> Pending | None:
         """Check the tensors of a call, and issue it."""
         tensors, is_dense = call.admit(inputs, out)
-        self._settle(call, tensors)
+        self._settle(call.hosted, tensors)
         if call.program is None:
-            return tuple(out), None
+            return None
         operands = call.operands(tensors, is_dense=is_dense)
         issue = self._backend.bind(call.program, operands)
         if issue is None:
-            return tuple(out), self._backend.run(call.program, operands)
-        if is_dense and likeness is not None:  # of others there may be copies
+            return self._backend.run(call.program, operands)
+        if is_dense and key is not None:  # of others there may be copies
             if len(self._known) >= _KEPT:
                 self._known.clear()
-            self._known[likeness] = issue
-        return tuple(out), issue()
+            self._known[key] = _Known(alike(tensors[: -len(out)]), alike(out), call.hosted, issue)
+        return issue()
 
-    def _settle(self, call: Call, tensors: Sequence[Tensor]) -> None:
+    def _settle(self, hosted: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Wait for whatever writes to tensors in host memory."""
-        for i in call.hosted:
+        for i in hosted:
             self._inflight.settle(tensors[i])

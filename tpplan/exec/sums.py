@@ -11,7 +11,7 @@ from cuda.bindings import driver
 from tpplan.exec import kernel_cache
 from tpplan.exec.binding import finder
 from tpplan.exec.kernel_cache import MOST_SOURCES
-from tpplan.exec.launch import launching
+from tpplan.exec.launch import Ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -92,6 +92,4 @@ class Addition:
         words = [address, step, count, width, aligned, len(self._sources), *numbers]
         parameters = (ctypes.c_uint64 * _ARGUMENTS)(*words)
         shape = min(_MOST_BLOCKS, -(-threads // _THREADS)), _THREADS
-        first = ctypes.addressof(parameters)
-        addresses = range(first, first + 8 * _ARGUMENTS, 8)
-        return launching(f"a sum of device {self._device}", self._kernel, shape, addresses, parameters)
+        return Ready(f"a sum of device {self._device}", self._kernel, shape, parameters, _ARGUMENTS)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch._C._dynamo.guards import TensorGuards
 from torch.nn.attention import SDPBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 def stream_handle(device: int) -> int:
     """Return the address of a CUDA device's current stream; 0 for its default one."""
     handle: int = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001
     return handle
+
+
+def is_capturing() -> bool:
+    """Tell whether the current stream of the current CUDA device is being captured."""
+    answer: bool = torch._C._cuda_isCurrentStreamCapturing()  # noqa: SLF001
+    return answer
 
 
 def current_device() -> int:
@@ -22,6 +34,16 @@ def switch_device(device: int) -> int:
     """Make a CUDA device current, and return the one that was."""
     before: int = torch._C._cuda_exchangeDevice(device)  # noqa: SLF001
     return before
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return what tells whether as many tensors are of the same kind, each as the one in its place.
+
+    That is: the same class, shape, strides, dtype and device, and the same bits for gradients, conjugates and negative
+    values; torch compares all of them at once, in a tenth of the time that asking for them takes.
+    """
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
 def takes_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> bool:

@@ -1,0 +1,73 @@
+"""Where a plan cuts its axes: slices and devices, looked up once for every axis and layer that somebody asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpplan.axes import Axis, Slice, slices_of
+from tpplan.errors import RequestError
+from tpplan.exec.arguments import whole
+
+if TYPE_CHECKING:
+    from tpplan.exec.operands import Slices
+    from tpplan.plan import SplitPlan
+
+
+class Cuts:
+    """The cuts of a plan.
+
+    Attributes:
+        devices: in use, ascending.
+    """
+
+    def __init__(self, plan: SplitPlan, devices: tuple[int, ...]) -> None:
+        """Start with nothing looked up."""
+        self.devices = devices
+        self._plan = plan
+        self._slices: dict[tuple[Axis | str, int | None], tuple[Slice, ...]] = {}
+        self._columns: dict[tuple[Axis | str, int | None, int], Slices] = {}
+
+    def split(self, axis: Axis | str, layer: int | None = None) -> tuple[Slice, ...]:
+        """Return the slices of the devices that hold a part of ``axis``, in elements.
+
+        Raises:
+            RequestError: the plan has no such axis or layer, or cuts the axis in several ways and no layer was named.
+        """
+        self._check_layer(layer)
+        try:
+            return self._slices[axis, layer]
+        except (KeyError, TypeError):  # the latter for what cannot be hashed, which the plan does not know either
+            found = slices_of(self._plan.bounds(axis, layer))
+        self._slices[axis, layer] = found
+        return found
+
+    def devices_of(self, axis: Axis | str | None, layer: int | None = None) -> tuple[int, ...]:
+        """Return the devices that hold a part of ``axis``, ascending, all in use for None.
+
+        Raises:
+            RequestError: see :meth:`split`.
+        """
+        if axis is None:
+            self._check_layer(layer)
+            return self.devices
+        return tuple([s.device for s in self.split(axis, layer)])
+
+    def columns(self, what: str, axis: Axis | str, layer: int | None, dim: int) -> Slices:
+        """Return (device, start, stop) of every slice in columns; the last one stops where the axis does.
+
+        Raises:
+            ExecutionError: ``dim`` is no whole number or less than 1.
+            RequestError: see :meth:`split`.
+        """
+        whole(f"{what}: dim", dim, 1, "dim is the columns per element")
+        slices = self.split(axis, layer)
+        key = (axis, layer, dim)
+        if key not in self._columns:
+            self._columns[key] = tuple((s.device, s.start * dim, s.end * dim) for s in slices)
+        return self._columns[key]
+
+    def _check_layer(self, layer: int | None) -> None:
+        """Refuse a layer that the plan has not, also one that only equals one of its numbers, as True does."""
+        if layer is not None and (type(layer) is not int or not 0 <= layer < self._plan.model.layers):
+            name, last = self._plan.model.name, self._plan.model.layers - 1
+            raise RequestError(f"the plan for {name} has no layer {layer!r:.40}", f"its layers are 0 to {last}")

@@ -1,0 +1,117 @@
+"""From what an operation is asked for to its call: names of axes become devices and columns."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from tpplan.exec.operands import check_count, columns_of, facts_of, first_of
+from tpplan.exec.program import HOST
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TypeAlias
+
+    from torch import Tensor
+
+    from tpplan.axes import Axis
+    from tpplan.exec.calls import Call, Calls
+    from tpplan.exec.cuts import Cuts
+
+    #: Of an operation's inputs: one tensor for each device.
+    Groups: TypeAlias = tuple[Sequence[Tensor], ...]
+
+#: How many calls of each operation are remembered: prompts of any length come, so that shapes never end.
+_KEPT = 4096
+
+
+class Resolver:
+    """Finds calls; every method takes the arguments of the context's, its inputs, and the outputs if they are given.
+
+    All raise ExecutionError for tensors that no operation takes, and RequestError for what the plan does not cut.
+    """
+
+    def __init__(self, cuts: Cuts, calls: Calls) -> None:
+        """Remember the calls that are found.
+
+        Args:
+            cuts: of the plan.
+            calls: makes them.
+        """
+        self._cuts = cuts
+        self._check_source = calls.check_source
+        keep = lru_cache(maxsize=_KEPT)
+        self._broadcasts = keep(calls.broadcast)
+        self._scatters = keep(calls.scatter)
+        self._allgathers = keep(calls.allgather)
+        self._all_reduces = keep(calls.all_reduce)
+        self._add_residuals = keep(calls.add_residual)
+
+    def broadcast(
+        self, axis: Axis | str | None, layer: int | None, source: int | None, given: Groups, _: object
+    ) -> Call:
+        """Return the call of a broadcast; ``given`` is one group of one tensor."""
+        ((x,),) = given
+        if source is not None:
+            self._check_source("broadcast", source)
+        facts = facts_of("broadcast: x", x)
+        return self._broadcasts(source, self._cuts.devices_of(axis, layer), *facts, x.device)
+
+    def scatter(
+        self, axis: Axis | str, dim: int, layer: int | None, source: int | None, given: Groups, _: object
+    ) -> Call:
+        """Return the call of a scatter; ``given`` is one group of one tensor."""
+        ((x,),) = given
+        if source is not None:
+            self._check_source("scatter", source)
+        facts = facts_of("scatter: x", x)
+        return self._scatters(source, self._cuts.columns("scatter", axis, layer, dim), *facts, x.device)
+
+    def gather(self, axis: Axis | str, dim: int, layer: int | None, given: Groups, _: object) -> Call:
+        """Return the call of a gather; ``given`` are the parts."""
+        (parts,) = given
+        slices = self._cuts.columns("gather", axis, layer, dim)
+        facts = facts_of("gather: parts[0]", first_of("gather: parts", parts, slices))
+        return self._allgathers("gather", slices, (HOST,), *facts)
+
+    def allgather(
+        self,
+        axis: Axis | str,
+        to: Axis | str | None,
+        dim: int,
+        layer: int | None,
+        given: Groups,
+        _: object,
+    ) -> Call:
+        """Return the call of an allgather; ``given`` are the parts."""
+        (parts,) = given
+        slices = self._cuts.columns("allgather", axis, layer, dim)
+        facts = facts_of("allgather: parts[0]", first_of("allgather: parts", parts, slices))
+        return self._allgathers("allgather", slices, self._cuts.devices_of(to, layer), *facts)
+
+    def all_reduce(self, axis: Axis | str | None, layer: int | None, given: Groups, _: object) -> Call:
+        """Return the call of an all-reduce; ``given`` are the parts, and residuals if there are any."""
+        parts, *residuals = given
+        givers = self._cuts.devices_of(axis, layer)
+        check_count("all_reduce: parts", parts, givers)
+        facts = facts_of("all_reduce: parts[0]", parts[0])
+        return self._all_reduces(givers, self._cuts.devices, bool(residuals), *facts)
+
+    def add_residual(
+        self,
+        axis: Axis | str,
+        dim: int,
+        layer: int | None,
+        given: Groups,
+        target: Sequence[Tensor],
+    ) -> Call:
+        """Return the call that adds to each target its columns of a source; ``given`` are the sources."""
+        (source,) = given
+        slices = self._cuts.columns("add_residual", axis, layer, dim)
+        devices = tuple([device for device, _, _ in slices])
+        check_count("add_residual: target", target, devices)
+        check_count("add_residual: source", source, devices)
+        shapes = [facts_of(f"add_residual: source[{i}]", x)[0] for i, x in enumerate(source)]
+        widths = [columns_of(f"add_residual: source[{i}]", shape) for i, shape in enumerate(shapes)]
+        wholes = tuple([width == slices[-1][2] for width in widths])
+        return self._add_residuals(slices, wholes, *facts_of("add_residual: target[0]", target[0]))
