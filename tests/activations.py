@@ -38,13 +38,20 @@ class Activations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peak: the most that they had.
     """
 
-    def __init__(self, context: TPContext, weights: dict[int, dict[str, Tensor]]) -> None:
-        """Know a context's memory and the weights on its devices."""
+    def __init__(self, decoder: Decoder) -> None:
+        """Know a context's memory, and the weights and caches on its devices."""
         super().__init__()  # type: ignore[no-untyped-call]
+        context = decoder.context
         self._owners = {
             _key(tensor): device
             for device in context.all_devices
-            for tensor in (context.devices[device].control, *weights[device].values())
+            for tensor in (context.devices[device].control, *decoder.weights[device].values())
+        }
+        self._owners |= {
+            _key(tensor): device
+            for layer in decoder._heads
+            for device, heads in layer.items()
+            for tensor in heads.cache._store._parts
         }
         self._new: set[int] = set()
         self.live = dict.fromkeys(context.all_devices, 0)
@@ -95,7 +102,7 @@ class Activations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def activations(decoder: Decoder) -> Iterator[Activations]:
     """Count what a decoder computes."""
     context = decoder.context
-    mode = Activations(context, decoder.weights)
+    mode = Activations(decoder)
 
     def wrapped(name: str) -> Callable[..., tuple[Tensor, ...]]:
         operation, (place, argument) = getattr(context, name), _RESULTS[name]

@@ -48,12 +48,12 @@ _LENGTH, _BATCH, _ROWS = 128, 8, 64
 _SMALLER = {"hidden_size": 256, "head_dim": 32, "moe_intermediate_size": 160, "sliding_window": 24}
 
 
-def made(model_type: str, directory: Path) -> Path:
-    """Make a checkpoint of a family in 16 bits."""
+def made(model_type: str, directory: Path, **more: Any) -> Path:
+    """Make a checkpoint of a family in 16 bits, with more in its config."""
     torch.manual_seed(1)
     special = CONFIGS[model_type]
     smaller = {key: value for key, value in _SMALLER.items() if special.get(key)}
-    config = AutoConfig.for_model(**{**_SIZES, "model_type": model_type, **special, **smaller})
+    config = AutoConfig.for_model(**{**_SIZES, "model_type": model_type, **special, **smaller, **more})
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(directory)
     return directory
 
@@ -110,4 +110,11 @@ def test_smaller_caches_of_long_texts_do_too(kind: str, tmp_path: Path) -> None:
     """Of which one KV head of a sequence is in 16 bits at a time."""
     directory = made("qwen3", tmp_path)
     plan = planned(directory, "reduce", (1,), Cache(kind, _BATCH * 8 * _LENGTH))
+    assert taken(directory, plan)[0] <= 1
+
+
+def test_long_windows_do_too(tmp_path: Path) -> None:
+    """Which are hidden from a few queries of a pass at a time."""
+    directory = made("mistral", tmp_path, sliding_window=8 * _LENGTH)
+    plan = planned(directory, "reduce", (1,), Cache("fp16", _BATCH * 16 * _LENGTH))
     assert taken(directory, plan)[0] <= 1

@@ -26,29 +26,26 @@ _KINDS: Final = ("fp16", "fp8", "q8", "fp32")
 #: What an element is stored as: several tensors, and from these back.
 Parts = tuple["Tensor", ...]
 
-#: Keys and values ``[B, H, T, K]``, and what hides some of them; see :func:`tpplan.decoder.layers.attend`.
-Seen = tuple[Tensor, Tensor, "Tensor | None"]
-
 
 def _to_float8(x: Tensor) -> Parts:
     limit = torch.finfo(_FLOAT8).max
     return (x.clamp(-limit, limit).to(_FLOAT8).view(torch.uint8),)
 
 
-def _from_float8(parts: Parts, dtype: torch.dtype) -> Tensor:
-    return parts[0].view(_FLOAT8).to(dtype)
+def _from_float8(parts: Parts, out: Tensor) -> None:
+    out.copy_(parts[0].view(_FLOAT8))
 
 
 def _to_int8(x: Tensor) -> Parts:
     groups = torch.unflatten(x.float(), -1, (-1, _GROUP))
     scale = (groups.abs().amax(-1, keepdim=True) / _LARGEST).half()
-    whole = (groups / scale.float().clamp_min(torch.finfo(torch.half).tiny)).round().clamp(-_LARGEST, _LARGEST)
+    whole = (groups / scale.float().clamp_min(torch.finfo(torch.half).tiny)).round_().clamp_(-_LARGEST, _LARGEST)
     return whole.to(torch.int8).flatten(-2), scale.squeeze(-1)
 
 
-def _from_int8(parts: Parts, dtype: torch.dtype) -> Tensor:
-    whole, scale = parts
-    return (torch.unflatten(whole, -1, (-1, _GROUP)) * scale.unsqueeze(-1)).flatten(-2).to(dtype)  # 16 bits hold both
+def _from_int8(parts: Parts, out: Tensor) -> None:
+    whole, groups = (torch.unflatten(x, -1, (-1, _GROUP)) for x in (parts[0], out))
+    torch.mul(whole, parts[1].unsqueeze(-1), out=groups)  # at once: they may be most of what there is room for
 
 
 def check_kind(kind: str, head_dim: int) -> None:
@@ -89,9 +86,9 @@ class Store:
         _, self.heads, _, self.head_dim = shape
         self._dtype = dtype
         narrow = dtype if dtype.itemsize == 2 else torch.float16  # noqa: PLR2004 - bytes
-        kinds: dict[str, tuple[Callable[[Tensor], Parts], Callable[[Parts, torch.dtype], Tensor]]] = {
-            "fp16": (lambda x: (x.to(narrow),), lambda parts, dtype: parts[0].to(dtype)),
-            "fp32": (lambda x: (x.float(),), lambda parts, dtype: parts[0].to(dtype)),
+        kinds: dict[str, tuple[Callable[[Tensor], Parts], Callable[[Parts, Tensor], object]]] = {
+            "fp16": (lambda x: (x.to(narrow),), lambda parts, out: out.copy_(parts[0])),
+            "fp32": (lambda x: (x.float(),), lambda parts, out: out.copy_(parts[0])),
             "fp8": (_to_float8, _from_float8),
             "q8": (_to_int8, _from_int8),
         }
@@ -116,9 +113,28 @@ class Store:
         for stored, part in zip(self._parts, self._encode(kv), strict=True):
             stored[:, sequences, heads, places] = part
 
-    def read(self, sequences: slice, heads: slice, places: Tensor | slice) -> Tensor:
+    def read(self, sequences: slice, heads: slice, places: slice) -> Tensor:
         """Return some heads of some places, ``[2, B, H, places, K]``."""
-        return self._decode(tuple(stored[:, sequences, heads, places] for stored in self._parts), self._dtype)
+        parts = self._some(sequences, heads, places)
+        if self.is_plain:
+            return parts[0]
+        out = torch.empty(parts[0].shape, dtype=self._dtype, device=parts[0].device)
+        self._decode(parts, out)
+        return out
+
+    def read_before(self, sequences: slice, heads: slice, places: list[slice], new: Tensor) -> Tensor:
+        """Return some heads of one range of places after the other, and new ones behind them, in memory of its own."""
+        *shape, count, width = new.shape
+        sizes = [each.stop - each.start for each in places]
+        out = new.new_empty(*shape, sum(sizes) + count, width)
+        *stored, last = torch.split_with_sizes(out, [*sizes, count], dim=3)
+        for each, to in zip(places, stored, strict=True):
+            self._decode(self._some(sequences, heads, each), to)
+        last.copy_(new)
+        return out
+
+    def _some(self, sequences: slice, heads: slice, places: slice) -> Parts:
+        return tuple(stored[:, sequences, heads, places] for stored in self._parts)
 
 
 @frozen
@@ -192,7 +208,9 @@ class LayerCache:
         ]
         return together([together(row, dim=1) for row in pieces], dim=0)
 
-    def extend(self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor) -> Seen:
+    def extend(
+        self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
         """Take the next tokens of some sequences, and return what they attend to.
 
         Args:
@@ -203,22 +221,24 @@ class LayerCache:
             v_BHSK: values of the new ones.
 
         Returns:
-            Keys and values ``[B, H, T, K]`` of successive tokens, the last of them the last new one, and the mask for
-            :func:`tpplan.decoder.layers.attend`.
+            Keys and values ``[B, H, T, K]`` of successive tokens, the last of them the last new one, and how many of
+            them a query sees at most, itself included; 0 for all.
         """
-        end, device = start + k_BHSK.shape[2], k_BHSK.device
+        end = start + k_BHSK.shape[2]
         first = self._first(start, end)
         new_2BHSK = torch.stack((k_BHSK, v_BHSK))
         if end <= self.length:
             self._store.write(sequences, heads, slice(start, end), new_2BHSK)
             k, v = self._store.read(sequences, heads, slice(0, end))
         else:  # the new tokens push out older ones, which the first of them still see
-            past = torch.arange(first, start, device=device) % self.length
-            kept = torch.arange(max(start, end - self.length), end, device=device)
-            k, v = torch.cat((self._store.read(sequences, heads, past), new_2BHSK), dim=3)
-            self._store.write(sequences, heads, kept % self.length, new_2BHSK[:, :, :, -len(kept) :])
-        hides = self.window and end - first > self.window
-        return k, v, self._mask(start, first, end, k) if hides else None
+            k, v = self._store.read_before(sequences, heads, self._places(first, start), new_2BHSK)
+            kept = max(start, end - self.length)
+            places = self._places(kept, end)
+            sizes = [each.stop - each.start for each in places]
+            pieces = torch.split_with_sizes(new_2BHSK[:, :, :, kept - start :], sizes, dim=3)
+            for each, piece in zip(places, pieces, strict=True):
+                self._store.write(sequences, heads, each, piece)
+        return k, v, self.window if end - first > self.window else 0
 
     def append(self, where: Where, k_BHK: Tensor, v_BHK: Tensor) -> None:
         """Take one more token of each sequence.
@@ -239,11 +259,11 @@ class LayerCache:
         """Return the first token that any of the tokens from ``start`` to ``end`` sees, of those that are there."""
         return 0 if end <= self.length else max(0, start - self.length + 1)
 
-    def _mask(self, start: int, first: int, end: int, like: Tensor) -> Tensor:
-        """Return what hides keys ``first`` to ``end`` from the queries ``start`` to ``end`` that do not see them."""
-        query, key = (torch.arange(at, end, device=like.device) for at in (start, first))
-        seen = (key <= query[:, None]) & (key > query[:, None] - self.window)
-        return hiding(seen[None, None], like.dtype)
+    def _places(self, first: int, end: int) -> list[slice]:
+        """Return where the tokens ``first`` to ``end`` are, which fit: in one range, or in two around the end."""
+        start, count = first % self.length, end - first
+        around = start + count - self.length
+        return [slice(start, self.length), slice(0, around)] if around > 0 else [slice(start, start + count)]
 
 
 def _slices(count: int, most: int) -> list[slice]:

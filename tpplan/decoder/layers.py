@@ -92,10 +92,11 @@ def attend(
     q_BHGSK: Tensor,
     k_BHTK: Tensor,
     v_BHTK: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | None = None,
     *,
     scale: float,
     cap: float | None,
+    window: int = 0,
     recurs: bool = False,
 ) -> Tensor:
     """Return the values, weighed by how well their keys match the queries: ``[B, H, G, S, K]``.
@@ -108,9 +109,17 @@ def attend(
             these and all before.
         scale: of the scores.
         cap: see :class:`tpplan.decoder.settings.Settings`.
+        window: tokens that a query sees without a mask, itself included; 0 for all.
         recurs: whether such shapes come again and again: cuDNN is fast, but makes a plan for each, in 36 ms on an H200.
     """
     group, count, total = q_BHGSK.shape[2], q_BHGSK.shape[3], k_BHTK.shape[2]
+    if window:
+        parts = []
+        for some in torch.split(q_BHGSK, max(1, AT_ONCE // total), dim=3):
+            hides = _hiding_others(some, total - count, total, window)
+            parts.append(attend(some, k_BHTK, v_BHTK, hides, scale=scale, cap=cap, recurs=recurs))
+            count -= some.shape[3]
+        return together(parts, dim=3)
     out_BHSK = None if cap is not None else _fused(q_BHGSK.flatten(1, 2), k_BHTK, v_BHTK, mask, scale, recurs=recurs)
     if out_BHSK is not None:
         return torch.unflatten(out_BHSK, 1, (-1, group))
@@ -119,15 +128,20 @@ def attend(
     found = []
     for first in range(0, count, block):
         some = q_BHGSK[:, :, :, first : first + block]
-        hides = _hiding_later(some, total - count + first, total) if mask is None else mask[:, :, first : first + block]
+        hides = (
+            _hiding_others(some, total - count + first, total) if mask is None else mask[:, :, first : first + block]
+        )
         found.append(_behind(some, k_BHTK, v_BHTK, hides, scale=scale, cap=cap))
     return together(found, dim=3)
 
 
-def _hiding_later(q_BHGSK: Tensor, first: int, total: int) -> Tensor:
-    """Return what hides from the queries of successive tokens, from the first one on, all that is behind their own."""
+def _hiding_others(q_BHGSK: Tensor, first: int, total: int, window: int = 0) -> Tensor:
+    """Return what hides from the queries of successive tokens, from the first one on, all but their own window."""
     tokens = torch.arange(total, device=q_BHGSK.device)
-    seen = tokens <= tokens[first : first + q_BHGSK.shape[3], None]
+    query = tokens[first : first + q_BHGSK.shape[3], None]
+    seen = tokens <= query
+    if window:
+        seen &= tokens > query - window
     return hiding(seen[None, None], q_BHGSK.dtype)
 
 

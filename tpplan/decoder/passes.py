@@ -18,7 +18,6 @@ from tpplan.decoder.layers import attend, together
 from tpplan.decoder.prompts import Stretch
 
 if TYPE_CHECKING:
-    from tpplan.decoder.cache import Seen
     from tpplan.decoder.heads import Heads, Run
 
 #: Sines and cosines of the rows' positions, from :func:`tpplan.decoder.layers.angles`.
@@ -59,8 +58,9 @@ class Prefill:
         def find(some: slice, keys: slice) -> Tensor:
             sequences = slice(each.sequence + some.start, each.sequence + some.stop)
             k_BHSK, v_BHSK = (x_BSHK[some, :, keys].transpose(1, 2) for x_BSHK in kv)
-            seen = heads.cache.extend(sequences, keys, each.start, k_BHSK, v_BHSK)
-            return _found(heads.runs_of(keys), q_BSHK[some], seen, attending)
+            k_BHTK, v_BHTK, window = heads.cache.extend(sequences, keys, each.start, k_BHSK, v_BHSK)
+            behind = partial(attending, window=window)
+            return _found(heads.runs_of(keys), q_BSHK[some], k_BHTK, v_BHTK, behind)
 
         return heads.cache.in_pieces(each.count, each.start, each.start + each.size, find)
 
@@ -90,8 +90,8 @@ class Decode:
 
         def find(some: slice, keys: slice) -> Tensor:
             q_BSHK = q_RHK[some, :, None].transpose(1, 2)
-            seen = *heads.cache.read(some, keys, span), where.mask[some]
-            return _found(heads.runs_of(keys), q_BSHK, seen, attending)
+            k_BHTK, v_BHTK = heads.cache.read(some, keys, span)
+            return _found(heads.runs_of(keys), q_BSHK, k_BHTK, v_BHTK, partial(attending, mask=where.mask[some]))
 
         return heads.cache.in_pieces(count, 0, span, find)
 
@@ -99,11 +99,13 @@ class Decode:
 Pass = Prefill | Decode
 
 
-def _found(runs: Iterable[Run], q_BSHK: Tensor, seen: Seen, attending: Callable[..., Tensor]) -> Tensor:
+def _found(
+    runs: Iterable[Run], q_BSHK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, attending: Callable[..., Tensor]
+) -> Tensor:
     """Return what the queries find that read some KV heads, ``[R, H, K]``."""
-    (k_BHTK, v_BHTK, mask), parts = seen, []
+    parts = []
     for run in runs:
         q_BHGSK = torch.unflatten(q_BSHK[:, :, run.queries], 2, (-1, run.group)).permute(0, 2, 3, 1, 4)
-        out_BHGSK = attending(q_BHGSK, k_BHTK[:, run.keys], v_BHTK[:, run.keys], mask)
+        out_BHGSK = attending(q_BHGSK, k_BHTK[:, run.keys], v_BHTK[:, run.keys])
         parts.append(out_BHGSK.flatten(1, 2).transpose(1, 2).flatten(0, 1))
     return together(parts, dim=1)
