@@ -45,7 +45,7 @@ def memory() -> Memory:
     slots: dict[Queue, Tensor] = {}
 
     def slot(queue: Queue) -> Tensor:
-        return slots.setdefault(queue, torch.empty(SLOTS, LIMITS.slot_bytes, dtype=torch.uint8))
+        return slots.setdefault(queue, torch.empty(queue.slots, LIMITS.slot_bytes, dtype=torch.uint8))
 
     return Memory(
         {d: torch.empty(LIMITS.exchange_bytes, dtype=torch.uint8) for d in places},

@@ -39,6 +39,7 @@ from tpplan.exec.program import (
     View,
     Wait,
 )
+from tpplan.workspace import HOST_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,19 +123,20 @@ def mutants(program: Program) -> Iterator[tuple[str, Program]]:
 
 
 def problem(case: Case, program: Program, seed: int) -> str:
-    """Return what is wrong after a program ran four times and others ran that use the same queues, if anything is.
+    """Return what is wrong after a program ran some times and others ran that use the same queues, if anything is.
 
-    Where devices send to each other, no credit is missed before one of them sends several messages unasked.
+    Where devices send to each other, no credit is missed before one of them sends several messages unasked: one more
+    than there are slots.
     """
-    random = Random(seed)
+    random, slots = Random(seed), HOST_SLOTS if case.way.small and case.way.transport == "host" else SLOTS
     caller = Caller(Adversary(memory(), random), random, case.rows, torch.float16)
     try:
-        for _ in range(4):
+        for _ in range(slots + 2):
             caller.use_any(case.operation)
             caller.call(case.operation, program)
         if case.way.small:
             for operation in one_way(case.operation):
-                for _ in range(3):
+                for _ in range(slots + 1):
                     caller.call(operation, lower(operation, case.way))
         caller.check()
     except (AssertionError, InternalError) as error:

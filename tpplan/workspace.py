@@ -25,8 +25,11 @@ ALIGNMENT = 64
 CONTROL_BYTES = 8 * 2**20
 #: Of them, the flags and epochs; the rest are slots.
 FLAG_BYTES = 128 * 2**10
-#: Slots, and chunks in a staging ring, come in pairs: one is filled while the other is read.
+#: Slots on devices, and chunks in a staging ring, come in pairs: one is filled while the other is read.
 PAIR = 2
+#: Slots of a queue in host memory, a power of two: until its sender sees there that a message was read, as many more
+#: could be sent as fill two or three.
+HOST_SLOTS = 4
 #: Buffers of ``max_rows`` rows per axis: how many as wide as the device's slice, for the layer in flight (queries and
 #: attention output share one; keys and values; gate and up, of experts for each that a token is routed to).
 SLICE_BUFFERS = {Axis.Q: 1, Axis.KV: 2, Axis.ID: 2, Axis.EX: 2, Axis.SX: 2}
@@ -83,8 +86,8 @@ class Pinned:
         chunk_bytes: what a copy through host memory moves at once: an eighth of the rows that such a buffer holds, but
             at least 2 MiB, and a row of any axis in the widest dtype.
         rings: of a pair of chunks: one for each device in use, and one for what the host itself sends.
-        queues: pairs of slots for small exchanges through host memory: each device in use may send to the devices of
-            every axis, and to all of them.
+        queues: of slots for small exchanges through host memory: each device in use may send to the devices of every
+            axis, and to all of them.
     """
 
     buffer_bytes: int
@@ -97,8 +100,8 @@ class Pinned:
         """Both buffers, the rings, and the queues, whose slots take twice the bytes of their data."""
         return (
             2 * self.buffer_bytes
-            + PAIR * (self.rings * self.chunk_bytes + self.queues * 2 * HOST_SLOT_BYTES)
-            + (self.queues * HOST_FLAG_BYTES)
+            + PAIR * self.rings * self.chunk_bytes
+            + self.queues * (HOST_SLOTS * 2 * HOST_SLOT_BYTES + HOST_FLAG_BYTES)
         )
 
 

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from tpplan.errors import InternalError
-from tpplan.exec.program import EXCHANGE, OPERANDS, SLOT, SLOTS, Flag, Queue
+from tpplan.exec.program import EXCHANGE, OPERANDS, SLOT, Flag, Queue
 from tpplan.workspace import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Memory:
     Attributes:
         exchange: exchange buffer ``[bytes]`` of each device.
         rings: pinned host memory ``[bytes]`` of each sender, the host included; ``SLOTS`` equal pieces.
-        slots: the slots ``[SLOTS, slot bytes]`` of a queue; the same tensor whenever it is asked for the same queue.
+        slots: the slots ``[slots, slot bytes]`` of a queue; the same tensor whenever it is asked for the same queue.
         flags: ``[bytes]`` on each device, and on the host, for the counters of kernels.
     """
 
@@ -150,7 +150,7 @@ def slot_number(view: View, device: int, raised: Counter[Flag]) -> int:
     if view.buffer.role != SLOT:
         return 0
     queue = _queue(view.buffer)
-    return raised[Flag("full", queue) if device == queue.sender else Flag("free", queue, device)] % SLOTS
+    return raised[Flag("full", queue) if device == queue.sender else Flag("free", queue, device)] % queue.slots
 
 
 def _queue(buffer: Buffer) -> Queue:

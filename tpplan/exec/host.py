@@ -65,9 +65,9 @@ class HostMemory:
         return memory[:size].view(dtype).view(tuple(shape))
 
     def slots(self, queue: Queue) -> Tensor:
-        """Return the slots of a queue in host memory, ``[SLOTS, bytes]``; the same ones every time."""
+        """Return the slots of a queue in host memory, ``[slots, bytes]``; the same ones every time."""
         if queue not in self._slots:
-            self._slots[queue] = self._arena.keep(SLOTS * self._slot_bytes).view(SLOTS, self._slot_bytes)
+            self._slots[queue] = self._arena.keep(queue.slots * self._slot_bytes).view(queue.slots, -1)
         return self._slots[queue]
 
     def close(self) -> None:

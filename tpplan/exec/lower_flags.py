@@ -12,7 +12,6 @@ from tpplan.exec.program import (
     INPUT,
     OUTPUT,
     SLOT,
-    SLOTS,
     Await,
     Buffer,
     Copy,
@@ -53,7 +52,7 @@ class Message(NamedTuple):
     def send(self) -> Iterator[Step]:
         """Wait until every receiver has freed the slot, fill it, and say so."""
         stream = own(self.queue.sender)
-        yield from (Await(stream, Flag("free", self.queue, r), SLOTS) for r in self.queue.receivers)
+        yield from (Await(stream, Flag("free", self.queue, r), self.queue.slots) for r in self.queue.receivers)
         yield Copy(stream, self.source, self.slot(self.source.start, self.source.stop))
         yield Signal(stream, Flag("full", self.queue))
 

@@ -27,8 +27,6 @@ from tpplan.exec.program import (
     INPUT,
     OUTPUT,
     RESIDUAL,
-    SLOT,
-    SLOTS,
     Await,
     Flag,
     Signal,
@@ -78,9 +76,10 @@ def verify(program: Program, *, in_place: bool = False) -> Program:
         InternalError: something is wrong with it.
     """
     # Every run leaves the same behind, so that the second meets what all later ones meet; but in a slot a run meets the
-    # message that was sent SLOTS before, which in the worst case is as many runs ago.
-    slots = any(view.buffer.role == SLOT for step in flat(program) for view in writes(step))
-    found = check([Call(program, in_place)] * (1 + (SLOTS if slots else 1)))
+    # message that was there before, which in the worst case is as many runs ago as the queue has slots.
+    views = (view for step in flat(program) for view in writes(step))
+    slots = max((view.buffer.queue.slots for view in views if view.buffer.queue), default=1)
+    found = check([Call(program, in_place)] * (1 + slots))
     if found:
         more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         raise InternalError("\n".join((f"{program.name} is not safe:", *map(str, found[:_SHOWN]), *more)))

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import frozen
 
+from tpplan.workspace import HOST_SLOTS, PAIR
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: Stands for the host where a device's index is expected.
 HOST = -1
 
-#: Messages that a queue holds: one is filled while another is read.
-SLOTS = 2
+#: Messages that a queue on a device holds, and chunks that a ring does: one is filled while another is read.
+SLOTS = PAIR
 
 #: Kinds of streams: the caller's current one, tpplan's, and tpplan's second one, for copies from the host.
 CALLER, OWN, LOAD = "caller", "own", "load"
@@ -47,7 +49,7 @@ class Stream(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """A ring of ``SLOTS`` messages from one device to others, guarded by flags.
+    """A ring of messages from one device to others, guarded by flags.
 
     Attributes:
         place: the device in whose memory the slots are, or HOST.
@@ -58,6 +60,11 @@ class Queue(NamedTuple):
     place: int
     sender: int
     receivers: tuple[int, ...]
+
+    @property
+    def slots(self) -> int:
+        """How many messages it holds: more in host memory, where it takes long to see that one was read."""
+        return HOST_SLOTS if self.place == HOST else SLOTS
 
 
 class Buffer(NamedTuple):
@@ -70,7 +77,7 @@ class Buffer(NamedTuple):
         piece: which of ``pieces`` equal pieces of the device's exchange buffer, or slot of the ring (stage).
         pieces: how many.
         queue: of a slot. Which of the queue's slots: as many as its sender has signalled ``full``, or its receiver
-            ``free``, before, modulo ``SLOTS``.
+            ``free``, before, modulo :attr:`Queue.slots`.
     """
 
     role: str
@@ -222,7 +229,7 @@ class Await:
     Attributes:
         stream: that polls.
         flag: polled.
-        behind: how many times the flag may be behind: 0 for a message, ``SLOTS`` for the credit to send one.
+        behind: how many times the flag may be behind: 0 for a message, the queue's slots for the credit to send one.
     """
 
     stream: Stream

@@ -22,9 +22,9 @@ from tpplan.exec import ptx
 from tpplan.exec.exchange_kernels import device_function, expired, fail
 from tpplan.exec.exchange_table import PIECE, ROWS
 from tpplan.exec.kernels import Kernel, none, only
-from tpplan.exec.program import SLOTS
 from tpplan.exec.ptx import word
 from tpplan.exec.slot_table import (
+    COUNT,
     DATA_BYTES,
     FILLED,
     FIRST_QUEUE,
@@ -155,27 +155,34 @@ def begin(counts: Any, slots: Any, last: Any, read: Any) -> None:
     block = _WORD(4) * _WORD(cuda.blockIdx.x)
     entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread
     if thread < word(QUEUES):
-        freed, place, number = word(entry + _WORD(1)) + block, word(entry + _WORD(2)), _HALF(last + _HALF(1))
+        freed, place, number = word(entry + _WORD(1)), word(entry + _WORD(2)), _HALF(last + _HALF(1))
+        count = _HALF(word(COUNT))
         counts[thread] = number
-        slots[thread] = place + _WORD(number & _HALF(1)) * word(STRIDE) if place else place
+        slots[thread] = place + _WORD(number & _HALF(count - _HALF(1))) * word(STRIDE) if place else place
         if thread >= word(FILLED):
-            ptx.post_32(freed, last)
-        elif _HALF(number - read) > _HALF(SLOTS):
-            _await_credit(freed, number)
+            ptx.post_32(freed + block, last)
+        elif _HALF(number - read) > count:
+            read, known = _await_credit(freed + block, number, count), word(entry + _WORD(3))
+            if known != freed:  # which only the receiver writes
+                ptx.store_32(known + block, read)
     cuda.syncthreads()
     if thread < word(QUEUES):
         ptx.store_32(word(entry) + block, counts[thread])
 
 
 @device_function
-def _await_credit(freed: Any, number: Any) -> None:
-    """Wait until the slot for a message was read."""
-    start, polls = ptx.nanoseconds(), _HALF(0)
-    while _HALF(number - ptx.poll_32(freed)) > _HALF(SLOTS):
-        polls += _HALF(1)
-        if expired(polls, start):
-            fail(2)
-            break
+def _await_credit(freed: Any, number: Any, count: Any) -> Any:
+    """Wait until the slot for a message was read, and return which message was read last."""
+    read = ptx.poll_32(freed)
+    if _HALF(number - read) > count:
+        start, polls = ptx.nanoseconds(), _HALF(0)
+        while _HALF(number - read) > count:
+            polls += _HALF(1)
+            if expired(polls, start):
+                fail(2)
+                break
+            read = ptx.poll_32(freed)
+    return read
 
 
 @device_function

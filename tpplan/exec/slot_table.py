@@ -5,7 +5,8 @@ come the queues, those that the device fills and then those that it reads, one e
 
 - the addresses of the counter of their messages, of the count of those that the receiver has freed, which the sender
   reads and the receiver writes, of the slots, or 0 if an earlier entry has that, and of what the sender knows of the
-  second one: that itself, unless it is in host memory, which takes long to be read.
+  second one: that itself, unless it is in host memory, which takes long to be read. There the sender looks only if what
+  it knows does not let it send, and notes what it found.
 
 The header says where the others begin:
 
@@ -45,10 +46,10 @@ DATA_BYTES, PACKET_BYTES = 8, 16
 X, OUT, RESIDUAL = FIRST_OPERAND, FIRST_OPERAND + 2, FIRST_OPERAND + 4
 #: How many queues are filled, and how many there are in all; how many sends and receives.
 FILLED, QUEUES, SENDS, RECEIVES = range(FIRST_OPERAND + 6, FIRST_OPERAND + 10)
-#: Bytes of a block's part of a slot, and of a slot.
-REGION, STRIDE = RECEIVES + 1, RECEIVES + 2
+#: Bytes of a block's part of a slot, and of a slot; how many slots a queue has.
+REGION, STRIDE, COUNT = range(RECEIVES + 1, RECEIVES + 4)
 #: Bytes of a row of a sum, or else of the only send, the first column of that, and what it says of the output.
-WIDTH, COLUMN, LOCAL = range(STRIDE + 1, STRIDE + 4)
+WIDTH, COLUMN, LOCAL = range(COUNT + 1, COUNT + 4)
 #: Where the first entries are.
 SENDS_AT, LANES_AT, RECEIVES_AT = range(LOCAL + 1, LOCAL + 4)
 FIRST_QUEUE = RECEIVES_AT + 1
@@ -190,7 +191,8 @@ class _Entries:
             raise InternalError(f"no slot kernel has room for {len(self.queues)} queues and {end} words")
         counts = self.filled, len(self.queues), len(sends), len(self.receives)
         only = self.sends[0] if len(self.sends) == 1 else _Send(0, 0)
-        sizes = regions(stride, most)[1], stride, self.width or only.width, only.first, only.local
+        slots = max((queue.slots for queue, _ in self.queues), default=1)  # of which all are in one kind of memory
+        sizes = regions(stride, most)[1], stride, slots, self.width or only.width, only.first, only.local
         return [*counts, *sizes, *places, *chain.from_iterable(kinds)]
 
 

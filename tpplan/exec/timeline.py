@@ -21,7 +21,6 @@ from tpplan.exec.program import (
     OPERANDS,
     OUTPUT,
     RESIDUAL,
-    SLOTS,
     Await,
     Buffer,
     Event,
@@ -188,7 +187,7 @@ class Timeline:
         if buffer.queue:
             sends = device == buffer.queue.sender
             passed = Flag("full", buffer.queue) if sends else Flag("free", buffer.queue, device)
-            slot = len(self._raised[passed]) % SLOTS
+            slot = len(self._raised[passed]) % buffer.queue.slots
         yield from regions(view, self._program, self._parts, slot)
         if self._in_place and buffer.role == OUTPUT:
             for role in (INPUT, RESIDUAL):
