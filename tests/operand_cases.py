@@ -15,11 +15,14 @@ from tests.contexts import UNEVEN, context
 from tests.exec_reference import same
 from tpplan.axes import Axis
 from tpplan.exec import TPContext
+from tpplan.exec.rope import Rope
+from tpplan.exec.rope_scaling import Default
 
 if TYPE_CHECKING:
     from tpplan.errors import TpplanError
 
 RS = Axis.RS
+ROPE = Rope(10000.0, 8, Default())
 COLUMNS = (11, 18, 11)  # of the residual stream, on devices 0, 2 and 3 of UNEVEN
 
 

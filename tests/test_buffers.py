@@ -6,15 +6,10 @@ import pytest
 import torch
 
 from tests.contexts import little_room
-from tests.operand_cases import RS, Call, assert_refused, fake, shrunk, untyped
+from tests.operand_cases import ROPE, RS, Call, assert_refused, fake, shrunk, untyped
 from tpplan.errors import ExecutionError, TpplanError
-from tpplan.exec.rope import Rope
-from tpplan.exec.rope_scaling import Default
 
 __all__ = ["little_room"]  # a fixture
-
-
-ROPE = Rope(10000.0, 8, Default())
 
 
 #: For each mistake: a call, the error, and what it says.

@@ -9,7 +9,7 @@ import torch
 
 from tests.contexts import UNEVEN, context, little_room  # noqa: F401 (for every test here)
 from tests.exec_reference import same
-from tests.test_operands import ROPE, RS
+from tests.operand_cases import ROPE, RS
 from tpplan.errors import ExecutionError
 
 
