@@ -13,8 +13,8 @@ import attrs
 import pytest
 
 from tests.checkpoints import LLAMA, llama_layers, llama_outside, write_checkpoint
+from tests.codec_cases import TEXT
 from tests.command import command
-from tests.test_codec import TEXT
 from tests.test_verify import VALID, VIOLATIONS, edited
 from tpplan import codec
 

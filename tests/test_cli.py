@@ -12,9 +12,9 @@ import attrs
 import pytest
 
 from tests.cli_cases import LLAMA_8B, LLAMA_70B, conforms, folder, written_plans  # noqa: F401 (for every test here)
+from tests.codec_cases import FIXTURE, PLAN, TEXT
 from tests.command import command
 from tests.nvml_replay import Replay
-from tests.test_codec import FIXTURE, PLAN, TEXT
 from tests.test_render import data as report_of
 from tests.test_render import plain
 from tpplan import __version__, codec, probe

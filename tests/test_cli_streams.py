@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 
 from tests.cli_cases import LLAMA_8B, ROOT, folder, written_plans  # noqa: F401 (for every test here)
+from tests.codec_cases import FIXTURE, TEXT
 from tests.command import command
-from tests.test_codec import FIXTURE, TEXT
 from tpplan import __version__
 
 

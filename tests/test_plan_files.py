@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from tests.test_codec import PLAN, TEXT
+from tests.codec_cases import PLAN, TEXT
 from tpplan import codec, files
 from tpplan.errors import PlanError, TpplanError
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.codec_cases import PLAN
 from tests.strategies import plans
-from tests.test_codec import PLAN
 from tpplan import codec
 from tpplan.axes import bounds_of
 from tpplan.devices import Device

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from jsonschema import Draft202012Validator
 
 from schemas import generate
+from tests.codec_cases import PLAN, TEXT
 from tests.strategies import plans
-from tests.test_codec import PLAN, TEXT
 from tpplan import codec
 from tpplan.diff import diff
 from tpplan.errors import PlanError

@@ -1,0 +1,55 @@
+"""What the tests of measuring a whole model share: a tiny one, and its tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benchmarks import random_checkpoint
+from benchmarks.decode_order import WARM, Order, prompts
+from tpplan.decoder import Decoder, generate
+from tpplan.exec import compile as compile_plan
+from tpplan.weights import load_weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from tpplan.plan import SplitPlan
+
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 203,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def order(tmp_path_factory: pytest.TempPathFactory) -> Order:
+    """Return what to measure of a tiny model on two virtual devices."""
+    directory = tmp_path_factory.mktemp("model")
+    random_checkpoint.write(directory, CONFIG)
+    return Order(directory=str(directory), gpus=2, backend="cpu", batches=(1, 3), tokens=TOKENS, prefill=40)
+
+
+def generated(order: Order, plan: SplitPlan) -> list[int]:
+    """Return the tokens that the first prompt leads to, as everybody else would have them made."""
+    with compile_plan(plan, backend="cpu") as context:
+        decoder = Decoder(context, order.directory, load_weights(plan, order.directory, context))
+        return [token or 0 for (token,) in generate(decoder, prompts(1, 203), 1 + WARM + order.tokens)]
+
+
+def different(matrix: torch.Tensor) -> int:
+    """Return how many different rows there are."""
+    return len({tuple(row) for row in matrix.tolist()})

@@ -1,0 +1,34 @@
+"""What the tests of reading models share: configs and checkpoints that are small."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import LLAMA, Tensors
+from tests.family_models import hub_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def plain(inputs: int, outputs: int, _layer: int) -> Tensors:
+    """Return the one tensor of an unquantised matrix."""
+    return {".weight": ("F16", (outputs, inputs))}
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """Return the small Llama's config; a change to None takes the key out."""
+    return {key: value for key, value in (LLAMA | changes).items() if value is not None}
+
+
+def save(directory: Path, data: dict[str, Any], dtype: torch.dtype, shard: str) -> None:
+    """Save a model of random weights as transformers does with one that it loaded from the hub."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hub_config(data), dtype=dtype)
+    for name, tensor in model.named_buffers():
+        if name.endswith(".e_score_correction_bias"):  # stays as it is on the hub
+            tensor.data = tensor.data.float()
+    model.save_pretrained(directory, max_shard_size=shard)

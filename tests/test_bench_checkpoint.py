@@ -1,0 +1,77 @@
+"""Random checkpoints that are measured: what is in them, and folders that have one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import tpplan
+from benchmarks import bench_decode, random_checkpoint
+from tests.bench_decode_cases import CONFIG, different, order
+from tests.checkpoints import saved_values
+from tests.weight_plans import fine_units
+
+if TYPE_CHECKING:
+    from benchmarks.decode_order import Order
+
+__all__ = ["fine_units", "order"]  # fixtures
+
+
+def test_a_checkpoint_has_what_its_config_says(order: Order) -> None:
+    """Matrices are normal with deviation 0.02, norms are ones, and no two tokens have the same row."""
+    values = saved_values(Path(order.directory))
+    model = tpplan.read_model(order.directory)  # which holds the headers against the config
+    assert random_checkpoint.size_of(CONFIG) == sum(value.nbytes for value in values.values())
+    assert model.layer_count == 2
+    for name, value in values.items():
+        if value.ndim == 1:
+            assert (value == 1).all(), name
+        else:
+            assert (value.std() / 0.02 - 1).abs() < 0.1, name
+    assert different(values["lm_head.weight"]) == 203
+
+
+def test_a_checkpoint_larger_than_the_block_goes_on_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of an odd length is repeated without a gap, and rows differ all the same."""
+    monkeypatch.setattr(random_checkpoint, "_BLOCK", 1001)
+    random_checkpoint.write(tmp_path, CONFIG)
+    head = saved_values(tmp_path)["lm_head.weight"]
+    flat = head.flatten()
+    assert torch.equal(flat[:1001], flat[1001:2002])
+    assert different(head) == len(head)
+
+
+@pytest.mark.parametrize(("asked", "is_there"), [(True, True), (True, False), (False, False)])
+def test_another_models_folder_is_left_alone(asked: bool, is_there: bool, tmp_path: Path) -> None:
+    """A config that is not the one asked for, or has no weights yet, is neither run nor written over."""
+    random_checkpoint.write(tmp_path, CONFIG)
+    if not is_there:
+        (tmp_path / "model.safetensors").unlink()
+    other = CONFIG | {"num_hidden_layers": 1}
+    with (
+        pytest.raises(SystemExit, match="of another model or size\nhint: leave out --config and --layers"),
+        bench_decode.checkpoint(other, str(tmp_path), asked=asked),
+    ):
+        pass
+    assert json.loads((tmp_path / "config.json").read_text()) == CONFIG
+    assert (tmp_path / "model.safetensors").exists() is is_there
+
+
+def test_a_checkpoint_that_was_not_finished_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends halfway through leaves nothing that counts as a checkpoint, and is no obstacle to the next time."""
+
+    def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(random_checkpoint, "_put", full)
+        with pytest.raises(OSError, match="is full"), bench_decode.checkpoint(CONFIG, str(tmp_path), asked=True):
+            pass
+    assert not list(tmp_path.glob("*.safetensors"))
+    with bench_decode.checkpoint(CONFIG, str(tmp_path), asked=True):
+        assert different(saved_values(tmp_path)["lm_head.weight"]) == 203
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]

@@ -1,0 +1,54 @@
+"""Plan files of other versions: another major is refused, a newer minor is only shown."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+
+from tests.codec_cases import PLAN, TEXT, changed
+from tpplan import codec
+from tpplan.errors import PlanError
+from tpplan.verify import problems
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("version", ["2.0", "3.7"])
+@pytest.mark.parametrize("allow_newer", [False, True])
+def test_unknown_major(version: str, allow_newer: bool) -> None:
+    """Another major version is refused before anything else is said about it, also for showing."""
+    with pytest.raises(PlanError) as caught:
+        codec.loads(changed(format_version=version, model=None), allow_newer=allow_newer)
+    assert caught.value.message == (
+        f"the plan has a problem:\n  TP001 at format_version: is '{version}', this tpplan reads 1.x"
+    )
+    assert "upgrade" in caught.value.hint
+
+
+def test_newer_minor(tmp_path: Path) -> None:
+    """A newer minor version loads only for showing: unknown keys pass, and nothing executes or saves the plan."""
+    text = changed(format_version="1.1", topology={"links": []}, request=json.loads(TEXT)["request"] | {"new": 1})
+    with pytest.raises(PlanError, match=r"TP001 at format_version: is 1.1, this tpplan knows 1.x up to 1.0"):
+        codec.loads(text)
+    plan = codec.loads(text, allow_newer=True)
+    assert plan == attrs.evolve(PLAN, format_version="1.1")
+    assert [problem.rule for problem in problems(plan)] == ["TP001"]
+    with pytest.raises(PlanError, match="TP001"):
+        codec.save(plan, tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_newer_minor_still_obeys_the_rules() -> None:
+    """Showing a newer plan is no way around the rules, or the types of the keys that are known."""
+    data = json.loads(TEXT) | {"format_version": "1.1"}
+    data["request"]["batch"] = 0
+    with pytest.raises(PlanError, match=r"TP008 at request.batch") as caught:
+        codec.loads(json.dumps(data), allow_newer=True)
+    assert [problem.rule for problem in caught.value.problems] == ["TP008"]
+    data["request"]["batch"] = "0"
+    with pytest.raises(PlanError, match=r"TP000 at request.batch"):
+        codec.loads(json.dumps(data), allow_newer=True)
