@@ -72,7 +72,7 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
         with part.guarded("memory"):
             memory.tell(part)
         if order.nccl:
-            decoder.context = NcclContext(context)  # type: ignore[assignment]
+            decoder.stack.context = NcclContext(context)  # type: ignore[assignment]
             other = Part(tell, gpus=order.gpus, cut=order.cut, who="NCCL")
             _decode(other, order, lambda batch: Steps(decoder, batch), given, least)
             _prefill(other, order, decoder, given)

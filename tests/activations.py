@@ -49,7 +49,7 @@ class Activations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         self._owners |= {
             _key(tensor): device
-            for layer in decoder._heads
+            for layer in decoder.stack.heads
             for device, heads in layer.items()
             for tensor in heads.cache._store._parts
         }
@@ -124,7 +124,7 @@ def activations(decoder: Decoder) -> Iterator[Activations]:
             context.add_residual(*args, **kwargs)
 
     operations = {name: wrapped(name) for name in _RESULTS}
-    with mode, patch.object(decoder, "context", _Counted(context, {**operations, "add_residual": add_residual})):
+    with mode, patch.object(decoder.stack, "context", _Counted(context, {**operations, "add_residual": add_residual})):
         yield mode
 
 

@@ -1,0 +1,191 @@
+"""The layers of a model: what each of them makes of the residual stream, on all devices of a compiled plan.
+
+Shapes: R rows, D hidden, H heads, K elements of a head, I intermediate, C experts of a row. A plural such as ``xs`` is
+one tensor for each device, in device order.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpplan.axes import Axis
+from tpplan.decoder import experts
+from tpplan.decoder.layers import linear, linears, rms_norm, rotate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from tpplan.decoder.heads import Heads
+    from tpplan.decoder.passes import Pass
+    from tpplan.decoder.settings import Settings
+    from tpplan.exec.context import TPContext
+    from tpplan.model import Block
+
+
+class Stack:
+    """All layers of a model, each cut over the devices as the plan says.
+
+    Attributes:
+        context: the compiled plan, whose operations tie the devices together.
+        heads: what each device holds of each layer's attention.
+    """
+
+    def __init__(
+        self,
+        context: TPContext,
+        settings: Settings,
+        blocks: Sequence[Block],
+        weights: Mapping[int, Mapping[str, Tensor]],
+        heads: Sequence[Mapping[int, Heads]],
+    ) -> None:
+        """Put together what a layer needs.
+
+        Args:
+            context: a compiled plan for the model.
+            settings: of the model.
+            blocks: what is in each layer.
+            weights: by device and name, see :func:`tpplan.decoder.joined.joined`.
+            heads: of each layer, by device.
+        """
+        self.context = context
+        self.heads = heads
+        self._settings = settings
+        self._family = settings.family
+        self._blocks = blocks
+        self._weights = weights
+        self._reduce = context.plan.request.layout == "reduce"
+
+    def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
+        """Return the residual stream ``[R, D]`` behind the last layer, equal on all devices in use."""
+        for layer, block in enumerate(self._blocks):
+            xs = self._attention(layer, xs, rows)
+            xs = self._mixture(layer, xs, fixed=rows.fixed) if block.experts else self._mlp(layer, xs)
+        return xs
+
+    def norm(self, xs: Sequence[Tensor], device: int, name: str) -> Tensor:
+        """Return the rows of a device behind one of its norms."""
+        return self._rms(xs[self.context.all_devices.index(device)], self._weights[device][f"{name}.weight"])
+
+    def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
+        found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]
+        name = f"model.layers.{layer}.self_attn.o_proj"
+        post = "post_attention_layernorm" if self._family.sandwich else ""
+        return self._add(layer, self._lead_back(layer, found, name, Axis.Q, self._head_dim(layer)), Axis.Q, xs, post)
+
+    def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
+        """Return what the query heads of a device find, side by side in ``[R, ...]``."""
+        start, head_dim = f"model.layers.{layer}.self_attn.", self._head_dim(layer)
+        weights, heads = self._weights[device], self.heads[layer][device]
+        names = [f"{start}{which}_proj" for which in "qkv"]
+        x_RD = self.norm(xs, device, f"model.layers.{layer}.input_layernorm")
+        qkv_RHK = torch.unflatten(linears(x_RD, weights, f"{start}qkv_proj", names), -1, (-1, head_dim))
+        del x_RD
+        counts = [heads.queries, heads.keys]
+        qk_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, [sum(counts), heads.keys], dim=1)
+        if f"{start}q_norm.weight" in weights:
+            for which, x_RHK in zip("qk", torch.split_with_sizes(qk_RHK, counts, dim=1), strict=True):
+                x_RHK.copy_(self._rms(x_RHK, weights[f"{start}{which}_norm.weight"]))
+        q_RHK, k_RHK = torch.split_with_sizes(rotate(qk_RHK, *rows.angles[device]), counts, dim=1)
+        scale = 1 / sqrt(self._settings.attention_scalar or head_dim)
+        cap = self._settings.attention_cap
+        return rows.attention(device, heads, q_RHK, k_RHK, v_RHK, scale=scale, cap=cap).flatten(1)
+
+    def _mlp(self, layer: int, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        name = f"model.layers.{layer}.mlp.down_proj"
+        post = "post_feedforward_layernorm" if self._family.sandwich else ""
+        return self._add(layer, self._lead_back(layer, self._gated(layer, xs), name, Axis.ID), Axis.ID, xs, post)
+
+    def _gated(self, layer: int, xs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Return what every device has between the matrices of an MLP."""
+        start, found = f"model.layers.{layer}.mlp.", []
+        names = [f"{start}gate_proj", f"{start}up_proj"]
+        for part in self.context.split(Axis.ID, layer):
+            x_RD = self.norm(xs, part.device, self._before_mlp(layer))
+            gate_RI, up_RI = linears(x_RD, self._weights[part.device], f"{start}gate_up_proj", names).chunk(2, dim=-1)
+            found.append(self._settings.activation(gate_RI).mul_(up_RI))
+        return found
+
+    def _mixture(self, layer: int, xs: tuple[Tensor, ...], *, fixed: bool) -> tuple[Tensor, ...]:
+        start, names, count = f"model.layers.{layer}.", self._family.experts, self._blocks[layer].experts_per_token
+        devices = self.context.devices_of(Axis.EX, layer)
+        inputs = {device: self.norm(xs, device, self._before_mlp(layer)) for device in devices}
+        # One device chooses for all: others may round differently, and would take other experts.
+        scores_RE = linear(inputs[devices[0]], self._weights[devices[0]], start + names.router)
+        choice_RC = torch.cat(experts.choose(scores_RE, count, normalised=self._settings.normalised), dim=1)
+        choices = dict(zip(self.context.all_devices, self.context.broadcast(choice_RC, source=devices[0]), strict=True))
+        hidden = [
+            experts.up(
+                inputs[device],
+                self._weights[device][start + names.gate],
+                self._weights[device][start + names.up],
+                choices[device][:, count:].long(),
+                self._settings.activation,
+                fixed=fixed,
+            )
+            for device in devices
+        ]
+        del inputs
+        if not self._reduce:  # columns are elements × experts of a row here, so that the elements can be joined
+            hidden = [h_RCI.transpose(1, 2).flatten(1) for h_RCI in hidden]
+            wholes = self.context.allgather(hidden, Axis.EX, Axis.RS, dim=count, layer=layer)
+            hidden = [torch.unflatten(whole, 1, (-1, count)).transpose(1, 2) for whole in wholes]
+            devices = self.context.devices_of(Axis.RS)
+        ys = [
+            experts.down(
+                h_RCI,
+                self._weights[device][start + names.down],
+                choices[device][:, count:].long(),
+                choices[device][:, :count],
+                fixed=fixed,
+            )
+            for device, h_RCI in zip(devices, hidden, strict=True)
+        ]
+        return self._add(layer, ys, Axis.EX, xs, "")
+
+    def _lead_back(self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, dim: int = 1) -> list[Tensor]:
+        """Multiply what an axis is cut of by the matrix that leads back to the residual stream."""
+        devices = self.context.devices_of(axis, layer)
+        if not self._reduce:
+            parts = self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer)
+            devices = self.context.devices_of(Axis.RS)
+        return [
+            linear(part, self._weights[device], name, bias=not (self._reduce and i))  # a sum has one bias
+            for i, (part, device) in enumerate(zip(parts, devices, strict=True))
+        ]
+
+    def _add(
+        self, layer: int, ys: Sequence[Tensor], axis: Axis, xs: tuple[Tensor, ...], post: str
+    ) -> tuple[Tensor, ...]:
+        """Put together what the devices have made, and add it to the residual stream, behind a norm if there is one."""
+        ctx = self.context
+        if post:
+            if self._reduce:
+                at = dict(zip(ctx.devices_of(axis, layer), ys, strict=True))
+                out = [at[d] if d in at else torch.empty_like(x) for d, x in zip(ctx.all_devices, xs, strict=True)]
+                whole = ctx.all_reduce(ys, axis=axis, layer=layer, out=out)
+            else:
+                whole = ctx.allgather(ys, Axis.RS)
+            for x, y, device in zip(xs, whole, ctx.all_devices, strict=True):
+                weight = self._weights[device][f"model.layers.{layer}.{post}.weight"]
+                x.add_(rms_norm(y, weight, self._settings.norm_eps, out=y))
+            return xs
+        if self._reduce:
+            return ctx.all_reduce(ys, xs, axis=axis, layer=layer, out=xs)
+        at = dict(zip(ctx.all_devices, xs, strict=True))
+        ctx.add_residual(ys, [at[device] for device in ctx.devices_of(Axis.RS)], Axis.RS)
+        return ctx.allgather(ys, Axis.RS, out=xs)
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self._settings.norm_eps)
+
+    def _before_mlp(self, layer: int) -> str:
+        which = "pre_feedforward" if self._family.sandwich else "post_attention"
+        return f"model.layers.{layer}.{which}_layernorm"
+
+    def _head_dim(self, layer: int) -> int:
+        return self.context.plan.split(Axis.KV, layer).width
