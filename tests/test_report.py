@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 from hypothesis import given
 
+from tests.codec_cases import PLAN
 from tests.strategies import plans
-from tests.test_codec import PLAN
 from tpplan import codec
 from tpplan.plan import DeviceMemory, SplitPlan
 from tpplan.render.show import summary
