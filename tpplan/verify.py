@@ -6,7 +6,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from tpplan.problems import MOST_PROBLEMS, Problem, refusal
-from tpplan.rules import MOST_SPLITS, RULES, few_splits
+from tpplan.rules import RULES
+from tpplan.split_rules import MOST_SPLITS, few_splits
 from tpplan.versions import is_newer
 
 if TYPE_CHECKING:
