@@ -20,7 +20,7 @@ from numba.cuda import types
 
 from tpplan.exec import ptx
 from tpplan.exec.exchange_kernels import device_function, expired, fail
-from tpplan.exec.exchange_table import PIECE, ROWS
+from tpplan.exec.exchange_table import COUNTER_BYTES, PIECE, ROWS
 from tpplan.exec.kernels import Kernel, none, only
 from tpplan.exec.ptx import word
 from tpplan.exec.slot_table import (
@@ -52,6 +52,8 @@ from tpplan.exec.slot_table import (
 
 _WORD = types.uint64
 _HALF = types.uint32
+#: Bytes of a line of memory, and lines of a counter.
+_LINE, _LINES = 64, COUNTER_BYTES // 64
 
 
 @device_function
@@ -129,10 +131,20 @@ def _scatter(
 
 
 @device_function
+def part() -> Any:
+    """Return where in a counter this block's part is: of few blocks, each in another line of the memory.
+
+    In host memory a part of a line is written only when nobody else has that, and whoever polls it does.
+    """
+    block = _WORD(cuda.blockIdx.x)
+    return _WORD(_LINE) * (block % _WORD(_LINES)) + _WORD(4) * (block // _WORD(_LINES))
+
+
+@device_function
 def peek() -> Any:
     """Return the number of the latest message of the thread's queue, and, if it fills that, of one that was read."""
     thread = _WORD(cuda.threadIdx.x)  # as what it is compared with, or numba compares in float64
-    block = _WORD(4) * _WORD(cuda.blockIdx.x)
+    block = part()
     entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread
     last = read = _HALF(0)
     if thread < word(QUEUES):
@@ -152,7 +164,7 @@ def begin(counts: Any, slots: Any, last: Any, read: Any) -> None:
         read: the same.
     """
     thread = _WORD(cuda.threadIdx.x)
-    block = _WORD(4) * _WORD(cuda.blockIdx.x)
+    block = part()
     entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread
     if thread < word(QUEUES):
         freed, place, number = word(entry + _WORD(1)), word(entry + _WORD(2)), _HALF(last + _HALF(1))
@@ -211,7 +223,7 @@ def answered(counts: Any, entry: Any) -> None:
     which = word(entry)
     if which and cuda.threadIdx.x == 0:
         known = word(_WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * (which - _WORD(1)) + _WORD(3))
-        ptx.store_32(known + _WORD(4) * _WORD(cuda.blockIdx.x), _HALF(counts[which - _WORD(1)] - _HALF(1)))
+        ptx.store_32(known + part(), _HALF(counts[which - _WORD(1)] - _HALF(1)))
 
 
 @device_function
