@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from random import Random
 from typing import Any
@@ -13,8 +12,6 @@ import torch
 
 pytest.importorskip("cuda.core", reason="needs cuda.core: pip install 'tpplan[cu13]'")
 
-from cuda.bindings import driver
-
 from tests.caller import bits, expected, memory, noise, widths
 from tests.fake_driver import Runtime
 from tests.program_cases import CASES
@@ -24,7 +21,7 @@ from tpplan.exec.bound import Bound, ReadyProgram
 from tpplan.exec.cuda import CudaDevices
 from tpplan.exec.fence import HOST_STREAM, own
 from tpplan.exec.issuing import ISSUING, Issuing
-from tpplan.exec.launch import Ready
+from tpplan.exec.launch_graph import LaunchGraphs
 from tpplan.exec.marks import Marks
 from tpplan.exec.operation import Moves
 from tpplan.exec.program import HOST, INPUT, Buffer, Copy, Exchange, Program
@@ -49,7 +46,7 @@ def test_a_launch_that_fails_after_another_is_the_last(monkeypatch: pytest.Monke
     devices._exchanges = Mock()
     devices._issuing = Issuing(devices._exchanges)
     devices._current = {0: 1, 1: 1}
-    devices._ordinals = {0: 0, 1: 1}
+    devices._ordinals, devices._graphs = {0: 0, 1: 1}, LaunchGraphs({})
     devices._handle = lambda _: 1
     devices._loaded = set()
     ready = ReadyProgram(
@@ -75,6 +72,7 @@ def test_a_call_follows_the_streams_that_are_current(monkeypatch: pytest.MonkeyP
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
     devices._issuing, devices._loaded, devices._turn_to = Issuing(devices._exchanges), set(), Mock()
+    devices._graphs = LaunchGraphs({})
     devices._ordinals, devices._current = dict.fromkeys(range(3), 0), {0: 50, 1: 51, 2: 52}
     devices._handle = lambda device: 50 + 10 * device
     devices.issue(
@@ -83,38 +81,6 @@ def test_a_call_follows_the_streams_that_are_current(monkeypatch: pytest.MonkeyP
     assert [call.args for call in devices._turn_to.call_args_list] == [(1, 60)]
     devices.turn_to_current()
     assert [call.args for call in devices._turn_to.call_args_list[1:]] == [(1, 60), (2, 70)]
-
-
-def test_what_comes_again_is_launched_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second time on, unless it is captured or no graph can be made; and only kernels are."""
-    captured, log = [False], []
-    monkeypatch.setattr(cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cuda, "is_capturing", lambda: captured[0])
-    graphs: Any = {0: lambda stream: log.append(f"graph to {stream}"), 1: None}
-    monkeypatch.setattr(cuda, "graph_of", lambda _, ordinal: (log.append("made"), graphs[ordinal])[1])
-    monkeypatch.setattr(Ready, "__call__", lambda self, stream: log.append(f"{self.what} to {stream}"))
-    devices: Any = object.__new__(CudaDevices)
-    devices._exchanges = Mock()
-    devices._issuing, devices._loaded = Issuing(devices._exchanges), set()
-    devices._ordinals, devices._current = {0: 0, 1: 1}, {0: 50, 1: 60}
-    devices._handle = devices._current.get
-    kernels = [Ready(f"kernel {i}", driver.CUfunction(1), (1, 1), (ctypes.c_uint64 * 1)(), 1) for i in (0, 1)]
-    steps = (kernels[0], 0, 0), (lambda stream: log.append(f"copy to {stream}"), 1, 0), (kernels[1], 1, 0)
-    ready = ReadyProgram(Program("p", ()), (), (0, 1), frozenset(), Mock(), on_host=False, copies=False)
-    bound = Bound(ready, steps)
-    plain, quick = (["kernel 0 to 50", "copy to 60", "kernel 1 to 60"], ["graph to 50", "copy to 60", "kernel 1 to 60"])
-    for captures, expected_log in (
-        (1, plain),
-        (0, plain),
-        (1, plain),
-        (0, ["made", "made", *quick]),
-        (0, quick),
-        (1, plain),
-    ):
-        captured[0] = bool(captures)
-        devices.issue(bound)
-        assert log == expected_log
-        log.clear()
 
 
 def test_default_streams_have_their_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +119,7 @@ def test_programs_of_copies_give_what_they_should(name: str, monkeypatch: pytest
     monkeypatch.setattr(cuda, "is_capturing", lambda: False)
     devices: Any = object.__new__(CudaDevices)
     devices._memory, devices._exchanges, devices._ready = memory(), Mock(prepare=lambda *_: ()), {}
-    devices._issuing, devices._loaded = Issuing(devices._exchanges), set()
+    devices._issuing, devices._loaded, devices._graphs = Issuing(devices._exchanges), set(), LaunchGraphs({})
     devices._ordinals, devices._marks = {d: d for d in places}, Marks({d: d for d in places})
     devices._handle, devices._load_handles = (lambda device: 80 + device), {d: 90 + d for d in places}
     devices._current = {d: 80 + d for d in places}

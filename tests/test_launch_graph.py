@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,8 +14,12 @@ from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import launch_graph
+from tpplan.exec.bound import Bound
 from tpplan.exec.launch import Ready
-from tpplan.exec.launch_graph import graph_of
+from tpplan.exec.launch_graph import LaunchGraphs, graph_of
+
+if TYPE_CHECKING:
+    from tpplan.exec.bound import BoundStep
 
 _SUCCESS, _REFUSED = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 
@@ -115,3 +120,41 @@ def test_a_refused_launch_is_an_error(ready: Ready, monkeypatch: pytest.MonkeyPa
     launch = _graph(Driver("launch"), ready, monkeypatch)
     with pytest.raises(ExecutionError, match=r"device 3 was not launched: CUDA_ERROR_OUT_OF_MEMORY"):
         launch(1)
+
+
+def _copy(_: int) -> None:
+    """Copy nothing."""
+
+
+def test_what_comes_often_is_launched_by_graphs(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels only, and from some time on; where no graph can be made, they are launched as before."""
+    monkeypatch.setattr(launch_graph, "_OFTEN", 3)
+    graph = Mock()
+    monkeypatch.setattr(launch_graph, "graph_of", lambda of, ordinal: graph if (of, ordinal) == (ready, 40) else None)
+    steps: tuple[BoundStep, ...] = (ready, 0, 0), (_copy, 1, 9), (ready, 1, 0)
+    graphs, bound, copies = LaunchGraphs({0: 40, 1: 41}), Bound(Mock(), steps), Bound(Mock(), steps[1:2])
+    quick = (graph, 0, 0), *steps[1:]
+    assert [graphs.steps(bound) for _ in range(3)] == [steps, steps, quick]
+    assert bound.quick == quick
+    assert [graphs.steps(copies) for _ in range(3)] == [steps[1:2]] * 3
+    assert copies.quick == steps[1:2]
+    graphs.clear()
+    assert bound.quick == ()
+    assert [graphs.steps(bound) for _ in range(3)] == [steps, steps, quick]
+
+
+def test_graphs_do_not_add_up(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that was made is the first to go, and has to come often again before it comes back."""
+    monkeypatch.setattr(launch_graph, "_OFTEN", 2)
+    monkeypatch.setattr(launch_graph, "_KEPT", 2)
+    monkeypatch.setattr(launch_graph, "graph_of", Mock())
+    graphs = LaunchGraphs({0: 0})
+    bounds = [Bound(Mock(), ((ready, 0, 0),)) for _ in range(3)]
+    for bound in bounds:
+        graphs.steps(bound)
+        graphs.steps(bound)
+    assert [bool(bound.quick) for bound in bounds] == [False, True, True]
+    graphs.steps(bounds[0])
+    assert [bool(bound.quick) for bound in bounds] == [False, True, True]
+    graphs.steps(bounds[0])
+    assert [bool(bound.quick) for bound in bounds] == [True, False, True]

@@ -68,11 +68,11 @@ class Bound:
     Attributes:
         ready: the program.
         steps: what issues its steps.
-        again: the same, for more than one time: launches are graphs. Empty as long as there was none.
-        is_new: whether it was not issued yet.
+        times: how often they were issued.
+        quick: what issues them with less work for the host, if they were issued often.
     """
 
     ready: ReadyProgram
     steps: tuple[BoundStep, ...]
-    again: tuple[BoundStep, ...] = ()
-    is_new: bool = True
+    times: int = 0
+    quick: tuple[BoundStep, ...] = ()

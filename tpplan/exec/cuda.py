@@ -19,8 +19,7 @@ from tpplan.exec.exchanges import Exchanges
 from tpplan.exec.fence import HOST_STREAM, without_callers
 from tpplan.exec.graph import Graph
 from tpplan.exec.issuing import ISSUING, Issuing
-from tpplan.exec.launch import Ready
-from tpplan.exec.launch_graph import graph_of
+from tpplan.exec.launch_graph import LaunchGraphs
 from tpplan.exec.marks import Marks, Pending
 from tpplan.exec.program import HOST, LOAD, Copy, Exchange, Program, Record, Stream, Sum, Wait
 from tpplan.exec.sums import Sums
@@ -66,6 +65,7 @@ class CudaDevices:
         self._load_handles = {device: stream.cuda_stream for device, stream in self._loads.items()}
         self._marks = Marks(self._ordinals)
         self._sums = Sums()
+        self._graphs = LaunchGraphs(self._ordinals)
         self._ready: dict[tuple[int, torch.dtype], ReadyProgram] = {}
         with ISSUING:
             self._exchanges = Exchanges(memory, places)
@@ -107,7 +107,8 @@ class CudaDevices:
                 raise ExecutionError(message, "call it beside the graph")
             self._turn_to_current(ready.devices)
             try:
-                self._go_through(bound.steps if is_captured else self._steps(bound), ready.loads)
+                steps = bound.steps if is_captured else bound.quick or self._graphs.steps(bound)
+                self._go_through(steps, ready.loads)
             except BaseException:  # between two devices, perhaps
                 self._exchanges.interrupt()
                 raise
@@ -124,18 +125,6 @@ class CudaDevices:
             with self._issuing:
                 ready = self._prepare(program, dtype)
         return ready
-
-    def _steps(self, bound: Bound) -> tuple[BoundStep, ...]:
-        """Return the steps of a program that is not captured; graphs pay from the second time on."""
-        if bound.is_new:
-            bound.is_new = False
-            return bound.steps
-        if not bound.again:
-            bound.again = tuple(
-                (graph_of(issue, self._ordinals[device]) or issue if isinstance(issue, Ready) else issue, device, fixed)
-                for issue, device, fixed in bound.steps
-            )
-        return bound.again
 
     def _go_through(self, steps: tuple[BoundStep, ...], loads: frozenset[int]) -> None:
         """Issue the steps of a program; where that is to a default stream, its device is made current for it."""
@@ -199,7 +188,7 @@ class CudaDevices:
     def close(self) -> None:
         """Let go of streams, events and kernels; closing again does nothing."""
         self._issuing.closed = True
-        for held in (self._current, self._streams, self._ready, self._marks):
+        for held in (self._current, self._streams, self._ready, self._marks, self._graphs):
             held.clear()
         self._memory = no_memory()
         self._exchanges.close()
