@@ -5,19 +5,12 @@ What a command needs is imported when it runs: showing a plan must not pay for p
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from tpplan import __version__, console
-from tpplan.errors import ExecutionError, RequestError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tpplan.model import ModelSpec
-    from tpplan.plan import SplitPlan
+from tpplan import __version__, chores, console
+from tpplan.errors import RequestError, UsageError
 
 OK, NO = 0, 1
 
@@ -32,80 +25,10 @@ app = App(
 _Output = Annotated[str, Parameter(name=["--output", "-o"])]
 
 
-def _model(path: str) -> ModelSpec:
-    from tpplan.reader import read_model  # noqa: PLC0415
-
-    with console.busy(f"reading {path}"):
-        return read_model(path)
-
-
-def _plan(path: str, *, allow_newer: bool = False) -> SplitPlan:
-    from tpplan.codec import loads  # noqa: PLC0415
-    from tpplan.versions import is_newer  # noqa: PLC0415
-
-    name = console.shown(path)
-    found = loads(console.read(path), name, allow_newer=allow_newer)
-    if is_newer(found.format_version):
-        text = f"{name} has format {found.format_version}, newer than this tpplan: what only it knows is not shown"
-        console.say("warning", text, "warn")
-    return found
-
-
-def _show(plan: SplitPlan, *, json: bool = False, plain: bool = False) -> None:
-    from tpplan.render.show import show as view  # noqa: PLC0415
-    from tpplan.report import show_report  # noqa: PLC0415
-
-    console.answer(show_report(plan), view, json=json, plain=plain)
-
-
-def _tell(plan: SplitPlan) -> None:
-    """Say on standard error in one line what a plan that is not on the screen comes to."""
-    from tpplan.codec import unstructure  # noqa: PLC0415
-    from tpplan.render.show import count, summary  # noqa: PLC0415
-    from tpplan.report import show_report  # noqa: PLC0415
-
-    report = unstructure(show_report(plan))
-    console.say(f"{plan.model.name} on {count(report['plan'])}", summary(report))
-
-
-def _draw(plan: SplitPlan, svg: str, html: str) -> None:
-    from tpplan.codec import unstructure  # noqa: PLC0415
-    from tpplan.render.html import page  # noqa: PLC0415
-    from tpplan.render.svg import picture  # noqa: PLC0415
-    from tpplan.report import show_report  # noqa: PLC0415
-
-    data = unstructure(show_report(plan))
-    for draw, path in ((picture, svg), (page, html)):
-        if path:
-            console.save(draw(data), path)
-
-
-def _note(text: str) -> None:
-    console.say("note", text, "warn")
-
-
-def _some(plans: tuple[str, ...]) -> tuple[str, ...]:
-    if not plans:
-        raise UsageError("no plan was named", "name one or more plan files, such as plans/*.json")
-    if plans.count(console.STREAM) > 1:
-        raise UsageError("standard input was named twice, and can be read once", "save one of the plans in a file")
-    return plans
-
-
-@contextmanager
-def _needing(what: str) -> Iterator[None]:
-    """Say what to install where the half that runs plans lacks something."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        message = f"{what} needs {error.name}, which is not installed"
-        raise ExecutionError(message, "pip install 'tpplan[exec]'") from error
-
-
 def _survey(*, json: bool) -> int:
     from tpplan.render.survey import survey as view  # noqa: PLC0415
 
-    with _needing("testing links"):
+    with chores.needing("testing links"):
         from tpplan.exec.survey import survey as examine  # noqa: PLC0415
     console.answer(examine(console.busy), view, json=json)
     return OK
@@ -122,7 +45,7 @@ def inspect(model: str, /, *, json: bool = False) -> int:
     from tpplan.inspection import inspect as look  # noqa: PLC0415
     from tpplan.render.inspection import inspection as view  # noqa: PLC0415
 
-    console.answer(look(_model(model)), view, json=json)
+    console.answer(look(chores.read_model(model)), view, json=json)
     return OK
 
 
@@ -150,7 +73,7 @@ def devices(*, output: _Output = "", links: bool = False, json: bool = False) ->
         console.answer(report, view, json=json)
     else:
         for note in report.notes:
-            _note(note)
+            chores.note(note)
     return OK
 
 
@@ -192,21 +115,21 @@ def plan(
 
     if context is not None and context < 1:
         raise RequestError(f"--context is {context}, expected 1 or more tokens per sequence", "or leave it out")
-    spec, gpu_list = _model(model), parse_devices(gpus, _note)
+    spec, gpu_list = chores.read_model(model), parse_devices(gpus, chores.note)
     wanted = Cache(cache, (context or 0) * batch)
     with console.busy("planning"):
         found = make(
             spec, gpu_list, cache=wanted, layout=layout, strategy=strategy, batch=batch, max_rows=max_rows, kv=kv
         )
     if found.request.layout != (layout or "reduce"):
-        _note(f"layout gather, because rows cannot be cut: {spec.gather_only}")
+        chores.note(f"layout gather, because rows cannot be cut: {spec.gather_only}")
     if output:
         console.save(dumps(found), output)
-        _tell(found)
+        chores.tell(found)
     if json and output != console.STREAM:
         console.emit(dumps(found))
     elif not output:
-        _show(found)
+        chores.show(found)
         console.say("hint", "this plan is not saved; -o FILE writes it", "hint")
     return OK
 
@@ -224,11 +147,11 @@ def show(plan: str, /, *, svg: str = "", html: str = "", plain: bool = False, js
     """
     if [svg == console.STREAM, html == console.STREAM, json].count(True) > 1:
         raise UsageError("standard output would be several documents", "write all but one of them into files")
-    found = _plan(plan, allow_newer=True)
+    found = chores.read_plan(plan, allow_newer=True)
     if svg or html:
-        _draw(found, svg, html)
+        chores.draw(found, svg, html)
     if json or not (svg or html):
-        _show(found, json=json, plain=plain)
+        chores.show(found, json=json, plain=plain)
     return OK
 
 
@@ -244,7 +167,7 @@ def diff(before: str, after: str, /, *, json: bool = False) -> int:
     from tpplan.diff import diff as compare  # noqa: PLC0415
     from tpplan.render.diff import diff as view  # noqa: PLC0415
 
-    found = compare(*(_plan(path, allow_newer=True) for path in _some((before, after))))
+    found = compare(*(chores.read_plan(path, allow_newer=True) for path in chores.some((before, after))))
     console.answer(found, view, json=json)
     return NO if found else OK
 
@@ -260,7 +183,7 @@ def validate(*plans: str, json: bool = False) -> int:
     from tpplan.render.verdicts import validation as view  # noqa: PLC0415
     from tpplan.validation import validate as judge  # noqa: PLC0415
 
-    found = judge(_some(plans), console.read)
+    found = judge(chores.some(plans), console.read)
     console.answer(found, view, json=json)
     if not found.ok:
         console.say("hint", "make it again with tpplan plan; docs/plan-format.md explains the rules", "hint")
@@ -279,8 +202,8 @@ def check(*plans: str, model: str, json: bool = False) -> int:
     from tpplan.check import check as compare  # noqa: PLC0415
     from tpplan.render.verdicts import check as view  # noqa: PLC0415
 
-    stored = {path: _plan(path) for path in _some(plans)}
-    found = compare(stored, _model(model))
+    stored = {path: chores.read_plan(path) for path in chores.some(plans)}
+    found = compare(stored, chores.read_model(model))
     console.answer(found, view, json=json)
     if not found.current:
         console.say("hint", "make it again with tpplan plan, and see with tpplan diff what that changes", "hint")
@@ -299,11 +222,11 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
     """
     from tpplan.render.selftest import selftest as view  # noqa: PLC0415
 
-    found = _plan(plan)
-    with _needing("running a plan"):
+    found = chores.read_plan(plan)
+    with chores.needing("running a plan"):
         from tpplan.exec import selftest as tests  # noqa: PLC0415
     wanted = tests.transports(transport)
-    report = tests.selftest(found, tests.compiler(found, backend, _note), wanted, console.busy)
+    report = tests.selftest(found, tests.compiler(found, backend, chores.note), wanted, console.busy)
     console.answer(report, view, json=json)
     return OK if report.ok else NO
 
@@ -331,12 +254,12 @@ def bench(
     """
     from tpplan.render.bench import bench as view  # noqa: PLC0415
 
-    found = _plan(plan)
-    with _needing("running a plan"):
+    found = chores.read_plan(plan)
+    with chores.needing("running a plan"):
         from tpplan.exec import bench as times  # noqa: PLC0415
         from tpplan.exec.selftest import compiler  # noqa: PLC0415
     asked, turns = times.payloads(sizes), times.checked_rounds(rounds)
-    make, told = compiler(found, backend, _note), (lambda _: None) if json else console.growing(view)
+    make, told = compiler(found, backend, chores.note), (lambda _: None) if json else console.growing(view)
     report = times.bench(make, transport, sizes=asked, rounds=turns, busy=console.busy, told=told)
     if json:
         console.answer(report, view, json=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tpplan import console
-from tpplan.commands import OK, _note, _plan, _some
-from tpplan.errors import ExecutionError, RequestError, UsageError
+from tpplan import chores, console
+from tpplan.commands import OK
+from tpplan.errors import RequestError, UsageError
 
 #: Characters of a number; no model has so many tokens.
 _LONGEST = 12
@@ -47,14 +47,11 @@ def generate(
     tokens = token_ids.split(",") if token_ids else []
     if not all(token.strip().isdecimal() and len(token) <= _LONGEST for token in tokens):
         raise UsageError(f"--token-ids is {token_ids[:60]!r}, expected numbers", "write them as in 5,17,99")
-    _some((plan, prompt))
-    found = _plan(plan)
-    try:
+    chores.some((plan, prompt))
+    found = chores.read_plan(plan)
+    with chores.needing("running a plan", "generate"):
         from tpplan.decoder import run  # noqa: PLC0415
         from tpplan.decoder.sampling import Sampling  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        message = f"running a plan needs {error.name}, which is not installed"
-        raise ExecutionError(message, "pip install 'tpplan[generate]'") from error
     order = run.Order(
         directory=model,
         prompt=console.read(prompt) if prompt == console.STREAM else prompt,
@@ -63,6 +60,6 @@ def generate(
         sampling=Sampling(temperature, top_p, seed),
         backend=backend,
     )
-    report = run.run(found, order, _note, (lambda _: None) if json else console.emit)
+    report = run.run(found, order, chores.note, (lambda _: None) if json else console.emit)
     console.emit(render(unstructure(report)) if json else "\n")
     return OK

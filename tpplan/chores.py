@@ -1,0 +1,102 @@
+"""What several commands do: they read models and plans, show them, and tell what is missing.
+
+What is needed for that is imported when it is done, as in :mod:`tpplan.commands`.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tpplan import console
+from tpplan.errors import ExecutionError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tpplan.model import ModelSpec
+    from tpplan.plan import SplitPlan
+
+
+def read_model(path: str) -> ModelSpec:
+    """Read a model."""
+    from tpplan.reader import read_model as read  # noqa: PLC0415
+
+    with console.busy(f"reading {path}"):
+        return read(path)
+
+
+def read_plan(path: str, *, allow_newer: bool = False) -> SplitPlan:
+    """Read a plan, from standard input too, and warn where it is newer than this tpplan."""
+    from tpplan.codec import loads  # noqa: PLC0415
+    from tpplan.versions import is_newer  # noqa: PLC0415
+
+    name = console.shown(path)
+    found = loads(console.read(path), name, allow_newer=allow_newer)
+    if is_newer(found.format_version):
+        text = f"{name} has format {found.format_version}, newer than this tpplan: what only it knows is not shown"
+        console.say("warning", text, "warn")
+    return found
+
+
+def show(plan: SplitPlan, *, json: bool = False, plain: bool = False) -> None:
+    """Show a plan on one screen, or as a document."""
+    from tpplan.render.show import show as view  # noqa: PLC0415
+    from tpplan.report import show_report  # noqa: PLC0415
+
+    console.answer(show_report(plan), view, json=json, plain=plain)
+
+
+def tell(plan: SplitPlan) -> None:
+    """Say on standard error in one line what a plan that is not on the screen comes to."""
+    from tpplan.codec import unstructure  # noqa: PLC0415
+    from tpplan.render.show import count, summary  # noqa: PLC0415
+    from tpplan.report import show_report  # noqa: PLC0415
+
+    report = unstructure(show_report(plan))
+    console.say(f"{plan.model.name} on {count(report['plan'])}", summary(report))
+
+
+def draw(plan: SplitPlan, svg: str, html: str) -> None:
+    """Draw a plan into the files that are named."""
+    from tpplan.codec import unstructure  # noqa: PLC0415
+    from tpplan.render.html import page  # noqa: PLC0415
+    from tpplan.render.svg import picture  # noqa: PLC0415
+    from tpplan.report import show_report  # noqa: PLC0415
+
+    data = unstructure(show_report(plan))
+    for draw, path in ((picture, svg), (page, html)):
+        if path:
+            console.save(draw(data), path)
+
+
+def note(text: str) -> None:
+    """Say on standard error what is worth knowing."""
+    console.say("note", text, "warn")
+
+
+def some(plans: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what was named, which has to be something, and standard input once at most.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not plans:
+        raise UsageError("no plan was named", "name one or more plan files, such as plans/*.json")
+    if plans.count(console.STREAM) > 1:
+        raise UsageError("standard input was named twice, and can be read once", "save one of the plans in a file")
+    return plans
+
+
+@contextmanager
+def needing(what: str, extra: str = "exec") -> Iterator[None]:
+    """Say what to install where the half that runs plans lacks something.
+
+    Raises:
+        ExecutionError: it does.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        message = f"{what} needs {error.name}, which is not installed"
+        raise ExecutionError(message, f"pip install 'tpplan[{extra}]'") from error
