@@ -28,7 +28,7 @@ from tpplan.weights import load_weights
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tpplan.memory import Demand
+    from tpplan.costs import Demand
     from tpplan.plan import SplitPlan
 
 logging.set_verbosity_error()

@@ -15,12 +15,14 @@ from tpplan.axes import minimum_units
 from tpplan.config import parse_config
 from tpplan.devices import Device
 from tpplan.families import spec_from_config
-from tpplan.memory import Demands, demands
+from tpplan.memory import demands
 from tpplan.model import ModelSpec
 from tpplan.plan import Cache, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tpplan.costs import Demands
 
 
 MIB = 2**20

@@ -18,10 +18,11 @@ from tests.family_configs import FAMILY_KEYS, configs
 from tests.strategies import bounds
 from tpplan.axes import Axis, parse_layers
 from tpplan.config import parse_config
+from tpplan.costs import Cost, Demand
 from tpplan.devices import Device
 from tpplan.families import spec_from_config
 from tpplan.formats import read_scheme, stored_by_formula
-from tpplan.memory import Cost, Demand, cache_bytes_per_token, demands, ledger
+from tpplan.memory import cache_bytes_per_token, demands, ledger
 from tpplan.model import DTYPE_BITS, Block, ModelSpec, Parameter
 from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, Cache, Request
 

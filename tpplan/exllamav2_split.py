@@ -14,8 +14,8 @@ from tpplan.axes import Axis, minimum_units, parse_layers
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tpplan.costs import Demands
     from tpplan.devices import Device
-    from tpplan.memory import Demands
     from tpplan.model import ModelSpec
 
 _MIB = 2**20

@@ -9,9 +9,10 @@ from attrs import evolve, frozen
 from tpplan.apportion import apportion
 from tpplan.axes import Axis, bounds_of, minimum_units
 from tpplan.codec import fingerprint
+from tpplan.costs import Demands
 from tpplan.devices import Device
 from tpplan.exllamav2_split import exllamav2_counts
-from tpplan.memory import Demands, demands, ledger
+from tpplan.memory import demands, ledger
 from tpplan.model import ModelSpec
 from tpplan.packing import Bin, Item, solve
 from tpplan.plan import Cache, DeviceMemory, PlanModel, Request, Split, SplitPlan
@@ -21,7 +22,7 @@ from tpplan.verify import verify
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tpplan.memory import Demand
+    from tpplan.costs import Demand
 
 DEFAULT_MAX_ROWS = 2048
 #: Times the budget, any model fits on any device.
