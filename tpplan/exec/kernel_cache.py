@@ -34,6 +34,7 @@ _SOURCES = (
     "exchange_table.py",
     "kernel_cache.py",
     "kernels.py",
+    "messages.py",
     "packet_kernels.py",
     "program.py",
     "ptx.py",

@@ -15,8 +15,9 @@ from tpplan.exec import ptx
 from tpplan.exec.exchange_kernels import device_function
 from tpplan.exec.exchange_table import ROWS
 from tpplan.exec.kernels import Kernel, none, only
+from tpplan.exec.messages import answered, begin, peek, receive, region
 from tpplan.exec.ptx import word
-from tpplan.exec.slot_kernels import answered, begin, load_packet, peek, receive, region, row, store_packet
+from tpplan.exec.slot_kernels import load_packet, row, store_packet
 from tpplan.exec.slot_table import (
     COLUMN,
     DATA_BYTES,
