@@ -17,6 +17,7 @@ from tpplan.exec.operation import Reduction
 from tpplan.exec.program import HOST, INPUT, OPERANDS, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
 from tpplan.exec.slot_table import (
     COLUMN,
+    COUNT,
     FILLED,
     FIRST_QUEUE,
     LANES_AT,
@@ -244,6 +245,18 @@ def test_packets_have_places_of_their_own(stride: int, most: int) -> None:
             used.add(block * region + (turn * THREADS + thread) * PACKET_BYTES)
         assert len(used) == -(-size // 8)
         assert max(used) < stride
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_last_bits_of_a_number_tell_the_slot(name: str) -> None:
+    """Every queue of a kernel has as many as its table says, a power of two: numbers go on from 0 after 2^32 - 1."""
+    machine = Machine(1)
+    for exchange in SMALL[name].program.commands:
+        if isinstance(exchange, Exchange) and queues(exchange):
+            places = {queue: machine.place(queue, exchange.stream.device) for queue in queues(exchange)}
+            count = ([0] * FILLED + table(exchange, 2, places, STRIDE).words)[COUNT]
+            assert {queue.slots for queue in places} == {count}
+            assert 2**32 % count == 0
 
 
 def test_a_slot_without_room_for_a_block_has_no_capacity() -> None:
