@@ -21,6 +21,7 @@ from tpplan.exec.bench_even import even_plan
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.lower import TRANSPORTS
 from tpplan.exec.program import OUTPUT, Buffer
+from tpplan.exec.tuning import Tuning
 from tpplan.verify import verify
 
 if TYPE_CHECKING:
@@ -41,13 +42,22 @@ ROW_BYTES = 80
 COUNT = 3
 
 
-def _compiler(plan: SplitPlan = UNEVEN) -> Callable[[str], TPContext]:
-    return lambda transport: compile_plan(plan, backend="cpu", transport=transport)
+def _compiler(plan: SplitPlan = UNEVEN, tuning: Tuning | None = None) -> Callable[[str], TPContext]:
+    return lambda transport: compile_plan(plan, backend="cpu", transport=transport, tuning=tuning)
 
 
 def _times(report: BenchReport, operation: str) -> dict[str, Timed]:
     """Return who did an operation of the first size."""
     return {timed.by: timed for timed in next(m for m in report.measured if m.operation == operation).timed}
+
+
+def test_another_way_in_graphs_is_told() -> None:
+    """Beside that of calls; nothing is where it is the same."""
+    tuning = Tuning(peer_fans_bytes=0, peer_exchanges_bytes=0, copies_fans_bytes=200)
+    report = bench.bench(_compiler(tuning=tuning), "peer", sizes=(ROW_BYTES, 12 * ROW_BYTES), rounds=2)
+    ways = {(m.operation, m.rows): (m.way, m.graph_way) for m in report.measured}
+    assert ways["broadcast", 1] == ways["allgather", 12] == ("peer straight", "")
+    assert ways["broadcast", 12] == ("peer straight", "events 1 part")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -25,12 +25,16 @@ class Backend:
     """Virtual devices that keep what they are told to issue again."""
 
     def __init__(self, devices: Any) -> None:
-        self.devices, self.bound, self.issued = devices, 0, 0
+        self.devices, self.bound, self.issued, self.captures = devices, 0, 0, False
 
     def bind(self, program: Program, operands: Mapping[Buffer, torch.Tensor]) -> Callable[[], Pending]:
         """Return what runs the program on the same tensors."""
         self.bound += 1
         return partial(self.run, program, operands)
+
+    def is_capturing(self) -> bool:
+        """Tell what a test has set."""
+        return self.captures
 
     def run(self, program: Program, operands: Mapping[Buffer, torch.Tensor]) -> Pending:
         """Run a program."""
@@ -43,7 +47,7 @@ class Backend:
 def backend(ctx: TPContext) -> Backend:
     """Return the backend of the context's runner."""
     found = Backend(ctx._engine.backend)
-    ctx._runner = Runner(found, ctx._inflight)  # type: ignore[arg-type]
+    ctx._runner = Runner(found, ctx._inflight, *ctx._runner._resolvers)  # type: ignore[arg-type]
     return found
 
 
@@ -85,6 +89,14 @@ def test_other_memory_shapes_and_dtypes_are_other_calls(ctx: TPContext, backend:
     ctx.allgather([part.clone() for part in parts], Axis.RS, out=out)
     ctx.allgather([part[None] for part in parts], Axis.RS, out=[each[None] for each in out])
     assert backend.bound == backend.issued == 5
+
+
+def test_what_is_captured_is_another_call(ctx: TPContext, backend: Backend) -> None:
+    """It may go another way, and nothing that was made for calls is in the graph."""
+    parts, out = _parts(ctx, 4), _outputs(ctx, 4)
+    for backend.captures in (False, True, False, True):
+        ctx.allgather(parts, Axis.RS, out=out)
+    assert (backend.bound, backend.issued) == (2, 4)
 
 
 def test_what_was_refused_is_refused_again(ctx: TPContext, backend: Backend) -> None:

@@ -66,6 +66,7 @@ class Measured:
         rows: of the operands.
         link_bytes: that tpplan moves from one memory to another, all devices together.
         way: how tpplan does it, as ``explain()`` says.
+        graph_way: how it does it in a graph; left out where that is the same.
         least_ns: that the measured limits leave, however it is done; left out where no limit was measured.
         timed: each way to do it, tpplan's first.
         failed: why nothing could be timed; left out otherwise.
@@ -76,6 +77,7 @@ class Measured:
     rows: int
     link_bytes: int
     way: str
+    graph_way: str = ""
     least_ns: int | None = None
     timed: tuple[Timed, ...] = ()
     failed: str = ""

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import Factory, define, frozen
 from torch import Tensor
 
-from tpplan.errors import ExecutionError, InternalError
+from tpplan.errors import InternalError
 from tpplan.exec.binding import BITS, resolve, slot_number
+from tpplan.exec.engine import Virtual
 from tpplan.exec.fence import caller
 from tpplan.exec.program import HOST, SLOT, Await, Buffer, Copy, Record, Signal, Step, Sum, Wait, flat, reads
 
@@ -123,7 +124,7 @@ class Pending:
         self._machine.drive(lambda: all(mark.passed for mark in self._marks))
 
 
-class Adversary:
+class Adversary(Virtual):
     """Virtual devices that do the worst that programs allow; the same interface as ``VirtualDevices``.
 
     :meth:`run` only issues: everything but what the host itself does happens at random later, while the host waits for
@@ -181,17 +182,6 @@ class Adversary:
             InternalError: something never is.
         """
         self.drive(lambda: not any(self._queues.values()))
-
-    def bind(self, *_: object) -> None:
-        """Return nothing: to issue a program again costs as much as the first time."""
-
-    def capture(self) -> NoReturn:
-        """Refuse: there is no CUDA graph without CUDA devices.
-
-        Raises:
-            ExecutionError: always.
-        """
-        raise ExecutionError("virtual devices have no graphs", 'capture with backend="cuda"')
 
     def close(self) -> None:
         """Do what was issued; closing again does nothing.

@@ -17,6 +17,7 @@ from tpplan.exec.bench_case import Cases
 from tpplan.exec.bench_clock import Clock, Run
 from tpplan.exec.bench_even import EVEN, SLICED, even_context
 from tpplan.exec.bench_peers import OURS, contenders
+from tpplan.exec.explain import IN_GRAPH
 from tpplan.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class _Turns:
 
     def measured(self, name: str, rows: int) -> Measured:
         """Return the times of an operation by all who do it, or why there are none."""
-        way = self._cases.way(name, rows)
+        way, in_graph = self._cases.way(name, rows), self._cases.way(name, rows, IN_GRAPH)
         told = partial(
             Measured,
             operation=name,
@@ -170,6 +171,7 @@ class _Turns:
             rows=rows,
             link_bytes=rows * way.row_bytes if way else 0,
             way=f"{way.transport} {way.how}".strip() if way else "",
+            graph_way=f"{in_graph.transport} {in_graph.how}" if in_graph else "",
         )
         try:
             case = self._cases.make(name, rows)

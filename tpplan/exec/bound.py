@@ -69,7 +69,7 @@ class Bound:
         ready: the program.
         steps: what issues its steps.
         times: how often they were issued.
-        quick: what issues them with less work for the host, if they were issued often.
+        quick: what issues them with less work for the host, if they were issued often; themselves if they are captured.
     """
 
     ready: ReadyProgram

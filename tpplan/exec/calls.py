@@ -114,10 +114,12 @@ class Calls:
         engine: has the programs.
         places: torch's device for each of the plan's in use, and for HOST.
         max_rows: most rows of an operand.
+        captured: whether they become part of graphs.
     """
 
-    def __init__(self, engine: Engine, places: Mapping[int, torch.device], max_rows: int) -> None:
+    def __init__(self, engine: Engine, places: Mapping[int, torch.device], max_rows: int, *, captured: bool) -> None:
         self.engine = engine
+        self.captured = captured
         self.places = places
         self.max_rows = max_rows
 
@@ -235,7 +237,8 @@ class Calls:
     def _call(self, what: Operation, inputs: tuple[Group, ...], outputs: Group, rows: int) -> Call:
         program = None
         if rows:
-            program = self.engine.program(what, self.engine.route(what, rows, outputs.dtype.itemsize))
+            way = self.engine.route(what, rows, outputs.dtype.itemsize, captured=self.captured)
+            program = self.engine.program(what, way)
         devices = [device for group in (*inputs, outputs) for device in group.devices]
         read = devices[: -len(outputs.devices)]
         own = [outputs.devices.index(device) for device in read] if isinstance(what, Reduction) else []

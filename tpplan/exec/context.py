@@ -16,13 +16,12 @@ from tpplan.exec.resolver import Resolver
 from tpplan.exec.runner import Runner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from types import TracebackType
 
     from torch import Tensor
 
     from tpplan.axes import Axis
-    from tpplan.exec.calls import Call
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.engine import Engine
     from tpplan.exec.explain import Explanation
@@ -70,9 +69,10 @@ class TPContext(ContextMemory):
         self.max_rows = max_rows
         self._engine = engine
         places = {d.index: d.device for d in devices}
-        calls = Calls(engine, {**places, HOST: torch.device("cpu")}, max_rows)
-        self._resolver = Resolver(self._cuts, calls)
-        self._runner = Runner(engine.backend, self._inflight)
+        places[HOST] = torch.device("cpu")
+        called, captured = (Calls(engine, places, max_rows, captured=captured) for captured in (False, True))
+        resolvers = Resolver(self._cuts, called), Resolver(self._cuts, captured)
+        self._runner = Runner(engine.backend, self._inflight, *resolvers)
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +111,7 @@ class TPContext(ContextMemory):
         Raises:
             ExecutionError: an operand of the wrong kind, shape, dtype, device or number, or a closed context.
         """
-        return self._run(self._resolver.broadcast, (axis, layer, source), ((x,),), out)
+        return self._run("broadcast", (axis, layer, source), ((x,),), out)
 
     def scatter(
         self,
@@ -139,7 +139,7 @@ class TPContext(ContextMemory):
         Raises:
             ExecutionError: see :meth:`broadcast`.
         """
-        return self._run(self._resolver.scatter, (axis, dim, layer, source), ((x,),), out)
+        return self._run("scatter", (axis, dim, layer, source), ((x,),), out)
 
     def gather(
         self,
@@ -167,7 +167,7 @@ class TPContext(ContextMemory):
         """
         with self._guard:
             outputs = None if out is None else (out,)
-            (whole,), pending = self._runner.run(self._resolver.gather, (axis, dim, layer), (parts,), outputs)
+            (whole,), pending = self._runner.run("gather", (axis, dim, layer), (parts,), outputs)
             if pending is not None:
                 self._inflight.add(whole, pending)
             return Gathered(whole, pending)
@@ -198,7 +198,7 @@ class TPContext(ContextMemory):
         Raises:
             ExecutionError: see :meth:`broadcast`.
         """
-        return self._run(self._resolver.allgather, (axis, to, dim, layer), (parts,), out)
+        return self._run("allgather", (axis, to, dim, layer), (parts,), out)
 
     def all_reduce(
         self,
@@ -228,7 +228,7 @@ class TPContext(ContextMemory):
             ExecutionError: see :meth:`broadcast`.
         """
         inputs = (parts,) if residual is None else (parts, residual)
-        return self._run(self._resolver.all_reduce, (axis, layer), inputs, out)
+        return self._run("all_reduce", (axis, layer), inputs, out)
 
     def add_residual(
         self,
@@ -251,18 +251,18 @@ class TPContext(ContextMemory):
         Raises:
             ExecutionError: see :meth:`broadcast`.
         """
-        self._run(self._resolver.add_residual, (axis, dim, layer), (source,), target)
+        self._run("add_residual", (axis, dim, layer), (source,), target)
 
     def _run(
         self,
-        find: Callable[..., Call],
+        name: str,
         asked: tuple[object, ...],
         inputs: tuple[Sequence[Tensor], ...],
         out: Sequence[Tensor] | None,
     ) -> tuple[Tensor, ...]:
         """Run an operation and return its outputs; see :meth:`Runner.run`."""
         with self._guard:
-            outputs, _ = self._runner.run(find, asked, inputs, out)
+            outputs, _ = self._runner.run(name, asked, inputs, out)
             return outputs
 
     def explain(self) -> Explanation:

@@ -7,12 +7,13 @@ are its copies and sums. :mod:`tpplan.exec.adversary` has the same interface and
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec.binding import resolve, slot_number, span
+from tpplan.exec.engine import Virtual
 from tpplan.exec.program import HOST, OPERANDS, Await, Copy, Record, Signal, Sum, Wait, flat, reads
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class _Bound(NamedTuple):
     work: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-class VirtualDevices:
+class VirtualDevices(Virtual):
     """Runs programs on the CPU; whatever a call was to do is done when it returns. Not safe for two threads at once."""
 
     def __init__(self, memory: Memory) -> None:
@@ -119,17 +120,6 @@ class VirtualDevices:
 
     def synchronize(self) -> None:
         """Return at once: nothing is ever under way."""
-
-    def bind(self, *_: object) -> None:
-        """Return nothing: to issue a program again costs as much as the first time."""
-
-    def capture(self) -> NoReturn:
-        """Refuse: there is no CUDA graph without CUDA devices.
-
-        Raises:
-            ExecutionError: always.
-        """
-        raise ExecutionError("virtual devices have no graphs", 'capture with backend="cuda"')
 
     def close(self) -> None:
         """Let go of the memory; closing again does nothing."""

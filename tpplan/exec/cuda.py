@@ -101,14 +101,9 @@ class CudaDevices:
         """Issue a program; see :meth:`run`."""
         ready = bound.ready
         with self._issuing:
-            is_captured = is_capturing()
-            if ready.on_host and is_captured:
-                message = f"{ready.program.name} cannot be captured: the host takes part"
-                raise ExecutionError(message, "call it beside the graph")
             self._turn_to_current(ready.devices)
             try:
-                steps = bound.steps if is_captured else bound.quick or self._graphs.steps(bound)
-                self._go_through(steps, ready.loads)
+                self._go_through(bound.quick or self._graphs.steps(bound), ready.loads)
             except BaseException:  # between two devices, perhaps
                 self._exchanges.interrupt()
                 raise
@@ -116,8 +111,12 @@ class CudaDevices:
 
     def _bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Bound:
         some = next(iter(operands.values()))
-        rows, ready = some.shape[0], self._ready_for(program, some.dtype)
-        return Bound(ready, tuple([(step.bind(operands, rows), device, fixed) for step, device, fixed in ready.steps]))
+        rows, ready, is_captured = some.shape[0], self._ready_for(program, some.dtype), is_capturing()
+        if ready.on_host and is_captured:
+            message = f"{program.name} cannot be captured: the host takes part"
+            raise ExecutionError(message, "call it beside the graph")
+        steps = tuple([(step.bind(operands, rows), device, fixed) for step, device, fixed in ready.steps])
+        return Bound(ready, steps, quick=steps if is_captured else ())
 
     def _ready_for(self, program: Program, dtype: torch.dtype) -> ReadyProgram:
         ready = self._ready.get((id(program), dtype))
@@ -141,6 +140,10 @@ class CudaDevices:
         finally:
             if here != before:
                 switch_device(before)
+
+    def is_capturing(self) -> bool:
+        """Tell whether the current stream of the current device is being captured."""
+        return is_capturing()
 
     def issuing(self) -> Issuing:
         """Return what is to be held while kernels are issued that devices exchange by."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
+from tpplan.errors import ExecutionError
 from tpplan.exec.lower import Route, lower, route
 from tpplan.exec.operation import Operation, Reduction
 from tpplan.exec.ordering import verify
@@ -28,6 +29,9 @@ class Backend(Protocol):
     def bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Callable[[], Pending] | None:
         """Return what issues a program on the same memory as often as it is called; None where that saves nothing."""
 
+    def is_capturing(self) -> bool:
+        """Tell whether what is issued becomes part of a graph."""
+
     def synchronize(self) -> None:
         """Return when everything that was issued is complete."""
 
@@ -40,6 +44,25 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+
+
+class Virtual:
+    """What devices in the CPU's memory have not."""
+
+    def bind(self, *_: object) -> None:
+        """Return nothing: to issue a program again costs as much as the first time."""
+
+    def is_capturing(self) -> bool:
+        """Tell that there are no graphs here."""
+        return False
+
+    def capture(self) -> NoReturn:
+        """Refuse: there is no CUDA graph without CUDA devices.
+
+        Raises:
+            ExecutionError: always.
+        """
+        raise ExecutionError("virtual devices have no graphs", 'capture with backend="cuda"')
 
 
 #: How many programs are remembered.
@@ -76,6 +99,6 @@ class Engine:
             self._programs[key] = verify(lower(operation, way), in_place=isinstance(operation, Reduction))
         return self._programs[key]
 
-    def route(self, operation: Operation, rows: int, item_bytes: int) -> Route:
-        """Return how an operation of this size goes."""
-        return route(operation, self.transport, rows, item_bytes, self.limits)
+    def route(self, operation: Operation, rows: int, item_bytes: int, *, captured: bool = False) -> Route:
+        """Return how an operation of this size goes, called or captured."""
+        return route(operation, self.transport, rows, item_bytes, self.limits, captured=captured)

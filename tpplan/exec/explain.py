@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 #: Stands for the devices in use, where an axis is expected.
 ALL = "all devices"
 
+#: Stands behind the name of an operation that goes otherwise there.
+IN_GRAPH = " in a graph"
+
 #: What to call the context's memory: its role, and whether it is on the host.
 _BUFFERS = {
     (EXCHANGE, False): "exchange buffer",
@@ -46,7 +49,8 @@ class Way:
     """How an operation goes on some axes, for some numbers of rows.
 
     Attributes:
-        operation: its name; ``from the host`` where its tensor is in host memory.
+        operation: its name; ``from the host`` where its tensor is in host memory, and ``in a graph`` where it goes
+            otherwise than called, if it is captured.
         axes: on which of them it goes like this: names, with the layers where these are cut differently, or
             ``all devices``.
         first: fewest rows.
@@ -133,7 +137,10 @@ def explain(
     """
     grouped: dict[Way, list[str]] = {}
     for name, axis, wanted in _operations(plan, devices):
-        for way in _ways(name, wanted, engine, max_rows, dtype.itemsize):
+        called = _ways(name, wanted, engine, max_rows, dtype.itemsize, captured=False)
+        captured = _ways(name, wanted, engine, max_rows, dtype.itemsize, captured=True)
+        others = [evolve(way, operation=name + IN_GRAPH) for way in captured if way not in called]
+        for way in (*called, *others):
             grouped.setdefault(way, []).append(axis)
     return Explanation(
         model=plan.model.name,
@@ -169,16 +176,20 @@ def _operations(plan: SplitPlan, devices: tuple[int, ...]) -> Iterator[tuple[str
     yield from (("add_residual", axis, operation.add(cut)) for axis, cut in slices.items())
 
 
-def _ways(name: str, operation: Operation, engine: Engine, max_rows: int, item_bytes: int) -> Iterator[Way]:
-    """Yield how an operation goes, from one row to the most; axes are filled in later."""
+def _ways(
+    name: str, operation: Operation, engine: Engine, max_rows: int, item_bytes: int, *, captured: bool
+) -> list[Way]:
+    """Return how an operation goes, from one row to the most; axes are filled in later."""
     bare = partial(Way, operation=name, axes=())
+    route_of = partial(engine.route, operation, item_bytes=item_bytes, captured=captured)
+    ways = []
     first = 1
     try:
         while first <= max_rows:
-            route = engine.route(operation, first, item_bytes)
-            last = _last(route, partial(engine.route, operation, item_bytes=item_bytes), first, max_rows)
+            route = route_of(rows=first)
+            last = _last(route, route_of, first, max_rows)
             program = lower(operation, evolve(route, parts=1))  # parts move the same bytes, together
-            yield bare(
+            way = bare(
                 first=first,
                 last=last,
                 transport=route.transport,
@@ -187,17 +198,22 @@ def _ways(name: str, operation: Operation, engine: Engine, max_rows: int, item_b
                 row_bytes=item_bytes * _crossing(program),
                 buffers=_buffers(program),
             )
+            ways.append(way)
             first = last + 1
     except ExecutionError as error:
-        yield bare(first=first, last=max_rows, transport="refused", how="", why=error.message, row_bytes=0, buffers=())
+        refused = bare(
+            first=first, last=max_rows, transport="refused", how="", why=error.message, row_bytes=0, buffers=()
+        )
+        ways.append(refused)
+    return ways
 
 
-def _last(route: Route, route_of: Callable[[int], Route], first: int, most: int) -> int:
+def _last(route: Route, route_of: Callable[..., Route], first: int, most: int) -> int:
     """Return the most rows that go like the first ones: more rows never go back to an earlier way."""
     low, high = first, most
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if route_of(middle) == route else (low, middle - 1)
+        low, high = (middle, high) if route_of(rows=middle) == route else (low, middle - 1)
     return low
 
 

@@ -64,9 +64,12 @@ class Limits:
         spared_bytes = (len(lower_flags.receivers(operation)) - 1) * message_bytes
         return self.straight and 0 < self.tuning.passed_on_bytes <= spared_bytes
 
-    def copies(self, operation: Operation, message_bytes: int) -> bool:
-        """Tell whether a message that is too large for slots of ``peer`` goes by ``events``."""
-        return not self.straight or 0 < self.tuning.copies(kind_of(operation)) <= message_bytes
+    def copies(self, operation: Operation, message_bytes: int, *, captured: bool) -> bool:
+        """Tell whether a message that is too large for slots of ``peer`` goes by ``events``.
+
+        Where kernels can write straight, only in graphs: there an event costs next to nothing.
+        """
+        return not self.straight or (captured and 0 < self.tuning.copies(kind_of(operation)) <= message_bytes)
 
 
 def kind_of(operation: Operation) -> str:
@@ -92,7 +95,9 @@ class Route:
     parts: int = 1
 
 
-def route(operation: Operation, transport: str, rows: int, item_bytes: int, limits: Limits) -> Route:
+def route(
+    operation: Operation, transport: str, rows: int, item_bytes: int, limits: Limits, *, captured: bool = False
+) -> Route:
     """Choose between what a transport has for small and for large tensors.
 
     Args:
@@ -101,6 +106,7 @@ def route(operation: Operation, transport: str, rows: int, item_bytes: int, limi
         rows: at least 1.
         item_bytes: of an element.
         limits: of the context.
+        captured: whether it will be part of a graph.
 
     Raises:
         ExecutionError: one row is more than the context has room for.
@@ -118,7 +124,7 @@ def route(operation: Operation, transport: str, rows: int, item_bytes: int, limi
         return Route(transport, small=True)
     if transport == "peer" and isinstance(operation, Moves) and limits.passes_on(operation, rows * row_bytes):
         return Route(transport, parts=lower_flags.chunks(operation))
-    if transport == "peer" and limits.copies(operation, rows * row_bytes):
+    if transport == "peer" and limits.copies(operation, rows * row_bytes, captured=captured):
         transport = "events"
     if transport == "events" and isinstance(operation, Reduction):
         row_bytes = max(share.stop - share.start for share in operation.shares()) * item_bytes

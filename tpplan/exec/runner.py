@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tpplan.exec.calls import Call
     from tpplan.exec.engine import Backend
     from tpplan.exec.inflight import Inflight
+    from tpplan.exec.resolver import Resolver
 
 #: On how many memories operations are remembered.
 _KEPT = 1024
@@ -51,20 +52,23 @@ class Runner:
     Only a storage that somebody has shrunk goes unnoticed.
     """
 
-    def __init__(self, backend: Backend, inflight: Inflight) -> None:
+    def __init__(self, backend: Backend, inflight: Inflight, called: Resolver, captured: Resolver) -> None:
         """Start without anything that could come again.
 
         Args:
             backend: issues programs.
             inflight: host memory that devices may still be writing.
+            called: finds calls.
+            captured: finds those that become part of a graph.
         """
+        self._resolvers = called, captured
         self._backend = backend
         self._inflight = inflight
         self._known: dict[object, _Known] = {}
 
     def run(
         self,
-        find: Callable[..., Call],
+        name: str,
         asked: tuple[object, ...],
         inputs: tuple[Sequence[Tensor], ...],
         out: Sequence[Tensor] | None,
@@ -72,8 +76,8 @@ class Runner:
         """Issue an operation.
 
         Args:
-            find: returns its call, of what is asked for, the inputs, and ``out``.
-            asked: for.
+            name: of a method of the resolvers.
+            asked: of it, before the tensors.
             inputs: the tensors of each group.
             out: tensors to write to; None for new ones.
 
@@ -84,6 +88,8 @@ class Runner:
             ExecutionError: see :meth:`Call.admit`, and :class:`~tpplan.exec.resolver.Resolver`.
             RequestError: see there.
         """
+        is_captured = self._backend.is_capturing()
+        find = getattr(self._resolvers[is_captured], name)
         if out is None:
             out = find(*asked, inputs, out).new()
         groups, key, known = (*inputs, out), None, None
@@ -92,7 +98,7 @@ class Runner:
             tensors = (*read, *out)
             if _PLAIN.issuperset(map(type, tensors)):  # others warn of the question
                 kinds = *map(type, asked), *map(type, groups)  # True is no 1
-                key = (find, asked, kinds, *map(len, groups), tensors[0].shape, *map(_ADDRESS, tensors))
+                key = (name, is_captured, asked, kinds, *map(len, groups), tensors[0].shape, *map(_ADDRESS, tensors))
                 known = self._known.get(key)
         except (RuntimeError, TypeError):  # of sparse tensors, which have no addresses, and of what is no sequence
             key = None

@@ -88,7 +88,7 @@ def _sizes(measured: list[dict[str, Any]], *, limited: bool) -> list[Line]:
 
 def _labels(one: dict[str, Any], *, graph: bool) -> list[Span]:
     if graph:
-        return [("", ""), ("", ""), ("", ""), ("graph", "dim")]
+        return [("", ""), ("", ""), (one.get("graph_way", ""), ""), ("graph", "dim")]
     return [(_size(one["payload_bytes"]), ""), (_size(one["link_bytes"]), ""), (one["way"], ""), ("calls", "dim")]
 
 
