@@ -163,15 +163,16 @@ class _Turns:
 
     def measured(self, name: str, rows: int) -> Measured:
         """Return the times of an operation by all who do it, or why there are none."""
-        way, in_graph = self._cases.way(name, rows), self._cases.way(name, rows, IN_GRAPH)
+        way, graph_way = self._cases.way(name, rows), self._cases.way(name, rows, IN_GRAPH)
+        how, in_graph = (f"{each.transport} {each.how}".strip() if each else "" for each in (way, graph_way))
         told = partial(
             Measured,
             operation=name,
             payload_bytes=rows * self._cases.row_bytes,
             rows=rows,
             link_bytes=rows * way.row_bytes if way else 0,
-            way=f"{way.transport} {way.how}".strip() if way else "",
-            graph_way=f"{in_graph.transport} {in_graph.how}" if in_graph else "",
+            way=how,
+            graph_way=in_graph if in_graph != how else "",
         )
         try:
             case = self._cases.make(name, rows)

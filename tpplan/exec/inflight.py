@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from tpplan.exec.overlap import share_bytes
@@ -20,13 +21,13 @@ class Inflight:
     """
 
     def __init__(self) -> None:
-        self._writes: list[tuple[Tensor, Pending]] = []
+        self._writes: deque[tuple[Tensor, Pending]] = deque()
 
     def add(self, tensor: Tensor, pending: Pending) -> None:
-        """Keep a tensor until a program has written it."""
-        self._writes = [write for write in self._writes if not write[1].done()]
-        if not pending.done():
-            self._writes.append((tensor, pending))
+        """Keep a tensor until a program has written it, and a little longer: asking costs as much as copying."""
+        while self._writes and self._writes[0][1].done():
+            self._writes.popleft()
+        self._writes.append((tensor, pending))
 
     def settle(self, tensor: Tensor) -> None:
         """Wait for everything that writes where a tensor is."""
