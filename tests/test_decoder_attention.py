@@ -1,4 +1,4 @@
-"""Attention against the formula: queries of a group, of the last tokens, behind masks and with capped scores."""
+"""Attention against the formula: heads that share KV heads, of the last tokens, behind masks and with capped scores."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SCALE, CAP, QUERIES, KEYS, GROUP = 0.3, 2.0, 5, 12, 3
 
 
 def made(batch: int, queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make queries ``[B, H, G, S, K]``, keys and values ``[B, H, T, K]``."""
+    """Make queries ``[B, H × GROUP, S, K]``, keys and values ``[B, H, T, K]``."""
     torch.manual_seed(queries)
-    q = torch.randn(batch, 2, GROUP, queries, 8, dtype=torch.float64)
+    q = torch.randn(batch, 2 * GROUP, queries, 8, dtype=torch.float64)
     k, v = torch.randn(2, batch, 2, KEYS, 8, dtype=torch.float64)
     return q, k, v
 
@@ -28,11 +28,12 @@ def expected(
 ) -> torch.Tensor:
     """Weigh the values that are seen, ``[B or 1, S, T]``, one query head after the other."""
     heads = []
-    for group in range(GROUP):
-        scores = q[:, :, group] @ k.mT * SCALE
+    for head in range(q.shape[1]):
+        keys, values = k[:, head // GROUP], v[:, head // GROUP]
+        scores = q[:, head] @ keys.mT * SCALE
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
-        heads.append(scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v)
-    return torch.stack(heads, dim=2)
+        heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values)
+    return torch.stack(heads, dim=1)
 
 
 @pytest.mark.parametrize("cap", [None, CAP])

@@ -84,7 +84,7 @@ def test_sixteen_bits(model_type: str, dtype: torch.dtype, tmp_path: Path) -> No
 def test_prompts_take_kernels_without_masks(queries: int) -> None:
     """In 16 bits, flash kernels take the last tokens of a prompt as they are, heads shared, and say what others do."""
     torch.manual_seed(3)
-    q = torch.randn(1, 2, 4, queries, 64)
+    q = torch.randn(1, 8, queries, 64)
     k, v = torch.randn(2, 1, 2, 64, 64)
     expected = attend(q, k, v, None, scale=0.1, cap=None)
     q, k, v = (x.to("cuda", torch.bfloat16) for x in (q, k, v))
@@ -99,7 +99,7 @@ def test_prompts_take_kernels_without_masks(queries: int) -> None:
 def test_a_step_attends_without_copies(length: int, width: int) -> None:
     """In 16 bits, to a part of caches of any length: where torch takes cuDNN, by its kernels alone."""
     torch.manual_seed(3)
-    q = torch.randn(3, 2, 4, 1, width).bfloat16()
+    q = torch.randn(3, 8, 1, width).bfloat16()
     cache = torch.randn(2, 3, 2, length + 5, width).bfloat16()
     mask = hiding((torch.arange(length) <= torch.tensor([[0], [length // 2], [length - 1]]))[:, None, None], q.dtype)
     k, v = cache[..., :length, :].float()
@@ -107,7 +107,7 @@ def test_a_step_attends_without_copies(length: int, width: int) -> None:
     q, mask, (k, v) = q.to("cuda"), mask.to("cuda"), cache.to("cuda")[..., :length, :]
     found = attend(q, k, v, mask, scale=0.1, cap=None, recurs=True)
     torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)
-    if takes_cudnn(q.flatten(1, 2), k, v, mask, 0.1):
+    if takes_cudnn(q, k, v, mask, 0.1):
         names = kernels(lambda: attend(q, k, v, mask, scale=0.1, cap=None, recurs=True))
         assert all("cudnn" in name for name in names), names
 

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.layers import AT_ONCE, hiding, together
+from tpplan.decoder.layers import AT_ONCE, hiding, some_of, together
 from tpplan.errors import ExecutionError
 from tpplan.plan import CACHE_KINDS
 
@@ -68,6 +68,7 @@ class Store:
     Attributes:
         heads: of a sequence.
         head_dim: elements of each.
+        is_plain: whether what is read is what is stored, and takes no memory.
     """
 
     def __init__(self, kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -97,16 +98,27 @@ class Store:
             torch.zeros(2, *shape[:-1], part.shape[-1], dtype=part.dtype, device=device)
             for part in self._encode(torch.zeros(1, shape[-1]))
         )
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether what is read is what is stored, and takes no memory."""
-        return self._parts[0].dtype == self._dtype
+        self.is_plain = self._parts[0].dtype == dtype
+        self._halves = self._parts[0].unbind()
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
         return sum(part.nbytes for part in self._parts)
+
+    def extend(
+        self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values to places from ``start`` on, and return those of all places up to them."""
+        end = start + k_BHSK.shape[2]
+        if self.is_plain:  # in few calls of torch: with many devices, the time of a pass is the host's
+            k_BHTK, v_BHTK = (half[sequences, heads, :end] for half in self._halves)
+            for kept, new in ((k_BHTK, k_BHSK), (v_BHTK, v_BHSK)):
+                some_of(kept, slice(start, end), dim=2).copy_(new)
+        else:
+            self.write(sequences, heads, slice(start, end), torch.stack((k_BHSK, v_BHSK)))
+            k_BHTK, v_BHTK = self.read(sequences, heads, slice(0, end))
+        return k_BHTK, v_BHTK
 
     def write(self, sequences: Tensor | slice, heads: slice, places: Tensor | slice, kv: Tensor) -> None:
         """Write heads to places: ``[2, B, H, places, K]`` of a slice of sequences, or ``[B, 2, H, K]``, one of each."""
@@ -189,7 +201,7 @@ class LayerCache:
         return self._store.nbytes
 
     def in_pieces(self, sequences: int, start: int, end: int, find: Callable[[slice, slice], Tensor]) -> Tensor:
-        """Put together what queries find, ``[R, H, K]``, in keys and values of some sequences and heads at a time.
+        """Put together what queries find, ``[R, H × K]``, in keys and values of some sequences and heads at a time.
 
         It is all of them at once, unless that takes memory beside the cache's.
 
@@ -226,11 +238,10 @@ class LayerCache:
         """
         end = start + k_BHSK.shape[2]
         first = self._first(start, end)
-        new_2BHSK = torch.stack((k_BHSK, v_BHSK))
         if end <= self.length:
-            self._store.write(sequences, heads, slice(start, end), new_2BHSK)
-            k, v = self._store.read(sequences, heads, slice(0, end))
+            k, v = self._store.extend(sequences, heads, start, k_BHSK, v_BHSK)
         else:  # the new tokens push out older ones, which the first of them still see
+            new_2BHSK = torch.stack((k_BHSK, v_BHSK))
             k, v = self._store.read_before(sequences, heads, self._places(first, start), new_2BHSK)
             kept = max(start, end - self.length)
             places = self._places(kept, end)

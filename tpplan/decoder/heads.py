@@ -51,6 +51,9 @@ class Heads:
 
     def runs_of(self, some: slice) -> Iterator[Run]:
         """Yield which query heads read some of the KV heads; ``keys`` are where these are among the some."""
+        if some == slice(0, self.keys):
+            yield from self.runs
+            return
         for run in self.runs:
             first, end = max(run.keys.start, some.start), min(run.keys.stop, some.stop)
             if first < end:

@@ -1,7 +1,7 @@
 """What a layer computes on one device, in plain torch.
 
 Shapes are written at the end of a name: R rows (tokens of a pass), B batch, S sequence (queries), T keys, D hidden,
-H heads, G query heads that share a KV head, K elements of a head, W columns of a RoPE table, I intermediate.
+H heads (KV heads of keys and values), K elements of a head, W columns of a RoPE table, I intermediate.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def angles(sin_RW: Tensor, cos_RW: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(x_RHK: Tensor, by_first: Tensor, by_second: Tensor) -> Tensor:
     """Turn the leading elements of heads by their rows' :func:`angles` (RoPE; pairs are i and i + W / 2)."""
     width = by_first.shape[-2:].numel()
-    first, second = torch.unflatten(x_RHK[..., :width], -1, (2, 1, -1)).unbind(-3)
-    turned = torch.addcmul(first * by_first, second, by_second).flatten(-2)
-    rest = x_RHK[..., width:]
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    if width < x_RHK.shape[-1]:
+        return torch.cat((rotate(x_RHK[..., :width], by_first, by_second), x_RHK[..., width:]), dim=-1)
+    first, second = torch.unflatten(x_RHK, -1, (2, 1, -1)).unbind(-3)
+    return torch.addcmul(first * by_first, second, by_second).flatten(-2)
 
 
 def hiding(seen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -89,7 +89,7 @@ def hiding(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(
-    q_BHGSK: Tensor,
+    q_BHSK: Tensor,
     k_BHTK: Tensor,
     v_BHTK: Tensor,
     mask: Tensor | None = None,
@@ -99,11 +99,11 @@ def attend(
     window: int = 0,
     recurs: bool = False,
 ) -> Tensor:
-    """Return the values, weighed by how well their keys match the queries: ``[B, H, G, S, K]``.
+    """Return the values, weighed by how well their keys match the queries: ``[B, H, S, K]``.
 
     Args:
-        q_BHGSK: queries.
-        k_BHTK: keys, each read by the queries of a group.
+        q_BHSK: queries; equally many successive heads of them share each KV head.
+        k_BHTK: keys.
         v_BHTK: values.
         mask: from :func:`hiding`, ``[B or 1, 1, S, T]``; None if the queries are those of the last S tokens, and see
             these and all before.
@@ -112,42 +112,53 @@ def attend(
         window: tokens that a query sees without a mask, itself included; 0 for all.
         recurs: whether such shapes come again and again: cuDNN is fast, but makes a plan for each, in 36 ms on an H200.
     """
-    group, count, total = q_BHGSK.shape[2], q_BHGSK.shape[3], k_BHTK.shape[2]
+    count, total = q_BHSK.shape[2], k_BHTK.shape[2]
     if window:
         parts = []
-        for some in torch.split(q_BHGSK, max(1, AT_ONCE // total), dim=3):
+        for some in torch.split(q_BHSK, max(1, AT_ONCE // total), dim=2):
             hides = _hiding_others(some, total - count, total, window)
             parts.append(attend(some, k_BHTK, v_BHTK, hides, scale=scale, cap=cap, recurs=recurs))
-            count -= some.shape[3]
-        return together(parts, dim=3)
-    out_BHSK = None if cap is not None else _fused(q_BHGSK.flatten(1, 2), k_BHTK, v_BHTK, mask, scale, recurs=recurs)
+            count -= some.shape[2]
+        return together(parts, dim=2)
+    out_BHSK = None if cap is not None else _fused(q_BHSK, k_BHTK, v_BHTK, mask, scale, recurs=recurs)
     if out_BHSK is not None:
-        return torch.unflatten(out_BHSK, 1, (-1, group))
+        return out_BHSK
     alike = 1 if cap is None else 4  # scores, their mask, and what becomes of them
-    block = max(1, AT_ONCE // (alike * k_BHTK.shape[:3].numel() * group))
+    block = max(1, AT_ONCE // (alike * q_BHSK.shape[:2].numel() * total))
     found = []
     for first in range(0, count, block):
-        some = q_BHGSK[:, :, :, first : first + block]
+        some = q_BHSK[:, :, first : first + block]
         hides = (
             _hiding_others(some, total - count + first, total) if mask is None else mask[:, :, first : first + block]
         )
         found.append(_behind(some, k_BHTK, v_BHTK, hides, scale=scale, cap=cap))
-    return together(found, dim=3)
+    return together(found, dim=2)
 
 
-def _hiding_others(q_BHGSK: Tensor, first: int, total: int, window: int = 0) -> Tensor:
+def _hiding_others(q_BHSK: Tensor, first: int, total: int, window: int = 0) -> Tensor:
     """Return what hides from the queries of successive tokens, from the first one on, all but their own window."""
-    tokens = torch.arange(total, device=q_BHGSK.device)
-    query = tokens[first : first + q_BHGSK.shape[3], None]
+    tokens = torch.arange(total, device=q_BHSK.device)
+    query = tokens[first : first + q_BHSK.shape[2], None]
     seen = tokens <= query
     if window:
         seen &= tokens > query - window
-    return hiding(seen[None, None], q_BHGSK.dtype)
+    return hiding(seen[None, None], q_BHSK.dtype)
 
 
 def together(parts: list[Tensor], dim: int) -> Tensor:
     """Join tensors; mostly there is one, which need not be copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def apart(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
+    """Cut a tensor into pieces; mostly there is one, which takes no call of torch."""
+    return (x,) if len(sizes) == 1 else torch.split_with_sizes(x, sizes, dim)
+
+
+def some_of(x: Tensor, some: slice, dim: int) -> Tensor:
+    """Return a part of a tensor; mostly it is all of it, which takes no call of torch."""
+    size: int = x.shape[dim]
+    return x if some.start == 0 and some.stop == size else x.narrow(dim, some.start, some.stop - some.start)
 
 
 def _fused(
@@ -168,10 +179,9 @@ def _fused(
     return flash_attention(q_BHSK, k_BHTK, v_BHTK, scale)
 
 
-def _behind(
-    q_BHGSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, *, scale: float, cap: float | None
-) -> Tensor:
-    """Attend behind a mask. The queries of a group stand where those of several tokens would: no KV head is copied."""
+def _behind(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, *, scale: float, cap: float | None) -> Tensor:
+    """Attend behind a mask. Heads that share a KV head stand where those of several tokens would: none is copied."""
+    q_BHGSK = torch.unflatten(q_BHSK, 1, (k_BHTK.shape[1], -1))
     q_BHRK = q_BHGSK.flatten(2, 3)
     mask_B1RT = mask[:, :, None].expand(-1, -1, q_BHGSK.shape[2], -1, -1).flatten(2, 3)
     if cap is None:
@@ -179,4 +189,4 @@ def _behind(
     else:
         scores_BHRT = (q_BHRK @ k_BHTK.mT).mul_(scale / cap).tanh_().mul_(cap).add_(mask_B1RT)
         out_BHRK = scores_BHRT.softmax(-1) @ v_BHTK
-    return torch.unflatten(out_BHRK, 2, q_BHGSK.shape[2:4])
+    return torch.unflatten(out_BHRK, 2, q_BHGSK.shape[2:4]).flatten(1, 2)

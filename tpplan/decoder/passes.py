@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.cache import Where
-from tpplan.decoder.layers import attend, together
+from tpplan.decoder.layers import apart, attend, some_of, together
 from tpplan.decoder.prompts import Stretch
 
 if TYPE_CHECKING:
@@ -40,27 +40,27 @@ class Prefill:
     def attention(
         self, _: int, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float, cap: float | None
     ) -> Tensor:
-        """Keep the rows' keys and values, and return what their queries find, ``[R, H, K]``."""
-        found = []
-        for each in self.stretches:
+        """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
+        found, sizes = [], [each.count * each.size for each in self.stretches]
+        for each, *qkv in zip(self.stretches, *(apart(x, sizes, dim=0) for x in (q_RHK, k_RHK, v_RHK)), strict=True):
             shape = (each.count, each.size)
-            q_BSHK, *kv = (torch.unflatten(x_RHK[each.rows], 0, shape) for x_RHK in (q_RHK, k_RHK, v_RHK))
+            q_BHSK, *kv = [torch.unflatten(x, 0, shape).transpose(1, 2) for x in qkv]
             attending = partial(attend, scale=scale, cap=cap, recurs=each.is_full)
-            found.append(self._read(each, heads, q_BSHK, kv, attending))
+            found.append(self._read(each, heads, q_BHSK, kv, attending))
         return together(found, dim=0)
 
     @staticmethod
     def _read(
-        each: Stretch, heads: Heads, q_BSHK: Tensor, kv: Sequence[Tensor], attending: Callable[..., Tensor]
+        each: Stretch, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], attending: Callable[..., Tensor]
     ) -> Tensor:
         """Do that for some of the rows."""
 
         def find(some: slice, keys: slice) -> Tensor:
             sequences = slice(each.sequence + some.start, each.sequence + some.stop)
-            k_BHSK, v_BHSK = (x_BSHK[some, :, keys].transpose(1, 2) for x_BSHK in kv)
+            k_BHSK, v_BHSK = [some_of(some_of(x_BHSK, some, dim=0), keys, dim=1) for x_BHSK in kv]
             k_BHTK, v_BHTK, window = heads.cache.extend(sequences, keys, each.start, k_BHSK, v_BHSK)
             behind = partial(attending, window=window)
-            return _found(heads.runs_of(keys), q_BSHK[some], k_BHTK, v_BHTK, behind)
+            return _found(heads.runs_of(keys), some_of(q_BHSK, some, dim=0), k_BHTK, v_BHTK, behind)
 
         return heads.cache.in_pieces(each.count, each.start, each.start + each.size, find)
 
@@ -81,7 +81,7 @@ class Decode:
     def attention(
         self, device: int, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float, cap: float | None
     ) -> Tensor:
-        """Keep the rows' keys and values, and return what their queries find, ``[R, H, K]``."""
+        """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
         where = self.where[device][heads.cache.length]
         heads.cache.append(where, k_RHK, v_RHK)
         count, span = where.mask.shape[0], where.mask.shape[-1]
@@ -89,9 +89,9 @@ class Decode:
         attending = partial(attend, scale=scale, cap=cap, recurs=True)
 
         def find(some: slice, keys: slice) -> Tensor:
-            q_BSHK = q_RHK[some, :, None].transpose(1, 2)
+            q_BHSK = q_RHK[some, :, None]
             k_BHTK, v_BHTK = heads.cache.read(some, keys, span)
-            return _found(heads.runs_of(keys), q_BSHK, k_BHTK, v_BHTK, partial(attending, mask=where.mask[some]))
+            return _found(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, partial(attending, mask=where.mask[some]))
 
         return heads.cache.in_pieces(count, 0, span, find)
 
@@ -100,12 +100,12 @@ Pass = Prefill | Decode
 
 
 def _found(
-    runs: Iterable[Run], q_BSHK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, attending: Callable[..., Tensor]
+    runs: Iterable[Run], q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, attending: Callable[..., Tensor]
 ) -> Tensor:
-    """Return what the queries find that read some KV heads, ``[R, H, K]``."""
+    """Return what the queries find that read some KV heads, ``[R, H × K]``."""
     parts = []
     for run in runs:
-        q_BHGSK = torch.unflatten(q_BSHK[:, :, run.queries], 2, (-1, run.group)).permute(0, 2, 3, 1, 4)
-        out_BHGSK = attending(q_BHGSK, k_BHTK[:, run.keys], v_BHTK[:, run.keys])
-        parts.append(out_BHGSK.flatten(1, 2).transpose(1, 2).flatten(0, 1))
+        kv = [some_of(x_BHTK, run.keys, dim=1) for x_BHTK in (k_BHTK, v_BHTK)]
+        out_BHSK = attending(some_of(q_BHSK, run.queries, dim=1), *kv)
+        parts.append(out_BHSK.transpose(1, 2).flatten(2).flatten(0, 1))
     return together(parts, dim=1)

@@ -59,6 +59,8 @@ class Stack:
         self._blocks = blocks
         self._weights = weights
         self._reduce = context.plan.request.layout == "reduce"
+        self._places = {device: place for place, device in enumerate(context.all_devices)}
+        self._head_dims = [context.plan.split(Axis.KV, layer).width for layer in range(len(blocks))]
 
     def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         """Return the residual stream ``[R, D]`` behind the last layer, equal on all devices in use."""
@@ -69,17 +71,17 @@ class Stack:
 
     def norm(self, xs: Sequence[Tensor], device: int, name: str) -> Tensor:
         """Return the rows of a device behind one of its norms."""
-        return self._rms(xs[self.context.all_devices.index(device)], self._weights[device][f"{name}.weight"])
+        return self._rms(xs[self._places[device]], self._weights[device][f"{name}.weight"])
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]
         name = f"model.layers.{layer}.self_attn.o_proj"
         post = "post_attention_layernorm" if self._family.sandwich else ""
-        return self._add(layer, self._lead_back(layer, found, name, Axis.Q, self._head_dim(layer)), Axis.Q, xs, post)
+        return self._add(layer, self._lead_back(layer, found, name, Axis.Q, self._head_dims[layer]), Axis.Q, xs, post)
 
     def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
         """Return what the query heads of a device find, side by side in ``[R, ...]``."""
-        start, head_dim = f"model.layers.{layer}.self_attn.", self._head_dim(layer)
+        start, head_dim = f"model.layers.{layer}.self_attn.", self._head_dims[layer]
         weights, heads = self._weights[device], self.heads[layer][device]
         names = [f"{start}{which}_proj" for which in "qkv"]
         x_RD = self.norm(xs, device, f"model.layers.{layer}.input_layernorm")
@@ -93,7 +95,7 @@ class Stack:
         q_RHK, k_RHK = torch.split_with_sizes(rotate(qk_RHK, *rows.angles[device]), counts, dim=1)
         scale = 1 / sqrt(self._settings.attention_scalar or head_dim)
         cap = self._settings.attention_cap
-        return rows.attention(device, heads, q_RHK, k_RHK, v_RHK, scale=scale, cap=cap).flatten(1)
+        return rows.attention(device, heads, q_RHK, k_RHK, v_RHK, scale=scale, cap=cap)
 
     def _mlp(self, layer: int, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         name = f"model.layers.{layer}.mlp.down_proj"
@@ -186,6 +188,3 @@ class Stack:
     def _before_mlp(self, layer: int) -> str:
         which = "pre_feedforward" if self._family.sandwich else "post_attention"
         return f"model.layers.{layer}.{which}_layernorm"
-
-    def _head_dim(self, layer: int) -> int:
-        return self.context.plan.split(Axis.KV, layer).width
