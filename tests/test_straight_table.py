@@ -13,9 +13,9 @@ from tests.caller import expected, noise, widths
 from tests.program_cases import CASES
 from tpplan.errors import InternalError
 from tpplan.exec.exchange_table import MOST_WORDS, PIECE
-from tpplan.exec.lower_flags import chunks, direct_moves, direct_reduction, passed_on
+from tpplan.exec.lower_flags import direct_moves, direct_reduction
 from tpplan.exec.operation import Moves, all_reduce, allgather, broadcast
-from tpplan.exec.program import OUTPUT, RESIDUAL, Buffer, Exchange, Flag, reads, writes
+from tpplan.exec.program import OUTPUT, RESIDUAL, Buffer, Exchange, Flag, Program, reads, writes
 from tpplan.exec.straight_table import (
     ADD,
     AWAIT,
@@ -183,13 +183,31 @@ def test_eight_devices_fit() -> None:
     programs = [
         direct_moves(allgather("allgather", slices, devices)),
         direct_reduction(all_reduce(4096, devices, devices, residual=True)),
-        *(passed_on(each, chunks(each)) for count in range(2, 8) for each in _broadcasts(count)),
+        *(direct_moves(each, passed_on=True) for count in range(2, 8) for each in _broadcasts(count)),
     ]
     for program in programs:
         exchanges = [command for command in program.commands if isinstance(command, Exchange)]
         for exchange in exchanges:
             made = table(exchange, 2, operands(exchanges), lambda _: 1, lambda _: 1)
             assert SEQUENCES + len(made) <= MOST_WORDS
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        direct_moves(allgather("allgather", tuple((d, d, d + 1) for d in range(5)), tuple(range(5)))),
+        direct_reduction(all_reduce(4096, (0, 1, 2, 3, 4), (0, 1, 2, 3, 4), residual=False)),
+        direct_moves(broadcast(5, (0, 1, 2, 3, 4), 4096), passed_on=True),
+    ],
+    ids=lambda program: program.name,
+)
+def test_devices_never_all_write_to_the_same_one(program: Program) -> None:
+    """The first that they write to are all different, and so are the second, and so on."""
+    exchanges = [command for command in program.commands if isinstance(command, Exchange)]
+    writing = [[view.buffer.device for step in e.steps for view in writes(step)] for e in exchanges]
+    remote = [[t for t in targets if t != e.stream.device] for e, targets in zip(exchanges, writing, strict=True)]
+    for together in zip(*filter(None, remote), strict=True):
+        assert len({*together}) == len(together) == 5
 
 
 def test_the_longest_step_sets_the_blocks() -> None:

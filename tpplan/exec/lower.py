@@ -2,8 +2,8 @@
 
 - ``events``: copies from device to device between fences of events. Needs nothing but copies that arrive.
 - ``peer``: one kernel per device, which writes into the others' memory. What is small goes through slots; what is not
-  goes straight where it belongs, and sums are shared out by columns; what is the same for several devices these pass
-  on to each other. Large moves may be left to copy engines.
+  goes straight where it belongs, and sums are shared out by columns; who sends little passes on a part of what others
+  send to several. Large moves may be left to copy engines.
 - ``host``: through pinned host memory. What is small goes by kernels, what is not in parts by copies.
 
 What is small, and what copy engines get, is told by the room in a slot and by the thresholds of a
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from tpplan.errors import ExecutionError
-from tpplan.exec import lower_events, lower_flags, lower_host
+from tpplan.exec import lower_events, lower_flags, lower_host, relays
 from tpplan.exec.operation import Addition, Moves, Reduction
 from tpplan.exec.program import HOST
 from tpplan.exec.tuning import DEFAULT, EXCHANGES, FANS, SUMS, Tuning
@@ -59,10 +59,9 @@ class Limits:
         """Return the largest message of an operation that goes through slots."""
         return min(self.slot_bytes, self.tuning.slots(transport, kind_of(operation)))
 
-    def passes_on(self, operation: Moves, message_bytes: int) -> bool:
-        """Tell whether devices of ``peer`` pass on to each other what one of them sends."""
-        spared_bytes = (len(lower_flags.receivers(operation)) - 1) * message_bytes
-        return self.straight and 0 < self.tuning.passed_on_bytes <= spared_bytes
+    def passes_on(self, operation: Moves, column_bytes: int) -> bool:
+        """Tell whether devices of ``peer`` pass on a part of what one of them sends."""
+        return self.straight and 0 < self.tuning.passed_on_bytes <= relays.spared(operation) * column_bytes
 
     def copies(self, operation: Operation, message_bytes: int, *, captured: bool) -> bool:
         """Tell whether a message that is too large for slots of ``peer`` goes by ``events``.
@@ -87,7 +86,8 @@ class Route:
     Attributes:
         transport: ``peer``, ``host``, ``events``, or ``local`` where no device talks to another.
         small: whether every message goes through a slot.
-        parts: into how many parts the rows are cut.
+        parts: into how many parts the rows are cut; of what ``peer`` moves straight, the columns of one device, for as
+            many others to pass on.
     """
 
     transport: str
@@ -122,8 +122,8 @@ def route(
     row_bytes, limit = columns * item_bytes, limits.stage_bytes
     if small and rows * row_bytes <= limits.slots(operation, transport):
         return Route(transport, small=True)
-    if transport == "peer" and isinstance(operation, Moves) and limits.passes_on(operation, rows * row_bytes):
-        return Route(transport, parts=lower_flags.chunks(operation))
+    if transport == "peer" and isinstance(operation, Moves) and limits.passes_on(operation, rows * item_bytes):
+        return Route(transport, parts=max(map(len, relays.shares(operation).values())))
     if transport == "peer" and limits.copies(operation, rows * row_bytes, captured=captured):
         transport = "events"
     if transport == "events" and isinstance(operation, Reduction):
@@ -189,5 +189,5 @@ def _lower_moves(operation: Moves, way: Route) -> Program:
     if way.small:
         return lower_flags.moves(operation, on_host=way.transport == "host")
     if way.transport == "peer":
-        return lower_flags.direct_moves(operation) if way.parts == 1 else lower_flags.passed_on(operation, way.parts)
+        return lower_flags.direct_moves(operation, passed_on=way.parts > 1)
     return lower_host.moves(operation, way.parts)

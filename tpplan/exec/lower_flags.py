@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from tpplan.exec import relays
 from tpplan.exec.fence import caller, order, own
-from tpplan.exec.operation import Share, share_out
+from tpplan.exec.operation import Share
 from tpplan.exec.program import (
     HOST,
     INPUT,
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
     from tpplan.exec.operation import Moves, Reduction
     from tpplan.exec.program import Command, Step
-
-#: Parts of what is passed on, and the copies of its source that the table of a kernel has room for, with all else.
-_MOST_CHUNKS, _MOST_PIECES = 4, 20
 
 
 class Message(NamedTuple):
@@ -114,59 +112,32 @@ def reduction(operation: Reduction, *, on_host: bool) -> Program:
     return _program(f"{operation.name} by {_slots(on_host=on_host)}", kernels)
 
 
-def direct_moves(operation: Moves) -> Program:
-    """Write every view where it belongs, as soon as the target's device is ready for it."""
-    ends = [(source.buffer.device, target.buffer.device) for source, target in operation.moves]
-    pairs = [_pair(sender, receiver) for sender, receiver in dict.fromkeys(ends) if sender != receiver]
-    kernels = _opened(operation.devices, pairs)
-    for source, target in operation.moves:
-        sender = source.buffer.device
-        kernels[sender].append(Copy(own(sender), source, target))
-    _close(kernels, pairs)
-    return _program(f"{operation.name} straight to peers", kernels)
+def direct_moves(operation: Moves, *, passed_on: bool = False) -> Program:
+    """Write every view where it belongs, as soon as the target's device is ready for it.
 
-
-def receivers(operation: Moves) -> tuple[int, ...]:
-    """Return the devices to which a single other one sends the same columns, if there are several; else none."""
-    sources = {source for source, _ in operation.moves}
-    found = tuple(target.buffer.device for source, target in operation.moves if _is_remote(source, target))
-    return found if len(sources) == 1 and len(found) > 1 else ()
-
-
-def chunks(operation: Moves) -> int:
-    """Return into how many parts to cut the rows of what is passed on; it is sent on while more of it arrives."""
-    return max(2, min(_MOST_CHUNKS, _MOST_PIECES // len(receivers(operation))))
-
-
-def passed_on(operation: Moves, parts: int) -> Program:
-    """Write a share of the columns to each receiver, part by part of the rows, which passes it on to all others.
-
-    So the columns leave the source once, and every receiver writes about as much as it gets. That all are ready it
-    knows from the source, which has waited for them. What it passes on it writes as it came, by views of the same
-    columns and rows: a block of threads knows only of blocks of its own index what they have done.
+    Args:
+        operation: that moves.
+        passed_on: whether relays take a part of what a device sends to several.
     """
-    source, devices = operation.moves[0].source, receivers(operation)
-    targets = {target.buffer.device: target for _, target in operation.moves}
-    sender, first = source.buffer.device, source.start
-    shares = share_out(source.stop - first, devices)
-    kernels = _opened(operation.devices, [_pair(sender, device) for device in devices])
-    arriving = {taker: _pair(sender, taker) for taker, _, _ in shares}
-    for part in range(parts):
-        for taker, start, stop in shares:
-            read = source._replace(start=first + start, stop=first + stop).rows(part, parts)
-            views = {
-                device: target._replace(start=target.start + start, stop=target.start + stop).rows(part, parts)
-                for device, target in targets.items()
-            }
-            here = (taker, sender) if sender in targets else (taker,)
-            kernels[sender] += (Copy(own(sender), read, views[device]) for device in here)
-            kernels[taker].append(Await(own(taker), Flag("done", arriving[taker])))
-            others = (device for device in devices if device != taker)
-            kernels[taker] += (Copy(own(taker), views[taker], views[device]) for device in others)
-        # Of a part all are told at once, for before that a kernel waits until what it wrote is there.
-        kernels[sender] += (Signal(own(sender), Flag("done", pair)) for pair in arriving.values())
-    _close(kernels, [_pair(taker, device) for taker in arriving for device in devices if device != taker])
-    return _program(f"{operation.name} passed on by peers", kernels)
+    copies, cuts = [], relays.shares(operation)
+    for source, targets in relays.sends(operation).items():
+        sender = source.buffer.device
+        for device, start, stop in cuts[source] if passed_on else ((sender, 0, source.stop - source.start),):
+            read = _columns(source, start, stop)
+            views = {target: _columns(view, start, stop) for target, view in targets.items()}
+            if device != sender and sender in views:
+                copies.append(Copy(own(sender), read, views.pop(sender)))
+            if device in views:
+                copies.append(Copy(own(device), read, views[device]))
+                read = read if device == sender else views[device]
+            copies += (Copy(own(device), read, views[other]) for other in _others(device, views))
+    ends = ((copy.stream.device, view.buffer.device) for copy in copies for view in (copy.source, copy.target))
+    pairs = [_pair(device, other) for device, other in dict.fromkeys(ends) if device != other]
+    kernels = _opened(operation.devices, pairs)
+    for copy in copies:
+        kernels[copy.stream.device].append(copy)
+    _close(kernels, pairs)
+    return _program(f"{operation.name} {'passed on by' if passed_on else 'straight to'} peers", kernels)
 
 
 def direct_reduction(operation: Reduction) -> Program:
@@ -177,12 +148,21 @@ def direct_reduction(operation: Reduction) -> Program:
     for share in shares:
         stream = own(share.taker)
         kernels[share.taker].append(operation.total(stream, share, partial(share.of, INPUT)))
-        for taker in operation.takers:
-            if taker != share.taker:
-                copy = Copy(stream, share.of(OUTPUT, share.taker), share.of(OUTPUT, taker))
-                kernels[share.taker].append(copy)
+        total = share.of(OUTPUT, share.taker)
+        others = _others(share.taker, operation.takers)
+        kernels[share.taker] += (Copy(stream, total, share.of(OUTPUT, other)) for other in others)
     _close(kernels, pairs)
     return _program(f"{operation.name} straight from and to peers", kernels)
+
+
+def _columns(view: View, start: int, stop: int) -> View:
+    """Return some of a view's columns."""
+    return view._replace(start=view.start + start, stop=view.start + stop)
+
+
+def _others(device: int, devices: Iterable[int]) -> list[int]:
+    """Return other devices in the order in which one writes to them: not all to the same at the same time."""
+    return sorted((other for other in devices if other != device), key=lambda other: (other < device, other))
 
 
 def _pair(sender: int, receiver: int) -> Queue:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import frozen
@@ -10,7 +10,7 @@ from attrs import frozen
 from tpplan.exec.program import EXCHANGE, HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Sum, View
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from tpplan.exec.program import Stream
 
@@ -84,11 +84,11 @@ class Share(NamedTuple):
         return View(Buffer(role, device), self.start, self.stop, self.part, self.parts)
 
 
-def share_out(columns: int, devices: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-    """Return about equal columns (device, start, stop) for each device; few columns are not enough for all."""
-    count = len(devices)
-    cuts = [min(columns, -(-columns * i // (count * _GRAIN)) * _GRAIN) for i in range(count + 1)]
-    return tuple((device, a, b) for device, (a, b) in zip(devices, pairwise(cuts), strict=True) if b > a)
+def share_out(columns: int, weights: Mapping[int, int]) -> tuple[tuple[int, int, int], ...]:
+    """Return columns (device, start, stop) for each device, about as many as its weight says; some may get none."""
+    total, reached = sum(weights.values()) * _GRAIN, accumulate(weights.values(), initial=0)
+    cuts = [min(columns, -(-columns * weight // total) * _GRAIN) for weight in reached]
+    return tuple((device, a, b) for device, (a, b) in zip(weights, pairwise(cuts), strict=True) if b > a)
 
 
 @frozen
@@ -116,7 +116,8 @@ class Reduction:
 
     def shares(self, part: int = 0, parts: int = 1) -> tuple[Share, ...]:
         """Return about equal columns for each taker; few columns are not enough for all takers."""
-        return tuple(Share(taker, a, b, part, parts) for taker, a, b in share_out(self.columns, self.takers))
+        even = dict.fromkeys(self.takers, 1)
+        return tuple(Share(taker, a, b, part, parts) for taker, a, b in share_out(self.columns, even))
 
     def others(self, taker: int) -> tuple[int, ...]:
         """Return the givers whose parts a taker has to fetch."""
