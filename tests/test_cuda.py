@@ -96,6 +96,31 @@ def test_callers_streams_are_waited_for_and_stay_current(ctx: tpx.TPContext, row
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.parametrize("rows", [1, 512])
+def test_what_is_called_often_stays_right(ctx: tpx.TPContext, rows: int) -> None:
+    """When its kernels have become graphs too, on whatever streams, and where it is captured all the same."""
+    places = [ctx.devices[d].device for d in ctx.all_devices]
+    parts, out = ([torch.empty(rows, 4096, device=p).bfloat16() for p in places] for _ in range(2))
+    own = [torch.cuda.Stream(p) for p in places]  # type: ignore[no-untyped-call]
+    default = [torch.cuda.default_stream(p) for p in places]
+    for turn in range(60):
+        fresh, total = _parts(ctx, rows)
+        first, second = default if turn % 3 else own
+        with torch.cuda.stream(first), torch.cuda.stream(second):
+            for part, contents in zip(parts, fresh, strict=True):
+                part.copy_(contents)
+            if turn == 40:
+                with ctx.capture() as graph:
+                    ctx.all_reduce(parts, out=out)
+            if turn > 40 and turn % 2:
+                graph.replay()
+            else:
+                ctx.all_reduce(parts, out=out)
+            found = [each.cpu() for each in out]
+        assert all(torch.equal(each, total) for each in found), turn
+
+
+@pytest.mark.multi_gpu
 def test_a_graph_does_what_calls_do(ctx: tpx.TPContext) -> None:
     """Operations and torch work on all devices replay with new inputs, in any order with calls and other graphs."""
     weights = [torch.randn(4096, 4096, device=ctx.devices[d].device).bfloat16() / 64 for d in ctx.all_devices]
