@@ -43,7 +43,7 @@ def test_passes_have_every_token_once(sizes: list[tuple[int, int]], most: int, r
                 first = each.first + i * each.size
                 places = range(each.start, each.start + each.size)
                 found[each.sequence + i] += zip(tokens[first : first + each.size], places, strict=True)
-        ends += [tokens[row] for each in stretches for row in each.ends]
+        ends += [token for each in stretches for token in tokens[each.ends]]
         lengths.append(len(tokens))
     assert found == {each.sequence: [*zip(each.tokens, range(each.start, 99), strict=False)] for each in prompts}
     assert ends == [each.tokens[-1] for each in prompts]

@@ -17,7 +17,7 @@ from tpplan.decoder.heads import heads_of, length_of
 from tpplan.decoder.joined import joined
 from tpplan.decoder.layers import angles, linear
 from tpplan.decoder.passes import Decode, Prefill
-from tpplan.decoder.prompts import Prompt, check, check_step, cut
+from tpplan.decoder.prompts import Prompt, check, check_step, cut, positions_of
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.stack import Stack
 from tpplan.decoder.steps import Steps
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.decoder.passes import Angles
     from tpplan.decoder.prompts import Stretch
     from tpplan.exec.context import TPContext
     from tpplan.exec.graph import Graph
@@ -125,13 +126,14 @@ class Decoder:
         ends: list[list[Tensor]] = [[] for _ in self.context.all_devices]
         xs: tuple[Tensor, ...] = ()
         for tokens, stretches in cut(prompts, self.context.max_rows):
-            ids = self.context.broadcast(torch.tensor([tokens]), source=HOST)
-            rows = self._prefill(stretches)
+            numbers = torch.tensor([tokens, positions_of(stretches)]).T.contiguous()  # as many columns for any length
+            ids, positions = zip(*(one.unbind(1) for one in self.context.broadcast(numbers, source=HOST)), strict=True)
+            rows = self._prefill(positions, stretches)
             xs = ()  # room for the next
-            xs = self.stack.run(self._embed([one[0] for one in ids]), rows)
-            last = [row for stretch in stretches for row in stretch.ends]
-            ends = [[*kept, *(x_RD[row].clone() for row in last)] for kept, x_RD in zip(ends, xs, strict=True)]
-        return self._logits([torch.stack(kept) for kept in ends])
+            xs = self.stack.run(self._embed(ids), rows)
+            last = [torch.cat([x_RD[each.ends] for each in stretches]) for x_RD in xs]
+            ends = [[*kept, new_RD] for kept, new_RD in zip(ends, last, strict=True)]
+        return self._logits([torch.cat(kept) for kept in ends])
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int = 0) -> tuple[Tensor, ...]:
@@ -149,25 +151,24 @@ class Decoder:
             RequestError: see :func:`tpplan.decoder.prompts.check_step`.
         """
         check_step(tokens, positions, len(self.context.all_devices), self.context.plan)
-        at = dict(zip(self.context.all_devices, positions, strict=True))
-        return self._logits(self.stack.run(self._embed(tokens), self._decode(at, span or self.length)))
+        return self._logits(self.stack.run(self._embed(tokens), self._decode(positions, span or self.length)))
 
-    def _prefill(self, stretches: Sequence[Stretch]) -> Prefill:
-        at = [slice(each.start, each.start + each.size) for each in stretches for _ in range(each.count)]
-        turns = {
-            device: angles(*(torch.cat([table[each] for each in at]) for table in tables))
-            for device, tables in self._tables.items()
-        }
-        return Prefill(turns, stretches)
+    def _prefill(self, positions: Sequence[Tensor], stretches: Sequence[Stretch]) -> Prefill:
+        return Prefill(self._angles(positions), stretches)
 
-    def _decode(self, positions: dict[int, Tensor], span: int) -> Decode:
+    def _decode(self, positions: Sequence[Tensor], span: int) -> Decode:
         lengths = {heads.cache.length for each in self.stack.heads for heads in each.values()}
-        turns, where = {}, {}
-        for device, (sin, cos) in self._tables.items():
-            at = positions[device]
-            turns[device] = angles(sin[at], cos[at])
-            where[device] = {length: Where.of(at, length, span, self.context.dtype) for length in lengths}
-        return Decode(turns, where)
+        where = {
+            device: {length: Where.of(at, length, span, self.context.dtype) for length in lengths}
+            for device, at in zip(self.context.all_devices, positions, strict=True)
+            if device in self._tables
+        }
+        return Decode(self._angles(positions), where)
+
+    def _angles(self, positions: Sequence[Tensor]) -> dict[int, Angles]:
+        """Return how the heads of rows at some positions are turned, on each device that has heads."""
+        at = dict(zip(self.context.all_devices, positions, strict=True))
+        return {device: angles(*(table[at[device]] for table in tables)) for device, tables in self._tables.items()}
 
     def _embed(self, tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the tokens' rows of the embedding: a device has zeros for those that others hold, and all add up."""

@@ -12,7 +12,7 @@ from tpplan.decoder.heads import length_of
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
@@ -62,9 +62,9 @@ class Stretch:
         return slice(self.first, self.first + self.count * self.size)
 
     @property
-    def ends(self) -> range:
+    def ends(self) -> slice:
         """The rows with which prompts end."""
-        return range(self.first + self.size - 1, self.rows.stop, self.size) if self.is_last else range(0)
+        return slice(self.first + self.size - 1, self.rows.stop if self.is_last else 0, self.size)
 
 
 def check(prompts: Sequence[Prompt], plan: SplitPlan) -> None:
@@ -145,6 +145,11 @@ def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[
                 tokens, stretches = [], []
     if tokens:
         yield tokens, stretches
+
+
+def positions_of(stretches: Iterable[Stretch]) -> list[int]:
+    """Return the position of each row in its sequence."""
+    return [place for each in stretches for place in [*range(each.start, each.start + each.size)] * each.count]
 
 
 def _joined(before: list[Stretch], new: Stretch) -> list[Stretch]:
