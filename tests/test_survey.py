@@ -19,7 +19,7 @@ from tpplan.exec import Tuning, kernel_cache, survey, transports, tuning_cache
 from tpplan.exec.link_report import Link, LinkReport, Verdict, routes
 from tpplan.exec.lower import Limits
 from tpplan.exec.survey_report import Thresholds
-from tpplan.exec.tuning import COPIES, DEFAULT, EXCHANGES, FANS, KIB, MIB, PASSED_ON, SLOTS, STRAIGHT, SUMS, tune
+from tpplan.exec.tuning import COPIES, EXCHANGES, FANS, KIB, MIB, PASSED_ON, SLOTS, STRAIGHT, SUMS, default, tune
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,10 +41,14 @@ def _thresholds(devices: int, size: int) -> Thresholds:
 @pytest.mark.usefixtures("cache")
 def test_thresholds_are_kept() -> None:
     """Those for as many devices are used, else those for a few more; else defaults, and it is said which."""
-    assert tuning_cache.stored(2, "peer") == (DEFAULT, "not measured on this machine, tpplan devices --links does that")
+    for count in (2, 4):
+        assert tuning_cache.stored(count, "peer") == (
+            default(count),
+            "not measured on this machine, tpplan devices --links does that",
+        )
     assert not tuning_cache.save((_thresholds(2, 1), _thresholds(4, 2)))
     found = {count: tuning_cache.stored(count, "peer") for count in (2, 3, 4, 5)}
-    assert [tuning.peer_sums_bytes for tuning, _ in found.values()] == [1, 2, 2, DEFAULT.peer_sums_bytes]
+    assert [tuning.peer_sums_bytes for tuning, _ in found.values()] == [1, 2, 2, default(5).peer_sums_bytes]
     assert found[3][1] == "measured on 4 GPUs of this machine"
     assert found[5][1].startswith("not measured")
 
@@ -58,7 +62,7 @@ def test_only_thresholds_of_transports_that_were_measured_count() -> None:
     assert tuning_cache.stored(2, "peer")[1] == "measured on 4 GPUs of this machine"
     tuning_cache.save((host,))
     assert tuning_cache.stored(2, "peer")[1].startswith("not measured")
-    assert tuning_cache.stored(2, "peer")[0] == DEFAULT
+    assert tuning_cache.stored(2, "peer")[0] == default(2)
 
 
 @pytest.mark.parametrize("change", ["gpus", "driver", "version", "edition", "damage"])
@@ -76,7 +80,7 @@ def test_thresholds_of_another_machine_are_not_used(change: str, cache: Path, mo
         "damage": lambda: file.write_text(file.read_text().replace('"peer_sums_bytes": 1,', '"peer_sums_bytes": -1,')),
     }
     changes[change]()
-    assert tuning_cache.stored(2, "peer")[0] == DEFAULT
+    assert tuning_cache.stored(2, "peer")[0] == default(2)
 
 
 def test_what_cannot_be_kept_is_told(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +91,7 @@ def test_what_cannot_be_kept_is_told(tmp_path: Path, cache: Path, monkeypatch: p
         assert "file" in tuning_cache.save((_thresholds(2, 1),))
     monkeypatch.setattr(Gpus, "names", ("GPU-a", "GPU-a"))
     assert "cannot be told" in tuning_cache.save((_thresholds(2, 1),))
-    assert tuning_cache.stored(2, "peer")[0] == DEFAULT
+    assert tuning_cache.stored(2, "peer")[0] == default(2)
     assert not cache.exists()
 
 

@@ -15,7 +15,6 @@ from tests.tuning_cases import ROOM, Machine
 from tpplan.exec import Tuning
 from tpplan.exec.tuning import (
     COPIES,
-    DEFAULT,
     EXCHANGES,
     FANS,
     KIB,
@@ -26,6 +25,7 @@ from tpplan.exec.tuning import (
     SLOTS,
     STRAIGHT,
     SUMS,
+    default,
     tune,
 )
 
@@ -76,7 +76,7 @@ def test_nothing_between_two_sizes_goes_a_way_that_is_never_the_fastest() -> Non
 @pytest.mark.parametrize(
     ("machine", "devices", "copies", "passed"),
     [
-        (Machine(), 2, 8 * MIB, DEFAULT.passed_on_bytes),  # nobody to pass on to, nothing measured
+        (Machine(), 2, 8 * MIB, default(2).passed_on_bytes),  # nobody to pass on to, nothing measured
         (Machine(passed=(10, 0.004)), 3, 8 * MIB, MIB),  # from 667 KiB on
         (Machine(), 8, 8 * MIB, 6 * 16 * MIB),  # from 12,500 KiB on, which is spared that often
         (Machine(passed=(10, 0.004)), 4, 8 * MIB, 2 * MIB),  # from 667 KiB on, whatever copy engines could do
@@ -92,32 +92,53 @@ def test_passing_on_has_a_threshold(machine: Machine, devices: int, copies: int,
     assert (found.copies_fans_bytes, found.passed_on_bytes) == (copies, passed)
 
 
-#: Of two H200: µs by bytes of a message, through slots, straight, and by copy engines.
-H200: dict[str, dict[int, tuple[float, float, float]]] = {
-    FANS: {
-        8: (2.5, 6.1, 3.7), 64: (2.8, 6.2, 4.8), 256: (3.8, 6.6, 4.6), 512: (5.5, 7.5, 6.0), 1024: (8.4, 9.1, 7.2),
-        4096: (0, 17.9, 14.8), 16384: (0, 52.1, 47.6),
+#: Of as many H200: µs by KiB of a message, through slots, straight, and by copy engines.
+H200: dict[int, dict[str, dict[int, tuple[float, float, float]]]] = {
+    2: {
+        FANS: {
+            8: (2.3, 6.0, 4.5), 64: (2.6, 6.2, 4.6), 256: (3.5, 6.7, 5.0), 512: (5.1, 7.6, 5.7), 1024: (8.2, 9.4, 7.3),
+            4096: (0, 18.7, 15.2), 16384: (0, 56, 49.8),
+        },
+        EXCHANGES: {
+            4: (3.2, 6.0, 21.6), 128: (4.3, 6.8, 17.9), 256: (5.0, 7.1, 18.6), 512: (7.1, 8.1, 24),
+            1024: (10.2, 9.4, 24), 2048: (0, 12.1, 27.5), 8192: (0, 30.8, 51.8),
+        },
+        SUMS: {
+            8: (3.2, 6.7, 29), 256: (4.9, 7.4, 30), 512: (7.4, 7.9, 31), 1024: (12.3, 9.6, 33), 4096: (0, 19.4, 43),
+        },
     },
-    EXCHANGES: {
-        4: (3.6, 5.9, 16), 128: (4.8, 6.4, 16), 256: (5.5, 6.8, 16), 512: (7.6, 7.4, 22), 2048: (0, 12.2, 27),
-        8192: (0, 30.1, 54),
-    },
-    SUMS: {
-        8: (3.5, 6.7, 29), 256: (5.3, 7.4, 30), 512: (8.2, 8.0, 31), 1024: (13.2, 9.6, 33),
-        4096: (0, 19.4, 43), 16384: (0, 57.5, 84),
+    4: {
+        FANS: {
+            8: (2.8, 6.7, 8.3), 64: (3.6, 7.0, 9.2), 256: (7.0, 8.9, 9.8), 512: (11.3, 11.2, 11.9),
+            1024: (0, 15.6, 15.3), 4096: (0, 42.1, 40.8), 16384: (0, 149, 143),
+        },
+        EXCHANGES: {
+            4: (4.8, 7.0, 58), 64: (6.7, 7.8, 56.5), 128: (8.2, 8.8, 64), 256: (12.2, 11.4, 114),
+            512: (17.1, 14.1, 52.1), 2048: (0, 31.6, 80.3), 8192: (0, 109, 183),
+        },
+        SUMS: {4: (4.7, 8.7, 0), 64: (6.3, 9.6, 0), 128: (7.4, 9.7, 0), 256: (10.7, 10.1, 0), 512: (18, 10.9, 0)},
     },
 }  # fmt: skip
 
 
-def test_defaults_are_those_of_two_h200() -> None:
+@pytest.mark.parametrize("devices", H200)
+def test_defaults_are_those_of_h200(devices: int) -> None:
     """What such GPUs need at some sizes, and as much at others as at the next larger one, gives the defaults."""
+    measured = H200[devices]
 
     def time(_: str, kind: str, size: int, ways: tuple[str, ...]) -> Sequence[float]:
-        near = min((kib for kib in H200[kind] if kib * KIB >= size), default=max(H200[kind]))
-        by_way = dict(zip((SLOTS, STRAIGHT, COPIES), H200[kind][near], strict=True))
-        return [by_way[way] or inf for way in ways]
+        near = min((kib for kib in measured[kind] if kib * KIB >= size), default=max(measured[kind]))
+        by_way = dict(zip((SLOTS, STRAIGHT, COPIES), measured[kind][near], strict=True))
+        return [by_way.get(way) or inf for way in ways]
 
-    assert tune(time, {"peer": MIB}, 2, straight=True) == DEFAULT
+    found = tune(time, {"peer": MIB // (devices // 2)}, devices, straight=True)
+    assert evolve(found, passed_on_bytes=MIB) == default(devices)
+
+
+@pytest.mark.parametrize(("devices", "like"), [(1, 2), (3, 4), (6, 4), (8, 4)])
+def test_other_devices_have_defaults_of_more_or_of_four(devices: int, like: int) -> None:
+    """Two devices have nobody to pass on to; three and more go like four."""
+    assert default(devices) == default(like)
 
 
 def test_what_is_not_measured_keeps_its_default() -> None:
@@ -130,11 +151,11 @@ def test_what_is_not_measured_keeps_its_default() -> None:
         return Machine(slots=(99, 9)).time(transport, kind, size, ways)
 
     found = tune(time, {"host": ROOM["host"]}, 2, straight=True)
-    assert found == evolve(DEFAULT, host_fans_bytes=0, host_exchanges_bytes=0, host_sums_bytes=0)
+    assert found == evolve(default(2), host_fans_bytes=0, host_exchanges_bytes=0, host_sums_bytes=0)
     assert asked == {("host", kind, (SLOTS, PARTS)) for kind in KINDS}
     asked.clear()
     found = tune(time, {"peer": ROOM["peer"]}, 2, straight=False)
-    assert found == evolve(DEFAULT, peer_fans_bytes=0, peer_exchanges_bytes=0, peer_sums_bytes=0)
+    assert found == evolve(default(2), peer_fans_bytes=0, peer_exchanges_bytes=0, peer_sums_bytes=0)
     assert asked == {("peer", kind, (SLOTS, COPIES)) for kind in KINDS}
 
 

@@ -25,7 +25,7 @@ from tpplan.exec.program import HOST, SLOTS
 from tpplan.exec.slot_table import capacity
 from tpplan.exec.tensors import name_of
 from tpplan.exec.transports import Choice, choose
-from tpplan.exec.tuning import DEFAULT, Tuning
+from tpplan.exec.tuning import Tuning, default
 from tpplan.exec.tuning_cache import stored
 from tpplan.model import ModelSpec
 from tpplan.plan import SplitPlan
@@ -119,7 +119,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     made = partial(build, plan, places, max_rows=max_rows, dtype=dtype, scratch=scratch)
     if backend == "cpu":
         chosen = _PLAINEST if transport == "auto" else transport
-        return made(VirtualDevices, transport=chosen, tuning=tuning or DEFAULT)
+        return made(VirtualDevices, transport=chosen, tuning=tuning)
     from tpplan.exec.cuda import CudaDevices  # noqa: PLC0415 (needs a driver)
 
     start = partial(CudaDevices, places={i: places[i] for i in used}, peers=choice.transport != "host")
@@ -141,7 +141,7 @@ def build(
     dtype: torch.dtype,
     straight: bool = True,
     waits: bool = True,
-    tuning: Tuning = DEFAULT,
+    tuning: Tuning | None = None,
     notes: Sequence[str] = (),
     scratch: bool = True,
 ) -> TPContext:
@@ -156,7 +156,7 @@ def build(
         dtype: of the activations.
         straight: whether the backend can write straight into the tensors of other devices.
         waits: whether kernels of devices may wait for each other.
-        tuning: thresholds.
+        tuning: thresholds; the defaults if not given.
         notes: what a person should know of how all this came about.
         scratch: whether to allocate it.
 
@@ -196,7 +196,7 @@ def build(
         stage_bytes=pinned.chunk_bytes,
         exchange_bytes=len(devices[0].exchange),
         straight=straight,
-        tuning=tuning,
+        tuning=tuning or default(len(used)),
     )
     return TPContext(plan, devices, host, Engine(backend, transport, limits, notes), max_rows=max_rows, dtype=dtype)
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import field, frozen
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import lower_events, lower_flags, lower_host, relays
 from tpplan.exec.operation import Addition, Moves, Reduction
 from tpplan.exec.program import HOST
-from tpplan.exec.tuning import DEFAULT, EXCHANGES, FANS, SUMS, Tuning
+from tpplan.exec.tuning import EXCHANGES, FANS, SUMS, Tuning
 from tpplan.sizes import format_bytes
 from tpplan.workspace import ALIGNMENT, CHUNKS
 
@@ -53,7 +53,7 @@ class Limits:
     stage_bytes: int
     exchange_bytes: int
     straight: bool = True
-    tuning: Tuning = DEFAULT
+    tuning: Tuning = field(factory=Tuning)
 
     def slots(self, operation: Operation, transport: str) -> int:
         """Return the largest message of an operation that goes through slots."""

@@ -33,7 +33,7 @@ LARGEST: int = _SIZES[-1]
 
 @frozen(kw_only=True)
 class Tuning:
-    """Up to which size a message goes which way; those that are not measured are those of two NVIDIA H200 with NVLink.
+    """Up to which size a message goes which way; what is left out is as measured on two NVIDIA H200 with NVLink.
 
     A message is what one device sends to one other. What is larger than a slot goes through none, whatever is here.
     Moves are ``fans`` where one device sends, as in broadcast and scatter, and ``exchanges`` where several do, as in
@@ -49,19 +49,19 @@ class Tuning:
         copies_fans_bytes: from which size on copy engines move what is too large for slots of ``peer`` and what kernels
             would write straight, if one device sends; 0 for never.
         copies_exchanges_bytes: the same, if several do.
-        passed_on_bytes: devices of ``peer`` pass on to each other what would else leave its source again and again, if
-            that spares it at least so many bytes, and no slot has room; 0 for never.
+        passed_on_bytes: devices of ``peer`` pass on what would else leave its source again and again, if that spares it
+            at least so many bytes, and no slot has room; 0 for never.
     """
 
     peer_fans_bytes: int = 512 * KIB
-    peer_exchanges_bytes: int = 256 * KIB
-    peer_sums_bytes: int = 256 * KIB
+    peer_exchanges_bytes: int = 512 * KIB
+    peer_sums_bytes: int = 512 * KIB
     host_fans_bytes: int = 64 * KIB
     host_exchanges_bytes: int = 64 * KIB
     host_sums_bytes: int = 64 * KIB
     copies_fans_bytes: int = 512 * KIB
     copies_exchanges_bytes: int = 0
-    passed_on_bytes: int = 16 * MIB
+    passed_on_bytes: int = MIB
 
     def __attrs_post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -80,7 +80,21 @@ class Tuning:
         return first
 
 
-DEFAULT = Tuning()
+#: Defaults, as measured on so many NVIDIA H200 with NVLink.
+_MEASURED = {
+    2: Tuning(),
+    4: Tuning(
+        peer_fans_bytes=256 * KIB,
+        peer_exchanges_bytes=128 * KIB,
+        peer_sums_bytes=128 * KIB,
+        copies_fans_bytes=MIB,
+    ),
+}
+
+
+def default(devices: int) -> Tuning:
+    """Return the thresholds for so many devices where nothing was measured: those of four for three and more."""
+    return _MEASURED[4 if devices >= _SEVERAL else 2]
 
 
 def slots_field(transport: str, kind: str) -> str:
@@ -97,7 +111,7 @@ def forced(way: str) -> Tuning:
     """Return the thresholds by which all goes one way that can."""
     slots = LARGEST if way == SLOTS else 0
     by_start = {"peer": slots, "host": slots, "copies": int(way == COPIES), "passed": int(way == PASSED_ON)}
-    return Tuning(**{name: by_start[name.partition("_")[0]] for name in asdict(DEFAULT)})
+    return Tuning(**{name: by_start[name.partition("_")[0]] for name in asdict(Tuning())})
 
 
 #: Returns the times of a transport's operation of some kind and size by each of several ways.
@@ -122,7 +136,7 @@ def tune(time: Time, slots: Mapping[str, int], devices: int, *, straight: bool) 
         The tuning under which everything that was measured takes the least time, each size counting as much. What is
         passed on instead comes on top: the rest is chosen as if nothing were, for few moves are for several devices.
     """
-    tuned = DEFAULT
+    tuned = default(devices)
     for transport, room in slots.items():
         for kind in KINDS:
             ways = _ways(transport, kind, devices, straight=straight)

@@ -11,13 +11,13 @@ from tpplan.exec import gpu_cache
 from tpplan.exec.gpu_cache import Origin
 from tpplan.exec.link_driver import TorchDriver
 from tpplan.exec.survey_report import Thresholds
-from tpplan.exec.tuning import DEFAULT
+from tpplan.exec.tuning import default
 
 if TYPE_CHECKING:
     from tpplan.exec.tuning import Tuning
 
 #: Raised whenever what was measured before is worth nothing, as when operations go other ways.
-_EDITION = 2
+_EDITION = 3
 
 _KIND = "thresholds"
 
@@ -38,14 +38,14 @@ class _Entry:
 def stored(devices: int, transport: str) -> tuple[Tuning, str]:
     """Return the thresholds of a transport for a number of devices, and how they came about.
 
-    They were measured with as many devices or a few more; those that were not are defaults.
+    They were measured with as many devices or a few more; those that were not are defaults for as many.
     """
     here = _origin()
     entry = gpu_cache.load(_KIND, here, _Entry) if here else None
     for one in entry.measured if entry else ():
         if one.devices >= devices and transport in one.transports:
             return one.tuning, f"measured on {one.devices} GPUs of this machine"
-    return DEFAULT, "not measured on this machine, tpplan devices --links does that"
+    return default(devices), "not measured on this machine, tpplan devices --links does that"
 
 
 def save(measured: tuple[Thresholds, ...]) -> str:
