@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: The fastest first; what has to be verified from each device to each other.
 _NEEDED = {"peer": (Mechanism.COPY, Mechanism.STORE, Mechanism.FLAG), "events": (Mechanism.COPY,), "host": ()}
-#: What kernels of ``peer`` need besides for what is larger than a slot: straight sums read other devices' tensors.
+#: What kernels of ``peer`` need besides for what is larger than a slot: sums and relays read other devices' tensors.
 _STRAIGHT = {"straight": (Mechanism.LOAD,)}
 #: The first that rounds to bfloat16 in one instruction.
 _LEAST_CAPABILITY = (8, 0)
