@@ -14,7 +14,7 @@ class Mechanism(StrEnum):
     COPY = "copy"  # a's or b's copy engine
     STORE = "store"  # a kernel on a writes b's memory
     FLAG = "flag"  # kernels on both at once: a stores data and a flag, b polls the flag, takes the data, and answers
-    LOAD = "load"  # a kernel on b reads a's memory; only what is large needs it, so it is the last to cost the probe anything
+    LOAD = "load"  # a kernel on b reads a's memory; only large moves and sums need it: tested last
 
 
 class Verdict(StrEnum):
