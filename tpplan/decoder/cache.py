@@ -196,6 +196,11 @@ class LayerCache:
         self._store = store
 
     @property
+    def is_plain(self) -> bool:
+        """Whether what is read is what is stored."""
+        return self._store.is_plain
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory."""
         return self._store.nbytes
@@ -251,15 +256,16 @@ class LayerCache:
                 self._store.write(sequences, heads, each, piece)
         return k, v, self.window if end - first > self.window else 0
 
-    def append(self, where: Where, k_BHK: Tensor, v_BHK: Tensor) -> None:
-        """Take one more token of each sequence.
+    def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor) -> None:
+        """Take tokens of any sequences.
 
         Args:
-            where: the new tokens go.
-            k_BHK: their keys.
-            v_BHK: their values.
+            sequences_R: their numbers.
+            places_R: of the tokens.
+            k_RHK: their keys.
+            v_RHK: their values.
         """
-        self._store.write(where.sequences, slice(None), where.places, torch.stack((k_BHK, v_BHK), dim=1))
+        self._store.write(sequences_R, slice(None), places_R, torch.stack((k_RHK, v_RHK), dim=1))
 
     def read(self, sequences: slice, heads: slice, count: int) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[B, H, count, K]`` of the first places."""

@@ -135,6 +135,12 @@ def attend(
     return together(found, dim=2)
 
 
+def takes_flash(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> bool:
+    """Tell whether the flash kernel attends, where query heads share KV heads."""
+    params = SDPAParams(q_BHSK, k_BHTK, v_BHTK, None, 0.0, False, True)  # noqa: FBT003
+    return not q_BHSK.shape[3] % _FLASH_HEADS and can_use_flash_attention(params)
+
+
 def _hiding_others(q_BHSK: Tensor, first: int, total: int, window: int = 0) -> Tensor:
     """Return what hides from the queries of successive tokens, from the first one on, all but their own window."""
     tokens = torch.arange(total, device=q_BHSK.device)
@@ -169,8 +175,7 @@ def _fused(
         if not recurs or not takes_cudnn(q_BHSK, k_BHTK, v_BHTK, mask, scale):
             return None
         return functional.scaled_dot_product_attention(q_BHSK, k_BHTK, v_BHTK, mask, scale=scale, enable_gqa=True)
-    params = SDPAParams(q_BHSK, k_BHTK, v_BHTK, None, 0.0, False, True)  # noqa: FBT003
-    if q_BHSK.shape[3] % _FLASH_HEADS or not can_use_flash_attention(params):
+    if not takes_flash(q_BHSK, k_BHTK, v_BHTK):
         return None
     if recurs and q_BHSK.shape[2] == k_BHTK.shape[2]:  # by cuDNN, where torch prefers it
         return functional.scaled_dot_product_attention(

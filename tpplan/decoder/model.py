@@ -13,11 +13,12 @@ from torch.nn import functional
 
 from tpplan.axes import Axis
 from tpplan.decoder.cache import Where
+from tpplan.decoder.groups import groups_of
 from tpplan.decoder.heads import heads_of, length_of
 from tpplan.decoder.joined import joined
 from tpplan.decoder.layers import angles, linear
 from tpplan.decoder.passes import Decode, Prefill
-from tpplan.decoder.prompts import Prompt, check, check_step, cut, positions_of
+from tpplan.decoder.prompts import Prompt, check, check_step, cut, numbers_of
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.stack import Stack
 from tpplan.decoder.steps import Steps
@@ -126,9 +127,9 @@ class Decoder:
         ends: list[list[Tensor]] = [[] for _ in self.context.all_devices]
         xs: tuple[Tensor, ...] = ()
         for tokens, stretches in cut(prompts, self.context.max_rows):
-            numbers = torch.tensor([tokens, positions_of(stretches)]).T.contiguous()  # as many columns for any length
-            ids, positions = zip(*(one.unbind(1) for one in self.context.broadcast(numbers, source=HOST)), strict=True)
-            rows = self._prefill(positions, stretches)
+            numbers = torch.tensor([tokens, *numbers_of(stretches)]).T.contiguous()  # as many columns for any length
+            ids, *others = zip(*(one.unbind(1) for one in self.context.broadcast(numbers, source=HOST)), strict=True)
+            rows = self._prefill(stretches, *others)
             xs = ()  # room for the next
             xs = self.stack.run(self._embed(ids), rows)
             last = [torch.cat([x_RD[each.ends] for each in stretches]) for x_RD in xs]
@@ -153,8 +154,15 @@ class Decoder:
         check_step(tokens, positions, len(self.context.all_devices), self.context.plan)
         return self._logits(self.stack.run(self._embed(tokens), self._decode(positions, span or self.length)))
 
-    def _prefill(self, positions: Sequence[Tensor], stretches: Sequence[Stretch]) -> Prefill:
-        return Prefill(self._angles(positions), stretches)
+    def _prefill(
+        self,
+        stretches: Sequence[Stretch],
+        positions: Sequence[Tensor],
+        sequences: Sequence[Tensor],
+        before: Sequence[Tensor],
+    ) -> Prefill:
+        groups = groups_of(stretches, self.context.all_devices, positions, sequences, before)
+        return Prefill(self._angles(positions), groups)
 
     def _decode(self, positions: Sequence[Tensor], span: int) -> Decode:
         lengths = {heads.cache.length for each in self.stack.heads for heads in each.values()}

@@ -14,11 +14,12 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.cache import Where
+from tpplan.decoder.groups import Group
 from tpplan.decoder.layers import apart, attend, some_of, together
-from tpplan.decoder.prompts import Stretch
 
 if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads, Run
+    from tpplan.decoder.prompts import Stretch
 
 #: Sines and cosines of the rows' positions, from :func:`tpplan.decoder.layers.angles`.
 Angles = tuple[Tensor, Tensor]
@@ -30,21 +31,32 @@ class Prefill:
 
     Attributes:
         angles: by device.
-        stretches: whose the rows are, in their order.
+        groups: whose the rows are, in their order.
     """
 
     angles: Mapping[int, Angles]
-    stretches: Sequence[Stretch]
+    groups: Sequence[Group]
     fixed = False
 
     def attention(
-        self, _: int, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float, cap: float | None
+        self, device: int, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float, cap: float | None
     ) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
-        found, sizes = [], [each.count * each.size for each in self.stretches]
-        for each, *qkv in zip(self.stretches, *(apart(x, sizes, dim=0) for x in (q_RHK, k_RHK, v_RHK)), strict=True):
-            shape = (each.count, each.size)
-            q_BHSK, *kv = [torch.unflatten(x, 0, shape).transpose(1, 2) for x in qkv]
+        found, sizes = [], [each.rows.stop - each.rows.start for each in self.groups]
+        for group, *qkv in zip(self.groups, *(apart(x, sizes, dim=0) for x in (q_RHK, k_RHK, v_RHK)), strict=True):
+            out = None
+            if group.beginnings and cap is None:
+                out = group.beginnings[device].attention(heads, *qkv, scale=scale)
+            found.append(self._in_turn(group.stretches, heads, qkv, scale, cap) if out is None else out)
+        return together(found, dim=0)
+
+    def _in_turn(
+        self, stretches: Sequence[Stretch], heads: Heads, qkv: Sequence[Tensor], scale: float, cap: float | None
+    ) -> Tensor:
+        """Do that stretch by stretch."""
+        found, sizes = [], [each.count * each.size for each in stretches]
+        for each, *own in zip(stretches, *(apart(x, sizes, dim=0) for x in qkv), strict=True):
+            q_BHSK, *kv = [torch.unflatten(x, 0, (each.count, each.size)).transpose(1, 2) for x in own]
             attending = partial(attend, scale=scale, cap=cap, recurs=each.is_full)
             found.append(self._read(each, heads, q_BHSK, kv, attending))
         return together(found, dim=0)
@@ -53,7 +65,7 @@ class Prefill:
     def _read(
         each: Stretch, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], attending: Callable[..., Tensor]
     ) -> Tensor:
-        """Do that for some of the rows."""
+        """Do that for one of them."""
 
         def find(some: slice, keys: slice) -> Tensor:
             sequences = slice(each.sequence + some.start, each.sequence + some.stop)
@@ -83,7 +95,7 @@ class Decode:
     ) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
         where = self.where[device][heads.cache.length]
-        heads.cache.append(where, k_RHK, v_RHK)
+        heads.cache.put(where.sequences, where.places, k_RHK, v_RHK)
         count, span = where.mask.shape[0], where.mask.shape[-1]
 
         attending = partial(attend, scale=scale, cap=cap, recurs=True)

@@ -147,9 +147,17 @@ def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[
         yield tokens, stretches
 
 
-def positions_of(stretches: Iterable[Stretch]) -> list[int]:
-    """Return the position of each row in its sequence."""
-    return [place for each in stretches for place in [*range(each.start, each.start + each.size)] * each.count]
+def numbers_of(stretches: Iterable[Stretch]) -> tuple[list[int], list[int], list[int]]:
+    """Return of each row its position, the number of its sequence, and how many sequences have rows before it."""
+    positions: list[int] = []
+    sequences: list[int] = []
+    before: list[int] = []
+    for each in stretches:
+        positions += [*range(each.start, each.start + each.size)] * each.count
+        for sequence in range(each.sequence, each.sequence + each.count):
+            before += [before[-1] + 1 if before else 0] * each.size
+            sequences += [sequence] * each.size
+    return positions, sequences, before
 
 
 def _joined(before: list[Stretch], new: Stretch) -> list[Stretch]:

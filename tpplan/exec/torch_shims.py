@@ -59,6 +59,27 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
     return found
 
 
+def flash_attention_of_several(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, longest: int, *, scale: float
+) -> torch.Tensor:
+    """Let the tokens of several texts, ``[tokens, heads, elements]``, each attend to those before in its own text.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        bounds: the first token of each text, and one past the last of all, in 32 bits.
+        longest: tokens of a text at most.
+        scale: of the scores.
+    """
+    attend = torch.ops.aten._flash_attention_forward  # noqa: SLF001
+    is_causal, returns_mask = True, False
+    found: torch.Tensor = attend(q, k, v, bounds, bounds, longest, longest, 0.0, is_causal, returns_mask, scale=scale)[
+        0
+    ]
+    return found
+
+
 def is_own_allocator(*, default: bool) -> bool:
     """Tell whether CUDA memory comes from torch's own allocator; ``default`` as long as CUDA is not initialised."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
