@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from tpplan.decoder.layers import takes_flash, together
@@ -59,15 +59,16 @@ class Group:
     Attributes:
         stretches: in the order of their rows.
         beginnings: by device, if there are several.
+        sizes: rows of each stretch.
     """
 
     stretches: Sequence[Stretch]
     beginnings: Mapping[int, Beginnings]
+    sizes: list[int] = field(init=False)
 
-    @property
-    def rows(self) -> slice:
-        """All of them."""
-        return slice(self.stretches[0].rows.start, self.stretches[-1].rows.stop)
+    @sizes.default
+    def _count(self) -> list[int]:
+        return [each.count * each.size for each in self.stretches]
 
 
 def groups_of(
@@ -86,20 +87,18 @@ def groups_of(
         sequences: on each device.
         before: on each device.
     """
-    groups, first = [], 0
+    groups: list[Group] = []
+    first = 0
     for begins, several in groupby(stretches, lambda each: each.start == 0):
         for some in [[*several]] if begins else [[each] for each in several]:
-            group, end = Group(some, {}), first + sum(each.count for each in some)
-            if len(some) > 1:
-                rows, longest = group.rows, max(each.size for each in some)
-                group = Group(
-                    some,
-                    {
-                        device: Beginnings(s[rows], p[rows], _bounds(b[rows], first, end), longest)
-                        for device, p, s, b in zip(devices, positions, sequences, before, strict=True)
-                    },
-                )
-            groups.append(group)
+            rows, end = slice(some[0].rows.start, some[-1].rows.stop), first + sum(each.count for each in some)
+            longest = max(each.size for each in some)
+            beginnings = {
+                device: Beginnings(s[rows], p[rows], _bounds(b[rows], first, end), longest)
+                for device, p, s, b in zip(devices, positions, sequences, before, strict=True)
+                if len(some) > 1
+            }
+            groups.append(Group(some, beginnings))
             first = end
     return groups
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from tpplan.decoder.cache import Where
@@ -32,32 +32,36 @@ class Prefill:
     Attributes:
         angles: by device.
         groups: whose the rows are, in their order.
+        sizes: rows of each group.
     """
 
     angles: Mapping[int, Angles]
     groups: Sequence[Group]
+    sizes: list[int] = field(init=False)
     fixed = False
+
+    @sizes.default
+    def _count(self) -> list[int]:
+        return [sum(each.sizes) for each in self.groups]
 
     def attention(
         self, device: int, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float, cap: float | None
     ) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
-        found, sizes = [], [each.rows.stop - each.rows.start for each in self.groups]
-        for group, *qkv in zip(self.groups, *(apart(x, sizes, dim=0) for x in (q_RHK, k_RHK, v_RHK)), strict=True):
+        parts = [apart(x_RHK, self.sizes, dim=0) for x_RHK in (q_RHK, k_RHK, v_RHK)]
+        attending, found = partial(attend, scale=scale, cap=cap), []
+        for group, *qkv in zip(self.groups, *parts, strict=True):
             out = None
             if group.beginnings and cap is None:
                 out = group.beginnings[device].attention(heads, *qkv, scale=scale)
-            found.append(self._in_turn(group.stretches, heads, qkv, scale, cap) if out is None else out)
+            found.append(self._in_turn(group, heads, qkv, attending) if out is None else out)
         return together(found, dim=0)
 
-    def _in_turn(
-        self, stretches: Sequence[Stretch], heads: Heads, qkv: Sequence[Tensor], scale: float, cap: float | None
-    ) -> Tensor:
+    def _in_turn(self, group: Group, heads: Heads, qkv: Sequence[Tensor], attending: Callable[..., Tensor]) -> Tensor:
         """Do that stretch by stretch."""
-        found, sizes = [], [each.count * each.size for each in stretches]
-        for each, *own in zip(stretches, *(apart(x, sizes, dim=0) for x in qkv), strict=True):
-            q_BHSK, *kv = [torch.unflatten(x, 0, (each.count, each.size)).transpose(1, 2) for x in own]
-            attending = partial(attend, scale=scale, cap=cap, recurs=each.is_full)
+        parts, found = [apart(x_RHK, group.sizes, dim=0) for x_RHK in qkv], []
+        for each, *own in zip(group.stretches, *parts, strict=True):
+            q_BHSK, *kv = [torch.unflatten(x_RHK, 0, (each.count, each.size)).transpose(1, 2) for x_RHK in own]
             found.append(self._read(each, heads, q_BHSK, kv, attending))
         return together(found, dim=0)
 
@@ -71,7 +75,7 @@ class Prefill:
             sequences = slice(each.sequence + some.start, each.sequence + some.stop)
             k_BHSK, v_BHSK = [some_of(some_of(x_BHSK, some, dim=0), keys, dim=1) for x_BHSK in kv]
             k_BHTK, v_BHTK, window = heads.cache.extend(sequences, keys, each.start, k_BHSK, v_BHSK)
-            behind = partial(attending, window=window)
+            behind = partial(attending, window=window, recurs=each.is_full)
             return _found(heads.runs_of(keys), some_of(q_BHSK, some, dim=0), k_BHTK, v_BHTK, behind)
 
         return heads.cache.in_pieces(each.count, each.start, each.start + each.size, find)
