@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
@@ -10,18 +11,19 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.contexts import MAX_ROWS, PLANS, UNEVEN, context, little_room  # noqa: F401 (for every test here)
-from tpplan.axes import parse_layers
+from tests.contexts import MAX_ROWS, PLANS, UNEVEN, context, heads, little_room, plan_of  # noqa: F401 (for every test here)
+from tpplan.axes import Axis, parse_layers
 from tpplan.errors import ExecutionError
 from tpplan.exec.compiler import build
 from tpplan.exec.cpu import Pending, VirtualDevices
 from tpplan.exec.engine import Engine
-from tpplan.exec.explain import ALL, Explanation, Way, cuts, explain
+from tpplan.exec.explain import ALL, IN_GRAPH, Explanation, Way, cuts, explain
 from tpplan.exec.lower import TRANSPORTS, Limits
 from tpplan.exec.program import EXCHANGE, HOST, SLOT, STAGE, Buffer, Program, flat, reads, writes
 from tpplan.exec.references import KINDS
 from tpplan.exec.trial import FORMS, Noise, Scene
 from tpplan.exec.tuning import Tuning
+from tpplan.plan import Split
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,6 +47,11 @@ class Recorder(VirtualDevices):
     """Virtual devices that only remember the last program."""
 
     last: Program | None = None
+    captures = False
+
+    def is_capturing(self) -> bool:
+        """Tell what a test has set."""
+        return self.captures
 
     def run(self, program: Program, operands: Mapping[Buffer, torch.Tensor]) -> Pending:
         """Remember a program."""
@@ -61,14 +68,19 @@ def _wide(plan: SplitPlan, axis: str, *, cuts_axis: bool) -> int:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", PLANS)
-def test_calls_go_as_explained(name: str, transport: str) -> None:
-    """The program of a call with the fewest and with the most rows of a way has its name, parts, buffers and bytes."""
+def test_calls_go_as_explained(name: str, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of a call with the fewest and with the most rows of a way has its name, parts, buffers and bytes.
+
+    So has one that is captured, where it goes another way: large moves do.
+    """
     plan = PLANS[name]
     places = (torch.device("cpu"),) * len(plan.devices)
-    tested = build(plan, places, Recorder, transport=transport, max_rows=MAX_ROWS, dtype=torch.bfloat16)
+    made = partial(build, plan, places, Recorder, transport=transport, max_rows=MAX_ROWS, dtype=torch.bfloat16)
+    tested = made(tuning=Tuning(copies_fans_bytes=500, copies_exchanges_bytes=300))
     noise = Noise(Random(0))
     for way in tested.explain().ways:
-        kind = KINDS[way.operation]
+        kind = KINDS[way.operation.removesuffix(IN_GRAPH)]
+        monkeypatch.setattr(Recorder, "captures", way.operation.endswith(IN_GRAPH))
         for axis in way.axes:
             split = cuts(plan)[axis]
             for rows in {way.first, way.last}:
@@ -181,6 +193,27 @@ def test_the_table() -> None:
             assert line[heads.index(head) :].startswith(cell)
     assert any(re.match(r"add_residual +every axis +1-12 +local", line) for line in lines)
     assert any(re.match(r"scatter +kv_heads +", line) for line in lines)
+
+
+def test_graphs_are_told_of_where_they_differ() -> None:
+    """Of the rows and axes that go another way than called; the table says ``every axis`` only where that is so."""
+    cuts = {Axis.ID: (0, 16, 70), Axis.VC: (0, 32, 101), Axis.RS: (0, 20, 40)}
+    splits = [Split(axis=axis, layers="0-3", size=cut[-1], unit=1, bounds=cut) for axis, cut in cuts.items()]
+    places, tuning = (torch.device("cpu"),) * 2, Tuning(peer_fans_bytes=100, copies_fans_bytes=200)
+    explanation = build(
+        plan_of(*heads((0, 5, 5)), *splits),
+        places,
+        VirtualDevices,
+        transport="peer",
+        max_rows=MAX_ROWS,
+        dtype=torch.bfloat16,
+        tuning=tuning,
+    ).explain()
+    (way,) = (way for way in explanation.ways if way.operation == "broadcast in a graph")
+    assert (way.first, way.last, way.transport) == (3, MAX_ROWS, "events")
+    assert way.axes == (ALL, "intermediate", "vocab", "residual")
+    (line,) = (line for line in str(explanation).split("\n") if line.startswith("broadcast in a graph"))
+    assert ", ".join(way.axes) in line
 
 
 def test_large_messages_without_kernels_that_write_straight() -> None:

@@ -151,9 +151,7 @@ def test_thresholds_are_explained() -> None:
         "within peer_fans_bytes, 200 B", "larger than peer_fans_bytes, 200 B",
     ]  # fmt: skip
     assert whys["allgather"] == ["within peer_exchanges_bytes, 100 B", "larger than peer_exchanges_bytes, 100 B"]
-    assert whys["allgather in a graph"] == [
-        "larger than peer_exchanges_bytes, 100 B", "from copies_exchanges_bytes, 300 B, on: copies of any size",
-    ]  # fmt: skip
+    assert whys["allgather in a graph"] == ["from copies_exchanges_bytes, 300 B, on: copies of any size"]
     assert whys["all_reduce"][0].startswith("fits a slot of ")
     closed = Tuning(peer_fans_bytes=200, copies_fans_bytes=150)
     with compile_plan(UNEVEN, backend="cpu", transport="peer", tuning=closed) as context:

@@ -100,16 +100,16 @@ class Explanation:
 
     def __str__(self) -> str:
         head = f"{self.model}, transport {self.transport}, 1 to {self.max_rows} rows of {self.dtype}"
-        on = {
-            way.operation: {axis for w in self.ways if w.operation == way.operation for axis in w.axes}
-            for way in self.ways
-        }
+        on: dict[str, set[str]] = {}
+        for way in self.ways:
+            on.setdefault(way.operation.removesuffix(IN_GRAPH), set()).update(way.axes)
         cells = [("operation", "on", "rows", "transport", "how", "bytes per row", "buffers", "why")]
         for way in self.ways:
             rows = f"{way.first}-{way.last}" if way.last > way.first else str(way.first)
             moved = format_bytes(way.row_bytes) if way.row_bytes else "none"
             buffers = ", ".join(way.buffers) or "none"
-            axes = "every axis" if 1 < len(way.axes) == len(on[way.operation]) else ", ".join(way.axes)
+            every = len(on[way.operation.removesuffix(IN_GRAPH)])
+            axes = "every axis" if 1 < len(way.axes) == every else ", ".join(way.axes)
             cells.append((way.operation, axes, rows, way.transport, way.how, moved, buffers, way.why))
         spans: list[list[Span]] = [[(cell, "") for cell in row] for row in cells]
         notes = (f"note: {note}" for note in self.notes)
@@ -139,7 +139,7 @@ def explain(
     for name, axis, wanted in _operations(plan, devices):
         called = _ways(name, wanted, engine, max_rows, dtype.itemsize, captured=False)
         captured = _ways(name, wanted, engine, max_rows, dtype.itemsize, captured=True)
-        others = [evolve(way, operation=name + IN_GRAPH) for way in captured if way not in called]
+        others = [evolve(w, operation=name + IN_GRAPH) for w in captured if not any(_is_part(w, c) for c in called)]
         for way in (*called, *others):
             grouped.setdefault(way, []).append(axis)
     return Explanation(
@@ -206,6 +206,11 @@ def _ways(
         )
         ways.append(refused)
     return ways
+
+
+def _is_part(way: Way, other: Way) -> bool:
+    """Tell whether a way is another one, for some of its rows."""
+    return other.first <= way.first and way.last <= other.last and evolve(other, first=way.first, last=way.last) == way
 
 
 def _last(route: Route, route_of: Callable[..., Route], first: int, most: int) -> int:
