@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from tests.contexts import UNEVEN, context
+from tests.contexts import ALONE, UNEVEN, context
 from tpplan.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec.runner import Runner
@@ -43,12 +44,17 @@ class Backend:
         return pending
 
 
-@pytest.fixture
-def backend(ctx: TPContext) -> Backend:
-    """Return the backend of the context's runner."""
+def _watched(ctx: TPContext) -> Backend:
+    """Return the backend of a context's runner from now on."""
     found = Backend(ctx._engine.backend)
     ctx._runner = Runner(found, ctx._inflight, *ctx._runner._resolvers)  # type: ignore[arg-type]
     return found
+
+
+@pytest.fixture
+def backend(ctx: TPContext) -> Backend:
+    """Return the backend of the context's runner."""
+    return _watched(ctx)
 
 
 @pytest.fixture
@@ -80,15 +86,40 @@ def test_what_comes_again_is_issued_at_once(ctx: TPContext, backend: Backend) ->
 
 
 def test_other_memory_shapes_and_dtypes_are_other_calls(ctx: TPContext, backend: Backend) -> None:
-    """Also where they begin at the same address."""
-    parts = _parts(ctx, 4)
-    out = _outputs(ctx, 4)
-    ctx.allgather(parts, Axis.RS, out=out)
-    ctx.allgather([part[:2] for part in parts], Axis.RS, out=[each[:2] for each in out])
+    """Also where they begin at the same address; those that differ in shape come again, too."""
+    parts, out = _parts(ctx, 4), _outputs(ctx, 4)
+    copies = [part.clone() for part in parts]
+    for _ in range(2):
+        ctx.allgather(parts, Axis.RS, out=out)
+        ctx.allgather([part[:2] for part in parts], Axis.RS, out=[each[:2] for each in out])
+        ctx.allgather(copies, Axis.RS, out=out)
+        ctx.allgather([part[None] for part in parts], Axis.RS, out=[each[None] for each in out])
+    assert (backend.bound, backend.issued) == (4, 8)
     ctx.allgather([part.view(torch.int32) for part in parts], Axis.RS, out=[each.view(torch.int32) for each in out])
-    ctx.allgather([part.clone() for part in parts], Axis.RS, out=out)
-    ctx.allgather([part[None] for part in parts], Axis.RS, out=[each[None] for each in out])
-    assert backend.bound == backend.issued == 5
+    assert (backend.bound, backend.issued) == (5, 9)
+
+
+def test_another_operation_on_the_same_tensors_is_another_call() -> None:
+    """Also where it is asked for with the same words."""
+    with context(ALONE, "peer") as ctx:
+        backend = _watched(ctx)
+        x, y = torch.ones(2, 16), torch.zeros(2, 16)
+        ctx.gather((x,), Axis.RS, out=y).wait()
+        ctx.add_residual((y,), (x,), Axis.RS)
+    assert torch.equal(y, x + x)
+    assert backend.bound == 2
+
+
+def test_a_gather_that_comes_again_waits_for_what_writes_there(ctx: TPContext, backend: Backend) -> None:
+    """No stream keeps it behind the one before."""
+    parts, host = _parts(ctx, 3), torch.empty(3, 40)
+    for _ in range(2):
+        ctx.gather(parts, Axis.RS, out=host).wait()
+    earlier = Mock(done=lambda: False)
+    ctx._inflight.add(host[1:2], earlier)
+    ctx.gather(parts, Axis.RS, out=host)
+    earlier.wait.assert_called_once()
+    assert (backend.bound, backend.issued) == (1, 3)
 
 
 def test_what_is_captured_is_another_call(ctx: TPContext, backend: Backend) -> None:
@@ -112,6 +143,21 @@ def test_what_was_refused_is_refused_again(ctx: TPContext, backend: Backend) -> 
             ctx.allgather(parts, Axis.RS, out=[out[0], out[0], *out[2:]])
         with pytest.raises(ExecutionError):
             ctx.allgather(parts, Axis.RS, out=[out[0].to_sparse(), *out[1:]])
+        with pytest.raises(ExecutionError, match="whole number"):
+            ctx.allgather(parts, Axis.RS, dim=True, out=out)
+    assert backend.issued == 1
+
+
+def test_the_same_memory_as_another_dtype_is_refused(ctx: TPContext, backend: Backend) -> None:
+    """Inputs and outputs are compared, each with what they were."""
+    parts, out = _parts(ctx, 2), _outputs(ctx, 2)
+    ctx.allgather(parts, Axis.RS, out=out)
+    for tensors in (parts, out):
+        before = tensors[1]
+        tensors[1] = before.view(torch.int32)
+        with pytest.raises(ExecutionError, match="int32"):
+            ctx.allgather(parts, Axis.RS, out=out)
+        tensors[1] = before
     assert backend.issued == 1
 
 
