@@ -17,10 +17,10 @@ COUNT, CHOSEN, HIDDEN, WIDTH = 7, 3, 10, 6
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, 3, 40])
 def test_as_one_row_after_the_other(rows: int, *, fixed: bool, normalised: bool) -> None:
-    """Each row has the weighed sum of its own experts, of which some may have no rows."""
+    """Each row has the weighed sum of its own experts, of which some may have no rows, and others all."""
     torch.manual_seed(rows)
     x, scores = torch.randn(rows, HIDDEN, dtype=torch.float64), torch.randn(rows, COUNT, dtype=torch.float64)
-    scores[:, 5] = -9
+    scores[:, 5], scores[:, 2] = -9, 5
     gate, up = torch.randn(2, COUNT, WIDTH, HIDDEN, dtype=torch.float64)
     down = torch.randn(COUNT, HIDDEN, WIDTH, dtype=torch.float64)
     weights, chosen = experts.choose(scores, CHOSEN, normalised=normalised)

@@ -68,10 +68,15 @@ def planned(directory: Path, layout: str, shares: tuple[int, ...], cache: Cache)
     return plan_of(directory, len(shares), request, cut, seed=0)
 
 
-def taken(directory: Path, plan: SplitPlan) -> dict[int, float]:
+def taken(directory: Path, plan: SplitPlan, kinds: int = 1000) -> dict[int, float]:
     """Return the peak of a long prompt and of a step of all sequences, by device, as a share of the scratch.
 
     What has a limit in bytes, whatever the model, is limited here as models are smaller.
+
+    Args:
+        directory: the model's.
+        plan: to run by.
+        kinds: of tokens in the prompt.
     """
     room = [area.scratch_bytes for area in areas(plan.splits, plan.model.dtype, plan.request)]
     length = plan.request.cache.tokens // _BATCH
@@ -85,7 +90,7 @@ def taken(directory: Path, plan: SplitPlan) -> dict[int, float]:
         used = context.all_devices
         tokens, positions = ([torch.full((_BATCH,), n) for _ in used] for n in (3, length - 1))
         with activations(decoder) as counted:
-            decoder.prefill([i % 1000 for i in range(length - 1)], 1)
+            decoder.prefill([i % kinds for i in range(length - 1)], 1)
             assert not any(counted.live.values())
             for device, *tensors in zip(used, tokens, positions, strict=True):
                 for tensor in tensors:
@@ -118,3 +123,12 @@ def test_long_windows_do_too(tmp_path: Path) -> None:
     directory = made("mistral", tmp_path, sliding_window=8 * _LENGTH)
     plan = planned(directory, "reduce", (1,), Cache("fp16", _BATCH * 16 * _LENGTH))
     assert taken(directory, plan)[0] <= 1
+
+
+def test_rows_of_the_same_experts_do_too(tmp_path: Path) -> None:
+    """Equal tokens are routed to the same experts, which compute some of them at a time."""
+    directory = made("mixtral", tmp_path)
+    for shares in ((1,), (3, 1)):
+        plan = planned(directory, "reduce", shares, Cache("fp16", _BATCH * _LENGTH))
+        found = taken(directory, plan, kinds=1)
+        assert all(share <= 1 for share in found.values()), (shares, found)

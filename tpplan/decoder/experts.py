@@ -8,7 +8,7 @@ of all rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.nn import functional
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
+
+#: Parts of all choices, of which an expert takes one at a time: most may be the same expert's.
+_PARTS: Final = 4
 
 
 def choose(scores_RE: Tensor, count: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -87,12 +90,16 @@ def down(h_RCI: Tensor, down_EDI: Tensor, experts_RC: Tensor, weights_RC: Tensor
 
 
 def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield each expert that was chosen, and the places of its choices among all rows'. The host waits once for all."""
+    """Yield each expert that was chosen, and the places of its choices among all rows'; again, if these are many.
+
+    The host waits once for all.
+    """
     flat = experts_RC.flatten()
     sizes = (flat[:, None] == torch.arange(count, device=flat.device)).sum(0).tolist()
     for expert, choices in enumerate(torch.split_with_sizes(flat.argsort(), sizes)):
-        if len(choices):
-            yield expert, choices
+        for some in torch.split(choices, -(-len(flat) // _PARTS)):
+            if len(some):
+                yield expert, some
 
 
 def _multiply(matrix_EOI: Tensor, experts_RC: Tensor, x_RCI: Tensor) -> Tensor:
