@@ -36,6 +36,9 @@ class _Losing(CudaDevices):
 
     lost: int | None = None
 
+    def bind(self, *_: object) -> None:
+        """Return nothing, so that every call is told what to issue, and none is issued as it was before the loss."""
+
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Issue a program but for the exchanges of the lost device."""
         kept = [each for each in program.commands if not isinstance(each, Exchange) or each.stream.device != self.lost]

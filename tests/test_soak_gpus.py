@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from benchmarks.lost_device import lose
+from benchmarks.lost_device import _Losing, lose
 from benchmarks.soak import plan_for, soak
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.program import Program
+
+if TYPE_CHECKING:
+    from tpplan.exec.engine import Backend
 
 
 @pytest.mark.multi_gpu
@@ -18,6 +24,12 @@ def test_nothing_is_wrong_on_gpus(transport: str) -> None:
         outcome = soak(ctx, operations=15_000, seconds=600, seed=6, largest=2**22, delays=True, graphs=True)
     assert outcome.faults == []
     assert outcome.replayed > outcome.called > 0
+
+
+def test_no_call_is_issued_as_before_a_loss() -> None:
+    """Or the lost device would take part in calls on memory that came before."""
+    devices: Backend = object.__new__(_Losing)
+    assert devices.bind(Program("p", ()), {}) is None
 
 
 @pytest.mark.multi_gpu
