@@ -99,22 +99,30 @@ def test_nothing_is_given_back_while_a_capture_begins(monkeypatch: pytest.Monkey
 
 
 def test_no_capture_begins_while_something_is_given_back() -> None:
-    """Another thread that wants to begin one just then waits for the end of that."""
-    began = Event()
+    """Another thread that is about to begin one, and has nothing more to give back, waits for the end of that."""
+    ready, given, began = Event(), Event(), Event()
+
+    def forget() -> None:
+        ready.set()
+        given.wait(10)
 
     def capture() -> None:
-        with _graph():
+        graph = _graph()
+        graph._backend.forget = forget  # type: ignore[method-assign]
+        with graph:
             began.set()
 
     class Slow:
         def __del__(self) -> None:
-            thread.start()
+            given.set()
             seen.append(began.wait(0.1))
 
     thread = Thread(target=capture)
     seen: list[bool] = []
     with _graph(Slow()) as old:
         pass
+    thread.start()
+    assert ready.wait(10)
     del old
     graphs._give_back()
     assert seen == [False]

@@ -16,11 +16,12 @@ from tests.caller import bits, expected, memory, noise, widths
 from tests.fake_driver import Runtime
 from tests.program_cases import CASES
 from tpplan.errors import ExecutionError
-from tpplan.exec import copies, cuda, marks
+from tpplan.exec import copies, cuda, launch_graph, marks
 from tpplan.exec.bound import Bound, ReadyProgram
 from tpplan.exec.cuda import CudaDevices
 from tpplan.exec.fence import HOST_STREAM, own
 from tpplan.exec.issuing import ISSUING, Issuing
+from tpplan.exec.launch import Ready
 from tpplan.exec.launch_graph import LaunchGraphs
 from tpplan.exec.marks import Marks
 from tpplan.exec.operation import Moves
@@ -81,6 +82,50 @@ def test_a_call_follows_the_streams_that_are_current(monkeypatch: pytest.MonkeyP
     assert [call.args for call in devices._turn_to.call_args_list] == [(1, 60)]
     devices.turn_to_current()
     assert [call.args for call in devices._turn_to.call_args_list[1:]] == [(1, 60), (2, 70)]
+
+
+class _Kernel(Ready):
+    """A kernel that notes its launches, and what is launched in its place."""
+
+    def __init__(self, launched: list[str]) -> None:
+        self.launched = launched
+
+    def __call__(self, _: int) -> None:
+        self.launched.append("kernel")
+
+    def bind(self, *_: object) -> Any:
+        """Return it, whatever the operands."""
+        return self
+
+    def graph(self, _: int) -> None:
+        """Stand for its graph."""
+        self.launched.append("graph")
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_is_called_often_is_launched_by_graphs(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is bound while something is captured never is: the launch of a graph cannot be captured."""
+    monkeypatch.setattr(cuda, "is_capturing", lambda: captured)
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch_graph, "graph_of", lambda kernel, ordinal: kernel.graph if ordinal == 3 else None)
+    devices: Any = object.__new__(CudaDevices)
+    devices._exchanges = Mock()
+    devices._issuing, devices._loaded, devices._marks = Issuing(devices._exchanges), set(), Marks({})
+    devices._ordinals, devices._graphs, devices._streams = {0: 3}, LaunchGraphs({0: 3}), {}
+    devices._current, devices._handle = {0: 50}, lambda _: 50
+    program, x, launched = Program("p", ()), torch.ones(2, 3), list[str]()
+    ready = ReadyProgram(program, ((_Kernel(launched), 0, 0),), (0,), frozenset(), Mock(), on_host=False, copies=False)
+    devices._ready = {(id(program), x.dtype): ready}
+    issue = devices.bind(program, {Buffer(INPUT, 0): x})
+    for _ in range(40):
+        issue()
+    assert launched[-1] == ("kernel" if captured else "graph")
+    assert set(launched[:10]) == {"kernel"}
+    assert len(launched) == 40
+    devices.close()
+    assert issue.args[0].quick == (() if not captured else issue.args[0].steps)
+    with pytest.raises(ExecutionError, match="closed"):
+        issue()
 
 
 def test_default_streams_have_their_device_current(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tpplan.exec.compiler import build
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.engine import Virtual
 from tpplan.exec.lower import Limits, Route, route
-from tpplan.exec.tuning import KIB, MIB
+from tpplan.exec.tuning import KIB, MIB, default
 
 if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
@@ -160,6 +160,12 @@ def test_thresholds_are_explained() -> None:
     assert last["scatter"] == "larger than peer_fans_bytes, 200 B"
     assert last["scatter in a graph"] == "larger than peer_fans_bytes, 200 B: copies of any size"
     assert explanation.limits.tuning == tuning
+
+
+def test_defaults_are_those_for_as_many_devices_as_are_in_use() -> None:
+    """A plan for four that leaves one idle has those of three."""
+    with compile_plan(UNEVEN, backend="cpu", transport="peer") as context:
+        assert context.explain().limits.tuning == default(3) != default(2)
 
 
 def test_only_a_tuning_tunes() -> None:
