@@ -58,6 +58,19 @@ def test_masks(batch: int, queries: int, cap: float | None) -> None:
 
 
 @pytest.mark.parametrize("cap", [None, CAP])
+@pytest.mark.parametrize("window", [1, 4, KEYS])
+def test_windows(window: int, cap: float | None) -> None:
+    """Without a mask, a query sees as many tokens as a window has, of however many queries at a time."""
+    for queries in (1, QUERIES, KEYS):
+        q, k, v = made(2, queries)
+        seen = torch.ones(1, queries, KEYS, dtype=torch.bool).tril(KEYS - queries).triu(KEYS - queries - window + 1)
+        for tokens in (0, 2, KEYS):
+            with patch.object(layers, "AT_ONCE", tokens * KEYS):
+                found = attend(q, k, v, None, scale=SCALE, cap=cap, window=window)
+            torch.testing.assert_close(found, expected(q, k, v, seen, cap))
+
+
+@pytest.mark.parametrize("cap", [None, CAP])
 def test_few_scores_at_a_time(cap: float | None) -> None:
     """What does not fit is computed in blocks of queries, to the same numbers; one token is the least."""
     q, k, v = made(2, QUERIES)

@@ -135,12 +135,9 @@ def test_steps_that_cannot_be_taken(tokens: list[object], positions: list[object
             decoder.decode(given, at)
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_beginnings_attend_at_once(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a kernel takes texts of any lengths, those that begin in a pass attend by it, and are read as alone.
-
-    Scores that are capped are left to others.
-    """
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Let kernels stand in for those of GPUs, and return the lengths of the texts that attend at once."""
     taken: list[list[int]] = []
 
     def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -160,6 +157,15 @@ def test_beginnings_attend_at_once(model_type: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(layers, "can_use_flash_attention", lambda _: True)
     monkeypatch.setattr(layers, "flash_attention", flash_attention)
     monkeypatch.setattr(groups, "flash_attention_of_several", flash_attention_of_several)
+    return taken
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_beginnings_attend_at_once(model_type: str, taken: list[list[int]]) -> None:
+    """Where a kernel takes texts of any lengths, those that begin in a pass attend by it, and are read as alone.
+
+    Scores that are capped are left to others.
+    """
     model = model_of(model_type)
     plan = plan_of(model.directory, 3, request_of(batch=5), {}, seed=9)
     short, long = model.prompts
@@ -178,3 +184,34 @@ def test_beginnings_attend_at_once(model_type: str, monkeypatch: pytest.MonkeyPa
             torch.testing.assert_close(logits[i], alone, atol=1e-4, rtol=1e-4)
     expected = {(1, 2), (3, 1)} if model_type != "gemma2" else set()
     assert set(map(tuple, taken)) == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kv", "kind", "at_once"),
+    [
+        ("qwen3", "replicate", "fp32", {0, 1, 2}),  # heads are shared by unequally many, also on one device
+        ("qwen2", "idle", "fp32", {0}),  # the windows of the other layers are shorter than the longest text
+        ("qwen3", "idle", "q8", set()),  # the cache rounds
+    ],
+)
+def test_beginnings_of_all_kinds(
+    model_type: str, kv: str, kind: str, at_once: set[int], taken: list[list[int]]
+) -> None:
+    """Those that see what is not just given to them do not attend at once; what follows is the same as alone."""
+    model = model_of(model_type)
+    plan = plan_of(model.directory, 5, evolve(request_of(kv=kv, batch=3), max_rows=30), {}, seed=5)
+    texts = [[(7 * i + 5 * t) % 200 for t in range(size)] for i, size in enumerate((12, 1, 9))]
+    with compile_plan(plan, backend="cpu") as ctx:
+        decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx), cache=kind)
+        found = []
+        for passes in ([[0], [1], [2]], [[1, 0, 2]]):
+            for some in passes:
+                decoder.read([Prompt(texts[i], i) for i in some])
+            used = ctx.all_devices
+            tokens, positions = ([torch.tensor(each)] * len(used) for each in ([3, 4, 5], [12, 1, 9]))
+            found.append(ctx.gather(decoder.decode(tokens, positions), Axis.VC).tensor.clone())
+        expected = [
+            [1, 12, 9] for layer in at_once for heads in decoder.stack.heads[layer].values() for _ in heads.runs
+        ]
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+    assert taken == expected
