@@ -138,6 +138,8 @@ def test_what_is_passed_on_spares_its_source_enough() -> None:
     assert route(operation, "peer", 9, ITEM_BYTES, limits, captured=True) == Route("events")
     assert route(operation, "peer", 10, ITEM_BYTES, limits, captured=True) == passed
     assert route(operation, "peer", 10, ITEM_BYTES, evolve(limits, straight=False)) == Route("events")
+    narrow = broadcast(0, FOUR, 8)  # of which a single device would pass on all
+    assert route(narrow, "peer", 10**6, ITEM_BYTES, limits, captured=True) == Route("events")
     never = evolve(LIMITS, tuning=Tuning(passed_on_bytes=0, copies_fans_bytes=0))
     assert route(operation, "peer", 10**6, ITEM_BYTES, never) == Route("peer")
     assert route(operation, "events", 10, ITEM_BYTES, LIMITS) == Route("events")

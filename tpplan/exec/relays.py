@@ -50,7 +50,8 @@ def shares(operation: Moves) -> dict[View, tuple[tuple[int, int, int], ...]]:
         if given > 0 and any(room.values()):
             weights = {sender: (repeated - given) * sum(room.values())}
             weights |= {device: given * columns for device, columns in room.items()}
-        found[source] = share_out(width, weights)
+        cut = share_out(width, weights)
+        found[source] = cut if len(cut) > 1 else ((sender, 0, width),)  # a single relay would only take its place
     return found
 
 
