@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.decoder_cases import CONFIGS, MAX_ROWS, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
-from tpplan.decoder import Decoder, groups, layers
+from tpplan.decoder import Decoder, groups, layers, passes
+from tpplan.decoder.layers import attend
 from tpplan.decoder.prompts import Prompt, cut
 from tpplan.errors import RequestError
 from tpplan.exec import compile as compile_plan
@@ -116,6 +117,7 @@ def test_prompts_that_cannot_be_read() -> None:
     [
         ([], [], "devices: 2 in use, 0 with tokens, 0 with positions"),
         ([[1]], [[0], [0]], "devices: 2 in use, 1 with tokens, 2 with positions"),
+        ([[1], [1]], [[0]], "devices: 2 in use, 2 with tokens, 1 with positions"),
         ([[], []], [[], []], "tokens of 0 sequences, the plan has room for 1 to 2 at a time"),
         ([[1, 2, 3]] * 2, [[0, 0, 0]] * 2, "tokens of 3 sequences, the plan has room for 1 to 2 at a time"),
         ([[1, 2]] * 2, [[0]] * 2, r"tokens or positions of shape \[1\]"),
@@ -133,6 +135,26 @@ def test_steps_that_cannot_be_taken(tokens: list[object], positions: list[object
         given, at = ([torch.tensor(each).long() for each in some] for some in (tokens, positions))
         with pytest.raises(RequestError, match=match):
             decoder.decode(given, at)
+
+
+def test_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps, and prompts that fill a pass, have shapes that come again and again; no others."""
+    asked: set[tuple[int, bool]] = set()
+
+    def attending(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        asked.add((q.shape[2], kwargs["recurs"]))
+        return attend(q, *args, **kwargs)
+
+    monkeypatch.setattr(passes, "attend", attending)
+    model = model_of("llama")
+    plan = plan_of(model.directory, 1, request_of(), {}, seed=2)
+    with compile_plan(plan, backend="cpu") as ctx:
+        decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx))
+        for size in (1, MAX_ROWS - 1, MAX_ROWS):
+            decoder.prefill([1] * size)
+        assert asked == {(1, False), (MAX_ROWS - 1, False), (MAX_ROWS, True)}
+        decoder.decode([torch.tensor([1])], [torch.tensor([MAX_ROWS])])
+    assert (1, True) in asked
 
 
 @pytest.fixture
