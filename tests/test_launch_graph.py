@@ -144,8 +144,9 @@ def test_what_comes_often_is_launched_by_graphs(ready: Ready, monkeypatch: pytes
 
 
 def test_graphs_do_not_add_up(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first that was made is the first to go, and has to come often again before it comes back."""
+    """The first that was made is the first to go, and has to come more often again before it comes back."""
     monkeypatch.setattr(launch_graph, "_OFTEN", 2)
+    monkeypatch.setattr(launch_graph, "_AGAIN", 3)
     monkeypatch.setattr(launch_graph, "_KEPT", 2)
     monkeypatch.setattr(launch_graph, "graph_of", Mock())
     graphs = LaunchGraphs({0: 0})
@@ -154,7 +155,19 @@ def test_graphs_do_not_add_up(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> 
         graphs.steps(bound)
         graphs.steps(bound)
     assert [bool(bound.quick) for bound in bounds] == [False, True, True]
-    graphs.steps(bounds[0])
-    assert [bool(bound.quick) for bound in bounds] == [False, True, True]
+    for _ in range(4):
+        graphs.steps(bounds[0])
+        assert [bool(bound.quick) for bound in bounds] == [False, True, True]
     graphs.steps(bounds[0])
     assert [bool(bound.quick) for bound in bounds] == [True, False, True]
+
+
+def test_graphs_that_take_turns_are_seldom_made_anew(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where more programs come often than graphs are kept, little is spent on graphs that are never launched."""
+    monkeypatch.setattr(launch_graph, "graph_of", make := Mock())
+    graphs, rounds = LaunchGraphs({0: 0}), 500
+    bounds = [Bound(Mock(), ((ready, 0, 0),)) for _ in range(2 * launch_graph._KEPT)]
+    for _ in range(rounds):
+        for bound in bounds:
+            bound.quick or graphs.steps(bound)
+    assert make.call_count <= len(bounds) * rounds / 100

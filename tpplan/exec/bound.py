@@ -68,7 +68,7 @@ class Bound:
     Attributes:
         ready: the program.
         steps: what issues its steps.
-        times: how often they were issued.
+        times: how often they were issued; less than 0 for some time after they were quick.
         quick: what issues them with less work for the host, if they were issued often; themselves if they are captured.
     """
 

@@ -20,6 +20,8 @@ _SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 #: How often something is launched before that. A graph takes 45 µs to make and saves 4 each time (two H200).
 _OFTEN = 16
+#: And how much more often where the graph had to go: if more take turns than are kept, most would go unused.
+_AGAIN = 256
 #: Programs whose graphs are kept: each takes 120 KiB of every device (two H200), which no plan counts.
 _KEPT = 64
 
@@ -42,7 +44,7 @@ class LaunchGraphs:
             return bound.steps
         if len(self._latest) == _KEPT:
             oldest = self._latest.popleft()
-            oldest.times, oldest.quick = 0, ()
+            oldest.times, oldest.quick = -_AGAIN, ()
         self._latest.append(bound)
         bound.quick = tuple(
             (graph_of(issue, self._ordinals[device]) or issue if isinstance(issue, Ready) else issue, device, fixed)
