@@ -130,6 +130,22 @@ def test_no_capture_begins_while_something_is_given_back() -> None:
     thread.join()
 
 
+def test_a_context_knows_when_it_is_captured() -> None:
+    """From the beginning of the block to its end, however it ends."""
+
+    def check(graph: Graph, error: type[Exception] | None = None) -> None:
+        assert graph._backend.captures
+        if error:
+            raise error
+
+    with _graph() as graph:
+        check(graph)
+    assert not graph._backend.captures
+    with pytest.raises(KeyError), _graph() as graph:
+        check(graph, KeyError)
+    assert not graph._backend.captures
+
+
 def test_a_capture_that_fails_gives_nothing_back() -> None:
     """What torch makes of it is not known; the next capture that works does."""
     held = [_graph()]

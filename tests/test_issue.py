@@ -102,10 +102,13 @@ class _Kernel(Ready):
         self.launched.append("graph")
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_what_is_called_often_is_launched_by_graphs(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is bound while something is captured never is: the launch of a graph cannot be captured."""
-    monkeypatch.setattr(cuda, "is_capturing", lambda: captured)
+@pytest.mark.parametrize("captured", ["", "the current stream", "all"])
+def test_what_is_called_often_is_launched_by_graphs(captured: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is bound while something is captured never is: the launch of a graph cannot be captured.
+
+    Also where it is another stream than the current one, of another device for instance, that the context captures.
+    """
+    monkeypatch.setattr(cuda, "is_capturing", lambda: captured == "the current stream")
     monkeypatch.setattr(cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch_graph, "graph_of", lambda kernel, ordinal: kernel.graph if ordinal == 3 else None)
     devices: Any = object.__new__(CudaDevices)
@@ -113,6 +116,8 @@ def test_what_is_called_often_is_launched_by_graphs(captured: bool, monkeypatch:
     devices._issuing, devices._loaded, devices._marks = Issuing(devices._exchanges), set(), Marks({})
     devices._ordinals, devices._graphs, devices._streams = {0: 3}, LaunchGraphs({0: 3}), {}
     devices._current, devices._handle = {0: 50}, lambda _: 50
+    devices.captures = captured == "all"
+    assert devices.is_capturing() is bool(captured)
     program, x, launched = Program("p", ()), torch.ones(2, 3), list[str]()
     ready = ReadyProgram(program, ((_Kernel(launched), 0, 0),), (0,), frozenset(), Mock(), on_host=False, copies=False)
     devices._ready = {(id(program), x.dtype): ready}

@@ -45,7 +45,12 @@ class CudaDevices:
 
     tpplan's stream of a device is the one that is current there at the time of the call, so that most programs need no
     events between the caller's stream and tpplan's. A second one loads from host memory.
+
+    Attributes:
+        captures: whether a graph of the context is being captured.
     """
+
+    captures = False
 
     def __init__(self, memory: Memory, places: Mapping[int, torch.device], *, peers: bool) -> None:
         """Load the kernels on every device.
@@ -111,7 +116,7 @@ class CudaDevices:
 
     def _bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Bound:
         some = next(iter(operands.values()))
-        rows, ready, is_captured = some.shape[0], self._ready_for(program, some.dtype), is_capturing()
+        rows, ready, is_captured = some.shape[0], self._ready_for(program, some.dtype), self.is_capturing()
         if ready.on_host and is_captured:
             message = f"{program.name} cannot be captured: the host takes part"
             raise ExecutionError(message, "call it beside the graph")
@@ -142,8 +147,8 @@ class CudaDevices:
                 switch_device(before)
 
     def is_capturing(self) -> bool:
-        """Tell whether the current stream of the current device is being captured."""
-        return is_capturing()
+        """Tell whether the context is being captured, or the current stream of the current device."""
+        return self.captures or is_capturing()
 
     def issuing(self) -> Issuing:
         """Return what is to be held while kernels are issued that devices exchange by."""
@@ -197,7 +202,7 @@ class CudaDevices:
         self._exchanges.close()
 
     def _prepare(self, program: Program, dtype: torch.dtype) -> ReadyProgram:
-        if len(self._ready) >= _KEPT and not is_capturing():
+        if len(self._ready) >= _KEPT and not self.is_capturing():
             self.synchronize()
             self._ready.clear()
         launches = iter(self._exchanges.prepare(program, dtype))

@@ -94,6 +94,7 @@ class Graph:
                 stack.enter_context(torch.cuda.use_mem_pool(pool, device=place))
             _make_current(self._room.streams)
             self._stack = stack.pop_all()
+        self._backend.captures = True
         return self
 
     def __exit__(
@@ -103,6 +104,7 @@ class Graph:
             with warnings.catch_warnings(action="ignore" if kind else None):  # that what failed at once has no commands
                 self._stack.__exit__(kind, error, trace)
         finally:
+            self._backend.captures = False
             self._backend.forget()
         self._captured = kind is None
         if self._captured and not self._room.graph:
