@@ -145,6 +145,22 @@ def test_a_graph_does_what_calls_do(ctx: tpx.TPContext) -> None:
 
 
 @pytest.mark.multi_gpu
+def test_large_moves_are_right_in_graphs(ctx: tpx.TPContext) -> None:
+    """Where they go another way than called, too, and had been called often."""
+    x = torch.empty(512, 4096, device=ctx.devices[0].device).bfloat16()
+    for _ in range(20):
+        ctx.broadcast(x)
+        ctx.scatter(x, "residual")
+    with ctx.capture() as graph:
+        kept = *ctx.broadcast(x), *ctx.scatter(x, "residual")
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        for got, wanted in zip(kept, (*ctx.broadcast(x), *ctx.scatter(x, "residual")), strict=True):
+            assert torch.equal(got.cpu(), wanted.cpu())
+
+
+@pytest.mark.multi_gpu
 def test_the_memory_of_a_graph_stays(ctx: tpx.TPContext) -> None:
     """What a graph works with between its operations is kept on all devices, whatever torch gives back elsewhere."""
     parts = [torch.randn(1024, 4096, device=ctx.devices[d].device).bfloat16() for d in ctx.all_devices]
