@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tpplan.decoder import layers
 from tpplan.decoder.layers import attend, hiding
+from tpplan.exec.torch_shims import flash_attention, flash_attention_of_several
 
 SCALE, CAP, QUERIES, KEYS, GROUP = 0.3, 2.0, 5, 12, 3
 
@@ -117,3 +118,12 @@ def test_prompts_of_new_lengths_are_not_planned(monkeypatch: pytest.MonkeyPatch)
             found = attend(q, k, v, None, scale=SCALE, cap=None, recurs=recurs)
             torch.testing.assert_close(found, expected(q, k, v, seen))
     assert taken == [1, 1, QUERIES, QUERIES, KEYS]
+
+
+def test_this_torch_has_the_flash_kernels() -> None:
+    """They take what they are given, though no GPU runs them, and what comes of it is of the queries' shape."""
+    q, k, v = (torch.empty(2, 7, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (8, 2, 2))
+    found = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), SCALE)
+    assert found.shape == (2, 8, 7, 16)
+    bounds = torch.empty(4, dtype=torch.int32, device="meta")
+    assert flash_attention_of_several(q[0], k[0], v[0], bounds, 5, scale=SCALE).shape == (7, 8, 16)

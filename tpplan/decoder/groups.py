@@ -1,6 +1,6 @@
 """Rows of a pass that attend at once: those of several prompts, however long, where there is a kernel for that.
 
-Shapes: R rows, H heads, K elements of a head, B batch.
+Shapes: R rows, H heads, K elements of a head.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The two kinds of pass through a model: the next tokens of some sequences, and one token of each sequence.
 
-Shapes: R rows of the pass, B batch, S queries, T keys, H heads, K elements of a head, W columns of a RoPE table.
+Shapes: R rows of the pass, B batch, S queries, T keys, H heads, K elements of a head.
 """
 
 from __future__ import annotations
