@@ -21,3 +21,13 @@ def test_chunks_overlap_on_their_way_through_the_host(columns: int, rows: int, p
     limits = evolve(LIMITS, stage_bytes=1024 * MIB)
     found = route(broadcast(0, (1,), columns), "host", rows, 2, limits)
     assert (found.transport, found.small, found.parts) == ("host", False, parts)
+
+
+@pytest.mark.parametrize("columns", [100, 4096])
+def test_more_rows_take_no_fewer_parts(columns: int) -> None:
+    """From the smallest to the largest chunk it is eight, whether they divide the rows or not."""
+    limits = evolve(LIMITS, stage_bytes=1024 * MIB)
+    asked, size = broadcast(0, (1,), columns), 2 * columns
+    parts = [route(asked, "host", rows, 2, limits).parts for rows in range(1, 40 * MIB // size)]
+    assert parts == sorted(parts)
+    assert {parts[rows - 1] for rows in range(5 * MIB // size, 31 * MIB // size)} == {8}

@@ -131,7 +131,7 @@ def route(
         fetched = max(len(operation.others(taker)) for taker in operation.takers)
         limit = limits.exchange_bytes // fetched // ALIGNMENT * ALIGNMENT
     elif transport == "host":
-        limit = min(limit, max(row_bytes, _chunk_bytes(rows * row_bytes)))
+        limit = min(limit, max(row_bytes, _chunk_bytes(rows, row_bytes)))
     else:
         return Route(transport)
     return Route(transport, parts=_parts(operation.name, rows, row_bytes, limit))
@@ -144,9 +144,9 @@ def _is_local(operation: Operation) -> bool:
     return isinstance(operation, Addition) or len(operation.devices) == 1
 
 
-def _chunk_bytes(size: int) -> int:
-    """Return how much of so many bytes to move through host memory at once."""
-    return min(max(size // CHUNKS, _SMALLEST_CHUNK), LARGEST_CHUNK)
+def _chunk_bytes(rows: int, row_bytes: int) -> int:
+    """Return how much of so many rows to move through host memory at once, in whole rows."""
+    return min(max(-(-rows // CHUNKS) * row_bytes, _SMALLEST_CHUNK), LARGEST_CHUNK)
 
 
 def _parts(what: str, rows: int, row_bytes: int, limit: int) -> int:
