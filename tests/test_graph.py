@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
+from unittest.mock import Mock
 from weakref import WeakSet
 
 import pytest
@@ -144,6 +146,16 @@ def test_a_context_knows_when_it_is_captured() -> None:
     with pytest.raises(KeyError), _graph() as graph:
         check(graph, KeyError)
     assert not graph._backend.captures
+
+
+def test_a_graph_that_could_not_be_made_is_no_trouble_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there is of it is given back with the others."""
+    monkeypatch.setattr(torch.cuda, "Stream", Mock(side_effect=lambda _: 1 // 0))
+    with pytest.raises(ZeroDivisionError):
+        _graph()
+    gc.collect()
+    graphs._give_back()
+    assert not _Cuda.alive
 
 
 def test_a_capture_that_fails_gives_nothing_back() -> None:

@@ -114,7 +114,8 @@ class Graph:
             _give_back()
 
     def __del__(self) -> None:
-        _RETIRED.append((self._graph, self._room, self._used))
+        held = vars(self)  # not all of it, where an error has left it half made
+        _RETIRED.append([held.get(name) for name in ("_graph", "_room", "_used")])
 
     def replay(self) -> None:
         """Run what was captured: after what the current streams of all devices hold, which then wait for it.
