@@ -68,7 +68,7 @@ def planned(directory: Path, layout: str, shares: tuple[int, ...], cache: Cache)
     return plan_of(directory, len(shares), request, cut, seed=0)
 
 
-def taken(directory: Path, plan: SplitPlan, kinds: int = 1000) -> dict[int, float]:
+def taken(directory: Path, plan: SplitPlan, kinds: int = 1000, at_once: int = 2**13) -> dict[int, float]:
     """Return the peak of a long prompt and of a step of all sequences, by device, as a share of the scratch.
 
     What has a limit in bytes, whatever the model, is limited here as models are smaller.
@@ -77,13 +77,14 @@ def taken(directory: Path, plan: SplitPlan, kinds: int = 1000) -> dict[int, floa
         directory: the model's.
         plan: to run by.
         kinds: of tokens in the prompt.
+        at_once: elements that are made at a time of what could take any amount of memory.
     """
     room = [area.scratch_bytes for area in areas(plan.splits, plan.model.dtype, plan.request)]
     length = plan.request.cache.tokens // _BATCH
     with (
         compile_plan(plan, backend="cpu", scratch=False) as context,
-        patch.object(layers, "AT_ONCE", 2**13),
-        patch.object(cache, "AT_ONCE", 2**13),
+        patch.object(layers, "AT_ONCE", at_once),
+        patch.object(cache, "AT_ONCE", at_once),
         patch.object(layers, "_WIDENED", 16),
     ):
         decoder = Decoder(context, directory, load_weights(plan, directory, context))
@@ -123,6 +124,13 @@ def test_long_windows_do_too(tmp_path: Path) -> None:
     directory = made("mistral", tmp_path, sliding_window=8 * _LENGTH)
     plan = planned(directory, "reduce", (1,), Cache("fp16", _BATCH * 16 * _LENGTH))
     assert taken(directory, plan)[0] <= 1
+
+
+def test_windows_do_too_where_much_is_made_at_once(tmp_path: Path) -> None:
+    """As much of a pass as in a model of 7B parameters: masks are made of parts that take as much again."""
+    directory = made("mistral", tmp_path, sliding_window=4 * _LENGTH)
+    plan = planned(directory, "reduce", (1,), Cache("fp16", _BATCH * 8 * _LENGTH))
+    assert taken(directory, plan, at_once=2**15)[0] <= 1
 
 
 def test_rows_of_the_same_experts_do_too(tmp_path: Path) -> None:

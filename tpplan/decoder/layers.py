@@ -115,7 +115,7 @@ def attend(
     count, total = q_BHSK.shape[2], k_BHTK.shape[2]
     if window:
         parts = []
-        for some in torch.split(q_BHSK, max(1, AT_ONCE // total), dim=2):
+        for some in torch.split(q_BHSK, max(1, AT_ONCE // (4 * total)), dim=2):  # a mask, and what it is made of
             hides = _hiding_others(some, total - count, total, window)
             parts.append(attend(some, k_BHTK, v_BHTK, hides, scale=scale, cap=cap, recurs=recurs))
             count -= some.shape[2]
