@@ -10,6 +10,7 @@ import torch
 import tpplan
 from tpplan.exec import bench_clock, tuning_timer
 from tpplan.exec import compile as compile_plan
+from tpplan.exec.engine import Virtual
 from tpplan.exec.lower import Limits, Route, kind_of, route
 from tpplan.exec.tuning import (
     COPIES,
@@ -40,7 +41,7 @@ GONE = {
     ("peer", SLOTS): Route("peer", small=True),
     ("peer", STRAIGHT): Route("peer"),
     ("peer", COPIES): Route("events"),
-    ("peer", PASSED_ON): Route("peer", parts=4),
+    ("peer", PASSED_ON): Route("peer", parts=2),  # by both of the others, of three
     ("host", SLOTS): Route("host", small=True),
     ("host", PARTS): Route("host"),
 }
@@ -50,11 +51,14 @@ class _Graph:
     """In the place of a CUDA graph: virtual devices have none."""
 
     replays = 0
+    captures = False
 
     def __enter__(self) -> Self:
+        _Graph.captures = True
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        _Graph.captures = False
 
     def replay(self) -> None:
         """Count."""
@@ -80,14 +84,16 @@ def test_the_timer_runs_what_it_is_asked_to(transport: str, devices: int, monkey
         made.append(compile_plan(plan, backend="cpu", transport=transport, tuning=tuning))
         return made[-1]
 
-    def observed(asked: Operation, way: str, rows: int, item: int, limits: Limits) -> Route:
-        found = route(asked, way, rows, item, limits)
-        ran.add((kind_of(asked), rows * asked.columns * item, found))
+    def observed(asked: Operation, way: str, rows: int, item: int, limits: Limits, *, captured: bool) -> Route:
+        found = route(asked, way, rows, item, limits, captured=captured)
+        if captured:
+            ran.add((kind_of(asked), rows * asked.columns * item, found))
         return found
 
     monkeypatch.setattr(tuning_timer, "compile_plan", compiled)
     monkeypatch.setattr("tpplan.exec.engine.route", observed)
     monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _: _Graph())
+    monkeypatch.setattr(Virtual, "is_capturing", lambda _: _Graph.captures)
     monkeypatch.setattr(bench_clock, "_TURN_SECONDS", 0)  # a turn is a replay
     every = [way for each, way in GONE if each == transport and (way, devices) != (PASSED_ON, 2)]
     with GraphTimer([CPU] * devices) as timer:
