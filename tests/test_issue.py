@@ -16,9 +16,10 @@ from tests.caller import bits, expected, memory, noise, widths
 from tests.fake_driver import Runtime
 from tests.program_cases import CASES
 from tpplan.errors import ExecutionError
-from tpplan.exec import copies, cuda, launch_graph, marks
+from tpplan.exec import copies, cuda, launch_graph, marks, slots
 from tpplan.exec.bound import Bound, ReadyProgram
 from tpplan.exec.cuda import CudaDevices
+from tpplan.exec.exchanges import Exchanges
 from tpplan.exec.fence import HOST_STREAM, own
 from tpplan.exec.issuing import ISSUING, Issuing
 from tpplan.exec.launch import Ready
@@ -133,6 +134,28 @@ def test_what_is_called_often_is_launched_by_graphs(captured: str, monkeypatch: 
         issue()
 
 
+@pytest.mark.parametrize("captured", ["", "the current stream", "all"])
+def test_slots_are_not_cleared_while_something_is_captured(captured: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was never run is refused before its slots are touched, whichever stream is current in the capture."""
+    monkeypatch.setattr(cuda, "is_capturing", lambda: captured == "the current stream")
+    case = CASES[next(name for name, each in CASES.items() if each.way.small and each.way.transport == "peer")]
+    cleared = list[Any]()
+    exchanges: Any = object.__new__(Exchanges)
+    exchanges._counters, exchanges._most, exchanges._memory = {}, {"slot": 1}, Mock()
+    exchanges._clear = cleared.extend
+    monkeypatch.setattr(slots, "prepare", lambda *_: ())
+    devices: Any = object.__new__(CudaDevices)
+    devices._exchanges, devices._ready, devices._load_handles = exchanges, {}, {}
+    devices._marks, devices.captures = Mock(), captured == "all"
+    monkeypatch.setattr(cuda, "without_callers", lambda _: ())
+    if captured:
+        with pytest.raises(ExecutionError, match="run everything once before capturing it"):
+            devices._prepare(case.program, torch.bfloat16)
+    else:
+        devices._prepare(case.program, torch.bfloat16)
+    assert bool(cleared) is not bool(captured)
+
+
 def test_default_streams_have_their_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as something is issued to them; afterwards the caller's is, also if something fails."""
     at, seen = [9], []
@@ -171,7 +194,7 @@ def test_programs_of_copies_give_what_they_should(name: str, monkeypatch: pytest
     monkeypatch.setattr(cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cuda, "is_capturing", lambda: False)
     devices: Any = object.__new__(CudaDevices)
-    devices._memory, devices._exchanges, devices._ready = memory(), Mock(prepare=lambda *_: ()), {}
+    devices._memory, devices._exchanges, devices._ready = memory(), Mock(prepare=lambda *_, **__: ()), {}
     devices._issuing, devices._loaded, devices._graphs = Issuing(devices._exchanges), set(), LaunchGraphs({})
     devices._ordinals, devices._marks = {d: d for d in places}, Marks({d: d for d in places})
     devices._handle, devices._load_handles = (lambda device: 80 + device), {d: 90 + d for d in places}

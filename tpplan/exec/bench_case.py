@@ -80,17 +80,17 @@ class Cases:
             raise ExecutionError(message, "plan with more --max-rows")
         return self.makers[name](rows)
 
-    def way(self, name: str, rows: int, what: str = "") -> Way | None:
+    def way(self, name: str, rows: int, where: str = "") -> Way | None:
         """Return how the context does it; None for more rows than it has room for.
 
         Args:
             name: of the operation.
             rows: of its tensors.
-            what: stands behind the operation's name in the explanation.
+            where: nothing for calls, or :data:`tpplan.exec.explain.IN_GRAPH`, where that is another way.
         """
-        operation = name.partition(" ")[0] + what
-        axis = ALL if name.startswith(("broadcast", "all_reduce")) else str(Axis.RS)
-        mine = (w for w in self.explanation.ways if w.operation == operation and axis in w.axes)
+        operation = name.partition(" ")[0]
+        axis = ALL if operation in {"broadcast", "all_reduce"} else str(Axis.RS)
+        mine = (w for w in self.explanation.ways if w.operation == operation + where and axis in w.axes)
         return next((way for way in mine if way.first <= rows <= way.last), None)
 
     def _broadcast(self, rows: int) -> Case:

@@ -90,7 +90,7 @@ class CudaDevices:
             ExecutionError: a copy failed, a device waited in vain in an earlier exchange, or something is captured
                 that was not run before, or in which the host takes part.
         """
-        return self.issue(self._bind(program, operands))
+        return self.issue(self._bind(self._ready_for(program, operands), operands))
 
     def bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Callable[[], Pending] | None:
         """Return what issues a program as often as it is called; None if that would keep tensors, for the host copies.
@@ -99,8 +99,8 @@ class CudaDevices:
             program: of some operation.
             operands: see :meth:`run`; only their addresses are kept.
         """
-        ready = self._ready_for(program, next(iter(operands.values())).dtype)
-        return None if ready.copies else partial(self.issue, self._bind(program, operands))
+        ready = self._ready_for(program, operands)
+        return None if ready.copies else partial(self.issue, self._bind(ready, operands))
 
     def issue(self, bound: Bound) -> Pending:
         """Issue a program; see :meth:`run`."""
@@ -114,16 +114,16 @@ class CudaDevices:
                 raise
             return ready.pending()
 
-    def _bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Bound:
-        some = next(iter(operands.values()))
-        rows, ready, is_captured = some.shape[0], self._ready_for(program, some.dtype), self.is_capturing()
+    def _bind(self, ready: ReadyProgram, operands: Mapping[Buffer, Tensor]) -> Bound:
+        rows, is_captured = next(iter(operands.values())).shape[0], self.is_capturing()
         if ready.on_host and is_captured:
-            message = f"{program.name} cannot be captured: the host takes part"
+            message = f"{ready.program.name} cannot be captured: the host takes part"
             raise ExecutionError(message, "call it beside the graph")
         steps = tuple([(step.bind(operands, rows), device, fixed) for step, device, fixed in ready.steps])
         return Bound(ready, steps, quick=steps if is_captured else ())
 
-    def _ready_for(self, program: Program, dtype: torch.dtype) -> ReadyProgram:
+    def _ready_for(self, program: Program, operands: Mapping[Buffer, Tensor]) -> ReadyProgram:
+        dtype = next(iter(operands.values())).dtype
         ready = self._ready.get((id(program), dtype))
         if ready is None:
             with self._issuing:
@@ -205,7 +205,7 @@ class CudaDevices:
         if len(self._ready) >= _KEPT and not self.is_capturing():
             self.synchronize()
             self._ready.clear()
-        launches = iter(self._exchanges.prepare(program, dtype))
+        launches = iter(self._exchanges.prepare(program, dtype, captured=self.is_capturing()))
         commands = without_callers(program)
         streams = {command.stream for command in commands}
         fixed = {Stream(LOAD, device): handle for device, handle in self._load_handles.items()} | {HOST_STREAM: _NONE}

@@ -15,13 +15,12 @@ from tpplan.exec.exchange_table import COUNTERS, DEADLINE, STATUS
 from tpplan.exec.launch import Launch, Operands, Work
 from tpplan.exec.program import OWN, SLOT, Exchange, Stream, Sum, writes
 from tpplan.exec.sums import NAMES
-from tpplan.exec.torch_shims import is_capturing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from tpplan.exec.binding import Memory
-    from tpplan.exec.program import Program
+    from tpplan.exec.program import Program, Queue
 
 KERNELS = tuple(f"{way}_{what}" for way in ("slot", "straight") for what in ("move", *NAMES.values()))
 #: Threads of a block.
@@ -90,8 +89,13 @@ class Exchanges:
         """Let go of the context's memory."""
         self._memory = no_memory()
 
-    def prepare(self, program: Program, dtype: torch.dtype) -> tuple[Launch, ...]:
+    def prepare(self, program: Program, dtype: torch.dtype, *, captured: bool = False) -> tuple[Launch, ...]:
         """Return the launches of a program's exchanges, in order.
+
+        Args:
+            program: of some operation.
+            dtype: of the operands.
+            captured: whether they become part of a graph.
 
         Raises:
             ExecutionError: slots would have to be cleared while a graph is being captured.
@@ -102,15 +106,15 @@ class Exchanges:
         if not any(view.buffer.role == SLOT for step in steps for view in writes(step)):
             works = straight.prepare(exchanges, dtype.itemsize, self._counters)
             return tuple(self._launch(f"straight_{what}", work) for work in works)
-        self._clear(exchanges, program.name)
+        fresh = slots.fresh(exchanges, self._counters)
+        if fresh and captured:
+            raise ExecutionError(f"{program.name} was not run before", "run everything once before capturing it")
+        self._clear(fresh)
         works = slots.prepare(exchanges, dtype.itemsize, self._memory, self._counters, self._most["slot"])
         return tuple(self._launch(f"slot_{what}", work) for work in works)
 
-    def _clear(self, exchanges: Sequence[Exchange], name: str) -> None:
+    def _clear(self, fresh: Collection[Queue]) -> None:
         """Clear the slots that were not used before: where no message is, no number may be."""
-        fresh = slots.fresh(exchanges, self._counters)
-        if fresh and is_capturing():
-            raise ExecutionError(f"{name} was not run before", "run everything once before capturing it")
         for queue in fresh:
             self._memory.slots(queue).zero_()
         for place in self._places.values() if fresh else ():

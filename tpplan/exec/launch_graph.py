@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 
-
 #: How often something is launched before that. A graph takes 45 µs to make and saves 4 each time (two H200).
 _OFTEN = 16
 #: And how much more often where the graph had to go: if more take turns than are kept, most would go unused.
