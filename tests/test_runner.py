@@ -196,12 +196,42 @@ def test_outputs_with_gradients_are_refused_where_they_are_recorded(ctx: TPConte
 
 
 def test_memories_do_not_add_up(ctx: TPContext, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After so many, all are forgotten, and after the context's end, too."""
+    """Of so many, one is forgotten for each that comes, and after the context's end, all are."""
     monkeypatch.setattr("tpplan.exec.runner._KEPT", 3)
+    out = _outputs(ctx, 1)
     kept = [_parts(ctx, 1) for _ in range(5)]
-    for parts in kept:
-        ctx.allgather(parts, Axis.RS)
-        assert len(ctx._runner._known) <= 3
+    for i, parts in enumerate(kept, 1):
+        ctx.allgather(parts, Axis.RS, out=out)
+        assert len(ctx._runner._known) == min(i, 3)
+    ctx.allgather(kept[-1], Axis.RS, out=out)
+    assert backend.bound == 5
     ctx.close()
     assert not ctx._runner._known
-    assert backend.issued == 5
+    assert backend.issued == 6
+
+
+def test_a_few_more_than_are_remembered_are_mostly_known(
+    ctx: TPContext, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they take turns, too, so that the one that was not used for longest is always the next to come."""
+    monkeypatch.setattr("tpplan.exec.runner._KEPT", 100)
+    kept, out = [_parts(ctx, 1) for _ in range(107)], _outputs(ctx, 1)
+    for _ in range(10):
+        for parts in kept:
+            ctx.allgather(parts, Axis.RS, out=out)
+    assert backend.bound < len(kept) * 10 / 3
+    assert len(ctx._runner._known) == 100
+
+
+def test_what_is_found_anew_takes_no_other_place(
+    ctx: TPContext, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is of another dtype every time does not push out what else is remembered."""
+    monkeypatch.setattr("tpplan.exec.runner._KEPT", 2)
+    others, parts, out = _parts(ctx, 1), _parts(ctx, 1), _outputs(ctx, 1)
+    ctx.allgather(others, Axis.RS, out=out)
+    for dtype in (torch.float32, torch.int32) * 5:
+        ctx.allgather([part.view(dtype) for part in parts], Axis.RS, out=[each.view(dtype) for each in out])
+    assert backend.bound == 11
+    ctx.allgather(others, Axis.RS, out=out)
+    assert backend.bound == 11

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from random import Random
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,6 +66,8 @@ class Runner:
         self._backend = backend
         self._inflight = inflight
         self._known: dict[object, _Known] = {}
+        self._keys: list[object] = []
+        self._random = Random(0)  # noqa: S311 (to be the same every time)
 
     def run(
         self,
@@ -111,6 +114,7 @@ class Runner:
     def clear(self) -> None:
         """Forget everything."""
         self._known.clear()
+        self._keys.clear()
 
     def _run_first(
         self, call: Call, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor], key: object
@@ -125,10 +129,19 @@ class Runner:
         if issue is None:
             return self._backend.run(call.program, operands)
         if is_dense and key is not None:  # of others there may be copies
-            if len(self._known) >= _KEPT:
-                self._known.clear()
-            self._known[key] = _Known(alike(tensors[: -len(out)]), alike(out), call.hosted, issue)
+            self._remember(key, _Known(alike(tensors[: -len(out)]), alike(out), call.hosted, issue))
         return issue()
+
+    def _remember(self, key: object, known: _Known) -> None:
+        """Remember a call; of too many, any other goes: if the oldest did, none of more that take turns would last."""
+        if key not in self._known:
+            if len(self._keys) < _KEPT:
+                self._keys.append(key)
+            else:
+                place = self._random.randrange(_KEPT)
+                self._known.pop(self._keys[place], None)  # Ctrl-C may have come in between
+                self._keys[place] = key
+        self._known[key] = known
 
     def _settle(self, hosted: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Wait for whatever writes to tensors in host memory."""
