@@ -1,16 +1,19 @@
-"""What the tests of commands share: models, a folder to work in, and schemas."""
+"""What the tests of commands share: models, a folder to work in, schemas, and how a failure looks."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
 from tests.command import command
 from tpplan import codec
+
+if TYPE_CHECKING:
+    from tests.command import Done
 
 ROOT = Path(__file__).parent.parent
 LLAMA_8B = ROOT / "examples/models/Llama-3.1-8B"
@@ -41,3 +44,22 @@ def conforms(text: str, schema: str) -> Any:
     Draft202012Validator(rules).validate(document)
     assert text == codec.render(document)
     return document
+
+
+def refused(*arguments: object, code: int = 2, stdin: bytes = b"") -> str:
+    """Return what standard error says of a command that must fail, after checking how it says it."""
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    done = command(*arguments, stdin=stdin)
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
+    return judged(done, code)
+
+
+def judged(done: Done, code: int) -> str:
+    """Check the form of a failure: its code, an error in one paragraph, a hint, nothing on standard output."""
+    assert (done.code, done.out) == (code, "")
+    assert done.err.startswith("error: ")
+    assert "\nhint: " in done.err
+    assert "\n\n" not in done.err
+    assert "Traceback" not in done.err
+    assert "has a bug" not in done.err
+    return done.err

@@ -107,6 +107,8 @@ REPLICATED = plan_of(
     request=Request("gather", "latency", Cache("q8", 32), 2, MAX_ROWS, "replicate"),
 )
 PLANS = {"uneven": UNEVEN, "alone": ALONE, "replicated": REPLICATED}
+#: Seeds of contexts, by what they make of the devices.
+BACKENDS = {"plain": None, "adversarial": 1}
 
 
 def widest(plan: SplitPlan) -> int:

@@ -1,57 +1,19 @@
-"""Bad input through the command line: one clear error with numbers or names, a hint, no traceback, nothing written."""
+"""Bad models, devices and requests on the command line: a clear error with numbers or names, a hint, nothing written."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import attrs
 import pytest
 
 from tests.checkpoints import LLAMA, llama_layers, llama_outside, write_checkpoint
+from tests.cli_cases import LLAMA_8B, folder, refused  # noqa: F401 (for every test here)
 from tests.codec_cases import TEXT
 from tests.command import command
-from tests.test_verify import VALID, VIOLATIONS, edited
-from tpplan import codec
 
-if TYPE_CHECKING:
-    from tests.command import Done
-
-ROOT = Path(__file__).parent.parent
-LLAMA_8B = ROOT / "examples/models/Llama-3.1-8B"
 CONFIG: dict[str, Any] = json.loads((LLAMA_8B / "config.json").read_text(encoding="utf-8"))
-HOLE = 2**30
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in an empty directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TPPLAN_DEBUG", raising=False)
-    return tmp_path
-
-
-def refused(*arguments: object, code: int = 2, stdin: bytes = b"") -> str:
-    """Return what standard error says of a command that must fail, after checking how it says it."""
-    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
-    done = command(*arguments, stdin=stdin)
-    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
-    return judged(done, code)
-
-
-def judged(done: Done, code: int) -> str:
-    """Check the form of a failure: its code, an error in one paragraph, a hint, nothing on standard output."""
-    assert (done.code, done.out) == (code, "")
-    assert done.err.startswith("error: ")
-    assert "\nhint: " in done.err
-    assert "\n\n" not in done.err
-    assert "Traceback" not in done.err
-    assert "has a bug" not in done.err
-    return done.err
 
 
 def with_config(**changes: Any) -> Path:
@@ -210,128 +172,3 @@ def test_unwritable_output() -> None:
     Path("a.json").write_text(TEXT, encoding="utf-8")
     assert "'nowhere/a.svg'" in refused("show", "a.json", "--svg", "nowhere/a.svg")
     assert Path("file").read_text() == "mine"
-
-
-@pytest.mark.parametrize(("rule", "edits", "words"), VIOLATIONS)
-def test_edited_plans(rule: str, edits: dict[str, Any], words: str) -> None:
-    """A plan edited into a violation of any rule is refused by every command with that rule and its numbers."""
-    plan = VALID
-    for path, value in edits.items():
-        plan = edited(plan, path, value)
-    Path("edited.json").write_text(codec.dumps(plan), encoding="utf-8")
-    for asked in (
-        ("diff", "edited.json", "edited.json"),
-        ("check", "edited.json", "--model", LLAMA_8B),
-    ):
-        newer = plan.format_version == "1.1" and asked[0] == "diff"
-        if not newer:
-            err = refused(*asked)
-            assert words in err
-            assert rule in err
-    done = command("validate", "edited.json")
-    assert done.code == 1
-    assert words in done.out
-    assert rule in done.out
-    assert "hint: " in done.err
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (TEXT.replace('"1.0"', '"2.0"'), "'2.0', this tpplan reads 1.x"),
-        ("[" * 200_000, "deep"),
-        ("", "is empty"),
-        ("{}", "$schema"),
-        ("[]", "expected an object"),
-        ("\ufeff" + TEXT, "byte order mark"),
-        (TEXT.replace("2048", "2048.0"), "2048.0"),
-        (TEXT.replace('"batch": 2', '"batch": true'), "request.batch"),
-        (TEXT.replace('"batch": 2', '"batch": "2"'), "request.batch"),
-        (TEXT.replace('"batch": 2', '"batch": 2, "batch": 2'), "twice"),
-        (TEXT.replace('"batch": 2', '"batch": NaN'), "NaN"),
-        (TEXT.replace('"batch": 2', f'"batch": {"9" * 5000}'), "5000 digits"),
-        (TEXT.replace('"batch": 2', '"batch": 2, "extra": 1'), "extra"),
-        (TEXT[: len(TEXT) // 2], "line"),
-    ],
-    ids=[
-        "2.0",
-        "deep",
-        "empty",
-        "object",
-        "array",
-        "bom",
-        "float",
-        "bool",
-        "text",
-        "twice",
-        "nan",
-        "long",
-        "key",
-        "cut",
-    ],
-)
-def test_plan_files(text: str, words: str) -> None:
-    """Plans of another version and files that are no plans: the first thing wrong is named."""
-    Path("bad.json").write_bytes(text.encode())
-    err = refused("show", "bad.json")
-    assert "bad.json" in err
-    assert words in err
-    assert "standard input" in refused("show", "-", stdin=text.encode())
-    assert words in command("validate", "bad.json").out
-
-
-def test_missing_plan_is_no_answer() -> None:
-    """A plan that is not there, or is a directory, is neither valid nor invalid."""
-    Path("a.json").write_text(TEXT, encoding="utf-8")
-    for name in ("missing.json", "."):
-        for asked in (("show", name), ("diff", "a.json", name), ("validate", "a.json", name)):
-            assert repr(name) in refused(*asked)
-
-
-def test_a_gigabyte_is_not_read() -> None:
-    """A file of 1 GiB is refused by its size, whether it is a plan, a config, a devices file or a header's index."""
-    for name in ("config.json", "big.json"):
-        with Path(name).open("wb") as file:
-            file.truncate(HOLE)
-    for asked in (
-        ("show", "big.json"),
-        ("inspect", "config.json"),
-        ("plan", LLAMA_8B, "--gpus", "big.json", "-o", "x.json"),
-    ):
-        assert str(HOLE) in refused(*asked)
-    done = command("validate", "big.json")
-    assert (done.code, str(HOLE) in done.out) == (1, True)
-
-
-def test_a_gigabyte_of_spaces_through_a_pipe() -> None:
-    """Spaces without end are read no further than the largest document."""
-    tpplan = f"{sys.executable} -m tpplan show -"
-    done = subprocess.run(
-        ["bash", "-c", f"head -c {HOLE} /dev/zero | tr '\\0' ' ' | (ulimit -v 2000000; {tpplan})"],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 2
-    assert "has more than 16777216 bytes" in done.stderr
-    assert "\nhint: " in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_json_errors_are_documents() -> None:
-    """With --json bad input still gives one document, with every problem of a plan one by one."""
-    plan = attrs.evolve(VALID, request=attrs.evolve(VALID.request, batch=0, max_rows=0))
-    Path("bad.json").write_text(codec.dumps(plan), encoding="utf-8")
-    done = command("show", "bad.json", "--json")
-    error = json.loads(done.out)["error"]
-    assert (done.code, error["kind"]) == (2, "plan")
-    assert [p["path"] for p in error["problems"]] == ["request.batch", "request.max_rows"]
-    for asked, kind in (
-        (("inspect", "nowhere"), "model"),
-        (("plan", LLAMA_8B, "--gpus", "20gb"), "device"),
-        (("plan", LLAMA_8B, "--gpus", "24GiB", "--cache", "q5"), "request"),
-        (("show", "nowhere.json"), "file"),
-    ):
-        done = command(*asked, "--json")
-        assert (done.code, json.loads(done.out)["error"]["kind"]) == (2, kind)

@@ -6,16 +6,16 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import define
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from torch import Tensor
 
 from tests.caller import total
+from tests.context_caller import ContextCaller, Value
 from tests.contexts import PLANS, context, little_room
 from tests.exec_reference import same, values
-from tpplan.axes import Axis, parse_layers
+from tpplan.axes import Axis
 from tpplan.exec import HOST
 from tpplan.exec.adversary import Adversary
 from tpplan.exec.fence import caller
@@ -24,9 +24,7 @@ from tpplan.exec.program import Stream
 from tpplan.workspace import align
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tpplan.exec import Gathered, TPContext
+    from tpplan.exec import Gathered
 
 __all__ = ["little_room"]  # a fixture
 
@@ -35,26 +33,8 @@ _DTYPES = st.sampled_from((torch.bfloat16, torch.float32, torch.float16))
 _SHARE = st.integers(0, 99)  # of all axes, cuts, devices
 
 
-@define(eq=False)
-class Value:
-    """A tensor of the caller on a virtual device.
-
-    Attributes:
-        tensor: there.
-        truth: what it holds when the caller's stream has come this far.
-        is_scratch: whether it is gone with the next begin_scratch.
-    """
-
-    tensor: Tensor
-    truth: Tensor
-    is_scratch: bool = False
-
-
-class ContextMachine(RuleBasedStateMachine):
+class ContextMachine(ContextCaller):
     """A caller who has tensors on every device, and does with them whatever the context allows."""
-
-    ctx: TPContext
-    backend: Adversary
 
     @initialize(name=st.sampled_from(tuple(PLANS)), transport=st.sampled_from(TRANSPORTS), seed=st.integers(0, 2**32))
     def start(self, name: str, transport: str, seed: int) -> None:
@@ -73,10 +53,10 @@ class ContextMachine(RuleBasedStateMachine):
         backend = self.ctx._engine.backend
         assert isinstance(backend, Adversary)
         self.backend = backend
-        self.known: dict[int, list[Value]] = {device: [] for device in self.ctx.all_devices}
-        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.known = {device: [] for device in self.ctx.all_devices}
+        self.seen = []
         self.pending = []
-        self.streams: dict[int, Stream] = {}
+        self.streams = {}
 
     @rule(axis=_SHARE, source=_SHARE, rows=_ROWS, dtype=_DTYPES, reuse=st.booleans())
     def broadcast(self, axis: int, source: int, rows: tuple[int, ...], dtype: torch.dtype, reuse: bool) -> None:
@@ -273,100 +253,6 @@ class ContextMachine(RuleBasedStateMachine):
             for handle, truth, buffer in self.pending:
                 assert handle.done()
                 assert buffer is not None or same(handle.tensor, truth)
-
-    def check(self) -> None:
-        """Compare what the caller's streams have read, and what the tensors hold now, with the truth."""
-        for found, truth in self.seen:
-            assert same(found, truth), "a result read by the caller"
-        self.seen.clear()
-        for device, known in self.known.items():
-            for value in known:
-                assert same(value.tensor, value.truth), f"a tensor on device {device}"
-
-    def cut(self, share: int, layer: int | None = None) -> tuple[Axis, int | None]:
-        """Return one of the plan's axes with a layer for one of its cuts, or one that the layer has."""
-        cuts = [(s.axis, min(parse_layers(s.layers)) if s.layers else layer) for s in self.plan.splits]
-        if layer is not None:
-            cuts = [(axis, layer) for axis, at in cuts if at == layer]
-        return cuts[share % len(cuts)]
-
-    def device(self, share: int, *others: int) -> int:
-        """Return one of the devices in use, or another place."""
-        places = (*self.ctx.all_devices, *others)
-        return places[share % len(places)]
-
-    def lacks(self, sizes: dict[int, int]) -> bool:
-        """Tell whether a device has too little scratch."""
-        return any(self.ctx.devices[device].arena.free_bytes < size for device, size in sizes.items())
-
-    def parts(self, axis: Axis, layer: int | None, rows: tuple[int, ...], dtype: torch.dtype) -> list[Value]:
-        """Return a part of the axis on each of its devices."""
-        return [self.input(s.device, rows, s.end - s.start, dtype) for s in self.ctx.split(axis, layer)]
-
-    def input(
-        self,
-        device: int,
-        rows: tuple[int, ...],
-        columns: int,
-        dtype: torch.dtype,
-        taken: Sequence[Value] = (),
-        *,
-        truth: Tensor | None = None,
-    ) -> Value:
-        """Return a tensor that is known and not taken, or a new one; written by the caller's stream."""
-        known = self.known.get(device, [])
-        shape = torch.Size((*rows, columns))
-        fit = [v for v in known if v.tensor.shape == shape and v.tensor.dtype == dtype and v not in taken]
-        if fit and self.random.random() < 0.7:
-            value = self.random.choice(fit)
-            if truth is not None:
-                self.write(device, value, truth)
-            return value
-        new = values(rows, columns, dtype, self.random) if truth is None else truth
-        value = Value(new.clone(), new)
-        known.append(value)
-        return value
-
-    def outs(
-        self,
-        devices: Sequence[int],
-        rows: tuple[int, ...],
-        columns: Sequence[int],
-        dtype: torch.dtype,
-        taken: Sequence[Value],
-    ) -> list[Value]:
-        """Return places for results: tensors that have been used, or new ones."""
-        return [self.input(d, rows, n, dtype, taken) for d, n in zip(devices, columns, strict=True)]
-
-    def take(
-        self, devices: Sequence[int], results: Sequence[Tensor], truths: Sequence[Tensor], outs: list[Value] | None
-    ) -> None:
-        """Read results on the caller's streams, and keep them."""
-        for i, (device, result, truth) in enumerate(zip(devices, results, truths, strict=True)):
-            if outs is None:
-                self.known[device].append(Value(result, truth))
-            else:
-                assert result is outs[i].tensor
-                outs[i].truth = truth
-            self.do(device, lambda r=result, t=truth: self.seen.append((r.clone(), t)))
-
-    def spoil(self, device: int, value: Value) -> None:
-        """Write over an input right after the call; the host does so at once."""
-        if device == HOST:
-            value.tensor.zero_()
-        else:
-            self.write(device, value)
-
-    def write(self, device: int, value: Value, truth: Tensor | None = None) -> None:
-        """Write to a tensor on the caller's stream."""
-        new = values(value.tensor.shape[:-1], value.tensor.shape[-1], value.tensor.dtype, self.random)
-        value.truth = new if truth is None else truth
-        self.do(device, lambda t=value.truth: value.tensor.copy_(t))
-
-    def do(self, device: int, work: object) -> None:
-        """Issue the caller's own work."""
-        assert callable(work)
-        self.backend.call(self.streams.get(device, caller(device)), work)
 
 
 TestContext = ContextMachine.TestCase

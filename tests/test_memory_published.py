@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.memory_models import BITS, MLA
 from tests.planning_cases import spec
-from tests.test_memory import BITS, MLA
 from tpplan.axes import Axis
 from tpplan.devices import Device
 from tpplan.memory import cache_bytes_per_token, demands, ledger

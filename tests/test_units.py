@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
+from tests.memory_models import model
 from tests.planning_cases import spec
-from tests.test_memory import model
 from tpplan.axes import Axis
 from tpplan.memory import axis_unit, demands
 from tpplan.plan import Cache, Request
