@@ -1,4 +1,4 @@
-"""Bad models, devices and requests on the command line: a clear error with numbers or names, a hint, nothing written."""
+"""Bad models, devices and requests on the command line: a clear error with numbers or names, a hint, no traceback."""
 
 from __future__ import annotations
 
