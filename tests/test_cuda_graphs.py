@@ -188,3 +188,21 @@ def test_what_the_host_does_is_not_captured(ctx: tpx.TPContext) -> None:
         with pytest.raises(ExecutionError, match="the host takes part"), ctx.capture():
             operation()
     assert torch.equal(ctx.gather(parts, "residual").tensor, x)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_capture_of_one_device_is_refused(ctx: tpx.TPContext, current: int) -> None:
+    """By whoever made it, and whichever device is current; nothing is issued, and calls go on."""
+    (parts, total), out = parts_of(ctx, 2), parts_of(ctx, 2)[0]
+    ctx.all_reduce(parts, out=out)
+    own, graph = torch.cuda.Stream(parts[0].device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    with torch.cuda.graph(graph, stream=own, capture_error_mode="relaxed"):
+        parts[0].add_(0)
+        with torch.cuda.device(current), pytest.raises(ExecutionError, match="cuda:0 is being captured, but not by"):
+            ctx.all_reduce(parts, out=out)
+    for part in out:
+        part.zero_()
+    graph.replay()
+    ctx.all_reduce(parts, out=out)
+    assert all(torch.equal(result.cpu(), total) for result in out)

@@ -103,13 +103,13 @@ class _Kernel(Ready):
         self.launched.append("graph")
 
 
-@pytest.mark.parametrize("captured", ["", "the current stream", "all"])
-def test_what_is_called_often_is_launched_by_graphs(captured: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is bound while something is captured never is: the launch of a graph cannot be captured.
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_is_called_often_is_launched_by_graphs(monkeypatch: pytest.MonkeyPatch, *, captured: bool) -> None:
+    """What is bound while the context is captured never is: the launch of a graph cannot be captured.
 
-    Also where it is another stream than the current one, of another device for instance, that the context captures.
+    Also where the current stream is none of those that are.
     """
-    monkeypatch.setattr(cuda, "is_capturing", lambda: captured == "the current stream")
+    monkeypatch.setattr(cuda, "is_capturing", lambda: False)
     monkeypatch.setattr(cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch_graph, "graph_of", lambda kernel, ordinal: kernel.graph if ordinal == 3 else None)
     devices: Any = object.__new__(CudaDevices)
@@ -117,8 +117,8 @@ def test_what_is_called_often_is_launched_by_graphs(captured: str, monkeypatch: 
     devices._issuing, devices._loaded, devices._marks = Issuing(devices._exchanges), set(), Marks({})
     devices._ordinals, devices._graphs, devices._streams = {0: 3}, LaunchGraphs({0: 3}), {}
     devices._current, devices._handle = {0: 50}, lambda _: 50
-    devices.captures = captured == "all"
-    assert devices.is_capturing() is bool(captured)
+    devices.captures = captured
+    assert devices.is_capturing() is captured
     program, x, launched = Program("p", ()), torch.ones(2, 3), list[str]()
     ready = ReadyProgram(program, ((_Kernel(launched), 0, 0),), (0,), frozenset(), Mock(), on_host=False, copies=False)
     devices._ready = {(id(program), x.dtype): ready}
@@ -134,10 +134,10 @@ def test_what_is_called_often_is_launched_by_graphs(captured: str, monkeypatch: 
         issue()
 
 
-@pytest.mark.parametrize("captured", ["", "the current stream", "all"])
-def test_slots_are_not_cleared_while_something_is_captured(captured: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_slots_are_not_cleared_while_something_is_captured(monkeypatch: pytest.MonkeyPatch, *, captured: bool) -> None:
     """What was never run is refused before its slots are touched, whichever stream is current in the capture."""
-    monkeypatch.setattr(cuda, "is_capturing", lambda: captured == "the current stream")
+    monkeypatch.setattr(cuda, "is_capturing", lambda: False)
     case = CASES[next(name for name, each in CASES.items() if each.way.small and each.way.transport == "peer")]
     cleared = list[Any]()
     exchanges: Any = object.__new__(Exchanges)
@@ -146,14 +146,65 @@ def test_slots_are_not_cleared_while_something_is_captured(captured: str, monkey
     monkeypatch.setattr(slots, "prepare", lambda *_: ())
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges, devices._ready, devices._load_handles = exchanges, {}, {}
-    devices._marks, devices.captures = Mock(), captured == "all"
+    devices._marks, devices.captures = Mock(), captured
     monkeypatch.setattr(cuda, "without_callers", lambda _: ())
     if captured:
         with pytest.raises(ExecutionError, match="run everything once before capturing it"):
             devices._prepare(case.program, torch.bfloat16)
     else:
         devices._prepare(case.program, torch.bfloat16)
-    assert bool(cleared) is not bool(captured)
+    assert bool(cleared) is not captured
+
+
+def _turning(monkeypatch: pytest.MonkeyPatch, captured: list[int], before: dict[int, int]) -> Any:
+    """Return three devices, of which somebody captures the streams of some, and 9 is the one that is current."""
+    at = [9]
+    monkeypatch.setattr(cuda, "switch_device", lambda device: (at[0], at.__setitem__(0, device))[0])
+    monkeypatch.setattr(cuda, "is_capturing", lambda: at[0] in captured)
+    monkeypatch.setattr(cuda, "current_device", lambda: at[0])
+    monkeypatch.setattr(cuda, "stream_handle", lambda ordinal: 10 * ordinal)
+    devices: Any = object.__new__(CudaDevices)
+    devices._exchanges = Mock()
+    devices._issuing, devices._loaded = Issuing(devices._exchanges), set()
+    devices._ordinals, devices._current = {0: 4, 1: 9, 2: 6}, dict(before)
+    devices._streams = {(d, handle): Mock() for d in range(3) for handle in (1, 40, 90, 60)}
+    return devices
+
+
+@pytest.mark.parametrize("before", [{}, {0: 1, 1: 1, 2: 1}])
+@pytest.mark.parametrize("foreign", [4, 9])
+def test_what_somebody_else_captures_is_refused(
+    foreign: int, before: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One device would wait, when it is replayed, for others that did their part long ago; nothing is issued.
+
+    Whether its device is current or not, and whether something else was issued before.
+    """
+    captured = [foreign]
+    devices = _turning(monkeypatch, captured, before)
+    step = Mock()
+    ready = ReadyProgram(Program("p", ()), ((step, 0, 0),), (0, 1, 2), frozenset(), Mock(), on_host=False, copies=False)
+    bound = Bound(ready, tuple((step, device, 0) for device in range(3)), quick=((step, 0, 0), (step, 1, 0)))
+    for _ in range(2):
+        with pytest.raises(ExecutionError, match=f"cuda:{foreign} is being captured, but not by") as error:
+            devices.is_capturing() or devices.issue(bound)
+        assert "ctx.capture()" in error.value.hint
+    step.assert_not_called()
+    devices._exchanges.interrupt.assert_not_called()
+    devices._streams[{4: 0, 9: 1}[foreign], 10 * foreign].wait_stream.assert_not_called()
+    captured.clear()
+    devices.issue(bound)
+    assert [call.args for call in step.call_args_list] == [(40,), (90,)]
+    assert devices._current == {0: 40, 1: 90, 2: 60}
+
+
+def test_in_a_capture_of_the_context_all_streams_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it captures are its own."""
+    devices = _turning(monkeypatch, [4, 6, 9], {})
+    devices.captures = True
+    assert devices.is_capturing()
+    devices.turn_to_current()
+    assert devices._current == {0: 40, 1: 90, 2: 60}
 
 
 def test_default_streams_have_their_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +263,7 @@ def test_programs_of_copies_give_what_they_should(name: str, monkeypatch: pytest
     reads_host = any(each.stream == HOST_STREAM for each in program.commands if isinstance(each, Copy))
     assert (devices.bind(program, tensors) is None) is reads_host  # or it would keep the tensor that the host reads
     if reads_host or program.results:
-        monkeypatch.setattr(cuda, "is_capturing", lambda: True)
+        devices.captures = True
         with pytest.raises(ExecutionError, match="cannot be captured"):
             devices.run(program, tensors)
     streams = {stream for *_, stream in fake.copied}

@@ -147,8 +147,14 @@ class CudaDevices:
                 switch_device(before)
 
     def is_capturing(self) -> bool:
-        """Tell whether the context is being captured, or the current stream of the current device."""
-        return self.captures or is_capturing()
+        """Tell whether the context is being captured.
+
+        Raises:
+            ExecutionError: somebody else captures the current stream.
+        """
+        if not self.captures and is_capturing():
+            raise _foreign(current_device())
+        return self.captures
 
     def issuing(self) -> Issuing:
         """Return what is to be held while kernels are issued that devices exchange by."""
@@ -243,7 +249,13 @@ class CudaDevices:
         return stream_handle(self._ordinals[device])
 
     def _turn_to(self, device: int, handle: int) -> None:
-        """Make the current stream of a device tpplan's: it waits for the one that was, if that was another."""
+        """Make the current stream of a device tpplan's: it waits for the one that was, if that was another.
+
+        Raises:
+            ExecutionError: somebody else captures it.
+        """
+        if not self.captures and _is_capturing_on(self._ordinals[device]):
+            raise _foreign(self._ordinals[device])
         before = self._current.get(device)
         key = (device, handle)
         if key not in self._streams:
@@ -255,3 +267,17 @@ class CudaDevices:
         if before is not None:
             self._streams[key].wait_stream(self._streams[device, before])
         self._current[device] = handle
+
+
+def _is_capturing_on(ordinal: int) -> bool:
+    before = switch_device(ordinal)
+    try:
+        return is_capturing()
+    finally:
+        switch_device(before)
+
+
+def _foreign(ordinal: int) -> ExecutionError:
+    """Return what is raised where a device would wait for others that are not captured with it."""
+    message = f"cuda:{ordinal} is being captured, but not by the context"
+    return ExecutionError(message, "capture with ctx.capture(), which takes all devices")
