@@ -198,19 +198,27 @@ def test_version_and_help() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["shw"], "show"),
-        (["show"], "PLAN"),
+        (["shw"], "unknown command 'shw'"),
+        (["--quiet"], "the first argument is '--quiet', expected a command"),
+        (["show"], "tpplan show needs PLAN"),
         (["show", "a.json", "b.json"], "'b.json'"),
-        (["plan", "model"], "--gpus"),
+        (["plan", "model"], "tpplan plan needs --gpus"),
         (["plan", "model", "--gpu", "24GiB"], "--gpus"),
-        (["plan", "model", "--gpus", "24GiB", "--context", "many"], '"many"'),
-        (["plan", "model", "--gpus", "24GiB", "--context"], "--context"),
+        (["plan", "model", "--gpus", "24GiB", "--context", "many"], "--context is 'many', expected a whole number"),
+        (["plan", "model", "--gpus", "24GiB", "--context", "1.5"], "--context is '1.5', expected a whole number"),
+        (["plan", "model", "--gpus", "24GiB", "--batch", "0x10"], "--batch is '0x10', expected a whole number"),
+        (["bench", "a.json", "--rounds", "2.5"], "--rounds is '2.5', expected a whole number"),
+        (["generate", "a.json", "--model", "m", "--temperature", "warm"], "--temperature is 'warm', expected a number"),
+        (["plan", "model", "--gpus", "24GiB", "--json=maybe"], "--json is 'maybe', expected no value"),
+        (["plan", "model", "--gpus", "24GiB", "--gpus", "12GiB"], "--gpus is there twice"),
+        (["plan", "model", "--gpus", "24GiB", "12GiB"], "tpplan plan takes no further argument '12GiB'"),
+        (["plan", "model", "--gpus", "24GiB", "--context"], "--context has no value"),
         (["show", "a.json", "--bogus"], "--bogus"),
         (["validate"], "no plan was named"),
         (["check", "a.json"], "--model"),
-        (["inspect", ""], "model is empty"),
-        (["plan", "model", "--gpus", "24GiB", "-o", ""], "output is empty"),
-        (["validate", "a.json", ""], "plans is empty"),
+        (["inspect", ""], "MODEL is empty"),
+        (["plan", "model", "--gpus", "24GiB", "-o", ""], "--output is empty"),
+        (["validate", "a.json", ""], "PLANS is empty"),
         (["diff", "-", "-"], "standard input"),
         (["validate", "-", "a.json", "-"], "standard input"),
         (["show", "a.json", "--svg", "-", "--html", "-"], "standard output"),
@@ -226,6 +234,23 @@ def test_usage(arguments: list[str], words: str) -> None:
     assert hint.startswith("hint: ")
     document = conforms(command(*arguments, "--json").out, "error-report")
     assert document["error"]["kind"] == "usage"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["shw"], "did you mean show?"),
+        (["zzz"], "commands are inspect, devices, plan, "),
+        (["plan", "m", "--gpu", "24GiB"], "did you mean --gpus instead of --gpu? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--contxt", "5"], "did you mean --context? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--gpus", "12GiB"], "separate GPUs by commas, as in --gpus RTX4090,RTX3060;"),
+        (["plan", "m", "--gpus", "24GiB", "12GiB"], "separate GPUs by commas, as in --gpus RTX4090,RTX3060;"),
+        (["show", "a.json", "b.json"], "tpplan show --help lists what there is"),
+    ],
+)
+def test_usage_hints(arguments: list[str], hint: str) -> None:
+    """The hint names what was probably meant, and where all is listed."""
+    assert f"\nhint: {hint}" in command(*arguments).err
 
 
 def test_bug_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,5 +98,7 @@ def needing(what: str, extra: str = "exec") -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tpplan"):
+            raise  # a part of tpplan itself: nothing to install mends that
         message = f"{what} needs {error.name}, which is not installed"
         raise ExecutionError(message, f"pip install 'tpplan[{extra}]'") from error

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
-from cyclopts import CycloptsError, UnusedCliTokensError
+from cyclopts import CycloptsError
 
-from tpplan import console
+from tpplan import console, usage
 from tpplan.commands import NO, OK, app
 from tpplan.errors import InternalError, TpplanError, UsageError
 from tpplan.generate import generate
@@ -71,14 +72,13 @@ def _parsed(tokens: list[str]) -> tuple[Any, Any]:
             [_DASH if token == console.STREAM else token for token in tokens], exit_on_error=False, print_error=False
         )
     except CycloptsError as error:
-        name = f"tpplan {tokens[0]}" if tokens and tokens[0] in app else "tpplan"
-        text = " ".join(str(error).replace(_DASH, console.STREAM).split())
-        if isinstance(error, UnusedCliTokensError):
-            text = f"{name} takes no further argument {' '.join(error.unused_tokens or ())!r}"
-        raise UsageError(text.removesuffix("."), f"{name} --help lists what there is") from error
+        commands = [name for name in app if not name.startswith("-")]
+        raise usage.explained(error, tokens, commands) from error
     for key, value in bound.arguments.items():
         if "" in (value if isinstance(value, tuple) else (value,)):
-            raise UsageError(f"{key} is empty", "a variable of the shell may have no value")
+            option = bound.signature.parameters[key].kind is Parameter.KEYWORD_ONLY
+            name = f"--{key.replace('_', '-')}" if option else key.upper()
+            raise UsageError(f"{name} is empty", "a variable of the shell may have no value")
         bound.arguments[key] = _undashed(value)
     return command, bound
 

@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 
 from tpplan import __version__, chores, console
 from tpplan.errors import RequestError, UsageError
+from tpplan.usage import whole
 
 OK, NO = 0, 1
 
@@ -23,6 +24,7 @@ app = App(
 )
 
 _Output = Annotated[str, Parameter(name=["--output", "-o"])]
+Whole = Annotated[int, Parameter(converter=whole)]
 
 
 def _survey(*, json: bool) -> int:
@@ -84,12 +86,12 @@ def plan(
     *,
     gpus: str,
     output: _Output = "",
-    context: int | None = None,
-    batch: int = 1,
+    context: Whole | None = None,
+    batch: Whole = 1,
     cache: str = "fp16",
     layout: str = "",
     strategy: str = "balanced",
-    max_rows: int = 2048,
+    max_rows: Whole = 2048,
     kv: str = "idle",
     json: bool = False,
 ) -> int:
@@ -238,7 +240,7 @@ def bench(
     *,
     backend: str = "auto",
     sizes: str = "8KiB,64KiB,1MiB,16MiB",
-    rounds: int = 7,
+    rounds: Whole = 7,
     transport: str = "auto",
     json: bool = False,
 ) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tpplan import chores, console
-from tpplan.commands import OK
+from tpplan.commands import OK, Whole
 from tpplan.errors import RequestError, UsageError
 
 #: Characters of a number; no model has so many tokens.
@@ -17,10 +17,10 @@ def generate(
     model: str,
     prompt: str = "",
     token_ids: str = "",
-    max_new_tokens: int | None = None,
+    max_new_tokens: Whole | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
-    seed: int = 0,
+    seed: Whole = 0,
     backend: str = "auto",
     json: bool = False,
 ) -> int:

@@ -1,0 +1,92 @@
+"""What is wrong with the arguments of a command: one sentence, and a hint."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from cyclopts import (
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    RepeatArgumentError,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
+
+from tpplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+_LONGEST_NUMBER = 100
+
+
+def whole(_: object, tokens: Sequence[Any]) -> int:
+    """Return the whole number that an argument is, and no other: 1.5 is not 2.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = tokens[0].value
+    if len(text) > _LONGEST_NUMBER or not _WHOLE.fullmatch(text):
+        raise ValueError(text)
+    return int(text)
+
+
+def explained(error: CycloptsError, tokens: Sequence[str], commands: Sequence[str]) -> UsageError:
+    """Return in words what cannot be parsed.
+
+    Args:
+        error: why.
+        tokens: all arguments.
+        commands: there are.
+    """
+    if not tokens or tokens[0] not in commands:
+        return _no_command(error, tokens, commands)
+    name = f"tpplan {tokens[0]}"
+    message, hint = _problem(error, name)
+    listed = f"{name} --help lists what there is"
+    joint = " " if hint.endswith("?") else "; "
+    return UsageError(message, f"{hint}{joint}{listed}" if hint else listed)
+
+
+def _no_command(error: CycloptsError, tokens: Sequence[str], commands: Sequence[str]) -> UsageError:
+    """Return what is said of arguments that do not begin with a command."""
+    first = tokens[0] if tokens else ""
+    if not isinstance(error, UnknownCommandError) or first.startswith("-"):
+        return UsageError(f"the first argument is {first[:40]!r}, expected a command", _listed(commands))
+    near = get_close_matches(first, commands, 1)
+    return UsageError(f"unknown command {first[:40]!r}", f"did you mean {near[0]}?" if near else _listed(commands))
+
+
+def _listed(commands: Sequence[str]) -> str:
+    return f"commands are {', '.join(commands[:-1])} and {commands[-1]}; tpplan --help explains them"
+
+
+def _problem(error: CycloptsError, name: str) -> tuple[str, str]:
+    """Return the sentence, and a hint where there is a better one than to read the help."""
+    option = error.argument.name if error.argument else ""
+    text = " ".join(str(error).split()).removesuffix(".")
+    near = re.search(r"Did you mean (\S+)(?: instead of (\S+))?\?", text)
+    meant = f"did you mean {near[0].removeprefix('Did you mean ')}" if near else ""
+    commas = "separate GPUs by commas, as in --gpus RTX4090,RTX3060"
+    if isinstance(error, UnknownOptionError):
+        text = f"{name} has no option {(error.token.keyword or error.token.value)[:40]}"
+    elif isinstance(error, UnusedCliTokensError):
+        text = f"{name} takes no further argument {' '.join(error.unused_tokens or ())[:60]!r}"
+        meant = commas if name == "tpplan plan" else ""
+    elif isinstance(error, MissingArgumentError):
+        given = error.keyword or (error.argument and error.argument.tokens)
+        text = f"{error.keyword or option} has no value" if given else f"{name} needs {option}"
+    elif isinstance(error, RepeatArgumentError):
+        text = f"{error.token.keyword or option} is there twice, expected once"
+        meant = commas if error.token.keyword == "--gpus" else ""
+    elif isinstance(error, CoercionError) and error.token:
+        kinds: dict[object, str] = {bool: "no value", float: "a number"}
+        text = f"{error.token.keyword or option} is {error.token.value[:40]!r}, expected "
+        text += kinds.get(error.target_type, "a whole number in digits, such as 32768")
+    return text, meant
