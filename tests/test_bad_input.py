@@ -113,6 +113,8 @@ def test_hostile_headers(length: int) -> None:
         ("99999999x24GiB", ["99999999"]),
         ("24GiB,,12GiB", ["entry 2"]),
         ("RTX4091", ["RTX4091", "RTX 4090"]),
+        ("RTX3090+RTX4070", ["hint: separate GPUs by commas: RTX3090,RTX4070\n"]),
+        ("2xRTX3090 4070", ["hint: separate GPUs by commas: RTX3090,4070\n"]),
         ("RTX4090:99GiB", ["99GiB", "24.00 GiB"]),
         ("missing.json", ["missing.json"]),
         ("9" * 200 + "GiB", ["99999999"]),
@@ -132,6 +134,27 @@ def test_too_small_devices() -> None:
     assert "… 49 more devices …" in err
 
 
+@pytest.mark.parametrize(
+    ("document", "arguments", "words"),
+    [
+        ("plan", ("plan", LLAMA_8B, "--gpus", "it.json"), "is a plan, expected a devices file"),
+        ("plan", ("inspect", "it.json"), "it.json is a plan, expected a model's config.json"),
+        ("devices", ("show", "it.json"), "is a devices file, expected a plan"),
+        ("devices", ("inspect", "it.json"), "it.json is a devices file, expected a model's config.json"),
+        ("config", ("diff", "it.json", "it.json"), "is a model's config.json, expected a plan"),
+        ("config", ("plan", LLAMA_8B, "--gpus", "it.json"), "is a model's config.json, expected a devices file"),
+    ],
+)
+def test_mistaken_documents(document: str, arguments: tuple[object, ...], words: str) -> None:
+    """A plan, a devices file and a config.json in each other's place are told apart in a sentence, not key by key."""
+    devices = '{"format_version": "1.0", "devices": []}'
+    config = (LLAMA_8B / "config.json").read_text(encoding="utf-8")
+    Path("it.json").write_text({"plan": TEXT, "devices": devices, "config": config}[document], encoding="utf-8")
+    err = refused(*arguments)
+    assert words in err
+    assert "is missing" not in err
+
+
 @pytest.mark.parametrize("option", [("--kv", "copy"), ("--layout", "cut"), ("--strategy", "fast"), ("--cache", "q5")])
 def test_unknown_choices(option: tuple[str, str]) -> None:
     """An unknown choice is quoted among those that there are."""
@@ -143,7 +166,10 @@ def test_unknown_choices(option: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--context", "131073"], ["131073", "131072"]),
+        (
+            ["--context", "131073"],
+            ["error: 131073 tokens per sequence are more than the 131072 that Llama-3.1-8B was made"],
+        ),
         (["--context", "0"], ["--context is 0"]),
         (["--context", "-4"], ["--context is -4"]),
         (["--context", "9" * 30], ["9999", "1099511627776"]),
@@ -166,9 +192,11 @@ def test_unwritable_output() -> None:
     Path("folder").mkdir()
     Path("file").write_text("mine")
     asked = ("plan", LLAMA_8B, "--gpus", "24GiB,12GiB", "--context", 4096, "-o")
-    assert "'nowhere/x.json'" in refused(*asked, "nowhere/x.json")
+    assert "'nowhere/x.json'" in (err := refused(*asked, "nowhere/x.json"))
+    assert "hint: make the directory 'nowhere' first" in err
     assert "folder" in refused(*asked, "folder")
-    assert "file/x.json" in refused(*asked, "file/x.json")
+    assert "file/x.json" in (err := refused(*asked, "file/x.json"))
+    assert "make the directory" not in err
     Path("a.json").write_text(TEXT, encoding="utf-8")
     assert "'nowhere/a.svg'" in refused("show", "a.json", "--svg", "nowhere/a.svg")
     assert Path("file").read_text() == "mine"

@@ -79,11 +79,12 @@ def test_ascii_stream(plans: tuple[str, str]) -> None:
     assert b"RTX 3060 (B\xc3\xbcro)".decode() in command("show", "ü.json", "--json").out
 
 
-def _shell(line: str) -> subprocess.CompletedProcess[str]:
+def _shell(line: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     tpplan = f"{sys.executable} -m tpplan"
     return subprocess.run(
         ["bash", "-c", line.replace("TPPLAN", tpplan)],  # noqa: S607
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -92,8 +93,11 @@ def _shell(line: str) -> subprocess.CompletedProcess[str]:
 
 def test_closed_pipe_is_quiet() -> None:
     """A reader that leaves early is no error worth a word."""
-    done = _shell(f"TPPLAN show {FIXTURE} --html - | true; echo ${{PIPESTATUS[0]}}")
-    assert (done.stdout, done.stderr) == ("141\n", "")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = _shell(f"TPPLAN show {FIXTURE} --html -", stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -113,6 +117,12 @@ def test_closed_streams_are_no_bug(tmp_path: Path) -> None:
     done = _shell("TPPLAN show - <&-")
     assert done.returncode == 2
     assert "standard input" in done.stderr.splitlines()[0]
+
+
+def test_hints_follow_what_they_are_about(plans: tuple[str, str]) -> None:
+    """Where both streams go to one file, as in a log, the hint stands after the answer."""
+    Path("bad.json").write_text(Path(plans[0]).read_text(encoding="utf-8").replace('"batch": 1', '"batch": 0'))
+    assert _shell("TPPLAN validate bad.json 2>&1").stdout.splitlines()[-1].startswith("hint: ")
 
 
 def test_module_is_the_command() -> None:

@@ -58,7 +58,7 @@ def test_no_conversion(value: str, message: str) -> None:
         (
             '  "$schema": "urn:tpplan:split-plan:1",\n',
             "",
-            'TP000 at $schema: expected "urn:tpplan:split-plan:1", got null',
+            "TP000 at $schema: is missing",
         ),
         ("split-plan:1", "split-plan:2", 'TP000 at $schema: expected "urn:tpplan:split-plan:1", got "urn:tpplan:split'),
         ('"batch": 2', '"batch": 2, "batch": 2', 'TP000 at top level: has the key "batch" twice in one object'),

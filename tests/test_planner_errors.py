@@ -35,8 +35,8 @@ ONE = Device(name="GPU", budget_bytes=GIB)
         ({"cache": Cache("fp16", 3), "batch": 4}, "3 cache tokens are less than one for each of 4 sequences", ""),
         (
             {"cache": Cache("fp16", 8200), "batch": 2},
-            "8200 cache tokens for 2 sequences are 4100 each, but tiny was made for 4096",
-            "at most 8192 cache tokens",
+            "8200 cache tokens for 2 sequences, 4100 tokens per sequence, are more than the 4096 that tiny",
+            "at most 4096 per sequence",
         ),
         ({"strategy": "latency"}, "needs every device's bandwidth, unknown for device 0 (GPU)", "RTX4090"),
         ({"devices": ()}, "0 devices, expected 1 to 4096", "2x24GiB"),

@@ -68,11 +68,13 @@ def check(plans: dict[str, SplitPlan], model: ModelSpec) -> CheckReport:
 
 
 def _check(path: str, old: SplitPlan, model: ModelSpec) -> PlanCheck:
-    # A folder may have another name where the plans are checked: the fingerprint says which model it is.
-    model = attrs.evolve(model, name=old.model.name)
     was, now = old.model.fingerprint, fingerprint(model)
-    reasons = [StaleReason.MODEL] if was != now else []
-    texts = [f"the plan is for a model with the fingerprint {was}, this one has {now}"] if was != now else []
+    reasons, texts = [], []
+    if was == now:  # a folder may have another name where the plans are checked
+        model = attrs.evolve(model, name=old.model.name)
+    else:
+        reasons.append(StaleReason.MODEL)
+        texts.append(f"the plan is for {old.model.name} with the fingerprint {was}, {model.name} has {now}")
     changes = None
     try:
         changes = diff(old, replan(model, old))

@@ -21,6 +21,7 @@ from cattrs.errors import (
 )
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
+from tpplan.documents import PLAN, mistaken
 from tpplan.files import parse_json, read_text, save_text
 from tpplan.jsontext import render, shown
 from tpplan.plan import SCHEMA_URN, SplitPlan
@@ -98,6 +99,8 @@ def loads(text: str | bytes, what: str = "the plan", *, allow_newer: bool = Fals
         # alone, because nobody here knows what the keys of that version mean
         hint = "upgrade tpplan, or make the plan again with this one"
         raise refusal(what, [Problem("TP001", "format_version", message)], hint)
+    if message := mistaken(data, PLAN):
+        raise refusal(what, [Problem(FORM, "", message)], "tpplan plan makes a plan of a model and devices")
     plan = structure(data, SplitPlan, what, allow_unknown=newer)
     verify(plan, what, allow_newer=newer)
     return plan
@@ -208,8 +211,9 @@ def _to_object(converter: Converter, cls: type) -> Callable[[object, object], ob
         errors = [_at(name, KeyError(name)) for name in stated if name not in data]
         if urn:
             data = dict(data)
-            given = data.pop("$schema", None)
-            if given != urn:
+            if "$schema" not in data:
+                errors.insert(0, _at("$schema", KeyError("$schema")))
+            elif (given := data.pop("$schema")) != urn:
                 errors.insert(0, _at("$schema", ValueError(f'expected "{urn}", got {shown(given)}')))
         try:
             obj = from_fields(data, cls)

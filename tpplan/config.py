@@ -6,6 +6,7 @@ from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Final, cast
 
+from tpplan.documents import CONFIG, mistaken
 from tpplan.errors import ModelError
 from tpplan.jsontext import NotJSONError, read_json
 
@@ -229,6 +230,8 @@ def parse_config(content: bytes, source: str) -> Config:
         raise ModelError(f"{source} {error}", _HINT) from error
     if not isinstance(data, dict):
         raise ModelError(f"{source} holds {_repr(data)}, expected an object", _HINT)
+    if message := mistaken(data, CONFIG):
+        raise ModelError(f"{source} {message}", _HINT)
     return Config(data, source)
 
 

@@ -101,7 +101,8 @@ def growing(view: Callable[[dict[str, Any], int], list[Line]]) -> Callable[[obje
 
 
 def say(label: str, text: str, style: str = "dim") -> None:
-    """Write a line to standard error: ``note: …``."""
+    """Write a line to standard error: ``note: …``; after what it is about, where both streams go to one place."""
+    sys.stdout.flush()
     write([((label, style), (f": {text}", ""))], sys.stderr)
 
 

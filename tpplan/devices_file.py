@@ -13,6 +13,7 @@ from attrs import frozen
 
 from tpplan import codec
 from tpplan.devices import MAX_DEVICES, Device
+from tpplan.documents import DEVICES, mistaken
 from tpplan.errors import DeviceError, TpplanError
 from tpplan.files import parse_json, read_text, save_text
 from tpplan.jsontext import UNSEEN
@@ -169,6 +170,8 @@ def save(file: DevicesFile, path: str | os.PathLike[str]) -> None:
 
 def _read(data: object, what: str) -> DevicesFile:
     """Turn JSON data into a devices file that keeps every rule."""
+    if message := mistaken(data, DEVICES):
+        raise refusal(what, [Problem(FORM, "", message)])
     version = data.get("format_version") if isinstance(data, dict) else None
     if isinstance(version, str) and version != FORMAT_VERSION:  # other keys would be misread before this was said
         message = f"is {version[:40]!r}, this tpplan reads {FORMAT_VERSION}"

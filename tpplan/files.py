@@ -93,7 +93,10 @@ def save_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
     try:
         _replace(data, Path(path))
     except (OSError, ValueError) as error:
-        raise TpplanError(f"cannot write {os.fspath(path)!r}: {_reason(error)}", "choose another file") from error
+        folder = Path(path).parent
+        lacks = isinstance(error, FileNotFoundError) and not folder.exists()
+        hint = f"make the directory {str(folder)!r} first" if lacks else "choose another file"
+        raise TpplanError(f"cannot write {os.fspath(path)!r}: {_reason(error)}", hint) from error
 
 
 def _replace(data: bytes, path: Path) -> None:

@@ -42,9 +42,10 @@ def resolve(
         hint = f"ask for at least {batch} rows"
         raise RequestError(f"max_rows {max_rows} is less than the {batch} sequences that decode together", hint)
     if tokens > model.max_context * batch:
-        made_for = f"{model.name} was made for {model.max_context} tokens per sequence"
-        asked = f"{tokens} cache tokens for {batch} sequences are {-(-tokens // batch)} each"
-        raise RequestError(f"{asked}, but {made_for}", f"ask for at most {model.max_context * batch} cache tokens")
+        each = f"{-(-tokens // batch)} tokens per sequence"
+        asked = each if batch == 1 else f"{tokens} cache tokens for {batch} sequences, {each},"
+        message = f"{asked} are more than the {model.max_context} that {model.name} was made for"
+        raise RequestError(message, f"ask for at most {model.max_context} per sequence")
     if tokens < batch:
         raise RequestError(f"{tokens} cache tokens are less than one for each of {batch} sequences", "ask for more")
     if layout == "reduce" and model.gather_only:
@@ -75,7 +76,7 @@ def check_devices(devices: Sequence[Device], strategy: str) -> None:
 
 def _known(what: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        near = get_close_matches(str(value), choices, 1)
+        near = get_close_matches(str(value).casefold(), choices, 1)
         hint = f"did you mean {near[0]}?" if near else "choose one of these"
         raise RequestError(f"unknown {what} {str(value)[:40]!r}, expected {', '.join(choices)}", hint)
 

@@ -1,0 +1,22 @@
+"""What a document is that somebody took for another one."""
+
+from __future__ import annotations
+
+PLAN, DEVICES, CONFIG = "a plan", "a devices file", "a model's config.json"
+
+
+def mistaken(data: object, wanted: str) -> str:
+    """Return that a document is another one than was wanted, or nothing where that cannot be told."""
+    found = _kind(data)
+    return f"is {found}, expected {wanted}" if found not in {"", wanted} else ""
+
+
+def _kind(data: object) -> str:
+    """Return what a document seems to be by keys that only that has, or nothing."""
+    if not isinstance(data, dict):
+        return ""
+    if "splits" in data:
+        return PLAN
+    if "devices" in data and "model" not in data and "$schema" not in data:
+        return DEVICES
+    return CONFIG if "model_type" in data or "architectures" in data else ""
