@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.layers import AT_ONCE, hiding, some_of, together
+from tpplan.decoder.layers import AT_ONCE, hiding, side_by_side, some_of, together
 from tpplan.errors import ExecutionError
 from tpplan.plan import CACHE_KINDS
 
@@ -178,7 +178,8 @@ class Where:
         device = positions_B.device
         seen = torch.arange(min(span, length), device=device) <= positions_B[:, None]
         sequences = torch.arange(len(positions_B), device=device)
-        return cls(sequences, positions_B % length, hiding(seen[:, None, None], dtype))
+        places = positions_B if span <= length else positions_B % length
+        return cls(sequences, places, hiding(seen[:, None, None], dtype))
 
 
 class LayerCache:
@@ -265,7 +266,7 @@ class LayerCache:
             k_RHK: their keys.
             v_RHK: their values.
         """
-        self._store.write(sequences_R, slice(None), places_R, torch.stack((k_RHK, v_RHK), dim=1))
+        self._store.write(sequences_R, slice(None), places_R, side_by_side(k_RHK, v_RHK))
 
     def read(self, sequences: slice, heads: slice, count: int) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[B, H, count, K]`` of the first places."""

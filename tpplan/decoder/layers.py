@@ -34,6 +34,13 @@ def linear(x: Tensor, weights: Mapping[str, Tensor], name: str, *, bias: bool = 
     return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias") if bias else None)
 
 
+def add_linear(to: Tensor, x: Tensor, weights: Mapping[str, Tensor], name: str) -> None:
+    """Add to rows what :func:`linear` returns; without a bias in one kernel."""
+    to.addmm_(x, weights[f"{name}.weight"].mT)
+    if f"{name}.bias" in weights:
+        to.add_(weights[f"{name}.bias"])
+
+
 def linears(x: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str]) -> Tensor:
     """Multiply by several matrices, side by side: by one that is made of them, where there is one, else by each."""
     if f"{fused}.weight" in weights:
@@ -60,32 +67,43 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     return out
 
 
-def angles(sin_RW: Tensor, cos_RW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows of RoPE tables as :func:`rotate` takes them: by what the halves of a head count in both halves.
+def angles(sin_RW: Tensor, cos_RW: Tensor) -> Tensor:
+    """Return rows of RoPE tables as :func:`rotate` takes them.
 
     Args:
         sin_RW: sines.
         cos_RW: cosines.
 
     Returns:
-        The factors of the first half and those of the second, ``[R, 1, 2, W / 2]`` each.
+        What the halves of a head count in both halves, ``[R, 1, 2, 2, W / 2]``: by the one, then by the other.
     """
     (sin_1, sin_2), (cos_1, cos_2) = sin_RW.chunk(2, dim=-1), cos_RW.chunk(2, dim=-1)
-    return torch.stack((cos_1, sin_2), dim=1)[:, None], torch.stack((-sin_1, cos_2), dim=1)[:, None]
+    return torch.unflatten(torch.stack((cos_1, sin_2, -sin_1, cos_2), dim=1), 1, (1, 2, 2))
 
 
-def rotate(x_RHK: Tensor, by_first: Tensor, by_second: Tensor) -> Tensor:
-    """Turn the leading elements of heads by their rows' :func:`angles` (RoPE; pairs are i and i + W / 2)."""
-    width = by_first.shape[-2:].numel()
-    if width < x_RHK.shape[-1]:
-        return torch.cat((rotate(x_RHK[..., :width], by_first, by_second), x_RHK[..., width:]), dim=-1)
-    first, second = torch.unflatten(x_RHK, -1, (2, 1, -1)).unbind(-3)
-    return torch.addcmul(first * by_first, second, by_second).flatten(-2)
+def rotate(x_RHK: Tensor, by: Tensor) -> None:
+    """Turn the leading elements of heads, where they are, by their rows' :func:`angles` (RoPE; pairs are i, i + W / 2).
+
+    In two kernels: no half may be written over before all of the other is made of it.
+    """
+    x_RH2W = torch.unflatten(x_RHK[..., : 2 * by.shape[-1]], -1, (2, -1))
+    first, second = (x_RH2W[..., None, :] * by).unbind(2)
+    torch.add(first, second, out=x_RH2W)
+
+
+def side_by_side(x_RHK: Tensor, y_RHK: Tensor) -> Tensor:
+    """Return heads as one tensor, ``[R, 2, H, K]``; those of one matrix's rows lie so that none is copied."""
+    step = y_RHK.storage_offset() - x_RHK.storage_offset()
+    is_one = x_RHK.untyped_storage().data_ptr() == y_RHK.untyped_storage().data_ptr()
+    if not is_one or step < 0 or x_RHK.stride() != y_RHK.stride():
+        return torch.stack((x_RHK, y_RHK), dim=1)
+    row, *others = x_RHK.stride()
+    return x_RHK.as_strided((len(x_RHK), 2, *x_RHK.shape[1:]), (row, step, *others))
 
 
 def hiding(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what is added to scores: nothing where a query sees a key, else minus infinity."""
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+    return seen.to(dtype).log_()  # of 1 and of 0
 
 
 def attend(

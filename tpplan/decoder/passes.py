@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.prompts import Stretch
 
 #: Sines and cosines of the rows' positions, from :func:`tpplan.decoder.layers.angles`.
-Angles = tuple[Tensor, Tensor]
+Angles = Tensor
 
 
 @frozen

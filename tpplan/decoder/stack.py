@@ -13,7 +13,7 @@ import torch
 
 from tpplan.axes import Axis
 from tpplan.decoder import experts
-from tpplan.decoder.layers import linear, linears, rms_norm, rotate
+from tpplan.decoder.layers import add_linear, linear, linears, rms_norm, rotate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,7 +77,8 @@ class Stack:
         found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]
         name = f"model.layers.{layer}.self_attn.o_proj"
         post = "post_attention_layernorm" if self._family.sandwich else ""
-        return self._add(layer, self._lead_back(layer, found, name, Axis.Q, self._head_dims[layer]), Axis.Q, xs, post)
+        ys = self._lead_back(layer, found, name, Axis.Q, xs=xs, dim=self._head_dims[layer])
+        return self._add(layer, ys, Axis.Q, xs, post)
 
     def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
         """Return what the query heads of a device find, side by side in ``[R, ...]``."""
@@ -87,12 +88,13 @@ class Stack:
         x_RD = self.norm(xs, device, f"model.layers.{layer}.input_layernorm")
         qkv_RHK = torch.unflatten(linears(x_RD, weights, f"{start}qkv_proj", names), -1, (-1, head_dim))
         del x_RD
-        counts = [heads.queries, heads.keys]
-        qk_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, [sum(counts), heads.keys], dim=1)
+        counts = [heads.queries, heads.keys, heads.keys]
         if f"{start}q_norm.weight" in weights:
-            for which, x_RHK in zip("qk", torch.split_with_sizes(qk_RHK, counts, dim=1), strict=True):
-                x_RHK.copy_(self._rms(x_RHK, weights[f"{start}{which}_norm.weight"]))
-        q_RHK, k_RHK = torch.split_with_sizes(rotate(qk_RHK, *rows.angles[device]), counts, dim=1)
+            q_RHK, k_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, counts, dim=1)
+            q_RHK, k_RHK = (self._rms(x, weights[f"{start}{c}_norm.weight"]) for c, x in (("q", q_RHK), ("k", k_RHK)))
+            qkv_RHK = torch.cat((q_RHK, k_RHK, v_RHK), dim=1)
+        rotate(qkv_RHK[:, : heads.queries + heads.keys], rows.angles[device])
+        q_RHK, k_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, counts, dim=1)
         scale = 1 / sqrt(self._settings.attention_scalar or head_dim)
         cap = self._settings.attention_cap
         return rows.attention(device, heads, q_RHK, k_RHK, v_RHK, scale=scale, cap=cap)
@@ -100,7 +102,8 @@ class Stack:
     def _mlp(self, layer: int, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         name = f"model.layers.{layer}.mlp.down_proj"
         post = "post_feedforward_layernorm" if self._family.sandwich else ""
-        return self._add(layer, self._lead_back(layer, self._gated(layer, xs), name, Axis.ID), Axis.ID, xs, post)
+        ys = self._lead_back(layer, self._gated(layer, xs), name, Axis.ID, xs=xs)
+        return self._add(layer, ys, Axis.ID, xs, post)
 
     def _gated(self, layer: int, xs: tuple[Tensor, ...]) -> list[Tensor]:
         """Return what every device has between the matrices of an MLP."""
@@ -149,9 +152,17 @@ class Stack:
         ]
         return self._add(layer, ys, Axis.EX, xs, "")
 
-    def _lead_back(self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, dim: int = 1) -> list[Tensor]:
-        """Multiply what an axis is cut of by the matrix that leads back to the residual stream."""
+    def _lead_back(
+        self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, *, xs: tuple[Tensor, ...], dim: int = 1
+    ) -> Sequence[Tensor]:
+        """Multiply what an axis is cut of by the matrix that leads back to the residual stream.
+
+        A device that has all of it adds it to that at once, which takes no other kernel, and the stream is returned.
+        """
         devices = self.context.devices_of(axis, layer)
+        if len(xs) == 1 and not self._family.sandwich:
+            add_linear(xs[0], parts[0], self._weights[devices[0]], name)
+            return xs
         if not self._reduce:
             parts = self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer)
             devices = self.context.devices_of(Axis.RS)
@@ -165,6 +176,8 @@ class Stack:
     ) -> tuple[Tensor, ...]:
         """Put together what the devices have made, and add it to the residual stream, behind a norm if there is one."""
         ctx = self.context
+        if ys is xs:  # which it is in already
+            return xs
         if post:
             if self._reduce:
                 at = dict(zip(ctx.devices_of(axis, layer), ys, strict=True))
