@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
@@ -27,8 +27,11 @@ from tpplan.render.html import page
 from tpplan.render.screen import write
 from tpplan.render.show import show
 from tpplan.render.svg import picture
-from tpplan.render.text import PLAIN_COLUMNS, amount, bar, elided, line_width, shorten, width
+from tpplan.render.text import PLAIN_COLUMNS, amount, bar, elided, line_width, shorten, shorten_name, width
 from tpplan.report import show_report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
@@ -147,7 +150,7 @@ def test_everything_is_shown(plan: SplitPlan) -> None:
     for split in plan.splits:
         for start, end in pairwise(split.bounds):
             assert start == end or f"{start}:{end}" in text
-    assert all(shorten(device.name, 20) in text for device in plan.devices)
+    assert all(shorten_name(device.name, 22) in text for device in plan.devices)
 
 
 def test_very_many_devices() -> None:
@@ -270,10 +273,12 @@ def test_amount(size: int, scale: int, words: str) -> None:
     assert amount(size, scale) == words
 
 
-@given(st.text(max_size=60), st.integers(3, 40))
-def test_shorten(text: str, columns: int) -> None:
-    """A shortened text fits, keeps both ends, and one that fits is left alone."""
-    short = shorten(text, columns)
+@given(
+    st.text(max_size=60) | st.text("RTX 40", max_size=60), st.integers(3, 40), st.sampled_from([shorten, shorten_name])
+)
+def test_shorten(text: str, columns: int, cut: Callable[[str, int], str]) -> None:
+    """A shortened text or name fits, keeps both ends, and one that fits is left alone."""
+    short = cut(text, columns)
     if width(text) <= columns:
         assert short == text
     else:
@@ -281,6 +286,19 @@ def test_shorten(text: str, columns: int) -> None:
         head, _, tail = short.partition("…")
         assert text.startswith(head)
         assert text.endswith(tail)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "short"),
+    [
+        ("RTX PRO 6000 Blackwell Max-Q", 22, "…6000 Blackwell Max-Q"),
+        ("RTX PRO 6000 Blackwell", 17, "…6000 Blackwell"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 17, "…4090 Laptop GPU"),
+    ],
+)
+def test_shortened_names_keep_their_numbers(name: str, columns: int, short: str) -> None:
+    """What is cut out of a GPU's name are words, and not its number."""
+    assert shorten_name(name, columns) == short
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=5, max_size=5), st.integers(1, 60))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, shorten, table
+from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, shorten_name, table
 from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _gpus(report: dict[str, Any]) -> list[Line]:
         speed = gpu["bandwidth_bytes_per_second"]
         sizes = [format_bytes(gpu[f"{key}_bytes"]) for key in ("memory", "used", "budget", "overhead")]
         cells = [*sizes, f"{speed / 10**9:.0f} GB/s" if speed else "unknown", gpu["capability"] or "-"]
-        rows.append([(str(i), "dim"), (shorten(gpu["name"], _LONGEST_NAME), ""), *((cell, "") for cell in cells)])
+        rows.append([(str(i), "dim"), (shorten_name(gpu["name"], _LONGEST_NAME), ""), *((cell, "") for cell in cells)])
     return table(rows, "><>>>>>>")
 
 

@@ -15,6 +15,7 @@ from tpplan.render.text import (
     line_width,
     scale_for,
     shorten,
+    shorten_name,
     table,
     wrapped,
 )
@@ -139,7 +140,7 @@ def _deltas(sizes: list[int], scale: int) -> list[Span]:
 def _label(device: dict[str, Any]) -> tuple[str, str]:
     """Return a device's index, or both if they differ, and its name."""
     places = list(dict.fromkeys(str(device[key]) for key in ("before", "after") if key in device))
-    return "→".join(places), shorten(device["name"], _LONGEST_NAME)
+    return "→".join(places), shorten_name(device["name"], _LONGEST_NAME)
 
 
 def _name_cells(device: dict[str, Any]) -> list[Span]:

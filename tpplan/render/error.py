@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tpplan.render.text import amount, elided, line, scale_for, shorten, table
+from tpplan.render.text import amount, elided, line, scale_for, shorten_name, table
 
 if TYPE_CHECKING:
     from tpplan.render.text import Line, Span
 
 _NEEDS = ("weights", "cache", "workspace", "overhead")
-_LONGEST_NAME = 20
+_LONGEST_NAME = 22
 _MOST_DEVICES = 16
 
 
@@ -42,7 +42,7 @@ def _shortfalls(found: list[dict[str, Any]]) -> list[Line]:
     for s in (found[i] for i in (*first, *last)):
         cells = [_cell(s, bucket, scale) for bucket in _NEEDS]
         missing = (amount(s["missing_bytes"], scale), "bad" if s["missing_bytes"] else "dim")
-        name = (shorten(s["name"], _LONGEST_NAME), "")
+        name = (shorten_name(s["name"], _LONGEST_NAME), "")
         rows.append([(f"  {s['device']}", "dim"), name, *cells, (amount(s["budget_bytes"], scale), ""), missing])
     lines = table(rows, "><>>>>>>")
     if last:

@@ -19,6 +19,7 @@ from tpplan.render.text import (
     percent,
     scale_for,
     shorten,
+    shorten_name,
     table,
     wrapped,
 )
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Devices that a screen shows; of more, the middle is left out.
 MOST_DEVICES = 32
-_LONGEST_NAME = 20
+_LONGEST_NAME = 22
 _LONGEST_TITLE = 60
 _LONGEST_CELL = 15
 _LEAST_BAR = 8
@@ -81,7 +82,7 @@ def request_lines(plan: dict[str, Any]) -> tuple[str, str]:
 def summary(report: dict[str, Any]) -> str:
     """Say in one line how full the devices are."""
     fullest = report["devices"][report["fullest_device"]]
-    where = f"device {fullest['device']} {shorten(fullest['name'], _LONGEST_NAME)}"
+    where = f"device {fullest['device']} {shorten_name(fullest['name'], _LONGEST_NAME)}"
     used = f"{percent(report['together_ppm'])} of all budgets used, at most {percent(report['fullest_ppm'])} ({where})"
     lost = report.get("rounding_loss_ppm")
     return used if lost is None else f"{used}; rounding loss {lost / 10_000:.2f} points"
@@ -158,7 +159,7 @@ def _column(split: dict[str, Any], labels: Sequence[str], shown: Sequence[int]) 
 
 
 def _device(device: dict[str, Any]) -> list[Span]:
-    return [(str(device["device"]), "dim"), (shorten(device["name"], _LONGEST_NAME), "")]
+    return [(str(device["device"]), "dim"), (shorten_name(device["name"], _LONGEST_NAME), "")]
 
 
 def _with_gap(lines: list[Line], at: int, hidden: int) -> list[Line]:

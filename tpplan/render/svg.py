@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from tpplan.render.show import count, exactness, request_lines, summary
-from tpplan.render.text import BUCKETS, amount, elided, percent, scale_for, shorten
+from tpplan.render.text import BUCKETS, amount, elided, percent, scale_for, shorten, shorten_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -122,7 +122,7 @@ def _device(device: dict[str, Any], entry: dict[str, Any], y: int, largest: int,
     yield f"<g><title>{_safe(_exact(device, entry))}</title>"
     yield f'<rect x="{_EDGE}" y="{y}" width="34" height="18" rx="3" fill="{fill}"/>'
     yield _text(_EDGE + 17, y + 13, str(device["device"]), "mid small strong num", ink)
-    yield _text(_EDGE + 42, y + 13, shorten(device["name"], 17))
+    yield _text(_EDGE + 42, y + 13, shorten_name(device["name"], 17))
     track = max(1.0, device["budget_bytes"] * _BAR_WIDTH / largest)
     ends = [end * track / device["budget_bytes"] for end in accumulate(entry[f"{b}_bytes"] for b in BUCKETS)]
     for bucket, (start, end) in zip(BUCKETS, pairwise([0.0, *ends]), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, combinations
 from typing import TYPE_CHECKING
 from unicodedata import combining, east_asian_width
 
@@ -21,6 +21,7 @@ BUCKETS = ("weights", "cache", "workspace", "overhead", "free")
 _GLYPHS = dict(zip(BUCKETS, "█▓▒░·", strict=True))
 _SCALES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _GAP = 2
+_MOST_WORDS = 12
 
 
 def line(text: str, style: str = "") -> Line:
@@ -55,6 +56,20 @@ def shorten(text: str, columns: int) -> str:
         else:
             tail = tail[1:]
     return f"{head}…{tail}"
+
+
+def shorten_name(name: str, columns: int) -> str:
+    """Cut whole words out of a long name, and rather those without digits: they tell GPUs apart less.
+
+    A name of very many words, and one of which hardly anything would be left, is cut as any text.
+    """
+    words = name.split(" ")
+    if width(name) <= columns or len(words) > _MOST_WORDS:
+        return shorten(name, columns)
+    places = range(len(words) + 1)
+    cuts = [f"{' '.join(words[:i])}…{' '.join(words[j:])}" for i, j in combinations(places, 2)]
+    fitting = [cut for cut in cuts if columns // 2 < width(cut) <= columns]
+    return max(fitting, key=lambda cut: (sum(map(str.isdigit, cut)), width(cut)), default=shorten(name, columns))
 
 
 def wrapped(text: str, columns: int) -> list[str]:
