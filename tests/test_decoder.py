@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 from weakref import ref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.decoder_cases import (
     CONFIGS,
@@ -22,6 +21,7 @@ from tests.decoder_cases import (
     plan_of,
     request_of,
 )
+from tests.graph_cases import WAITING, Calls, FakeGraph
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate, steps
@@ -31,7 +31,6 @@ from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -43,27 +42,6 @@ CASES = [
     (5, "reduce", "replicate", "peer"),
     (4, "gather", "replicate", "events"),
 ]
-
-
-class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the names of what torch is told to do.
-
-    Attributes:
-        names: without the namespace.
-    """
-
-    def __init__(self) -> None:
-        """Start with none."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        """Keep a name, and do what it says; of what is made of other operations, keep theirs."""
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:
-                return func.decompose(*args, **(kwargs or {}))
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
@@ -203,10 +181,6 @@ def test_what_is_refused() -> None:
             pass
 
 
-#: What makes a host wait for a device, or copies from the host to it.
-WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "is_nonzero", "equal"}
-
-
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_a_step_can_be_a_graph(model_type: str) -> None:
     """Nothing that a step issues waits for a device or makes a tensor of numbers of the host's, also with experts."""
@@ -220,28 +194,6 @@ def test_a_step_can_be_a_graph(model_type: str) -> None:
                 likeliest(decoder.context, decoder.decode(everywhere[0], everywhere[1]))
             assert any("attention" in name or "softmax" in name for name in calls.names)
             assert not calls.names & WAITING
-
-
-class FakeGraph:
-    """Stands for a graph where there are none: what is captured is done at once, and by each replay but the first."""
-
-    def __init__(self, again: Callable[[], object], beside: Callable[[], FakeGraph]) -> None:
-        """Replay by doing the first of these; the second makes another graph that shares its memory."""
-        self._again = again
-        self.beside = beside
-        self._replays = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def replay(self) -> None:
-        """Do what was captured, unless that is done already."""
-        self._replays += 1
-        if self._replays > 1:
-            self._again()
 
 
 def test_spans_are_captured_once_they_have_run() -> None:

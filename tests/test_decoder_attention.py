@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
@@ -9,9 +10,15 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.flash_cases import check_texts, taken
 from tpplan.decoder import layers
 from tpplan.decoder.layers import attend, hiding
 from tpplan.exec.torch_shims import flash_attention, flash_attention_of_several
+
+if TYPE_CHECKING:
+    from tests.flash_cases import Taken
+
+__all__ = ["taken"]  # a fixture
 
 SCALE, CAP, QUERIES, KEYS, GROUP = 0.3, 2.0, 5, 12, 3
 
@@ -125,5 +132,19 @@ def test_this_torch_has_the_flash_kernels() -> None:
     q, k, v = (torch.empty(2, 7, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (8, 2, 2))
     found = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), SCALE)
     assert found.shape == (2, 8, 7, 16)
-    bounds = torch.empty(4, dtype=torch.int32, device="meta")
-    assert flash_attention_of_several(q[0], k[0], v[0], bounds, 5, scale=SCALE).shape == (7, 8, 16)
+    three = torch.empty(3, dtype=torch.int32, device="meta")
+    four = torch.empty(4, dtype=torch.int32, device="meta")
+    where = four, four, three
+    assert flash_attention_of_several(q[0], k[0], v[0], where, (5, 7), scale=SCALE).shape == (7, 8, 16)
+    names = [each.name for each in torch.ops.aten._flash_attention_forward.default._schema.arguments]
+    assert names[3:10] == ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask"]
+    assert "seqused_k" in names[10:]
+
+
+def test_texts_in_a_cache(taken: Taken) -> None:
+    """The last tokens of each text see those before in its own, wherever these are in the cache.
+
+    Of one text these are all, of another there is one query, and of a third none.
+    """
+    check_texts(torch.device("cpu"), torch.float32, 8, 1e-5)
+    assert taken == [[(2, 150), (1, 160), (130, 130)]]

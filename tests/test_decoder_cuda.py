@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
@@ -13,11 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from tests.decoder_cases import CONFIGS, check, check_sixteen_bits, model_of, plan_of, request_of
+from tests.flash_cases import check_texts
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder import Decoder, Sampling, steps
 from tpplan.decoder.layers import attend, hiding
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.torch_shims import flash_attention_of_several, takes_cudnn
+from tpplan.exec.torch_shims import takes_cudnn
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
@@ -95,19 +95,11 @@ def test_prompts_take_kernels_without_masks(queries: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 80, 128])
-def test_texts_of_any_lengths_attend_at_once(width: int) -> None:
-    """In 16 bits, one flash kernel takes several texts, heads shared, each with the numbers that it has alone."""
-    torch.manual_seed(3)
-    sizes = [3, 1, 40, 1, 129]
-    heads = torch.randn(sum(sizes), 12, width).to("cuda", torch.bfloat16)
-    q, k, v = torch.split_with_sizes(heads, [8, 2, 2], dim=1)
-    bounds = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device="cuda")
-    found = flash_attention_of_several(q, k, v, bounds, max(sizes), scale=0.1)
-    parts = [torch.split_with_sizes(x.cpu().float().transpose(0, 1)[None], sizes, dim=2) for x in (found, q, k, v)]
-    for out, *text in zip(*parts, strict=True):
-        q, k, v = text
-        torch.testing.assert_close(out, attend(q, k, v, scale=0.1, cap=None), atol=2e-2, rtol=2e-2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
+def test_texts_in_a_cache(width: int, dtype: torch.dtype) -> None:
+    """In 16 bits, one flash kernel takes several texts where they are, each with the numbers that it has alone."""
+    check_texts(torch.device("cuda"), dtype, width, 2e-2)
 
 
 @pytest.mark.gpu

@@ -9,13 +9,11 @@ import torch
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
 from tests.decoder_cases import CONFIGS, MAX_ROWS, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
-from tpplan.decoder import Decoder, groups, layers, passes
+from tpplan.decoder import Decoder, passes
 from tpplan.decoder.layers import attend
 from tpplan.decoder.prompts import Prompt, cut
 from tpplan.errors import RequestError
@@ -155,85 +153,3 @@ def test_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked == {(1, False), (MAX_ROWS - 1, False), (MAX_ROWS, True)}
         decoder.decode([torch.tensor([1])], [torch.tensor([MAX_ROWS])])
     assert (1, True) in asked
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Let kernels stand in for those of GPUs, and return the lengths of the texts that attend at once."""
-    taken: list[list[int]] = []
-
-    def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        bias = causal_lower_right(q.shape[2], k.shape[2])
-        return scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=True)
-
-    def flash_attention_of_several(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, longest: int, *, scale: float
-    ) -> torch.Tensor:
-        sizes = bounds.diff().tolist()
-        assert max(sizes) == longest
-        taken.append(sizes)
-        parts = [torch.split_with_sizes(x.transpose(0, 1)[None], sizes, dim=2) for x in (q, k, v)]
-        found = [flash_attention(q, k, v, scale)[0] for q, k, v in zip(*parts, strict=True)]
-        return torch.cat(found, dim=1).transpose(0, 1)
-
-    monkeypatch.setattr(layers, "can_use_flash_attention", lambda _: True)
-    monkeypatch.setattr(layers, "flash_attention", flash_attention)
-    monkeypatch.setattr(groups, "flash_attention_of_several", flash_attention_of_several)
-    return taken
-
-
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_beginnings_attend_at_once(model_type: str, taken: list[list[int]]) -> None:
-    """Where a kernel takes texts of any lengths, those that begin in a pass attend by it, and are read as alone.
-
-    Scores that are capped are left to others.
-    """
-    model = model_of(model_type)
-    plan = plan_of(model.directory, 3, request_of(batch=5), {}, seed=9)
-    short, long = model.prompts
-    with compile_plan(plan, backend="cpu") as ctx:
-        decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx), cache="fp32")
-        decoder.prefill(short[:2], 1)
-        whole = [Prompt(short[2:], 1, 2), Prompt(short[:1], 4), Prompt(short[:2], 3)]  # a pass, of two that begin
-        whole += [Prompt(long[:3], 0), Prompt(long[:1], 2)]  # and another
-        logits = ctx.gather(decoder.read(whole), Axis.VC).tensor
-        torch.testing.assert_close(logits[0], model.logits[0], atol=1e-4, rtol=1e-4)
-        rests = [(short, 1, 4), (short, 2, 3), (long, 3, 0), (long, 1, 2)]
-        for i, (prompt, start, sequence) in enumerate(rests, 1):
-            rest = ctx.gather(decoder.prefill(prompt[start:], sequence, start), Axis.VC).tensor[0]
-            torch.testing.assert_close(rest, model.logits[int(prompt is long)], atol=1e-4, rtol=1e-4)
-            alone = ctx.gather(decoder.prefill(prompt[:start], 1), Axis.VC).tensor[0]
-            torch.testing.assert_close(logits[i], alone, atol=1e-4, rtol=1e-4)
-    expected = {(1, 2), (3, 1)} if model_type != "gemma2" else set()
-    assert set(map(tuple, taken)) == expected
-
-
-@pytest.mark.parametrize(
-    ("model_type", "kv", "kind", "at_once"),
-    [
-        ("qwen3", "replicate", "fp32", {0, 1, 2}),  # heads are shared by unequally many, also on one device
-        ("qwen2", "idle", "fp32", {0}),  # the windows of the other layers are shorter than the longest text
-        ("qwen3", "idle", "q8", set()),  # the cache rounds
-    ],
-)
-def test_beginnings_of_all_kinds(
-    model_type: str, kv: str, kind: str, at_once: set[int], taken: list[list[int]]
-) -> None:
-    """Those that see what is not just given to them do not attend at once; what follows is the same as alone."""
-    model = model_of(model_type)
-    plan = plan_of(model.directory, 5, evolve(request_of(kv=kv, batch=3), max_rows=30), {}, seed=5)
-    texts = [[(7 * i + 5 * t) % 200 for t in range(size)] for i, size in enumerate((12, 1, 9))]
-    with compile_plan(plan, backend="cpu") as ctx:
-        decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx), cache=kind)
-        found = []
-        for passes in ([[0], [1], [2]], [[1, 0, 2]]):
-            for some in passes:
-                decoder.read([Prompt(texts[i], i) for i in some])
-            used = ctx.all_devices
-            tokens, positions = ([torch.tensor(each)] * len(used) for each in ([3, 4, 5], [12, 1, 9]))
-            found.append(ctx.gather(decoder.decode(tokens, positions), Axis.VC).tensor.clone())
-        expected = [
-            [1, 12, 9] for layer in at_once for heads in decoder.stack.heads[layer].values() for _ in heads.runs
-        ]
-    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
-    assert taken == expected

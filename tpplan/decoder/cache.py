@@ -100,11 +100,19 @@ class Store:
         )
         self.is_plain = self._parts[0].dtype == dtype
         self._halves = self._parts[0].unbind()
+        self._rows = _in_a_row(self._halves[0]), _in_a_row(self._halves[1]), shape[1] * shape[2]
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
         return sum(part.nbytes for part in self._parts)
+
+    def in_a_row(self) -> tuple[Tensor, Tensor, int]:
+        """Return keys and values as rows ``[T, H, K]`` of all sequences, and how many rows apart these begin.
+
+        It is the store's own memory: the first L rows of a sequence are its places, the others mean nothing.
+        """
+        return self._rows
 
     def extend(
         self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor
@@ -257,6 +265,10 @@ class LayerCache:
                 self._store.write(sequences, heads, each, piece)
         return k, v, self.window if end - first > self.window else 0
 
+    def in_a_row(self) -> tuple[Tensor, Tensor, int]:
+        """Return the rows of a plain store; see :meth:`Store.in_a_row`."""
+        return self._store.in_a_row()
+
     def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor) -> None:
         """Take tokens of any sequences.
 
@@ -282,6 +294,13 @@ class LayerCache:
         start, count = first % self.length, end - first
         around = start + count - self.length
         return [slice(start, self.length), slice(0, around)] if around > 0 else [slice(start, start + count)]
+
+
+def _in_a_row(stored: Tensor) -> Tensor:
+    """Return ``[B, H, L, K]`` as ``[T, H, K]``: head h of sequence b and place l is in row ``b × H × L + l``."""
+    _, heads, length, width = stored.shape
+    rows = stored.shape[:3].numel() - (heads - 1) * length
+    return stored.as_strided((rows, heads, width), (width, length * width, 1))
 
 
 def _slices(count: int, most: int) -> list[slice]:

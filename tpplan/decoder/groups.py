@@ -1,20 +1,18 @@
-"""Rows of a pass that attend at once: those of several prompts, however long, where there is a kernel for that.
+"""Rows of a pass that attend at once: those of several sequences, by one call of a kernel that reads their cache.
 
-Shapes: R rows, H heads, K elements of a head.
+Shapes: R rows, T places of a cache, H heads, K elements of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 from torch import Tensor
 
-from tpplan.decoder.layers import takes_flash, together
-from tpplan.decoder.prompts import Stretch
+from tpplan.decoder.layers import together
+from tpplan.decoder.prompts import Extent
 from tpplan.exec.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
@@ -22,88 +20,67 @@ if TYPE_CHECKING:
 
 
 @frozen
-class Beginnings:
-    """Rows that are the first tokens of several sequences, on a device.
+class Group:
+    """Rows of several sequences on a device, each behind any number of tokens that its sequence has already.
+
+    Whose rows these are and where they go is in the device's memory: no shape depends on it, so that a graph can do it.
 
     Attributes:
         sequences: of each row.
-        places: of each row.
-        bounds: the row with which each sequence begins, and the number of rows, in 32 bits.
-        longest: rows of a sequence at most.
+        positions: of each row.
+        bounds: with which row each sequence begins, and the number of rows, in 32 bits. The last may have none.
+        numbers: of each sequence, and one more that means nothing, in 32 bits.
+        ends: tokens that each has with these rows, in 32 bits.
+        extent: of the pass.
     """
 
     sequences: Tensor
-    places: Tensor
+    positions: Tensor
     bounds: Tensor
-    longest: int
+    numbers: Tensor
+    ends: Tensor
+    extent: Extent
+    _starts: dict[int, Tensor] = field(default=Factory(dict), init=False)
 
-    def attention(self, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float) -> Tensor | None:
-        """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``.
+    @classmethod
+    def of(cls, positions: Tensor, sequences: Tensor, before: Tensor, extent: Extent) -> Self:
+        """Group rows.
 
-        None, and nothing is kept, if there is no kernel for that, or if what they see is not just what they are given:
-        because of a window, or as the cache rounds it.
+        Args:
+            positions: of each, see :func:`tpplan.decoder.prompts.numbers_of`.
+            sequences: of each.
+            before: of each.
+            extent: of the pass.
         """
-        runs = [(q_RHK[:, run.queries], k_RHK[:, run.keys], v_RHK[:, run.keys]) for run in heads.runs]
-        sees_all = self.longest <= heads.cache.length and heads.cache.is_plain
-        if not sees_all or not all(takes_flash(*(x[None].transpose(1, 2) for x in run)) for run in runs):
-            return None
-        heads.cache.put(self.sequences, self.places, k_RHK, v_RHK)
-        found = [flash_attention_of_several(*run, self.bounds, self.longest, scale=scale) for run in runs]
+        counts = torch.arange(extent.count + 1, device=before.device)
+        bounds = torch.searchsorted(before.contiguous(), counts, out_int32=True)
+        numbers = sequences.index_select(0, bounds.clamp(max=len(before) - 1)).int()
+        ends = positions.index_select(0, bounds[1:] - 1).add_(1).int()
+        return cls(sequences, positions, bounds, numbers, ends, extent)
+
+    def fits(self, heads: Heads) -> bool:
+        """Tell whether the rows see all that is before them, and a kernel finds that in the cache."""
+        return heads.attend_at_once and self.extent.most <= heads.cache.length
+
+    def attention(self, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float) -> Tensor:
+        """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
+        heads.cache.put(self.sequences, self.positions, k_RHK, v_RHK)
+        k_THK, v_THK, apart = heads.cache.in_a_row()
+        found = [
+            flash_attention_of_several(
+                q_RHK[:, run.queries],
+                k_THK[:, run.keys],
+                v_THK[:, run.keys],
+                (self.bounds, self._starts_of(apart), self.ends),
+                (self.extent.longest, self.extent.most),
+                scale=scale,
+            )
+            for run in heads.runs
+        ]
         return together([out_RHK.flatten(1) for out_RHK in found], dim=1)
 
-
-@frozen
-class Group:
-    """Successive rows of a pass: a stretch, or several that begin their sequences.
-
-    Attributes:
-        stretches: in the order of their rows.
-        beginnings: by device, if there are several.
-        sizes: rows of each stretch.
-    """
-
-    stretches: Sequence[Stretch]
-    beginnings: Mapping[int, Beginnings]
-    sizes: list[int] = field(init=False)
-
-    @sizes.default
-    def _count(self) -> list[int]:
-        return [each.count * each.size for each in self.stretches]
-
-
-def groups_of(
-    stretches: Sequence[Stretch],
-    devices: Sequence[int],
-    positions: Sequence[Tensor],
-    sequences: Sequence[Tensor],
-    before: Sequence[Tensor],
-) -> list[Group]:
-    """Put those stretches of a pass together that follow each other and begin their sequences.
-
-    Args:
-        stretches: of all rows.
-        devices: on which there are numbers of all rows, see :func:`tpplan.decoder.prompts.numbers_of`.
-        positions: on each device.
-        sequences: on each device.
-        before: on each device.
-    """
-    groups: list[Group] = []
-    first = 0
-    for begins, several in groupby(stretches, lambda each: each.start == 0):
-        for some in [[*several]] if begins else [[each] for each in several]:
-            rows, end = slice(some[0].rows.start, some[-1].rows.stop), first + sum(each.count for each in some)
-            longest = max(each.size for each in some)
-            beginnings = {
-                device: Beginnings(s[rows], p[rows], _bounds(b[rows], first, end), longest)
-                for device, p, s, b in zip(devices, positions, sequences, before, strict=True)
-                if len(some) > 1
-            }
-            groups.append(Group(some, beginnings))
-            first = end
-    return groups
-
-
-def _bounds(before: Tensor, first: int, end: int) -> Tensor:
-    """Return with which row each of the sequences ``first`` to ``end`` of a pass begins, and the number of rows."""
-    counts = torch.arange(first, end + 1, device=before.device)
-    return torch.searchsorted(before.contiguous(), counts, out_int32=True)
+    def _starts_of(self, apart: int) -> Tensor:
+        """Return with which place each sequence begins, where these are so many places apart."""
+        if apart not in self._starts:
+            self._starts[apart] = self.numbers * apart
+        return self._starts[apart]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import field, frozen
 
 from tpplan.axes import Axis
 from tpplan.decoder.cache import LayerCache, Store
+from tpplan.decoder.layers import takes_flash
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,12 +43,21 @@ class Heads:
         keys: KV heads; one of which the plan gives the device several replicas counts once.
         runs: which of the former read which of the latter.
         cache: keys and values of the latter.
+        attend_at_once: whether a kernel finds keys and values of several sequences where they are in the cache.
     """
 
     queries: int
     keys: int
     runs: tuple[Run, ...]
     cache: LayerCache
+    attend_at_once: bool = field(init=False)
+
+    @attend_at_once.default
+    def _ask(self) -> bool:
+        if not self.cache.is_plain:
+            return False
+        one_1HSK = self.cache.in_a_row()[0][None, :1, :1].transpose(1, 2)
+        return takes_flash(one_1HSK, one_1HSK, one_1HSK)
 
     def runs_of(self, some: slice) -> Iterator[Run]:
         """Yield which query heads read some of the KV heads; ``keys`` are where these are among the some."""

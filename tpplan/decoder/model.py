@@ -13,12 +13,13 @@ from torch.nn import functional
 
 from tpplan.axes import Axis
 from tpplan.decoder.cache import Where
-from tpplan.decoder.groups import groups_of
+from tpplan.decoder.full import Full, is_fixed
+from tpplan.decoder.groups import Group
 from tpplan.decoder.heads import heads_of, length_of
 from tpplan.decoder.joined import joined
 from tpplan.decoder.layers import angles, linear
 from tpplan.decoder.passes import Decode, Prefill
-from tpplan.decoder.prompts import Prompt, check, check_step, cut, numbers_of
+from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, numbers_of
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.stack import Stack
 from tpplan.decoder.steps import Steps
@@ -26,7 +27,7 @@ from tpplan.exec.program import HOST
 from tpplan.reader import read_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -47,11 +48,14 @@ class Decoder:
         weights: by device and name, those with the same input joined where they lie side by side.
         length: tokens that each can have: the plan's cache tokens over its batch.
         graph: the latest that was captured of its work, or None; all of them share their memory.
+        full: what reads full passes of prompts as a graph, or None.
         generations: how many have begun; the cache is the latest one's.
     """
 
     @torch.inference_mode()
-    def __init__(self, context: TPContext, directory: str | Path, weights: Weights, *, cache: str = "") -> None:
+    def __init__(
+        self, context: TPContext, directory: str | Path, weights: Weights, *, cache: str = "", graphs: bool = False
+    ) -> None:
         """Make the cache, in the memory that the plan counts for it.
 
         Args:
@@ -59,6 +63,8 @@ class Decoder:
             directory: the model's, with a config.json.
             weights: of the model, from :func:`tpplan.weights.load_weights`.
             cache: its kind; the plan's if not given. ``fp32``, which no plan has, loses nothing.
+            graphs: whether passes of prompts that fill ``max_rows`` are captured, where they can be: see
+                :func:`tpplan.decoder.full.is_fixed`.
 
         Raises:
             ModelError: the decoder does not compute such a model; see :func:`tpplan.decoder.settings.settings_of`.
@@ -84,6 +90,7 @@ class Decoder:
         self.generations = 0
         holders = sorted({device for each in heads for device in each})
         self._tables = dict(zip(holders, context.rope_tables(self._settings.rope, self.length), strict=True))
+        self.full = Full(self) if graphs and is_fixed(self.stack, self._settings.attention_cap, self.length) else None
 
     @property
     def context(self) -> TPContext:
@@ -99,6 +106,13 @@ class Decoder:
         if sequences not in self._steps:
             self._steps[sequences] = Steps(self, sequences)
         return self._steps[sequences]
+
+    def captured(self, issue: Callable[[], None]) -> Graph:
+        """Return a graph of some work, which works in the memory of those before."""
+        with self.graph.beside() if self.graph else self.context.capture() as graph:
+            issue()
+        self.graph = graph
+        return graph
 
     def prefill(self, tokens: Sequence[int], sequence: int = 0, start: int = 0) -> tuple[Tensor, ...]:
         """Take the next tokens of one sequence; see :meth:`read`.
@@ -128,13 +142,30 @@ class Decoder:
         xs: tuple[Tensor, ...] = ()
         for tokens, stretches in cut(prompts, self.context.max_rows):
             numbers = torch.tensor([tokens, *numbers_of(stretches)]).T.contiguous()  # as many columns for any length
-            ids, *others = zip(*(one.unbind(1) for one in self.context.broadcast(numbers, source=HOST)), strict=True)
-            rows = self._prefill(stretches, *others)
             xs = ()  # room for the next
-            xs = self.stack.run(self._embed(ids), rows)
+            if self.full and len(tokens) == self.context.max_rows:
+                xs = self.full.run(numbers)
+            else:
+                xs = self.run(self.context.broadcast(numbers, source=HOST), stretches)
             last = [torch.cat([x_RD[each.ends] for each in stretches]) for x_RD in xs]
             ends = [[*kept, new_RD] for kept, new_RD in zip(ends, last, strict=True)]
         return self._logits([torch.cat(kept) for kept in ends])
+
+    def run(self, numbers: Sequence[Tensor], stretches: Sequence[Stretch] = ()) -> tuple[Tensor, ...]:
+        """Return the residual stream behind a pass of prompts.
+
+        Args:
+            numbers: on each device, of each row: its token and what :func:`tpplan.decoder.prompts.numbers_of` says.
+            stretches: of all rows; not given where nothing may depend on them.
+        """
+        tokens, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
+        extent = Extent.of(stretches) if stretches else Extent(self.batch, self.context.max_rows, self.length)
+        groups = {
+            device: Group.of(positions, sequences, before, extent)
+            for device, positions, sequences, before in zip(self.context.all_devices, *others, strict=True)
+            if device in self._tables and len(stretches) != 1
+        }
+        return self.stack.run(self._embed(tokens), Prefill(self._angles(others[0]), groups, stretches))
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int = 0) -> tuple[Tensor, ...]:
@@ -153,16 +184,6 @@ class Decoder:
         """
         check_step(tokens, positions, len(self.context.all_devices), self.context.plan)
         return self._logits(self.stack.run(self._embed(tokens), self._decode(positions, span or self.length)))
-
-    def _prefill(
-        self,
-        stretches: Sequence[Stretch],
-        positions: Sequence[Tensor],
-        sequences: Sequence[Tensor],
-        before: Sequence[Tensor],
-    ) -> Prefill:
-        groups = groups_of(stretches, self.context.all_devices, positions, sequences, before)
-        return Prefill(self._angles(positions), groups)
 
     def _decode(self, positions: Sequence[Tensor], span: int) -> Decode:
         lengths = {heads.cache.length for each in self.stack.heads for heads in each.values()}

@@ -16,10 +16,10 @@ from torch import Tensor
 from tpplan.decoder.cache import Where
 from tpplan.decoder.groups import Group
 from tpplan.decoder.layers import apart, attend, some_of, together
+from tpplan.decoder.prompts import Stretch
 
 if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads, Run
-    from tpplan.decoder.prompts import Stretch
 
 #: Sines and cosines of the rows' positions, from :func:`tpplan.decoder.layers.angles`.
 Angles = Tensor
@@ -31,36 +31,31 @@ class Prefill:
 
     Attributes:
         angles: by device.
-        groups: whose the rows are, in their order.
-        sizes: rows of each group.
+        groups: of all rows, by device; none if they are one stretch.
+        stretches: of all rows, in their order; none if they are sure to attend at once.
+        sizes: rows of each stretch.
     """
 
     angles: Mapping[int, Angles]
-    groups: Sequence[Group]
+    groups: Mapping[int, Group]
+    stretches: Sequence[Stretch] = ()
     sizes: list[int] = field(init=False)
     fixed = False
 
     @sizes.default
     def _count(self) -> list[int]:
-        return [sum(each.sizes) for each in self.groups]
+        return [each.count * each.size for each in self.stretches]
 
     def attention(
         self, device: int, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float, cap: float | None
     ) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
+        group = self.groups.get(device)
+        if group and cap is None and group.fits(heads):
+            return group.attention(heads, q_RHK, k_RHK, v_RHK, scale=scale)
         parts = [apart(x_RHK, self.sizes, dim=0) for x_RHK in (q_RHK, k_RHK, v_RHK)]
         attending, found = partial(attend, scale=scale, cap=cap), []
-        for group, *qkv in zip(self.groups, *parts, strict=True):
-            out = None
-            if group.beginnings and cap is None:
-                out = group.beginnings[device].attention(heads, *qkv, scale=scale)
-            found.append(self._in_turn(group, heads, qkv, attending) if out is None else out)
-        return together(found, dim=0)
-
-    def _in_turn(self, group: Group, heads: Heads, qkv: Sequence[Tensor], attending: Callable[..., Tensor]) -> Tensor:
-        """Do that stretch by stretch."""
-        parts, found = [apart(x_RHK, group.sizes, dim=0) for x_RHK in qkv], []
-        for each, *own in zip(group.stretches, *parts, strict=True):
+        for each, *own in zip(self.stretches, *parts, strict=True):
             q_BHSK, *kv = [torch.unflatten(x_RHK, 0, (each.count, each.size)).transpose(1, 2) for x_RHK in own]
             found.append(self._read(each, heads, q_BHSK, kv, attending))
         return together(found, dim=0)

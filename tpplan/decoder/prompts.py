@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from attrs import evolve, frozen
 
@@ -65,6 +65,27 @@ class Stretch:
     def ends(self) -> slice:
         """The rows with which prompts end."""
         return slice(self.first + self.size - 1, self.rows.stop if self.is_last else 0, self.size)
+
+
+@frozen
+class Extent:
+    """How much a pass has at most.
+
+    Attributes:
+        count: of sequences with rows in it.
+        longest: rows of a sequence.
+        most: tokens of a sequence: its rows and all before them.
+    """
+
+    count: int
+    longest: int
+    most: int
+
+    @classmethod
+    def of(cls, stretches: Sequence[Stretch]) -> Self:
+        """Return that of the stretches of a pass."""
+        ends = [each.start + each.size for each in stretches]
+        return cls(sum(each.count for each in stretches), max(each.size for each in stretches), max(ends))
 
 
 def check(prompts: Sequence[Prompt], plan: SplitPlan) -> None:

@@ -33,6 +33,7 @@ class Stack:
     Attributes:
         context: the compiled plan, whose operations tie the devices together.
         heads: what each device holds of each layer's attention.
+        has_experts: whether layers have.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Stack:
         """
         self.context = context
         self.heads = heads
+        self.has_experts = any(block.experts for block in blocks)
         self._settings = settings
         self._family = settings.family
         self._blocks = blocks

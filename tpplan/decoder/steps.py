@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 from weakref import proxy
 
@@ -98,10 +99,7 @@ class Steps:
             return
         captured = self._graphs[key]
         if captured is None:
-            before = self._decoder.graph
-            with before.beside() if before else self._context.capture() as captured:
-                self._issue(span)
-            self._graphs[key] = self._decoder.graph = captured
+            self._graphs[key] = captured = self._decoder.captured(partial(self._issue, span))
         captured.replay()
 
     def _issue(self, span: int) -> None:

@@ -60,23 +60,32 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
 
 
 def flash_attention_of_several(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, longest: int, *, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    most: tuple[int, int],
+    *,
+    scale: float,
 ) -> torch.Tensor:
-    """Let the tokens of several texts, ``[tokens, heads, elements]``, each attend to those before in its own text.
+    """Let the last tokens of several texts, ``[tokens, heads, elements]``, each attend to those before in its own text.
 
     Args:
-        q: queries.
-        k: keys.
-        v: values.
-        bounds: the first token of each text, and one past the last of all, in 32 bits.
-        longest: tokens of a text at most.
+        q: queries of the last tokens, one text after the other.
+        k: keys of all tokens; between those of two texts there may be others.
+        v: values of all tokens.
+        where: the first query of each text and one past the last of all, the first key of each text and any number,
+            and how many keys each text has, all in 32 bits. A text may have no queries.
+        most: queries of a text at most, and keys.
         scale: of the scores.
     """
     attend = torch.ops.aten._flash_attention_forward  # noqa: SLF001
+    queries, keys, counts = where
+    longest, length = max(2, most[0]), most[1]  # of one query each, the kernel takes all texts to have one
     is_causal, returns_mask = True, False
-    found: torch.Tensor = attend(q, k, v, bounds, bounds, longest, longest, 0.0, is_causal, returns_mask, scale=scale)[
-        0
-    ]
+    found: torch.Tensor = attend(
+        q, k, v, queries, keys, longest, length, 0.0, is_causal, returns_mask, scale=scale, seqused_k=counts
+    )[0]
     return found
 
 

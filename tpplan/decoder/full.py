@@ -1,0 +1,68 @@
+"""Passes of prompts that are full: of as many rows as a plan allows, on CUDA devices one graph for all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import proxy
+
+import torch
+
+from tpplan.exec.program import HOST
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tpplan.decoder.model import Decoder
+    from tpplan.decoder.stack import Stack
+    from tpplan.exec.graph import Graph
+
+
+def is_fixed(stack: Stack, cap: float | None, length: int) -> bool:
+    """Tell whether full passes differ in numbers in the devices' memory only, whatever prompts have rows in them.
+
+    It is so where all rows of a pass attend at once in every layer: by the flash kernel, in 16 bits without a cap, from
+    a cache of 16 bits without a window that is shorter; and where no rows are sent to experts.
+
+    Args:
+        stack: the model's layers.
+        cap: of the scores.
+        length: tokens of a sequence at most.
+    """
+    heads = [each for layer in stack.heads for each in layer.values()]
+    return cap is None and not stack.has_experts and all(h.attend_at_once and h.cache.length >= length for h in heads)
+
+
+class Full:
+    """The full passes of a decoder: the first runs as it is written, the second is captured, and others replay that."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        """Make room for the numbers of the rows on every device.
+
+        Args:
+            decoder: whose passes; it has to live as long, and its passes have to be fixed, see :func:`is_fixed`.
+        """
+        self._decoder: Decoder = proxy(decoder)  # which keeps this object
+        places = [device.device for device in decoder.context.devices.values()]
+        self._numbers = [torch.zeros(decoder.context.max_rows, 4, dtype=torch.int64, device=place) for place in places]
+        self._has_run = False
+        self._graph: Graph | None = None
+        self._xs: tuple[Tensor, ...] = ()
+
+    def run(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        """Return the residual stream behind a pass; it is lost when the decoder does anything else.
+
+        Args:
+            numbers: in host memory, see :meth:`tpplan.decoder.Decoder.run`.
+        """
+        self._decoder.context.broadcast(numbers, source=HOST, out=self._numbers)
+        if not self._has_run:
+            self._has_run = True
+            return self._decoder.run(self._numbers)
+        if self._graph is None:
+            self._graph = self._decoder.captured(self._issue)
+        self._graph.replay()
+        return self._xs
+
+    def _issue(self) -> None:
+        """Issue a pass: all of it on the devices, without anything that waits."""
+        self._xs = self._decoder.run(self._numbers)
