@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from tests.contexts import MAX_ROWS, PLANS, UNEVEN, context, heads, little_room, plan_of  # noqa: F401 (for every test here)
+from tests.selftest_cases import on
 from tpplan.axes import Axis, parse_layers
 from tpplan.errors import ExecutionError
 from tpplan.exec.compiler import build
 from tpplan.exec.cpu import Pending, VirtualDevices
 from tpplan.exec.engine import Engine
-from tpplan.exec.explain import ALL, IN_GRAPH, Explanation, Way, cuts, explain
+from tpplan.exec.explain import ALL, IN_GRAPH, Explanation, Way, cuts, explain, in_graphs
 from tpplan.exec.lower import TRANSPORTS, Limits
 from tpplan.exec.program import EXCHANGE, HOST, SLOT, STAGE, Buffer, Program, flat, reads, writes
 from tpplan.exec.references import KINDS
@@ -26,7 +27,7 @@ from tpplan.exec.tuning import Tuning
 from tpplan.plan import Split
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from tpplan.plan import SplitPlan
 
@@ -214,6 +215,27 @@ def test_graphs_are_told_of_where_they_differ() -> None:
     assert way.axes == (ALL, "intermediate", "vocab", "residual")
     (line,) = (line for line in str(explanation).split("\n") if line.startswith("broadcast in a graph"))
     assert ", ".join(way.axes) in line
+
+
+@pytest.mark.parametrize("copies", [1, 400, 700])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_size_has_a_way_in_graphs(name: str, copies: int) -> None:
+    """One, which is the one that is told of for graphs wherever there is one, and else that of a call."""
+    tuning = Tuning(peer_fans_bytes=200, copies_fans_bytes=copies, copies_exchanges_bytes=copies)
+    with on(PLANS[name], VirtualDevices, tuning=tuning)("peer") as tested:
+        ways = tested.explain().ways
+    assert any(way.operation.endswith(IN_GRAPH) for way in ways) is (name != "alone")
+    for operation, kind in KINDS.items():
+        found = list(in_graphs(ways, operation))
+        for axis in set(cuts(PLANS[name])) - ({ALL} if kind.cuts else set()):
+            called, captured = (_by_rows(ways, name, axis) for name in (operation, operation + IN_GRAPH))
+            mine = [*_by_rows(found, operation, axis), *_by_rows(found, operation + IN_GRAPH, axis)]
+            assert sorted(mine) == sorted({**dict(called), **dict(captured)}.items())
+
+
+def _by_rows(ways: Iterable[Way], operation: str, axis: str) -> list[tuple[int, str]]:
+    mine = [way for way in ways if way.operation == operation and axis in way.axes]
+    return [(rows, way.how) for way in mine for rows in range(way.first, way.last + 1)]
 
 
 def test_large_messages_without_kernels_that_write_straight() -> None:

@@ -37,6 +37,7 @@ class _Cuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put something in the place of a CUDA device and of torch's graphs."""
     monkeypatch.setattr(graphs, "_RETIRED", [])
+    monkeypatch.setattr(_Cuda, "alive", WeakSet())
     stream = SimpleNamespace(wait_stream=lambda _: None)
     fakes: dict[str, Any] = {
         "CUDAGraph": _Cuda,
@@ -87,7 +88,7 @@ def test_nothing_is_given_back_while_a_capture_begins(monkeypatch: pytest.Monkey
 
     def begin(*_: Any, **__: Any) -> Any:
         held.clear()
-        graphs._give_back()
+        graphs.give_back()
         assert len(_Cuda.alive) == 2
         raise RuntimeError("no capture")
 
@@ -106,7 +107,7 @@ def test_no_capture_begins_while_something_is_given_back() -> None:
 
     def forget() -> None:
         ready.set()
-        given.wait(10)
+        given.wait(60)
 
     def capture() -> None:
         graph = _graph()
@@ -124,11 +125,11 @@ def test_no_capture_begins_while_something_is_given_back() -> None:
     with _graph(Slow()) as old:
         pass
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     del old
-    graphs._give_back()
+    graphs.give_back()
     assert seen == [False]
-    assert began.wait(10)
+    assert began.wait(60)
     thread.join()
 
 
@@ -154,7 +155,7 @@ def test_a_graph_that_could_not_be_made_is_no_trouble_later(monkeypatch: pytest.
     with pytest.raises(ZeroDivisionError):
         _graph()
     gc.collect()
-    graphs._give_back()
+    graphs.give_back()
     assert not _Cuda.alive
 
 

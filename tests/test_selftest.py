@@ -11,12 +11,11 @@ from attrs import evolve
 
 import tpplan
 from tests.contexts import PLANS, UNEVEN, little_room  # noqa: F401 (for every test here)
-from tests.selftest_cases import COLUMN, EXAMPLES, compiler_of, flip
+from tests.selftest_cases import COLUMN, EXAMPLES, compiler_of, flip, on
 from tpplan.axes import Axis
 from tpplan.errors import InternalError
 from tpplan.exec import engine, lower_events, selftest
 from tpplan.exec.attempts import Attempts
-from tpplan.exec.compiler import build
 from tpplan.exec.context import TPContext
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.explain import ALL, cuts
@@ -195,11 +194,7 @@ def _tested(plan: SplitPlan, after: Callable[[Program, Mapping[Buffer, Tensor]],
             after(program, operands)
             return pending
 
-    def make(transport: str) -> TPContext:
-        places = (torch.device("cpu"),) * len(plan.devices)
-        return build(plan, places, Broken, transport=transport, max_rows=plan.request.max_rows, dtype=torch.bfloat16)
-
-    return selftest.selftest(plan, make, ["events"])
+    return selftest.selftest(plan, on(plan, Broken), ["events"])
 
 
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
@@ -275,6 +270,7 @@ def test_threads_and_device_are_as_before(plan: SplitPlan, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, device))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
+    monkeypatch.setattr(selftest, "give_back", lambda: seen.append("given back"))
     seen: list[object] = []
 
     def make(transport: str) -> TPContext:
@@ -287,7 +283,7 @@ def test_threads_and_device_are_as_before(plan: SplitPlan, monkeypatch: pytest.M
     try:
         selftest.selftest(PLANS["alone"], make, ["events", "host"])
         assert (torch.get_num_threads(), current) == (2, [1])
-        assert seen == ["emptied", 1, "emptied", 1]
+        assert seen == ["given back", "emptied", 1] * 2
     finally:
         torch.set_num_threads(before)
 

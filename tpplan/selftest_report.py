@@ -14,7 +14,7 @@ class TestedAxis:
         rows: numbers of rows that ran with the plan's own width: that of heads, or of the residual stream where nothing
             is cut.
         narrow_rows: numbers of rows that ran with fewer columns.
-        ways: that operands of the plan's width went: ``slots``, ``straight``, ``1 part``, ``2 parts`` or
+        ways: that operands of the plan's width went: ``slots``, ``straight``, ``passed on``, ``1 part``, ``2 parts`` or
             ``on each device``.
         skipped: ways that only operands too large for a test go.
     """
@@ -33,8 +33,9 @@ class Tested:
     Attributes:
         operation: its name; ``from the host`` where its tensor is in host memory.
         transport: of the context.
-        schedule: ``plain``, or ``adversarial`` on virtual devices where commands run in the worst of the orders that
-            programs allow.
+        schedule: ``plain``; ``captured`` where some sizes that go each way are replayed in a CUDA graph, on other
+            contents; or ``adversarial`` on virtual devices where commands run in the worst of the orders that programs
+            allow.
         axes: on which it ran.
         checks: how often it ran.
         compared_bytes: of results, and of inputs afterwards.
@@ -57,7 +58,7 @@ class Fault:
     Attributes:
         operation: its name.
         transport: of the context.
-        schedule: ``plain`` or ``adversarial``.
+        schedule: ``plain``, ``captured`` or ``adversarial``.
         axis: on which it ran.
         rows: of its operands.
         dim: columns per element of the axis; of operations that cut nothing, the columns.

@@ -34,7 +34,7 @@ _FEW = 5
 _CHEAP, _SEVERAL = 2 * 2**20, 4 * 2**20
 
 #: To see an axis go a way that nothing smaller goes, one attempt is of up to so many bytes; to see any axis do so, of
-#: up to so many.
+#: up to so many. Of what is kept together, it is less.
 _LARGE, _MOST = 32 * 2**20, 128 * 2**20
 
 #: Where every byte takes long, attempts are up to so many bytes, or of one row.
@@ -92,13 +92,12 @@ class Attempts:
     def all(self, ways: Sequence[Way]) -> Iterator[Attempt]:
         """Yield odd sizes on every axis in every dtype; and of each axis one row and several that go each way."""
         yield from filter(self._is_cheap, self._odd())
-        seen: set[object] = set()
-        for attempt in sorted(self._of_ways(ways), key=self._cost):
-            here = (attempt.axis, attempt.how, prod(attempt.lead) > 1)
-            most = _SEVERAL if here in seen else _LARGE if attempt.how in seen else _MOST
-            if self._cost(attempt) <= most:
-                seen |= {here, attempt.how}
-                yield attempt
+        yield from self._going(ways, _LARGE, _MOST)
+
+    def together(self, ways: Sequence[Way], random: Random) -> Iterator[Attempt]:
+        """Yield fewer, whose operands can be kept until all were run: of every way, and a random size on every axis."""
+        yield from self._going(ways, _SEVERAL, _LARGE)
+        yield from self.some(random)
 
     def some(self, random: Random) -> Iterator[Attempt]:
         """Yield a random small size on every axis."""
@@ -107,6 +106,22 @@ class Attempts:
             attempt = self._attempt(axis, (rows,), dim, random.choice(self._dtypes))
             small = self._fits(attempt) and self._cost(attempt) <= _SMALL
             yield attempt if small else self._attempt(axis, (1,), dims[1], self._dtypes[0])
+
+    def _going(self, ways: Sequence[Way], large: int, most: int) -> Iterator[Attempt]:
+        """Yield of each axis one row and several that go each way, of up to so many bytes.
+
+        Args:
+            ways: to go.
+            large: to see an axis go a way that nothing smaller goes.
+            most: to see any axis do so.
+        """
+        seen: set[object] = set()
+        for attempt in sorted(self._of_ways(ways), key=self._cost):
+            here = (attempt.axis, attempt.how, prod(attempt.lead) > 1)
+            limit = _SEVERAL if here in seen else large if attempt.how in seen else most
+            if self._cost(attempt) <= limit:
+                seen |= {here, attempt.how}
+                yield attempt
 
     @property
     def _dtypes(self) -> tuple[torch.dtype, ...]:

@@ -18,7 +18,7 @@ from tpplan.render.text import table
 from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -121,6 +121,21 @@ def cuts(plan: SplitPlan) -> dict[str, Split | None]:
     several = [split.axis for split in plan.splits]
     names = (f"{s.axis} in layers {s.layers}" if several.count(s.axis) > 1 else str(s.axis) for s in plan.splits)
     return {ALL: None, **dict(zip(names, plan.splits, strict=True))}
+
+
+def in_graphs(ways: Sequence[Way], name: str) -> Iterator[Way]:
+    """Yield how an operation goes where it is captured: otherwise for some rows, and as it is called for the rest."""
+    called, others = ([one for one in ways if one.operation == each] for each in (name, name + IN_GRAPH))
+    yield from others
+    for way in called:
+        for axis in way.axes:
+            taken = sorted((one.first, one.last) for one in others if axis in one.axes)
+            first = way.first
+            for start, end in (*taken, (way.last + 1, way.last + 1)):
+                last = min(start - 1, way.last)
+                if first <= last:
+                    yield evolve(way, axes=(axis,), first=first, last=last)
+                first = max(first, end + 1)
 
 
 def explain(

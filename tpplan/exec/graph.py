@@ -78,7 +78,7 @@ class Graph:
             raise ExecutionError("this graph is captured already", "capture another one")
         for place in self._places:
             torch.cuda.synchronize(place)
-        _give_back()
+        give_back()
         self._backend.forget()
         first, *others = self._room.streams
         with ExitStack() as stack:
@@ -111,7 +111,7 @@ class Graph:
             self._room.graph = self._graph
         self._used = self._backend.kernels()
         if self._captured:
-            _give_back()
+            give_back()
 
     def __del__(self) -> None:
         held = vars(self)  # not all of it, where an error has left it half made
@@ -156,7 +156,7 @@ class Graph:
             first.wait_stream(stream)
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Let go of what dead graphs have left, which is idle since the devices were waited for, unless one is captured."""
     with _TURN:
         if not _UNDERWAY:

@@ -119,20 +119,22 @@ class Kind:
         make: the trial.
         cuts: whether it cuts an axis, so that all devices together will not do.
         adds: whether it adds elements.
+        hosted: whether the host takes part, so that it cannot be captured.
     """
 
     make: Callable[[Scene], Trial]
     cuts: bool
     adds: bool = False
+    hosted: bool = False
 
 
 #: Every operation, by the name that :class:`~tpplan.exec.explain.Way` has for it.
 KINDS = {
     "broadcast": Kind(lambda scene: _broadcast(scene, scene.source), cuts=False),
-    "broadcast from the host": Kind(lambda scene: _broadcast(scene, HOST), cuts=False),
+    "broadcast from the host": Kind(lambda scene: _broadcast(scene, HOST), cuts=False, hosted=True),
     "scatter": Kind(lambda scene: _scatter(scene, scene.source), cuts=True),
-    "scatter from the host": Kind(lambda scene: _scatter(scene, HOST), cuts=True),
-    "gather": Kind(_gather, cuts=True),
+    "scatter from the host": Kind(lambda scene: _scatter(scene, HOST), cuts=True, hosted=True),
+    "gather": Kind(_gather, cuts=True, hosted=True),
     "allgather": Kind(_allgather, cuts=True),
     "all_reduce": Kind(_all_reduce, cuts=False, adds=True),
     "add_residual": Kind(_add_residual, cuts=True, adds=True),

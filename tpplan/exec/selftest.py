@@ -16,11 +16,12 @@ from tpplan.exec.adversary import Adversary
 from tpplan.exec.attempts import Attempts
 from tpplan.exec.compiler import build
 from tpplan.exec.compiler import compile as compile_plan
-from tpplan.exec.explain import cuts
+from tpplan.exec.explain import cuts, in_graphs
+from tpplan.exec.graph import give_back
 from tpplan.exec.lower import TRANSPORTS
 from tpplan.exec.references import KINDS
 from tpplan.exec.tally import Tally
-from tpplan.exec.trial import FORMS, Noise, Scene, issue
+from tpplan.exec.trial import FORMS, Noise, Scene, issue, issue_again, renew
 from tpplan.selftest_report import Refusal, SelftestReport
 
 if TYPE_CHECKING:
@@ -29,11 +30,15 @@ if TYPE_CHECKING:
 
     from tpplan.exec.attempts import Attempt
     from tpplan.exec.context import TPContext
+    from tpplan.exec.graph import Graph
     from tpplan.exec.references import Kind
     from tpplan.exec.trial import Form, Trial
     from tpplan.plan import SplitPlan
 
-PLAIN, ADVERSARIAL = "plain", "adversarial"
+PLAIN, CAPTURED, ADVERSARIAL = "plain", "captured", "adversarial"
+
+#: How often a graph is replayed, with other contents every time.
+_REPLAYS = 2
 
 #: Random schedules in which the adversary runs everything, and the most rows of an operand there.
 _SEEDS = (1, 2)
@@ -68,11 +73,13 @@ def selftest(
     with _undisturbed():
         for transport in transports:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                give_back()
                 torch.cuda.empty_cache()  # what the last transport was tested with: compiling looks for free memory
             try:
                 with make(transport) as context:
                     devices, max_rows = context.devices, context.max_rows
                     tallies += _plain(context, transport, busy)
+                    tallies += _captured(context, transport, busy)
             except ExecutionError as error:
                 errors[transport] = error
             else:
@@ -174,6 +181,50 @@ def _plain(context: TPContext, transport: str, busy: Callable[[str], AbstractCon
                 if trial:
                     tally.judge(attempt, scene, trial)
         yield tally
+
+
+def _captured(
+    context: TPContext, transport: str, busy: Callable[[str], AbstractContextManager[None]]
+) -> Iterator[Tally]:
+    """Capture operations in which the host takes no part, some that go each way, and replay them on other contents."""
+    random = Random(0)  # noqa: S311 (to be the same every time)
+    noise, ways = Noise(random), context.explain().ways
+    for name, kind in ((name, kind) for name, kind in KINDS.items() if not kind.hosted):
+        mine = [way for way in in_graphs(ways, name) if way.transport != "refused"]
+        tally = Tally(name, transport, CAPTURED, mine)
+        try:
+            graph = context.capture()
+        except ExecutionError:  # virtual devices have none
+            return
+        with busy(f"testing {name} by {transport} in a graph"):
+            issued = []
+            for attempt in Attempts.of(context, kind).together(mine, random):
+                source = context.all_devices[0] if attempt.how else random.choice(context.all_devices)
+                scene = _scene(context, kind, attempt, noise, source=source, form=random.choice(FORMS))
+                trial = _issued(tally, kind, attempt, scene)  # everything has to run once before
+                if trial:
+                    issued.append((attempt, scene, trial))
+            if issued:
+                _replay(graph, tally, kind, issued)
+        yield tally
+
+
+def _replay(graph: Graph, tally: Tally, kind: Kind, issued: list[tuple[Attempt, Scene, Trial]]) -> None:
+    """Capture all these again in one graph, and judge what its replays make of other contents."""
+    last = issued[0]
+    try:
+        with graph:
+            for last in issued:
+                issue_again(last[-1])
+        for _ in range(_REPLAYS):
+            renewed = [renew(scene, trial, kind.make(scene)) for _, scene, trial in issued]
+            graph.replay()
+            for (attempt, scene, _), trial in zip(issued, renewed, strict=True):
+                tally.judge(attempt, scene, trial)
+    except TpplanError as error:
+        attempt, scene, _ = last
+        tally.checks += 1
+        tally.fail(attempt, scene.form, error)
 
 
 def _adversarial(plan: SplitPlan, transport: str) -> Iterator[Tally]:

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import Factory, define, frozen
+from attrs import Factory, define, evolve, frozen
 from torch import Tensor
 
 from tpplan.axes import Axis
@@ -202,14 +202,41 @@ class Scene:
 
 def issue(scene: Scene, trial: Trial) -> None:
     """Run an operation, into outputs of its own if that is the form."""
-    outputs: list[Tensor] | None = None
-    if trial.over:
-        outputs = [operand.given for operand in trial.over]
-    elif trial.before or scene.form.out != "new":
+    _make_room(scene, trial)
+    issue_again(trial)
+
+
+def issue_again(trial: Trial) -> None:
+    """Run an operation on the same tensors as before."""
+    outputs = [operand.given for operand in (*trial.over, *trial.outputs)]
+    trial.results = trial.call(outputs or None)
+
+
+def renew(scene: Scene, trial: Trial, other: Trial) -> Trial:
+    """Write to the tensors of a trial what those of another one hold; return the other one, on these tensors."""
+    _make_room(scene, other)
+    return evolve(
+        other,
+        inputs=_filled(trial.inputs, other.inputs),
+        over=_filled(trial.over, other.over),
+        outputs=_filled(trial.outputs, other.outputs),
+        results=trial.results,
+    )
+
+
+def _make_room(scene: Scene, trial: Trial) -> None:
+    """Make the outputs of a trial, if it is to have any of its own."""
+    if not trial.over and (trial.before or scene.form.out != "new"):
         before = trial.before or (None,) * len(trial.expected)
         trial.outputs = tuple(scene.room(d, x, b) for (d, x), b in zip(trial.expected, before, strict=True))
-        outputs = [operand.given for operand in trial.outputs]
-    trial.results = trial.call(outputs)
+
+
+def _filled(operands: tuple[Operand, ...], others: tuple[Operand, ...]) -> tuple[Operand, ...]:
+    """Write to operands what others hold."""
+    pairs = list(zip(operands, others, strict=True))
+    for mine, other in pairs:
+        mine.whole.copy_(other.whole)
+    return tuple(evolve(other, given=mine.given, whole=mine.whole) for mine, other in pairs)
 
 
 def judge(trial: Trial) -> Iterator[Wrong]:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 _KEYS = ("transport", "operation")
 
+#: What to add to a transport.
+_SCHEDULES = {"plain": "", "captured": ", in a graph", "adversarial": ", in the worst order"}
+
 #: So many faults leave the rest of a screen to the table.
 _MOST_FAULTS = 6
 
@@ -47,8 +50,7 @@ def _verdict(report: dict[str, Any]) -> Span:
 def _troubles(report: dict[str, Any]) -> Iterator[Span]:
     """Yield what was wrong, and what was refused."""
     for fault in report["faults"][:_MOST_FAULTS]:
-        schedule = "" if fault["schedule"] == "plain" else ", in the worst order"
-        where = f"{fault['operation']} on {fault['axis']}, by {fault['transport']}{schedule}"
+        where = f"{fault['operation']} on {fault['axis']}, by {fault['transport']}{_SCHEDULES[fault['schedule']]}"
         rows = f"{fault['rows']} row{'' if fault['rows'] == 1 else 's'}"
         yield (
             f"{where}: {rows} of {fault['elements']}, dim {fault['dim']}, {fault['operands']}: {fault['message']}",
@@ -59,14 +61,14 @@ def _troubles(report: dict[str, Any]) -> Iterator[Span]:
         yield f"{one['transport']} {what}: {' '.join(one['message'].split())}", "warn" if one["unverified"] else "bad"
 
 
-def _plain(report: dict[str, Any]) -> list[dict[str, Any]]:
-    return [one for one in report["tested"] if one["schedule"] == "plain"]
+def _of(report: dict[str, Any], schedule: str) -> list[dict[str, Any]]:
+    return [one for one in report["tested"] if one["schedule"] == schedule]
 
 
 def _rows(report: dict[str, Any]) -> str:
     """Say how many rows of the plan's width every operation on an axis had, by every transport."""
     most: dict[str, int] = {}
-    for axis in (axis for one in _plain(report) for axis in one["axes"]):
+    for axis in (axis for one in _of(report, "plain") for axis in one["axes"]):
         rows = max(axis["rows"], default=0)
         most[axis["axis"]] = min(rows, most.get(axis["axis"], rows))
     listed = ", ".join(f"{rows} on {axis}" for axis, rows in most.items())
@@ -76,20 +78,24 @@ def _rows(report: dict[str, Any]) -> str:
 def _operations(report: dict[str, Any]) -> list[Line]:
     """Return a row for each operation, with the checks by each transport and which ways it went."""
     transports, operations = (tuple(dict.fromkeys(one[key] for one in report["tested"])) for key in _KEYS)
-    rows: list[list[Span]] = [[(title, "dim") for title in ("checks", *transports, "in the worst order", "ways")]]
+    others = {"in a graph": _of(report, "captured"), "in the worst order": _of(report, "adversarial")}
+    others = {title: tested for title, tested in others.items() if tested}
+    rows: list[list[Span]] = [[(title, "dim") for title in ("checks", *transports, *others, "ways")]]
     for operation in operations:
-        mine = [one for one in _plain(report) if one["operation"] == operation]
-        worst = [one for one in report["tested"] if one["operation"] == operation and one not in mine]
+        mine = [one for one in _of(report, "plain") if one["operation"] == operation]
         by = [[one for one in mine if one["transport"] == transport] for transport in transports]
+        by += [[one for one in tested if one["operation"] == operation] for tested in others.values()]
         ways = dict.fromkeys(way for one in mine for axis in one["axes"] for way in axis["ways"])
-        rows.append([(operation, ""), *map(_checks, by), _checks(worst), (", ".join(ways), "")])
-    return table(rows, "<" + ">" * len(transports) + "><")
+        rows.append([(operation, ""), *map(_checks, by), (", ".join(ways), "")])
+    return table(rows, "<" + ">" * (len(transports) + len(others)) + "<")
 
 
 def _remarks(report: dict[str, Any]) -> Iterator[str]:
-    """Say what the worst order is, and which ways nothing went."""
+    """Say what was tried otherwise, and which ways nothing went."""
+    if _of(report, "captured"):
+        yield "in a graph: captured, some sizes that go each way, and replayed on other contents"
     yield "in the worst order: on virtual devices, which run commands as late and as mixed as programs allow"
-    axes = [axis for one in _plain(report) for axis in one["axes"]]
+    axes = [axis for one in _of(report, "plain") for axis in one["axes"]]
     went = {way for axis in axes for way in axis["ways"]}
     skipped = dict.fromkeys(way for axis in axes for way in axis["skipped"])
     if skipped:
