@@ -1,4 +1,4 @@
-"""What tests of graphs share where there are none: what stands for them, and what cannot be in them."""
+"""What tests of graphs share: what stands for them, what cannot be in them, and prompts to read by them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.decoder_cases import LENGTH
+from tpplan.decoder import Prompt
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from random import Random
 
 #: What makes a host wait for a device, or copies from the host to it.
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "is_nonzero", "equal"}
@@ -55,3 +59,20 @@ class FakeGraph:
         self._replays += 1
         if self._replays > 1:
             self._again()
+
+
+def mixtures(random: Random, batch: int, rows: int) -> Iterator[list[Prompt]]:
+    """Yield prompts that make one full pass: of some of the sequences, which go on where they were."""
+    done = [0] * batch
+    while sum(done) < batch * LENGTH // 2:
+        left, some = rows, []
+        for i in random.sample(range(batch), batch):
+            size = min(random.choice([0, 1, rows // 2, rows]), left, LENGTH - done[i])
+            if size:
+                some.append(Prompt([random.randrange(200) for _ in range(size)], i, done[i]))
+                done[i], left = done[i] + size, left - size
+        if not left:
+            yield some
+        else:  # which is not full, and never read
+            for prompt in some:
+                done[prompt.sequence] = prompt.start

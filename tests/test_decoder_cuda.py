@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
 import torch
+from attrs import evolve
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from tests.decoder_cases import CONFIGS, check, check_sixteen_bits, model_of, plan_of, request_of
 from tests.flash_cases import check_texts
+from tests.graph_cases import mixtures
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
-from tpplan.decoder import Decoder, Sampling, steps
+from tpplan.axes import Axis
+from tpplan.decoder import Decoder, Prompt, Sampling, generate, steps
 from tpplan.decoder.layers import attend, hiding
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.torch_shims import takes_cudnn
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -133,3 +137,49 @@ def test_new_lengths_are_not_planned(tmp_path: Path) -> None:
             names = kernels(lambda prompt=prompt: decoder.prefill(prompt))  # type: ignore[misc]
             assert not any("cudnn" in name for name in names), names
             assert any("flash" in name for name in names), names
+
+
+def check_full_passes(model_type: str, devices: int, dtype: torch.dtype, directory: Path) -> None:
+    """Compare full passes as a graph with the same as they are written, and with those of a decoder without graphs.
+
+    Between them are passes that are not full, and steps before and after, whose graphs share their memory.
+    """
+    model = model_of(model_type)
+    AutoModelForCausalLM.from_pretrained(model.directory, dtype=dtype).save_pretrained(directory)
+    plan = plan_of(directory, devices, evolve(request_of(batch=4), max_rows=16), {}, seed=4)
+    with compile_plan(plan, backend="cuda", scratch=False) as context:
+        weights = load_weights(plan, directory, context)
+        decoder, without = (Decoder(context, directory, weights, graphs=graphs) for graphs in (True, False))
+        assert decoder.full
+
+        def read(by: Decoder, prompts: Sequence[Prompt]) -> torch.Tensor:
+            return context.gather(by.read(prompts), Axis.VC).tensor.clone()
+
+        texts = [list(generate(decoder, model.prompts, 8))]
+        for prompts in mixtures(Random(5), 4, 16):
+            replayed, expected = read(decoder, prompts), read(without, prompts)
+            with patch.object(decoder.full, "_has_run", new=False):
+                written = read(decoder, prompts)
+            assert (replayed - written).norm() < 0.001 * written.norm()
+            assert (replayed - expected).norm() < 0.03 * expected.norm()
+            begun = [evolve(prompt, tokens=prompt.tokens[:3]) for prompt in prompts[:2]]
+            found, expected = read(decoder, begun), read(without, begun)
+            assert (found - expected).norm() < 0.03 * expected.norm()
+        assert decoder.full._graph
+        texts.append(list(generate(decoder, model.prompts, 8)))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_full_passes_are_graphs(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of any mixture of prompts, on one GPU."""
+    check_full_passes(model_type, 1, dtype, tmp_path)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_full_passes_are_graphs_over_gpus(model_type: str, tmp_path: Path) -> None:
+    """The same over several, unevenly."""
+    check_full_passes(model_type, min(GPUS, 4), torch.bfloat16, tmp_path)

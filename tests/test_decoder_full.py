@@ -14,7 +14,7 @@ from attrs import evolve
 
 from tests.decoder_cases import CONFIGS, LENGTH, MAX_ROWS, model_of, plan_of, request_of
 from tests.flash_cases import taken
-from tests.graph_cases import WAITING, Calls, FakeGraph
+from tests.graph_cases import WAITING, Calls, FakeGraph, mixtures
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, layers
@@ -24,7 +24,6 @@ from tpplan.plan import Cache
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from tests.flash_cases import Taken
@@ -56,23 +55,6 @@ def capturing(decoder: Decoder, events: list[str]) -> AbstractContextManager[obj
         return FakeGraph(again, capture)
 
     return patch.object(decoder.context, "capture", capture)
-
-
-def mixtures(random: Random, batch: int, rows: int) -> Iterator[list[Prompt]]:
-    """Yield prompts that make one full pass: of some of the sequences, which go on where they were."""
-    done = [0] * batch
-    while sum(done) < batch * LENGTH // 2:
-        left, some = rows, []
-        for i in random.sample(range(batch), batch):
-            size = min(random.choice([0, 1, rows // 2, rows]), left, LENGTH - done[i])
-            if size:
-                some.append(Prompt([random.randrange(200) for _ in range(size)], i, done[i]))
-                done[i], left = done[i] + size, left - size
-        if not left:
-            yield some
-        else:  # which is not full, and never read
-            for prompt in some:
-                done[prompt.sequence] = prompt.start
 
 
 @pytest.mark.parametrize("seed", range(6))
