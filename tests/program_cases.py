@@ -42,7 +42,7 @@ class Case:
         return lower(self.operation, self.way)
 
     def __str__(self) -> str:
-        size = "small" if self.way.small else f"{self.way.parts} parts"
+        size = "small" if self.way.small else "passed on" if self.way.passed_on else f"{self.way.parts} parts"
         return f"{self.operation.name}-{self.way.transport}-{size}"
 
 

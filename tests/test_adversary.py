@@ -53,7 +53,7 @@ MUTATED = (
     "broadcast, peer-small",
     "broadcast, host-small",
     "broadcast, peer-1 parts",
-    "broadcast, peer-2 parts",
+    "broadcast, peer-passed on",
     "broadcast, events-1 parts",
     "broadcast from the host, host-4 parts",
     "scatter from elsewhere, host-4 parts",

@@ -34,7 +34,7 @@ MOVES = {
 
 def program(operation: Moves) -> Program:
     """Return the program with relays."""
-    return lower(operation, Route("peer", parts=2))
+    return lower(operation, Route("peer", passed_on=True))
 
 
 def copies(made: Program) -> list[Copy]:
@@ -109,8 +109,8 @@ def test_nothing_is_touched_before_its_device_is_ready(name: str) -> None:
 
 
 LARGE: dict[str, tuple[Operation, Route]] = {
-    "a broadcast": (broadcast(0, FOUR, 40), Route("peer", parts=3)),
-    "slices": (allgather("allgather", ((0, 0, 5), (1, 5, 90), (2, 90, 95)), (0, 1, 2)), Route("peer", parts=3)),
+    "a broadcast": (broadcast(0, FOUR, 40), Route("peer", passed_on=True)),
+    "slices": (allgather("allgather", ((0, 0, 5), (1, 5, 90), (2, 90, 95)), (0, 1, 2)), Route("peer", passed_on=True)),
     "a broadcast to another": (broadcast(0, (0, 1), 40), Route("peer")),
     "a broadcast to itself": (broadcast(0, (0,), 40), Route("local")),
     "a scatter": (scatter(0, tuple((d, 10 * d, 10 * d + 10) for d in FOUR)), Route("peer")),
@@ -132,7 +132,7 @@ def test_what_is_passed_on_spares_its_source_enough() -> None:
         broadcast(0, FOUR, 50),
         evolve(LIMITS, tuning=Tuning(copies_fans_bytes=300, passed_on_bytes=2000)),
     )
-    passed = Route("peer", parts=3)
+    passed = Route("peer", passed_on=True)
     assert route(operation, "peer", 9, ITEM_BYTES, LIMITS) == Route("peer")
     assert route(operation, "peer", 10, ITEM_BYTES, LIMITS) == passed  # 2 x 10 x 50 x 2 bytes
     assert route(operation, "peer", 9, ITEM_BYTES, limits, captured=True) == Route("events")

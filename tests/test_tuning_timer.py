@@ -41,7 +41,7 @@ GONE = {
     ("peer", SLOTS): Route("peer", small=True),
     ("peer", STRAIGHT): Route("peer"),
     ("peer", COPIES): Route("events"),
-    ("peer", PASSED_ON): Route("peer", parts=2),  # by both of the others, of three
+    ("peer", PASSED_ON): Route("peer", passed_on=True),
     ("host", SLOTS): Route("host", small=True),
     ("host", PARTS): Route("host"),
 }

@@ -242,8 +242,10 @@ def _how(route: Route) -> str:
         return "on each device"
     if route.small:
         return "slots"
+    if route.passed_on:
+        return "passed on"
     if route.transport == "peer":
-        return "straight" if route.parts == 1 else "passed on"
+        return "straight"
     return f"{route.parts} part{'s' if route.parts > 1 else ''}"
 
 
@@ -263,7 +265,7 @@ def _why(operation: Operation, route: Route, engine: Engine) -> str:
     large = f"larger than {slot}"
     if route.transport == "peer":
         spared = format_bytes(limits.tuning.passed_on_bytes)
-        return large if route.parts == 1 else f"spares its source passed_on_bytes, {spared}, or more"
+        return f"spares its source passed_on_bytes, {spared}, or more" if route.passed_on else large
     if limits.straight and largest < limits.tuning.copies(kind):
         large = f"from {copies_field(kind)}, {format_bytes(limits.tuning.copies(kind))}, on"
     large = f"{large}: " if engine.transport == "peer" and route.transport == "events" else ""

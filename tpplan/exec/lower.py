@@ -86,12 +86,13 @@ class Route:
     Attributes:
         transport: ``peer``, ``host``, ``events``, or ``local`` where no device talks to another.
         small: whether every message goes through a slot.
-        parts: into how many parts the rows are cut; of what ``peer`` moves straight, the columns of one device, for as
-            many others to pass on.
+        passed_on: whether devices pass on a part of what another one sends.
+        parts: into how many parts the rows are cut.
     """
 
     transport: str
     small: bool = False
+    passed_on: bool = False
     parts: int = 1
 
 
@@ -123,7 +124,7 @@ def route(
     if small and rows * row_bytes <= limits.slots(operation, transport):
         return Route(transport, small=True)
     if transport == "peer" and isinstance(operation, Moves) and limits.passes_on(operation, rows * item_bytes):
-        return Route(transport, parts=max(map(len, relays.shares(operation).values())))
+        return Route(transport, passed_on=True)
     if transport == "peer" and limits.copies(operation, rows * row_bytes, captured=captured):
         transport = "events"
     if transport == "events" and isinstance(operation, Reduction):
@@ -189,5 +190,5 @@ def _lower_moves(operation: Moves, way: Route) -> Program:
     if way.small:
         return lower_flags.moves(operation, on_host=way.transport == "host")
     if way.transport == "peer":
-        return lower_flags.direct_moves(operation, passed_on=way.parts > 1)
+        return lower_flags.direct_moves(operation, passed_on=way.passed_on)
     return lower_host.moves(operation, way.parts)
