@@ -150,6 +150,8 @@ def test_a_failed_event_is_an_error(fake: Runtime) -> None:
             call()
     with pytest.raises(ExecutionError, match="an event failed"):
         Marks({0: 0}).recording(Record(own(0), STEP), ())
+    gc.collect()
+    assert not fake.destroyed  # least of all what was never made
 
 
 def test_results_outlive_what_they_came_from(fake: Runtime) -> None:

@@ -6,16 +6,18 @@ A program's events are names: what was recorded last by a name, on whatever devi
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from attrs import define, frozen
 from cuda.bindings import runtime
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.torch_shims import switch_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from tpplan.exec.program import Event, Record, Wait
 
@@ -24,31 +26,35 @@ _SUCCESS = runtime.cudaError_t.cudaSuccess
 _ANSWERS = _SUCCESS, runtime.cudaError_t.cudaErrorNotReady
 
 
+@frozen(eq=False)
 class Mark:
-    """An event of the driver: of one device, recorded again and again."""
+    """An event of the driver: of one device, recorded again and again.
 
-    __slots__ = ("_handle",)
+    Attributes:
+        handle: of the driver.
+    """
+
+    handle: Any
     _destroy = staticmethod(runtime.cudaEventDestroy)  # which is still there when modules are torn down
 
-    def __init__(self, ordinal: int) -> None:
-        """Make one on a device.
-
-        Args:
-            ordinal: of torch.
+    @classmethod
+    def on(cls, ordinal: int) -> Self:
+        """Return a new one on a device that has this number in torch.
 
         Raises:
             ExecutionError: the driver refuses.
         """
         before = switch_device(ordinal)
         try:
-            error, self._handle = runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming)
+            error, handle = runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming)
         finally:
             switch_device(before)
         if error != _SUCCESS:
             raise _failed(error)
+        return cls(handle)
 
     def __del__(self) -> None:
-        self._destroy(self._handle)
+        self._destroy(self.handle)
 
     def record(self, stream: int) -> None:
         """Mark the point that a stream has reached; if it is a default stream, its device has to be current.
@@ -56,7 +62,7 @@ class Mark:
         Raises:
             ExecutionError: the driver refuses.
         """
-        (error,) = runtime.cudaEventRecord(self._handle, stream)
+        (error,) = runtime.cudaEventRecord(self.handle, stream)
         if error != _SUCCESS:
             raise _failed(error)
 
@@ -66,7 +72,7 @@ class Mark:
         Raises:
             ExecutionError: the driver refuses.
         """
-        (error,) = runtime.cudaStreamWaitEvent(stream, self._handle, 0)
+        (error,) = runtime.cudaStreamWaitEvent(stream, self.handle, 0)
         if error != _SUCCESS:
             raise _failed(error)
 
@@ -76,7 +82,7 @@ class Mark:
         Raises:
             ExecutionError: something has failed on the device.
         """
-        (error,) = runtime.cudaEventQuery(self._handle)
+        (error,) = runtime.cudaEventQuery(self.handle)
         if error not in _ANSWERS:
             raise _failed(error)
         return bool(error == _SUCCESS)
@@ -87,7 +93,7 @@ class Mark:
         Raises:
             ExecutionError: something has failed on the device.
         """
-        (error,) = runtime.cudaEventSynchronize(self._handle)
+        (error,) = runtime.cudaEventSynchronize(self.handle)
         if error != _SUCCESS:
             raise _failed(error)
 
@@ -138,6 +144,7 @@ class Pending:
         self._check()
 
 
+@define(eq=False)
 class Name:
     """An event of programs.
 
@@ -145,47 +152,52 @@ class Name:
         latest: what was recorded last by its name; None if nothing was.
     """
 
-    __slots__ = ("latest",)
-
-    def __init__(self) -> None:
-        self.latest: Mark | None = None
+    latest: Mark | None = None
 
 
+@frozen(eq=False)
 class Recording:
-    """A Record, ready to be issued."""
+    """A Record, ready to be issued.
 
-    def __init__(self, name: Name, take: Callable[[], Mark]) -> None:
-        """Take the event's name, and what returns the mark to record."""
-        self._name = name
-        self._take = take
+    Attributes:
+        name: of its event.
+        take: returns the mark to record.
+    """
+
+    name: Name
+    take: Callable[[], Mark]
 
     def bind(self, *_: object) -> Callable[[int], None]:
         """Return what records on the stream that it is given, whatever the operands."""
         return self._record
 
     def _record(self, stream: int) -> None:
-        mark = self._take()
+        mark = self.take()
         mark.record(stream)
-        self._name.latest = mark
+        self.name.latest = mark
 
 
+@frozen(eq=False, kw_only=True)
 class Waiting:
-    """A Wait, ready to be issued."""
+    """A Wait, ready to be issued.
 
-    def __init__(self, name: Name, *, on_host: bool) -> None:
-        """Take the event's name, and whether it is the host that waits."""
-        self._name = name
-        self._on_host = on_host
+    Attributes:
+        name: of its event.
+        on_host: whether it is the host that waits.
+    """
+
+    name: Name
+    on_host: bool
 
     def bind(self, *_: object) -> Callable[[int], None]:
         """Return what waits on the stream that it is given, whatever the operands."""
         return self._wait
 
     def _wait(self, stream: int) -> None:
-        mark = self._name.latest
+        mark = self.name.latest
         if mark is None:
             return
-        if self._on_host:
+        if self.on_host:
             mark.wait()
         else:
             mark.hold(stream)
@@ -219,7 +231,7 @@ class Marks:
 
     def waiting(self, step: Wait, *, on_host: bool) -> Waiting:
         """Return a Wait, ready to be issued."""
-        return Waiting(self._name(step.event), on_host=on_host)
+        return Waiting(name=self._name(step.event), on_host=on_host)
 
     def results(self, events: Sequence[Event], check: Callable[[], None]) -> Callable[[], Pending]:
         """Return what waits for the latest marks of events; ``check`` is for :class:`Pending`."""
@@ -246,7 +258,7 @@ class Marks:
 
     def _take(self, device: int) -> Mark:
         free = self._free[device]
-        return free.pop() if free else Mark(self._ordinals[device])
+        return free.pop() if free else Mark.on(self._ordinals[device])
 
 
 def _failed(error: Any) -> ExecutionError:
