@@ -183,11 +183,11 @@ class Where:
             span: places that may be in use.
             dtype: of the scores.
         """
-        device = positions_B.device
-        seen = torch.arange(min(span, length), device=device) <= positions_B[:, None]
-        sequences = torch.arange(len(positions_B), device=device)
         places = positions_B if span <= length else positions_B % length
-        return cls(sequences, places, hiding(seen[:, None, None], dtype))
+        count, span = len(positions_B), min(span, length)
+        numbers = torch.arange(max(count, span), device=positions_B.device)
+        seen = numbers[:span] <= positions_B[:, None]
+        return cls(numbers[:count], places, hiding(seen[:, None, None], dtype))
 
 
 class LayerCache:

@@ -205,9 +205,10 @@ class Decoder:
         parts = []
         for part in self.context.split(Axis.VC):
             size = part.end - part.start
-            own = ids[part.device] - part.start
-            x_RD = functional.embedding(own.clamp(0, size - 1), self.weights[part.device]["model.embed_tokens.weight"])
-            parts.append(x_RD.mul_(((own >= 0) & (own < size))[:, None]))
+            asked = ids[part.device] - part.start
+            own = asked.clamp(0, size - 1)
+            x_RD = functional.embedding(own, self.weights[part.device]["model.embed_tokens.weight"])
+            parts.append(x_RD.mul_((own == asked)[:, None]))
         xs = self.context.all_reduce(parts, axis=Axis.VC)
         return tuple(x.mul_(self._embedding_scale) for x in xs) if self._family.scaled_embedding else xs
 

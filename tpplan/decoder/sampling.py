@@ -61,7 +61,7 @@ def likeliest(context: TPContext, logits: Sequence[Tensor]) -> tuple[Tensor, ...
         best_B, token_B = logits_BV.max(-1)
         own_B2N = logits_BV.new_zeros(len(logits_BV), 2 * len(parts), dtype=torch.float32)
         own_B2N[:, 2 * i] = best_B
-        own_B2N[:, 2 * i + 1] = token_B + part.start
+        torch.add(token_B, part.start, out=own_B2N[:, 2 * i + 1])
         bests.append(own_B2N)
     found = context.all_reduce(bests, axis=Axis.VC)
     return tuple(x[:, 1::2].gather(1, x[:, ::2].argmax(1, keepdim=True)).squeeze(1).long() for x in found)
