@@ -146,7 +146,12 @@ def _devices(backend: str) -> str:
     return f"{torch.cuda.device_count()} CUDA devices"
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers_of(text: str) -> tuple[int, ...]:
+    """Return numbers from 1 that have commas between them.
+
+    Raises:
+        ValueError: they are others, or none.
+    """
     numbers = tuple(map(int, text.split(",")))
     if min(numbers) < 1:
         raise ValueError
@@ -167,9 +172,9 @@ def _names(*known: str) -> Callable[[str], tuple[str, ...]]:
 def _wanted() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--gpus", type=_numbers, default=(1, 2), help="how many, one after the other (default 1,2)")
+    add("--gpus", type=numbers_of, default=(1, 2), help="how many, one after the other (default 1,2)")
     add("--cuts", type=_names(*CUTS), default=tuple(CUTS), help="of the model, of even,uneven,gather (default all)")
-    add("--batches", type=_numbers, default=(1, 8, 64), help="sequences that decode together (default 1,8,64)")
+    add("--batches", type=numbers_of, default=(1, 8, 64), help="sequences that decode together (default 1,8,64)")
     add("--tokens", type=int, default=64, help="steps that are timed (default 64)")
     add("--prefill", type=int, default=4096, help="tokens of the long prompt (default 4096)")
     add("--peers", type=_names(*PEERS), default=PEERS, help="others, of nccl,transformers (default both)")
