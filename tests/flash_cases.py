@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: Of each call, how many queries and how many keys each text has.
-Taken = list[list[tuple[int, int]]]
+FlashCalls = list[list[tuple[int, int]]]
 
 
 def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -55,13 +55,13 @@ def check_texts(place: torch.device, dtype: torch.dtype, width: int, tolerance: 
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taken]:
+def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
     """Let flash kernels attend on the CPU, and return what the one of several texts is given.
 
     It demands what the one of GPUs does, reads keys and values where that reads them, and has NaN for all that is not
     told to be a query.
     """
-    taken: Taken = []
+    calls: FlashCalls = []
 
     def forward(  # noqa: PLR0917 (as torch passes them)
         query: torch.Tensor,
@@ -85,7 +85,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taken]:
         assert all(x.stride(-1) == 1 and x.shape[1:] == key.shape[1:] for x in (key, value))
         assert int(cum_seq_q[-1]) == len(query)
         assert max_q > 1  # or the kernel takes every text to have one
-        found, calls = torch.full_like(query, torch.nan), []
+        found, texts = torch.full_like(query, torch.nan), []
         for (first, end), start, count in zip(
             pairwise(cum_seq_q.tolist()), cum_seq_k.tolist(), seqused_k.tolist(), strict=False
         ):
@@ -96,14 +96,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taken]:
             own = query[first:end], key[start : start + count], value[start : start + count]
             q, k, v = (x.transpose(0, 1)[None] for x in own)
             found[first:end] = flash_attention(q, k, v, scale)[0].transpose(0, 1)
-            calls.append((end - first, count))
-        taken.append(calls)
-        nothing = query.new_empty(0)
-        return found, nothing, nothing, nothing, nothing
+            texts.append((end - first, count))
+        calls.append(texts)
+        sums, nothing = query.new_empty(query.shape[1], len(query), dtype=torch.float32), query.new_empty(0)
+        return found, sums, nothing, nothing, nothing
 
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("_flash_attention_forward", forward, "CPU")  # type: ignore[no-untyped-call]
     monkeypatch.setattr(layers, "can_use_flash_attention", lambda _: True)
     monkeypatch.setattr(layers, "flash_attention", flash_attention)
-    yield taken
+    yield calls
     library._destroy()  # type: ignore[no-untyped-call]

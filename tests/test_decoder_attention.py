@@ -10,15 +10,15 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.flash_cases import check_texts, taken
+from tests.flash_cases import check_texts, flash_calls
 from tpplan.decoder import layers
 from tpplan.decoder.layers import attend, hiding
 from tpplan.exec.torch_shims import flash_attention, flash_attention_of_several
 
 if TYPE_CHECKING:
-    from tests.flash_cases import Taken
+    from tests.flash_cases import FlashCalls
 
-__all__ = ["taken"]  # a fixture
+__all__ = ["flash_calls"]  # a fixture
 
 SCALE, CAP, QUERIES, KEYS, GROUP = 0.3, 2.0, 5, 12, 3
 
@@ -141,10 +141,10 @@ def test_this_torch_has_the_flash_kernels() -> None:
     assert "seqused_k" in names[10:]
 
 
-def test_texts_in_a_cache(taken: Taken) -> None:
+def test_texts_in_a_cache(flash_calls: FlashCalls) -> None:
     """The last tokens of each text see those before in its own, wherever these are in the cache.
 
     Of one text these are all, of another there is one query, and of a third none.
     """
     check_texts(torch.device("cpu"), torch.float32, 8, 1e-5)
-    assert taken == [[(2, 150), (1, 160), (130, 130)]]
+    assert flash_calls == [[(2, 150), (1, 160), (130, 130)]]

@@ -13,7 +13,7 @@ import torch
 from attrs import evolve
 
 from tests.decoder_cases import CONFIGS, LENGTH, MAX_ROWS, model_of, plan_of, request_of
-from tests.flash_cases import taken
+from tests.flash_cases import flash_calls
 from tests.graph_cases import WAITING, Calls, FakeGraph, mixtures
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
@@ -26,10 +26,10 @@ from tpplan.weights import load_weights
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from tests.flash_cases import Taken
+    from tests.flash_cases import FlashCalls
     from tpplan.exec.context import TPContext
 
-__all__ = ["fine_units", "taken"]  # fixtures
+__all__ = ["fine_units", "flash_calls"]  # fixtures
 
 
 def made(context: TPContext, model_type: str, kind: str = "fp32", *, graphs: bool = True) -> Decoder:
@@ -58,7 +58,7 @@ def capturing(decoder: Decoder, events: list[str]) -> AbstractContextManager[obj
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.usefixtures("taken")
+@pytest.mark.usefixtures("flash_calls")
 def test_one_graph_serves_all_full_passes(seed: int) -> None:
     """Captured with one mixture of prompts, it reads all others as they are read without a graph, on any devices.
 
@@ -86,7 +86,7 @@ def test_one_graph_serves_all_full_passes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_as_transformers(model_type: str, taken: Taken) -> None:
+def test_as_transformers(model_type: str, flash_calls: FlashCalls) -> None:
     """Two prompts that fill three passes, read again and again, have the logits that transformers gives each."""
     model, events = model_of(model_type), list[str]()
     short, long = model.prompts
@@ -97,14 +97,14 @@ def test_as_transformers(model_type: str, taken: Taken) -> None:
             for _ in range(3):
                 logits = context.gather(decoder.read([Prompt(long, 0), Prompt(short, 1)]), Axis.VC).tensor
                 torch.testing.assert_close(logits.flip(0), model.logits, atol=1e-4, rtol=1e-4)
-            taken.clear()
+            flash_calls.clear()
             decoder.prefill(long[: MAX_ROWS - 1])
-        assert not taken  # one stretch that fills no pass, for which there are other kernels
+        assert not flash_calls  # one stretch that fills no pass, for which there are other kernels
     assert events == ["capture", *["replay"] * 7]
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-@pytest.mark.usefixtures("taken")
+@pytest.mark.usefixtures("flash_calls")
 def test_models_whose_passes_differ_have_no_graph(model_type: str) -> None:
     """Neither have those whose scores are capped, whose windows end in a text, or who send rows to experts."""
     directory = model_of(model_type).directory
@@ -118,7 +118,9 @@ def test_models_whose_passes_differ_have_no_graph(model_type: str) -> None:
         )
 
 
-def test_caches_and_devices_without_the_kernel_have_no_graph(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_and_devices_without_the_kernel_have_no_graph(
+    flash_calls: FlashCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor has a decoder that is not told to."""
     model = model_of("qwen3")
     with compile_plan(plan_of(model.directory, 2, request_of(), {}, seed=1), backend="cpu") as context:
@@ -130,10 +132,10 @@ def test_caches_and_devices_without_the_kernel_have_no_graph(taken: Taken, monke
         logits = context.gather(decoder.prefill(model.prompts[1]), Axis.VC).tensor
         torch.testing.assert_close(logits[0], model.logits[1], atol=1e-4, rtol=1e-4)
     assert not decoder.full
-    assert not taken
+    assert not flash_calls
 
 
-@pytest.mark.usefixtures("taken")
+@pytest.mark.usefixtures("flash_calls")
 def test_a_full_pass_can_be_a_graph() -> None:
     """Nothing that it issues waits for a device or makes a tensor of numbers of the host's."""
     for batch, layout in ((1, "reduce"), (4, "gather")):
@@ -148,7 +150,7 @@ def test_a_full_pass_can_be_a_graph() -> None:
     assert not calls.names & WAITING
 
 
-@pytest.mark.usefixtures("taken")
+@pytest.mark.usefixtures("flash_calls")
 def test_a_decoder_with_graphs_gives_its_memory_back() -> None:
     """Without waiting for a collector."""
     plan = plan_of(model_of("llama").directory, 2, request_of(), {}, seed=2)

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 
 from tests.decoder_cases import CONFIGS, LENGTH, model_of, plan_of, request_of
-from tests.flash_cases import taken
+from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, layers
@@ -19,13 +19,13 @@ from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
-    from tests.flash_cases import Taken
+    from tests.flash_cases import FlashCalls
 
-__all__ = ["fine_units", "taken"]  # fixtures
+__all__ = ["fine_units", "flash_calls"]  # fixtures
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_several_attend_at_once(model_type: str, taken: Taken) -> None:
+def test_several_attend_at_once(model_type: str, flash_calls: FlashCalls) -> None:
     """Where a kernel takes texts of any lengths, those of a pass attend by it, also behind others, and as alone.
 
     Scores that are capped are left to others, and so are tokens behind a window.
@@ -47,7 +47,7 @@ def test_several_attend_at_once(model_type: str, taken: Taken) -> None:
             alone = ctx.gather(decoder.prefill(prompt[:start], 1), Axis.VC).tensor[0]
             torch.testing.assert_close(logits[i], alone, atol=1e-4, rtol=1e-4)
     expected = {((3, 5), (1, 1), (2, 2)), ((3, 3), (1, 1))} if model_type != "gemma2" else set()
-    assert set(map(tuple, taken)) == expected
+    assert set(map(tuple, flash_calls)) == expected
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_several_attend_at_once(model_type: str, taken: Taken) -> None:
         ("qwen3", "idle", "q8", set()),  # the cache rounds
     ],
 )
-def test_groups_of_all_kinds(model_type: str, kv: str, kind: str, at_once: set[int], taken: Taken) -> None:
+def test_groups_of_all_kinds(model_type: str, kv: str, kind: str, at_once: set[int], flash_calls: FlashCalls) -> None:
     """Rows that see what is not just in the cache do not attend at once; what follows is the same as alone."""
     model = model_of(model_type)
     plan = plan_of(model.directory, 5, evolve(request_of(kv=kv, batch=3), max_rows=30), {}, seed=5)
@@ -79,11 +79,11 @@ def test_groups_of_all_kinds(model_type: str, kv: str, kind: str, at_once: set[i
             for _ in heads.runs
         ]
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
-    assert taken == expected
+    assert flash_calls == expected
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_texts_in_any_pieces(seed: int, taken: Taken, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_in_any_pieces(seed: int, flash_calls: FlashCalls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of any lengths, of some sequences at a time in any order, lead to what a text has that is read at once.
 
     So it is on uneven devices, some of which have no heads, also repeated ones; without the kernel there is the same.
@@ -115,7 +115,7 @@ def test_texts_in_any_pieces(seed: int, taken: Taken, monkeypatch: pytest.Monkey
         for call in calls:
             logits = ctx.gather(decoder.read(call), Axis.VC).tensor
             found |= {prompt.sequence: row.clone() for prompt, row in zip(call, logits, strict=True)}
-        assert any(len(call) > 1 and any(keys > queries for queries, keys in call) for call in taken)
+        assert any(len(call) > 1 and any(keys > queries for queries, keys in call) for call in flash_calls)
         monkeypatch.undo()
         assert not layers.takes_flash(*[torch.zeros(1, 1, 1, 8)] * 3)
         alone = Decoder(ctx, model.directory, weights, cache="fp32")

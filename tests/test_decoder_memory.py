@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tpplan
 from tests.activations import activations
 from tests.decoder_cases import CONFIGS, plan_of
-from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tests.flash_cases import flash_calls
+from tests.weight_plans import fine_units
 from tpplan.axes import bounds_of
-from tpplan.decoder import Decoder, cache, layers
+from tpplan.decoder import Decoder, Prompt, cache, layers
 from tpplan.decoder.sampling import likeliest
 from tpplan.exec import compile as compile_plan
 from tpplan.memory import demands
@@ -26,7 +27,10 @@ from tpplan.workspace import areas
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.flash_cases import FlashCalls
     from tpplan.plan import SplitPlan
+
+__all__ = ["fine_units", "flash_calls"]  # fixtures
 
 #: Shapes of activations that are to each other as those of models are, two or more passes of a prompt, and rows of
 #: every expert.
@@ -140,3 +144,19 @@ def test_rows_of_the_same_experts_do_too(tmp_path: Path) -> None:
         plan = planned(directory, "reduce", shares, Cache("fp16", _BATCH * _LENGTH))
         found = taken(directory, plan, kinds=1)
         assert all(share <= 1 for share in found.values()), (shares, found)
+
+
+@pytest.mark.parametrize("layout", ["reduce", "gather"])
+def test_prompts_that_attend_at_once_do_too(layout: str, tmp_path: Path, flash_calls: FlashCalls) -> None:
+    """Wherever they go on, and if a pass of them is to be a graph."""
+    directory = made("llama", tmp_path)
+    for shares in ((1,), (3, 1)):
+        plan = planned(directory, layout, shares, Cache("fp16", _BATCH * _LENGTH))
+        room = [area.scratch_bytes for area in areas(plan.splits, plan.model.dtype, plan.request)]
+        for graphs in (False, True):
+            with compile_plan(plan, backend="cpu", scratch=False) as context, patch.object(layers, "_WIDENED", 16):
+                decoder = Decoder(context, directory, load_weights(plan, directory, context), graphs=graphs)
+                with activations(decoder) as counted:
+                    decoder.read([Prompt([*range(_ROWS // _BATCH)], i, 0 if graphs else 9 * i) for i in range(_BATCH)])
+            assert all(0.4 < counted.peak[device] / room[device] <= 1 for device in context.all_devices)
+    assert flash_calls
