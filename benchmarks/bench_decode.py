@@ -131,6 +131,7 @@ def main() -> None:
             batches=wanted.batches,
             tokens=wanted.tokens,
             prefill=wanted.prefill,
+            graphs=wanted.graphs,
         )
         for who, one in runs(order, wanted.gpus, wanted.cuts, wanted.peers):
             execute(who, one, wanted.watchdog, tell)
@@ -178,6 +179,7 @@ def _wanted() -> argparse.Namespace:
     add("--tokens", type=int, default=64, help="steps that are timed (default 64)")
     add("--prefill", type=int, default=4096, help="tokens of the long prompt (default 4096)")
     add("--peers", type=_names(*PEERS), default=PEERS, help="others, of nccl,transformers (default both)")
+    add("--graphs", action="store_true", help="read prompts once more, with full passes as a graph")
     add("--layers", type=int, default=0, help="of the model (default: all that it has)")
     add("--config", default="", help="config.json of another model than Llama-3.1-8B")
     add("--folder", default="", help="where the checkpoint is made, or any is already; it stays there")

@@ -37,6 +37,7 @@ class Order:
         tokens: steps that are timed.
         prefill: tokens of the long prompt.
         nccl: whether the same decoder also runs over NCCL.
+        graphs: whether it also reads full passes of prompts as a graph.
         started: when the process was started, as ``time.time()`` says.
     """
 
@@ -48,6 +49,7 @@ class Order:
     tokens: int = 64
     prefill: int = 4096
     nccl: bool = False
+    graphs: bool = False
     started: float = 0.0
 
     @property

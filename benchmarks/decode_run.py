@@ -48,7 +48,8 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
         weights = load_weights(plan, order.directory, context)
         memory.look("weights")
         loaded = time.perf_counter()
-        decoder = Decoder(context, order.directory, weights)
+        decoder = Decoder(context, order.directory, weights, graphs=order.graphs)
+        full, decoder.full = decoder.full, None
         memory.look("cache")
         given = prompts(max(order.batches), plan.split(Axis.VC).size)
         decoder.steps(1).start(given[:1], Sampling())
@@ -71,6 +72,10 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
         _prefill(part, order, decoder, given)
         with part.guarded("memory"):
             memory.tell(part)
+        if order.graphs:
+            decoder.full = full
+            _graphs(Part(tell, gpus=order.gpus, cut=order.cut, who="tpplan, graphs"), order, decoder, given, memory)
+            decoder.full = None
         if order.nccl:
             decoder.stack.context = NcclContext(context)  # type: ignore[assignment]
             other = Part(tell, gpus=order.gpus, cut=order.cut, who="NCCL")
@@ -94,6 +99,17 @@ def _decode(
             median = statistics.median(seconds[WARM:])
             limit = batch / least if least else None
             part.row(what, batch / median, "tokens/s", limit=limit, note=f"{median * 1e3:.2f} ms a step", tokens=tokens)
+
+
+def _graphs(part: Part, order: Order, decoder: Decoder, given: Sequence[list[int]], memory: Buckets) -> None:
+    """Tell how fast prompts are read where a pass that is full is a graph, and what memory that takes."""
+    if decoder.full is None:
+        part.row("prefill", None, note="failed: passes of this model cannot be graphs on these devices")
+        return
+    memory.start()
+    _prefill(part, order, decoder, given)
+    with part.guarded("memory"):
+        memory.tell(part)
 
 
 def _prefill(part: Part, order: Order, decoder: Decoder, given: Sequence[list[int]]) -> None:
