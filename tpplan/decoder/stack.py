@@ -125,12 +125,13 @@ class Stack:
         scores_RE = linear(inputs[devices[0]], self._weights[devices[0]], start + names.router)
         choice_RC = torch.cat(experts.choose(scores_RE, count, normalised=self._settings.normalised), dim=1)
         choices = dict(zip(self.context.all_devices, self.context.broadcast(choice_RC, source=devices[0]), strict=True))
+        chosen = {device: choice[:, count:].long() for device, choice in choices.items()}
         hidden = [
             experts.up(
                 inputs[device],
                 self._weights[device][start + names.gate],
                 self._weights[device][start + names.up],
-                choices[device][:, count:].long(),
+                chosen[device],
                 self._settings.activation,
                 fixed=fixed,
             )
@@ -146,7 +147,7 @@ class Stack:
             experts.down(
                 h_RCI,
                 self._weights[device][start + names.down],
-                choices[device][:, count:].long(),
+                chosen[device],
                 choices[device][:, :count],
                 fixed=fixed,
             )
