@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
+from tpplan.exec import link_probe
 from tpplan.exec.link_report import Mechanism, Route
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 GPUS = ("GPU-a", "GPU-b", "GPU-c")
+
+if "pytest" not in sys.modules:  # in a child, which has a deadline for each step: small ones, on however busy a machine
+    link_probe.ALONE, link_probe.TOGETHER = (16, 4096, 4096, 4112, 8192, 8192), (4096, 4096, 8192)
 
 
 @define(eq=False)
@@ -239,7 +243,7 @@ nameless = partial(FakeDriver, names=("", "GPU-b"))
 twins = partial(FakeDriver, names=("GPU-a", "GPU-a"))
 full = partial(FullDriver, names=_PAIR)
 forgetful = partial(ForgetfulDriver, names=_PAIR)
-slow_to_start = partial(FakeDriver, names=_PAIR, prepares_s=2.0)
+slow_to_start = partial(FakeDriver, names=_PAIR, prepares_s=4.0)
 stuck = partial(StuckDriver, names=_PAIR)
 copies_only = partial(FakeDriver, untestable=_only(_COPY))
 one_way = partial(FakeDriver, {(_COPY, 1, 0): zeros})

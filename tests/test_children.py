@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import select
 import sys
+import time
+from itertools import count
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,28 +35,44 @@ def test_a_process_that_fails_ends_all(tmp_path: Path) -> None:
     assert failure == "ended with [-9, 1]\nno memory left"
 
 
-def test_a_process_that_hangs_is_ended_and_says_where(tmp_path: Path) -> None:
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what is to take the lines of a run; once there is one, a thousand seconds of it have gone by."""
+    said: list[str] = []
+    asked = count()  # the first time for the start of the run
+
+    def now() -> float:
+        return time.monotonic() + (1000 if next(asked) and said else 0)
+
+    monkeypatch.setattr(children, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
+    return said
+
+
+def test_a_process_that_hangs_is_ended_and_says_where(lines: list[str], tmp_path: Path) -> None:
     """Rows that were told before are kept."""
-    lines: list[str] = []
-    code = f"{_SAY}\nimport time\ndef stuck(): time.sleep(1000)\nstuck()"
-    failure = children.run([sys.executable, "-c", code], 1, 2, lines.append, tmp_path)
-    assert failure.startswith("not done after 2 s\n")
+    code = f"import time\ndef stuck():\n    {_SAY}\n    time.sleep(1000)\nstuck()"
+    failure = children.run([sys.executable, "-c", code], 1, 900, lines.append, tmp_path)
+    assert failure.startswith("not done after 900 s\n")
     assert "in stuck" in failure
     assert lines == ["0 1 127.0.0.1"]
 
 
-@pytest.mark.parametrize(("then", "end"), [("time.sleep(60)", "not done after 2 s"), ("sys.exit(3)", "ended with [3]")])
-def test_nothing_that_a_run_started_is_left(then: str, end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("then", "end"),
+    [("print('here')\ntime.sleep(1000)", "not done after 900 s"), ("sys.exit(3)", "ended with [3]")],
+    ids=["hangs", "fails"],
+)
+def test_nothing_that_a_run_started_is_left(then: str, end: str, lines: list[str], tmp_path: Path) -> None:
     """Be it that the run hung, and was ended, or that it failed by itself."""
     os.mkfifo(tmp_path / "pipe")
     read = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     code = (
         "import subprocess, sys, time\npipe = open('pipe', 'wb', 0)\npipe.write(b'here')\n"
-        f"subprocess.Popen(['sleep', '60'], pass_fds=[pipe.fileno()])\n{then}"
+        f"subprocess.Popen(['sleep', '1000'], pass_fds=[pipe.fileno()])\n{then}"
     )
-    failure = children.run([sys.executable, "-c", code], 1, 2, lambda _: None, tmp_path)
+    failure = children.run([sys.executable, "-c", code], 1, 900, lines.append, tmp_path)
     assert failure.startswith(end)
     assert os.read(read, 4) == b"here"
-    select.select([read], [], [], 10)  # until nobody can write
+    select.select([read], [], [], 60)  # until nobody can write
     assert os.read(read, 4) == b""
     os.close(read)

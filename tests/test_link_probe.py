@@ -26,7 +26,7 @@ from tests.link_cases import (  # noqa: F401 (for every test here)
 )
 from tpplan.exec import link_child, link_probe
 from tpplan.exec.link_probe import probe
-from tpplan.exec.link_report import Link, Verdict, routes
+from tpplan.exec.link_report import Link, routes
 from tpplan.exec.links import link_report
 
 if TYPE_CHECKING:
@@ -190,8 +190,8 @@ def test_the_probe_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compiling_takes_its_time() -> None:
     """What a child does before it tests anything is not held against the links."""
-    report = link_report(driver="tests.fake_gpus:slow_to_start", deadline_s=1.0)
-    assert all(link.verdict == Verdict.WORKS for link in report.links)
+    report = report_of("slow_to_start")
+    assert all(link.verdict == WORKS for link in report.links)
 
 
 def test_loads_are_tested_last(monkeypatch: pytest.MonkeyPatch) -> None:
