@@ -76,7 +76,11 @@ def main(path: str, directory: str, backend: str = "auto") -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in {3, 4}:
+        sys.exit(__doc__)
     try:
         main(*sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit(130)
     except TpplanError as error:
         sys.exit(f"error: {error.message}\nhint: {error.hint}")

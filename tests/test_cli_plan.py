@@ -91,6 +91,15 @@ def test_gather_is_explained_where_rows_cannot_be_cut() -> None:
         assert command(*asked, "--layout", "gather").err == ""
 
 
+def test_devices_without_a_part_are_told() -> None:
+    """A device that was asked for and got nothing is named, of many the first."""
+    asked = ("plan", LLAMA_8B, "--context", 4096, "-o", "x.json", "--gpus")
+    assert "note: " not in command(*asked, "24GiB,12GiB").err
+    assert command(*asked, "24GiB,1MiB").err.startswith("note: no part of the model is on device 1 (1MiB GPU)\n")
+    told = command(*asked, "24GiB,5x1MiB").err.splitlines()[0]
+    assert told.endswith("on device 1 (1MiB GPU), 2 (1MiB GPU), 3 (1MiB GPU) and 2 more")
+
+
 def test_infeasible_says_what_is_missing_and_what_helps() -> None:
     """What does not fit exits 1, with a table by device and bucket and options that, followed, do give a plan."""
     asked = ["plan", str(LLAMA_8B), "--gpus", "12GiB,6GiB"]
@@ -105,6 +114,15 @@ def test_infeasible_says_what_is_missing_and_what_helps() -> None:
     for name, value in options:
         again = ["plan", str(LLAMA_8B), "--gpus", value] if name == "--gpus" else [*asked, name, value]
         assert command(*again, "--json").code == 0, (name, value)
+
+
+def test_weights_beyond_all_budgets_are_told() -> None:
+    """Where no cache could be small enough, the error says that the weights alone are too much."""
+    words = "; its weights alone are 14.96 GiB: only fewer bits per weight fit here\n"
+    assert words in command("plan", LLAMA_8B, "--gpus", "6GiB,8GiB", "--context", 4096).err
+    done = command("plan", LLAMA_8B, "--gpus", "8GiB,8GiB", "--context", 4096)
+    assert done.code == 1
+    assert "weights alone" not in done.err
 
 
 def test_single_advice_is_not_told_as_one_of_many() -> None:

@@ -27,6 +27,8 @@ KEYS = [
     "parameters",
     "weight_bytes",
     "cache_bytes_per_token",
+    "max_context",
+    "max_context_cache_bytes",
     "fingerprint",
 ]
 
@@ -71,5 +73,21 @@ def test_screen() -> None:
     """People see the same numbers with their units."""
     out = command("inspect", MODELS / "Llama-3.1-8B").out
     assert out.startswith("LlamaForCausalLM  llama\n")
-    for words in ("8.03 billion", "14.96 GiB", "32 query heads", "8 KV heads of 128", "4.00 GiB for 32768 tokens"):
+    for words in ("8.03 billion", "14.96 GiB", "32 query heads", "8 KV heads of 128", "16.00 GiB for 131072 tokens"):
         assert words in out
+    assert "Cache per token\n" in out
+
+
+def test_windows_keep_less_of_a_long_sequence(tmp_path: Path) -> None:
+    """What the longest context takes is what a plan for it counts: of layers with windows, these."""
+    shapes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "sliding_window": 512}
+    config = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config | shapes | heads))
+    found = json.loads(command("inspect", tmp_path, "--json").out)
+    each, whole = found["cache_bytes_per_token"], found["max_context_cache_bytes"]
+    assert {kind: 512 * size for kind, size in each.items()} == whole
+    planned = json.loads(command("plan", tmp_path, "--gpus", "8GiB", "--cache", "q8", "--json").out)
+    assert planned["request"]["cache"]["tokens"] == found["max_context"] == 4096
+    assert planned["memory"][0]["cache_bytes"] == whole["q8"]
+    assert "Cache per token, until the sliding windows are full\n" in command("inspect", tmp_path).out

@@ -39,6 +39,10 @@ ONE = Device(name="GPU", budget_bytes=GIB)
             "at most 4096 per sequence",
         ),
         ({"strategy": "latency"}, "needs every device's bandwidth, unknown for device 0 (GPU)", "RTX4090"),
+        ({"devices": "24GiB"}, "a device is '2', expected a Device", "tpplan.parse_devices"),
+        ({"devices": ("24GiB",)}, "a device is '24GiB', expected a Device", "tpplan.parse_devices"),
+        ({"cache": "q8"}, "the cache is 'q8', expected a Cache", 'tpplan.Cache("q8", tokens='),
+        ({"model": "models/llama"}, "the model is 'models/llama', expected a ModelSpec", "tpplan.read_model"),
         ({"devices": ()}, "0 devices, expected 1 to 4096", "2x24GiB"),
         ({"devices": (ONE,) * 4097}, "4097 devices", "2x24GiB"),
         ({"devices": (ONE,) * 5, "strategy": "latency"}, "0 (GPU), 1 (GPU), 2 (GPU) and 2 more", ""),
@@ -54,8 +58,8 @@ ONE = Device(name="GPU", budget_bytes=GIB)
 )
 def test_requests_without_meaning_are_refused(asked: dict[str, Any], message: str, hint: str) -> None:
     """One sentence with the names and numbers, and what to ask for instead."""
-    asked = {"devices": (ONE,), "cache": Cache("fp16", 512), **asked}
+    asked = {"model": spec(max_position_embeddings=4096), "devices": (ONE,), "cache": Cache("fp16", 512), **asked}
     with pytest.raises(RequestError) as error:
-        plan(spec(max_position_embeddings=4096), **asked)
+        plan(**asked)
     assert message in error.value.message
     assert hint in error.value.hint

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from tpplan.plan import SplitPlan
 
 
+#: Devices that a note names.
+_NAMED = 3
+
+
 def read_model(path: str) -> ModelSpec:
     """Read a model."""
     from tpplan.reader import read_model as read  # noqa: PLC0415
@@ -73,6 +77,14 @@ def draw(plan: SplitPlan, svg: str, html: str) -> None:
 def note(text: str) -> None:
     """Say on standard error what is worth knowing."""
     console.say("note", text, "warn")
+
+
+def note_idle(plan: SplitPlan) -> None:
+    """Say which devices got nothing: whoever named them may not expect that."""
+    idle = [f"{i} ({plan.devices[i].name})" for i, entry in enumerate(plan.memory) if not entry.used_bytes]
+    if idle:
+        more = f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else ""
+        note(f"no part of the model is on device {', '.join(idle[:_NAMED])}{more}")
 
 
 def some(plans: tuple[str, ...]) -> tuple[str, ...]:

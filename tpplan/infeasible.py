@@ -108,8 +108,11 @@ def explain(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> 
         f"device{'s' if len(devices) > 1 else ''} with budgets of {format_bytes(budget)} together, "
         f"and device {worst.device} ({worst.name}) would lack {format_bytes(worst.missing_bytes)}"
     )
+    weights = sum(entry.weights_bytes for entry in best.memory)
     if needed <= budget:
         message += "; there is enough in all, but whole units do not divide so"
+    elif weights > budget:
+        message += f"; its weights alone are {format_bytes(weights)}: only fewer bits per weight fit here"
     hint = "; or ".join(s.message for s in suggestions) or "use more or larger devices, or a smaller model"
     return InfeasibleError(message, hint, shortfalls, suggestions)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from tpplan.codec import fingerprint
-from tpplan.memory import cache_bytes_per_token
+from tpplan.memory import cache_bytes_per_token, sequence_cache_bytes
 from tpplan.plan import CACHE_KINDS
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @frozen
 class CacheCosts:
-    """Bytes that one more token takes in the cache, all layers together, while no sliding window is full.
+    """Bytes in the cache, all layers together, for each of its kinds.
 
     Attributes:
         fp16: 16 bits per element.
@@ -51,7 +51,9 @@ class Inspection:
         experts: routed experts, 0 without them.
         parameters: as the unquantised model has them.
         weight_bytes: of all tensors as they are stored.
-        cache_bytes_per_token: for each kind of cache.
+        cache_bytes_per_token: what one more token takes, while no sliding window is full.
+        max_context: tokens per sequence that the model was made for.
+        max_context_cache_bytes: what one sequence of so many tokens takes, of sliding windows what they keep.
         fingerprint: ``sha256:`` and the hash of the model as tpplan sees it.
     """
 
@@ -69,6 +71,8 @@ class Inspection:
     parameters: int
     weight_bytes: int
     cache_bytes_per_token: CacheCosts
+    max_context: int
+    max_context_cache_bytes: CacheCosts
     fingerprint: str
 
 
@@ -91,5 +95,9 @@ def inspect(model: ModelSpec) -> Inspection:
         parameters=model.parameter_count,
         weight_bytes=model.weight_bytes,
         cache_bytes_per_token=CacheCosts(**{kind: cache_bytes_per_token(model, kind) for kind in CACHE_KINDS}),
+        max_context=model.max_context,
+        max_context_cache_bytes=CacheCosts(
+            **{kind: sequence_cache_bytes(model, kind, model.max_context) for kind in CACHE_KINDS}
+        ),
         fingerprint=fingerprint(model),
     )

@@ -31,11 +31,17 @@ def cache_bytes(elements: int, kind: str) -> int:
 
 def cache_bytes_per_token(model: ModelSpec, kind: str) -> int:
     """Return the bytes that one more token takes in all layers together, while no sliding window is full."""
+    return sequence_cache_bytes(model, kind, 1)
+
+
+def sequence_cache_bytes(model: ModelSpec, kind: str, tokens: int) -> int:
+    """Return the bytes that a sequence of ``tokens`` takes in all layers, as far as sliding windows keep it."""
     return sum(
-        len(block.layers) * (_latent_bytes(block.attention, kind) or _head_bytes(block.attention, kind) * heads)
+        len(block.layers) * kept * (_latent_bytes(block.attention, kind) or _head_bytes(block.attention, kind) * heads)
         for block in model.blocks
         if block.attention
         for heads in (block.attention.kv_heads,)
+        for kept in (min(tokens, block.attention.window or tokens),)
     )
 
 

@@ -16,7 +16,7 @@ from tpplan.memory import demands, ledger
 from tpplan.model import ModelSpec
 from tpplan.packing import Bin, Item, solve
 from tpplan.plan import Cache, DeviceMemory, PlanModel, Request, Split, SplitPlan
-from tpplan.request import check_devices, resolve
+from tpplan.request import check_devices, check_kinds, resolve
 from tpplan.verify import verify
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ def plan(
         InfeasibleError: no plan fits, or ExLlamaV2's does not; with the bytes that are missing and what would help.
         RequestError: the request has no meaning for this model or these devices.
     """
-    devices = tuple(devices)
-    request = resolve(model, cache or Cache(), layout, strategy=strategy, batch=batch, max_rows=max_rows, kv=kv)
+    devices, cache = tuple(devices), cache or Cache()
+    check_kinds(model, devices, cache)
+    request = resolve(model, cache, layout, strategy=strategy, batch=batch, max_rows=max_rows, kv=kv)
     check_devices(devices, strategy)
     found = attempt(model, devices, request)
     if found is None or found.lacking:

@@ -7,18 +7,32 @@ from typing import TYPE_CHECKING
 
 from tpplan.devices import Device
 from tpplan.errors import RequestError
+from tpplan.model import ModelSpec
 from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES, Cache, Request
 from tpplan.rules import LEAST, MOST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tpplan.model import ModelSpec
-
 _MOST_ROWS = 2**24
 _MOST_TOKENS = 2**40
 _MOST_DEVICES = 4096
 _NAMED = 3
+
+
+def check_kinds(model: object, devices: Sequence[object], cache: object) -> None:
+    """Refuse names where the things themselves are wanted.
+
+    Raises:
+        RequestError: naming what makes them.
+    """
+    if not isinstance(model, ModelSpec):
+        raise RequestError(f"the model is {model!r:.60}, expected a ModelSpec", "tpplan.read_model(path) reads one")
+    if not isinstance(cache, Cache):
+        raise RequestError(f"the cache is {cache!r:.60}, expected a Cache", 'such as tpplan.Cache("q8", tokens=32768)')
+    if wrong := [device for device in devices if not isinstance(device, Device)]:
+        hint = 'tpplan.parse_devices("2x24GiB,12GiB") makes them'
+        raise RequestError(f"a device is {wrong[0]!r:.60}, expected a Device", hint)
 
 
 def resolve(

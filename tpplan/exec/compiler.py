@@ -113,7 +113,8 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         choice, unfit = choose([places[i] for i in used], transport)
         problems += unfit
     if problems:
-        hint = 'plan again for this machine and model, or run on virtual devices with backend="cpu"'
+        virtual = ', or run on virtual devices with backend="cpu"' if backend != "cpu" else ""
+        hint = f"plan again for this machine and model{virtual}"
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{listed}", hint)
     made = partial(build, plan, places, max_rows=max_rows, dtype=dtype, scratch=scratch)

@@ -26,16 +26,18 @@ def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line
         ("intermediate size", str(d["intermediate_size"]), f"{d['experts']} experts" if d["experts"] else ""),
         ("attention", f"{d['q_heads']} query heads", f"{d['kv_heads']} KV heads of {d['head_dim']}"),
         ("vocabulary", str(d["vocab_size"]), f"output matrix {tied}"),
+        ("context", f"{d['max_context']} tokens", "the longest that the model was made for"),
     ]
+    each, whole, tokens = d["cache_bytes_per_token"], d["max_context_cache_bytes"], d["max_context"]
     cache = [
-        (kind, f"{size:,} bytes", f"{format_bytes(32_768 * size)} for 32768 tokens")
-        for kind, size in d["cache_bytes_per_token"].items()
+        (kind, f"{size:,} bytes", f"{format_bytes(whole[kind])} for {tokens} tokens") for kind, size in each.items()
     ]
+    windows = ", until the sliding windows are full" if whole["fp16"] < each["fp16"] * tokens else ""
     return [
         ((d["architecture"], "title"), (f"  {d['model_type']}", "dim")),
         *table([[("", ""), (label, "dim"), (value, ""), (more, "dim")] for label, value, more in rows], "<<><"),
         BLANK,
-        line("Cache per token, before any sliding window is full", "head"),
+        line(f"Cache per token{windows}", "head"),
         *table([[("", ""), (label, "dim"), (value, ""), (more, "dim")] for label, value, more in cache], "<<><"),
         BLANK,
         line(d["fingerprint"], "dim"),
