@@ -28,17 +28,18 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
     return scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=True)
 
 
-def check_texts(place: torch.device, dtype: torch.dtype, width: int, tolerance: float) -> None:
+def check_texts(sizes: list[int], place: torch.device, dtype: torch.dtype, width: int, tolerance: float) -> None:
     """Let the last tokens of texts that a cache has attend at once, and compare with what each finds alone in 32 bits.
 
     Args:
+        sizes: queries of each of four texts; the last has none.
         place: of the cache.
         dtype: of its elements.
         width: of heads.
         tolerance: of the numbers.
     """
     torch.manual_seed(width)
-    sizes, ends, sequences = [2, 1, 130, 0], [150, 160, 130, 9], [3, 1, 4, 0]
+    ends, sequences = [150, 160, 130, 9], [3, 1, 4, 0]
     q_RHK, kv = torch.randn(sum(sizes), 8, width).to(dtype), torch.randn(2, 5, 2, 160, width).to(dtype)
     store = Store("fp32" if dtype is torch.float32 else "fp16", (5, 2, 160, width), dtype, place)
     store.write(slice(None), slice(None), slice(None), kv.to(place))
@@ -47,7 +48,7 @@ def check_texts(place: torch.device, dtype: torch.dtype, width: int, tolerance: 
     bounds, starts, counts = (torch.tensor(each, dtype=torch.int32, device=place) for each in numbers)
     most = max(sizes), 160
     found = flash_attention_of_several(q_RHK.to(place), k_THK, v_THK, (bounds, starts, counts), most, scale=0.1)
-    parts = (torch.split_with_sizes(x.cpu().float(), sizes)[:-1] for x in (found, q_RHK))  # the last has no queries
+    parts = (torch.split_with_sizes(x.cpu().float(), sizes)[:-1] for x in (found, q_RHK))
     for end, sequence, out_SHK, q_SHK in zip(ends, sequences, *parts, strict=False):
         k, v = kv[:, sequence, None, :, :end].float()
         alone = attend(q_SHK.transpose(0, 1)[None], k, v, scale=0.1, cap=None)

@@ -101,9 +101,10 @@ def test_prompts_take_kernels_without_masks(queries: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [64, 80, 128, 256])
-def test_texts_in_a_cache(width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sizes", [[2, 1, 130, 0], [1, 1, 1, 0]], ids=str)
+def test_texts_in_a_cache(sizes: list[int], width: int, dtype: torch.dtype) -> None:
     """In 16 bits, one flash kernel takes several texts where they are, each with the numbers that it has alone."""
-    check_texts(torch.device("cuda"), dtype, width, 2e-2)
+    check_texts(sizes, torch.device("cuda"), dtype, width, 2e-2)
 
 
 @pytest.mark.gpu
