@@ -126,6 +126,21 @@ def test_check(plans: tuple[str, str]) -> None:
     assert "does not fit" in verdict["message"]
 
 
+def test_check_holds_plans_against_devices(plans: tuple[str, str]) -> None:
+    """With --gpus a plan is stale once it is for other devices, and the document tells what planning again changes."""
+    assert command("check", "a.json", "--model", LLAMA_8B, "--gpus", "24GiB,12GiB").code == 0
+    done = command("check", *plans, "--model", LLAMA_8B, "--gpus", "24GiB,12GiB")
+    assert done.code == 1
+    assert done.out.startswith("a.json: current\nb.json: stale (devices)\n  the plan is for other devices than those")
+    document = conforms(
+        command("check", "b.json", "--model", LLAMA_8B, "--gpus", "24GiB,12GiB", "--json").out, "check-report"
+    )
+    again = json.loads(command("diff", "b.json", "a.json", "--json").out)
+    assert document["plans"][0]["diff"] == again
+    document = conforms(command("check", "b.json", "--model", LLAMA_8B, "--gpus", "1GiB", "--json").out, "check-report")
+    assert document["plans"][0]["reasons"] == ["devices", "infeasible"]
+
+
 def test_check_explains_a_request_that_lost_its_meaning(plans: tuple[str, str]) -> None:
     """A plan whose context the model no longer has is stale, not an error."""
     config = json.loads((LLAMA_8B / "config.json").read_text(encoding="utf-8"))

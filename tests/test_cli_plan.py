@@ -37,6 +37,8 @@ def test_plan_says_little_where_it_saves() -> None:
     assert (done.code, done.out) == (0, "")
     assert done.err.startswith("wrote: a.json\nLlama-3.1-8B on 2 devices: ")
     assert " % of all budgets used, at most " in done.err
+    again = command("plan", LLAMA_8B, "--gpus", "24GiB,12GiB", "--context", 4096, "-o", "a.json")
+    assert again.err == done.err.replace("wrote: ", "unchanged: ")
 
 
 def test_plan_without_a_file_shows_it_and_says_how_to_save_it() -> None:

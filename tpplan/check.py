@@ -16,6 +16,7 @@ from tpplan.plandiff import PlanDiff
 from tpplan.planner import replan
 
 if TYPE_CHECKING:
+    from tpplan.devices import Device
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
 
@@ -24,6 +25,7 @@ class StaleReason(StrEnum):
     """Why a plan is not what planning again gives."""
 
     MODEL = "model"  # the plan is for another fingerprint
+    DEVICES = "devices"  # the plan is for others than those that were named
     PLANNING = "planning"  # the same inputs, another decision: edited by hand, or by another tpplan
     INFEASIBLE = "infeasible"  # nothing fits any more
     REQUEST = "request"  # the request has no meaning for the model any more
@@ -61,13 +63,19 @@ class CheckReport:
     plans: tuple[PlanCheck, ...]
 
 
-def check(plans: dict[str, SplitPlan], model: ModelSpec) -> CheckReport:
-    """Plan again what each plan was asked, for ``model``, and compare."""
-    checks = tuple(_check(path, plan, model) for path, plan in plans.items())
+def check(plans: dict[str, SplitPlan], model: ModelSpec, devices: tuple[Device, ...] = ()) -> CheckReport:
+    """Plan again what each plan was asked, for ``model``, and compare.
+
+    Args:
+        plans: by the paths of their files.
+        model: to plan for.
+        devices: to plan for; each plan's own by default.
+    """
+    checks = tuple(_check(path, plan, model, devices or plan.devices) for path, plan in plans.items())
     return CheckReport(all(c.current for c in checks), checks)
 
 
-def _check(path: str, old: SplitPlan, model: ModelSpec) -> PlanCheck:
+def _check(path: str, old: SplitPlan, model: ModelSpec, devices: tuple[Device, ...]) -> PlanCheck:
     was, now = old.model.fingerprint, fingerprint(model)
     reasons, texts = [], []
     if was == now:  # a folder may have another name where the plans are checked
@@ -75,9 +83,12 @@ def _check(path: str, old: SplitPlan, model: ModelSpec) -> PlanCheck:
     else:
         reasons.append(StaleReason.MODEL)
         texts.append(f"the plan is for {old.model.name} with the fingerprint {was}, {model.name} has {now}")
+    if devices != old.devices:
+        reasons.append(StaleReason.DEVICES)
+        texts.append("the plan is for other devices than those that were named")
     changes = None
     try:
-        changes = diff(old, replan(model, old))
+        changes = diff(old, replan(model, attrs.evolve(old, devices=devices)))
     except InfeasibleError as error:
         reasons.append(StaleReason.INFEASIBLE)
         texts.append(error.message)

@@ -194,19 +194,22 @@ def validate(*plans: str, json: bool = False) -> int:
 
 
 @app.command
-def check(*plans: str, model: str, json: bool = False) -> int:
+def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) -> int:
     """Plan again from what each plan was asked, and compare; exit 1 if one is stale.
 
     Args:
         plans: plan files; - is standard input.
         model: the model's directory or config.json.
+        gpus: a devices file or a list, which may have changed since; the devices of each plan by default.
         json: print one JSON document.
     """
     from tpplan.check import check as compare  # noqa: PLC0415
+    from tpplan.devices import parse_devices  # noqa: PLC0415
     from tpplan.render.verdicts import check as view  # noqa: PLC0415
 
     stored = {path: chores.read_plan(path) for path in chores.some(plans)}
-    found = compare(stored, chores.read_model(model))
+    devices = parse_devices(gpus, chores.note) if gpus else ()
+    found = compare(stored, chores.read_model(model), devices)
     console.answer(found, view, json=json)
     if not found.current:
         console.say("hint", "make it again with tpplan plan, and see with tpplan diff what that changes", "hint")

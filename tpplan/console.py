@@ -60,8 +60,7 @@ def save(text: str, path: str) -> None:
     if path == STREAM:
         emit(text)
     else:
-        save_text(text, path)
-        say("wrote", path)
+        say("wrote" if save_text(text, path) else "unchanged", path)
 
 
 def emit(text: str) -> None:

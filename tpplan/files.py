@@ -76,22 +76,25 @@ def cache_folder() -> Path:
     return (Path(root) if Path(root).is_absolute() else Path.home() / ".cache") / "tpplan"
 
 
-def save_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write a file as :func:`save_bytes` does."""
-    save_bytes(text.encode(), path)
+def save_text(text: str, path: str | os.PathLike[str]) -> bool:
+    """Write a file as :func:`save_bytes` does, and return the same."""
+    return save_bytes(text.encode(), path)
 
 
-def save_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
+def save_bytes(data: bytes, path: str | os.PathLike[str]) -> bool:
     """Write a file as a whole or not at all; one that has these bytes already is left alone.
 
     The new file takes the place and the mode of the old one. A symbolic link stays, and the file that it points to is
     replaced. A device or a pipe is written to.
 
+    Returns:
+        Whether there was anything to write.
+
     Raises:
         TpplanError: the file cannot be written; what was there before is still there.
     """
     try:
-        _replace(data, Path(path))
+        return _replace(data, Path(path))
     except (OSError, ValueError) as error:
         folder = Path(path).parent
         lacks = isinstance(error, FileNotFoundError) and not folder.exists()
@@ -99,18 +102,18 @@ def save_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
         raise TpplanError(f"cannot write {os.fspath(path)!r}: {_reason(error)}", hint) from error
 
 
-def _replace(data: bytes, path: Path) -> None:
-    """Write ``data`` beside the file that ``path`` leads to, and put it in its place."""
+def _replace(data: bytes, path: Path) -> bool:
+    """Write ``data`` beside the file that ``path`` leads to, and put it in its place, unless it has these bytes."""
     mode = path.stat().st_mode if path.exists() else None
     if mode is not None and not stat.S_ISREG(mode):
         path.write_bytes(data)
-        return
+        return True
     target = Path(os.path.realpath(path))
     if mode is not None:
         if not os.access(target, os.W_OK):  # to replace it, the system would ask for no permission
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if target.stat().st_size == len(data) and target.read_bytes() == data:
-            return
+            return False
     new = target.with_name(f".{target.name[:100]}.{os.urandom(6).hex()}")
     try:
         with new.open("xb") as file:
@@ -122,6 +125,7 @@ def _replace(data: bytes, path: Path) -> None:
         new.replace(target)
     finally:
         new.unlink(missing_ok=True)
+    return True
 
 
 def _reason(error: OSError | ValueError) -> str:
