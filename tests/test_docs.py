@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import tpplan
+from tests.command import command
+from tpplan import devices_file
 from tpplan.exec import compile as compile_plan
 from tpplan.families import supported
 
@@ -72,3 +74,26 @@ def test_the_picture_of_a_program() -> None:
     """The committed picture is what the script draws from the program; ``python examples/draw_program.py`` does."""
     drawn = runpy.run_path(str(ROOT / "examples/draw_program.py"))
     assert drawn["PICTURE"].read_text(encoding="utf-8") == drawn["picture"]()
+
+
+def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error that the page on planning shows is the error that there is."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    arguments, shown = re.findall(r"```\n\$ tpplan (.*?)\n(.*?)```", page, re.DOTALL)[0]
+    assert command(*arguments.split()).err == shown
+
+
+def test_the_devices_file(tmp_path: Path) -> None:
+    """The devices file that the page on planning shows is one, with the fewest keys."""
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "devices.json").write_text(text, encoding="utf-8")
+    devices = tpplan.parse_devices(str(tmp_path / "devices.json"))
+    assert [(device.name, device.budget_bytes) for device in devices] == [
+        ("RTX 4090", 24 * 10**9),
+        ("RTX 3060", 12 * 10**9),
+    ]
+    for key in set(re.findall('"([a-z]+_bytes)"', text)):
+        with pytest.raises(tpplan.DeviceError, match="is missing"):
+            devices_file.loads(re.sub(f', "{key}": [0-9]+', "", text))
