@@ -117,6 +117,14 @@ def test_request_and_model() -> None:
     assert (newer.reasons, newer.summary) == ((Reason.FORMAT,), "the format differs; 0 of 8 splits change")
 
 
+def test_another_name_is_no_other_model() -> None:
+    """Who calls the same model by another name reads that, not that the model differs."""
+    renamed = edited(VALID, "model.name", "Other")
+    assert diff(VALID, renamed).summary.startswith("the model's name differs; 0 of ")
+    other = edited(renamed, "model.fingerprint", f"sha256:{'f' * 64}")
+    assert diff(VALID, other).summary.startswith("the model differs; 0 of ")
+
+
 def test_device_removed() -> None:
     """Without its first device, the others are recognised at their new index."""
     change = diff(VALID, without_first(VALID))

@@ -46,7 +46,9 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
     if (splits or memory) and not reasons:
         reasons = {Reason.PLANNING}
     return PlanDiff(
-        summary=_summary(reasons, devices, f"{len(splits)} of {len(compared)} splits change", memory),
+        summary=_summary(
+            _inputs(fields), devices, f"{len(splits)} of {len(compared)} splits change" if reasons else "", memory
+        ),
         reasons=tuple(reason for reason in Reason if reason in reasons),
         fields=fields,
         devices=devices,
@@ -172,13 +174,21 @@ def _bucket_changes(before: tuple[DeviceMemory, ...], after: tuple[DeviceMemory,
         yield BucketChange(bucket, old, new, new - old)
 
 
+def _inputs(fields: tuple[FieldChange, ...]) -> list[str]:
+    """Say which inputs differ; a model of another name is the same model."""
+    paths = [change.path for change in fields]
+    words = {"format_version": "the format", "model.": "the model", "request.": "the request"}
+    if [path for path in paths if path.startswith("model.")] == ["model.name"]:
+        words["model."] = "the model's name"
+    return [text for start, text in words.items() if any(path.startswith(start) for path in paths)]
+
+
 def _summary(
-    reasons: set[Reason], devices: tuple[DeviceChange, ...], splits: str, memory: tuple[MemoryChange, ...]
+    inputs: list[str], devices: tuple[DeviceChange, ...], splits: str, memory: tuple[MemoryChange, ...]
 ) -> str:
     """Say the most important in one line."""
-    if not reasons:
+    if not splits:
         return "the plans are equal"
-    inputs = [f"the {reason}" for reason in (Reason.FORMAT, Reason.MODEL, Reason.REQUEST) if reason in reasons]
     kinds = [device.change for device in devices]
     moves = sorted((_largest(change) for change in memory), key=lambda move: -abs(move[1].delta_bytes))
     moves = [move for move in moves if move[1].delta_bytes]
