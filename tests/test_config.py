@@ -63,6 +63,7 @@ def _sparse_gigabyte(path: Path) -> Path:
         (lambda path: path, "does not exist"),
         (lambda path: path / "deeper", "does not exist"),
         (lambda path: path.with_name("a\0b"), "a\\0b"),
+        (lambda path: path.with_name("a\x1b[31m\nb"), "a\\u001b[31m\\nb does not exist"),
         (lambda path: path.with_name("x" * 5000), "xxx"),
         (_empty_directory, "config.json does not exist"),
         (_pipe, "is not a regular file"),

@@ -227,9 +227,6 @@ def find(name: str) -> Gpu:
     if found:
         names = " or ".join(gpu.name for gpu in found)
         raise DeviceError(f"the GPU name {name[:60]!r} can mean {names}", "write one of them in full")
-    parts = [part for part in re.split(r"\s*[+;&/|]\s*|\s+", name[:60]) if part]
-    if len(parts) > 1 and all(map(lookup, parts)):
-        raise DeviceError(f"tpplan knows no GPU named {name[:60]!r}", f"separate GPUs by commas: {','.join(parts)}")
     from difflib import get_close_matches  # noqa: PLC0415 - only for the message
 
     near = get_close_matches(_key(name[:60]), list(_index()), n=1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from tpplan.documents import CONFIG, mistaken
 from tpplan.errors import ModelError
-from tpplan.jsontext import NotJSONError, read_json
+from tpplan.jsontext import NotJSONError, read_json, visible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -237,4 +237,4 @@ def parse_config(content: bytes, source: str) -> Config:
 
 def _name(path: Path) -> str:
     """Name a file in messages, whatever characters its name has."""
-    return str(path).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[-200:]
+    return visible(str(path).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0"))[-200:]

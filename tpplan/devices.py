@@ -20,6 +20,7 @@ DEFAULT_OVERHEAD_BYTES = 512 * 2**20
 MAX_DEVICES = 4096
 
 _LONGEST_SPEC = 100_000
+_LONGEST_SLIP = 100
 _EXAMPLE = "write a list such as 2x24GiB,RTX3060 or H100:72GiB, a devices file, or auto"
 _ENTRY = re.compile(r"(?:(?P<count>[0-9]+) ?[xX×] ?)?(?P<gpu>[^:]*)(?P<colon>:(?P<budget>.*))?", re.DOTALL)
 
@@ -76,11 +77,41 @@ def parse_devices(spec: str, tell: Callable[[str], None] | None = None) -> tuple
         raise DeviceError(f"a list of devices of {len(spec)} characters is beyond {_LONGEST_SPEC}", _EXAMPLE)
     devices: list[Device] = []
     for number, entry in enumerate(spec.split(","), 1):
-        count, device = _parse_entry(entry.strip(), number, spec)
+        count, device = _entry(entry.strip(), number, spec)
         if len(devices) + count > MAX_DEVICES:
             raise DeviceError(f"{len(devices) + count} devices are more than {MAX_DEVICES}", "check the counts")
         devices += [device] * count
     return tuple(devices)
+
+
+def _entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
+    """Read one entry: how often, and the device; the error of a slip says what was probably meant."""
+    try:
+        return _parse_entry(entry, number, spec)
+    except DeviceError as error:
+        if meant := _meant(entry):
+            raise DeviceError(error.message, f"did you mean {meant}?") from error
+        raise
+
+
+def _meant(entry: str) -> str:
+    """Return a list that an entry without meaning was probably meant as, or nothing."""
+    if len(entry) > _LONGEST_SLIP:
+        return ""
+    slips = [
+        re.sub(r" *[;+&/|] *| +", ",", entry),
+        re.sub(r"^(.+?) *[xX×*] *([0-9]+)$", r"\2x\1", entry),
+        re.sub(r"^([0-9]+) *\* *", r"\1x", entry),
+        re.sub(r" *[@=] *", ":", entry),
+    ]
+    for slip in slips:
+        try:
+            for part in slip.split(","):
+                _parse_entry(part, 1, slip)
+        except DeviceError:
+            continue
+        return slip
+    return ""
 
 
 def _parse_entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
