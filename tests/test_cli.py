@@ -209,6 +209,9 @@ def test_version_and_help() -> None:
     for option in options:
         assert option in command("plan", "--help").out
     assert command().out == done.out
+    places = [done.out.index(words) for words in ("Show a model's shapes", "Split a model", "Show a plan", "Time every")]
+    assert places == sorted(places)
+    assert command("check", "--help").out.startswith("Usage: tpplan check --model STR [OPTIONS] PLANS...\n")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +228,7 @@ def test_version_and_help() -> None:
         (["plan", "model", "--gpus", "24GiB", "--batch", "0x10"], "--batch is '0x10', expected a whole number"),
         (["bench", "a.json", "--rounds", "2.5"], "--rounds is '2.5', expected a whole number"),
         (["generate", "a.json", "--model", "m", "--temperature", "warm"], "--temperature is 'warm', expected a number"),
-        (["plan", "model", "--gpus", "24GiB", "--json=maybe"], "--json is 'maybe', expected no value"),
+        (["plan", "model", "--gpus", "24GiB", "--json=maybe"], "--json takes no value"),
         (["plan", "model", "--gpus", "24GiB", "--gpus", "12GiB"], "--gpus is there twice"),
         (["plan", "model", "--gpus", "24GiB", "12GiB"], "tpplan plan takes no further argument '12GiB'"),
         (["plan", "model", "--gpus", "24GiB", "--context"], "--context has no value"),

@@ -23,7 +23,7 @@ FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 #: Stands for a lone ``-`` while arguments are parsed, which would take it for an option; no argument can contain it.
 _DASH = "\0"
 
-app.command(generate)
+app.command(generate, sort_key=9)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

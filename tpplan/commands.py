@@ -36,7 +36,7 @@ def _survey(*, json: bool) -> int:
     return OK
 
 
-@app.command
+@app.command(sort_key=1)
 def inspect(model: str, /, *, json: bool = False) -> int:
     """Show a model's shapes, parameters, weight bytes and cache bytes per token.
 
@@ -51,7 +51,7 @@ def inspect(model: str, /, *, json: bool = False) -> int:
     return OK
 
 
-@app.command
+@app.command(sort_key=2)
 def devices(*, output: _Output = "", links: bool = False, json: bool = False) -> int:
     """Show the GPUs of this machine: memory, bandwidth, links, and who else uses them.
 
@@ -79,7 +79,7 @@ def devices(*, output: _Output = "", links: bool = False, json: bool = False) ->
     return OK
 
 
-@app.command
+@app.command(sort_key=3)
 def plan(
     model: str,
     /,
@@ -137,7 +137,7 @@ def plan(
     return OK
 
 
-@app.command
+@app.command(sort_key=4)
 def show(plan: str, /, *, svg: str = "", html: str = "", plain: bool = False, json: bool = False) -> int:
     """Show a plan on one screen: memory per device, splits, shares.
 
@@ -158,7 +158,7 @@ def show(plan: str, /, *, svg: str = "", html: str = "", plain: bool = False, js
     return OK
 
 
-@app.command
+@app.command(sort_key=5)
 def diff(before: str, after: str, /, *, json: bool = False) -> int:
     """Show what moves between devices from one plan to another; exit 1 if they differ.
 
@@ -175,7 +175,7 @@ def diff(before: str, after: str, /, *, json: bool = False) -> int:
     return NO if found else OK
 
 
-@app.command
+@app.command(sort_key=6, usage="Usage: tpplan validate [OPTIONS] PLANS...")
 def validate(*plans: str, json: bool = False) -> int:
     """Check plan files against every rule and list every problem; exit 1 if one is invalid.
 
@@ -193,7 +193,7 @@ def validate(*plans: str, json: bool = False) -> int:
     return OK if found.ok else NO
 
 
-@app.command
+@app.command(sort_key=7, usage="Usage: tpplan check --model STR [OPTIONS] PLANS...")
 def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) -> int:
     """Plan again from what each plan was asked, and compare; exit 1 if one is stale.
 
@@ -216,7 +216,7 @@ def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) 
     return OK if found.current else NO
 
 
-@app.command
+@app.command(sort_key=8)
 def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: bool = False) -> int:
     """Compile a plan, run every operation on every axis, and compare every byte; exit 1 if one is wrong.
 
@@ -237,7 +237,7 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
     return OK if report.ok else NO
 
 
-@app.command
+@app.command(sort_key=10)
 def bench(
     plan: str,
     /,

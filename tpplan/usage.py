@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _LONGEST_NUMBER = 100
+_QUOTES = "\"'"
 
 
 def whole(_: object, tokens: Sequence[Any]) -> int:
@@ -48,7 +49,7 @@ def explained(error: CycloptsError, tokens: Sequence[str], commands: Sequence[st
     if not tokens or tokens[0] not in commands:
         return _no_command(error, tokens, commands)
     name = f"tpplan {tokens[0]}"
-    message, hint = _problem(error, name)
+    message, hint = _problem(error, name, tokens)
     listed = f"{name} --help lists what there is"
     joint = " " if hint.endswith("?") else "; "
     return UsageError(message, f"{hint}{joint}{listed}" if hint else listed)
@@ -67,26 +68,30 @@ def _listed(commands: Sequence[str]) -> str:
     return f"commands are {', '.join(commands[:-1])} and {commands[-1]}; tpplan --help explains them"
 
 
-def _problem(error: CycloptsError, name: str) -> tuple[str, str]:
+def _problem(error: CycloptsError, name: str, tokens: Sequence[str]) -> tuple[str, str]:
     """Return the sentence, and a hint where there is a better one than to read the help."""
-    option = error.argument.name if error.argument else ""
+    argument = error.argument
+    option = argument.name if argument else ""
     text = " ".join(str(error).split()).removesuffix(".")
-    near = re.search(r"Did you mean (\S+)(?: instead of (\S+))?\?", text)
-    meant = f"did you mean {near[0].removeprefix('Did you mean ')}" if near else ""
+    near = re.search(r"Did you mean (\S+)\?", text)
+    meant = f"did you mean {near[1].strip(_QUOTES)}?" if near else ""
     commas = "separate GPUs by commas, as in --gpus RTX4090,RTX3060"
     if isinstance(error, UnknownOptionError):
         text = f"{name} has no option {(error.token.keyword or error.token.value)[:40]}"
     elif isinstance(error, UnusedCliTokensError):
         text = f"{name} takes no further argument {' '.join(error.unused_tokens or ())[:60]!r}"
         meant = commas if name == "tpplan plan" else ""
-    elif isinstance(error, MissingArgumentError):
-        given = error.keyword or (error.argument and error.argument.tokens)
-        text = f"{error.keyword or option} has no value" if given else f"{name} needs {option}"
+    elif isinstance(error, MissingArgumentError) and argument:
+        given = [token for token in tokens if token in argument.names]
+        text = f"{given[0]} has no value" if given else f"{name} needs {option}"
+        slips = get_close_matches(option, [token for token in tokens if token.startswith("--")], 1)
+        meant = f"did you mean {option} instead of {slips[0]}?" if slips and not given else ""
     elif isinstance(error, RepeatArgumentError):
         text = f"{error.token.keyword or option} is there twice, expected once"
         meant = commas if error.token.keyword == "--gpus" else ""
     elif isinstance(error, CoercionError) and error.token:
-        kinds: dict[object, str] = {bool: "no value", float: "a number"}
-        text = f"{error.token.keyword or option} is {error.token.value[:40]!r}, expected "
-        text += kinds.get(error.target_type, "a whole number in digits, such as 32768")
+        wanted = "a number" if error.target_type is float else "a whole number in digits, such as 32768"
+        text = f"{error.token.keyword or option} is {error.token.value[:40]!r}, expected {wanted}"
+        if error.target_type is bool:
+            text = f"{error.token.keyword or option} takes no value"
     return text, meant
