@@ -15,8 +15,8 @@ from tests.cli_cases import LLAMA_8B, LLAMA_70B, conforms, folder, written_plans
 from tests.codec_cases import FIXTURE, PLAN, TEXT
 from tests.command import command
 from tests.nvml_replay import Replay
-from tests.test_render import data as report_of
-from tests.test_render import plain
+from tests.render_cases import data as report_of
+from tests.render_cases import plain
 from tpplan import __version__, codec, probe
 from tpplan.probe import nvidia
 from tpplan.render.devices import devices as render_devices
