@@ -1,10 +1,15 @@
-"""A checkpoint of random weights, written as fast as the disk takes it."""
+"""A checkpoint of random weights, written as fast as the disk takes it.
+
+Run it as ``python -m benchmarks.random_checkpoint CONFIG DIRECTORY``.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tpplan
+from tpplan.errors import TpplanError
 from tpplan.weights import iter_slices
 from tpplan.weights.load import DTYPES
 
@@ -112,3 +118,26 @@ def _put(path: Path, start: int, values: torch.Tensor, size: int) -> None:
         bytes_left = values.view(torch.uint8).numpy().data[:size]
         while bytes_left:
             bytes_left = bytes_left[file.write(bytes_left) :]
+
+
+def main() -> None:
+    """Write the checkpoint that the command line asks for."""
+    parser = argparse.ArgumentParser(description="Write a checkpoint of random weights.")
+    parser.add_argument("config", type=Path, help="config.json of the model")
+    parser.add_argument("directory", type=Path, help="that gets config.json and model.safetensors")
+    parser.add_argument("--layers", type=int, default=0, help="of the model (default: all that it has)")
+    asked = parser.parse_args()
+    try:
+        config = json.loads(asked.config.read_text(encoding="utf-8"))
+        if asked.layers:
+            config["num_hidden_layers"] = asked.layers
+        asked.directory.mkdir(parents=True, exist_ok=True)
+        if (asked.directory / "config.json").exists():
+            parser.error(f"{asked.directory} has a config.json already: name another directory")
+        print(f"{write(asked.directory, config):,} bytes of weights in {asked.directory}")
+    except (OSError, ValueError, TpplanError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

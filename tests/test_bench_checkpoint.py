@@ -75,3 +75,21 @@ def test_a_checkpoint_that_was_not_finished_is_made_again(tmp_path: Path, monkey
     with bench_decode.checkpoint(CONFIG, str(tmp_path), asked=True):
         assert different(saved_values(tmp_path)["lm_head.weight"]) == 203
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command writes a checkpoint with as many layers as asked for, and over no other model."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    made = tmp_path / "made"
+    arguments = ["random_checkpoint", str(tmp_path / "config.json"), str(made), "--layers", "1"]
+    monkeypatch.setattr("sys.argv", arguments)
+    random_checkpoint.main()
+    config = CONFIG | {"num_hidden_layers": 1}
+    assert json.loads((made / "config.json").read_text(encoding="utf-8")) == config
+    assert capsys.readouterr().out == f"{random_checkpoint.size_of(config):,} bytes of weights in {made}\n"
+    with pytest.raises(SystemExit):
+        random_checkpoint.main()
+    assert "has a config.json already" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["random_checkpoint", "missing.json", str(tmp_path / "other")])
+    with pytest.raises(SystemExit, match=r"error: .*missing\.json"):
+        random_checkpoint.main()
