@@ -256,6 +256,15 @@ def test_hopeless_devices_are_explained_too(devices: tuple[Device, ...], strateg
     follow(by_kind(error)["memory"], model, devices, asked)
 
 
+def test_no_device_is_suggested_to_have_more_memory_than_there_is() -> None:
+    """A model of more than 512 GiB fits with more small devices, and with none of them grown beyond any GPU."""
+    model = spec(num_hidden_layers=128, hidden_size=8192, intermediate_size=2**17)
+    assert model.weight_bytes > 2**39
+    suggested = by_kind(refused(model, (Device(name="x", budget_bytes=16 * GIB),) * 8, cache=Cache("q4", 256)))
+    assert "memory" not in suggested
+    assert "devices" in suggested
+
+
 def test_nothing_is_suggested_where_nothing_helps() -> None:
     """A model beyond any memory: the hint is general rather than wrong."""
     model = spec(num_hidden_layers=9999, hidden_size=2**20, intermediate_size=2**22)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _CONTEXT_STEP = 256
 _MEMORY_STEP = 2**26
-_MOST_MEMORY_STEPS = 2**20
+#: More than any GPU has: nobody can follow the advice to give a device more.
+_MOST_MEMORY = 2**39
 _MOST_JOINING = 64
 #: Of many different devices only the largest are tried, for more of them and for more memory.
 _TRIED_DEVICES = 6
@@ -219,7 +220,8 @@ def _more_memory(model: ModelSpec, devices: tuple[Device, ...], request: Request
             larger = evolve(device, budget_bytes=device.budget_bytes + steps * _MEMORY_STEP)
             return _fits(model, (*devices[:index], larger, *devices[index + 1 :]), request)
 
-        steps = _least(fits, best[0] - 1 if best else _MOST_MEMORY_STEPS)
+        most = (_MOST_MEMORY - device.budget_bytes) // _MEMORY_STEP
+        steps = _least(fits, min(most, best[0] - 1) if best else most)
         if steps:
             best = (steps, index)
     if best:
