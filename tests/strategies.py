@@ -97,7 +97,7 @@ def _splits(draw: st.DrawFn, layers: int, devices: int, kv_mode: str) -> tuple[S
 @st.composite
 def plans(draw: st.DrawFn) -> SplitPlan:
     """Valid plans: one to six devices, some of them idle, one to twelve layers of up to three kinds."""
-    device_count, layers = draw(st.integers(1, 6)), draw(st.integers(1, 12))
+    device_count, layers, batch = draw(st.integers(1, 6)), draw(st.integers(1, 12)), draw(st.integers(1, 256))
     kv_mode = draw(st.sampled_from(KV_MODES))
     splits = draw(_splits(layers, device_count, kv_mode))
     used = {i for s in splits for i, (a, b) in enumerate(pairwise(s.bounds)) if b > a}
@@ -122,9 +122,9 @@ def plans(draw: st.DrawFn) -> SplitPlan:
         request=Request(
             layout=draw(st.sampled_from(LAYOUTS)),
             strategy=draw(st.sampled_from(STRATEGIES)),
-            cache=Cache(draw(st.sampled_from(tuple(CACHE_KINDS))), draw(st.integers(1, 2**40))),
-            batch=draw(st.integers(1, 256)),
-            max_rows=draw(st.integers(1, 2**20)),
+            cache=Cache(draw(st.sampled_from(tuple(CACHE_KINDS))), draw(st.integers(batch, 2**40))),
+            batch=batch,
+            max_rows=draw(st.integers(batch, 2**20)),
             kv=kv_mode,
         ),
         devices=tuple(devices),

@@ -120,6 +120,17 @@ def known_choices(plan: SplitPlan) -> Iterator[Finding]:
             yield path, f"is {value[:40]!r}, expected {', '.join(known[:-1])} or {known[-1]}"
 
 
+def something_for_each_sequence(plan: SplitPlan) -> Iterator[Finding]:
+    """Each sequence of the batch has a row of a pass and a token of the cache."""
+    request = plan.request
+    for path, count, what in (
+        ("request.max_rows", request.max_rows, "rows"),
+        ("request.cache.tokens", request.cache.tokens, "tokens"),
+    ):
+        if 0 < count < request.batch:
+            yield path, f"is {count}, {request.batch} sequences that decode together need {request.batch} {what}"
+
+
 def fingerprint_form(plan: SplitPlan) -> Iterator[Finding]:
     """The fingerprint is a SHA-256."""
     if not re.fullmatch(FINGERPRINT, plan.model.fingerprint):
@@ -193,4 +204,5 @@ RULES: dict[str, Callable[[SplitPlan], Iterator[Finding]]] = {
     "TP025": capability_form,
     "TP026": names_readable,
     "TP027": split_rules.few_splits,
+    "TP028": something_for_each_sequence,
 }
