@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.flash_cases import check_texts, flash_calls
 from tpplan.decoder import layers
 from tpplan.decoder.layers import attend, hiding
+from tpplan.decoder.room import Room
 from tpplan.exec.torch_shims import flash_attention, flash_attention_of_several
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ def test_windows(window: int, cap: float | None) -> None:
     for queries in (1, QUERIES, KEYS):
         q, k, v = made(2, queries)
         seen = torch.ones(1, queries, KEYS, dtype=torch.bool).tril(KEYS - queries).triu(KEYS - queries - window + 1)
-        for tokens in (0, 2, KEYS):
-            with patch.object(layers, "AT_ONCE", tokens * KEYS):
-                found = attend(q, k, v, None, scale=SCALE, cap=cap, window=window)
+        for size in (0, 2000, 20_000):
+            room = Room(size)
+            found = attend(q.clone(), k, v, None, scale=SCALE, cap=cap, window=window, room=room)
             torch.testing.assert_close(found, expected(q, k, v, seen, cap))
 
 
@@ -83,9 +83,9 @@ def test_few_scores_at_a_time(cap: float | None) -> None:
     """What does not fit is computed in blocks of queries, to the same numbers; one token is the least."""
     q, k, v = made(2, QUERIES)
     seen = torch.ones(1, QUERIES, KEYS, dtype=torch.bool).tril(KEYS - QUERIES)
-    for tokens in (0, 2, QUERIES - 1):
-        with patch.object(layers, "AT_ONCE", tokens * GROUP * k[..., 0].numel()):
-            torch.testing.assert_close(attend(q, k, v, None, scale=SCALE, cap=cap), expected(q, k, v, seen, cap))
+    for size in (0, 10_000, 20_000):
+        found = attend(q.clone(), k, v, None, scale=SCALE, cap=cap, room=Room(size))
+        torch.testing.assert_close(found, expected(q, k, v, seen, cap))
 
 
 @pytest.mark.parametrize(("batch", "queries"), [(1, 1), (4, 1), (2, QUERIES)])

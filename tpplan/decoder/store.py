@@ -1,0 +1,190 @@
+"""What keys and values are stored as, in 16 bits or fewer, and how they are read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from tpplan.decoder.layers import some_of
+from tpplan.decoder.room import AMPLE, Room
+from tpplan.errors import ExecutionError
+from tpplan.plan import CACHE_KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_FLOAT8: Final = torch.float8_e4m3fn
+#: Elements that share a scale of 16 bits in a cache of kind ``q8``: 8.5 bits for each, as the plan counts.
+_GROUP: Final = 32
+_LARGEST: Final = 127
+
+#: Bytes that an element takes at most until it is stored in 8 bits.
+_ENCODED: Final = 16
+
+#: Kinds of caches; no plan has the last one.
+_KINDS: Final = ("fp16", "fp8", "q8", "fp32")
+
+#: What an element is stored as: several tensors, and from these back.
+Parts = tuple["Tensor", ...]
+
+
+def _to_float8(x: Tensor) -> Parts:
+    limit = torch.finfo(_FLOAT8).max
+    return (x.clamp(-limit, limit).to(_FLOAT8).view(torch.uint8),)
+
+
+def _from_float8(parts: Parts, out: Tensor) -> None:
+    out.copy_(parts[0].view(_FLOAT8))
+
+
+def _to_int8(x: Tensor) -> Parts:
+    groups = torch.unflatten(x.float(), -1, (-1, _GROUP))
+    scale = (groups.abs().amax(-1, keepdim=True) / _LARGEST).half()
+    whole = (groups / scale.float().clamp_min(torch.finfo(torch.half).tiny)).round_().clamp_(-_LARGEST, _LARGEST)
+    return whole.to(torch.int8).flatten(-2), scale.squeeze(-1)
+
+
+def _from_int8(parts: Parts, out: Tensor) -> None:
+    whole, groups = (torch.unflatten(x, -1, (-1, _GROUP)) for x in (parts[0], out))
+    torch.mul(whole, parts[1].unsqueeze(-1), out=groups)  # at once: they may be most of what there is room for
+
+
+def check_kind(kind: str, head_dim: int) -> None:
+    """Make sure that there are caches of a kind for heads of a size.
+
+    Raises:
+        ExecutionError: there are none.
+    """
+    if kind not in _KINDS or (kind == "q8" and head_dim % _GROUP):
+        known = ", ".join(known for known in _KINDS if known in CACHE_KINDS)
+        raise ExecutionError(
+            f"the decoder has no cache of kind {kind} for heads of {head_dim} elements",
+            f"plan with --cache {known}; q8 takes multiples of {_GROUP}",
+        )
+
+
+class Store:
+    """Keys and values ``[2, B, H, L, K]``: so many heads and places for each sequence.
+
+    Attributes:
+        heads: of a sequence.
+        head_dim: elements of each.
+        is_plain: whether what is read is what is stored, and takes no memory.
+    """
+
+    def __init__(self, kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """Take the memory that the plan counts for a cache of this kind.
+
+        Args:
+            kind: ``fp16`` (16 bits in the activations' dtype, float16 if that is wider), ``fp8`` or ``q8``.
+            shape: B, H, L and K.
+            dtype: of the activations.
+            device: where.
+
+        Raises:
+            ExecutionError: the decoder has no cache of this kind.
+        """
+        check_kind(kind, shape[-1])
+        _, self.heads, _, self.head_dim = shape
+        self._dtype = dtype
+        narrow = dtype if dtype.itemsize == 2 else torch.float16  # noqa: PLR2004 - bytes
+        kinds: dict[str, tuple[Callable[[Tensor], Parts], Callable[[Parts, Tensor], object]]] = {
+            "fp16": (lambda x: (x.to(narrow),), lambda parts, out: out.copy_(parts[0])),
+            "fp32": (lambda x: (x.float(),), lambda parts, out: out.copy_(parts[0])),
+            "fp8": (_to_float8, _from_float8),
+            "q8": (_to_int8, _from_int8),
+        }
+        self._encode, self._decode = kinds[kind]
+        self._parts = tuple(
+            torch.zeros(2, *shape[:-1], part.shape[-1], dtype=part.dtype, device=device)
+            for part in self._encode(torch.zeros(1, shape[-1]))
+        )
+        self.is_plain = self._parts[0].dtype == dtype
+        self._halves = self._parts[0].unbind()
+        self._rows = _in_a_row(self._halves[0]), _in_a_row(self._halves[1]), shape[1] * shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of the keys and values of a token in a head, as they are read."""
+        return 2 * self.head_dim * self._dtype.itemsize
+
+    def in_a_row(self) -> tuple[Tensor, Tensor, int]:
+        """Return keys and values as rows ``[T, H, K]`` of all sequences, and how many rows apart these begin.
+
+        It is the store's own memory: the first L rows of a sequence are its places, the others mean nothing.
+        """
+        return self._rows
+
+    def extend(
+        self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor, *, room: Room = AMPLE
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values to places from ``start`` on, and return those of all places up to them."""
+        end = start + k_BHSK.shape[2]
+        if self.is_plain:  # in few calls of torch: with many devices, the time of a pass is the host's
+            k_BHTK, v_BHTK = (half[sequences, heads, :end] for half in self._halves)
+            for kept, new in ((k_BHTK, k_BHSK), (v_BHTK, v_BHSK)):
+                some_of(kept, slice(start, end), dim=2).copy_(new)
+        else:
+            self.write_places(sequences, heads, start, k_BHSK, v_BHSK, room=room)
+            k_BHTK, v_BHTK = self.read(sequences, heads, slice(0, end))
+        return k_BHTK, v_BHTK
+
+    def write_places(
+        self, sequences: slice, heads: slice, first: int, k_BHSK: Tensor, v_BHSK: Tensor, *, room: Room
+    ) -> None:
+        """Write keys and values to successive places, as many at a time as there is room for."""
+        count = k_BHSK.shape[2]
+        for some in room.pieces(count, self.written_bytes(k_BHSK.numel() // count)):
+            kv_2BHSK = torch.stack((some_of(k_BHSK, some, dim=2), some_of(v_BHSK, some, dim=2)))
+            self.write(sequences, heads, slice(first + some.start, first + some.stop), kv_2BHSK)
+            del kv_2BHSK
+
+    def written_bytes(self, count: int) -> int:
+        """Return the bytes that it takes to write so many elements of keys, and as many of values."""
+        return 2 * count * (self._dtype.itemsize + (0 if self.is_plain else _ENCODED))
+
+    def write(self, sequences: Tensor | slice, heads: slice, places: Tensor | slice, kv: Tensor) -> None:
+        """Write heads to places: ``[2, B, H, places, K]`` of a slice of sequences, or ``[B, 2, H, K]``, one of each."""
+        for stored, part in zip(self._parts, self._encode(kv), strict=True):
+            stored[:, sequences, heads, places] = part
+
+    def read(self, sequences: slice, heads: slice, places: slice) -> Tensor:
+        """Return some heads of some places, ``[2, B, H, places, K]``."""
+        parts = self._some(sequences, heads, places)
+        if self.is_plain:
+            return parts[0]
+        out = torch.empty(parts[0].shape, dtype=self._dtype, device=parts[0].device)
+        self._decode(parts, out)
+        return out
+
+    def read_before(
+        self, sequences: slice, heads: slice, places: list[slice], k_BHSK: Tensor, v_BHSK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return some heads of one range of places after the other, and new ones behind them, in memory of its own."""
+        *shape, count, width = k_BHSK.shape
+        sizes = [each.stop - each.start for each in places]
+        out = k_BHSK.new_empty(2, *shape, sum(sizes) + count, width)
+        *stored, last = torch.split_with_sizes(out, [*sizes, count], dim=3)
+        for each, to in zip(places, stored, strict=True):
+            self._decode(self._some(sequences, heads, each), to)
+        for to, new in zip(last, (k_BHSK, v_BHSK), strict=True):
+            to.copy_(new)
+        k_BHTK, v_BHTK = out
+        return k_BHTK, v_BHTK
+
+    def _some(self, sequences: slice, heads: slice, places: slice) -> Parts:
+        return tuple(stored[:, sequences, heads, places] for stored in self._parts)
+
+
+def _in_a_row(stored: Tensor) -> Tensor:
+    """Return ``[B, H, L, K]`` as ``[T, H, K]``: head h of sequence b and place l is in row ``b × H × L + l``."""
+    _, heads, length, width = stored.shape
+    rows = stored.shape[:3].numel() - (heads - 1) * length
+    return stored.as_strided((rows, heads, width), (width, length * width, 1))
