@@ -112,10 +112,13 @@ class Attending:
             masked: whether there is a mask for them.
         """
         cache, dtype, heads, room = self.heads.cache, q_RHK.dtype, self.heads.keys, self.room
+        is_alone = self.heads.attend_at_once and self.cap is None and cache.fits(end) and not masked
+        if is_alone and 2 * q_RHK.nbytes <= room.size_bytes:  # mostly: a kernel that makes nothing but what is found
+            return [(slice(0, sequences), slice(0, heads))]
         kv, seen = cache.head_bytes(start, end), cache.seen(start, end)
         group = max(run.group for run in self.heads.runs)
         head, sequence = kv + 2 * group * q_RHK[: len(q_RHK) // sequences, 0].nbytes, 0
-        if masked or self.cap is not None or end > cache.length or not self.heads.attend_at_once:
+        if not is_alone:
             scores = scores_bytes(group * seen, dtype, self.cap)  # of one query at least
             head += scores if self.cap is not None else 0
             sequence = scores + (0 if masked else hiding_bytes(seen, dtype))

@@ -76,6 +76,8 @@ class Stack:
         self._widened = {device: room.size_bytes * share // 100 for device, room in self.rooms.items()}
         self._places = {device: place for place, device in enumerate(context.all_devices)}
         self._head_dims = [context.plan.split(Axis.KV, layer).width for layer in range(len(blocks))]
+        self._back = [self._back_bytes(layer, Axis.Q, width) for layer, width in enumerate(self._head_dims)]
+        self._mlps = [{} if block.experts else self._mlp_bytes(layer) for layer, block in enumerate(blocks)]
 
     def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         """Return the residual stream ``[R, D]`` behind the last layer, equal on all devices in use."""
@@ -89,7 +91,7 @@ class Stack:
                 left = {d: rooms[d].less(min(len(xs[0]), own[d].count(size)) * size) for d, size in each.items()}
                 self._in_pieces(xs, own, each, partial(self._mixture, layer, left, fixed=rows.fixed))
             else:
-                self._in_pieces(xs, rooms, self._mlp_bytes(layer), partial(self._mlp, layer))
+                self._in_pieces(xs, rooms, self._mlps[layer], partial(self._mlp, layer))
         return xs
 
     def norm(self, xs: Sequence[Tensor], device: int, name: str) -> Tensor:
@@ -112,8 +114,10 @@ class Stack:
             add: adds to some rows, and is told which.
         """
         count = len(xs[0])
-        pieces = min((rooms[d].pieces(count, size) for d, size in each.items()), key=lambda found: found[0].stop)
-        for some in pieces:
+        if all(count * size <= rooms[d].size_bytes for d, size in each.items()):  # mostly
+            add(tuple(xs), slice(0, count))
+            return
+        for some in min((rooms[d].pieces(count, size) for d, size in each.items()), key=lambda found: found[0].stop):
             add(tuple(some_of(x, some, dim=0) for x in xs), some)
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, rooms: Mapping[int, Room]) -> None:
@@ -128,7 +132,7 @@ class Stack:
             ys = self._lead_back(layer, parts, name, Axis.Q, xs=xs, dim=self._head_dims[layer])
             self._add(layer, ys, Axis.Q, xs, post)
 
-        self._in_pieces(xs, left, self._back_bytes(layer, Axis.Q, self._head_dims[layer]), add)
+        self._in_pieces(xs, left, self._back[layer], add)
 
     def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int, room: Room) -> Tensor:
         """Return what the query heads of a device find, side by side in ``[R, ...]``."""
