@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.flash_cases import check_texts, flash_calls
 from tpplan.decoder import layers
 from tpplan.decoder.layers import attend, hiding
+from tpplan.decoder.parts import weigh
 from tpplan.decoder.room import Room
 from tpplan.exec.torch_shims import flash_attention, flash_attention_of_several
 
@@ -86,6 +87,20 @@ def test_few_scores_at_a_time(cap: float | None) -> None:
     for size in (0, 10_000, 20_000):
         found = attend(q.clone(), k, v, None, scale=SCALE, cap=cap, room=Room(size))
         torch.testing.assert_close(found, expected(q, k, v, seen, cap))
+
+
+@pytest.mark.parametrize("cap", [None, CAP])
+@pytest.mark.parametrize("size", [1, 5, KEYS])
+def test_some_tokens_after_the_others(size: int, cap: float | None) -> None:
+    """What is found in parts of the keys adds up to the same, also where queries see nothing of a part."""
+    q, k, v = made(1, QUERIES)
+    seen = torch.ones(1, QUERIES, KEYS, dtype=torch.bool).tril(KEYS - QUERIES).triu(KEYS - QUERIES - 3)
+    for head in range(2):
+        heads = slice(head * GROUP, head * GROUP + GROUP)
+        some = [slice(first, first + size) for first in range(0, KEYS, size)]
+        parts = [(k[0, head, each], v[0, head, each], seen[0, :, each]) for each in some]
+        found = weigh(q[0, heads], parts, scale=SCALE, cap=cap)
+        torch.testing.assert_close(found, expected(q, k, v, seen, cap)[0, heads], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("batch", "queries"), [(1, 1), (4, 1), (2, QUERIES)])
