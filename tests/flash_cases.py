@@ -11,8 +11,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from tpplan.decoder import layers
+from tpplan.decoder.cache import Store
 from tpplan.decoder.layers import attend
-from tpplan.decoder.store import Store
 from tpplan.exec.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:

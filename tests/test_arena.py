@@ -218,12 +218,12 @@ def test_a_ledger_s_workspace_is_an_arena() -> None:
         Split(axis=Axis.VC, size=320, unit=32, bounds=(0, 320)),
         Split(axis=Axis.RS, size=256, unit=32, bounds=(0, 256)),
     ]
-    (area,) = areas(cuts, "float16", Request("gather", "balanced", Cache("fp16", 100), 1, 2048, "idle"))
+    (area,) = areas(cuts, "float16", Request("gather", "balanced", Cache("fp16", 100), 1, 6, "idle"))
     owner = arena(area.total_bytes)
     for size in (area.control_bytes, area.exchange_bytes, area.rope_bytes):
         owner.keep(size)
     owner.reserve(area.scratch_bytes)
     for columns in (256, 256, 640, 8 * 32, 2 * 32, 2 * 32, 640, 640):
-        owner.slice(2048, columns, torch.float16)
+        owner.slice(6, columns, torch.float16)
     owner.slice(1, 320, torch.float32)
     assert owner.free_bytes == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,8 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.flash_cases import check_texts, flash_calls
 from tpplan.decoder import layers
 from tpplan.decoder.layers import attend, hiding
-from tpplan.decoder.parts import weigh
-from tpplan.decoder.room import Room
 from tpplan.exec.torch_shims import flash_attention, flash_attention_of_several
 
 if TYPE_CHECKING:
@@ -73,9 +72,9 @@ def test_windows(window: int, cap: float | None) -> None:
     for queries in (1, QUERIES, KEYS):
         q, k, v = made(2, queries)
         seen = torch.ones(1, queries, KEYS, dtype=torch.bool).tril(KEYS - queries).triu(KEYS - queries - window + 1)
-        for size in (0, 2000, 20_000):
-            room = Room(size)
-            found = attend(q.clone(), k, v, None, scale=SCALE, cap=cap, window=window, room=room)
+        for tokens in (0, 2, KEYS):
+            with patch.object(layers, "AT_ONCE", tokens * KEYS):
+                found = attend(q, k, v, None, scale=SCALE, cap=cap, window=window)
             torch.testing.assert_close(found, expected(q, k, v, seen, cap))
 
 
@@ -84,23 +83,9 @@ def test_few_scores_at_a_time(cap: float | None) -> None:
     """What does not fit is computed in blocks of queries, to the same numbers; one token is the least."""
     q, k, v = made(2, QUERIES)
     seen = torch.ones(1, QUERIES, KEYS, dtype=torch.bool).tril(KEYS - QUERIES)
-    for size in (0, 10_000, 20_000):
-        found = attend(q.clone(), k, v, None, scale=SCALE, cap=cap, room=Room(size))
-        torch.testing.assert_close(found, expected(q, k, v, seen, cap))
-
-
-@pytest.mark.parametrize("cap", [None, CAP])
-@pytest.mark.parametrize("size", [1, 5, KEYS])
-def test_some_tokens_after_the_others(size: int, cap: float | None) -> None:
-    """What is found in parts of the keys adds up to the same, also where queries see nothing of a part."""
-    q, k, v = made(1, QUERIES)
-    seen = torch.ones(1, QUERIES, KEYS, dtype=torch.bool).tril(KEYS - QUERIES).triu(KEYS - QUERIES - 3)
-    for head in range(2):
-        heads = slice(head * GROUP, head * GROUP + GROUP)
-        some = [slice(first, first + size) for first in range(0, KEYS, size)]
-        parts = [(k[0, head, each], v[0, head, each], seen[0, :, each]) for each in some]
-        found = weigh(q[0, heads], parts, scale=SCALE, cap=cap)
-        torch.testing.assert_close(found, expected(q, k, v, seen, cap)[0, heads], atol=1e-5, rtol=1e-5)
+    for tokens in (0, 2, QUERIES - 1):
+        with patch.object(layers, "AT_ONCE", tokens * GROUP * k[..., 0].numel()):
+            torch.testing.assert_close(attend(q, k, v, None, scale=SCALE, cap=cap), expected(q, k, v, seen, cap))
 
 
 @pytest.mark.parametrize(("batch", "queries"), [(1, 1), (4, 1), (2, QUERIES)])

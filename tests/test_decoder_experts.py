@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch.nn import functional
 
 from tpplan.decoder import experts
-from tpplan.decoder.room import Room
 
 COUNT, CHOSEN, HIDDEN, WIDTH = 7, 3, 10, 6
 
@@ -23,9 +24,9 @@ def test_as_one_row_after_the_other(rows: int, *, fixed: bool, normalised: bool)
     gate, up = torch.randn(2, COUNT, WIDTH, HIDDEN, dtype=torch.float64)
     down = torch.randn(COUNT, HIDDEN, WIDTH, dtype=torch.float64)
     weights, chosen = experts.choose(scores, CHOSEN, normalised=normalised)
-    room = Room(3000)  # for copies of one or two columns of what is chosen
-    hidden = experts.up(x, gate, up, chosen, functional.silu, fixed=fixed, room=room)
-    found = experts.down(hidden, down, chosen, weights.double(), fixed=fixed, room=room)
+    with patch.object(experts, "AT_ONCE", 100):  # copies of one or two columns of what is chosen
+        hidden = experts.up(x, gate, up, chosen, functional.silu, fixed=fixed)
+        found = experts.down(hidden, down, chosen, weights.double(), fixed=fixed)
     for row in range(rows):
         likely = scores[row].softmax(0).topk(CHOSEN)
         share = likely.values / likely.values.sum() if normalised else likely.values

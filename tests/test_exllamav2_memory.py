@@ -23,7 +23,6 @@ from tests.exllamav2_models import (
     size_of,
     small_model,
 )
-from tpplan import workspace
 from tpplan.errors import ExecutionError
 from tpplan.exllamav2 import (
     BROADCAST_ID,
@@ -119,11 +118,8 @@ def test_a_layer_as_the_original_loads_it(gpu_split: tuple[float, ...], keys: di
 @pytest.mark.parametrize(
     ("scratch_bytes", "keys"), [(None, {}), (None, {"max_dq_size": 500_000}), (0, {}), (3_000_000, {})]
 )
-def test_a_plan_has_no_more_rows_than_the_layers_need(
-    scratch_bytes: int | None, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_has_no_more_rows_than_the_layers_need(scratch_bytes: int | None, keys: dict[str, Any]) -> None:
     """With a row less, a layer would not fit; but the config's rows are the least. ``scratch_bytes`` is reserved."""
-    monkeypatch.setattr(workspace, "LEAST_BYTES", 0)  # which would do for a few rows less of such a small model
     tp = finalized((2.0, 1.0), scratch_bytes, **keys)
     assert tp.context is not None
     devices, layers, used = tp.context.devices.values(), ("attention", "mlp"), []

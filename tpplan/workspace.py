@@ -37,8 +37,6 @@ SLICE_BUFFERS = {Axis.Q: 1, Axis.KV: 2, Axis.ID: 2, Axis.EX: 2, Axis.SX: 2}
 FULL_BUFFERS = 3
 #: More of them where there are experts: the rows that are routed to one.
 EXPERT_BUFFERS = 1
-#: And at least so many bytes, with the gathered input: what is computed piece by piece has room for a piece then.
-LEAST_BYTES = 2 * 2**20
 #: For the alignment of pieces of the exchange buffer.
 SPARE_BYTES = 64 * 2**10
 #: Sine and cosine.
@@ -144,8 +142,7 @@ def common_workspace(splits: Iterable[tuple[Axis, int, int]], dtype: str, reques
     inputs = max((size * width for axis, size, width in sizes if axis in SLICE_BUFFERS), default=0)
     gathered = align(request.max_rows * inputs * ITEM_BYTES[dtype]) if request.layout == "gather" else 0
     count = FULL_BUFFERS - 1 + EXPERT_BUFFERS * any(axis is Axis.EX for axis, _, _ in sizes)
-    full = max(LEAST_BYTES, count * _full_buffer(sizes, dtype, request) + gathered)
-    return CONTROL_BYTES + _exchange(sizes, dtype, request) + full
+    return CONTROL_BYTES + _exchange(sizes, dtype, request) + count * _full_buffer(sizes, dtype, request) + gathered
 
 
 def _full_buffer(splits: Iterable[tuple[Axis, int, int]], dtype: str, request: Request) -> int:

@@ -2,19 +2,159 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.layers import hiding, hiding_bytes, numbers_bytes, side_by_side, some_of
-from tpplan.decoder.room import AMPLE, Room
+from tpplan.decoder.layers import AT_ONCE, hiding, side_by_side, some_of, together
+from tpplan.errors import ExecutionError
+from tpplan.plan import CACHE_KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
-    from tpplan.decoder.store import Store
+_FLOAT8: Final = torch.float8_e4m3fn
+#: Elements that share a scale of 16 bits in a cache of kind ``q8``: 8.5 bits for each, as the plan counts.
+_GROUP: Final = 32
+_LARGEST: Final = 127
+
+#: Kinds of caches; no plan has the last one.
+_KINDS: Final = ("fp16", "fp8", "q8", "fp32")
+
+#: What an element is stored as: several tensors, and from these back.
+Parts = tuple["Tensor", ...]
+
+
+def _to_float8(x: Tensor) -> Parts:
+    limit = torch.finfo(_FLOAT8).max
+    return (x.clamp(-limit, limit).to(_FLOAT8).view(torch.uint8),)
+
+
+def _from_float8(parts: Parts, out: Tensor) -> None:
+    out.copy_(parts[0].view(_FLOAT8))
+
+
+def _to_int8(x: Tensor) -> Parts:
+    groups = torch.unflatten(x.float(), -1, (-1, _GROUP))
+    scale = (groups.abs().amax(-1, keepdim=True) / _LARGEST).half()
+    whole = (groups / scale.float().clamp_min(torch.finfo(torch.half).tiny)).round_().clamp_(-_LARGEST, _LARGEST)
+    return whole.to(torch.int8).flatten(-2), scale.squeeze(-1)
+
+
+def _from_int8(parts: Parts, out: Tensor) -> None:
+    whole, groups = (torch.unflatten(x, -1, (-1, _GROUP)) for x in (parts[0], out))
+    torch.mul(whole, parts[1].unsqueeze(-1), out=groups)  # at once: they may be most of what there is room for
+
+
+def check_kind(kind: str, head_dim: int) -> None:
+    """Make sure that there are caches of a kind for heads of a size.
+
+    Raises:
+        ExecutionError: there are none.
+    """
+    if kind not in _KINDS or (kind == "q8" and head_dim % _GROUP):
+        known = ", ".join(known for known in _KINDS if known in CACHE_KINDS)
+        raise ExecutionError(
+            f"the decoder has no cache of kind {kind} for heads of {head_dim} elements",
+            f"plan with --cache {known}; q8 takes multiples of {_GROUP}",
+        )
+
+
+class Store:
+    """Keys and values ``[2, B, H, L, K]``: so many heads and places for each sequence.
+
+    Attributes:
+        heads: of a sequence.
+        head_dim: elements of each.
+        is_plain: whether what is read is what is stored, and takes no memory.
+    """
+
+    def __init__(self, kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """Take the memory that the plan counts for a cache of this kind.
+
+        Args:
+            kind: ``fp16`` (16 bits in the activations' dtype, float16 if that is wider), ``fp8`` or ``q8``.
+            shape: B, H, L and K.
+            dtype: of the activations.
+            device: where.
+
+        Raises:
+            ExecutionError: the decoder has no cache of this kind.
+        """
+        check_kind(kind, shape[-1])
+        _, self.heads, _, self.head_dim = shape
+        self._dtype = dtype
+        narrow = dtype if dtype.itemsize == 2 else torch.float16  # noqa: PLR2004 - bytes
+        kinds: dict[str, tuple[Callable[[Tensor], Parts], Callable[[Parts, Tensor], object]]] = {
+            "fp16": (lambda x: (x.to(narrow),), lambda parts, out: out.copy_(parts[0])),
+            "fp32": (lambda x: (x.float(),), lambda parts, out: out.copy_(parts[0])),
+            "fp8": (_to_float8, _from_float8),
+            "q8": (_to_int8, _from_int8),
+        }
+        self._encode, self._decode = kinds[kind]
+        self._parts = tuple(
+            torch.zeros(2, *shape[:-1], part.shape[-1], dtype=part.dtype, device=device)
+            for part in self._encode(torch.zeros(1, shape[-1]))
+        )
+        self.is_plain = self._parts[0].dtype == dtype
+        self._halves = self._parts[0].unbind()
+        self._rows = _in_a_row(self._halves[0]), _in_a_row(self._halves[1]), shape[1] * shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(part.nbytes for part in self._parts)
+
+    def in_a_row(self) -> tuple[Tensor, Tensor, int]:
+        """Return keys and values as rows ``[T, H, K]`` of all sequences, and how many rows apart these begin.
+
+        It is the store's own memory: the first L rows of a sequence are its places, the others mean nothing.
+        """
+        return self._rows
+
+    def extend(
+        self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values to places from ``start`` on, and return those of all places up to them."""
+        end = start + k_BHSK.shape[2]
+        if self.is_plain:  # in few calls of torch: with many devices, the time of a pass is the host's
+            k_BHTK, v_BHTK = (half[sequences, heads, :end] for half in self._halves)
+            for kept, new in ((k_BHTK, k_BHSK), (v_BHTK, v_BHSK)):
+                some_of(kept, slice(start, end), dim=2).copy_(new)
+        else:
+            self.write(sequences, heads, slice(start, end), torch.stack((k_BHSK, v_BHSK)))
+            k_BHTK, v_BHTK = self.read(sequences, heads, slice(0, end))
+        return k_BHTK, v_BHTK
+
+    def write(self, sequences: Tensor | slice, heads: slice, places: Tensor | slice, kv: Tensor) -> None:
+        """Write heads to places: ``[2, B, H, places, K]`` of a slice of sequences, or ``[B, 2, H, K]``, one of each."""
+        for stored, part in zip(self._parts, self._encode(kv), strict=True):
+            stored[:, sequences, heads, places] = part
+
+    def read(self, sequences: slice, heads: slice, places: slice) -> Tensor:
+        """Return some heads of some places, ``[2, B, H, places, K]``."""
+        parts = self._some(sequences, heads, places)
+        if self.is_plain:
+            return parts[0]
+        out = torch.empty(parts[0].shape, dtype=self._dtype, device=parts[0].device)
+        self._decode(parts, out)
+        return out
+
+    def read_before(self, sequences: slice, heads: slice, places: list[slice], new: Tensor) -> Tensor:
+        """Return some heads of one range of places after the other, and new ones behind them, in memory of its own."""
+        *shape, count, width = new.shape
+        sizes = [each.stop - each.start for each in places]
+        out = new.new_empty(*shape, sum(sizes) + count, width)
+        *stored, last = torch.split_with_sizes(out, [*sizes, count], dim=3)
+        for each, to in zip(places, stored, strict=True):
+            self._decode(self._some(sequences, heads, each), to)
+        last.copy_(new)
+        return out
+
+    def _some(self, sequences: slice, heads: slice, places: slice) -> Parts:
+        return tuple(stored[:, sequences, heads, places] for stored in self._parts)
 
 
 @frozen
@@ -25,20 +165,16 @@ class Where:
 
     Attributes:
         sequences: their numbers, ``[B]``.
-        positions: of the new tokens, ``[B]``.
-        places: of these, ``[B]``.
-        span: places that may be in use.
-        mask: of these, ``[B, 1, 1, T]``; see :func:`tpplan.decoder.layers.attend`. None if there is no room for it.
+        places: of the new tokens, ``[B]``.
+        mask: of the places in use, ``[B, 1, 1, T]``; see :func:`tpplan.decoder.layers.attend`.
     """
 
     sequences: Tensor
-    positions: Tensor
     places: Tensor
-    span: int
-    mask: Tensor | None
+    mask: Tensor
 
     @classmethod
-    def of(cls, positions_B: Tensor, length: int, span: int, dtype: torch.dtype, room: Room = AMPLE) -> Self:
+    def of(cls, positions_B: Tensor, length: int, span: int, dtype: torch.dtype) -> Self:
         """Return where tokens go.
 
         Args:
@@ -46,25 +182,12 @@ class Where:
             length: of the caches.
             span: places that may be in use.
             dtype: of the scores.
-            room: for the mask.
         """
         places = positions_B if span <= length else positions_B % length
         count, span = len(positions_B), min(span, length)
-        has_room = numbers_bytes(span) + count * hiding_bytes(span, dtype) <= room.size_bytes
-        numbers = torch.arange(max(count, span) if has_room else count, device=positions_B.device)
-        seen_BT = numbers[:span] <= positions_B[:, None] if has_room else None
-        mask = None if seen_BT is None else hiding(seen_BT[:, None, None], dtype)
-        return cls(numbers[:count], positions_B, places, span, mask)
-
-    def seen(self, some: slice, places: slice) -> Tensor:
-        """Return which places some of the tokens see, ``[B, T]``."""
-        return torch.arange(places.start, places.stop, device=self.places.device) <= self.positions[some, None]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory, positions not counted."""
-        mask = 0 if self.mask is None else self.mask.nbytes
-        return self.sequences.untyped_storage().nbytes() + self.places.nbytes + mask
+        numbers = torch.arange(max(count, span), device=positions_B.device)
+        seen = numbers[:span] <= positions_B[:, None]
+        return cls(numbers[:count], places, hiding(seen[:, None, None], dtype))
 
 
 class LayerCache:
@@ -91,28 +214,28 @@ class LayerCache:
         """Bytes of memory."""
         return self._store.nbytes
 
-    def head_bytes(self, start: int, end: int) -> int:
-        """Return the bytes that a KV head of a sequence takes where its keys and values are not read as they lie there.
+    def in_pieces(self, sequences: int, start: int, end: int, find: Callable[[slice, slice], Tensor]) -> Tensor:
+        """Put together what queries find, ``[R, H × K]``, in keys and values of some sequences and heads at a time.
+
+        It is all of them at once, unless that takes memory beside the cache's.
 
         Args:
-            start: of the new tokens.
+            sequences: how many there are.
+            start: of the new tokens of each.
             end: of these.
+            find: what the queries of some sequences find in some KV heads.
         """
-        if end <= self.length and self._store.is_plain:
-            return 0
-        return self._store.pair_bytes * self.seen(start, end)
-
-    def seen(self, start: int, end: int) -> int:
-        """Return the tokens that queries attend to, those of the tokens from ``start`` to ``end`` together."""
-        return end - self._first(start, end)
-
-    @property
-    def pair_bytes(self) -> int:
-        """Bytes of the keys and values of a token in a head, as they are read."""
-        return self._store.pair_bytes
+        heads, (most_sequences, most_heads) = self._store.heads, (sequences, self._store.heads)
+        if end > self.length or not self._store.is_plain:
+            most = max(1, AT_ONCE // (2 * (end - self._first(start, end)) * self._store.head_dim))
+            most_sequences, most_heads = max(1, most // heads), most
+        pieces = [
+            [find(some, keys) for keys in _slices(heads, most_heads)] for some in _slices(sequences, most_sequences)
+        ]
+        return together([together(row, dim=1) for row in pieces], dim=0)
 
     def extend(
-        self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor, *, room: Room = AMPLE
+        self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor
     ) -> tuple[Tensor, Tensor, int]:
         """Take the next tokens of some sequences, and return what they attend to.
 
@@ -122,7 +245,6 @@ class LayerCache:
             start: tokens that each has already.
             k_BHSK: keys of the new ones.
             v_BHSK: values of the new ones.
-            room: for what is written.
 
         Returns:
             Keys and values ``[B, H, T, K]`` of successive tokens, the last of them the last new one, and how many of
@@ -131,52 +253,23 @@ class LayerCache:
         end = start + k_BHSK.shape[2]
         first = self._first(start, end)
         if end <= self.length:
-            k, v = self._store.extend(sequences, heads, start, k_BHSK, v_BHSK, room=room)
+            k, v = self._store.extend(sequences, heads, start, k_BHSK, v_BHSK)
         else:  # the new tokens push out older ones, which the first of them still see
-            k, v = self._store.read_before(sequences, heads, self._places(first, start), k_BHSK, v_BHSK)
-            self.keep(sequences, heads, start, k_BHSK, v_BHSK, room=room.less(2 * k.nbytes))
+            new_2BHSK = torch.stack((k_BHSK, v_BHSK))
+            k, v = self._store.read_before(sequences, heads, self._places(first, start), new_2BHSK)
+            kept = max(start, end - self.length)
+            places = self._places(kept, end)
+            sizes = [each.stop - each.start for each in places]
+            pieces = torch.split_with_sizes(new_2BHSK[:, :, :, kept - start :], sizes, dim=3)
+            for each, piece in zip(places, pieces, strict=True):
+                self._store.write(sequences, heads, each, piece)
         return k, v, self.window if end - first > self.window else 0
 
     def in_a_row(self) -> tuple[Tensor, Tensor, int]:
         """Return the rows of a plain store; see :meth:`Store.in_a_row`."""
         return self._store.in_a_row()
 
-    def fits(self, end: int) -> bool:
-        """Tell whether there is a place for each of so many tokens of a sequence."""
-        return end <= self.length
-
-    def keep(self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor, *, room: Room) -> None:
-        """Take the next tokens of some sequences, in the places of older ones where there are no others.
-
-        For the arguments see :meth:`extend`.
-        """
-        end = start + k_BHSK.shape[2]
-        at = max(start, end - self.length)
-        for places in self._places(at, end):
-            some = slice(at - start, at - start + places.stop - places.start)
-            k, v = (some_of(x, some, dim=2) for x in (k_BHSK, v_BHSK))
-            self._store.write_places(sequences, heads, places.start, k, v, room=room)
-            at += places.stop - places.start
-
-    def parts(self, sequences: slice, heads: slice, tokens: slice, most: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Yield what is kept of some tokens, so many at a time at most.
-
-        Args:
-            sequences: their numbers.
-            heads: of the keys and values.
-            tokens: their positions.
-            most: tokens at a time.
-
-        Yields:
-            Keys and values ``[B, H, T, K]`` of successive tokens, and the position of the first.
-        """
-        for some in slices(tokens.start, tokens.stop, most):
-            first = some.start
-            for places in self._places(some.start, some.stop):
-                yield (*self.read(sequences, heads, places), first)
-                first += places.stop - places.start
-
-    def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, room: Room = AMPLE) -> None:
+    def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor) -> None:
         """Take tokens of any sequences.
 
         Args:
@@ -184,16 +277,12 @@ class LayerCache:
             places_R: of the tokens.
             k_RHK: their keys.
             v_RHK: their values.
-            room: for what is written, as many tokens at a time as fit.
         """
-        count = len(k_RHK)
-        for some in room.pieces(count, self._store.written_bytes(k_RHK.numel() // count)):
-            sequences, places, k, v = (some_of(x, some, dim=0) for x in (sequences_R, places_R, k_RHK, v_RHK))
-            self._store.write(sequences, slice(None), places, side_by_side(k, v))
+        self._store.write(sequences_R, slice(None), places_R, side_by_side(k_RHK, v_RHK))
 
-    def read(self, sequences: slice, heads: slice, places: slice) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[B, H, T, K]`` of some places."""
-        k, v = self._store.read(sequences, heads, places)
+    def read(self, sequences: slice, heads: slice, count: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[B, H, count, K]`` of the first places."""
+        k, v = self._store.read(sequences, heads, slice(0, count))
         return k, v
 
     def _first(self, start: int, end: int) -> int:
@@ -207,6 +296,13 @@ class LayerCache:
         return [slice(start, self.length), slice(0, around)] if around > 0 else [slice(start, start + count)]
 
 
-def slices(first: int, end: int, most: int) -> Iterator[slice]:
-    """Cut the numbers from ``first`` to ``end`` into slices of a length at most."""
-    return (slice(start, min(start + most, end)) for start in range(first, end, most))
+def _in_a_row(stored: Tensor) -> Tensor:
+    """Return ``[B, H, L, K]`` as ``[T, H, K]``: head h of sequence b and place l is in row ``b × H × L + l``."""
+    _, heads, length, width = stored.shape
+    rows = stored.shape[:3].numel() - (heads - 1) * length
+    return stored.as_strided((rows, heads, width), (width, length * width, 1))
+
+
+def _slices(count: int, most: int) -> list[slice]:
+    """Cut so many things into slices of a length at most."""
+    return [slice(first, min(first + most, count)) for first in range(0, count, most)]

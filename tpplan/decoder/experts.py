@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch.nn import functional
 
-from tpplan.decoder.layers import some_of, together
-from tpplan.decoder.room import AMPLE, MOST, Room
+from tpplan.decoder.layers import AT_ONCE, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
 
 #: Parts of all choices, of which an expert takes one at a time: most may be the same expert's.
 _PARTS: Final = 4
-#: Bytes of a choice: a weight and a number in float32, the latter in 64 bits, and what they are put together of.
-CHOICE: Final = 32
-#: Numbers of 64 bits that are made of a choice at most, to sort it and to find its row.
-_NUMBERS: Final = 6
 
 
 def choose(scores_RE: Tensor, count: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -45,7 +40,6 @@ def up(
     activation: Callable[[Tensor], Tensor],
     *,
     fixed: bool,
-    room: Room = AMPLE,
 ) -> Tensor:
     """Return what the chosen experts have between their matrices, ``[R, C, I]``.
 
@@ -56,18 +50,17 @@ def up(
         experts_RC: chosen.
         activation: of the gate.
         fixed: whether no shape may depend on the choice, as in a graph.
-        room: for copies of chosen matrices.
     """
     count = len(gate_EID)
     if not fixed:
         out_NI = x_RD.new_empty(experts_RC.numel(), gate_EID.shape[1])
         for expert, choices in _by_expert(experts_RC, count):
-            x_ND = x_RD[choices // experts_RC.shape[1]]
-            out_NI[choices] = _between(x_ND, gate_EID[expert], up_EID[expert], activation)
-            del x_ND  # room for the next
+            x = x_RD[choices // experts_RC.shape[1]]
+            gate, own = functional.linear(x, gate_EID[expert]), functional.linear(x, up_EID[expert])
+            out_NI[choices] = activation(gate).mul_(own)
         return torch.unflatten(out_NI, 0, experts_RC.shape)
     if experts_RC.numel() <= count:
-        gate_RCI, up_RCI = (_multiply(matrix, experts_RC, x_RD[:, None], room) for matrix in (gate_EID, up_EID))
+        gate_RCI, up_RCI = (_multiply(matrix, experts_RC, x_RD[:, None]) for matrix in (gate_EID, up_EID))
         return activation(gate_RCI).mul_(up_RCI)
     gate_REI, up_REI = (
         torch.unflatten(functional.linear(x_RD, matrix.flatten(0, 1)), 1, (count, -1)) for matrix in (gate_EID, up_EID)
@@ -76,15 +69,7 @@ def up(
     return all_REI.gather(1, _places(experts_RC, all_REI))
 
 
-def down(
-    h_RCI: Tensor,
-    down_EDI: Tensor,
-    experts_RC: Tensor,
-    weights_RC: Tensor,
-    *,
-    fixed: bool,
-    room: Room = AMPLE,
-) -> Tensor:
+def down(h_RCI: Tensor, down_EDI: Tensor, experts_RC: Tensor, weights_RC: Tensor, *, fixed: bool) -> Tensor:
     """Return the weighed sum of what the experts make of ``h``, ``[R, D]``; for the arguments see :func:`up`.
 
     It writes over ``h``.
@@ -98,46 +83,10 @@ def down(
             out_RD.index_add_(0, rows_N, functional.linear(h_RCI[rows_N, choices % chosen], down_EDI[expert]))
         return out_RD
     if experts_RC.numel() <= len(down_EDI):
-        return _multiply(down_EDI, experts_RC, h_RCI, room).sum(1)
+        return _multiply(down_EDI, experts_RC, h_RCI).sum(1)
     all_REI = h_RCI.new_zeros(rows, len(down_EDI), width)
     all_REI.scatter_(1, _places(experts_RC, all_REI), h_RCI)
     return (all_REI.transpose(0, 1) @ down_EDI.mT).sum(0)
-
-
-def row_bytes(
-    hidden: int, width: int, count: int, chosen: int, dtype: torch.dtype, *, rows: int, fixed: bool
-) -> tuple[int, int]:
-    """Return the bytes that :func:`up` takes for each of some rows, and :func:`down`, but for the chosen matrices.
-
-    Args:
-        hidden: columns of a row.
-        width: the device's part of an expert's.
-        count: of the experts.
-        chosen: for each row.
-        dtype: of the activations.
-        rows: how many there are.
-        fixed: see :func:`up`.
-    """
-    item, numbers = dtype.itemsize, chosen * (count + 8 * _NUMBERS)
-    if not fixed:
-        share = min(_PARTS, chosen)  # of a row, in the rows of an expert
-        above = hidden + chosen * width + (share * (hidden + 2 * width)) // _PARTS
-        below = hidden + chosen * width + (share * (hidden + width)) // _PARTS
-    elif rows * chosen <= count:
-        above, below = hidden + chosen * (hidden + 4 * width), chosen * (2 * hidden + 2 * width) + hidden
-    else:
-        above, below = hidden + 3 * count * width, chosen * width + count * (2 * width + hidden) + hidden
-    return item * above + numbers, item * below + numbers
-
-
-def choice_bytes(count: int, chosen: int, dtype: torch.dtype) -> int:
-    """Return the bytes that it takes to choose some of so many experts for a row."""
-    return count * (dtype.itemsize + 2 * torch.float32.itemsize) + chosen * CHOICE
-
-
-def _between(x_ND: Tensor, gate_ID: Tensor, up_ID: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return what an expert has between its matrices."""
-    return activation(functional.linear(x_ND, gate_ID)).mul_(functional.linear(x_ND, up_ID))
 
 
 def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -153,13 +102,11 @@ def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
                 yield expert, some
 
 
-def _multiply(matrix_EOI: Tensor, experts_RC: Tensor, x_RCI: Tensor, room: Room) -> Tensor:
+def _multiply(matrix_EOI: Tensor, experts_RC: Tensor, x_RCI: Tensor) -> Tensor:
     """Multiply by copies of the chosen experts' matrices, made for some columns of the result at a time."""
-    columns, width = matrix_EOI.shape[1:]
-    each = experts_RC.numel() * width * matrix_EOI.element_size()
-    pieces = Room(min(room.size_bytes, MOST)).pieces(columns, each)
-    found = [(some_of(matrix_EOI, some, dim=1)[experts_RC] @ x_RCI[..., None]).squeeze(-1) for some in pieces]
-    return together(found, dim=2)
+    most = max(1, AT_ONCE // (experts_RC.numel() * matrix_EOI.shape[2]))
+    parts = torch.split(matrix_EOI, most, dim=1)
+    return together([(part[experts_RC] @ x_RCI[..., None]).squeeze(-1) for part in parts], dim=2)
 
 
 def _places(experts_RC: Tensor, all_REI: Tensor) -> Tensor:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 
 from tpplan.axes import Axis
-from tpplan.decoder.cache import LayerCache
+from tpplan.decoder.cache import LayerCache, Store
 from tpplan.decoder.layers import takes_flash
-from tpplan.decoder.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,6 @@ import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from tpplan.decoder.room import AMPLE, MOST, Room
 from tpplan.exec.torch_shims import flash_attention, takes_cudnn
 
 if TYPE_CHECKING:
@@ -20,10 +19,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: Rows that are in float32 at a time, at most.
+#: Elements that are made at a time of what could take any amount of memory: of 16 bits, 32 MiB.
+AT_ONCE: Final = 2**24
+
+#: Rows that are in float32 at a time.
 _WIDENED: Final = 512
-#: Bytes of an element that is widened, and of what is made of it.
-_WIDE: Final = 8
 
 #: The flash kernel takes heads of a multiple of so many elements.
 _FLASH_HEADS: Final = 8
@@ -48,7 +48,7 @@ def linears(x: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequenc
     return torch.cat([linear(x, weights, name) for name in names], dim=-1)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *, room: Room = AMPLE) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """Divide rows by their root mean square (Zhang and Sennrich, arXiv 1910.07467), and multiply them by weights.
 
     It is done in float32, and rounded once.
@@ -58,13 +58,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *
         weight: in their dtype, or in float32.
         eps: is added to the mean square.
         out: to write to, may be ``x``; a new tensor if not given.
-        room: for rows in float32.
     """
     if out is None and weight.dtype == x.dtype:
         return functional.rms_norm(x, weight.shape, weight, eps)  # one kernel on GPUs
     out = torch.empty_like(x) if out is None else out
-    rows = min(_WIDENED, room.count(_WIDE * x[:1].numel()))
-    for to, some in zip(torch.split(out, rows), torch.split(x, rows), strict=True):
+    for to, some in zip(torch.split(out, _WIDENED), torch.split(x, _WIDENED), strict=True):
         to.copy_(functional.rms_norm(some.to(weight.dtype), weight.shape, weight, eps))
     return out
 
@@ -118,11 +116,8 @@ def attend(
     cap: float | None,
     window: int = 0,
     recurs: bool = False,
-    room: Room = AMPLE,
 ) -> Tensor:
     """Return the values, weighed by how well their keys match the queries: ``[B, H, S, K]``.
-
-    It may write over the queries.
 
     Args:
         q_BHSK: queries; equally many successive heads of them share each KV head.
@@ -134,45 +129,28 @@ def attend(
         cap: see :class:`tpplan.decoder.settings.Settings`.
         window: tokens that a query sees without a mask, itself included; 0 for all.
         recurs: whether such shapes come again and again: cuDNN is fast, but makes a plan for each, in 36 ms on an H200.
-        room: for all that is made; of queries, as many at a time as fit.
     """
-    if not window and cap is None:
-        out_BHSK = _fused(q_BHSK, k_BHTK, v_BHTK, mask, scale, recurs=recurs)
-        if out_BHSK is not None:
-            return out_BHSK
     count, total = q_BHSK.shape[2], k_BHTK.shape[2]
-    room = room.less(numbers_bytes(total) if mask is None else 0)
-    each = 2 * q_BHSK.nbytes // count + (hiding_bytes(total, q_BHSK.dtype) if mask is None else 0)
-    # Behind a window, fused kernels may attend: only its masks are pieces then.
-    each += 0 if window else scores_bytes(q_BHSK.shape[:2].numel() * total, q_BHSK.dtype, cap)
-    pieces = Room(min(room.size_bytes // (2 if window else 1), MOST)).pieces(count, each)
-    for some in pieces:
-        some_BHSK = some_of(q_BHSK, some, dim=2)
-        hides = mask[:, :, some] if mask is not None else _hiding_others(some, total - count, total, window, q_BHSK)
-        if window:
-            left = room.less(each * some_BHSK.shape[2])
-            out_BHSK = attend(some_BHSK, k_BHTK, v_BHTK, hides, scale=scale, cap=cap, recurs=recurs, room=left)
-        else:
-            out_BHSK = _behind(some_BHSK, k_BHTK, v_BHTK, hides, scale=scale, cap=cap)
-        if len(pieces) == 1:
-            return out_BHSK
-        some_BHSK.copy_(out_BHSK)
-    return q_BHSK
-
-
-def numbers_bytes(total: int) -> int:
-    """Return the bytes of the numbers of so many tokens."""
-    return torch.int64.itemsize * total
-
-
-def hiding_bytes(total: int, dtype: torch.dtype) -> int:
-    """Return the bytes that it takes to hide tokens from a query: what is seen, the contrary, and what is added."""
-    return (dtype.itemsize + 3) * total
-
-
-def scores_bytes(count: int, dtype: torch.dtype, cap: float | None) -> int:
-    """Return the bytes that it takes to make so many scores: them and their mask, and what becomes of them."""
-    return (1 if cap is None else 4) * dtype.itemsize * count
+    if window:
+        parts = []
+        for some in torch.split(q_BHSK, max(1, AT_ONCE // (4 * total)), dim=2):  # a mask, and what it is made of
+            hides = _hiding_others(some, total - count, total, window)
+            parts.append(attend(some, k_BHTK, v_BHTK, hides, scale=scale, cap=cap, recurs=recurs))
+            count -= some.shape[2]
+        return together(parts, dim=2)
+    out_BHSK = None if cap is not None else _fused(q_BHSK, k_BHTK, v_BHTK, mask, scale, recurs=recurs)
+    if out_BHSK is not None:
+        return out_BHSK
+    alike = 1 if cap is None else 4  # scores, their mask, and what becomes of them
+    block = max(1, AT_ONCE // (alike * q_BHSK.shape[:2].numel() * total))
+    found = []
+    for first in range(0, count, block):
+        some = q_BHSK[:, :, first : first + block]
+        hides = (
+            _hiding_others(some, total - count + first, total) if mask is None else mask[:, :, first : first + block]
+        )
+        found.append(_behind(some, k_BHTK, v_BHTK, hides, scale=scale, cap=cap))
+    return together(found, dim=2)
 
 
 def takes_flash(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> bool:
@@ -181,22 +159,14 @@ def takes_flash(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> bool:
     return not q_BHSK.shape[3] % _FLASH_HEADS and can_use_flash_attention(params)
 
 
-def _hiding_others(some: slice, before: int, total: int, window: int, like: Tensor) -> Tensor:
-    """Return what hides from some of the queries of the last tokens all but what each sees.
-
-    Args:
-        some: of the queries.
-        before: tokens before those of the queries.
-        total: of the tokens.
-        window: tokens that a query sees, itself included; 0 for all.
-        like: has the dtype and the device.
-    """
-    tokens = torch.arange(total, device=like.device)
-    query = tokens[before + some.start : before + some.stop, None]
+def _hiding_others(q_BHSK: Tensor, first: int, total: int, window: int = 0) -> Tensor:
+    """Return what hides from the queries of successive tokens, from the first one on, all but their own window."""
+    tokens = torch.arange(total, device=q_BHSK.device)
+    query = tokens[first : first + q_BHSK.shape[2], None]
     seen = tokens <= query
     if window:
         seen &= tokens > query - window
-    return hiding(seen[None, None], like.dtype)
+    return hiding(seen[None, None], q_BHSK.dtype)
 
 
 def together(parts: list[Tensor], dim: int) -> Tensor:

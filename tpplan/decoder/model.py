@@ -6,7 +6,7 @@ Shapes: B batch, R rows, D hidden, V vocabulary. A plural such as ``xs`` is one 
 from __future__ import annotations
 
 from math import sqrt
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -20,7 +20,6 @@ from tpplan.decoder.joined import joined
 from tpplan.decoder.layers import angles, linear
 from tpplan.decoder.passes import Decode, Prefill
 from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, numbers_of
-from tpplan.decoder.room import Room
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.stack import Stack
 from tpplan.decoder.steps import Steps
@@ -38,10 +37,6 @@ if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
     from tpplan.exec.graph import Graph
     from tpplan.weights import Weights
-
-
-#: The mask of a step takes this part of a device's room at most.
-_MASKS: Final = 8
 
 
 class Decoder:
@@ -143,25 +138,18 @@ class Decoder:
             RequestError: see :func:`tpplan.decoder.prompts.check`.
         """
         check(prompts, self.context.plan)
-        logits: tuple[Tensor, ...] = ()
-        first = 0
+        ends: list[list[Tensor]] = [[] for _ in self.context.all_devices]
+        xs: tuple[Tensor, ...] = ()
         for tokens, stretches in cut(prompts, self.context.max_rows):
             numbers = torch.tensor([tokens, *numbers_of(stretches)]).T.contiguous()  # as many columns for any length
+            xs = ()  # room for the next
             if self.full and len(tokens) == self.context.max_rows:
                 xs = self.full.run(numbers)
             else:
                 xs = self.run(self.context.broadcast(numbers, source=HOST), stretches)
-            ends = [torch.cat([x_RD[each.ends] for each in stretches]) for x_RD in xs]
-            del xs  # room for the logits, and for the next
-            if len(ends[0]) == len(prompts):
-                return self._logits(ends)
-            if len(ends[0]):
-                logits = logits or self._no_logits(len(prompts))
-                end = first + len(ends[0])
-                self._logits(ends, [to[first:end] for to in logits])
-                first = end
-            del ends
-        return logits
+            last = [torch.cat([x_RD[each.ends] for each in stretches]) for x_RD in xs]
+            ends = [[*kept, new_RD] for kept, new_RD in zip(ends, last, strict=True)]
+        return self._logits([torch.cat(kept) for kept in ends])
 
     def run(self, numbers: Sequence[Tensor], stretches: Sequence[Stretch] = ()) -> tuple[Tensor, ...]:
         """Return the residual stream behind a pass of prompts.
@@ -171,25 +159,13 @@ class Decoder:
             stretches: of all rows; not given where nothing may depend on them.
         """
         tokens, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
-        held = self._held(numbers)
         extent = Extent.of(stretches) if stretches else Extent(self.batch, self.context.max_rows, self.length)
         groups = {
             device: Group.of(positions, sequences, before, extent)
             for device, positions, sequences, before in zip(self.context.all_devices, *others, strict=True)
             if device in self._tables and len(stretches) != 1
         }
-        rows = Prefill(held, self._angles(others[0]), groups, stretches)
-        xs = self._embed(tokens)
-        del numbers, tokens, others  # where nobody else needs them
-        return self.stack.run(xs, rows)
-
-    def _held(self, numbers: Sequence[Tensor]) -> dict[int, int]:
-        """Return the bytes that numbers of rows take on each device while layers run, and rows of its RoPE tables."""
-        held = dict.fromkeys(self.context.all_devices, 0)
-        for device, tables in self._tables.items():
-            one = numbers[self.context.all_devices.index(device)]
-            held[device] = one.nbytes + 2 * sum(table[:1].nbytes for table in tables) * len(one)
-        return held
+        return self.stack.run(self._embed(tokens), Prefill(self._angles(others[0]), groups, stretches))
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int = 0) -> tuple[Tensor, ...]:
@@ -211,15 +187,12 @@ class Decoder:
 
     def _decode(self, positions: Sequence[Tensor], span: int) -> Decode:
         lengths = {heads.cache.length for each in self.stack.heads for heads in each.values()}
-        where, held = {}, self._held(positions)
-        for device, at in zip(self.context.all_devices, positions, strict=True):
-            held[device] += 2 * at.nbytes
-            if device in self._tables:
-                room = Room(self.stack.rooms[device].size_bytes // (_MASKS * len(lengths)))
-                found = {length: Where.of(at, length, span, self.context.dtype, room) for length in lengths}
-                held[device] += sum(each.nbytes for each in found.values())
-                where[device] = found
-        return Decode(held, self._angles(positions), where)
+        where = {
+            device: {length: Where.of(at, length, span, self.context.dtype) for length in lengths}
+            for device, at in zip(self.context.all_devices, positions, strict=True)
+            if device in self._tables
+        }
+        return Decode(self._angles(positions), where)
 
     def _angles(self, positions: Sequence[Tensor]) -> dict[int, Angles]:
         """Return how the heads of rows at some positions are turned, on each device that has heads."""
@@ -236,28 +209,12 @@ class Decoder:
             own = asked.clamp(0, size - 1)
             x_RD = functional.embedding(own, self.weights[part.device]["model.embed_tokens.weight"])
             parts.append(x_RD.mul_((own == asked)[:, None]))
-        at = dict(zip(self.context.devices_of(Axis.VC), parts, strict=True))
-        out = [
-            at[device]
-            if device in at
-            else torch.empty(parts[0].shape, dtype=self.context.dtype, device=ids[device].device)
-            for device in self.context.all_devices
-        ]
-        xs = self.context.all_reduce(parts, axis=Axis.VC, out=out)
+        xs = self.context.all_reduce(parts, axis=Axis.VC)
         return tuple(x.mul_(self._embedding_scale) for x in xs) if self._family.scaled_embedding else xs
 
-    def _logits(self, xs: Sequence[Tensor], out: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    def _logits(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         cap, logits = self._settings.logit_cap, []
         for device in self.context.devices_of(Axis.VC):
             y_RV = linear(self.stack.norm(xs, device, "model.norm"), self.weights[device], self._head)
             logits.append(y_RV if cap is None else y_RV.div_(cap).tanh_().mul_(cap))
-        for to, found in zip(out, logits, strict=bool(out)):
-            to.copy_(found)
         return tuple(logits)
-
-    def _no_logits(self, count: int) -> tuple[Tensor, ...]:
-        """Return memory for the logits of so many rows, on each device its part of the vocabulary."""
-        return tuple(
-            self.weights[part.device][f"{self._head}.weight"].new_empty(count, part.end - part.start)
-            for part in self.context.split(Axis.VC)
-        )

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from tpplan.axes import Axis
 from tpplan.config import read_config
-from tpplan.decoder.store import check_kind
+from tpplan.decoder.cache import check_kind
 from tpplan.errors import ModelError
 from tpplan.exec.rope import Rope
 from tpplan.exec.tensors import name_of
