@@ -221,6 +221,17 @@ def test_enough_in_all_but_not_in_whole_heads() -> None:
     assert "kv" not in by_kind(refused(model, tight, **asked))
 
 
+def test_heads_are_advised_to_be_stored_once_where_replicas_are_too_much() -> None:
+    """Two KV heads for four devices: their replicas take too much, the weights alone do not."""
+    model = spec(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=64, head_dim=256)
+    devices = (Device(name="x", budget_bytes=160 * MIB, overhead_bytes=0),) * 4
+    asked: dict[str, Any] = {"cache": Cache("fp16", 16), "max_rows": 1, "kv": "replicate"}
+    error = refused(model, devices, **asked)
+    assert sum(s.weights_bytes for s in error.shortfalls) > 4 * 160 * MIB > model.weight_bytes
+    assert "only fewer bits per weight" not in error.message
+    assert follow(by_kind(error)["kv"], model, devices, asked).request.kv == "idle"
+
+
 def test_the_fewest_further_devices_are_suggested(
     large_cache: tuple[ModelSpec, tuple[Device, ...], dict[str, Any]],
 ) -> None:

@@ -109,11 +109,10 @@ def explain(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> 
         f"device{'s' if len(devices) > 1 else ''} with budgets of {format_bytes(budget)} together, "
         f"and device {worst.device} ({worst.name}) would lack {format_bytes(worst.missing_bytes)}"
     )
-    weights = sum(entry.weights_bytes for entry in best.memory)
     if needed <= budget:
         message += "; there is enough in all, but whole units do not divide so"
-    elif weights > budget:
-        message += f"; its weights alone are {format_bytes(weights)}: only fewer bits per weight fit here"
+    elif model.weight_bytes > budget:  # by any plan: those of the most even cut may hold some twice
+        message += f"; its weights alone are {format_bytes(model.weight_bytes)}: only fewer bits per weight fit here"
     hint = "; or ".join(s.message for s in suggestions) or "use more or larger devices, or a smaller model"
     return InfeasibleError(message, hint, shortfalls, suggestions)
 
@@ -163,8 +162,10 @@ def _suggestions(model: ModelSpec, devices: tuple[Device, ...], request: Request
     layout = "gather" if request.layout == "reduce" else "reduce"
     if not (layout == "reduce" and model.gather_only) and fits(evolve(request, layout=layout)):
         yield Suggestion("layout", layout, -1, f"use the layout {layout}")
-    if request.kv == "idle" and fits(evolve(request, kv="replicate")):
-        yield Suggestion("kv", "replicate", -1, "replicate the KV heads")
+    once = request.kv == "replicate"
+    kv, words = ("idle", "store each KV head once") if once else ("replicate", "replicate the KV heads")
+    if fits(evolve(request, kv=kv)):
+        yield Suggestion("kv", kv, -1, words)
     if request.strategy == "exllamav2" and fits(evolve(request, strategy="balanced")):
         yield Suggestion("strategy", "balanced", -1, "use the strategy balanced, which keeps budgets")
     yield from _more_devices(model, devices, request)
