@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from attrs import frozen
 
-from tpplan.cli import main
+from tpplan.__main__ import main
 
 
 @frozen

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+import tomllib
+from pathlib import Path
 
 import pytest
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HEAVY = {"jsonschema", "msgspec", "numba", "numpy", "safetensors", "scipy", "torch", "transformers"}
 
@@ -17,7 +15,7 @@ HEAVY = {"jsonschema", "msgspec", "numba", "numpy", "safetensors", "scipy", "tor
 PROBE = f"""
 import atexit, sys
 atexit.register(lambda: print("loaded:", *sorted({HEAVY} & set(sys.modules)), file=sys.stderr))
-from tpplan.cli import main
+from tpplan.__main__ import main
 sys.exit(main())
 """
 
@@ -75,3 +73,19 @@ def test_command_is_light(args: list[str], code: int, plans: Path, llama_config:
     done = _python(PROBE, *(str(llama_config) if arg == "MODEL" else arg for arg in args), cwd=plans)
     assert done.returncode == code, done.stderr
     assert done.stderr.splitlines()[-1] == "loaded:"
+
+
+def test_interrupt_while_the_command_line_is_imported(tmp_path: Path) -> None:
+    """Ctrl-C is quiet before there is a command, too; the installed script starts where that is seen to."""
+    interrupt = """
+import importlib.abc, sys
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == "cyclopts":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+"""
+    done = _python(interrupt + PROBE, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "loaded:\n")
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["scripts"] == {"tpplan": "tpplan.__main__:main"}

@@ -18,7 +18,7 @@ from tpplan.generate import generate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
+FAILED, PIPE_CLOSED = 2, 141
 
 #: Stands for a lone ``-`` while arguments are parsed, which would take it for an option; no argument can contain it.
 _DASH = "\0"
@@ -32,8 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.stand_in()
     try:
         return _run(tokens)
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:
         console.close()
         return PIPE_CLOSED
