@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
-from tests.cuda_cases import ctx, parts_of
+from tests.cuda_cases import GPUS, ctx, parts_of, plan_for
+from tpplan import exec as tpx
 from tpplan.errors import ExecutionError
-
-if TYPE_CHECKING:
-    from tpplan import exec as tpx
 
 __all__ = ["ctx"]  # a fixture
 
@@ -206,3 +202,25 @@ def test_a_capture_of_one_device_is_refused(ctx: tpx.TPContext, current: int) ->
     graph.replay()
     ctx.all_reduce(parts, out=out)
     assert all(torch.equal(result.cpu(), total) for result in out)
+
+
+@pytest.mark.gpu
+def test_a_single_gpu_is_captured_by_torch_too() -> None:
+    """A server's whole step, after calls from other streams; replays and calls follow each other in any order."""
+    if not GPUS:
+        pytest.skip("needs a GPU, found none")
+    with tpx.compile(plan_for(1), backend="cuda", devices=[0]) as context:
+        (x,), _ = parts_of(context, 3)
+
+        def step() -> torch.Tensor:
+            (copy,) = context.broadcast(x)
+            return context.all_reduce([torch.relu(copy)], [copy])[0]
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = step()
+        for _ in range(3):
+            x.normal_()
+            graph.replay()
+            assert torch.equal(kept, step())

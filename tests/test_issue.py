@@ -109,7 +109,7 @@ def test_what_is_called_often_is_launched_by_graphs(monkeypatch: pytest.MonkeyPa
 
     Also where the current stream is none of those that are.
     """
-    monkeypatch.setattr(cuda, "is_capturing", lambda: False)
+    monkeypatch.setattr(cuda, "_is_capturing_on", lambda _: False)
     monkeypatch.setattr(cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch_graph, "graph_of", lambda kernel, ordinal: kernel.graph if ordinal == 3 else None)
     devices: Any = object.__new__(CudaDevices)
@@ -146,6 +146,7 @@ def test_slots_are_not_cleared_while_something_is_captured(monkeypatch: pytest.M
     monkeypatch.setattr(slots, "prepare", lambda *_: ())
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges, devices._ready, devices._load_handles = exchanges, {}, {}
+    devices._ordinals = {0: 0, 1: 1}
     devices._marks, devices.captures = Mock(), captured
     monkeypatch.setattr(cuda, "without_callers", lambda _: ())
     if captured:
@@ -205,6 +206,27 @@ def test_in_a_capture_of_the_context_all_streams_are_taken(monkeypatch: pytest.M
     assert devices.is_capturing()
     devices.turn_to_current()
     assert devices._current == {0: 40, 1: 90, 2: 60}
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_single_device_is_captured_by_whoever(monkeypatch: pytest.MonkeyPatch, *, forked: bool) -> None:
+    """As a server does with a whole step on one GPU: what is captured waits for nothing that is not, and calls go on.
+
+    So it is whichever device is current, and it waits for the stream before that one if that is captured with it.
+    """
+    captured = [4]
+    devices = _turning(monkeypatch, captured, {0: 1})
+    devices._ordinals = {0: 4}
+    monkeypatch.setattr(cuda, "_is_captured", lambda stream: forked and stream is devices._streams[0, 1])
+    assert devices.is_capturing()
+    devices.turn_to_current()
+    assert devices._current == {0: 40}
+    assert devices._streams[0, 40].wait_stream.called == forked
+    captured.clear()
+    assert not devices.is_capturing()
+    monkeypatch.setattr(cuda, "stream_handle", lambda _: 1)
+    devices.turn_to_current()
+    devices._streams[0, 1].wait_stream.assert_called_once_with(devices._streams[0, 40])
 
 
 def test_default_streams_have_their_device_current(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,14 +147,18 @@ class CudaDevices:
                 switch_device(before)
 
     def is_capturing(self) -> bool:
-        """Tell whether the context is being captured.
+        """Tell whether the context is being captured: by its own graphs, or whoever captures its only device.
 
         Raises:
-            ExecutionError: somebody else captures the current stream.
+            ExecutionError: somebody else captures the current stream, and there are several devices.
         """
-        if not self.captures and is_capturing():
+        if self.captures:
+            return True
+        if self._is_single:
+            return any(map(_is_capturing_on, self._ordinals.values()))
+        if is_capturing():
             raise _foreign(current_device())
-        return self.captures
+        return False
 
     def issuing(self) -> Issuing:
         """Return what is to be held while kernels are issued that devices exchange by."""
@@ -252,9 +256,10 @@ class CudaDevices:
         """Make the current stream of a device tpplan's: it waits for the one that was, if that was another.
 
         Raises:
-            ExecutionError: somebody else captures it.
+            ExecutionError: somebody else captures it, and there are several devices.
         """
-        if not self.captures and _is_capturing_on(self._ordinals[device]):
+        is_foreign = not self.captures and _is_capturing_on(self._ordinals[device])
+        if is_foreign and not self._is_single:
             raise _foreign(self._ordinals[device])
         before = self._current.get(device)
         key = (device, handle)
@@ -264,9 +269,15 @@ class CudaDevices:
             if handle:
                 stream = torch.cuda.ExternalStream(handle, place)  # type: ignore[no-untyped-call]
             self._streams[key] = stream
-        if before is not None:
+        # What is captured cannot wait for what is not; whoever captures has waited for that.
+        if before is not None and (not is_foreign or _is_captured(self._streams[device, before])):
             self._streams[key].wait_stream(self._streams[device, before])
         self._current[device] = handle
+
+    @property
+    def _is_single(self) -> bool:
+        """Whether there is a single device, which waits for no others."""
+        return len(self._ordinals) == 1
 
 
 def _is_capturing_on(ordinal: int) -> bool:
@@ -275,6 +286,11 @@ def _is_capturing_on(ordinal: int) -> bool:
         return is_capturing()
     finally:
         switch_device(before)
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return is_capturing()
 
 
 def _foreign(ordinal: int) -> ExecutionError:
