@@ -222,3 +222,16 @@ def test_spans_are_captured_once_they_have_run() -> None:
             found = [taken.start(model.prompts, Sampling()), *(taken.step() for _ in range(6))]
     assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:7] for tokens in model.tokens]
     assert events == [16, "capture", 16, 16, 32, "beside", 32, 32]
+
+
+def test_a_step_that_did_not_end_has_not_run() -> None:
+    """What comes after it is not captured: not everything may have been loaded."""
+    model = model_of("mistral")
+    with decoding(plan_of(model.directory, 2, request_of(), {}, seed=8), "mistral", "fp32") as decoder:
+        taken = steps.Steps(decoder, 2, graphs=True)
+        taken.start(model.prompts, Sampling())
+        with patch.object(decoder.stack, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            taken.step()
+        with patch.object(decoder.context, "capture", side_effect=AssertionError):
+            found = [taken.start(model.prompts, Sampling()), taken.step()]
+    assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:2] for tokens in model.tokens]

@@ -151,6 +151,23 @@ def test_a_full_pass_can_be_a_graph() -> None:
 
 
 @pytest.mark.usefixtures("flash_calls")
+def test_a_full_pass_that_did_not_end_has_not_run() -> None:
+    """What comes after it is not captured: not everything may have been loaded."""
+    model, events = model_of("llama"), list[str]()
+    short, long = model.prompts
+    with compile_plan(plan_of(model.directory, 2, request_of(), {}, seed=9), backend="cpu") as context:
+        decoder = made(context, "llama")
+        with capturing(decoder, events):
+            with patch.object(decoder.stack, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+                decoder.prefill(long[:MAX_ROWS])
+            for expected in ([], ["capture"]):
+                decoder.prefill(long[:MAX_ROWS])
+                assert events == expected
+            logits = context.gather(decoder.read([Prompt(long, 0), Prompt(short, 1)]), Axis.VC).tensor
+    torch.testing.assert_close(logits.flip(0), model.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("flash_calls")
 def test_a_decoder_with_graphs_gives_its_memory_back() -> None:
     """Without waiting for a collector."""
     plan = plan_of(model_of("llama").directory, 2, request_of(), {}, seed=2)

@@ -56,8 +56,9 @@ class Full:
         """
         self._decoder.context.broadcast(numbers, source=HOST, out=self._numbers)
         if not self._has_run:
+            xs = self._decoder.run(self._numbers)
             self._has_run = True
-            return self._decoder.run(self._numbers)
+            return xs
         if self._graph is None:
             self._graph = self._decoder.captured(self._issue)
         self._graph.replay()

@@ -94,8 +94,8 @@ class Steps:
         """Run a step, or the graph of it."""
         key = (span, self._sampling.temperature == 0)
         if not self._captures or key not in self._graphs:
-            self._graphs[key] = None
             self._issue(span)
+            self._graphs[key] = None
             return
         captured = self._graphs[key]
         if captured is None:
