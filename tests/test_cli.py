@@ -11,7 +11,7 @@ from unittest.mock import patch
 import attrs
 import pytest
 
-from tests.cli_cases import LLAMA_8B, LLAMA_70B, conforms, folder, written_plans  # noqa: F401 (for every test here)
+from tests.cli_cases import LLAMA_8B, LLAMA_70B, conforms, folder, refused, written_plans  # noqa: F401 (for every test)
 from tests.codec_cases import FIXTURE, PLAN, TEXT
 from tests.command import command
 from tests.nvml_replay import Replay
@@ -56,6 +56,12 @@ def test_show_draws(plans: tuple[str, str]) -> None:
     assert Path("a.svg").read_text(encoding="utf-8").startswith("<svg ")
     assert Path("a.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert command("show", plans[0], "--svg", "-").out == Path("a.svg").read_text(encoding="utf-8")
+
+
+def test_show_draws_neither_over_the_plan_nor_twice_into_one_file(plans: tuple[str, str]) -> None:
+    """The plan is still there, and so would be the first of two drawings."""
+    for options in (["--svg", plans[0]], ["--html", f"./{plans[0]}"], ["--svg", "x", "--html", "./x"]):
+        assert f"{options[-1]!r} is read or written by the same command" in refused("show", plans[0], *options)
 
 
 def test_standard_input(plans: tuple[str, str]) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import attrs
 import pytest
 
-from tests.cli_cases import LLAMA_8B, LLAMA_70B, conforms, folder, written_plans  # noqa: F401 (for every test here)
+from tests.cli_cases import LLAMA_8B, LLAMA_70B, conforms, folder, refused, written_plans  # noqa: F401 (for every test)
 from tests.command import command
 from tpplan import codec
 from tpplan.devices import parse_devices
@@ -58,6 +58,21 @@ def test_plan_to_standard_output_is_the_file(plans: tuple[str, str]) -> None:
     assert command(*asked, "--json").out == text
     assert command(*asked, "--json", "-o", "-").out == text
     assert command(*asked, "--json", "-o", "c.json").out == Path("c.json").read_text(encoding="utf-8") == text
+
+
+def test_a_plan_is_not_written_over_what_it_is_made_of() -> None:
+    """Neither over the model, by whatever name, nor over the devices; a plan beside the model is replaced."""
+    Path("model").mkdir()
+    Path("model/config.json").write_bytes((LLAMA_8B / "config.json").read_bytes())
+    Path("link").symlink_to("model/config.json")
+    device = {"name": "x", "memory_bytes": 2**36, "budget_bytes": 2**36, "overhead_bytes": 0}
+    Path("gpus.json").write_text(json.dumps({"format_version": "1.0", "devices": [device]}))
+    for path, output in (("model", "model/config.json"), ("model", "link"), ("link", "./link"), ("model", "gpus.json")):
+        err = refused("plan", path, "--gpus", "gpus.json", "-o", output)
+        assert f"'{output}' is read or written by the same command" in err
+    for context in (1024, 2048):
+        asked = ("plan", "model", "--gpus", "gpus.json", "--context", context, "-o", "model/plan.json")
+        assert command(*asked).err.startswith("wrote: model/plan.json")
 
 
 def test_context_is_per_sequence() -> None:

@@ -5,7 +5,9 @@ What is needed for that is imported when it is done, as in :mod:`tpplan.commands
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpplan import console
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
 
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
-
 
 #: Devices that a note names.
 _NAMED = 3
@@ -72,6 +73,32 @@ def draw(plan: SplitPlan, svg: str, html: str) -> None:
     for draw, path in ((picture, svg), (page, html)):
         if path:
             console.save(draw(data), path)
+
+
+def apart(*outputs: str, reading: tuple[str, ...]) -> None:
+    """Refuse to write over what the same command reads, or over what it has written.
+
+    Args:
+        outputs: paths, perhaps empty.
+        reading: paths; of a model's directory what is read in it.
+
+    Raises:
+        UsageError: naming the output.
+    """
+    taken = {os.path.realpath(file) for path in reading for file in _files(path)}
+    for output in outputs:
+        if output and output != console.STREAM:
+            file = os.path.realpath(output)
+            if file in taken:
+                raise UsageError(f"{output!r} is read or written by the same command", "choose another file")
+            taken.add(file)
+
+
+def _files(path: str) -> list[str]:
+    """Return what is read of a path: itself, or of a model's directory these files."""
+    if not os.path.isdir(path):  # noqa: PTH112 (a long list of GPUs is no path at all)
+        return [path]
+    return [str(file) for name in ("config.json", "*.safetensors*") for file in Path(path).glob(name)]
 
 
 def note(text: str) -> None:

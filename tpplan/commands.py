@@ -117,6 +117,7 @@ def plan(
 
     if context is not None and context < 1:
         raise RequestError(f"--context is {context}, expected 1 or more tokens per sequence", "or leave it out")
+    chores.apart(output, reading=(model, gpus))
     spec, gpu_list = chores.read_model(model), parse_devices(gpus, chores.note)
     wanted = Cache(cache, (context or 0) * batch)
     with console.busy("planning"):
@@ -150,6 +151,7 @@ def show(plan: str, /, *, svg: str = "", html: str = "", plain: bool = False, js
     """
     if [svg == console.STREAM, html == console.STREAM, json].count(True) > 1:
         raise UsageError("standard output would be several documents", "write all but one of them into files")
+    chores.apart(svg, html, reading=(plan,))
     found = chores.read_plan(plan, allow_newer=True)
     if svg or html:
         chores.draw(found, svg, html)
