@@ -99,6 +99,7 @@ def _meant(entry: str) -> str:
     if len(entry) > _LONGEST_SLIP:
         return ""
     slips = [
+        re.sub(r" +([0-9.]+ ?[A-Za-z]+)$", r":\1", entry),
         re.sub(r" *[;+&/|] *| +", ",", entry),
         re.sub(r"^(.+?) *[xX×*] *([0-9]+)$", r"\2x\1", entry),
         re.sub(r"^([0-9]+) *\* *", r"\1x", entry),
