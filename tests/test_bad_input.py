@@ -162,6 +162,11 @@ def test_mistaken_documents(document: str, arguments: tuple[object, ...], words:
     assert "is missing" not in err
 
 
+def test_a_config_may_have_any_further_keys() -> None:
+    """Also those by which other documents are told."""
+    assert command("inspect", with_config(splits=[], devices=[])).code == 0
+
+
 @pytest.mark.parametrize("option", [("--kv", "copy"), ("--layout", "cut"), ("--strategy", "fast"), ("--cache", "q5")])
 def test_unknown_choices(option: tuple[str, str]) -> None:
     """An unknown choice is quoted among those that there are."""

@@ -15,8 +15,8 @@ def _kind(data: object) -> str:
     """Return what a document seems to be by keys that only that has, or nothing."""
     if not isinstance(data, dict):
         return ""
+    if "model_type" in data or "architectures" in data:
+        return CONFIG  # whatever else it has: only this kind may have keys that tpplan does not know
     if "splits" in data:
         return PLAN
-    if "devices" in data and "model" not in data and "$schema" not in data:
-        return DEVICES
-    return CONFIG if "model_type" in data or "architectures" in data else ""
+    return DEVICES if "devices" in data and "model" not in data and "$schema" not in data else ""
