@@ -70,7 +70,7 @@ def _parsed(tokens: list[str]) -> tuple[Any, Any]:
             [_DASH if token == console.STREAM else token for token in tokens], exit_on_error=False, print_error=False
         )
     except CycloptsError as error:
-        commands = [name for name in app if not name.startswith("-")]
+        commands = sorted((name for name in app if not name.startswith("-")), key=lambda name: app[name].sort_key)
         raise usage.explained(error, tokens, commands) from error
     for key, value in bound.arguments.items():
         if "" in (value if isinstance(value, tuple) else (value,)):
