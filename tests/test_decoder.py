@@ -161,6 +161,9 @@ def test_what_is_refused() -> None:
             generate(decoder, [short], LENGTH)
         with pytest.raises(RequestError, match=f"token {VOCAB}, the model's are 0 to {VOCAB - 1}"):
             generate(decoder, [[0, VOCAB]], 1)
+        with pytest.raises(RequestError, match="there are no prompts") as error:
+            generate(decoder, [], 1)
+        assert "--batch" not in error.value.hint
         with pytest.raises(RequestError, match="a prompt has no tokens"):
             generate(decoder, [short, []], 1)
         with pytest.raises(RequestError, match="0 new tokens"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.decoder_cases import CONFIGS, MAX_ROWS, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
-from tpplan.decoder import Decoder, passes
+from tpplan.decoder import Decoder, generate, passes
 from tpplan.decoder.layers import attend
 from tpplan.decoder.prompts import Prompt, cut
 from tpplan.errors import RequestError
@@ -108,6 +108,45 @@ def test_prompts_that_cannot_be_read() -> None:
         ):
             with pytest.raises(RequestError, match=match):
                 decoder.read(prompts)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "match"),
+    [
+        ("a text", "a prompt has 'a', which is no token"),
+        (["a text"], "a prompt has 'a', which is no token"),
+        ([1, 2], "a prompt is 1, which is no list of tokens"),
+        (torch.tensor([7]), r"a prompt is tensor\(7\), which is no list of tokens"),
+        ([iter([1, 2])], "a prompt is <list_iterator object at .*, which is no list of tokens"),
+        ([[1, 2.5]], r"a prompt has 2\.5, which is no token"),
+        ([[1, "of"]], "a prompt has 'of', which is no token"),
+        ([torch.ones(3)], r"a prompt has tensor\(1\.\), which is no token"),
+        ([[[1, 2]]], r"a prompt has \[1, 2\], which is no token"),
+        ([["x" * 1000]], "a prompt has 'x{59}, which is no token"),
+    ],
+)
+def test_what_is_no_prompt(prompts: Any, match: str) -> None:
+    """Texts, numbers, and lists of other things than numbers are refused before anything is computed."""
+    model = model_of("mistral")
+    plan = plan_of(model.directory, 2, request_of(), {}, seed=2)
+    with compile_plan(plan, backend="cpu") as ctx:
+        decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx))
+        with pytest.raises(RequestError, match=match) as error:
+            generate(decoder, prompts, 1)
+        assert "the model's own tokenizer" in error.value.hint
+        if not isinstance(prompts, str):
+            with pytest.raises(RequestError, match=match):
+                decoder.read([Prompt(prompts[0])])
+
+
+def test_prompts_may_be_tensors() -> None:
+    """Of whole numbers, as a tokenizer returns them; what follows is the same."""
+    model = model_of("mistral")
+    plan = plan_of(model.directory, 2, request_of(), {}, seed=2)
+    with compile_plan(plan, backend="cpu") as ctx:
+        decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx), cache="fp32")
+        found = list(generate(decoder, torch.tensor([model.prompts[0]] * 2), 4))  # type: ignore[arg-type]
+    assert found == [(token, token) for token in model.tokens[0][:4]]
 
 
 @pytest.mark.parametrize(

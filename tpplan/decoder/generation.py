@@ -39,8 +39,8 @@ def generate(
         The next token of each text, None where it has ended; the token that ends it comes before that.
 
     Raises:
-        RequestError: there are too many prompts, or one is empty, too long for the plan's cache, or of other tokens; or
-            the decoder has begun other texts since, in the same cache.
+        RequestError: there are no prompts or too many, or one is empty, too long for the plan's cache, or of other
+            tokens; or the decoder has begun other texts since, in the same cache.
     """
     check_prompts(prompts, max_new_tokens, decoder.context.plan)
     return _tokens(decoder, prompts, sampling, max_new_tokens, frozenset(end))
@@ -58,15 +58,17 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: S
         RequestError: see :func:`generate`.
     """
     batch, length = plan.request.batch, length_of(plan.request)
-    if not 1 <= len(prompts) <= batch:
+    for prompt in prompts:
+        check_tokens(prompt, plan)
+        if not len(prompt):
+            raise RequestError("a prompt has no tokens", "a text continues one token at least")
+    if not len(prompts):
+        raise RequestError("there are no prompts", "give one or more")
+    if len(prompts) > batch:
         what = f"{len(prompts)} prompts, the plan has room for 1 to {batch} at a time"
         raise RequestError(what, "plan with a larger --batch")
     if max_new_tokens < 1:
         raise RequestError(f"{max_new_tokens} new tokens were asked for", "ask for 1 or more")
-    if not all(prompts):
-        raise RequestError("a prompt has no tokens", "a text continues one token at least")
-    for prompt in prompts:
-        check_tokens(prompt, plan)
     longest = max(map(len, prompts))
     if longest + max_new_tokens > length:
         what = f"{longest} tokens and {max_new_tokens} new ones, the plan caches {length} of a sequence"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from operator import index
+from typing import TYPE_CHECKING, Final, Self
 
 from attrs import evolve, frozen
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.plan import SplitPlan
+
+#: Characters of what is no token or no prompt.
+_SHOWN: Final = 60
 
 
 @frozen
@@ -98,6 +102,7 @@ def check(prompts: Sequence[Prompt], plan: SplitPlan) -> None:
     if not prompts:
         raise RequestError("there are no prompts", "give one or more")
     for i, prompt in enumerate(prompts):
+        check_tokens(prompt.tokens, plan)
         count, sequence, start = len(prompt.tokens), prompt.sequence, prompt.start
         if not 0 <= sequence < batch:
             raise RequestError(f"sequence {sequence}, the plan has room for {batch}", "plan with a larger --batch")
@@ -108,19 +113,31 @@ def check(prompts: Sequence[Prompt], plan: SplitPlan) -> None:
             raise RequestError(what, "plan with a larger --context")
         if any(before.sequence == sequence for before in prompts[:i]):
             raise RequestError(f"sequence {sequence} has two prompts", "join them")
-        check_tokens(prompt.tokens, plan)
 
 
 def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> None:
-    """Make sure that the model of a plan has these tokens.
+    """Make sure that these are tokens, and that the model of a plan has them.
 
     Raises:
-        RequestError: it has not.
+        RequestError: they are a text or other numbers, for instance.
     """
-    size = plan.split(Axis.VC).size
-    unknown = next((token for token in tokens if not 0 <= token < size), None)
-    if unknown is not None:
-        raise RequestError(f"token {unknown}, the model's are 0 to {size - 1}", "use the model's own tokenizer")
+    size, hint = plan.split(Axis.VC).size, "give the numbers that the model's own tokenizer makes of a text"
+    try:
+        listed = list(tokens[:])
+    except (TypeError, LookupError):  # of a number or an iterator
+        raise RequestError(f"a prompt is {_shown(tokens)}, which is no list of tokens", hint) from None
+    for token in listed:
+        try:
+            number = index(token)
+        except TypeError:
+            raise RequestError(f"a prompt has {_shown(token)}, which is no token", hint) from None
+        if not 0 <= number < size:
+            raise RequestError(f"token {number}, the model's are 0 to {size - 1}", "use the model's own tokenizer")
+
+
+def _shown(given: object) -> str:
+    """Return how something is written, but for what is too long."""
+    return " ".join(repr(given).split())[:_SHOWN]
 
 
 def check_step(tokens: Sequence[Tensor], positions: Sequence[Tensor], devices: int, plan: SplitPlan) -> None:
