@@ -116,7 +116,9 @@ def plan(
     from tpplan.planner import plan as make  # noqa: PLC0415
 
     if context is not None and context < 1:
-        raise RequestError(f"--context is {context}, expected 1 or more tokens per sequence", "or leave it out")
+        raise RequestError(
+            f"--context is {context}, expected 1 or more tokens per sequence", "leave it out for the longest"
+        )
     chores.apart(output, reading=(model, gpus))
     spec, gpu_list = chores.read_model(model), parse_devices(gpus, chores.note)
     wanted = Cache(cache, (context or 0) * batch)
