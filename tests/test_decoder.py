@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 from weakref import ref
 
@@ -26,7 +26,7 @@ from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate, steps
 from tpplan.decoder.sampling import likeliest
-from tpplan.errors import ExecutionError, RequestError
+from tpplan.errors import ExecutionError, ModelError, RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
@@ -109,6 +109,30 @@ def test_weights_stay_where_they_were_loaded() -> None:
                 loaded = {tensor.untyped_storage().data_ptr() for tensor in weights[device].values()}
                 used = {tensor.untyped_storage().data_ptr() for tensor in decoder.weights[device].values()}
                 assert used <= loaded
+
+
+def test_weights_that_are_not_the_plans() -> None:
+    """Without a device or a tensor, of another shape, or of another model, they are refused by name."""
+    directory = model_of("mistral").directory
+    plan = plan_of(directory, 3, request_of(), {}, seed=2)
+    with compile_plan(plan, backend="cpu") as ctx:
+        weights: Any = load_weights(plan, directory, ctx).tensors
+        name = next(name for name, tensor in weights[1].items() if tensor.dim() == 2)
+        without = {key: tensor for key, tensor in weights[1].items() if key != name}
+        odd = {**weights[1], name: weights[1][name][1:]}
+        rows, columns = weights[1][name].shape
+        cases: list[tuple[Any, str]] = [
+            ({}, r"the plan for .*: model\.\S+ of device 0 is missing"),
+            ({0: weights[0], 2: weights[2]}, "of device 1 is missing"),
+            ({**weights, 1: without}, rf"{name} of device 1 is missing"),
+            ({**weights, 1: odd}, rf"{name} of device 1 has the shape \[{rows - 1}, {columns}\], not \[{rows}, "),
+        ]
+        for given, match in cases:
+            with pytest.raises(RequestError, match=match) as error:
+                Decoder(ctx, directory, given)
+            assert "load_weights(plan, directory, context)" in error.value.hint
+        with pytest.raises(ModelError, match="is for sha256:"):
+            Decoder(ctx, model_of("qwen3").directory, weights)
 
 
 def test_a_decoder_gives_its_memory_back() -> None:

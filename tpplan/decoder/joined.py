@@ -11,18 +11,44 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tpplan.errors import RequestError
+from tpplan.weights import iter_slices
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from tpplan.decoder.settings import Family
-    from tpplan.model import Block
+    from tpplan.model import Block, ModelSpec
+    from tpplan.plan import SplitPlan
+    from tpplan.weights import Weights
 
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
+
+
+def check_weights(weights: Weights, plan: SplitPlan, model: ModelSpec) -> None:
+    """Make sure that every device has what a plan gives it of a model.
+
+    Raises:
+        RequestError: tensors are missing, or have other shapes.
+        ModelError: the plan is for another model.
+    """
+    held: dict[int, Mapping[str, Tensor]] = {}
+    for part in iter_slices(plan, model):
+        if part.device not in held:
+            try:
+                held[part.device] = weights[part.device]
+            except LookupError:
+                held[part.device] = {}
+        tensor = held[part.device].get(part.name)
+        if tensor is None or tensor.shape != part.shape:
+            found = "is missing" if tensor is None else f"has the shape {list(tensor.shape)}, not {list(part.shape)}"
+            what = f"the weights are not those of the plan for {plan.model.name}: {part.name} of device {part.device}"
+            raise RequestError(f"{what} {found}", "pass what load_weights(plan, directory, context) returns")
 
 
 def joined(weights: Mapping[str, Tensor], blocks: Sequence[Block], family: Family) -> dict[str, Tensor]:

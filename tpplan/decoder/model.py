@@ -16,7 +16,7 @@ from tpplan.decoder.cache import Where
 from tpplan.decoder.full import Full, is_fixed
 from tpplan.decoder.groups import Group
 from tpplan.decoder.heads import heads_of, length_of
-from tpplan.decoder.joined import joined
+from tpplan.decoder.joined import check_weights, joined
 from tpplan.decoder.layers import angles, linear
 from tpplan.decoder.passes import Decode, Prefill
 from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, numbers_of
@@ -67,13 +67,16 @@ class Decoder:
                 :func:`tpplan.decoder.full.is_fixed`.
 
         Raises:
-            ModelError: the decoder does not compute such a model; see :func:`tpplan.decoder.settings.settings_of`.
+            ModelError: the decoder does not compute such a model, see :func:`tpplan.decoder.settings.settings_of`, or
+                the plan is for another one.
+            RequestError: the weights are not those of the plan.
             ExecutionError: it has no cache of the kind.
         """
         request, model = context.plan.request, read_model(directory)
         self.batch = request.batch
         self.length = length_of(request)
         self._settings = settings_of(directory, model, context.dtype)
+        check_weights(weights, context.plan, model)
         self._family = self._settings.family
         scale = sqrt(model.hidden_size) if self._family.scaled_embedding else 1.0
         self._embedding_scale = torch.tensor(scale, dtype=context.dtype).item()  # rounded as in transformers
