@@ -127,15 +127,17 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="that gets config.json and model.safetensors")
     parser.add_argument("--layers", type=int, default=0, help="of the model (default: all that it has)")
     asked = parser.parse_args()
+    made = asked.directory / "config.json"
+    if made.exists():
+        parser.error(f"{asked.directory} has a config.json already: name another directory")
     try:
         config = json.loads(asked.config.read_text(encoding="utf-8"))
-        if asked.layers:
+        if asked.layers and isinstance(config, dict):
             config["num_hidden_layers"] = asked.layers
         asked.directory.mkdir(parents=True, exist_ok=True)
-        if (asked.directory / "config.json").exists():
-            parser.error(f"{asked.directory} has a config.json already: name another directory")
         print(f"{write(asked.directory, config):,} bytes of weights in {asked.directory}")
     except (OSError, ValueError, TpplanError) as error:
+        made.unlink(missing_ok=True)  # or it would be in the way the next time
         sys.exit(f"error: {error}")
 
 

@@ -93,3 +93,17 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr("sys.argv", ["random_checkpoint", "missing.json", str(tmp_path / "other")])
     with pytest.raises(SystemExit, match=r"error: .*missing\.json"):
         random_checkpoint.main()
+
+
+@pytest.mark.parametrize(("config", "layers"), [([], "1"), ({"model_type": "bert"}, "0"), (CONFIG, "-1")])
+def test_what_the_command_refuses_leaves_nothing(
+    config: object, layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config.json that is none of a model's is told, and the directory can be named again."""
+    given, made = tmp_path / "config.json", tmp_path / "made"
+    given.write_text(json.dumps(config), encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["random_checkpoint", str(given), str(made), "--layers", layers])
+    for _ in range(2):
+        with pytest.raises(SystemExit, match=r"error: .*config\.json"):
+            random_checkpoint.main()
+    assert not list(made.iterdir())
