@@ -146,8 +146,8 @@ def test_a_full_pass_can_be_a_graph() -> None:
             calls = Calls()
             with torch.inference_mode(), calls:
                 decoder.run(numbers)
-    assert "_flash_attention_forward" in calls.names
-    assert not calls.names & WAITING
+        assert "_flash_attention_forward" in calls.names
+        assert not calls.names & WAITING
 
 
 @pytest.mark.usefixtures("flash_calls")
