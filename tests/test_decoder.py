@@ -198,6 +198,8 @@ def test_what_is_refused() -> None:
             decoder.prefill(short, 0, LENGTH - 4)
         assert len(list(generate(decoder, [short], LENGTH - len(short)))) == LENGTH - len(short)
         taken = decoder.steps(1)
+        with pytest.raises(RequestError, match="2 prompts for the steps of 1 sequences"):
+            taken.start([short] * 2, Sampling())
         taken.start([[1] * (LENGTH - 1)], Sampling())
         taken.step()
         with pytest.raises(RequestError, match=f"the longest text has {LENGTH} tokens"):

@@ -61,7 +61,13 @@ class Steps:
         Args:
             prompts: one for each sequence.
             sampling: how tokens are chosen, from now on.
+
+        Raises:
+            RequestError: there are more or fewer prompts, or they cannot be read: see
+                :func:`tpplan.decoder.prompts.check`.
         """
+        if len(prompts) != (count := self._tokens[0].shape[1]):
+            raise RequestError(f"{len(prompts)} prompts for the steps of {count} sequences", "give one for each")
         self._sampling = sampling
         self._generator.manual_seed(sampling.seed)
         logits = self._decoder.read([Prompt(prompt, sequence) for sequence, prompt in enumerate(prompts)])
