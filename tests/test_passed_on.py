@@ -72,6 +72,13 @@ def test_nobody_sends_more_than_somebody_receives(name: str) -> None:
     assert relays.spared(operation) == max(straight[device] - left[device] for device in operation.devices) > 0
 
 
+@pytest.mark.parametrize("name", ["slices", "two large slices"])
+def test_all_send_about_the_same(name: str) -> None:
+    """Not only as little as somebody receives: what is large comes from several, and each of their links is busy."""
+    left = leaving(program(MOVES[name]))
+    assert max(left.values()) - min(left[device] for device in FOUR) <= 8 * len(FOUR)
+
+
 @given(slices(EIGHT, 9000))
 def test_relays_fit_and_are_safe_for_any_slices(cut: tuple[tuple[int, int, int], ...]) -> None:
     """Of eight devices, too, tables have room in a kernel's parameter, and no link has much more to carry."""

@@ -32,20 +32,18 @@ def sends(operation: Moves) -> dict[View, dict[int, View]]:
 def shares(operation: Moves) -> dict[View, tuple[tuple[int, int, int], ...]]:
     """Return who writes which columns of each view to the other devices: (device, start, stop), its own device first.
 
-    That keeps what it can send while some device receives, which is as much as the one that receives most. The less any
-    other one sends itself, the more it gets of the rest.
+    All devices are to send the same. The less any other one sends itself, the more it gets of what one has too much.
     """
-    sent, received, found = Counter[int](), Counter[int](), {}
+    sent, count = Counter[int](), len(operation.devices)
     for source, target in operation.moves:
         if source.buffer.device != target.buffer.device:
-            sent[source.buffer.device] += source.stop - source.start
-            received[target.buffer.device] += source.stop - source.start
-    most = max(received.values(), default=0)
+            sent[source.buffer.device] += count * (source.stop - source.start)
+    average, found = sent.total() // count, {}  # all of them times the count, to be whole
     for source, targets in sends(operation).items():
         sender, width = source.buffer.device, source.stop - source.start
-        room = {device: max(0, most - sent[device]) for device in targets if device != sender}
-        repeated = (len(room) - 1) * width  # what relays could spare it at most
-        given = min(sent[sender] - most, repeated)
+        room = {device: max(0, average - sent[device]) for device in targets if device != sender}
+        repeated = count * (len(room) - 1) * width  # what relays could spare it at most
+        given = min(sent[sender] - average, repeated)
         weights = {sender: 1}
         if given > 0 and any(room.values()):
             weights = {sender: (repeated - given) * sum(room.values())}
