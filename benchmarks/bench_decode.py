@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import signal
 import sys
 import time
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from attrs import asdict, evolve
 
 import tpplan
 from benchmarks import children
+from benchmarks.decode_options import numbers_of, parser_of
 from benchmarks.decode_order import CUTS, Order
 from benchmarks.decode_rows import HEAD, Row, cells, compared, reason
 from benchmarks.random_checkpoint import room_for, size_of, write
@@ -147,18 +147,6 @@ def _devices(backend: str) -> str:
     return f"{torch.cuda.device_count()} CUDA devices"
 
 
-def numbers_of(text: str) -> tuple[int, ...]:
-    """Return numbers from 1 that have commas between them.
-
-    Raises:
-        ValueError: they are others, or none.
-    """
-    numbers = tuple(map(int, text.split(",")))
-    if min(numbers) < 1:
-        raise ValueError
-    return numbers
-
-
 def _names(*known: str) -> Callable[[str], tuple[str, ...]]:
     def names(text: str) -> tuple[str, ...]:
         found = tuple(name for name in text.split(",") if name)
@@ -171,26 +159,18 @@ def _names(*known: str) -> Callable[[str], tuple[str, ...]]:
 
 
 def _wanted() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--gpus", type=numbers_of, default=(1, 2), help="how many, one after the other (default 1,2)")
     add("--cuts", type=_names(*CUTS), default=tuple(CUTS), help="of the model, of even,uneven,gather (default all)")
     add("--batches", type=numbers_of, default=(1, 8, 64), help="sequences that decode together (default 1,8,64)")
     add("--tokens", type=int, default=64, help="steps that are timed (default 64)")
     add("--prefill", type=int, default=4096, help="tokens of the long prompt (default 4096)")
     add("--peers", type=_names(*PEERS), default=PEERS, help="others, of nccl,transformers (default both)")
     add("--graphs", action="store_true", help="read prompts once more, with full passes as a graph")
-    add("--layers", type=int, default=0, help="of the model (default: all that it has)")
-    add("--config", default="", help="config.json of another model than Llama-3.1-8B")
-    add("--folder", default="", help="where the checkpoint is made, or any is already; it stays there")
-    add("--backend", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--watchdog", type=float, default=180, help="seconds after which one run is ended (default 180)")
     add("--json", action="store_true", help="print one JSON document; the table goes to standard error")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("ended from outside")
-    )  # without leaving processes or files behind
+    children.end_when_asked()
     main()

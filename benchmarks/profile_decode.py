@@ -6,18 +6,19 @@ for each number of GPUs, under torch's profiler. Steps are replayed graphs.
 
 from __future__ import annotations
 
-import argparse
 import json
-import signal
 import sys
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from benchmarks import children
-from benchmarks.bench_decode import MODEL, checkpoint, numbers_of
+from benchmarks.bench_decode import MODEL, checkpoint
+from benchmarks.decode_options import numbers_of, parser_of
 from benchmarks.decode_order import Order
 from benchmarks.rows import ROOT
+
+if TYPE_CHECKING:
+    import argparse
 
 
 def main() -> None:
@@ -45,22 +46,14 @@ def main() -> None:
 
 
 def _wanted() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--gpus", type=numbers_of, default=(1, 2), help="how many, one after the other (default 1,2)")
     add("--batch", type=numbers_of, default=(1,), help="sequences that decode together (default 1)")
     add("--steps", type=int, default=20, help="that are profiled (default 20)")
     add("--prefill", type=int, default=0, help="tokens of a prompt that is profiled too (default none)")
-    add("--layers", type=int, default=0, help="of the model (default: all that it has)")
-    add("--config", default="", help="config.json of another model than Llama-3.1-8B")
-    add("--folder", default="", help="where the checkpoint is made, or any is already; it stays there")
-    add("--backend", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--watchdog", type=float, default=180, help="seconds after which one run is ended (default 180)")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("ended from outside")
-    )  # without leaving processes or files behind
+    children.end_when_asked()
     main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +15,9 @@ from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
     import torch
 
     from tpplan.plan import SplitPlan
@@ -41,6 +46,18 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> Order:
     directory = tmp_path_factory.mktemp("model")
     random_checkpoint.write(directory, CONFIG)
     return Order(directory=str(directory), gpus=2, backend="cpu", batches=(1, 3), tokens=TOKENS, prefill=40)
+
+
+def run_command(
+    main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, folder: Path, config: Mapping[str, Any], *options: str
+) -> int:
+    """Run a command for a tiny model on virtual devices, with the model's config in a folder; return how it exits."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    monkeypatch.setattr(sys, "argv", [main.__module__, "--backend", "cpu", "--config", str(path), *options])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
 
 
 def generated(order: Order, plan: SplitPlan) -> list[int]:

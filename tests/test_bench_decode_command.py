@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
 from attrs import evolve
 from safetensors.torch import save_file
 
 import tpplan
 from benchmarks import bench_decode
 from benchmarks.decode_order import WARM, Order
-from tests.bench_decode_cases import CONFIG, generated, order
+from tests.bench_decode_cases import CONFIG, generated, order, run_command
 from tests.checkpoints import saved_values
 from tests.weight_plans import fine_units
+
+if TYPE_CHECKING:
+    import pytest
 
 __all__ = ["fine_units", "order"]  # fixtures
 
@@ -34,15 +36,10 @@ def test_what_is_run(order: Order) -> None:
     assert [who for who, _ in bench_decode.runs(order, (2,), ("even",), ())] == ["tpplan"]
 
 
-def _command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *more: str) -> int:
+def _command(monkeypatch: pytest.MonkeyPatch, folder: Path, *more: str) -> int:
     """Run the command for a tiny model, and return how it exits."""
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(CONFIG))
     sizes = ["--batches", "1", "--tokens", "2", "--prefill", "40", "--layers", "1", "--peers", "", "--gpus", "1"]
-    monkeypatch.setattr(sys, "argv", ["bench_decode", "--backend", "cpu", "--config", str(config), *sizes, *more])
-    with pytest.raises(SystemExit) as end:
-        bench_decode.main()
-    return int(end.value.code or 0)
+    return run_command(bench_decode.main, monkeypatch, folder, CONFIG, *sizes, *more)
 
 
 def test_the_command_prints_a_document(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,7 @@ import torch
 from benchmarks import bench_decode, profile_decode, profile_run, random_checkpoint
 from benchmarks.decode_order import Order, prompts
 from benchmarks.kernel_times import KINDS, OWN, REST, Work, busy, tables, works_of
-from tests.bench_decode_cases import CONFIG, order
+from tests.bench_decode_cases import CONFIG, order, run_command
 from tests.weight_plans import fine_units
 from tpplan.decoder import Decoder, Sampling
 from tpplan.exec import compile as compile_plan
@@ -169,13 +167,8 @@ def test_kernels_of_a_layer(tmp_path: Path, fine_units: None, devices: int) -> N
 
 def _command(monkeypatch: pytest.MonkeyPatch, folder: Path, *more: str) -> int:
     """Run the command for a tiny model, and return how it exits."""
-    config = folder / "config.json"
-    config.write_text(json.dumps(_WIDER))
     sizes = ["--batch", "1,3", "--steps", "2", "--prefill", "40", "--layers", "1", "--gpus", "1,2"]
-    monkeypatch.setattr(sys, "argv", ["profile_decode", "--backend", "cpu", "--config", str(config), *sizes, *more])
-    with pytest.raises(SystemExit) as end:
-        profile_decode.main()
-    return int(end.value.code or 0)
+    return run_command(profile_decode.main, monkeypatch, folder, _WIDER, *sizes, *more)
 
 
 def test_the_command_prints_tables(
