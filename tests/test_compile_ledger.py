@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import tpplan
+from tests.cut_plans import cut_plans
 from tests.exec_reference import same
-from tests.planning_cases import tiny_model
-from tests.strategies import bounds
 from tpplan import exec as tpx
 from tpplan.axes import Axis
-from tpplan.devices import Device
 from tpplan.exec.lower import TRANSPORTS
-from tpplan.memory import demands, ledger
-from tpplan.plan import KV_MODES, LAYOUTS, Cache, Request, SplitPlan
-from tpplan.planner import Attempt
 from tpplan.workspace import pinned_bytes
+
+if TYPE_CHECKING:
+    from tpplan.plan import SplitPlan
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples" / "plans").rglob("*.json"))
 
@@ -45,21 +42,8 @@ def test_examples_take_the_bytes_of_their_ledgers(path: Path) -> None:
     assert_ledger(tpplan.load(path))
 
 
-@st.composite
-def tiny_plans(draw: st.DrawFn) -> SplitPlan:
-    """A model of a random family, cut at random for one to six devices, some of them idle."""
-    model = tiny_model(random.Random(draw(st.integers(0, 999))))
-    layout, kv = draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(KV_MODES))
-    request = Request(layout, "balanced", Cache("q4", 999), draw(st.sampled_from((1, 5))), 64, kv)
-    count = draw(st.integers(1, 6))
-    wanted = demands(model, request, count)
-    cuts = tuple(draw(bounds(d.axis, d.size, d.unit, count)) for d in wanted.axes)
-    devices = (Device(name="x", budget_bytes=2**40),) * count
-    return Attempt(model, devices, request, wanted, cuts, ledger(cuts, wanted, devices)).plan()
-
-
 @settings(max_examples=60)
-@given(tiny_plans())
+@given(cut_plans(64))
 def test_any_plan_takes_the_bytes_of_its_ledger(plan: SplitPlan) -> None:
     """Of any family, however it is cut, layers alike or not, with idle devices or without."""
     assert_ledger(plan)

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import strategies
-from tests.planning_cases import spec, tiny_model
-from tests.strategies import bounds
+from tests.cut_plans import cut_plans
+from tests.planning_cases import spec
 from tpplan.axes import Axis
-from tpplan.devices import Device
-from tpplan.memory import demands, ledger
-from tpplan.plan import KV_MODES, LAYOUTS, Cache, Request, Split, SplitPlan
-from tpplan.planner import Attempt
+from tpplan.memory import demands
+from tpplan.plan import Cache, Request, Split, SplitPlan
 from tpplan.workspace import Areas, Pinned, align, areas, pinned_bytes, slot_bytes, workspace_bytes
 
 MIB = 2**20
 
 
-@st.composite
-def plans(draw: st.DrawFn) -> SplitPlan:
-    """A model of a random family, cut at random for one to six devices, some of them idle."""
-    model = tiny_model(random.Random(draw(st.integers(0, 999))))
-    batch = draw(st.sampled_from((1, 5)))
-    rows = draw(st.sampled_from((5, 64, 2049)))
-    layout, kv = draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(KV_MODES))
-    request = Request(layout, "balanced", Cache("q4", 999), batch, rows, kv)
-    count = draw(st.integers(1, 6))
-    wanted = demands(model, request, count)
-    cuts = tuple(draw(bounds(d.axis, d.size, d.unit, count)) for d in wanted.axes)
-    devices = (Device(name="x", budget_bytes=2**40),) * count
-    return Attempt(model, devices, request, wanted, cuts, ledger(cuts, wanted, devices)).plan()
-
-
 @settings(max_examples=200)
-@given(plans())
+@given(cut_plans(5, 64, 2049))
 def test_the_ledger_has_what_the_executor_will_allocate(plan: SplitPlan) -> None:
     """From the plan's splits alone, the bytes are those that planning put into the ledger."""
     assert workspace_bytes(plan.splits, plan.model.dtype, plan.request) == tuple(
@@ -46,7 +27,7 @@ def test_the_ledger_has_what_the_executor_will_allocate(plan: SplitPlan) -> None
     )
 
 
-@given(plans(), st.integers(1, 999))
+@given(cut_plans(5, 64, 2049), st.integers(1, 999))
 def test_more_rows_never_take_less(plan: SplitPlan, more: int) -> None:
     """Larger passes need as much or more on every device in use, and nothing on an idle one."""
     larger = evolve(plan.request, max_rows=plan.request.max_rows + more)
