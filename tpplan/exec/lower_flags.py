@@ -119,10 +119,10 @@ def direct_moves(operation: Moves, *, passed_on: bool = False) -> Program:
         operation: that moves.
         passed_on: whether relays take a part of what a device sends to several.
     """
-    copies, cuts = [], relays.shares(operation)
+    copies, cuts = [], relays.shares(operation) if passed_on else {}
     for source, targets in relays.sends(operation).items():
-        sender = source.buffer.device
-        for device, start, stop in cuts[source] if passed_on else ((sender, 0, source.stop - source.start),):
+        sender, width = source.buffer.device, source.stop - source.start
+        for device, start, stop in cuts.get(source, ((sender, 0, width),)):
             read = _columns(source, start, stop)
             views = {target: _columns(view, start, stop) for target, view in targets.items()}
             if device != sender and sender in views:

@@ -28,7 +28,6 @@ def sends(operation: Moves) -> dict[View, dict[int, View]]:
     return found
 
 
-@lru_cache(_KEPT)
 def shares(operation: Moves) -> dict[View, tuple[tuple[int, int, int], ...]]:
     """Return who writes which columns of each view to the other devices: (device, start, stop), its own device first.
 
@@ -53,6 +52,7 @@ def shares(operation: Moves) -> dict[View, tuple[tuple[int, int, int], ...]]:
     return found
 
 
+@lru_cache(_KEPT)
 def spared(operation: Moves) -> int:
     """Return by how many columns less the busiest device sends, thanks to its relays."""
     targets = sends(operation)
