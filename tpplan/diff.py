@@ -45,10 +45,9 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
     reasons = {_REASONS[change.path.partition(".")[0]] for change in fields} | ({Reason.DEVICES} if devices else set())
     if (splits or memory) and not reasons:
         reasons = {Reason.PLANNING}
+    told = f"{len(splits)} of {len(compared)} splits change"
     return PlanDiff(
-        summary=_summary(
-            _inputs(fields), devices, f"{len(splits)} of {len(compared)} splits change" if reasons else "", memory
-        ),
+        summary=_summary(_inputs(fields), devices, told, memory) if reasons else "the plans are equal",
         reasons=tuple(reason for reason in Reason if reason in reasons),
         fields=fields,
         devices=devices,
@@ -187,8 +186,6 @@ def _summary(
     inputs: list[str], devices: tuple[DeviceChange, ...], splits: str, memory: tuple[MemoryChange, ...]
 ) -> str:
     """Say the most important in one line."""
-    if not splits:
-        return "the plans are equal"
     kinds = [device.change for device in devices]
     moves = sorted((_largest(change) for change in memory), key=lambda move: -abs(move[1].delta_bytes))
     moves = [move for move in moves if move[1].delta_bytes]
