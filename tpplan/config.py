@@ -237,4 +237,4 @@ def parse_config(content: bytes, source: str) -> Config:
 
 def _name(path: Path) -> str:
     """Name a file in messages, whatever characters its name has."""
-    return visible(str(path).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0"))[-200:]
+    return visible(str(path).replace("\0", "\\0"))[-200:]
