@@ -12,6 +12,8 @@ import tpplan
 from tpplan.catalogue import overhead
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tpplan.plan import SplitPlan
 
 #: Shares of the largest budget, device after device, and the layout.
@@ -96,6 +98,13 @@ class Order:
         taken = overhead(capability).bytes
         name = torch.cuda.get_device_name(0)
         return tpplan.Device(name=name, budget_bytes=free, overhead_bytes=taken, capability=capability)
+
+
+def synchronize(places: Iterable[torch.device]) -> None:
+    """Wait until devices have done what they were told; the CPU always has."""
+    for place in places:
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
 
 
 def prompts(count: int, vocabulary: int) -> list[list[int]]:

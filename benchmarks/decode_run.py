@@ -12,7 +12,7 @@ import torch
 
 import tpplan
 from benchmarks.decode_memory import Buckets
-from benchmarks.decode_order import PROMPT, WARM, Order, long_prompt, prompts
+from benchmarks.decode_order import PROMPT, WARM, Order, long_prompt, prompts, synchronize
 from benchmarks.decode_rows import Part
 from benchmarks.nccl_context import NcclContext
 from benchmarks.random_checkpoint import read_rate
@@ -124,7 +124,7 @@ def _prefill(part: Part, order: Order, decoder: Decoder, given: Sequence[list[in
             for _ in range(1 + _PREFILLS):
                 start = time.perf_counter()
                 decoder.read(read)
-                _synchronize(order)
+                synchronize(order.places())
                 seconds.append(time.perf_counter() - start)
             median, count = statistics.median(seconds[1:]), sum(map(len, each))
             part.row(what, count / median, "tokens/s", note=f"{median * 1e3:.1f} ms")
@@ -164,23 +164,13 @@ def _bandwidth(place: torch.device) -> float:
     source, target = (torch.ones(_COPY_BYTES[place.type], dtype=torch.uint8, device=place) for _ in range(2))
     best = float("inf")
     for _ in range(_TURNS):
-        _wait_for(place)
+        synchronize([place])
         start = time.perf_counter()
         for _ in range(_COPIES):
             target.copy_(source)
-        _wait_for(place)
+        synchronize([place])
         best = min(best, time.perf_counter() - start)
     return 2 * _COPIES * source.nbytes / best
-
-
-def _synchronize(order: Order) -> None:
-    for place in order.places():
-        _wait_for(place)
-
-
-def _wait_for(place: torch.device) -> None:
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.decode_order import WARM, Order, long_prompt, prompts
+from benchmarks.decode_order import WARM, Order, long_prompt, prompts, synchronize
 from benchmarks.kernel_times import Work, tables, works_of
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling
@@ -64,20 +64,15 @@ def measure(order: Order, tell: Callable[[str], None]) -> None:
 
 def _kernels(order: Order, call: Callable[[], object], times: int) -> list[Work]:
     """Return what GPUs do as something is called so many times."""
-    _synchronize(order)
+    synchronize(order.places())
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:  # which warns otherwise
         for _ in range(times):
             call()
-        _synchronize(order)
+        synchronize(order.places())
     with TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiled.export_chrome_trace(str(path))
         return works_of(json.loads(path.read_bytes()))
-
-
-def _synchronize(order: Order) -> None:
-    for place in order.places():
-        torch.cuda.synchronize(place)
 
 
 def _operators(noting: Noting, call: Callable[[], object], times: int) -> list[Work]:

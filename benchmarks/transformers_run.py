@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from benchmarks.decode_order import WARM, Order, long_prompt, prompts
+from benchmarks.decode_order import WARM, Order, long_prompt, prompts, synchronize
 from benchmarks.decode_rows import Part
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def measure(order: Order, rank: int, tell: Callable[[Row], None]) -> None:
     part = Part(tell, gpus=order.gpus, cut="even", who="transformers")
     began = time.perf_counter()
     model = _load(order, place)
-    _wait_for(place)
+    synchronize([place])
     note = f"transformers {transformers.__version__}, torch {torch.__version__}"
     part.row("load", time.perf_counter() - began, "s", note=note)
     given = torch.tensor(prompts(max(order.batches), model.config.vocab_size), device=place)
@@ -91,14 +91,9 @@ def _prefill(model: Any, prompt: Tensor) -> list[float]:
     for _ in range(1 + _PREFILLS):
         start = time.perf_counter()
         model(prompt, use_cache=True, logits_to_keep=1)
-        _wait_for(prompt.device)
+        synchronize([prompt.device])
         seconds.append(time.perf_counter() - start)
     return seconds[1:]
-
-
-def _wait_for(place: torch.device) -> None:
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
 
 
 def _tell(row: Row) -> None:
