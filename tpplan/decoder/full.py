@@ -29,7 +29,7 @@ def is_fixed(stack: Stack, cap: float | None, length: int) -> bool:
         length: tokens of a sequence at most.
     """
     heads = [each for layer in stack.heads for each in layer.values()]
-    return cap is None and not stack.has_experts and all(h.attend_at_once and h.cache.length >= length for h in heads)
+    return not stack.has_experts and all(each.attend_at_once(length, cap) for each in heads)
 
 
 class Full:

@@ -58,10 +58,6 @@ class Group:
         ends = positions.index_select(0, bounds[1:] - 1).add_(1).int()
         return cls(sequences, positions, bounds, numbers, ends, extent)
 
-    def fits(self, heads: Heads) -> bool:
-        """Tell whether the rows see all that is before them, and a kernel finds that in the cache."""
-        return heads.attend_at_once and self.extent.most <= heads.cache.length
-
     def attention(self, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
         heads.cache.put(self.sequences, self.positions, k_RHK, v_RHK)

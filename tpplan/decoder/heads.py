@@ -43,21 +43,32 @@ class Heads:
         keys: KV heads; one of which the plan gives the device several replicas counts once.
         runs: which of the former read which of the latter.
         cache: keys and values of the latter.
-        attend_at_once: whether a kernel finds keys and values of several sequences where they are in the cache.
+        have_a_kernel: whether one finds keys and values of several sequences where they are in the cache.
     """
 
     queries: int
     keys: int
     runs: tuple[Run, ...]
     cache: LayerCache
-    attend_at_once: bool = field(init=False)
+    have_a_kernel: bool = field(init=False)
 
-    @attend_at_once.default
+    @have_a_kernel.default
     def _ask(self) -> bool:
         if not self.cache.is_plain:
             return False
         one_1HSK = self.cache.in_a_row()[0][None, :1, :1].transpose(1, 2)
         return takes_flash(one_1HSK, one_1HSK, one_1HSK)
+
+    def attend_at_once(self, most: int, cap: float | None) -> bool:
+        """Tell whether the rows of a pass do, whatever sequences they are of.
+
+        It is so where rows see all that is before them, and the kernel finds that in the cache.
+
+        Args:
+            most: tokens of a sequence: its rows and all before them.
+            cap: of the scores.
+        """
+        return self.have_a_kernel and cap is None and most <= self.cache.length
 
     def runs_of(self, some: slice) -> Iterator[Run]:
         """Yield which query heads read some of the KV heads; ``keys`` are where these are among the some."""

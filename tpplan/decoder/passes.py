@@ -51,7 +51,7 @@ class Prefill:
     ) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
         group = self.groups.get(device)
-        if group and cap is None and group.fits(heads):
+        if group and heads.attend_at_once(group.extent.most, cap):
             return group.attention(heads, q_RHK, k_RHK, v_RHK, scale=scale)
         parts = [apart(x_RHK, self.sizes, dim=0) for x_RHK in (q_RHK, k_RHK, v_RHK)]
         attending, found = partial(attend, scale=scale, cap=cap), []
