@@ -29,6 +29,7 @@ from benchmarks.rows import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 MODEL = ROOT / "examples" / "models" / "Llama-3.1-8B" / "config.json"
 PEERS = ("nccl", "transformers")
@@ -105,11 +106,16 @@ def checkpoint(config: Mapping[str, Any], folder: str, *, asked: bool) -> Iterat
         yield Path(name)
 
 
+def checkpoint_of(wanted: argparse.Namespace) -> AbstractContextManager[Path]:
+    """Make the checkpoint that options ask for, see :func:`benchmarks.decode_options.parser_of`."""
+    config = json.loads(Path(wanted.config or MODEL).read_text(encoding="utf-8"))
+    config |= {"num_hidden_layers": wanted.layers} if wanted.layers else {}
+    return checkpoint(config, wanted.folder, asked=bool(wanted.config or wanted.layers))
+
+
 def main() -> None:
     """Measure, print figures as they come, and in the end all of them."""
     wanted = _wanted()
-    config = json.loads(Path(wanted.config or MODEL).read_text(encoding="utf-8"))
-    config |= {"num_hidden_layers": wanted.layers} if wanted.layers else {}
     machine = f"{_devices(wanted.backend)}, torch {torch.__version__}, Python {platform.python_version()}"
     notes = sys.stderr if wanted.json else sys.stdout
     rows: list[Row] = []
@@ -119,7 +125,7 @@ def main() -> None:
         print(cells(rows[-1]), file=notes, flush=True)
 
     began = time.perf_counter()
-    with checkpoint(config, wanted.folder, asked=bool(wanted.config or wanted.layers)) as directory:
+    with checkpoint_of(wanted) as directory:
         made = time.perf_counter() - began
         layers = tpplan.read_model(directory).layer_count
         print(f"{machine}; checkpoint of {layers} layers ready after {made:.1f} s\n", file=notes)

@@ -6,13 +6,11 @@ for each number of GPUs, under torch's profiler. Steps are replayed graphs.
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import children
-from benchmarks.bench_decode import MODEL, checkpoint
+from benchmarks.bench_decode import checkpoint_of
 from benchmarks.decode_options import numbers_of, parser_of
 from benchmarks.decode_order import Order
 from benchmarks.rows import ROOT
@@ -24,10 +22,8 @@ if TYPE_CHECKING:
 def main() -> None:
     """Profile, and print tables as they come."""
     wanted = _wanted()
-    config = json.loads(Path(wanted.config or MODEL).read_text(encoding="utf-8"))
-    config |= {"num_hidden_layers": wanted.layers} if wanted.layers else {}
     failed = False
-    with checkpoint(config, wanted.folder, asked=bool(wanted.config or wanted.layers)) as directory:
+    with checkpoint_of(wanted) as directory:
         for gpus in wanted.gpus:
             order = Order(
                 directory=str(directory),
