@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,16 @@ MOST_SOURCES = 9
 _ENOUGH = 2
 
 _LOG = logging.getLogger(__name__)
+#: Modules of kernels, by how the names of these begin; those of sums are in ``kernels``.
+_MODULES = {
+    "attention": "tpplan.decoder.attention_kernels",
+    "gemv": "tpplan.decoder.gemv_kernels",
+    "packet": "tpplan.exec.packet_kernels",
+    "pointwise": "tpplan.decoder.pointwise_kernels",
+    "slot": "tpplan.exec.slot_kernels",
+    "straight": "tpplan.exec.straight_kernels",
+    "sum": "tpplan.exec.kernels",
+}
 _SOURCES = (
     "exchange_kernels.py",
     "exchange_table.py",
@@ -68,11 +79,18 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def digest() -> str:
-    """Return 16 hexadecimal digits that change with the kernels' sources and with their compilers."""
-    sha = hashlib.sha256()
-    for source in _SOURCES:
-        sha.update(Path(__file__).with_name(source).read_bytes())
+def digest(module: str = "") -> str:
+    """Return 16 hexadecimal digits that change with the kernels' sources and with their compilers.
+
+    Args:
+        module: of a kernel, if it may be one of another package than this.
+    """
+    sha, here = hashlib.sha256(), Path(__file__).parent
+    paths = [here / source for source in _SOURCES]
+    if module and not module.startswith(f"{__package__}."):
+        paths.append(here.parents[1].joinpath(*module.split(".")).with_suffix(".py"))
+    for path in paths:
+        sha.update(path.read_bytes())
     sha.update(repr([(package, _version(package)) for package in _COMPILERS]).encode())
     return sha.hexdigest()[:16]
 
@@ -81,7 +99,7 @@ def load(name: str, capability: tuple[int, int]) -> Any:
     """Return a kernel that ``cuda.core.launch`` can run on every GPU of a compute capability.
 
     Args:
-        name: of one in ``tpplan.exec.kernels``.
+        name: of one; its first word tells the module.
         capability: such as ``(9, 0)``.
     """
     from cuda.core import ObjectCode  # noqa: PLC0415 (needs a driver)
@@ -144,12 +162,10 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     """Return a kernel's PTX; its entry has the kernel's name."""
     from numba import cuda  # noqa: PLC0415 (a second to import, so not for who has it on disk)
 
-    from tpplan.exec import kernels, packet_kernels, slot_kernels, straight_kernels  # noqa: PLC0415
     from tpplan.exec.exchange_table import MOST_WORDS  # noqa: PLC0415
     from tpplan.exec.ptx import PARAMETER  # noqa: PLC0415
 
-    modules = {"packet": packet_kernels, "slot": slot_kernels, "straight": straight_kernels}
-    kernel = getattr(modules.get(name.partition("_")[0], kernels), name.upper())
+    kernel = getattr(import_module(_module(name)), name.upper())
     text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability)
     mangled = text.partition(".visible .entry ")[2].partition("(")[0]
     text = str(text.replace(mangled, name))
@@ -162,7 +178,11 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
 
 
 def _path(name: str, capability: tuple[int, int]) -> Path:
-    return cache_folder() / "kernels" / f"{name}-{_arch(capability)}-{digest()}.cubin"
+    return cache_folder() / "kernels" / f"{name}-{_arch(capability)}-{digest(_module(name))}.cubin"
+
+
+def _module(name: str) -> str:
+    return _MODULES[name.partition("_")[0]]
 
 
 def _arch(capability: tuple[int, int]) -> str:

@@ -1,0 +1,55 @@
+"""The launch of a kernel that the decoder brings along, on the stream that is torch's current one."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext, suppress
+
+import torch
+
+from tpplan.exec import kernel_cache
+from tpplan.exec.torch_shims import stream_handle
+
+
+class Launcher:
+    """A kernel on one CUDA device; all that it takes are 64-bit words."""
+
+    def __init__(self, name: str, place: torch.device) -> None:
+        """Load it at once: what is loaded later would wait for kernels that wait for other devices.
+
+        Args:
+            name: of the kernel; its first word tells the module, see :mod:`tpplan.exec.kernel_cache`.
+            place: the device.
+        """
+        from cuda.bindings import driver  # noqa: PLC0415 (not installed everywhere)
+
+        from tpplan.exec.launch import refused  # noqa: PLC0415 (needs it)
+
+        self._name, self._place = name, place
+        self._kernel = kernel_cache.load(name, torch.cuda.get_device_capability(place))
+        self._function = driver.CUfunction(int(self._kernel.handle))
+        with torch.cuda.device(place), suppress(RuntimeError):  # drivers before CUDA 12.4 cannot
+            driver.cuFuncLoad(self._function)
+        self._start, self._success, self._refused = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS, refused
+
+    def __call__(self, blocks: int | tuple[int, int, int], threads: int, *words: int) -> None:
+        """Launch it.
+
+        Args:
+            blocks: how many, in one dimension or three.
+            threads: of each.
+            words: the kernel's parameters.
+
+        Raises:
+            ExecutionError: the driver refuses.
+        """
+        count = len(words)
+        kept = (ctypes.c_uint64 * count)(*words)
+        first = ctypes.addressof(kept)
+        pointers = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        x, y, z = (blocks, 1, 1) if isinstance(blocks, int) else blocks
+        stream = stream_handle(self._place.index)
+        with nullcontext() if stream else torch.cuda.device(self._place):  # whose default stream it is then
+            (result,) = self._start(self._function, x, y, z, threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+        if result != self._success:
+            raise self._refused(f"{self._name} of {self._place}", result)
