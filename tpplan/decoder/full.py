@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 from weakref import proxy
 
@@ -15,6 +16,26 @@ if TYPE_CHECKING:
     from tpplan.decoder.model import Decoder
     from tpplan.decoder.stack import Stack
     from tpplan.exec.graph import Graph
+
+_LOG = logging.getLogger(__name__)
+
+
+def full_of(decoder: Decoder, cap: float | None, *, graphs: bool | None = None) -> Full | None:
+    """Return what reads the full passes of a decoder as a graph, or None where they are read as they are written.
+
+    Several GPUs wait for the one host that issues their work, a single one does not.
+
+    Args:
+        decoder: that has its layers and its cache.
+        cap: of the scores.
+        graphs: whether it shall, where its passes are fixed, see :func:`is_fixed`, and its cache has room for one; on
+            several CUDA devices if not given.
+    """
+    context, length = decoder.context, decoder.length
+    places = [device.device for device in context.devices.values()]
+    wanted = len(places) > 1 and places[0].type == "cuda" if graphs is None else graphs
+    has_room = context.max_rows <= decoder.batch * length
+    return Full(decoder) if wanted and has_room and is_fixed(decoder.stack, cap, length) else None
 
 
 def is_fixed(stack: Stack, cap: float | None, length: int) -> bool:
@@ -33,7 +54,10 @@ def is_fixed(stack: Stack, cap: float | None, length: int) -> bool:
 
 
 class Full:
-    """The full passes of a decoder: the first runs as it is written, the second is captured, and others replay that."""
+    """The full passes of a decoder: the first runs as it is written, the second is captured, and others replay that.
+
+    If capturing fails, a warning is logged, and the decoder reads full passes as they are written from then on.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
         """Make room for the numbers of the rows on every device.
@@ -60,7 +84,12 @@ class Full:
             self._has_run = True
             return xs
         if self._graph is None:
-            self._graph = self._decoder.captured(self._issue)
+            try:
+                self._graph = self._decoder.captured(self._issue)
+            except Exception as error:  # noqa: BLE001 (whatever it is: memory, a driver, a library)
+                _LOG.warning("a full pass of prompts cannot be captured, none is a graph from now on: %s", error)
+                self._decoder.full = None
+                return self._decoder.run(self._numbers)
         self._graph.replay()
         return self._xs
 

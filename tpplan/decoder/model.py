@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tpplan.axes import Axis
 from tpplan.decoder.cache import Where
-from tpplan.decoder.full import Full, is_fixed
+from tpplan.decoder.full import full_of
 from tpplan.decoder.groups import Group
 from tpplan.decoder.heads import heads_of, length_of
 from tpplan.decoder.joined import check_weights, joined
@@ -54,7 +54,13 @@ class Decoder:
 
     @torch.inference_mode()
     def __init__(
-        self, context: TPContext, directory: str | Path, weights: Weights, *, cache: str = "", graphs: bool = False
+        self,
+        context: TPContext,
+        directory: str | Path,
+        weights: Weights,
+        *,
+        cache: str = "",
+        graphs: bool | None = None,
     ) -> None:
         """Make the cache, in the memory that the plan counts for it.
 
@@ -64,7 +70,7 @@ class Decoder:
             weights: of the model, from :func:`tpplan.weights.load_weights`.
             cache: its kind; the plan's if not given. ``fp32``, which no plan has, loses nothing.
             graphs: whether passes of prompts that fill ``max_rows`` are captured, where they can be: see
-                :func:`tpplan.decoder.full.is_fixed`.
+                :func:`tpplan.decoder.full.is_fixed`. On several CUDA devices if not given.
 
         Raises:
             ModelError: the decoder does not compute such a model, see :func:`tpplan.decoder.settings.settings_of`, or
@@ -93,7 +99,7 @@ class Decoder:
         self.generations = 0
         holders = sorted({device for each in heads for device in each})
         self._tables = dict(zip(holders, context.rope_tables(self._settings.rope, self.length), strict=True))
-        self.full = Full(self) if graphs and is_fixed(self.stack, self._settings.attention_cap, self.length) else None
+        self.full = full_of(self, self._settings.attention_cap, graphs=graphs)
 
     @property
     def context(self) -> TPContext:
@@ -163,10 +169,12 @@ class Decoder:
         """
         tokens, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
         extent = Extent.of(stretches) if stretches else Extent(self.batch, self.context.max_rows, self.length)
+        cap, held = self._settings.attention_cap, [each for layer in self.stack.heads for each in layer.values()]
+        some_attend = len(stretches) != 1 and any(each.attend_at_once(extent.most, cap) for each in held)
         groups = {
             device: Group.of(positions, sequences, before, extent)
             for device, positions, sequences, before in zip(self.context.all_devices, *others, strict=True)
-            if device in self._tables and len(stretches) != 1
+            if device in self._tables and some_attend
         }
         return self.stack.run(self._embed(tokens), Prefill(self._angles(others[0]), groups, stretches))
 
