@@ -83,6 +83,13 @@ store_8 = _instruction("st.global.u8 [$0], $1;", "", "u64 u16", memory=True)
 #: 16 bytes, at a multiple of 16.
 load_128 = _instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
 store_128 = _instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
+#: The same of what is read once, and written by no kernel that may still run, such as weights.
+stream_128 = _instruction(
+    "ld.global.nc.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True
+)
+#: 16 bytes of an array in shared memory, by :func:`shared_address` and a multiple of 16.
+shared_load_128 = _instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
+shared_store_128 = _instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
 
 #: What another device writes or reads while the kernel runs; the compiler neither keeps nor repeats it.
 poll_32 = _instruction("ld.volatile.global.u32 $0, [$1];", "u32", "u64", memory=True)
@@ -92,6 +99,8 @@ post_128 = _instruction("st.volatile.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "u
 #: A flag that says that data is there, or may be written: what follows sees what came before a fence and the post.
 acquire_32 = _instruction("ld.acquire.sys.global.u32 $0, [$1];", "u32", "u64", memory=True)
 fence = _instruction("fence.acq_rel.sys;", "", "", memory=True)
+#: Of threads of one device that take turns: which one this is, from 0 to the last; the one after that is 0 again.
+next_turn = _instruction("atom.global.inc.u32 $0, [$1], $2;", "u32", "u64 u32", memory=True)
 #: The kernel's parameter, which :mod:`tpplan.exec.kernel_cache` makes an array of this name; a word by its index.
 PARAMETER = "tpplan_words"
 _TEXT = f"{{ .reg .b64 a, b; shl.b64 b, $1, 3; mov.b64 a, {PARAMETER}; add.s64 a, a, b; ld.param.b64 $0, [a]; }}"
@@ -110,3 +119,16 @@ high_f16 = _instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h
 two_f16 = _instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", "f32 f32")
 float_of = _instruction("mov.b32 $0, $1;", "f32", "u32")
 bits_of = _instruction("mov.b32 $0, $1;", "u32", "f32")
+
+
+@intrinsic
+def shared_address(typingctx: Any, array: Any) -> Any:  # noqa: ARG001
+    """Return the address of an array in shared memory, among the addresses of shared memory."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, values[0]).data
+        address = builder.ptrtoint(data, ir.IntType(64))
+        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)])
+        return builder.call(ir.InlineAsm(kind, "cvta.to.shared.u64 $0, $1;", "=l,l"), [address])
+
+    return types.uint64(array), codegen
