@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from random import Random
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 from weakref import ref
 
@@ -12,12 +13,12 @@ import pytest
 import torch
 from attrs import evolve
 
-from tests.decoder_cases import CONFIGS, LENGTH, MAX_ROWS, model_of, plan_of, request_of
+from tests.decoder_cases import BATCH, CONFIGS, LENGTH, MAX_ROWS, model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
 from tests.graph_cases import WAITING, Calls, FakeGraph, mixtures
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
-from tpplan.decoder import Decoder, layers
+from tpplan.decoder import Decoder, full, layers
 from tpplan.decoder.prompts import Prompt
 from tpplan.exec import compile as compile_plan
 from tpplan.plan import Cache
@@ -133,6 +134,56 @@ def test_caches_and_devices_without_the_kernel_have_no_graph(
         torch.testing.assert_close(logits[0], model.logits[1], atol=1e-4, rtol=1e-4)
     assert not decoder.full
     assert not flash_calls
+
+
+@pytest.mark.parametrize(
+    ("places", "graphs", "expected"),
+    [
+        (["cuda:0", "cuda:1"], None, True),
+        (["cuda:0", "cuda:1"], False, False),
+        (["cuda:0"], None, False),
+        (["cuda:0"], True, True),
+        (["cpu", "cpu"], None, False),
+    ],
+)
+@pytest.mark.usefixtures("flash_calls")
+def test_graphs_are_for_several_gpus(
+    places: list[str], graphs: bool | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a decoder is told that it shall have them, or shall not."""
+    made_of: list[object] = []
+    monkeypatch.setattr(full, "Full", made_of.append)
+    devices: dict[int, Any] = {i: SimpleNamespace(device=torch.device(place)) for i, place in enumerate(places)}
+    with compile_plan(plan_of(model_of("llama").directory, 2, request_of(), {}, seed=1), backend="cpu") as context:
+        decoder = made(context, "llama", graphs=False)
+        with patch.object(context, "devices", devices):
+            full.full_of(decoder, None, graphs=graphs)
+    assert made_of == [decoder] * expected
+
+
+@pytest.mark.usefixtures("flash_calls")
+def test_passes_that_a_cache_cannot_fill_have_no_graph() -> None:
+    """However many rows a plan allows."""
+    for rows, expected in ((BATCH * LENGTH, True), (BATCH * LENGTH + 1, False)):
+        request = evolve(request_of(), max_rows=rows)
+        with compile_plan(plan_of(model_of("llama").directory, 2, request, {}, seed=1), backend="cpu") as context:
+            assert (made(context, "llama").full is not None) == expected
+
+
+@pytest.mark.usefixtures("flash_calls")
+def test_what_cannot_be_captured_is_read_as_it_is_written(caplog: pytest.LogCaptureFixture) -> None:
+    """It is tried once, and a warning says why: virtual devices have no graphs."""
+    model = model_of("llama")
+    short, long = model.prompts
+    with compile_plan(plan_of(model.directory, 2, request_of(), {}, seed=9), backend="cpu") as context:
+        decoder = made(context, "llama")
+        for _ in range(3):
+            logits = context.gather(decoder.read([Prompt(long, 0), Prompt(short, 1)]), Axis.VC).tensor
+            torch.testing.assert_close(logits.flip(0), model.logits, atol=1e-4, rtol=1e-4)
+    assert not decoder.full
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "virtual devices have no graphs" in record.getMessage()
 
 
 @pytest.mark.usefixtures("flash_calls")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, layers
+from tpplan.decoder.groups import Group
 from tpplan.decoder.prompts import Prompt
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
@@ -80,6 +82,19 @@ def test_groups_of_all_kinds(model_type: str, kv: str, kind: str, at_once: set[i
         ]
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
     assert flash_calls == expected
+
+
+@pytest.mark.parametrize("kind", ["fp32", "q8"])
+@pytest.mark.usefixtures("flash_calls")
+def test_no_groups_where_none_attends_at_once(kind: str) -> None:
+    """Devices make no tensors that say whose rows these are, but where one of their kernels reads them."""
+    model = model_of("qwen3")
+    plan = plan_of(model.directory, 2, request_of(), {}, seed=9)
+    with compile_plan(plan, backend="cpu") as ctx, patch.object(Group, "of", side_effect=Group.of) as grouped:
+        decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx), cache=kind)
+        decoder.read([Prompt([1, 2, 3], 0), Prompt([4], 1)])
+        holders = {device for layer in decoder.stack.heads for device in layer}
+    assert grouped.call_count == (len(holders) if kind == "fp32" else 0)
 
 
 @pytest.mark.parametrize("seed", range(6))

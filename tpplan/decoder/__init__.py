@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tpplan.decoder.generation import generate
     from tpplan.decoder.model import Decoder
+    from tpplan.decoder.preparation import prepare
     from tpplan.decoder.prompts import Prompt
     from tpplan.decoder.sampling import Sampling
 
-_MODULE_OF = {"Decoder": "model", "Prompt": "prompts", "Sampling": "sampling", "generate": "generation"}
+_MODULE_OF = {
+    "Decoder": "model",
+    "Prompt": "prompts",
+    "Sampling": "sampling",
+    "generate": "generation",
+    "prepare": "preparation",
+}
 
-__all__ = ["Decoder", "Prompt", "Sampling", "generate"]
+__all__ = ["Decoder", "Prompt", "Sampling", "generate", "prepare"]
 
 
 def __getattr__(name: str) -> object:

@@ -15,7 +15,7 @@ from tpplan.errors import RequestError
 from tpplan.exec.program import HOST
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -88,13 +88,35 @@ class Steps:
             what = f"the longest text has {self._longest} tokens, as many as the plan caches of a sequence"
             raise RequestError(what, "plan with a larger --context")
         self._longest += 1
-        span = _SHORTEST_SPAN
-        while span < self._longest:
-            span *= 2
-        self._run(min(span, self._decoder.length))
+        self._run(next(span for span in self._spans() if span >= self._longest))
         if self._sampling.temperature:
             self._set(self._tokens, self._choose(self._logits).tolist())
         return [int(token) for token in self._tokens[0][0].tolist()]
+
+    @torch.inference_mode()
+    def prepare(self, sampling: Sampling) -> None:
+        """Run what texts start with, and a step; on CUDA devices steps of every span, and capture them.
+
+        Args:
+            sampling: how tokens are chosen.
+
+        Raises:
+            RequestError: see :meth:`start`.
+        """
+        prompts = [[0]] * self._tokens[0].shape[1]
+        self.start(prompts, sampling)
+        spans = list(self._spans())
+        for span in [span for span in spans for _ in range(2)] if self._captures else spans[:1]:
+            self._set(self._positions, [0] * len(prompts))
+            self._run(span)
+
+    def _spans(self) -> Iterator[int]:
+        """Yield how many places of the cache a step may look at, in ascending order."""
+        span = _SHORTEST_SPAN
+        while span < self._decoder.length:
+            yield span
+            span *= 2
+        yield self._decoder.length
 
     def _run(self, span: int) -> None:
         """Run a step, or the graph of it."""

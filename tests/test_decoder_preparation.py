@@ -1,0 +1,66 @@
+"""What is run and captured before the first text: all that texts then need, with nothing of it in them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import pytest
+
+from tests.decoder_cases import LENGTH, decoding, model_of, plan_of, request_of
+from tests.flash_cases import flash_calls
+from tests.graph_cases import FakeGraph
+from tests.weight_plans import fine_units
+from tpplan.decoder import Sampling, generate, prepare, steps
+from tpplan.decoder.full import Full
+from tpplan.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["fine_units", "flash_calls"]  # fixtures
+
+
+def _captured(issue: Callable[[], None]) -> FakeGraph:
+    """Do some work, and return what does it again: virtual devices have no graphs."""
+    issue()
+    return FakeGraph(issue, lambda: _captured(issue))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["likeliest", "drawn"])
+@pytest.mark.usefixtures("flash_calls")
+def test_nothing_is_captured_after_that(sampling: Sampling) -> None:
+    """Neither full passes nor steps of any span; and texts are what they are without."""
+    model = model_of("llama")
+    plan = plan_of(model.directory, 3, request_of(), {}, seed=8)
+    with decoding(plan, "llama", "fp32") as decoder, patch.object(steps, "_SHORTEST_SPAN", 16):
+        expected = list(generate(decoder, model.prompts, LENGTH - 13, sampling=sampling))
+        decoder.full, decoder._steps = Full(decoder), {2: steps.Steps(decoder, 2, graphs=True)}
+        with patch.object(decoder, "captured", side_effect=_captured) as captured:
+            prepare(decoder, 2, sampling=sampling)
+            assert captured.call_count == 5  # a full pass, and steps that look at 16, 32, 64 and 96 places
+            found = list(generate(decoder, model.prompts, LENGTH - 13, sampling=sampling))
+    assert found == expected
+    assert captured.call_count == 5
+
+
+def test_a_decoder_without_graphs_is_ready_too() -> None:
+    """It runs what a text begins with; a text that goes on has lost its cache, and is told so."""
+    model = model_of("mistral")
+    with decoding(plan_of(model.directory, 2, request_of(), {}, seed=8), "mistral", "fp32") as decoder:
+        texts = generate(decoder, model.prompts, 7)
+        next(texts)
+        prepare(decoder, 2)
+        with pytest.raises(RequestError, match="this text cannot go on"):
+            next(texts)
+        found = list(generate(decoder, model.prompts, 7))
+    assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:7] for tokens in model.tokens]
+
+
+def test_more_sequences_than_a_plan_has_room_for() -> None:
+    """They are refused as prompts are."""
+    with (
+        decoding(plan_of(model_of("mistral").directory, 2, request_of(), {}, seed=8), "mistral") as decoder,
+        pytest.raises(RequestError, match="sequence 2, the plan has room for 2"),
+    ):
+        prepare(decoder, 3)
