@@ -39,7 +39,7 @@ class Order:
         tokens: steps that are timed.
         prefill: tokens of the long prompt.
         nccl: whether the same decoder also runs over NCCL.
-        graphs: whether it also reads full passes of prompts as a graph.
+        eager: whether prompts are read once more without graphs, where full passes are a graph.
         started: when the process was started, as ``time.time()`` says.
     """
 
@@ -51,7 +51,7 @@ class Order:
     tokens: int = 64
     prefill: int = 4096
     nccl: bool = False
-    graphs: bool = False
+    eager: bool = False
     started: float = 0.0
 
     @property

@@ -18,6 +18,7 @@ from benchmarks.nccl_context import NcclContext
 from benchmarks.random_checkpoint import read_rate
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling
+from tpplan.decoder.full import Full
 from tpplan.decoder.steps import Steps
 from tpplan.exec import bench_limits
 from tpplan.exec import compile as compile_plan
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from benchmarks.decode_rows import Row
     from tpplan.exec import TPContext
 
-_PREFILLS = 3
+#: Readings of a prompt that are timed, and before these: a full pass runs as it is written, and is captured.
+_PREFILLS, _WARM_PREFILLS = 3, 2
 #: Bytes of the copy within a device's memory that its bandwidth is known by, turns, and copies of each.
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
 _TURNS, _COPIES = 3, 8
@@ -48,8 +50,7 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
         weights = load_weights(plan, order.directory, context)
         memory.look("weights")
         loaded = time.perf_counter()
-        decoder = Decoder(context, order.directory, weights, graphs=order.graphs)
-        full, decoder.full = decoder.full, None
+        decoder = Decoder(context, order.directory, weights)
         memory.look("cache")
         given = prompts(max(order.batches), plan.split(Axis.VC).size)
         decoder.steps(1).start(given[:1], Sampling())
@@ -72,12 +73,12 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
         _prefill(part, order, decoder, given)
         with part.guarded("memory"):
             memory.tell(part)
-        if order.graphs:
-            decoder.full = full
-            _graphs(Part(tell, gpus=order.gpus, cut=order.cut, who="tpplan, graphs"), order, decoder, given, memory)
-            decoder.full = None
+        full, decoder.full = decoder.full, None
+        if order.eager and full:
+            _prefill(Part(tell, gpus=order.gpus, cut=order.cut, who="tpplan, eager"), order, decoder, given)
         if order.nccl:
             decoder.stack.context = NcclContext(context)  # type: ignore[assignment]
+            decoder.full = Full(decoder) if full else None  # with a graph of its own, too
             other = Part(tell, gpus=order.gpus, cut=order.cut, who="NCCL")
             _decode(other, order, lambda batch: Steps(decoder, batch), given, least)
             _prefill(other, order, decoder, given)
@@ -101,17 +102,6 @@ def _decode(
             part.row(what, batch / median, "tokens/s", limit=limit, note=f"{median * 1e3:.2f} ms a step", tokens=tokens)
 
 
-def _graphs(part: Part, order: Order, decoder: Decoder, given: Sequence[list[int]], memory: Buckets) -> None:
-    """Tell how fast prompts are read where a pass that is full is a graph, and what memory that takes."""
-    if decoder.full is None:
-        part.row("prefill", None, note="failed: passes of this model cannot be graphs on these devices")
-        return
-    memory.start()
-    _prefill(part, order, decoder, given)
-    with part.guarded("memory"):
-        memory.tell(part)
-
-
 def _prefill(part: Part, order: Order, decoder: Decoder, given: Sequence[list[int]]) -> None:
     """Tell how many tokens a second a long prompt is read at, and those that are decoded from, if there are several."""
     long = long_prompt(order.prefill, decoder.context.plan.split(Axis.VC).size)
@@ -121,12 +111,12 @@ def _prefill(part: Part, order: Order, decoder: Decoder, given: Sequence[list[in
     for what, each in texts.items():
         with part.guarded(what):
             read, seconds = [Prompt(text, sequence) for sequence, text in enumerate(each)], []
-            for _ in range(1 + _PREFILLS):
+            for _ in range(_WARM_PREFILLS + _PREFILLS):
                 start = time.perf_counter()
                 decoder.read(read)
                 synchronize(order.places())
                 seconds.append(time.perf_counter() - start)
-            median, count = statistics.median(seconds[1:]), sum(map(len, each))
+            median, count = statistics.median(seconds[_WARM_PREFILLS:]), sum(map(len, each))
             part.row(what, count / median, "tokens/s", note=f"{median * 1e3:.1f} ms")
 
 

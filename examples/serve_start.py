@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import tpplan
 from tpplan import exec as tpx
 from tpplan.check import check
-from tpplan.decoder import Decoder, Sampling, generate
+from tpplan.decoder import Decoder, Sampling, generate, prepare
 from tpplan.decoder.settings import check_model, end_tokens
 from tpplan.decoder.text import Stream, Tokenizer
 from tpplan.errors import ModelError, PlanError, RequestError, TpplanError
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MOST_NEW_TOKENS = 64
+SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 
 tokenizer_of = cache(Tokenizer)  # read at most once
 
@@ -45,7 +46,9 @@ def started(path: str, directory: str, backend: str = "auto") -> Iterator[Decode
         raise PlanError(f"{path} is stale: {verdict.message}", hint)
     check_model(directory, model, plan)
     with tpx.compile(plan, backend=backend, model=directory, scratch=False) as context:  # which torch's tensors take
-        yield Decoder(context, directory, load_weights(plan, directory, context))
+        decoder = Decoder(context, directory, load_weights(plan, directory, context))
+        prepare(decoder, sampling=SAMPLING)  # so that the first request is as fast as the next
+        yield decoder
 
 
 def answer(decoder: Decoder, directory: str, line: str) -> Iterator[str]:
@@ -55,8 +58,7 @@ def answer(decoder: Decoder, directory: str, line: str) -> Iterator[str]:
     tokenizer = None if as_tokens else tokenizer_of(directory)
     prompt = tokenizer.encode(line) if tokenizer else list(map(int, words))
     stream = Stream(tokenizer, prompt) if tokenizer else None
-    sampling = Sampling(temperature=0.7, top_p=0.9)
-    for (token,) in generate(decoder, [prompt], MOST_NEW_TOKENS, sampling=sampling, end=end_tokens(directory)):
+    for (token,) in generate(decoder, [prompt], MOST_NEW_TOKENS, sampling=SAMPLING, end=end_tokens(directory)):
         if token is not None:
             yield stream.add(token) if stream else f"{token} "
     if stream:

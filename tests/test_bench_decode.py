@@ -14,7 +14,6 @@ from benchmarks.decode_order import CUTS, Order
 from benchmarks.decode_rows import Part, Row, cells, compared
 from tests.bench_decode_cases import generated, order
 from tests.weight_plans import fine_units
-from tpplan.decoder import model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,21 +47,11 @@ def test_a_run_measures_all_parts_and_makes_the_right_tokens(order: Order, cut: 
     assert list(found["decode, batch 1"].tokens) == list(found["decode, batch 3"].tokens) == expected
 
 
-def test_prompts_are_read_once_more_by_graphs(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If they are asked for; where a model has none, a row says so."""
-    order = evolve(order, graphs=True, batches=(1, 2))
+def test_prompts_are_not_read_again_where_there_are_no_graphs(order: Order) -> None:
+    """What is asked for is what there is already."""
     rows: list[Row] = []
-    decode_run.measure(order, rows.append)
-    assert [(row.who, row.what, row.value) for row in rows if row.who != "tpplan"] == [
-        ("tpplan, graphs", "prefill", None)
-    ]
-    monkeypatch.setattr(model, "is_fixed", lambda *_: True)
-    rows.clear()
-    decode_run.measure(order, rows.append)
-    assert [row.what for row in rows if row.who == "tpplan, graphs" and row.value] == [
-        "prefill of 40 tokens",
-        "prefill of 2 prompts of 32 tokens",
-    ]
+    decode_run.measure(evolve(order, eager=True, batches=(1,)), rows.append)
+    assert [row.who for row in rows if row.what.startswith("prefill")] == ["tpplan"]
 
 
 def test_cuts_are_what_their_names_say() -> None:

@@ -9,23 +9,29 @@ import torch
 from attrs import evolve
 
 import tpplan
-from benchmarks import decode_run
+from benchmarks import decode_order, decode_run, random_checkpoint
 from benchmarks.decode_order import WARM, Order
 from benchmarks.nccl_context import NcclContext
-from tests.bench_decode_cases import TOKENS, order
+from tests.bench_decode_cases import CONFIG, TOKENS, order
+from tests.flash_cases import flash_calls
+from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
+from tpplan.decoder import model
+from tpplan.decoder.full import Full, full_of
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.program import HOST
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
     from benchmarks.decode_rows import Row
+    from tpplan.decoder import Decoder
 
-__all__ = ["fine_units", "order"]  # fixtures
+__all__ = ["fine_units", "flash_calls", "order"]  # fixtures
 
 
 def _sum(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -55,6 +61,49 @@ def test_the_decoder_over_nccl_makes_the_same_tokens(order: Order) -> None:
     assert [row.what for row in others] == [row.what for row in mine] == ["decode, batch 1", "prefill of 40 tokens"]
     assert others[0].tokens == mine[0].tokens
     assert len(others[0].tokens) == 1 + WARM + TOKENS
+
+
+@pytest.mark.usefixtures("nccl", "flash_calls")
+def test_prompts_are_read_by_graphs_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full passes are a graph where they can be, over NCCL one of its own; if it is asked for, none is one more."""
+    random_checkpoint.write(tmp_path, {**CONFIG, "torch_dtype": "bfloat16"})
+    captured: list[str] = []
+    read: list[str] = []
+    run = Full.run
+
+    def capture(self: Decoder, issue: Callable[[], None]) -> FakeGraph:
+        captured.append(type(self.context).__name__)
+        issue()
+        return FakeGraph(issue, lambda: capture(self, issue))
+
+    def noted(self: Full, numbers: Tensor) -> tuple[Tensor, ...]:
+        read.append(type(self._decoder.context).__name__)
+        return run(self, numbers)
+
+    monkeypatch.setattr(model, "full_of", lambda decoder, cap, **_: full_of(decoder, cap, graphs=True))
+    monkeypatch.setattr(model.Decoder, "captured", capture)
+    monkeypatch.setattr(Full, "run", noted)
+    monkeypatch.setattr(decode_order, "_MAX_ROWS", 32)
+    found: list[tuple[str, str, list[str]]] = []
+
+    def tell(row: Row) -> None:
+        assert row.value, row.note
+        if row.what.startswith("prefill"):
+            found.append((row.who, row.what, read[:]))
+        read.clear()
+
+    order = Order(directory=str(tmp_path), gpus=2, backend="cpu", batches=(2,), tokens=TOKENS, prefill=96)
+    decode_run.measure(evolve(order, eager=True, nccl=True), tell)
+    long, several = "prefill of 96 tokens", "prefill of 2 prompts of 32 tokens"  # three passes and two, each five times
+    assert found == [
+        ("tpplan", long, ["TPContext"] * 15),
+        ("tpplan", several, ["TPContext"] * 10),
+        ("tpplan, eager", long, []),
+        ("tpplan, eager", several, []),
+        ("NCCL", long, ["NcclContext"] * 15),
+        ("NCCL", several, ["NcclContext"] * 10),
+    ]
+    assert captured == ["TPContext", "NcclContext"]
 
 
 @pytest.mark.usefixtures("nccl")
