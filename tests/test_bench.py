@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ from tests.bench_cases import OPERATIONS, short_turns  # noqa: F401 (for every t
 from tests.contexts import ALONE, UNEVEN, budgeted, little_room, plans  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
 from tpplan.errors import ExecutionError
-from tpplan.exec import bench, bench_limits, bench_peers
+from tpplan.exec import bench, bench_case, bench_limits, bench_peers
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.bench_clock import Clock, Run
 from tpplan.exec.bench_even import even_plan
+from tpplan.exec.bench_peers import Contender
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.lower import TRANSPORTS
 from tpplan.exec.program import OUTPUT, Buffer
@@ -81,6 +84,27 @@ def test_every_operation_of_every_size_is_timed(transport: str) -> None:
     assert (report.transport, report.devices) == (transport, ("GPU 0", "GPU 2", "GPU 3"))
     assert (report.slice_columns, report.even_columns) == ((11, 18, 11), (13, 13, 14))
     assert report.limits == ()
+
+
+def test_graphs_have_the_operations_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for the embedding and two for each layer, by whomever; fewer of what is large, which the report tells."""
+    monkeypatch.setattr(bench_case, "_MOST_BYTES", 5 * 2 * ROW_BYTES)
+    report = bench.bench(_compiler(), "events", sizes=(ROW_BYTES, 2 * ROW_BYTES, 12 * ROW_BYTES), rounds=2)
+    assert report.in_a_graph == 2 * 4 + 1
+    assert {(m.rows, m.in_a_graph) for m in report.measured} == {(1, None), (2, 5), (12, 1)}
+
+
+def test_a_graph_is_timed_by_its_operations() -> None:
+    """As many are captured as one is told to have, and the time of a replay is that of all of them."""
+    calls: list[str] = []
+    context: Any = SimpleNamespace(capture=lambda: nullcontext(SimpleNamespace(replay=lambda: None)))
+    cases: Any = SimpleNamespace(places=(torch.device("cuda"),))
+    turns = bench._Turns(cases, None, (), Clock([], 2))
+    contender = Contender(call=lambda: calls.append("call"), results=(), expected=(), captured=True)
+    turns._prepare("who", lambda: contender, context, 65)
+    assert len(calls) == 1 + 65
+    runs = [turns._entries["who", graph] for graph in (False, True)]
+    assert [run.operations for run in runs if isinstance(run, Run)] == [1, 65]
 
 
 def test_sizes_are_whole_rows() -> None:

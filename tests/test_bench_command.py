@@ -82,12 +82,13 @@ def _report_of_gpus() -> BenchReport:
         columns=4096,
         slice_columns=(512,) * 8,
         rounds=7,
-        in_a_graph=50,
+        in_a_graph=65,
         software=("torch 2.11.0", "CUDA 13.0", "NCCL 2.28.9"),
         limits=tuple(evolve(limit, bytes_per_second=limit.bytes_per_second * 4 * 10**9) for limit in RATES),
         measured=(
             measured,
             evolve(measured, payload_bytes=2**13, way="peer slots", graph_way="local", least_ns=812, timed=broken),
+            evolve(measured, payload_bytes=2**30, link_bytes=21 * 2**30, in_a_graph=16),
         ),
         notes=("nothing else to say",),
     )
@@ -102,14 +103,17 @@ def test_the_screen_of_gpus() -> None:
     squeezed = [re.sub(" +", " ", one).strip() for one in lines]
     assert squeezed[0] == "Llama-3.1-8B on 7 × NVIDIA H200, 1 × NVIDIA H100 80GB HBM3"
     at = squeezed.index("all_reduce")
-    assert squeezed[at + 1 : at + 6] == [
+    assert squeezed[at + 1 : at + 8] == [
         "payload moved way tpplan 10 %–90 % limit torch NCCL staged",
         "16 MiB 336 MiB events 16 parts calls 12345 12222–13580 25 % 24690 (2.00) 37035 (3.00) 49380 (4.00)",
         "graph 12345 12222–13580 25 % 37035 (3.00)",
         "8 KiB 336 MiB peer slots calls 3.2 3.2–3.6 25 % failed failed failed",
         "local graph failed",
+        "1 GiB 21 GiB events 16 parts calls 12345 12222–13580 25 % 24690 (2.00) 37035 (3.00) 49380 (4.00)",
+        "graph of 16 12345 12222–13580 25 % 37035 (3.00)",
     ]
     text = " ".join(squeezed)
+    assert "or 65 in a CUDA graph, as a decoding step has" in text
     assert text.count("'_nccl_all_reduce'") == 1
     assert "torch, calls, 8 KiB; NCCL, calls, 8 KiB; staged, calls, 8 KiB: AttributeError" in text
     assert "tpplan, graph, 8 KiB: it cannot be captured" in text

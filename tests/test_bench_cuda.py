@@ -27,6 +27,7 @@ def test_the_command_on_gpus(tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, "")
     document = json.loads(done.out)
     SCHEMA.validate(document)
+    assert document["in_a_graph"] == 2 * 32 + 1
     assert [t for m in document["measured"] for t in m["timed"] if "failed" in t] == []
     who = {m["operation"]: [(t["by"], t["graph"]) for t in m["timed"]] for m in document["measured"]}
     ours, even = ([(by, graph) for graph in (False, True)] for by in ("tpplan", "even"))

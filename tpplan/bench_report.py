@@ -67,6 +67,7 @@ class Measured:
         link_bytes: that tpplan moves from one memory to another, all devices together.
         way: how tpplan does it, as ``explain()`` says.
         graph_way: how it does it in a graph; left out where that is the same.
+        in_a_graph: operations that a CUDA graph has; left out where they are as many as the report says.
         least_ns: that the measured limits leave, however it is done; left out where no limit was measured.
         timed: each way to do it, tpplan's first.
         failed: why nothing could be timed; left out otherwise.
@@ -78,6 +79,7 @@ class Measured:
     link_bytes: int
     way: str
     graph_way: str = ""
+    in_a_graph: int | None = None
     least_ns: int | None = None
     timed: tuple[Timed, ...] = ()
     failed: str = ""
@@ -97,7 +99,8 @@ class BenchReport:
         slice_columns: of each slice of it that is gathered or scattered.
         even_columns: of each slice of the even cut beside it; left out if the plan's own is even, or nothing was timed.
         rounds: in which all took turns.
-        in_a_graph: operations that a CUDA graph has.
+        in_a_graph: operations that a CUDA graph has: as many as a decoding step of the plan's model, one for its
+            embedding and two for each of its layers. The start of the graph is a part of the time of each.
         software: versions of torch and of what it was built with.
         limits: measured between the devices and to the host; none between virtual devices.
         measured: by operation, then size.

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from tpplan.exec.bench_peers import Contender
     from tpplan.exec.context import TPContext
 
-#: Operations that a CUDA graph has.
-IN_A_GRAPH = 50
-
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 1000
 
 
@@ -113,7 +110,7 @@ def _head(cases: Cases, even: Cases | None, rounds: int, limits: tuple[Limit, ..
         slice_columns=_widths(cases),
         even_columns=_widths(even) if even else (),
         rounds=rounds,
-        in_a_graph=IN_A_GRAPH,
+        in_a_graph=cases.in_a_step,
         software=software,
         limits=limits,
         measured=(),
@@ -164,6 +161,7 @@ class _Turns:
     def measured(self, name: str, rows: int) -> Measured:
         """Return the times of an operation by all who do it, or why there are none."""
         way, graph_way = self._cases.way(name, rows), self._cases.way(name, rows, IN_GRAPH)
+        count = self._cases.in_a_graph(rows)
         how, in_graph = (f"{each.transport} {each.how}".strip() if each else "" for each in (way, graph_way))
         told = partial(
             Measured,
@@ -173,6 +171,7 @@ class _Turns:
             link_bytes=rows * way.row_bytes if way else 0,
             way=how,
             graph_way=in_graph if in_graph != how else "",
+            in_a_graph=count if count < self._cases.in_a_step else None,
         )
         try:
             case = self._cases.make(name, rows)
@@ -180,11 +179,11 @@ class _Turns:
             return told(failed=_reason(error))
         self._entries = {}
         (ours, make), *others = contenders(case)
-        self._prepare(ours, make, self._cases.context)
+        self._prepare(ours, make, self._cases.context, count)
         if self._even and name in SLICED:
-            self._prepare(EVEN, partial(_evenly, self._even, name, rows), self._even.context)
+            self._prepare(EVEN, partial(_evenly, self._even, name, rows), self._even.context, count)
         for who, make in others:
-            self._prepare(who, make, self._cases.context)
+            self._prepare(who, make, self._cases.context, count)
         times = self._clock.times({k: run for k, run in self._entries.items() if isinstance(run, Run)}, self._fail)
         for who, cases in ((OURS, self._cases), (EVEN, self._even)):
             try:
@@ -201,8 +200,15 @@ class _Turns:
         places = {i: device.device for i, device in self._cases.context.devices.items()}
         return told(least_ns=bench_limits.least_ns(case, self._limits, places), timed=tuple(timed))
 
-    def _prepare(self, who: str, make: Callable[[], Contender], context: TPContext) -> None:
-        """Note what to time of somebody whose results are right, or what failed; ``context`` captures it."""
+    def _prepare(self, who: str, make: Callable[[], Contender], context: TPContext, count: int) -> None:
+        """Note what to time of somebody whose results are right, or what failed.
+
+        Args:
+            who: it is.
+            make: makes it.
+            context: captures it.
+            count: of operations in a graph.
+        """
         key = (who, False)
         try:
             contender = make()
@@ -211,10 +217,10 @@ class _Turns:
             if contender.captured and self._cases.places[0].type == "cuda":
                 key = (who, True)
                 with context.capture() as graph:
-                    for _ in range(IN_A_GRAPH):
+                    for _ in range(count):
                         contender.call()
                 contender.check(graph.replay, self._clock.synchronize)
-                self._entries[key] = Run(graph.replay, IN_A_GRAPH)
+                self._entries[key] = Run(graph.replay, count)
         except Exception as error:  # noqa: BLE001 (of whatever library; the others may do better)
             self._fail(key, error)
 

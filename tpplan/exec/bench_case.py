@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
     from tpplan.exec.explain import Way
 
+#: Bytes that go through a graph at most, of one payload after the other.
+_MOST_BYTES = 16 * 2**30
+
 #: Target and source of a copy: views of results, or of copies that are to be added up, and of operands.
 Move = tuple[Tensor, Tensor]
 
@@ -51,7 +54,18 @@ class Case:
 
 
 class Cases:
-    """Makes the operations of a context: rows of the residual stream, and that axis's own slices."""
+    """Makes the operations of a context: rows of the residual stream, and that axis's own slices.
+
+    Attributes:
+        context: of a compiled plan.
+        explanation: of the context.
+        places: torch's devices in use.
+        cuts: of the residual stream: device, first column, and the one behind the last.
+        columns: of a row.
+        row_bytes: of all columns.
+        in_a_step: operations of a decoding step: one that puts together the embedding, and two for each layer.
+        makers: by the name of an operation: makes it for some rows.
+    """
 
     def __init__(self, context: TPContext) -> None:
         self.context = context
@@ -60,6 +74,7 @@ class Cases:
         self.cuts = tuple((s.device, s.start, s.end) for s in context.split(Axis.RS))
         self.columns = context.plan.split(Axis.RS).size
         self.row_bytes = self.columns * context.dtype.itemsize
+        self.in_a_step = 2 * context.plan.model.layers + 1
         self.makers: dict[str, Callable[[int], Case]] = {
             "broadcast": self._broadcast,
             "allgather": self._allgather,
@@ -79,6 +94,10 @@ class Cases:
             message = f"takes {rows} rows, the plan has room for {self.context.max_rows}"
             raise ExecutionError(message, "plan with more --max-rows")
         return self.makers[name](rows)
+
+    def in_a_graph(self, rows: int) -> int:
+        """Return how many operations a CUDA graph has: those of a step, or fewer if they are large."""
+        return max(1, min(self.in_a_step, _MOST_BYTES // (rows * self.row_bytes)))
 
     def way(self, name: str, rows: int, where: str = "") -> Way | None:
         """Return how the context does it; None for more rows than it has room for.

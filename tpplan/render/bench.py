@@ -41,7 +41,7 @@ def _conventions(report: dict[str, Any]) -> Iterator[str]:
     )
     calls = "one after the other"
     if report["backend"] == "cuda":
-        calls = f"called {calls}, or {report['in_a_graph']} in a CUDA graph"
+        calls = f"called {calls}, or {report['in_a_graph']} in a CUDA graph, as a decoding step has"
     yield (
         f"µs of one operation of many, {calls}: the median of {report['rounds']} rounds, in which all take turns, and "
         f"10 %–90 % of them. In brackets how many times as long as {_OURS} the others take."
@@ -88,7 +88,8 @@ def _sizes(measured: list[dict[str, Any]], *, limited: bool) -> list[Line]:
 
 def _labels(one: dict[str, Any], *, graph: bool) -> list[Span]:
     if graph:
-        return [("", ""), ("", ""), (one.get("graph_way", ""), ""), ("graph", "dim")]
+        fewer = f" of {one['in_a_graph']}" if "in_a_graph" in one else ""
+        return [("", ""), ("", ""), (one.get("graph_way", ""), ""), (f"graph{fewer}", "dim")]
     return [(_size(one["payload_bytes"]), ""), (_size(one["link_bytes"]), ""), (one["way"], ""), ("calls", "dim")]
 
 
