@@ -25,7 +25,7 @@ def test_as_one_row_after_the_other(rows: int, *, fixed: bool, normalised: bool)
     down = torch.randn(COUNT, HIDDEN, WIDTH, dtype=torch.float64)
     weights, chosen = experts.choose(scores, CHOSEN, normalised=normalised)
     with patch.object(experts, "AT_ONCE", 100):  # copies of one or two columns of what is chosen
-        hidden = experts.up(x, gate, up, chosen, functional.silu, fixed=fixed)
+        hidden = experts.up(x, gate, up, chosen, lambda x, y: functional.silu(x) * y, fixed=fixed)
         found = experts.down(hidden, down, chosen, weights.double(), fixed=fixed)
     for row in range(rows):
         likely = scores[row].softmax(0).topk(CHOSEN)

@@ -37,7 +37,7 @@ def up(
     gate_EID: Tensor,
     up_EID: Tensor,
     experts_RC: Tensor,
-    activation: Callable[[Tensor], Tensor],
+    gating: Callable[[Tensor, Tensor], Tensor],
     *,
     fixed: bool,
 ) -> Tensor:
@@ -48,7 +48,7 @@ def up(
         gate_EID: the matrix of each expert to which the activation belongs.
         up_EID: the other one.
         experts_RC: chosen.
-        activation: of the gate.
+        gating: makes one tensor of what both matrices make; it may write over the first.
         fixed: whether no shape may depend on the choice, as in a graph.
     """
     count = len(gate_EID)
@@ -57,15 +57,15 @@ def up(
         for expert, choices in _by_expert(experts_RC, count):
             x = x_RD[choices // experts_RC.shape[1]]
             gate, own = functional.linear(x, gate_EID[expert]), functional.linear(x, up_EID[expert])
-            out_NI[choices] = activation(gate).mul_(own)
+            out_NI[choices] = gating(gate, own)
         return torch.unflatten(out_NI, 0, experts_RC.shape)
     if experts_RC.numel() <= count:
         gate_RCI, up_RCI = (_multiply(matrix, experts_RC, x_RD[:, None]) for matrix in (gate_EID, up_EID))
-        return activation(gate_RCI).mul_(up_RCI)
+        return gating(gate_RCI, up_RCI)
     gate_REI, up_REI = (
         torch.unflatten(functional.linear(x_RD, matrix.flatten(0, 1)), 1, (count, -1)) for matrix in (gate_EID, up_EID)
     )
-    all_REI = activation(gate_REI).mul_(up_REI)
+    all_REI = gating(gate_REI, up_REI)
     return all_REI.gather(1, _places(experts_RC, all_REI))
 
 

@@ -17,6 +17,7 @@ from tpplan.exec.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
+    from tpplan.decoder.plain import Plain, Turn
 
 
 @frozen
@@ -58,9 +59,10 @@ class Group:
         ends = positions.index_select(0, bounds[1:] - 1).add_(1).int()
         return cls(sequences, positions, bounds, numbers, ends, extent)
 
-    def attention(self, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float) -> Tensor:
+    def attention(self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, *, scale: float) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
-        heads.cache.put(self.sequences, self.positions, k_RHK, v_RHK)
+        steps.keep(qkv_RHK, heads, turn, self.sequences, self.positions)
+        q_RHK = qkv_RHK[:, : heads.queries]
         k_THK, v_THK, apart = heads.cache.in_a_row()
         found = [
             flash_attention_of_several(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+import torch
 from attrs import field, frozen
 
 from tpplan.axes import Axis
@@ -13,6 +14,8 @@ from tpplan.decoder.layers import takes_flash
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch import Tensor
 
     from tpplan.axes import Slice
     from tpplan.exec.context import TPContext
@@ -69,6 +72,11 @@ class Heads:
             cap: of the scores.
         """
         return self.have_a_kernel and cap is None and most <= self.cache.length
+
+    def apart(self, qkv_RHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values of rows that have all of them side by side."""
+        q_RHK, k_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, [self.queries, self.keys, self.keys], dim=1)
+        return q_RHK, k_RHK, v_RHK
 
     def runs_of(self, some: slice) -> Iterator[Run]:
         """Yield which query heads read some of the KV heads; ``keys`` are where these are among the some."""

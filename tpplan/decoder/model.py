@@ -14,10 +14,11 @@ from torch.nn import functional
 from tpplan.axes import Axis
 from tpplan.decoder.cache import Where
 from tpplan.decoder.full import full_of
+from tpplan.decoder.fused import steps_on
 from tpplan.decoder.groups import Group
 from tpplan.decoder.heads import heads_of, length_of
 from tpplan.decoder.joined import check_weights, joined
-from tpplan.decoder.layers import angles, linear
+from tpplan.decoder.layers import angles
 from tpplan.decoder.passes import Decode, Prefill
 from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, numbers_of
 from tpplan.decoder.settings import settings_of
@@ -93,7 +94,11 @@ class Decoder:
         kind = cache or request.cache.kind
         heads = [heads_of(context, layer, window, kind) for layer, window in enumerate(windows)]
         self.weights = {device: joined(weights[device], layers, self._family) for device in context.all_devices}
-        self.stack = Stack(context, self._settings, layers, self.weights, heads)
+        steps = {
+            device: steps_on(context.devices[device].device, context.dtype, self._settings)
+            for device in context.all_devices
+        }
+        self.stack = Stack(context, self._settings, layers, self.weights, heads, steps=steps)
         self._steps: dict[int, Steps] = {}
         self.graph: Graph | None = None
         self.generations = 0
@@ -226,6 +231,6 @@ class Decoder:
     def _logits(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         cap, logits = self._settings.logit_cap, []
         for device in self.context.devices_of(Axis.VC):
-            y_RV = linear(self.stack.norm(xs, device, "model.norm"), self.weights[device], self._head)
+            y_RV = self.stack.normed(xs, device, "model.norm", self._head)
             logits.append(y_RV if cap is None else y_RV.div_(cap).tanh_().mul_(cap))
         return tuple(logits)

@@ -20,6 +20,7 @@ from tpplan.decoder.prompts import Stretch
 
 if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads, Run
+    from tpplan.decoder.plain import Plain, Turn
 
 #: Sines and cosines of the rows' positions, from :func:`tpplan.decoder.layers.angles`.
 Angles = Tensor
@@ -47,13 +48,24 @@ class Prefill:
         return [each.count * each.size for each in self.stretches]
 
     def attention(
-        self, device: int, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float, cap: float | None
+        self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, device: int, *, scale: float, cap: float | None
     ) -> Tensor:
-        """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
+        """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``.
+
+        Args:
+            steps: of the device.
+            heads: of a layer on it.
+            qkv_RHK: queries, keys and values; they are written over.
+            turn: what becomes of them before they meet.
+            device: its number.
+            scale: of the scores.
+            cap: see :class:`tpplan.decoder.settings.Settings`.
+        """
         group = self.groups.get(device)
         if group and heads.attend_at_once(group.extent.most, cap):
-            return group.attention(heads, q_RHK, k_RHK, v_RHK, scale=scale)
-        parts = [apart(x_RHK, self.sizes, dim=0) for x_RHK in (q_RHK, k_RHK, v_RHK)]
+            return group.attention(steps, heads, qkv_RHK, turn, scale=scale)
+        steps.turn(qkv_RHK, heads, turn)
+        parts = [apart(x_RHK, self.sizes, dim=0) for x_RHK in heads.apart(qkv_RHK)]
         attending, found = partial(attend, scale=scale, cap=cap), []
         for each, *own in zip(self.stretches, *parts, strict=True):
             q_BHSK, *kv = [torch.unflatten(x_RHK, 0, (each.count, each.size)).transpose(1, 2) for x_RHK in own]
@@ -90,17 +102,27 @@ class Decode:
     fixed = True
 
     def attention(
-        self, device: int, heads: Heads, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, *, scale: float, cap: float | None
+        self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, device: int, *, scale: float, cap: float | None
     ) -> Tensor:
-        """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
+        """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``.
+
+        Args:
+            steps: of the device.
+            heads: of a layer on it.
+            qkv_RHK: queries, keys and values; they are written over.
+            turn: what becomes of them before they meet.
+            device: its number.
+            scale: of the scores.
+            cap: see :class:`tpplan.decoder.settings.Settings`.
+        """
         where = self.where[device][heads.cache.length]
-        heads.cache.put(where.sequences, where.places, k_RHK, v_RHK)
+        steps.keep(qkv_RHK, heads, turn, where.sequences, where.places)
         count, span = where.mask.shape[0], where.mask.shape[-1]
 
         attending = partial(attend, scale=scale, cap=cap, recurs=True)
 
         def find(some: slice, keys: slice) -> Tensor:
-            q_BHSK = q_RHK[some, :, None]
+            q_BHSK = qkv_RHK[some, : heads.queries, None]
             k_BHTK, v_BHTK = heads.cache.read(some, keys, span)
             return _found(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, partial(attending, mask=where.mask[some]))
 

@@ -13,7 +13,7 @@ import torch
 
 from tpplan.axes import Axis
 from tpplan.decoder import experts
-from tpplan.decoder.layers import add_linear, linear, linears, rms_norm, rotate
+from tpplan.decoder.plain import Plain, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,6 +43,8 @@ class Stack:
         blocks: Sequence[Block],
         weights: Mapping[int, Mapping[str, Tensor]],
         heads: Sequence[Mapping[int, Heads]],
+        *,
+        steps: Mapping[int, Plain],
     ) -> None:
         """Put together what a layer needs.
 
@@ -52,6 +54,7 @@ class Stack:
             blocks: what is in each layer.
             weights: by device and name, see :func:`tpplan.decoder.joined.joined`.
             heads: of each layer, by device.
+            steps: what computes on each device.
         """
         self.context = context
         self.heads = heads
@@ -60,6 +63,7 @@ class Stack:
         self._family = settings.family
         self._blocks = blocks
         self._weights = weights
+        self._steps = steps
         self._reduce = context.plan.request.layout == "reduce"
         self._places = {device: place for place, device in enumerate(context.all_devices)}
         self._head_dims = [context.plan.split(Axis.KV, layer).width for layer in range(len(blocks))]
@@ -71,9 +75,10 @@ class Stack:
             xs = self._mixture(layer, xs, fixed=rows.fixed) if block.experts else self._mlp(layer, xs)
         return xs
 
-    def norm(self, xs: Sequence[Tensor], device: int, name: str) -> Tensor:
-        """Return the rows of a device behind one of its norms."""
-        return self._rms(xs[self._places[device]], self._weights[device][f"{name}.weight"])
+    def normed(self, xs: Sequence[Tensor], device: int, norm: str, fused: str, names: Sequence[str] = ()) -> Tensor:
+        """Multiply the rows of a device behind one of its norms; see :meth:`tpplan.decoder.plain.Plain.normed`."""
+        weights, x_RD = self._weights[device], xs[self._places[device]]
+        return self._steps[device].normed(x_RD, weights[f"{norm}.weight"], weights, fused, names)
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]
@@ -85,21 +90,16 @@ class Stack:
     def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
         """Return what the query heads of a device find, side by side in ``[R, ...]``."""
         start, head_dim = f"model.layers.{layer}.self_attn.", self._head_dims[layer]
-        weights, heads = self._weights[device], self.heads[layer][device]
+        weights = self._weights[device]
         names = [f"{start}{which}_proj" for which in "qkv"]
-        x_RD = self.norm(xs, device, f"model.layers.{layer}.input_layernorm")
-        qkv_RHK = torch.unflatten(linears(x_RD, weights, f"{start}qkv_proj", names), -1, (-1, head_dim))
-        del x_RD
-        counts = [heads.queries, heads.keys, heads.keys]
-        if f"{start}q_norm.weight" in weights:
-            q_RHK, k_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, counts, dim=1)
-            q_RHK, k_RHK = (self._rms(x, weights[f"{start}{c}_norm.weight"]) for c, x in (("q", q_RHK), ("k", k_RHK)))
-            qkv_RHK = torch.cat((q_RHK, k_RHK, v_RHK), dim=1)
-        rotate(qkv_RHK[:, : heads.queries + heads.keys], rows.angles[device])
-        q_RHK, k_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, counts, dim=1)
+        norm = f"model.layers.{layer}.input_layernorm"
+        qkv_RHK = torch.unflatten(self.normed(xs, device, norm, f"{start}qkv_proj", names), -1, (-1, head_dim))
+        norms = [f"{start}{which}_norm.weight" for which in "qk"]
+        turn = Turn(rows.angles[device], tuple(weights[name] for name in norms if name in weights))
         scale = 1 / sqrt(self._settings.attention_scalar or head_dim)
         cap = self._settings.attention_cap
-        return rows.attention(device, heads, q_RHK, k_RHK, v_RHK, scale=scale, cap=cap)
+        steps, heads = self._steps[device], self.heads[layer][device]
+        return rows.attention(steps, heads, qkv_RHK, turn, device, scale=scale, cap=cap)
 
     def _mlp(self, layer: int, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         name = f"model.layers.{layer}.mlp.down_proj"
@@ -112,19 +112,24 @@ class Stack:
         start, found = f"model.layers.{layer}.mlp.", []
         names = [f"{start}gate_proj", f"{start}up_proj"]
         for part in self.context.split(Axis.ID, layer):
-            x_RD = self.norm(xs, part.device, self._before_mlp(layer))
-            gate_RI, up_RI = linears(x_RD, self._weights[part.device], f"{start}gate_up_proj", names).chunk(2, dim=-1)
-            found.append(self._settings.activation(gate_RI).mul_(up_RI))
+            x_RD, weights = xs[self._places[part.device]], self._weights[part.device]
+            norm = weights[f"{self._before_mlp(layer)}.weight"]
+            found.append(self._steps[part.device].gated(x_RD, norm, weights, f"{start}gate_up_proj", names))
         return found
 
     def _mixture(self, layer: int, xs: tuple[Tensor, ...], *, fixed: bool) -> tuple[Tensor, ...]:
         start, names, count = f"model.layers.{layer}.", self._family.experts, self._blocks[layer].experts_per_token
         devices = self.context.devices_of(Axis.EX, layer)
-        inputs = {device: self.norm(xs, device, self._before_mlp(layer)) for device in devices}
+        norm = f"{self._before_mlp(layer)}.weight"
+        inputs = {
+            device: self._steps[device].norm(xs[self._places[device]], self._weights[device][norm])
+            for device in devices
+        }
         # One device chooses for all: others may round differently, and would take other experts.
-        scores_RE = linear(inputs[devices[0]], self._weights[devices[0]], start + names.router)
+        first = devices[0]
+        scores_RE = self._steps[first].linear(inputs[first], self._weights[first], start + names.router)
         choice_RC = torch.cat(experts.choose(scores_RE, count, normalised=self._settings.normalised), dim=1)
-        choices = dict(zip(self.context.all_devices, self.context.broadcast(choice_RC, source=devices[0]), strict=True))
+        choices = dict(zip(self.context.all_devices, self.context.broadcast(choice_RC, source=first), strict=True))
         chosen = {device: choice[:, count:].long() for device, choice in choices.items()}
         hidden = [
             experts.up(
@@ -132,7 +137,7 @@ class Stack:
                 self._weights[device][start + names.gate],
                 self._weights[device][start + names.up],
                 chosen[device],
-                self._settings.activation,
+                self._steps[device].gate,
                 fixed=fixed,
             )
             for device in devices
@@ -164,13 +169,13 @@ class Stack:
         """
         devices = self.context.devices_of(axis, layer)
         if len(xs) == 1 and not self._family.sandwich:
-            add_linear(xs[0], parts[0], self._weights[devices[0]], name)
+            self._steps[devices[0]].add_linear(xs[0], parts[0], self._weights[devices[0]], name)
             return xs
         if not self._reduce:
             parts = self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer)
             devices = self.context.devices_of(Axis.RS)
         return [
-            linear(part, self._weights[device], name, bias=not (self._reduce and i))  # a sum has one bias
+            self._steps[device].linear(part, self._weights[device], name, bias=not (self._reduce and i))  # one of a sum
             for i, (part, device) in enumerate(zip(parts, devices, strict=True))
         ]
 
@@ -190,16 +195,13 @@ class Stack:
                 whole = ctx.allgather(ys, Axis.RS)
             for x, y, device in zip(xs, whole, ctx.all_devices, strict=True):
                 weight = self._weights[device][f"model.layers.{layer}.{post}.weight"]
-                x.add_(rms_norm(y, weight, self._settings.norm_eps, out=y))
+                x.add_(self._steps[device].norm(y, weight, out=y))
             return xs
         if self._reduce:
             return ctx.all_reduce(ys, xs, axis=axis, layer=layer, out=xs)
         at = dict(zip(ctx.all_devices, xs, strict=True))
         ctx.add_residual(ys, [at[device] for device in ctx.devices_of(Axis.RS)], Axis.RS)
         return ctx.allgather(ys, Axis.RS, out=xs)
-
-    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self._settings.norm_eps)
 
     def _before_mlp(self, layer: int) -> str:
         which = "pre_feedforward" if self._family.sandwich else "post_attention"

@@ -1,0 +1,122 @@
+"""What stands for launches of pointwise kernels on the CPU: it finds everything by the words that a kernel is told."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from struct import pack, unpack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tpplan.decoder import fused, pointwise
+from tpplan.decoder.layers import rms_norm, rotate
+from tpplan.decoder.pointwise import DTYPES, GATES
+from tpplan.decoder.settings import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def memory(address: int, shape: Sequence[int], pitches: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return what is at an address, with so many bytes from one element of a dimension to the next."""
+    size = dtype.itemsize
+    assert not any(pitch % size for pitch in pitches)
+    span = sum((count - 1) * pitch for count, pitch in zip(shape, pitches, strict=True)) + size
+    items = torch.frombuffer((ctypes.c_char * span).from_address(address), dtype=dtype)
+    return items.as_strided(shape, [pitch // size for pitch in pitches])
+
+
+def number(bits: int) -> float:
+    """Return the float32 of some bits."""
+    found: float = unpack("f", pack("I", bits))[0]
+    return found
+
+
+class FakeLauncher:
+    """Does what a kernel does, and counts.
+
+    Attributes:
+        calls: of all launchers, by kernel.
+    """
+
+    calls: Counter[str] = Counter()  # noqa: RUF012 (of all, as said)
+
+    def __init__(self, name: str, place: torch.device) -> None:
+        """Take any device."""
+        assert isinstance(place, torch.device)
+        family, _, dtype = name.rpartition("_")
+        self._name = family.removeprefix("pointwise_")
+        self._dtype = _DTYPES[dtype]
+        act = {kernel: ACTIVATIONS[key] for key, kernel in GATES.items()}.get(self._name)
+        self._run = self._gate if act else getattr(self, f"_{self._name}")
+        self._act: Any = act
+
+    def __call__(self, blocks: int | tuple[int, int, int], threads: int, *words: int) -> None:
+        """Do it."""
+        rows, parts, depth = (blocks, 1, 1) if isinstance(blocks, int) else blocks
+        assert rows > 0
+        assert depth == 1
+        assert threads % 32 == 0
+        assert threads <= 1024
+        self.calls[self._name] += 1
+        self._run(rows, parts * threads, *words)
+
+    def _norm(self, rows: int, threads: int, *words: int) -> None:
+        x, x_pitch, out, out_pitch, weight, is_wide, width, inverse, eps = words
+        assert 16 * threads >= width or threads > 512
+        dtype, columns = self._dtype, width // 2
+        assert not any(word % 16 for word in (x, x_pitch, out, out_pitch, weight, width))
+        assert number(inverse) == pytest.approx(1 / columns)
+        kind = torch.float32 if is_wide else dtype
+        weights = memory(weight, (columns,), (kind.itemsize,), kind)
+        found = rms_norm(memory(x, (rows, columns), (x_pitch, 2), dtype), weights, number(eps))
+        memory(out, (rows, columns), (out_pitch, 2), dtype).copy_(found)
+
+    def _gate(self, rows: int, threads: int, *words: int) -> None:
+        gate, gate_pitch, up, up_pitch, out, out_pitch, width = words
+        assert not any(word % 16 for word in words)
+        assert 16 * threads >= width
+        matrices = (gate, gate_pitch), (up, up_pitch), (out, out_pitch)
+        gates, ups, to = (memory(start, (rows, width // 2), (pitch, 2), self._dtype) for start, pitch in matrices)
+        to.copy_(self._act(gates.clone()).mul_(ups))
+
+    def _turn(self, rows: int, threads: int, *words: int) -> None:
+        x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, *rest = words
+        query_norm, key_norm, inverse, eps, to_keys, to_values, of_sequence, of_head, *numbers = rest
+        assert not any(word % 16 for word in (x, pitch, width, angles, angle_pitch, query_norm, key_norm))
+        assert not width % 32
+        assert not turned % 32
+        assert threads >= heads * width // 32
+        dtype, count = self._dtype, width // 2
+        assert number(inverse) == pytest.approx(1 / count)
+        rows_RHK = memory(x, (rows, heads, count), (pitch, width, 2), dtype)
+        for weight, start, end in ((query_norm, 0, queries), (key_norm, queries, queries + keys)):
+            if weight:
+                assert turned == width
+                some = rows_RHK[:, start:end]
+                some.copy_(rms_norm(some, memory(weight, (count,), (2,), dtype), number(eps)))
+        by = memory(angles, (rows, 1, 2, 2, turned // 4), (angle_pitch, angle_pitch, turned, turned // 2, 2), dtype)
+        rotate(rows_RHK[:, : queries + keys], by)
+        assert heads == queries + keys * (2 if to_keys else 1)
+        if not to_keys:
+            return
+        sequences, sequences_step, places, places_step = numbers
+        sequence_R = memory(sequences, (rows,), (sequences_step,), torch.int64)
+        place_R = memory(places, (rows,), (places_step,), torch.int64)
+        for start, first in ((to_keys, queries), (to_values, queries + keys)):
+            for row, (sequence, place) in enumerate(zip(sequence_R.tolist(), place_R.tolist(), strict=True)):
+                to = start + sequence * of_sequence + place * width
+                memory(to, (keys, count), (of_head, 2), dtype).copy_(rows_RHK[row, first : first + keys])
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Let decoders of 16 bits compute on CPUs as on CUDA devices, and return how often each kernel is launched."""
+    monkeypatch.setattr(pointwise, "Launcher", FakeLauncher)
+    monkeypatch.setattr(fused, "has_kernels", lambda _, dtype: dtype in DTYPES)
+    monkeypatch.setattr(FakeLauncher, "calls", Counter())
+    return FakeLauncher.calls

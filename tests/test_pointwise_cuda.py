@@ -1,0 +1,132 @@
+"""Pointwise kernels on a real GPU: what torch computes in several kernels, rounded where torch rounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tpplan.decoder.cache import Store
+from tpplan.decoder.layers import angles, rms_norm, rotate, side_by_side
+from tpplan.decoder.pointwise import DTYPES, GATES, Places, Pointwise
+from tpplan.decoder.settings import ACTIVATIONS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
+EPS = 1e-5
+
+
+def kernels(dtype: torch.dtype, activation: str = "silu") -> Pointwise:
+    """Return those of the first GPU."""
+    return Pointwise(torch.device("cuda", 0), dtype, EPS, activation)
+
+
+def steps_between(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return how many numbers of 16 bits lie between."""
+    ordered = []
+    for each in (found, expected):
+        bits = each.contiguous().view(torch.int16).int()
+        ordered.append(torch.where(bits < 0, -(bits & 0x7FFF), bits))
+    return (ordered[0] - ordered[1]).abs()
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, steps: int = 1) -> None:
+    """Compare numbers of 16 bits: nearly all are equal, others a few steps apart."""
+    between = steps_between(found, expected)
+    assert between.max() <= steps
+    assert (between > 0).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("columns", [8, 520, 4096, 12288, 17408])
+@pytest.mark.parametrize("rows", [1, 3, 300])
+def test_norms(rows: int, columns: int, dtype: torch.dtype) -> None:
+    """With weights in 16 and in 32 bits, into memory of their own and in place."""
+    torch.manual_seed(columns)
+    x = (3 * torch.randn(rows, columns, device="cuda")).to(dtype)
+    for kind in (dtype, torch.float32):
+        weight = torch.randn(columns, device="cuda").to(kind)
+        expected = rms_norm(x, weight, EPS)
+        found = kernels(dtype).norm(x, weight)
+        assert found is not None
+        check(found, expected)
+        written = x.clone()
+        assert kernels(dtype).norm(written, weight, written) is written
+        assert torch.equal(written, found)
+
+
+def test_norms_of_some_columns(dtype: torch.dtype) -> None:
+    """Rows may be parts of longer ones."""
+    x, weight = torch.randn(5, 512, device="cuda").to(dtype), torch.randn(256, device="cuda").to(dtype)
+    found = kernels(dtype).norm(x[:, 128:384], weight)
+    assert found is not None
+    check(found, rms_norm(x[:, 128:384], weight, EPS))
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_gates_of_every_number(name: str, dtype: torch.dtype) -> None:
+    """The activation is that of torch for each number that there is."""
+    every = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype)
+    every = every[every.isfinite()]
+    gate = every[: len(every) // 8 * 8].clone()[None]
+    expected = ACTIVATIONS[name](gate.clone())
+    assert kernels(dtype, name).gate(gate, torch.ones_like(gate))
+    check(gate, expected)
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 14336), (3, 3584), (5, 8), (33, 776)])
+def test_gates(rows: int, columns: int, name: str, dtype: torch.dtype) -> None:
+    """Of two matrices side by side; the second stays."""
+    both = (4 * torch.randn(rows, 2 * columns, device="cuda")).to(dtype)
+    expected = both.clone()
+    gate, up = expected.chunk(2, dim=-1)
+    ACTIVATIONS[name](gate).mul_(up)
+    assert kernels(dtype, name).gate(*both.chunk(2, dim=-1))
+    check(both, expected, 2)
+    assert torch.equal(both[:, columns:], up)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 32, 8, 128, 128),
+        (3, 8, 2, 128, 128),
+        (7, 5, 3, 64, 64),
+        (5, 4, 4, 80, 80),
+        (9, 6, 2, 96, 32),
+        (300, 3, 1, 256, 256),
+    ],
+    ids=str,
+)
+def test_turns(shape: tuple[int, int, int, int, int], dtype: torch.dtype, *, normed: bool) -> None:
+    """Heads are turned to the bit; keys and values go to the places of their rows, and nothing else changes."""
+    rows, queries, keys, width, turned = shape
+    torch.manual_seed(rows)
+    angle = 6 * torch.rand(rows, turned // 2, device="cuda")
+    by = angles(*(torch.cat((table, table), 1).to(dtype) for table in (angle.sin(), angle.cos())))
+    x = torch.randn(rows, queries + 2 * keys, width, device="cuda").to(dtype)
+    norms = tuple(torch.randn(2, width, device="cuda").to(dtype)) if normed else ()
+    found = x.clone()
+    if not kernels(dtype).turn(found, (queries, keys), by, norms):
+        assert normed
+        assert turned < width or width == 80
+        return
+    expected = x.clone()
+    for weight, some in zip(norms, (expected[:, :queries], expected[:, queries : queries + keys]), strict=False):
+        some.copy_(rms_norm(some, weight, EPS))
+    rotate(expected[:, : queries + keys], by)
+    if normed:  # a step of a large half shows as some of a small sum
+        torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
+        assert (found != expected).float().mean() < 0.01
+    else:
+        assert torch.equal(found, expected)
+
+    sequences, places = torch.arange(rows, device="cuda") % 6, torch.randperm(rows, device="cuda")
+    numbers = torch.stack((sequences, places, places), dim=1)
+    stores = [Store("fp16", (6, keys, rows, width), dtype, x.device) for _ in range(2)]
+    again = x.clone()
+    to = Places(*stores[0].in_a_row(), numbers[:, 0], numbers[:, 1])
+    assert kernels(dtype).turn(again, (queries, keys), by, norms, to)
+    assert torch.equal(again, found)
+    k_RHK, v_RHK = found[:, queries : queries + keys], found[:, queries + keys :]
+    stores[1].write(sequences, slice(None), places, side_by_side(k_RHK, v_RHK))
+    assert torch.equal(stores[0]._parts[0], stores[1]._parts[0])

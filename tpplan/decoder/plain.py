@@ -1,0 +1,104 @@
+"""What a device computes in a layer besides attention, by plain torch: everywhere, in any dtype.
+
+Shapes: R rows, D hidden, O columns of some matrices, I intermediate, H heads, K elements of a head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+from torch import Tensor
+
+from tpplan.decoder.layers import add_linear, linear, linears, rms_norm, rotate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from tpplan.decoder.heads import Heads
+
+
+@frozen
+class Turn:
+    """What becomes of the queries and keys of rows before they meet.
+
+    Attributes:
+        angles: of the rows, from :func:`tpplan.decoder.layers.angles`.
+        norms: the weights of the norms that a query head and a key head get first, if they get any.
+    """
+
+    angles: Tensor
+    norms: tuple[Tensor, ...] = ()
+
+
+class Plain:
+    """The steps of a layer on one device, each as large as something could do it at once.
+
+    Who knows faster ways for some tensors overrides what it takes.
+    """
+
+    def __init__(self, eps: float, activation: Callable[[Tensor], Tensor]) -> None:
+        """Know a model.
+
+        Args:
+            eps: what norms add to the mean square.
+            activation: of gates; it writes over what it is given.
+        """
+        self._eps = eps
+        self._activation = activation
+
+    def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return rows behind a norm; see :func:`tpplan.decoder.layers.rms_norm`."""
+        return rms_norm(x_RD, weight, self._eps, out)
+
+    def linear(self, x: Tensor, weights: Mapping[str, Tensor], name: str, *, bias: bool = True) -> Tensor:
+        """Multiply by a matrix; see :func:`tpplan.decoder.layers.linear`."""
+        return linear(x, weights, name, bias=bias)
+
+    def add_linear(self, to: Tensor, x: Tensor, weights: Mapping[str, Tensor], name: str) -> None:
+        """Add to rows of the residual stream what a matrix makes of others."""
+        add_linear(to, x, weights, name)
+
+    def normed(
+        self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str] = ()
+    ) -> Tensor:
+        """Multiply rows behind a norm by some matrices, ``[R, O]``; see :func:`tpplan.decoder.layers.linears`."""
+        return linears(self.norm(x_RD, norm), weights, fused, names)
+
+    def gated(
+        self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str]
+    ) -> Tensor:
+        """Return the gate of rows behind a norm, ``[R, I]``; of the two matrices the first has the activation."""
+        gate_RI, up_RI = self.normed(x_RD, norm, weights, fused, names).chunk(2, dim=-1)
+        return self.gate(gate_RI, up_RI)
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Multiply the activation of one tensor by another, and return the former, which is written over."""
+        return self._activation(gate).mul_(up)
+
+    def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
+        """Turn the query and key heads of rows where they are, behind their norms.
+
+        Args:
+            qkv_RHK: queries, then keys, then values.
+            heads: how many there are.
+            turn: how.
+        """
+        if turn.norms:
+            for x_RHK, weight in zip(heads.apart(qkv_RHK), turn.norms, strict=False):
+                x_RHK.copy_(self.norm(x_RHK, weight))
+        rotate(qkv_RHK[:, : heads.queries + heads.keys], turn.angles)
+
+    def keep(self, qkv_RHK: Tensor, heads: Heads, turn: Turn, sequences: Tensor, places: Tensor) -> None:
+        """Do that, and write the keys and values to the heads' cache.
+
+        Args:
+            qkv_RHK: queries, then keys, then values.
+            heads: with the cache.
+            turn: how.
+            sequences: of the rows.
+            places: of the rows in the cache.
+        """
+        self.turn(qkv_RHK, heads, turn)
+        _, k_RHK, v_RHK = heads.apart(qkv_RHK)
+        heads.cache.put(sequences, places, k_RHK, v_RHK)

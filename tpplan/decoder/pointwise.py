@@ -1,0 +1,226 @@
+"""The launches of :mod:`tpplan.decoder.pointwise_kernels` on tensors, of which the kernels do not take all.
+
+Shapes: R rows, D hidden, I intermediate, H heads, K elements of a head, W columns of a RoPE table, T places of a cache.
+"""
+
+from __future__ import annotations
+
+from struct import pack, unpack
+from typing import TYPE_CHECKING, Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from tpplan.decoder.launcher import Launcher
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Gates that there are kernels of, by ``hidden_act`` of a config.json.
+GATES: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+#: Dtypes that there are kernels for.
+DTYPES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+_ITEM: Final = 2
+#: Bytes that are loaded at once, and elements of so many.
+_VECTOR: Final = 16
+_ELEMENTS: Final = _VECTOR // _ITEM
+#: Of the rows' numbers.
+_NUMBER: Final = 8
+
+_WARP: Final = 32
+_MOST_THREADS: Final = 1024
+#: Of a block that needs no others.
+_THREADS: Final = 256
+
+
+@frozen
+class Places:
+    """Where the keys and values of rows go.
+
+    Attributes:
+        keys: of a cache, ``[T, H, K]``, see :meth:`tpplan.decoder.cache.Store.in_a_row`.
+        values: likewise.
+        apart: places from one sequence to the next.
+        sequences: of each row, in 64 bits.
+        places: of each row in its sequence, in 64 bits.
+    """
+
+    keys: Tensor
+    values: Tensor
+    apart: int
+    sequences: Tensor
+    places: Tensor
+
+
+class Pointwise:
+    """Norms, gates and turns of 16 bits on one CUDA device; every method tells by its result if it takes its tensors.
+
+    They have to lie at multiples of 16 bytes, with as many in a row.
+    """
+
+    def __init__(self, place: torch.device, dtype: torch.dtype, eps: float, activation: str) -> None:
+        """Load the kernels.
+
+        Args:
+            place: the device.
+            dtype: of the rows, one of :data:`DTYPES`.
+            eps: what norms add to the mean square.
+            activation: of gates, one of :data:`GATES`.
+        """
+        names = f"norm_{DTYPES[dtype]}", f"{GATES[activation]}_{DTYPES[dtype]}", f"turn_{DTYPES[dtype]}"
+        self._norm, self._gate, self._turn = (Launcher(f"pointwise_{name}", place) for name in names)
+        self._dtype, self._eps = dtype, _bits(eps)
+
+    def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
+        """Divide rows by their root mean square in float32, multiply them by weights, and round once.
+
+        Args:
+            x_RD: rows.
+            weight: in their dtype, or in float32.
+            out: to write to, may be ``x_RD``; a new tensor if not given.
+
+        Returns:
+            The result, or None if the kernel does not take such tensors.
+        """
+        is_wide = weight.dtype is torch.float32
+        if not is_wide and weight.dtype is not self._dtype:
+            return None
+        of_weight = weight.data_ptr()
+        if not self._takes(x_RD) or not weight.is_contiguous() or of_weight % _VECTOR:
+            return None
+        if out is None:
+            out = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
+        elif not self._takes(out):
+            return None
+        rows, columns = x_RD.shape
+        vectors = columns // _ELEMENTS
+        self._norm(
+            rows,
+            _even(vectors, _MOST_THREADS)[1],
+            x_RD.data_ptr(),
+            x_RD.stride(0) * _ITEM,
+            out.data_ptr(),
+            out.stride(0) * _ITEM,
+            of_weight,
+            is_wide,
+            columns * _ITEM,
+            _bits(1 / columns),
+            self._eps,
+        )
+        return out
+
+    def gate(self, gate: Tensor, up: Tensor) -> bool:
+        """Write the activation of a matrix times another over the former; both are rounded, first the activation.
+
+        Args:
+            gate: ``[R, I]``, or without gaps ``[..., I]``.
+            up: likewise.
+
+        Returns:
+            Whether the kernel takes such tensors.
+        """
+        if gate.dim() != 2 and gate.is_contiguous() and up.is_contiguous():  # noqa: PLR2004 - a matrix
+            gate, up = gate.flatten(0, -2), up.flatten(0, -2)
+        if not self._takes(gate) or not self._takes(up):
+            return False
+        rows, columns = gate.shape
+        start, pitch = gate.data_ptr(), gate.stride(0) * _ITEM
+        parts, threads = _even(columns // _ELEMENTS, _THREADS)
+        blocks = rows, parts, 1
+        of_up = up.data_ptr(), up.stride(0) * _ITEM
+        self._gate(blocks, threads, start, pitch, *of_up, start, pitch, columns * _ITEM)
+        return True
+
+    def turn(
+        self,
+        qkv_RHK: Tensor,
+        counts: tuple[int, int],
+        by: Tensor,
+        norms: Sequence[Tensor] = (),
+        keep: Places | None = None,
+    ) -> bool:
+        """Turn query and key heads where they are, behind norms, and write keys and values to a cache (RoPE).
+
+        Products with sines and cosines are rounded, and their sums, as by :func:`tpplan.decoder.layers.rotate`.
+
+        Args:
+            qkv_RHK: heads of queries, then of keys, then as many of values.
+            counts: heads of queries and of keys.
+            by: how rows are turned, ``[R, 1, 2, 2, W / 2]``, see :func:`tpplan.decoder.layers.angles`.
+            norms: weights of the norm of a query head and of a key head, or none.
+            keep: where in a cache of the same dtype; nowhere if not given.
+
+        Returns:
+            Whether the kernel takes such tensors.
+        """
+        rows, heads, width = qkv_RHK.shape
+        turned, lanes = 2 * by.shape[-1], width // (2 * _ELEMENTS)
+        if width % (2 * _ELEMENTS) or turned % (2 * _ELEMENTS) or qkv_RHK.stride(1) != width:
+            return False
+        if not self._takes(qkv_RHK[:, 0]) or by.dtype is not self._dtype or not by.is_contiguous():
+            return False
+        words = [0, 0]
+        if norms:
+            words = [weight.data_ptr() for weight in norms]
+            are_in_warps = lanes <= _WARP and not lanes & (lanes - 1)
+            are_fitting = all(weight.dtype is self._dtype and weight.is_contiguous() for weight in norms)
+            if turned != width or not are_in_warps or not are_fitting:
+                return False
+        if (words[0] | words[1] | by.data_ptr()) % _VECTOR:
+            return False
+        kept = self._words_of(keep)
+        if kept is None:
+            return False
+        used = heads if keep else sum(counts)
+        parts, threads = _even(used * lanes, _THREADS)
+        self._turn(
+            (rows, parts, 1),
+            threads,
+            qkv_RHK.data_ptr(),
+            qkv_RHK.stride(0) * _ITEM,
+            *counts,
+            used,
+            width * _ITEM,
+            turned * _ITEM,
+            by.data_ptr(),
+            2 * turned * _ITEM,
+            *words,
+            _bits(1 / width),
+            self._eps,
+            *kept,
+        )
+        return True
+
+    def _words_of(self, keep: Places | None) -> Sequence[int] | None:
+        """Return what the kernel is told of a cache, or None if it does not take that."""
+        if keep is None:
+            return (0,) * 8
+        k_THK, v_THK, sequences, places = keep.keys, keep.values, keep.sequences, keep.places
+        if k_THK.dtype is not self._dtype or sequences.dtype is not torch.int64 or places.dtype is not torch.int64:
+            return None
+        starts, width = (k_THK.data_ptr(), v_THK.data_ptr()), k_THK.shape[2]
+        if k_THK.stride() != v_THK.stride() or k_THK.stride(0) != width or (starts[0] | starts[1]) % _VECTOR:
+            return None
+        steps = keep.apart * width * _ITEM, k_THK.stride(1) * _ITEM
+        of_rows = [(each.data_ptr(), each.stride(0) * _NUMBER) for each in (sequences, places)]
+        return *starts, *steps, *of_rows[0], *of_rows[1]
+
+    def _takes(self, x: Tensor) -> bool:
+        """Tell whether a matrix is one that kernels take."""
+        if x.dim() != 2 or x.dtype is not self._dtype or x.stride(1) != 1 or not len(x):  # noqa: PLR2004 - a matrix
+            return False
+        return not (x.data_ptr() | x.stride(0) * _ITEM | x.shape[1] * _ITEM) % _VECTOR
+
+
+def _even(count: int, most: int) -> tuple[int, int]:
+    """Return over how many blocks things are spread, and the threads of each, whole warps of them."""
+    blocks = -(-count // most)
+    return blocks, -(-count // (blocks * _WARP)) * _WARP
+
+
+def _bits(number: float) -> int:
+    """Return the bits of a float32."""
+    found: int = unpack("I", pack("f", number))[0]
+    return found

@@ -1,0 +1,279 @@
+"""Kernels for what a layer does between its matrices, in 16 bits: norms, gates, and the turning of heads (RoPE).
+
+They compute in float32, on vectors of 16 bytes: all addresses, pitches and widths are multiples of that, and all are in
+bytes. A matrix is an address and a pitch: from one row to the next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda
+from numba.cuda import libdevice, types
+
+from tpplan.exec import ptx
+from tpplan.exec.kernels import Kernel
+
+_WORD, _FLOAT = types.uint64, types.float32
+_WARP, _EVERY = 32, 0xFFFFFFFF
+
+#: As in torch's GELU.
+_ROOT_OF_HALF, _TANH_SCALE, _TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+def _over_lanes(value: Any, lanes: Any) -> Any:
+    """Return the sum over as many neighbouring lanes of a warp, a power of 2; all of it is here."""
+    distance = lanes >> types.uint32(1)
+    while distance:
+        value += cuda.shfl_xor_sync(_EVERY, value, distance)
+        distance >>= types.uint32(1)
+    return value
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+def _silu(x: Any) -> Any:
+    return x / (_FLOAT(1) + libdevice.expf(-x))
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+def _gelu(x: Any) -> Any:
+    return x * _FLOAT(0.5) * (_FLOAT(1) + libdevice.erff(x * _FLOAT(_ROOT_OF_HALF)))
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+def _gelu_tanh(x: Any) -> Any:
+    inner = _FLOAT(_TANH_SCALE) * (x + _FLOAT(_TANH_CUBE) * (x * x * x))
+    return _FLOAT(0.5) * x * (_FLOAT(1) + libdevice.tanhf(inner))
+
+
+def _squares_of(low: Any, high: Any) -> Any:
+    """Make what adds up the squares of a vector."""
+
+    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    def squares(w0: Any, w1: Any, w2: Any, w3: Any) -> Any:
+        s = low(w0) * low(w0) + high(w0) * high(w0) + low(w1) * low(w1) + high(w1) * high(w1)
+        t = low(w2) * low(w2) + high(w2) * high(w2) + low(w3) * low(w3) + high(w3) * high(w3)
+        return s + t
+
+    return squares
+
+
+def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
+    """Make a kernel that divides rows by their root mean square, and multiplies them by weights; it rounds once.
+
+    A block takes a row. The weights are in 16 bits, or in 32.
+
+    Args:
+        name: of the kernel.
+        low: makes a float32 of the first element in 32 bits.
+        high: the same of the second.
+        two: makes 32 bits of both.
+    """
+    squares = _squares_of(low, high)
+
+    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    def weights_at(weight: Any, wide: Any, offset: Any) -> Any:
+        if wide:
+            a, b, c, d = ptx.load_128(weight + _WORD(2) * offset)
+            e, f, g, h = ptx.load_128(weight + _WORD(2) * offset + _WORD(16))
+            to = ptx.float_of
+            return to(a), to(b), to(c), to(d), to(e), to(f), to(g), to(h)
+        a, b, c, d = ptx.load_128(weight + offset)
+        return low(a), high(a), low(b), high(b), low(c), high(c), low(d), high(d)
+
+    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    def store(target: Any, w: Any, g: Any, by: Any) -> None:
+        ptx.store_128(
+            target,
+            two(by * low(w[0]) * g[0], by * high(w[0]) * g[1]),
+            two(by * low(w[1]) * g[2], by * high(w[1]) * g[3]),
+            two(by * low(w[2]) * g[4], by * high(w[2]) * g[5]),
+            two(by * low(w[3]) * g[6], by * high(w[3]) * g[7]),
+        )
+
+    def norm(x, x_pitch, out, out_pitch, weight, wide, width, inverse, eps):  # type: ignore[no-untyped-def]
+        sums = cuda.shared.array(_WARP, _FLOAT)
+        row, step = _WORD(cuda.blockIdx.x), _WORD(16) * _WORD(cuda.blockDim.x)
+        source, target, first = x + row * x_pitch, out + row * out_pitch, _WORD(16) * _WORD(cuda.threadIdx.x)
+        # The first vector of a thread stays in registers: mostly there is no other.
+        own = first if first < width else _WORD(0)
+        w = ptx.load_128(source + own)
+        g = weights_at(weight, wide, own)
+        s = squares(w[0], w[1], w[2], w[3]) if first < width else _FLOAT(0)
+        at = first + step
+        while at < width:
+            v = ptx.load_128(source + at)
+            s += squares(v[0], v[1], v[2], v[3])
+            at += step
+        lane, warp = types.uint32(cuda.threadIdx.x % _WARP), types.uint32(cuda.threadIdx.x // _WARP)
+        s = _over_lanes(s, types.uint32(_WARP))
+        if lane == types.uint32(0):
+            sums[warp] = s
+        cuda.syncthreads()
+        s = sums[lane] if lane * types.uint32(_WARP) < types.uint32(cuda.blockDim.x) else _FLOAT(0)
+        s = _over_lanes(s, types.uint32(_WARP))
+        mean = s * ptx.float_of(types.uint32(inverse))
+        by = libdevice.rsqrtf(mean + ptx.float_of(types.uint32(eps)))
+        if first < width:
+            store(target + first, w, g, by)
+        at = first + step
+        while at < width:
+            store(target + at, ptx.load_128(source + at), weights_at(weight, wide, at), by)
+            at += step
+
+    return Kernel(name, norm, 9)
+
+
+def _gate(name: str, act: Any, low: Any, high: Any, two: Any) -> Kernel:
+    """Make a kernel that multiplies the activation of one matrix by another one; the activation is rounded too.
+
+    Blocks take rows, each some of their columns; the result may be in the place of the former matrix.
+
+    Args:
+        name: of the kernel.
+        act: the activation of a float32.
+        low: makes a float32 of the first element in 32 bits.
+        high: the same of the second.
+        two: makes 32 bits of both.
+    """
+
+    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    def gated(gate: Any, up: Any) -> Any:
+        acted = two(act(low(gate)), act(high(gate)))
+        return two(low(acted) * low(up), high(acted) * high(up))
+
+    def gate(gate, gate_pitch, up, up_pitch, out, out_pitch, width):  # type: ignore[no-untyped-def]
+        row = _WORD(cuda.blockIdx.x)
+        at = _WORD(16) * (_WORD(cuda.blockIdx.y) * _WORD(cuda.blockDim.x) + _WORD(cuda.threadIdx.x))
+        if at < width:
+            g0, g1, g2, g3 = ptx.load_128(gate + row * gate_pitch + at)
+            u0, u1, u2, u3 = ptx.load_128(up + row * up_pitch + at)
+            ptx.store_128(out + row * out_pitch + at, gated(g0, u0), gated(g1, u1), gated(g2, u2), gated(g3, u3))
+
+    return Kernel(name, gate, 7)
+
+
+def _scaled_by(low: Any, high: Any, two: Any) -> Any:
+    """Make what multiplies a vector by a number and by a vector of weights, and rounds once."""
+
+    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    def scaled(w: Any, g: Any, by: Any) -> Any:
+        return (
+            two(by * low(w[0]) * low(g[0]), by * high(w[0]) * high(g[0])),
+            two(by * low(w[1]) * low(g[1]), by * high(w[1]) * high(g[1])),
+            two(by * low(w[2]) * low(g[2]), by * high(w[2]) * high(g[2])),
+            two(by * low(w[3]) * low(g[3]), by * high(w[3]) * high(g[3])),
+        )
+
+    return scaled
+
+
+def _pair_of(low: Any, high: Any, two: Any) -> Any:
+    """Make what turns a vector of firsts and one of seconds; products are rounded, and their sums."""
+
+    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    def product(a: Any, b: Any) -> Any:
+        return two(low(a) * low(b), high(a) * high(b))
+
+    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    def first_of(a: Any, b: Any, sin: Any, cos: Any) -> Any:
+        p, q = product(a, cos), product(b, sin)
+        return two(low(p) - low(q), high(p) - high(q))
+
+    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    def second_of(a: Any, b: Any, sin: Any, cos: Any) -> Any:
+        p, q = product(a, sin), product(b, cos)
+        return two(low(p) + low(q), high(p) + high(q))
+
+    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    def pair(a: Any, b: Any, sin: Any, cos: Any) -> Any:
+        c0, d0 = first_of(a[0], b[0], sin[0], cos[0]), second_of(a[0], b[0], sin[0], cos[0])
+        c1, d1 = first_of(a[1], b[1], sin[1], cos[1]), second_of(a[1], b[1], sin[1], cos[1])
+        c2, d2 = first_of(a[2], b[2], sin[2], cos[2]), second_of(a[2], b[2], sin[2], cos[2])
+        c3, d3 = first_of(a[3], b[3], sin[3], cos[3]), second_of(a[3], b[3], sin[3], cos[3])
+        return (c0, c1, c2, c3), (d0, d1, d2, d3)
+
+    return pair
+
+
+def _turn(name: str, low: Any, high: Any, two: Any) -> Kernel:
+    """Make a kernel that turns query and key heads, behind norms if there are, and writes keys and values to a cache.
+
+    A row has query heads, then key heads, then value heads. A thread takes two vectors of a head: of the elements that
+    are turned, those that are pairs. Products are rounded, and their sums.
+
+    Args:
+        name: of the kernel.
+        low: makes a float32 of the first element in 32 bits.
+        high: the same of the second.
+        two: makes 32 bits of both.
+    """
+    squares = _squares_of(low, high)
+    scaled, turned_pair = _scaled_by(low, high, two), _pair_of(low, high, two)
+
+    def turn(  # type: ignore[no-untyped-def]
+        x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, query_norm, key_norm, inverse, eps,
+        cached_keys, cached_values, sequence_step, head_step, sequences, sequences_step, places, places_step,
+    ):  # fmt: skip
+        row = _WORD(cuda.blockIdx.x)
+        item = types.uint32(cuda.blockIdx.y * cuda.blockDim.x + cuda.threadIdx.x)
+        lanes = types.uint32(width) // types.uint32(32)  # of a head
+        head = item // lanes
+        lane = item - head * lanes
+        is_there = head < types.uint32(heads)
+        head = head if is_there else types.uint32(0)
+        is_query = head < types.uint32(queries)
+        is_value = head >= types.uint32(queries + keys)
+        is_kept = cached_keys != _WORD(0) and not is_query
+        sequence, place = types.uint32(0), types.uint32(0)
+        if is_kept:
+            sequence = ptx.load_32(sequences + row * sequences_step)
+            place = ptx.load_32(places + row * places_step)
+        pairs = types.uint32(turned) // types.uint32(32)
+        is_turned = lane < pairs and not is_value
+        if is_value:  # its halves
+            offset, half = _WORD(16) * _WORD(lane), width // _WORD(2)
+        elif is_turned:
+            offset, half = _WORD(16) * _WORD(lane), turned // _WORD(2)
+        else:  # behind what is turned
+            offset, half = turned + _WORD(16) * _WORD(lane - pairs), (width - turned) // _WORD(2)
+        source = x + row * pitch + _WORD(head) * width + offset
+        a, b = ptx.load_128(source), ptx.load_128(source + half)
+        angle = angles + row * angle_pitch + offset if is_turned else source
+        cos, sin = ptx.load_128(angle), ptx.load_128(angle + half)
+        if query_norm != _WORD(0):  # all lanes of a warp are here, and heads are within one
+            weight = (query_norm if is_query else key_norm) + offset
+            g, h = ptx.load_128(weight), ptx.load_128(weight + half)
+            s = _over_lanes(squares(a[0], a[1], a[2], a[3]) + squares(b[0], b[1], b[2], b[3]), lanes)
+            if not is_value:
+                by = libdevice.rsqrtf(s * ptx.float_of(types.uint32(inverse)) + ptx.float_of(types.uint32(eps)))
+                a, b = scaled(a, g, by), scaled(b, h, by)
+        if is_turned:
+            a, b = turned_pair(a, b, sin, cos)
+        if is_there and not is_value:
+            ptx.store_128(source, a[0], a[1], a[2], a[3])
+            ptx.store_128(source + half, b[0], b[1], b[2], b[3])
+        if is_there and is_kept:
+            start = cached_values if is_value else cached_keys
+            number = head - types.uint32(queries) - (types.uint32(keys) if is_value else types.uint32(0))
+            to = start + _WORD(sequence) * sequence_step + _WORD(number) * head_step + _WORD(place) * width + offset
+            ptx.store_128(to, a[0], a[1], a[2], a[3])
+            ptx.store_128(to + half, b[0], b[1], b[2], b[3])
+
+    return Kernel(name, turn, 21)
+
+
+_BF16 = ptx.low_bf16, ptx.high_bf16, ptx.two_bf16
+_F16 = ptx.low_f16, ptx.high_f16, ptx.two_f16
+
+POINTWISE_NORM_BF16 = _norm("pointwise_norm_bf16", *_BF16)
+POINTWISE_NORM_F16 = _norm("pointwise_norm_f16", *_F16)
+POINTWISE_SILU_BF16 = _gate("pointwise_silu_bf16", _silu, *_BF16)
+POINTWISE_SILU_F16 = _gate("pointwise_silu_f16", _silu, *_F16)
+POINTWISE_GELU_BF16 = _gate("pointwise_gelu_bf16", _gelu, *_BF16)
+POINTWISE_GELU_F16 = _gate("pointwise_gelu_f16", _gelu, *_F16)
+POINTWISE_GELU_TANH_BF16 = _gate("pointwise_gelu_tanh_bf16", _gelu_tanh, *_BF16)
+POINTWISE_GELU_TANH_F16 = _gate("pointwise_gelu_tanh_f16", _gelu_tanh, *_F16)
+POINTWISE_TURN_BF16 = _turn("pointwise_turn_bf16", *_BF16)
+POINTWISE_TURN_F16 = _turn("pointwise_turn_f16", *_F16)
