@@ -18,6 +18,7 @@ from tpplan.decoder import Decoder, Prompt, fused
 from tpplan.decoder.layers import angles, rotate
 from tpplan.decoder.pointwise import Places, Pointwise
 from tpplan.exec import compile as compile_plan
+from tpplan.exec import kernel_cache
 from tpplan.plan import Cache
 from tpplan.weights import load_weights
 
@@ -152,22 +153,22 @@ def test_turns_take_heads_of_whole_vectors(launches: Counter[str]) -> None:
 def test_caches_of_other_dtypes_are_not_written(launches: Counter[str]) -> None:
     """Nor are any where rows are numbered in 32 bits."""
     x, by = torch.randn(2, 4, 16).bfloat16(), angles(*torch.rand(2, 2, 16).bfloat16())
-    stored = torch.zeros(2, 6, 1, 16)
+    keys, values = torch.zeros(2, 6, 1, 16)
     numbers = torch.arange(2)
-    wide = Places(*stored, 3, numbers, numbers)
-    short = Places(*stored.bfloat16(), 3, numbers.int(), numbers)
+    wide = Places(keys, values, 3, numbers, numbers)
+    short = Places(keys.bfloat16(), values.bfloat16(), 3, numbers.int(), numbers)
     assert not kernels().turn(x, (2, 1), by, keep=wide)
     assert not kernels().turn(x, (2, 1), by, keep=short)
-    assert kernels().turn(x, (2, 1), by, keep=Places(*stored.bfloat16(), 3, numbers, numbers))
+    assert kernels().turn(x, (2, 1), by, keep=Places(keys.bfloat16(), values.bfloat16(), 3, numbers, numbers))
     assert launches["turn"] == 1
 
 
 def test_only_cuda_devices_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 16 bits, and where numba and cuda.core are installed."""
-    monkeypatch.setattr(fused.kernel_cache, "lacks", lambda: "")
+    monkeypatch.setattr(kernel_cache, "lacks", lambda: "")
     cuda = torch.device("cuda", 0)
     assert fused.has_kernels(cuda, torch.bfloat16)
     assert not fused.has_kernels(cuda, torch.float32)
     assert not fused.has_kernels(CPU, torch.bfloat16)
-    monkeypatch.setattr(fused.kernel_cache, "lacks", lambda: "numba_cuda not installed")
+    monkeypatch.setattr(kernel_cache, "lacks", lambda: "numba_cuda not installed")
     assert not fused.has_kernels(cuda, torch.bfloat16)

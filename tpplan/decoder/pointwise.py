@@ -5,6 +5,7 @@ Shapes: R rows, D hidden, I intermediate, H heads, K elements of a head, W colum
 
 from __future__ import annotations
 
+from functools import cache
 from struct import pack, unpack
 from typing import TYPE_CHECKING, Final
 
@@ -85,30 +86,19 @@ class Pointwise:
             The result, or None if the kernel does not take such tensors.
         """
         is_wide = weight.dtype is torch.float32
-        if not is_wide and weight.dtype is not self._dtype:
-            return None
         of_weight = weight.data_ptr()
-        if not self._takes(x_RD) or not weight.is_contiguous() or of_weight % _VECTOR:
+        if not (is_wide or weight.dtype is self._dtype) or of_weight % _VECTOR or not weight.is_contiguous():
             return None
-        if out is None:
-            out = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
-        elif not self._takes(out):
+        source = self._matrix(x_RD)
+        if out is None and source:
+            out = x_RD.new_empty(x_RD.shape)
+        target = self._matrix(out) if out is not None else None
+        if not source or not target:
             return None
-        rows, columns = x_RD.shape
-        vectors = columns // _ELEMENTS
-        self._norm(
-            rows,
-            _even(vectors, _MOST_THREADS)[1],
-            x_RD.data_ptr(),
-            x_RD.stride(0) * _ITEM,
-            out.data_ptr(),
-            out.stride(0) * _ITEM,
-            of_weight,
-            is_wide,
-            columns * _ITEM,
-            _bits(1 / columns),
-            self._eps,
-        )
+        start, pitch, rows, columns = source
+        _, threads = _even(columns // _ELEMENTS, _MOST_THREADS)
+        more = of_weight, is_wide, columns * _ITEM, _bits(1 / columns), self._eps
+        self._norm(rows, threads, start, pitch, *target[:2], *more)
         return out
 
     def gate(self, gate: Tensor, up: Tensor) -> bool:
@@ -123,14 +113,12 @@ class Pointwise:
         """
         if gate.dim() != 2 and gate.is_contiguous() and up.is_contiguous():  # noqa: PLR2004 - a matrix
             gate, up = gate.flatten(0, -2), up.flatten(0, -2)
-        if not self._takes(gate) or not self._takes(up):
+        of_gate, of_up = self._matrix(gate), self._matrix(up)
+        if not of_gate or not of_up:
             return False
-        rows, columns = gate.shape
-        start, pitch = gate.data_ptr(), gate.stride(0) * _ITEM
+        start, pitch, rows, columns = of_gate
         parts, threads = _even(columns // _ELEMENTS, _THREADS)
-        blocks = rows, parts, 1
-        of_up = up.data_ptr(), up.stride(0) * _ITEM
-        self._gate(blocks, threads, start, pitch, *of_up, start, pitch, columns * _ITEM)
+        self._gate((rows, parts, 1), threads, start, pitch, *of_up[:2], start, pitch, columns * _ITEM)
         return True
 
     def turn(
@@ -159,7 +147,9 @@ class Pointwise:
         turned, lanes = 2 * by.shape[-1], width // (2 * _ELEMENTS)
         if width % (2 * _ELEMENTS) or turned % (2 * _ELEMENTS) or qkv_RHK.stride(1) != width:
             return False
-        if not self._takes(qkv_RHK[:, 0]) or by.dtype is not self._dtype or not by.is_contiguous():
+        start, pitch = qkv_RHK.data_ptr(), qkv_RHK.stride(0) * _ITEM
+        is_fitting = qkv_RHK.dtype is self._dtype and qkv_RHK.stride(2) == 1 and rows and not (start | pitch) % _VECTOR
+        if not is_fitting or by.dtype is not self._dtype or not by.is_contiguous():
             return False
         words = [0, 0]
         if norms:
@@ -178,8 +168,8 @@ class Pointwise:
         self._turn(
             (rows, parts, 1),
             threads,
-            qkv_RHK.data_ptr(),
-            qkv_RHK.stride(0) * _ITEM,
+            start,
+            pitch,
             *counts,
             used,
             width * _ITEM,
@@ -207,11 +197,14 @@ class Pointwise:
         of_rows = [(each.data_ptr(), each.stride(0) * _NUMBER) for each in (sequences, places)]
         return *starts, *steps, *of_rows[0], *of_rows[1]
 
-    def _takes(self, x: Tensor) -> bool:
-        """Tell whether a matrix is one that kernels take."""
-        if x.dim() != 2 or x.dtype is not self._dtype or x.stride(1) != 1 or not len(x):  # noqa: PLR2004 - a matrix
-            return False
-        return not (x.data_ptr() | x.stride(0) * _ITEM | x.shape[1] * _ITEM) % _VECTOR
+    def _matrix(self, x: Tensor) -> tuple[int, int, int, int] | None:
+        """Return address, pitch, rows and columns of a matrix, or None if kernels do not take it."""
+        if x.dim() != 2 or x.dtype is not self._dtype:  # noqa: PLR2004 - a matrix
+            return None
+        start, (step, one), (rows, columns) = x.data_ptr(), x.stride(), x.shape
+        if one != 1 or not rows or (start | step * _ITEM | columns * _ITEM) % _VECTOR:
+            return None
+        return start, step * _ITEM, rows, columns
 
 
 def _even(count: int, most: int) -> tuple[int, int]:
@@ -220,6 +213,7 @@ def _even(count: int, most: int) -> tuple[int, int]:
     return blocks, -(-count // (blocks * _WARP)) * _WARP
 
 
+@cache
 def _bits(number: float) -> int:
     """Return the bits of a float32."""
     found: int = unpack("I", pack("f", number))[0]
