@@ -91,7 +91,7 @@ class Pointwise:
             return None
         source = self._matrix(x_RD)
         if out is None and source:
-            out = x_RD.new_empty(x_RD.shape)
+            out = torch.empty_like(x_RD)
         target = self._matrix(out) if out is not None else None
         if not source or not target:
             return None
