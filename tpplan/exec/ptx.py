@@ -5,11 +5,15 @@ Needs numba-cuda, but no GPU: a kernel that uses them compiles anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
+
+#: Writes an instruction for LLVM, given its builder and the arguments, and returns the results.
+Emitter = Callable[[Any, Sequence[Any]], list[Any]]
 
 #: Of each operand: numba's type, LLVM's, and the letter of the constraint.
 _OPERANDS = {
@@ -32,22 +36,40 @@ def _instruction(text: str, results: str, arguments: str, *, memory: bool = Fals
     outs, ins = ([_OPERANDS[name] for name in names.split()] for names in (results, arguments))
     kinds = [out[0] for out in outs]
     returned = types.void if not kinds else kinds[0] if len(kinds) == 1 else types.Tuple(tuple(kinds))
-    raw = ir.VoidType() if not outs else outs[0][1] if len(outs) == 1 else ir.LiteralStructType([o[1] for o in outs])
-    kind = ir.FunctionType(raw, [each[1] for each in ins])
-    constraint = ",".join([f"={out[2]}" for out in outs] + [each[2] for each in ins] + ["~{memory}"] * memory)
+    emit = emitter(text, results, arguments, memory=memory)
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        got = builder.call(ir.InlineAsm(kind, text, constraint, side_effect=memory), values)
+        got = emit(builder, values)
         if not outs:
             return context.get_dummy_value()
-        if len(outs) == 1:
-            return got
-        return context.make_tuple(
-            builder, signature.return_type, [builder.extract_value(got, i) for i in range(len(outs))]
-        )
+        return got[0] if len(outs) == 1 else context.make_tuple(builder, signature.return_type, got)
 
     signature = returned(*(each[0] for each in ins))
     return intrinsic(_TYPERS[len(ins)](signature, codegen))
+
+
+def emitter(text: str, results: str, arguments: str, *, memory: bool = False, whole: bool = False) -> Emitter:
+    """Return what writes one instruction for LLVM, for intrinsics of several; arguments as :func:`_instruction` has.
+
+    Args:
+        text: of it.
+        results: of it.
+        arguments: of it.
+        memory: whether it touches memory.
+        whole: whether the threads of a warp do it together, so that it must stay where all of them come.
+    """
+    outs, ins = ([_OPERANDS[name] for name in names.split()] for names in (results, arguments))
+    raw = ir.VoidType() if not outs else outs[0][1] if len(outs) == 1 else ir.LiteralStructType([o[1] for o in outs])
+    kind = ir.FunctionType(raw, [each[1] for each in ins])
+    constraint = ",".join([f"={out[2]}" for out in outs] + [each[2] for each in ins] + ["~{memory}"] * memory)
+    attributes = ("convergent",) if whole else ()
+
+    def emit(builder: Any, values: Sequence[Any]) -> list[Any]:
+        function = ir.InlineAsm(kind, text, constraint, side_effect=memory or whole)
+        got = builder.call(function, values, attrs=attributes)
+        return [got] if len(outs) == 1 else [builder.extract_value(got, i) for i in range(len(outs))]
+
+    return emit
 
 
 def _typer_of_0(signature: Any, codegen: Any) -> Any:
@@ -119,6 +141,28 @@ high_f16 = _instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h
 two_f16 = _instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", "f32 f32")
 float_of = _instruction("mov.b32 $0, $1;", "f32", "u32")
 bits_of = _instruction("mov.b32 $0, $1;", "u32", "f32")
+#: 2 to a power, to two units of the last place; 0 of minus infinity.
+exp2 = _instruction("ex2.approx.ftz.f32 $0, $1;", "f32", "f32")
+inverse = _instruction("rcp.approx.ftz.f32 $0, $1;", "f32", "f32")
+larger = _instruction("max.f32 $0, $1, $2;", "f32", "f32 f32")
+
+#: The low, and the high 16 bits of two registers.
+emit_lows = emitter("prmt.b32 $0, $1, $2, 0x5410;", "u32", "u32 u32")
+emit_highs = emitter("prmt.b32 $0, $1, $2, 0x7632;", "u32", "u32 u32")
+emit_stream_128 = emitter(
+    "ld.global.nc.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True
+)
+
+
+def _multiply(kind: str) -> Emitter:
+    """Return what adds to a matrix of 16 × 8 the product of one of 16 × 16 and one of 16 × 8, by a warp (sm_80)."""
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, "
+    return emitter(
+        text + "{$10,$11,$12,$13};", "f32 f32 f32 f32", "u32 u32 u32 u32 u32 u32 f32 f32 f32 f32", whole=True
+    )
+
+
+emit_multiply_bf16, emit_multiply_f16 = _multiply("bf16"), _multiply("f16")
 
 
 @intrinsic

@@ -1,0 +1,114 @@
+"""Attention of one token of each of some sequences to their cache, by a kernel that needs no mask.
+
+Shapes: R tokens, one of each of the first R sequences, B sequences, L places of a sequence, H heads (KV heads of keys
+and values), K elements of a head.
+"""
+
+from __future__ import annotations
+
+import struct
+from math import log
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from tpplan.decoder.launcher import Launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: What the kernels' names say of dtypes.
+_NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
+#: Of a head: elements that 16 bytes hold, as many as leave a kernel room for 8 warps, and at most.
+_VECTOR, _WIDE, _WIDEST = 8, 128, 256
+#: As the kernels have them.
+_QUERIES, _MOST_SPLITS, _TILE = 8, 128, 16
+#: Compute capability with matrix instructions for both dtypes.
+_OLDEST = (8, 0)
+#: Blocks at most where several share a token, and places that one of them has then at most, where it can be.
+_MOST_BLOCKS, _MOST_PLACES = 1024, 2048
+
+
+class Attention:
+    """The kernel of a device, a dtype and a size of heads, and what its blocks tell each other.
+
+    Calls on different streams must not overlap.
+    """
+
+    def __init__(self, place: torch.device, dtype: torch.dtype, head_dim: int, cap: float | None = None) -> None:
+        """Load it.
+
+        Args:
+            place: the CUDA device.
+            dtype: bfloat16 or float16.
+            head_dim: elements of a head; see :meth:`takes`.
+            cap: of the scores; see :class:`tpplan.decoder.settings.Settings`.
+        """
+        warps, width = 8 if head_dim <= _WIDE else 4, -(-head_dim // 64) * 64
+        self._threads, self._least, self._cap = 32 * warps, warps, cap
+        self._blocks = torch.cuda.get_device_properties(place).multi_processor_count
+        self._launch = Launcher(f"attention_{_NAMES[dtype]}_{head_dim}{'' if cap is None else '_capped'}", place)
+        self._turns = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=place)
+        self._partial = torch.empty(_MOST_BLOCKS, _QUERIES, width + 2, device=place)
+
+    @staticmethod
+    def takes(place: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        """Tell whether there is a kernel for such heads."""
+        if place.type != "cuda" or dtype not in _NAMES or head_dim % _VECTOR or head_dim > _WIDEST:
+            return False
+        return torch.cuda.get_device_capability(place) >= _OLDEST
+
+    def __call__(self, q_RHK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, positions_R: Tensor, *, scale: float) -> Tensor:
+        """Return what tokens find at places 0 to their position, or at all places if they are behind these.
+
+        Nothing waits, and no launch depends on the positions. Scores and sums are in float32, and rounded once.
+
+        Args:
+            q_RHK: queries, at any multiple of 16 bytes from one token to the next; equally many successive heads of
+                them share each KV head.
+            k_BHLK: keys of all sequences; heads and places lie side by side.
+            v_BHLK: values, in the same way.
+            positions_R: of the tokens, 64 bits each.
+            scale: of the scores.
+
+        Returns:
+            ``[R, H × K]``.
+        """
+        count, queries, size = q_RHK.shape
+        _, heads, length, _ = k_BHLK.shape
+        group = queries // heads
+        parts = heads * -(-group // _QUERIES)
+        splits = self._splits(count * parts, -(-length // _TILE))
+        out = q_RHK.new_empty(count, queries * size)
+        factor, limit = (scale / log(2), 0.0) if self._cap is None else (scale / self._cap, self._cap / log(2))
+        self._launch(
+            (splits, parts, count),
+            self._threads,
+            q_RHK.data_ptr(),
+            2 * q_RHK.stride(0),
+            k_BHLK.data_ptr(),
+            v_BHLK.data_ptr(),
+            2 * k_BHLK.stride(0),
+            positions_R.data_ptr(),
+            out.data_ptr(),
+            2 * queries * size,
+            self._partial.data_ptr(),
+            self._turns.data_ptr(),
+            length,
+            group,
+            _bits(factor),
+            _bits(limit),
+            self._least,
+        )
+        return out
+
+    def _splits(self, count: int, tiles: int) -> int:
+        """Return how many blocks share a token's places, where there are so many tokens times heads."""
+        most = min(_MOST_SPLITS, -(-tiles // self._least), _MOST_BLOCKS // count)
+        return max(1, min(most, max(self._blocks // count, tiles * _TILE // _MOST_PLACES)))
+
+
+def _bits(x: float) -> int:
+    """Return the bits of a float32."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", x))
+    return int(bits)
