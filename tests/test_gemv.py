@@ -1,0 +1,166 @@
+"""Products of few rows: the kernels' machine code, how warps share a matrix, and the words that kernels are told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.pointwise_cases import memory, number
+from tests.test_kernels import CAPABILITIES, _registers
+from tpplan.decoder import gemv
+from tpplan.decoder.gemv import DTYPES, GATES, Gemv, Norm, shape_of
+from tpplan.decoder.settings import ACTIVATIONS
+from tpplan.exec import kernel_cache
+
+SIZES = [(1536, 4096), (4096, 1024), (4096, 3584), (28672, 4096), (4096, 14336), (7, 8), (9, 2304), (33, 896), (5, 520)]
+#: Ways, dtypes and rows; their order spreads each over generations.
+KERNELS = [(way, dtype, count) for way in ("", "norm_") for count in (1, 2, 4) for dtype in DTYPES.values()]
+EPS = 1e-5
+PROCESSORS = 132
+
+
+@pytest.mark.parametrize("index", range(12), ids=[f"{way}{dtype}_{count}" for way, dtype, count in KERNELS])
+def test_they_read_vectors_and_spill_nothing(index: int) -> None:
+    """Loads are of 16 bytes, all is computed in 32 bits in registers, of which two blocks have enough.
+
+    They take long to compile: each does so for one generation of GPUs, and their kinds for all.
+    """
+    way, dtype, count = KERNELS[index]
+    name, capability = f"gemv_{way}{dtype}_{count}", CAPABILITIES[index % len(CAPABILITIES)]
+    text = kernel_cache.ptx(name, capability)
+    assert f".visible .entry {name}(" in text
+    assert "ld.global.nc.L1::no_allocate.v4.u32" in text
+    assert ("st.shared.v4.u32" in text) == (way == "norm_")
+    assert ".f64" not in text
+    assert ".local" not in text
+    code, log = kernel_cache.assemble(text, capability)
+    assert code[:4] == b"\x7fELF"
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+    assert _registers(log) <= 2**16 // (16 * 32)
+
+
+@pytest.mark.parametrize(("size", "width"), SIZES)
+@pytest.mark.parametrize("per", [2, 4])
+def test_all_of_a_matrix_has_warps_at_once(size: int, width: int, per: int) -> None:
+    """No block waits for another to end, none has nothing to do, and no team has a warp without columns."""
+    batches = -(-size // per)
+    shape = shape_of(batches, width, PROCESSORS)
+    warps = shape.team * shape.teams
+    assert 4 < warps <= 8
+    assert (shape.blocks - 1) * shape.teams < batches
+    assert shape.blocks <= PROCESSORS * (16 // warps)
+    assert (shape.team - 1) * 256 < width
+    assert shape.blocks * shape.teams >= min(batches, PROCESSORS * (16 // warps))
+
+
+@pytest.mark.parametrize(("width", "team"), [(4096, 8), (3584, 7), (14336, 7), (1024, 2), (2304, 5), (896, 2), (8, 1)])
+def test_teams_have_even_steps(width: int, team: int) -> None:
+    """A team's warps have two steps of 256 columns at a time, and as few as possible behind the last column."""
+    assert shape_of(1000, width, PROCESSORS).team == team
+
+
+class FakeLauncher:
+    """Does what a kernel does, by its words."""
+
+    def __init__(self, name: str, place: torch.device) -> None:
+        """Take any device."""
+        *way, dtype, count = name.split("_")
+        assert place.type == "cuda"
+        self._normed, self._count = way == ["gemv", "norm"], int(count)
+        self._dtype = {text: each for each, text in DTYPES.items()}[dtype]
+
+    def __call__(self, blocks: int, threads: int, *words: int) -> None:
+        """Do it."""
+        y, y_pitch, x, x_pitch, weight, pitch, half, size, per, width, rows, plus, plus_pitch, mode, *rest = words
+        team, teams, inverse, gain, eps = rest
+        assert rows in {self._count, self._count - 1}
+        assert threads == 32 * team * teams
+        assert [warp * inverse >> 16 for warp in range(team * teams)] == [warp // team for warp in range(team * teams)]
+        assert blocks * teams <= -(-size // per) + teams - 1
+        assert (per, half) == ((2, pitch * size) if mode else (4, 2 * pitch))
+        assert (gain != 0) == self._normed
+        count = 2 * size if mode else size
+        rows_RK = memory(x, (rows, width), (x_pitch, 2), self._dtype)
+        if self._normed:
+            weight_K = memory(gain, (width,), (2,), self._dtype)
+            rows_RK = functional.rms_norm(rows_RK, (width,), weight_K, number(eps))
+        found = rows_RK.float() @ memory(weight, (count, width), (pitch, 2), self._dtype).float().mT
+        if plus:
+            found += memory(plus, (rows, count), (plus_pitch, 2), self._dtype)
+        found = found.to(self._dtype)
+        if mode:
+            gate, up = found.chunk(2, dim=-1)
+            found = ACTIVATIONS[{each: name for name, each in GATES.items()}[mode]](gate.clone()) * up
+        memory(y, (rows, size), (y_pitch, 2), self._dtype).copy_(found)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gemv:
+    """Return kernels of a device that is not there."""
+    monkeypatch.setattr(gemv, "Launcher", FakeLauncher)
+    monkeypatch.setattr(kernel_cache, "prepare", list)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    found = SimpleNamespace(multi_processor_count=PROCESSORS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    return Gemv(torch.device("cuda", 0), request.param)
+
+
+def some(kernels: Gemv, *shape: int) -> torch.Tensor:
+    """Return numbers in the dtype of kernels."""
+    return torch.randn(shape).to(kernels._dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_words(kernels: Gemv, rows: int) -> None:
+    """Products, with a norm, a bias, a sum or a gate, are told to a kernel of so many rows."""
+    torch.manual_seed(rows)
+    x_RK, weight_NK, bias_N = some(kernels, rows, 80)[:, :72], some(kernels, 26, 72), some(kernels, 26)
+    norm = Norm(some(kernels, 72), EPS)
+    normed_RK = functional.rms_norm(x_RK, (72,), norm.weight, EPS)
+
+    def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
+
+    assert kernels.takes(x_RK, weight_NK, normed=True, gated=True)
+    check(kernels.linear(x_RK, weight_NK), functional.linear(x_RK, weight_NK))
+    check(kernels.linear(x_RK, weight_NK, bias_N, norm), functional.linear(normed_RK, weight_NK, bias_N))
+    to_RN = some(kernels, rows, 26)
+    expected = to_RN.addmm(x_RK, weight_NK.mT)
+    kernels.add(to_RN, x_RK, weight_NK)
+    check(to_RN, expected)
+    for name, act in ACTIVATIONS.items():
+        if name in GATES:
+            gate, up = functional.linear(normed_RK, weight_NK, bias_N).chunk(2, dim=-1)
+            check(kernels.gated(x_RK, weight_NK, name, bias_N, norm), act(gate.clone()) * up)
+
+
+def test_what_is_not_taken(kernels: Gemv) -> None:
+    """Many rows, other dtypes and strides, and what torch does faster, are left to torch."""
+    x_RK, weight_NK = some(kernels, 4, 4096), some(kernels, 8, 4096)
+    assert kernels.takes(x_RK, weight_NK, normed=True)
+    assert not kernels.takes(some(kernels, 5, 4096), weight_NK)
+    assert not kernels.takes(x_RK[:0], weight_NK)
+    assert not kernels.takes(x_RK.float(), weight_NK)
+    assert not kernels.takes(x_RK, weight_NK.float())
+    assert not kernels.takes(x_RK, weight_NK[:3])
+    assert not kernels.takes(x_RK, weight_NK[:7], gated=True)
+    assert not kernels.takes(x_RK[:, :12], weight_NK[:, :12])
+    assert not kernels.takes(x_RK[:, 1:9], weight_NK[:, :8])
+    assert not kernels.takes(x_RK[:, :2048], weight_NK[:, ::2])
+    wide = some(kernels, 4, 4104)
+    assert not kernels.takes(wide, some(kernels, 4, 4104), normed=True)
+    assert kernels.takes(wide, some(kernels, 4, 4104))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_large_matrices_and_many_rows_are_torchs(kernels: Gemv, fused: bool) -> None:
+    """Up to two rows take the time of reading the matrix; for more, tensor cores are faster from a size on."""
+    count = gemv.MOST_BYTES[fused] // (2 * 4096)
+    large_NK = torch.empty(count + 2, 4096, dtype=kernels._dtype)
+    for rows in (1, 2, 3, 4):
+        x_RK = some(kernels, rows, 4096)
+        assert kernels.takes(x_RK, large_NK[:count], gated=fused)
+        assert kernels.takes(x_RK, large_NK, gated=fused) == (rows <= 2)
