@@ -23,8 +23,8 @@ _NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _VECTOR, _WIDE, _WIDEST = 8, 128, 256
 #: As the kernels have them.
 _QUERIES, _MOST_SPLITS, _TILE = 8, 128, 16
-#: Compute capability with matrix instructions for both dtypes.
-_OLDEST = (8, 0)
+#: Compute capabilities: with matrix instructions for both dtypes, and whose kernels for wide heads need no memory.
+_OLDEST, _OLDEST_WIDE = (8, 0), (9, 0)
 #: Blocks at most where several share a token, and places that one of them has then at most, where it can be.
 _MOST_BLOCKS, _MOST_PLACES = 1024, 2048
 
@@ -56,7 +56,7 @@ class Attention:
         """Tell whether there is a kernel for such heads."""
         if place.type != "cuda" or dtype not in _NAMES or head_dim % _VECTOR or head_dim > _WIDEST:
             return False
-        return torch.cuda.get_device_capability(place) >= _OLDEST
+        return torch.cuda.get_device_capability(place) >= (_OLDEST if head_dim <= _WIDE else _OLDEST_WIDE)
 
     def __call__(self, q_RHK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, positions_R: Tensor, *, scale: float) -> Tensor:
         """Return what tokens find at places 0 to their position, or at all places if they are behind these.
@@ -78,7 +78,7 @@ class Attention:
         _, heads, length, _ = k_BHLK.shape
         group = queries // heads
         parts = heads * -(-group // _QUERIES)
-        splits = self._splits(count * parts, -(-length // _TILE))
+        splits = self._splits(count * parts, length)
         out = q_RHK.new_empty(count, queries * size)
         factor, limit = (scale / log(2), 0.0) if self._cap is None else (scale / self._cap, self._cap / log(2))
         self._launch(
@@ -102,10 +102,21 @@ class Attention:
         )
         return out
 
-    def _splits(self, count: int, tiles: int) -> int:
-        """Return how many blocks share a token's places, where there are so many tokens times heads."""
-        most = min(_MOST_SPLITS, -(-tiles // self._least), _MOST_BLOCKS // count)
-        return max(1, min(most, max(self._blocks // count, tiles * _TILE // _MOST_PLACES)))
+    def _splits(self, count: int, length: int) -> int:
+        return splits_of(count, length, self._least, self._blocks)
+
+
+def splits_of(count: int, length: int, least: int, enough: int) -> int:
+    """Return how many blocks share the places that a token sees.
+
+    Args:
+        count: of such things to share: tokens times KV heads.
+        length: of a cache.
+        least: tiles of a block.
+        enough: blocks that keep a device busy.
+    """
+    most = min(_MOST_SPLITS, -(-length // (_TILE * least)), _MOST_BLOCKS // count)
+    return max(1, min(most, max(enough // count, length // _MOST_PLACES)))
 
 
 def _bits(x: float) -> int:

@@ -67,8 +67,8 @@ def loads(limit: int, step: int, *, clear: bool = False) -> Any:
 def scores(multiply: Emitter) -> Any:
     """Return an intrinsic for the products of eight queries and eight keys.
 
-    It takes registers of the queries (row g is the query) and of the keys (row g is the key), and returns those of query
-    g and keys 2 t and 2 t + 1.
+    It takes registers of the queries (row g is the query) and of the keys (row g is the key), and returns the products
+    of query g and keys 2 t and 2 t + 1.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -81,7 +81,8 @@ def scores(multiply: Emitter) -> Any:
         found = [builder.fadd(one, other) for one, other in zip(*(each[:2] for each in sums), strict=True)]
         return context.make_tuple(builder, signature.return_type, found)
 
-    return intrinsic(lambda typingctx, queries, keys: (types.UniTuple(types.float32, 2)(queries, keys), codegen))  # noqa: ARG005
+    two = types.UniTuple(types.float32, 2)
+    return intrinsic(lambda typingctx, queries, keys: (two(queries, keys), codegen))  # noqa: ARG005
 
 
 def weighed(multiply: Emitter) -> Any:
@@ -125,7 +126,14 @@ def scaled(typingctx: Any, sums: Any, first: Any, second: Any) -> Any:  # noqa: 
 
 
 @intrinsic
-def keep(typingctx: Any, array: Any, sums: Any, start: Any, query: Any, element: Any) -> Any:  # noqa: ARG001
+def keep(  # noqa: PLR0917
+    typingctx: Any,  # noqa: ARG001
+    array: Any,
+    sums: Any,
+    start: Any,
+    query: Any,
+    element: Any,
+) -> Any:
     """Write the sums of :func:`weighed` into an array of float32.
 
     It takes the array, the sums, where those of query 2 t begin, and how much farther those of query 2 t + 1 and those

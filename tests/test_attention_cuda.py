@@ -1,0 +1,109 @@
+"""The attention of a decoding step on a real GPU, against torch in float32."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpplan.decoder.attention import Attention
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])]
+
+
+class Case:
+    """Random queries in the rows of a larger matrix, a cache, and the positions of one token of each sequence."""
+
+    def __init__(
+        self, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, length: int, positions: Sequence[int]
+    ) -> None:
+        """Make them; what no token sees is not a number."""
+        torch.manual_seed(length)
+        queries, keys = heads
+        count = len(positions)
+        rows = torch.randn(count, (queries + 2 * keys) * head_dim, device="cuda").to(dtype)
+        self.q_RHK = rows[:, : queries * head_dim].unflatten(1, (queries, head_dim))
+        kv = torch.randn(2, count + 1, keys, length, head_dim, device="cuda").to(dtype)
+        self.positions_R = torch.tensor(positions, device="cuda")
+        seen = torch.arange(length, device="cuda") <= self.positions_R[:, None]
+        self.hidden_RT = ~seen
+        kv[:, :count].masked_fill_(self.hidden_RT[None, :, None, :, None], math.nan)
+        self.k_BHLK, self.v_BHLK = kv.unbind()
+        self.scale = head_dim**-0.5
+
+    def expected(self, cap: float | None = None) -> Tensor:
+        """Return what torch computes of the same numbers in float64."""
+        count, queries, _ = self.q_RHK.shape
+        k_RHLK, v_RHLK = (x[:count].double().nan_to_num() for x in (self.k_BHLK, self.v_BHLK))
+        q_RHGK = self.q_RHK.double().unflatten(1, (k_RHLK.shape[1], -1))
+        scores = q_RHGK @ k_RHLK.mT * self.scale
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        weights = scores.masked_fill(self.hidden_RT[:, None, None], -math.inf).softmax(-1)
+        return (weights @ v_RHLK).reshape(count, queries * self.q_RHK.shape[2])
+
+    def check(self, attention: Attention, cap: float | None = None) -> None:
+        """Attend twice, for what blocks tell each other is used again, and compare with the nearest of 16 bits."""
+        expected = self.expected(cap)
+        precision = torch.finfo(self.q_RHK.dtype).eps / 2
+        for _ in range(2):
+            found = attention(self.q_RHK, self.k_BHLK, self.v_BHLK, self.positions_R, scale=self.scale)
+            torch.testing.assert_close(found.double(), expected, rtol=1.01 * precision, atol=1e-5)
+
+
+def kernel(dtype: torch.dtype, head_dim: int, cap: float | None = None) -> Attention:
+    """Return that of the first GPU."""
+    return Attention(torch.device("cuda", 0), dtype, head_dim, cap)
+
+
+@pytest.mark.parametrize("head_dim", [24, 64, 80, 96, 128, 192, 256])
+def test_sizes_of_heads(head_dim: int, dtype: torch.dtype) -> None:
+    """Of a token that sees one place, part of a tile, several blocks', and all places."""
+    case = Case(dtype, (8, 2), head_dim, 1000, [0, 14, 15, 16, 500, 999])
+    assert Attention.takes(torch.device("cuda", 0), dtype, head_dim)
+    case.check(kernel(dtype, head_dim))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (8, 2), (32, 8), (10, 2), (9, 1), (32, 2), (71, 1)])
+def test_groups(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """Any number of query heads shares a KV head."""
+    Case(dtype, heads, 128, 700, [650, 3, 699]).check(kernel(dtype, 128))
+
+
+@pytest.mark.parametrize("length", [1, 13, 128, 16384])
+def test_rings(length: int, dtype: torch.dtype) -> None:
+    """A token behind the end of a cache sees all of it, also where all blocks have a part."""
+    Case(dtype, (8, 2), 128, length, [0, length - 1, length, 3 * length + 1]).check(kernel(dtype, 128))
+
+
+def test_many_tokens(dtype: torch.dtype) -> None:
+    """Of lengths that differ, with as many blocks as there are."""
+    Case(dtype, (32, 8), 128, 600, [7 * row % 600 for row in range(65)]).check(kernel(dtype, 128))
+
+
+@pytest.mark.parametrize("cap", [5.0, 50.0])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_capped_scores(head_dim: int, cap: float, dtype: torch.dtype) -> None:
+    """As in Gemma 2."""
+    case = Case(dtype, (8, 4), head_dim, 600, [599, 10])
+    case.scale = 1.0
+    case.check(kernel(dtype, head_dim, cap), cap)
+
+
+def test_a_graph_serves_any_length(dtype: torch.dtype) -> None:
+    """Nothing of a launch depends on positions: a graph finds what they are when it runs."""
+    case, attention = Case(dtype, (8, 2), 128, 3000, [2999, 2999]), kernel(dtype, 128)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attention(case.q_RHK, case.k_BHLK, case.v_BHLK, case.positions_R, scale=case.scale)
+    for positions in ([0, 2999], [130, 17], [2998, 1000]):
+        case.positions_R.copy_(torch.tensor(positions))
+        case.hidden_RT = torch.arange(3000, device="cuda") > case.positions_R[:, None]
+        graph.replay()
+        precision = torch.finfo(dtype).eps / 2
+        torch.testing.assert_close(found.double(), case.expected(), rtol=1.01 * precision, atol=1e-5)
