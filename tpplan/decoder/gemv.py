@@ -32,7 +32,7 @@ _NORMED: Final = 2**15
 _ITEM: Final = 2
 #: Bytes that one access moves, columns that a warp reads at a time, matrix rows that it reads at a time.
 _VECTOR, _STEP, _FOUR = 16, 256, 4
-#: Warps of a block, and of a multiprocessor, whose registers are enough for two such blocks.
+#: Warps of a block, and of a multiprocessor, whose registers are enough for two such blocks (on sm_90).
 _BLOCK_WARPS, _WARPS = 8, 16
 #: Above which a kernel is for four rows.
 _TWO: Final = 2
