@@ -172,7 +172,7 @@ def _wanted() -> argparse.Namespace:
     add("--tokens", type=int, default=64, help="steps that are timed (default 64)")
     add("--prefill", type=int, default=4096, help="tokens of the long prompt (default 4096)")
     add("--peers", type=_names(*PEERS), default=PEERS, help="others, of nccl,transformers (default both)")
-    add("--eager", action="store_true", help="read prompts once more, without graphs where full passes are one")
+    add("--eager", action="store_true", help="read prompts once more, without graphs where they have some")
     add("--json", action="store_true", help="print one JSON document; the table goes to standard error")
     return parser.parse_args()
 

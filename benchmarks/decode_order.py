@@ -39,7 +39,7 @@ class Order:
         tokens: steps that are timed.
         prefill: tokens of the long prompt.
         nccl: whether the same decoder also runs over NCCL.
-        eager: whether prompts are read once more without graphs, where full passes are a graph.
+        eager: whether prompts are read once more without graphs, where they have some.
         started: when the process was started, as ``time.time()`` says.
     """
 

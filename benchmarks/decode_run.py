@@ -18,7 +18,7 @@ from benchmarks.nccl_context import NcclContext
 from benchmarks.random_checkpoint import read_rate
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling
-from tpplan.decoder.full import Full
+from tpplan.decoder.prompt_graphs import PromptGraphs
 from tpplan.decoder.steps import Steps
 from tpplan.exec import bench_limits
 from tpplan.exec import compile as compile_plan
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from benchmarks.decode_rows import Row
     from tpplan.exec import TPContext
 
-#: Readings of a prompt that are timed, and before these: a full pass runs as it is written, and is captured.
+#: Readings of a prompt that are timed, and before these: a pass runs as it is written, and is captured.
 _PREFILLS, _WARM_PREFILLS = 3, 2
 #: Bytes of the copy within a device's memory that its bandwidth is known by, turns, and copies of each.
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
@@ -73,12 +73,13 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
         _prefill(part, order, decoder, given)
         with part.guarded("memory"):
             memory.tell(part)
-        full, decoder.full = decoder.full, None
-        if order.eager and full:
+        graphs, decoder.prompt_graphs = decoder.prompt_graphs, None
+        if order.eager and graphs:
             _prefill(Part(tell, gpus=order.gpus, cut=order.cut, who="tpplan, eager"), order, decoder, given)
         if order.nccl:
             decoder.stack.context = NcclContext(context)  # type: ignore[assignment]
-            decoder.full = Full(decoder) if full else None  # with a graph of its own, too
+            if graphs:  # of its own, too
+                decoder.prompt_graphs = PromptGraphs(decoder, graphs.sizes)
             other = Part(tell, gpus=order.gpus, cut=order.cut, who="NCCL")
             _decode(other, order, lambda batch: Steps(decoder, batch), given, least)
             _prefill(other, order, decoder, given)

@@ -84,7 +84,8 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
         assert {x.dtype for x in (cum_seq_q, cum_seq_k, seqused_k)} == {torch.int32}
         assert all(x.is_contiguous() for x in (cum_seq_q, cum_seq_k, seqused_k))
         assert all(x.stride(-1) == 1 and x.shape[1:] == key.shape[1:] for x in (key, value))
-        assert int(cum_seq_q[-1]) == len(query)
+        assert int(cum_seq_q[-1]) <= len(query)
+        assert int(cum_seq_k.min()) >= 0
         assert max_q > 1  # or the kernel takes every text to have one
         found, texts = torch.full_like(query, torch.nan), []
         for (first, end), start, count in zip(

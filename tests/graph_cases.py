@@ -62,17 +62,18 @@ class FakeGraph:
 
 
 def mixtures(random: Random, batch: int, rows: int) -> Iterator[list[Prompt]]:
-    """Yield prompts that make one full pass: of some of the sequences, which go on where they were."""
-    done = [0] * batch
-    while sum(done) < batch * LENGTH // 2:
-        left, some = rows, []
-        for i in random.sample(range(batch), batch):
-            size = min(random.choice([0, 1, rows // 2, rows]), left, LENGTH - done[i])
-            if size:
-                some.append(Prompt([random.randrange(200) for _ in range(size)], i, done[i]))
-                done[i], left = done[i] + size, left - size
-        if not left:
-            yield some
-        else:  # which is not full, and never read
-            for prompt in some:
-                done[prompt.sequence] = prompt.start
+    """Yield prompts of up to three passes: of some of the sequences, which go on where they were, and begin anew twice.
+
+    Some of them fill a pass.
+    """
+    for _ in range(3):
+        done = [0] * batch
+        while sum(done) < batch * LENGTH // 2:
+            left, some = random.choice([1, random.randint(1, rows), rows, random.randint(1, 3 * rows)]), []
+            for i in random.sample(range(batch), batch):
+                size = min(random.choice([0, 1, rows // 2, 2 * rows]), left, LENGTH - done[i])
+                if size:
+                    some.append(Prompt([random.randrange(200) for _ in range(size)], i, done[i]))
+                    done[i], left = done[i] + size, left - size
+            if some:
+                yield some

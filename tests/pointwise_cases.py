@@ -109,8 +109,9 @@ class FakeLauncher:
         place_R = memory(places, (rows,), (places_step,), torch.int64)
         for start, first in ((to_keys, queries), (to_values, queries + keys)):
             for row, (sequence, place) in enumerate(zip(sequence_R.tolist(), place_R.tolist(), strict=True)):
-                to = start + sequence * of_sequence + place * width
-                memory(to, (keys, count), (of_head, 2), dtype).copy_(rows_RHK[row, first : first + keys])
+                if sequence >= 0:
+                    to = start + sequence * of_sequence + place * width
+                    memory(to, (keys, count), (of_head, 2), dtype).copy_(rows_RHK[row, first : first + keys])
 
 
 @pytest.fixture

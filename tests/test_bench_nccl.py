@@ -18,7 +18,7 @@ from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
 from tpplan.decoder import model
-from tpplan.decoder.full import Full, full_of
+from tpplan.decoder.prompt_graphs import PromptGraphs, graphs_of
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.program import HOST
 
@@ -65,24 +65,24 @@ def test_the_decoder_over_nccl_makes_the_same_tokens(order: Order) -> None:
 
 @pytest.mark.usefixtures("nccl", "flash_calls")
 def test_prompts_are_read_by_graphs_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full passes are a graph where they can be, over NCCL one of its own; if it is asked for, none is one more."""
+    """Passes are graphs where they can be, over NCCL one of its own; if it is asked for, none is one more."""
     random_checkpoint.write(tmp_path, {**CONFIG, "torch_dtype": "bfloat16"})
     captured: list[str] = []
     read: list[str] = []
-    run = Full.run
+    run = PromptGraphs.run
 
     def capture(self: Decoder, issue: Callable[[], None]) -> FakeGraph:
         captured.append(type(self.context).__name__)
         issue()
         return FakeGraph(issue, lambda: capture(self, issue))
 
-    def noted(self: Full, numbers: Tensor) -> tuple[Tensor, ...]:
+    def noted(self: PromptGraphs, numbers: Tensor) -> tuple[Tensor, ...]:
         read.append(type(self._decoder.context).__name__)
         return run(self, numbers)
 
-    monkeypatch.setattr(model, "full_of", lambda decoder, cap, **_: full_of(decoder, cap, graphs=True))
+    monkeypatch.setattr(model, "graphs_of", lambda decoder, cap, **_: graphs_of(decoder, cap, graphs=True))
     monkeypatch.setattr(model.Decoder, "captured", capture)
-    monkeypatch.setattr(Full, "run", noted)
+    monkeypatch.setattr(PromptGraphs, "run", noted)
     monkeypatch.setattr(decode_order, "_MAX_ROWS", 32)
     found: list[tuple[str, str, list[str]]] = []
 

@@ -12,7 +12,7 @@ from tests.flash_cases import flash_calls
 from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
 from tpplan.decoder import Sampling, generate, prepare, steps
-from tpplan.decoder.full import Full
+from tpplan.decoder.prompt_graphs import PromptGraphs
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
@@ -30,18 +30,18 @@ def _captured(issue: Callable[[], None]) -> FakeGraph:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["likeliest", "drawn"])
 @pytest.mark.usefixtures("flash_calls")
 def test_nothing_is_captured_after_that(sampling: Sampling) -> None:
-    """Neither full passes nor steps of any span; and texts are what they are without."""
+    """Neither passes of any size nor steps of any span; and texts are what they are without."""
     model = model_of("llama")
     plan = plan_of(model.directory, 3, request_of(), {}, seed=8)
     with decoding(plan, "llama", "fp32") as decoder, patch.object(steps, "_SHORTEST_SPAN", 16):
         expected = list(generate(decoder, model.prompts, LENGTH - 13, sampling=sampling))
-        decoder.full, decoder._steps = Full(decoder), {2: steps.Steps(decoder, 2, graphs=True)}
+        decoder.prompt_graphs, decoder._steps = PromptGraphs(decoder, [3, 6]), {2: steps.Steps(decoder, 2, graphs=True)}
         with patch.object(decoder, "captured", side_effect=_captured) as captured:
             prepare(decoder, 2, sampling=sampling)
-            assert captured.call_count == 5  # a full pass, and steps that look at 16, 32, 64 and 96 places
+            assert captured.call_count == 6  # passes of 3 and 6 rows, and steps that look at 16, 32, 64 and 96 places
             found = list(generate(decoder, model.prompts, LENGTH - 13, sampling=sampling))
     assert found == expected
-    assert captured.call_count == 5
+    assert captured.call_count == 6
 
 
 def test_a_decoder_without_graphs_is_ready_too() -> None:

@@ -27,7 +27,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 @pytest.mark.multi_gpu
 def test_nothing_is_captured_after_that(tmp_path: Path) -> None:
-    """Several GPUs have graphs of full passes unless they are told not to; texts are those that others lead to."""
+    """GPUs have graphs of passes of prompts unless they are told not to; texts are those that others lead to."""
     model = model_of("llama")
     AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16).save_pretrained(tmp_path)
     plan = plan_of(tmp_path, min(GPUS, 4), evolve(request_of(), max_rows=16), {}, seed=4)
@@ -35,17 +35,17 @@ def test_nothing_is_captured_after_that(tmp_path: Path) -> None:
     prompts, few = [Prompt([7] * 20, 0), Prompt([9] * 12, 1)], [model.prompts[0], model.prompts[0][:3]]
     with compile_plan(plan, backend="cuda", scratch=False) as context, patch.object(steps, "_SHORTEST_SPAN", 16):
         weights = load_weights(plan, tmp_path, context)
-        decoder, eager = (Decoder(context, tmp_path, weights, graphs=graphs) for graphs in (None, False))
-        assert decoder.full is not None
-        assert eager.full is None
+        decoder, other, eager = (Decoder(context, tmp_path, weights, graphs=each) for each in (None, None, False))
+        assert decoder.prompt_graphs is not None
+        assert eager.prompt_graphs is None
         prepare(decoder, 2, sampling=sampling)
         with patch.object(decoder, "captured", side_effect=AssertionError):
             texts = list(generate(decoder, few, LENGTH - 5, sampling=sampling))
             found = context.gather(decoder.read(prompts), Axis.VC).tensor.clone()
-            assert decoder.full is not None
+            assert decoder.prompt_graphs is not None
         expected = context.gather(eager.read(prompts), Axis.VC).tensor
         assert (found - expected).norm() < 0.03 * expected.norm()
-        assert texts == list(generate(eager, few, LENGTH - 5, sampling=sampling))
+        assert texts == list(generate(other, few, LENGTH - 5, sampling=sampling))
 
 
 @pytest.mark.multi_gpu
@@ -73,7 +73,7 @@ def test_what_cannot_be_captured_is_read_as_it_is_written(tmp_path: Path, caplog
                 found = context.gather(decoder.read(prompts), Axis.VC).tensor
                 assert (found - expected).norm() < 0.03 * expected.norm()
         assert calls == [False, True, *[False] * 5]
-        assert decoder.full is None
+        assert decoder.prompt_graphs is None
         texts = [list(generate(each, model.prompts, 8)) for each in (decoder, eager)]
     assert texts[0] == texts[1]
     (record,) = caplog.records

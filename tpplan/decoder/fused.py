@@ -65,10 +65,19 @@ class Fused(Plain):
         if not self._pointwise.turn(qkv_RHK, (heads.queries, heads.keys), turn.angles, turn.norms):
             super().turn(qkv_RHK, heads, turn)
 
-    def keep(self, qkv_RHK: Tensor, heads: Heads, turn: Turn, sequences: Tensor, places: Tensor) -> None:
+    def keep(
+        self,
+        qkv_RHK: Tensor,
+        heads: Heads,
+        turn: Turn,
+        sequences: Tensor,
+        places: Tensor,
+        *,
+        kept: Tensor | None = None,
+    ) -> None:
         """Do that, and write the keys and values to the heads' cache."""
         if heads.cache.is_plain:
             to = Places(*heads.cache.in_a_row(), sequences, places)
             if self._pointwise.turn(qkv_RHK, (heads.queries, heads.keys), turn.angles, turn.norms, to):
                 return
-        super().keep(qkv_RHK, heads, turn, sequences, places)
+        super().keep(qkv_RHK, heads, turn, sequences, places, kept=kept)

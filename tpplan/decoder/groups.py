@@ -33,6 +33,8 @@ class Group:
         numbers: of each sequence, and one more that means nothing, in 32 bits.
         ends: tokens that each has with these rows, in 32 bits.
         extent: of the pass.
+        kept: the row whose keys and values are written for each: its own, or of nobody's the first once more. None if
+            all are somebody's.
     """
 
     sequences: Tensor
@@ -41,10 +43,11 @@ class Group:
     numbers: Tensor
     ends: Tensor
     extent: Extent
+    kept: Tensor | None = None
     _starts: dict[int, Tensor] = field(default=Factory(dict), init=False)
 
     @classmethod
-    def of(cls, positions: Tensor, sequences: Tensor, before: Tensor, extent: Extent) -> Self:
+    def of(cls, positions: Tensor, sequences: Tensor, before: Tensor, extent: Extent, *, is_filled: bool) -> Self:
         """Group rows.
 
         Args:
@@ -52,16 +55,21 @@ class Group:
             sequences: of each.
             before: of each.
             extent: of the pass.
+            is_filled: whether the last rows may be nobody's.
         """
+        kept = None
+        if is_filled:
+            kept = torch.arange(len(before), device=before.device)
+            kept.mul_(sequences >= 0)
         counts = torch.arange(extent.count + 1, device=before.device)
         bounds = torch.searchsorted(before.contiguous(), counts, out_int32=True)
-        numbers = sequences.index_select(0, bounds.clamp(max=len(before) - 1)).int()
+        numbers = sequences.index_select(0, bounds.clamp(max=len(before) - 1)).int().clamp_(min=0)
         ends = positions.index_select(0, bounds[1:] - 1).add_(1).int()
-        return cls(sequences, positions, bounds, numbers, ends, extent)
+        return cls(sequences, positions, bounds, numbers, ends, extent, kept)
 
     def attention(self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, *, scale: float) -> Tensor:
         """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
-        steps.keep(qkv_RHK, heads, turn, self.sequences, self.positions)
+        steps.keep(qkv_RHK, heads, turn, self.sequences, self.positions, kept=self.kept)
         q_RHK = qkv_RHK[:, : heads.queries]
         k_THK, v_THK, apart = heads.cache.in_a_row()
         found = [

@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from tpplan.axes import Axis
 from tpplan.decoder.cache import Where
-from tpplan.decoder.full import full_of
 from tpplan.decoder.fused import steps_on
 from tpplan.decoder.groups import Group
 from tpplan.decoder.heads import heads_of, length_of
 from tpplan.decoder.joined import check_weights, joined
 from tpplan.decoder.layers import angles
 from tpplan.decoder.passes import Decode, Prefill
+from tpplan.decoder.prompt_graphs import graphs_of
 from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, numbers_of
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.stack import Stack
@@ -49,7 +49,7 @@ class Decoder:
         weights: by device and name, those with the same input joined where they lie side by side.
         length: tokens that each can have: the plan's cache tokens over its batch.
         graph: the latest that was captured of its work, or None; all of them share their memory.
-        full: what reads full passes of prompts as a graph, or None.
+        prompt_graphs: what reads passes of prompts by graphs, or None.
         generations: how many have begun; the cache is the latest one's.
     """
 
@@ -70,8 +70,8 @@ class Decoder:
             directory: the model's, with a config.json.
             weights: of the model, from :func:`tpplan.weights.load_weights`.
             cache: its kind; the plan's if not given. ``fp32``, which no plan has, loses nothing.
-            graphs: whether passes of prompts that fill ``max_rows`` are captured, where they can be: see
-                :func:`tpplan.decoder.full.is_fixed`. On several CUDA devices if not given.
+            graphs: whether passes of prompts are captured, where they can be: see
+                :func:`tpplan.decoder.prompt_graphs.is_fixed`. On CUDA devices if not given.
 
         Raises:
             ModelError: the decoder does not compute such a model, see :func:`tpplan.decoder.settings.settings_of`, or
@@ -104,7 +104,7 @@ class Decoder:
         self.generations = 0
         holders = sorted({device for each in heads for device in each})
         self._tables = dict(zip(holders, context.rope_tables(self._settings.rope, self.length), strict=True))
-        self.full = full_of(self, self._settings.attention_cap, graphs=graphs)
+        self.prompt_graphs = graphs_of(self, self._settings.attention_cap, graphs=graphs)
 
     @property
     def context(self) -> TPContext:
@@ -157,10 +157,8 @@ class Decoder:
         for tokens, stretches in cut(prompts, self.context.max_rows):
             numbers = torch.tensor([tokens, *numbers_of(stretches)]).T.contiguous()  # as many columns for any length
             xs = ()  # room for the next
-            if self.full and len(tokens) == self.context.max_rows:
-                xs = self.full.run(numbers)
-            else:
-                xs = self.run(self.context.broadcast(numbers, source=HOST), stretches)
+            xs = self.prompt_graphs.run(numbers) if self.prompt_graphs else ()
+            xs = xs or self.run(self.context.broadcast(numbers, source=HOST), stretches)
             last = [torch.cat([x_RD[each.ends] for each in stretches]) for x_RD in xs]
             ends = [[*kept, new_RD] for kept, new_RD in zip(ends, last, strict=True)]
         return self._logits([torch.cat(kept) for kept in ends])
@@ -170,14 +168,15 @@ class Decoder:
 
         Args:
             numbers: on each device, of each row: its token and what :func:`tpplan.decoder.prompts.numbers_of` says.
-            stretches: of all rows; not given where nothing may depend on them.
+            stretches: of all rows; not given where nothing may depend on them, and the last rows may be nobody's.
         """
         tokens, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
-        extent = Extent.of(stretches) if stretches else Extent(self.batch, self.context.max_rows, self.length)
+        count = len(numbers[0])
+        extent = Extent.of(stretches) if stretches else Extent(self.batch, min(count, self.length), self.length)
         cap, held = self._settings.attention_cap, [each for layer in self.stack.heads for each in layer.values()]
         some_attend = len(stretches) != 1 and any(each.attend_at_once(extent.most, cap) for each in held)
         groups = {
-            device: Group.of(positions, sequences, before, extent)
+            device: Group.of(positions, sequences, before, extent, is_filled=not stretches)
             for device, positions, sequences, before in zip(self.context.all_devices, *others, strict=True)
             if device in self._tables and some_attend
         }

@@ -89,16 +89,28 @@ class Plain:
                 x_RHK.copy_(self.norm(x_RHK, weight))
         rotate(qkv_RHK[:, : heads.queries + heads.keys], turn.angles)
 
-    def keep(self, qkv_RHK: Tensor, heads: Heads, turn: Turn, sequences: Tensor, places: Tensor) -> None:
+    def keep(
+        self,
+        qkv_RHK: Tensor,
+        heads: Heads,
+        turn: Turn,
+        sequences: Tensor,
+        places: Tensor,
+        *,
+        kept: Tensor | None = None,
+    ) -> None:
         """Do that, and write the keys and values to the heads' cache.
 
         Args:
             qkv_RHK: queries, then keys, then values.
             heads: with the cache.
             turn: how.
-            sequences: of the rows.
+            sequences: of the rows; of nobody's below 0.
             places: of the rows in the cache.
+            kept: the row that is written for each, which is somebody's; its own if not given, and all are somebody's.
         """
         self.turn(qkv_RHK, heads, turn)
-        _, k_RHK, v_RHK = heads.apart(qkv_RHK)
-        heads.cache.put(sequences, places, k_RHK, v_RHK)
+        kv_RHK = qkv_RHK[:, heads.queries :]
+        if kept is not None:  # no shape may depend on how many are nobody's: what is written twice is the same
+            kv_RHK, sequences, places = (x.index_select(0, kept) for x in (kv_RHK, sequences, places))
+        heads.cache.put(sequences, places, *kv_RHK.chunk(2, dim=1))

@@ -44,7 +44,7 @@ class Places:
         keys: of a cache, ``[T, H, K]``, see :meth:`tpplan.decoder.cache.Store.in_a_row`.
         values: likewise.
         apart: places from one sequence to the next.
-        sequences: of each row, in 64 bits.
+        sequences: of each row, in 64 bits; below 0 if the row is not to be written.
         places: of each row in its sequence, in 64 bits.
     """
 

@@ -16,6 +16,8 @@ from tpplan.exec.kernels import Kernel
 
 _WORD, _FLOAT = types.uint64, types.float32
 _WARP, _EVERY = 32, 0xFFFFFFFF
+#: Numbers of sequences from here on are below 0, and rows that have them are not written to caches.
+_BELOW = 0x80000000
 
 #: As in torch's GELU.
 _ROOT_OF_HALF, _TANH_SCALE, _TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715
@@ -254,7 +256,7 @@ def _turn(name: str, low: Any, high: Any, two: Any) -> Kernel:
         if is_there and not is_value:
             ptx.store_128(source, a[0], a[1], a[2], a[3])
             ptx.store_128(source + half, b[0], b[1], b[2], b[3])
-        if is_there and is_kept:
+        if is_there and is_kept and sequence < types.uint32(_BELOW):
             start = cached_values if is_value else cached_keys
             number = head - types.uint32(queries) - (types.uint32(keys) if is_value else types.uint32(0))
             to = start + _WORD(sequence) * sequence_step + _WORD(number) * head_step + _WORD(place) * width + offset

@@ -16,7 +16,7 @@ _GREEDY = Sampling()
 def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREEDY) -> None:
     """Run a decoder's passes before any text does: with all kernels loaded, and with the graphs that it replays.
 
-    These are the full passes of prompts, where they are a graph, and the steps of all lengths.
+    These are the passes of prompts of every size, where they are graphs, and the steps of all lengths.
 
     Args:
         decoder: whose cache is overwritten.
@@ -28,14 +28,16 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREED
     """
     decoder.generations += 1  # whatever goes on has lost its cache
     steps = decoder.steps(sequences)
-    if decoder.full:
+    graphs = decoder.prompt_graphs
+    for size in reversed(graphs.sizes if graphs else ()):  # the largest first: others fit in its memory
         for _ in range(2):  # as it is written, and captured
-            decoder.read(_filling(decoder))
+            decoder.read(_prompts(decoder, size))
     steps.prepare(sampling)
 
 
-def _filling(decoder: Decoder) -> list[Prompt]:
-    """Return prompts that make one full pass."""
-    rows, length = decoder.context.max_rows, decoder.length
+def _prompts(decoder: Decoder, rows: int) -> list[Prompt]:
+    """Return prompts that make a pass of so many rows, or of as many as there is room for."""
+    length = decoder.length
+    rows = min(rows, decoder.batch * length)
     firsts = range(0, rows, length)
     return [Prompt([0] * min(length, rows - first), sequence) for sequence, first in enumerate(firsts)]

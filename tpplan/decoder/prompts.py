@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from tpplan.plan import SplitPlan
 
+#: The numbers of a row that is nobody's, behind all others of a pass: its token, and what :func:`numbers_of` says.
+NOBODY: Final = 0, 0, -1, 2**31 - 1
+
 #: Characters of what is no token or no prompt.
 _SHOWN: Final = 60
 
