@@ -130,3 +130,22 @@ def test_turns(shape: tuple[int, int, int, int, int], dtype: torch.dtype, *, nor
     k_RHK, v_RHK = found[:, queries : queries + keys], found[:, queries + keys :]
     stores[1].write(sequences, slice(None), places, side_by_side(k_RHK, v_RHK))
     assert torch.equal(stores[0]._parts[0], stores[1]._parts[0])
+
+
+def test_rows_of_nobody_are_not_written(dtype: torch.dtype) -> None:
+    """Rows below 0 are turned, and nothing of them goes to a cache, nor before or behind it."""
+    torch.manual_seed(2)
+    x = torch.randn(7, 4, 64, device="cuda").to(dtype)
+    by = angles(*torch.rand(2, 7, 64, device="cuda").to(dtype))
+    memory = torch.full((2, 5, 6, 1, 64), torch.nan, dtype=dtype, device="cuda")  # of three sequences, and around them
+    keys, values = memory[:, 1:4].flatten(1, 2)
+    sequences = torch.tensor([2, -1, 0, -1, 1, -(2**31), -1], device="cuda")
+    places = torch.tensor([3, 0, 5, 2, 4, 0, 1], device="cuda")
+    found = x.clone()
+    assert kernels(dtype).turn(found, (2, 1), by, keep=Places(keys, values, 6, sequences, places))
+    rotate(x[:, :3], by)
+    assert torch.equal(found, x)
+    expected = torch.full_like(memory, torch.nan)
+    for row in (0, 2, 4):
+        expected[:, 1 + sequences[row], places[row], 0] = x[row, 2:]
+    assert torch.equal(memory.view(torch.int16), expected.view(torch.int16))
