@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.fused_cases import FakeGemv
 from tpplan.decoder import fused, pointwise
 from tpplan.decoder.layers import rms_norm, rotate
 from tpplan.decoder.pointwise import DTYPES, GATES
@@ -118,6 +119,7 @@ class FakeLauncher:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Let decoders of 16 bits compute on CPUs as on CUDA devices, and return how often each kernel is launched."""
     monkeypatch.setattr(pointwise, "Launcher", FakeLauncher)
+    monkeypatch.setattr(fused, "Gemv", FakeGemv)
     monkeypatch.setattr(fused, "has_kernels", lambda _, dtype: dtype in DTYPES)
     monkeypatch.setattr(FakeLauncher, "calls", Counter())
     return FakeLauncher.calls

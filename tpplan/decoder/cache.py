@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Self
 
 import torch
-from attrs import frozen
+from attrs import Factory, field, frozen
 from torch import Tensor
 
 from tpplan.decoder.layers import AT_ONCE, hiding, side_by_side, some_of, together
@@ -69,6 +69,7 @@ class Store:
         heads: of a sequence.
         head_dim: elements of each.
         is_plain: whether what is read is what is stored, and takes no memory.
+        halves: keys and values of a plain store, ``[B, H, L, K]``: its own memory.
     """
 
     def __init__(self, kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -99,8 +100,8 @@ class Store:
             for part in self._encode(torch.zeros(1, shape[-1]))
         )
         self.is_plain = self._parts[0].dtype == dtype
-        self._halves = self._parts[0].unbind()
-        self._rows = _in_a_row(self._halves[0]), _in_a_row(self._halves[1]), shape[1] * shape[2]
+        self.halves: tuple[Tensor, Tensor] = (self._parts[0][0], self._parts[0][1])
+        self._rows = _in_a_row(self.halves[0]), _in_a_row(self.halves[1]), shape[1] * shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +121,7 @@ class Store:
         """Write keys and values to places from ``start`` on, and return those of all places up to them."""
         end = start + k_BHSK.shape[2]
         if self.is_plain:  # in few calls of torch: with many devices, the time of a pass is the host's
-            k_BHTK, v_BHTK = (half[sequences, heads, :end] for half in self._halves)
+            k_BHTK, v_BHTK = (half[sequences, heads, :end] for half in self.halves)
             for kept, new in ((k_BHTK, k_BHSK), (v_BHTK, v_BHSK)):
                 some_of(kept, slice(start, end), dim=2).copy_(new)
         else:
@@ -166,12 +167,16 @@ class Where:
     Attributes:
         sequences: their numbers, ``[B]``.
         places: of the new tokens, ``[B]``.
-        mask: of the places in use, ``[B, 1, 1, T]``; see :func:`tpplan.decoder.layers.attend`.
+        positions: of the new tokens, ``[B]``.
+        span: places that may be in use.
     """
 
     sequences: Tensor
     places: Tensor
-    mask: Tensor
+    positions: Tensor
+    span: int
+    _dtype: torch.dtype
+    _masks: list[Tensor] = field(default=Factory(list), init=False)
 
     @classmethod
     def of(cls, positions_B: Tensor, length: int, span: int, dtype: torch.dtype) -> Self:
@@ -184,10 +189,16 @@ class Where:
             dtype: of the scores.
         """
         places = positions_B if span <= length else positions_B % length
-        count, span = len(positions_B), min(span, length)
-        numbers = torch.arange(max(count, span), device=positions_B.device)
-        seen = numbers[:span] <= positions_B[:, None]
-        return cls(numbers[:count], places, hiding(seen[:, None, None], dtype))
+        sequences = torch.arange(len(positions_B), device=positions_B.device)
+        return cls(sequences, places, positions_B, min(span, length), dtype)
+
+    @property
+    def mask(self) -> Tensor:
+        """Of the places in use, ``[B, 1, 1, T]``; see :func:`tpplan.decoder.layers.attend`."""
+        if not self._masks:
+            seen = torch.arange(self.span, device=self.positions.device) <= self.positions[:, None]
+            self._masks.append(hiding(seen[:, None, None], self._dtype))
+        return self._masks[0]
 
 
 class LayerCache:
@@ -208,6 +219,16 @@ class LayerCache:
     def is_plain(self) -> bool:
         """Whether what is read is what is stored."""
         return self._store.is_plain
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self._store.head_dim
+
+    @property
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of a plain store, ``[B, H, L, K]``: its own memory."""
+        return self._store.halves
 
     @property
     def nbytes(self) -> int:

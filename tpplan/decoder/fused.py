@@ -4,30 +4,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tpplan.decoder.attention import Attention
+from tpplan.decoder.gemv import Gemv, Norm
+from tpplan.decoder.layers import some_of, together
 from tpplan.decoder.plain import Plain
 from tpplan.decoder.pointwise import DTYPES, Places, Pointwise
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec import kernel_cache
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
     import torch
     from torch import Tensor
 
+    from tpplan.decoder.cache import Where
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.plain import Turn
     from tpplan.decoder.settings import Settings
 
 
-def steps_on(place: torch.device, dtype: torch.dtype, settings: Settings) -> Plain:
+def steps_on(place: torch.device, dtype: torch.dtype, settings: Settings, head_dims: Collection[int]) -> Plain:
     """Return what computes the steps of layers on a device: by kernels where there are any.
 
     Args:
         place: the device.
         dtype: of the activations.
         settings: of the model.
+        head_dims: elements of a head, of all layers.
     """
     if has_kernels(place, dtype):
-        return Fused(place, dtype, settings)
+        return Fused(place, dtype, settings, head_dims)
     return Plain(settings.norm_eps, settings.activation)
 
 
@@ -39,22 +46,64 @@ def has_kernels(place: torch.device, dtype: torch.dtype) -> bool:
 class Fused(Plain):
     """The steps of a layer in 16 bits; what its kernels do not take is left to torch."""
 
-    def __init__(self, place: torch.device, dtype: torch.dtype, settings: Settings) -> None:
+    def __init__(self, place: torch.device, dtype: torch.dtype, settings: Settings, head_dims: Collection[int]) -> None:
         """Load the kernels.
 
         Args:
             place: a CUDA device.
             dtype: of the activations, of 16 bits.
             settings: of the model.
+            head_dims: elements of a head, of all layers.
         """
         super().__init__(settings.norm_eps, settings.activation)
-        activation = next(name for name, each in ACTIVATIONS.items() if each is settings.activation)
-        self._pointwise = Pointwise(place, dtype, settings.norm_eps, activation)
+        self._name = next(name for name, each in ACTIVATIONS.items() if each is settings.activation)
+        self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name)
+        self._gemv = Gemv(place, dtype)
+        cap = settings.attention_cap
+        self._attention = {
+            size: Attention(place, dtype, size, cap) for size in head_dims if Attention.takes(place, dtype, size)
+        }
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """Return rows behind a norm."""
         found = self._pointwise.norm(x_RD, weight, out)
         return super().norm(x_RD, weight, out) if found is None else found
+
+    def linear(self, x: Tensor, weights: Mapping[str, Tensor], name: str, *, bias: bool = True) -> Tensor:
+        """Multiply by a matrix."""
+        weight = weights[f"{name}.weight"]
+        if self._gemv.takes(x, weight):
+            return self._gemv.linear(x, weight, weights.get(f"{name}.bias") if bias else None)
+        return super().linear(x, weights, name, bias=bias)
+
+    def add_linear(self, to: Tensor, x: Tensor, weights: Mapping[str, Tensor], name: str) -> None:
+        """Add to rows of the residual stream what a matrix makes of others."""
+        weight = weights[f"{name}.weight"]
+        if not self._gemv.takes(x, weight):
+            super().add_linear(to, x, weights, name)
+            return
+        self._gemv.add(to, x, weight)
+        if f"{name}.bias" in weights:
+            to.add_(weights[f"{name}.bias"])
+
+    def normed(
+        self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str] = ()
+    ) -> Tensor:
+        """Multiply rows behind a norm by some matrices, ``[R, O]``."""
+        weight = weights.get(f"{fused}.weight")
+        if weight is None or norm.dtype is not x_RD.dtype or not self._gemv.takes(x_RD, weight, normed=True):
+            return super().normed(x_RD, norm, weights, fused, names)
+        return self._gemv.linear(x_RD, weight, weights.get(f"{fused}.bias"), Norm(norm, self._eps))
+
+    def gated(
+        self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str]
+    ) -> Tensor:
+        """Return the gate of rows behind a norm, ``[R, I]``."""
+        weight = weights.get(f"{fused}.weight")
+        takes = weight is not None and self._gemv.takes(x_RD, weight, normed=True, gated=True)
+        if weight is None or not takes or norm.dtype is not x_RD.dtype:
+            return super().gated(x_RD, norm, weights, fused, names)
+        return self._gemv.gated(x_RD, weight, self._name, Norm(norm, self._eps), weights.get(f"{fused}.bias"))
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """Multiply the activation of one tensor by another, and return the former, which is written over."""
@@ -81,3 +130,18 @@ class Fused(Plain):
             if self._pointwise.turn(qkv_RHK, (heads.queries, heads.keys), turn.angles, turn.norms, to):
                 return
         super().keep(qkv_RHK, heads, turn, sequences, places, kept=kept)
+
+    def attends(self, heads: Heads) -> bool:
+        """Tell whether a kernel attends, which needs no mask."""
+        return heads.cache.is_plain and heads.cache.head_dim in self._attention
+
+    def attend(self, qkv_RHK: Tensor, heads: Heads, where: Where, *, scale: float, cap: float | None) -> Tensor:
+        """Return what the queries of one token of each sequence find in the heads' cache, ``[R, H × K]``."""
+        if not self.attends(heads):
+            return super().attend(qkv_RHK, heads, where, scale=scale, cap=cap)
+        kernel, halves = self._attention[heads.cache.head_dim], heads.cache.halves
+        found = []
+        for run in heads.runs:
+            k_BHLK, v_BHLK = (some_of(half, run.keys, dim=1) for half in halves)
+            found.append(kernel(qkv_RHK[:, run.queries], k_BHLK, v_BHLK, where.positions, scale=scale))
+        return together(found, dim=1)

@@ -16,11 +16,9 @@ from torch import Tensor
 from tpplan.decoder.launcher import Launcher
 from tpplan.exec import kernel_cache
 
-#: Rows that a kernel takes.
+#: Rows that a kernel takes, with a norm before; and without, where cuBLAS is faster with more.
 MOST_ROWS: Final = 4
-#: Bytes of a matrix that three or four rows are multiplied by, at most, if the kernel does more, and if not: for larger
-#: ones cuBLAS, which uses tensor cores, is faster.
-MOST_BYTES: Final = {True: 2**27, False: 2**25}
+_MOST_ALONE: Final = 2
 
 #: What the kernels call the activations of :data:`tpplan.decoder.settings.ACTIVATIONS`.
 GATES: Final = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
@@ -34,8 +32,6 @@ _ITEM: Final = 2
 _VECTOR, _STEP, _FOUR = 16, 256, 4
 #: Warps of a block, and of a multiprocessor, whose registers are enough for two such blocks (on sm_90).
 _BLOCK_WARPS, _WARPS = 8, 16
-#: Above which a kernel is for four rows.
-_TWO: Final = 2
 
 
 @frozen
@@ -98,12 +94,12 @@ class Gemv:
             place: a CUDA device.
             dtype: of rows and matrices, of 16 bits.
         """
-        ways, counts = ("gemv_", "gemv_norm_"), (1, 2, 4)
-        names = [[f"{way}{DTYPES[dtype]}_{count}" for count in counts] for way in ways]
+        ways = ("gemv_", (1, 2)), ("gemv_norm_", (1, 2, 4))
+        names = [[f"{way}{DTYPES[dtype]}_{count}" for count in counts] for way, counts in ways]
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for some in names for name in some)
-        plain, normed = ([Launcher(name, place) for name in some] for some in names)
-        self._plain, self._normed, self._dtype = [*plain, plain[-1]], [*normed, normed[-1]], dtype
+        self._plain, normed = ([Launcher(name, place) for name in some] for some in names)
+        self._normed, self._dtype = [*normed, normed[-1]], dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
     def takes(self, x_RK: Tensor, weight_NK: Tensor, *, normed: bool = False, gated: bool = False) -> bool:
@@ -116,9 +112,9 @@ class Gemv:
             gated: whether there is a gate behind.
         """
         rows, width = x_RK.shape
-        if not 0 < rows <= MOST_ROWS or len(weight_NK) < _FOUR or (gated and len(weight_NK) % 2):
+        if not 0 < rows <= (MOST_ROWS if normed else _MOST_ALONE):
             return False
-        if rows > _TWO and weight_NK.numel() * _ITEM > MOST_BYTES[normed or gated]:
+        if len(weight_NK) < _FOUR or (gated and len(weight_NK) % 2):
             return False
         if normed and rows * width * _ITEM > _NORMED:
             return False
@@ -135,9 +131,7 @@ class Gemv:
         """Add a product to rows, where they are, and round once, as ``addmm_`` does."""
         self._run(to_RN, x_RK, weight_NK, (to_RN.data_ptr(), 2 * to_RN.stride(0)), None, 0)
 
-    def gated(
-        self, x_RK: Tensor, weight_NK: Tensor, gate: str, bias_N: Tensor | None = None, norm: Norm | None = None
-    ) -> Tensor:
+    def gated(self, x_RK: Tensor, weight_NK: Tensor, gate: str, norm: Norm, bias_N: Tensor | None = None) -> Tensor:
         """Return the products of the matrix's second half, times the activations of its first's: ``[R, I]``.
 
         Products, activations and what comes of both are rounded, as they are where each is a kernel.
@@ -146,8 +140,8 @@ class Gemv:
             x_RK: rows.
             weight_NK: gate and up projection, one below the other.
             gate: the activation, of :data:`GATES`.
-            bias_N: of both.
             norm: of the rows, before all.
+            bias_N: of both.
         """
         h_RI = x_RK.new_empty((len(x_RK), len(weight_NK) // 2))
         plus = (0, 0) if bias_N is None else (bias_N.data_ptr(), 0)

@@ -10,10 +10,10 @@ from attrs import field, frozen
 
 from tpplan.axes import Axis
 from tpplan.decoder.cache import LayerCache, Store
-from tpplan.decoder.layers import takes_flash
+from tpplan.decoder.layers import some_of, takes_flash, together
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -89,6 +89,18 @@ class Heads:
                 before = run.queries.start + (first - run.keys.start) * run.group
                 queries = slice(before, before + (end - first) * run.group)
                 yield Run(queries, slice(first - some.start, end - some.start), run.group)
+
+
+def found_by(
+    runs: Iterable[Run], q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, attending: Callable[..., Tensor]
+) -> Tensor:
+    """Return what the queries find that read some KV heads, ``[R, H × K]``."""
+    parts = []
+    for run in runs:
+        kv = [some_of(x_BHTK, run.keys, dim=1) for x_BHTK in (k_BHTK, v_BHTK)]
+        out_BHSK = attending(some_of(q_BHSK, run.queries, dim=1), *kv)
+        parts.append(out_BHSK.transpose(1, 2).flatten(2).flatten(0, 1))
+    return together(parts, dim=1)
 
 
 def length_of(request: Request) -> int:

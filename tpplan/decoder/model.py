@@ -94,8 +94,9 @@ class Decoder:
         kind = cache or request.cache.kind
         heads = [heads_of(context, layer, window, kind) for layer, window in enumerate(windows)]
         self.weights = {device: joined(weights[device], layers, self._family) for device in context.all_devices}
+        head_dims = {each.cache.head_dim for layer in heads for each in layer.values()}
         steps = {
-            device: steps_on(context.devices[device].device, context.dtype, self._settings)
+            device: steps_on(context.devices[device].device, context.dtype, self._settings, head_dims)
             for device in context.all_devices
         }
         self.stack = Stack(context, self._settings, layers, self.weights, heads, steps=steps)

@@ -5,7 +5,7 @@ Shapes: R rows of the pass, B batch, S queries, T keys, H heads, K elements of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from tpplan.decoder.cache import Where
 from tpplan.decoder.groups import Group
+from tpplan.decoder.heads import found_by
 from tpplan.decoder.layers import apart, attend, some_of, together
 from tpplan.decoder.prompts import Stretch
 
 if TYPE_CHECKING:
-    from tpplan.decoder.heads import Heads, Run
+    from tpplan.decoder.heads import Heads
     from tpplan.decoder.plain import Plain, Turn
 
 #: Sines and cosines of the rows' positions, from :func:`tpplan.decoder.layers.angles`.
@@ -83,7 +84,7 @@ class Prefill:
             k_BHSK, v_BHSK = [some_of(some_of(x_BHSK, some, dim=0), keys, dim=1) for x_BHSK in kv]
             k_BHTK, v_BHTK, window = heads.cache.extend(sequences, keys, each.start, k_BHSK, v_BHSK)
             behind = partial(attending, window=window, recurs=each.is_full)
-            return _found(heads.runs_of(keys), some_of(q_BHSK, some, dim=0), k_BHTK, v_BHTK, behind)
+            return found_by(heads.runs_of(keys), some_of(q_BHSK, some, dim=0), k_BHTK, v_BHTK, behind)
 
         return heads.cache.in_pieces(each.count, each.start, each.start + each.size, find)
 
@@ -117,28 +118,7 @@ class Decode:
         """
         where = self.where[device][heads.cache.length]
         steps.keep(qkv_RHK, heads, turn, where.sequences, where.places)
-        count, span = where.mask.shape[0], where.mask.shape[-1]
-
-        attending = partial(attend, scale=scale, cap=cap, recurs=True)
-
-        def find(some: slice, keys: slice) -> Tensor:
-            q_BHSK = qkv_RHK[some, : heads.queries, None]
-            k_BHTK, v_BHTK = heads.cache.read(some, keys, span)
-            return _found(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, partial(attending, mask=where.mask[some]))
-
-        return heads.cache.in_pieces(count, 0, span, find)
+        return steps.attend(qkv_RHK, heads, where, scale=scale, cap=cap)
 
 
 Pass = Prefill | Decode
-
-
-def _found(
-    runs: Iterable[Run], q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, attending: Callable[..., Tensor]
-) -> Tensor:
-    """Return what the queries find that read some KV heads, ``[R, H × K]``."""
-    parts = []
-    for run in runs:
-        kv = [some_of(x_BHTK, run.keys, dim=1) for x_BHTK in (k_BHTK, v_BHTK)]
-        out_BHSK = attending(some_of(q_BHSK, run.queries, dim=1), *kv)
-        parts.append(out_BHSK.transpose(1, 2).flatten(2).flatten(0, 1))
-    return together(parts, dim=1)

@@ -1,20 +1,23 @@
-"""What a device computes in a layer besides attention, by plain torch: everywhere, in any dtype.
+"""What a device computes in a layer, by plain torch: everywhere, in any dtype.
 
 Shapes: R rows, D hidden, O columns of some matrices, I intermediate, H heads, K elements of a head.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.layers import add_linear, linear, linears, rms_norm, rotate
+from tpplan.decoder.heads import found_by
+from tpplan.decoder.layers import add_linear, attend, linear, linears, rms_norm, rotate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from tpplan.decoder.cache import Where
     from tpplan.decoder.heads import Heads
 
 
@@ -114,3 +117,26 @@ class Plain:
         if kept is not None:  # no shape may depend on how many are nobody's: what is written twice is the same
             kv_RHK, sequences, places = (x.index_select(0, kept) for x in (kv_RHK, sequences, places))
         heads.cache.put(sequences, places, *kv_RHK.chunk(2, dim=1))
+
+    def attends(self, heads: Heads) -> bool:  # noqa: ARG002 (a kernel may)
+        """Tell whether :meth:`attend` does the same work for heads wherever texts end, without a mask."""
+        return False
+
+    def attend(self, qkv_RHK: Tensor, heads: Heads, where: Where, *, scale: float, cap: float | None) -> Tensor:
+        """Return what the queries of one token of each sequence find in the heads' cache, ``[R, H × K]``.
+
+        Args:
+            qkv_RHK: queries, then keys, then values.
+            heads: with the cache, which has these keys and values already.
+            where: they are.
+            scale: of the scores.
+            cap: see :class:`tpplan.decoder.settings.Settings`.
+        """
+        attending = partial(attend, scale=scale, cap=cap, recurs=True)
+
+        def find(some: slice, keys: slice) -> Tensor:
+            q_BHSK = qkv_RHK[some, : heads.queries, None]
+            k_BHTK, v_BHTK = heads.cache.read(some, keys, where.span)
+            return found_by(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, partial(attending, mask=where.mask[some]))
+
+        return heads.cache.in_pieces(len(where.places), 0, where.span, find)

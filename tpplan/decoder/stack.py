@@ -68,6 +68,11 @@ class Stack:
         self._places = {device: place for place, device in enumerate(context.all_devices)}
         self._head_dims = [context.plan.split(Axis.KV, layer).width for layer in range(len(blocks))]
 
+    @property
+    def looks_at_spans(self) -> bool:
+        """Whether the work of a step depends on how many places of the cache it may look at."""
+        return not all(self._steps[device].attends(heads) for layer in self.heads for device, heads in layer.items())
+
     def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         """Return the residual stream ``[R, D]`` behind the last layer, equal on all devices in use."""
         for layer, block in enumerate(self._blocks):

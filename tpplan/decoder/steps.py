@@ -113,7 +113,7 @@ class Steps:
     def _spans(self) -> Iterator[int]:
         """Yield how many places of the cache a step may look at, in ascending order."""
         span = _SHORTEST_SPAN
-        while span < self._decoder.length:
+        while span < self._decoder.length and self._decoder.stack.looks_at_spans:
             yield span
             span *= 2
         yield self._decoder.length

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 #: Most matrices that one launch adds up: a part of each of eight devices, and a residual.
 MOST_SOURCES = 9
 
+#: From this compute capability on a kernel may begin before the one before it ends.
+OVERLAPS = (9, 0)
+
 #: As many kernels are worth processes, each of which imports numba for a second.
 _ENOUGH = 2
 
@@ -53,6 +56,7 @@ _SOURCES = (
     "slot_table.py",
     "straight_kernels.py",
     "straight_table.py",
+    "tiles.py",
 )
 _COMPILERS = (
     "numba",
@@ -163,12 +167,14 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     from numba import cuda  # noqa: PLC0415 (a second to import, so not for who has it on disk)
 
     from tpplan.exec.exchange_table import MOST_WORDS  # noqa: PLC0415
-    from tpplan.exec.ptx import PARAMETER  # noqa: PLC0415
+    from tpplan.exec.ptx import AFTER_EARLIER, PARAMETER  # noqa: PLC0415
 
     kernel = getattr(import_module(_module(name)), name.upper())
     text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability)
     mangled = text.partition(".visible .entry ")[2].partition("(")[0]
     text = str(text.replace(mangled, name))
+    if capability < OVERLAPS:
+        text = text.replace(AFTER_EARLIER, "")
     if kernel.arguments > 1:
         return text
     declared = f".param .u64 {name}_param_0"  # one word, in the place of an array that numba has no type for

@@ -176,3 +176,8 @@ def shared_address(typingctx: Any, array: Any) -> Any:  # noqa: ARG001
         return builder.call(ir.InlineAsm(kind, "cvta.to.shared.u64 $0, $1;", "=l,l"), [address])
 
     return types.uint64(array), codegen
+
+#: What a launch that overlaps with the kernel before begins with, before it reads or writes anything that others write:
+#: waits until all work before is done and seen. Older GPUs have no such launches, and kernels for them leave it out.
+AFTER_EARLIER = "griddepcontrol.wait;"
+after_earlier = _instruction(AFTER_EARLIER, "", "", memory=True)

@@ -1,0 +1,87 @@
+"""What stands for the kernels of few rows on the CPU: torch, for what the real ones take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpplan.decoder.gemv import MOST_ROWS
+from tpplan.decoder.layers import rms_norm
+from tpplan.decoder.settings import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tpplan.decoder.gemv import Norm
+
+
+class FakeGemv:
+    """Multiplies few rows as torch does, and counts.
+
+    Attributes:
+        calls: of all, by method and whether there was a norm.
+    """
+
+    calls: Counter[str] = Counter()  # noqa: RUF012 (of all, as said)
+
+    def __init__(self, place: torch.device, dtype: torch.dtype) -> None:
+        """Take any device."""
+        assert isinstance(place, torch.device)
+        self._dtype = dtype
+
+    def takes(self, x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = False) -> bool:
+        """Take few rows."""
+        assert normed or not gated
+        return len(x) <= (MOST_ROWS if normed else 2) and x.dtype == weight.dtype == self._dtype
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+        """Multiply."""
+        self.calls["linear of a norm" if norm else "linear"] += 1
+        return torch.nn.functional.linear(self._normed(x, norm), weight, bias)
+
+    def add(self, to: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Add a product."""
+        self.calls["add"] += 1
+        to.addmm_(x, weight.mT)
+
+    def gated(self, x: Tensor, weight: Tensor, gate: str, norm: Norm, bias: Tensor | None = None) -> Tensor:
+        """Multiply halves."""
+        self.calls["gated"] += 1
+        gates, ups = torch.nn.functional.linear(self._normed(x, norm), weight, bias).chunk(2, dim=-1)
+        return ACTIVATIONS[gate](gates).mul_(ups)
+
+    @staticmethod
+    def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+        return x if norm is None else rms_norm(x, norm.weight, norm.eps)
+
+
+class FakeAttention:
+    """Attends row by row, and looks no further than a position."""
+
+    calls: Counter[int] = Counter()  # noqa: RUF012
+
+    def __init__(self, place: torch.device, dtype: torch.dtype, head_dim: int, cap: float | None = None) -> None:
+        """Take any device."""
+        assert isinstance(place, torch.device)
+        self._dtype, self._head_dim, self._cap = dtype, head_dim, cap
+
+    @staticmethod
+    def takes(place: torch.device, dtype: torch.dtype, head_dim: int) -> bool:  # noqa: ARG004
+        """Take heads of vectors, of 16 bits."""
+        return dtype.itemsize == 2 and head_dim % 8 == 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float) -> Tensor:
+        """Return what they find."""
+        assert q.dtype == k.dtype == self._dtype
+        self.calls[self._head_dim] += 1
+        rows, (_, heads, length, _) = [], k.shape
+        for row, position in enumerate(positions.tolist()):
+            seen = min(position + 1, length)
+            keys, values = (x[row, :, :seen].float() for x in (k, v))
+            queries = torch.unflatten(q[row].float(), 0, (heads, -1))
+            scores = queries @ keys.mT * scale
+            scores = scores if self._cap is None else torch.tanh(scores / self._cap) * self._cap
+            rows.append((scores.softmax(-1) @ values).flatten())
+        return torch.stack(rows).to(self._dtype)

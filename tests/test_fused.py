@@ -1,0 +1,85 @@
+"""Steps by kernels of few rows: products with norms and gates, and attention that needs no graph for each span."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.decoder_cases import CONFIGS
+from tests.fused_cases import FakeAttention, FakeGemv
+from tests.pointwise_cases import launches
+from tests.test_decoder_memory import made, planned
+from tests.weight_plans import fine_units
+from tpplan.axes import Axis
+from tpplan.decoder import Decoder, fused, steps
+from tpplan.exec import compile as compile_plan
+from tpplan.plan import Cache
+from tpplan.weights import load_weights
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tpplan.plan import SplitPlan
+
+__all__ = ["fine_units", "launches"]  # fixtures
+
+BATCH, LENGTH = 8, 128
+EXPERTS = {"mixtral", "qwen3_moe"}
+
+
+@pytest.fixture
+def attending(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Let decoders attend by kernels too."""
+    monkeypatch.setattr(fused, "Attention", FakeAttention)
+    return launches
+
+
+def said(directory: Path, plan: SplitPlan) -> Iterator[torch.Tensor]:
+    """Yield the logits of steps of two sequences: behind prompts, and when a window has long been full."""
+    with compile_plan(plan, backend="cpu", scratch=False) as context:
+        decoder = Decoder(context, directory, load_weights(plan, directory, context))
+        everywhere = len(context.all_devices)
+        for sequence, count in enumerate((3, 100)):
+            decoder.prefill([*range(count)], sequence)
+        for step in range(3):
+            tokens, positions = (
+                [x] * everywhere for x in (torch.tensor([5, 9 + step]), torch.tensor([3 + step, 100 + step]))
+            )
+            yield context.gather(decoder.decode(tokens, positions), Axis.VC).tensor.float()
+
+
+@pytest.mark.parametrize("layout", ["reduce", "gather"])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_steps_say_the_same(model_type: str, layout: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """In every family, on one device and on uneven ones, but for rounding."""
+    directory = made(model_type, tmp_path)
+    plans = [planned(directory, layout, shares, Cache("fp16", BATCH * LENGTH)) for shares in ((1,), (3, 1))]
+    expected = [list(said(directory, plan)) for plan in plans]
+    request.getfixturevalue("attending")
+    for plan, each in zip(plans, expected, strict=True):
+        FakeGemv.calls.clear()
+        FakeAttention.calls.clear()
+        for found, right in zip(said(directory, plan), each, strict=True):
+            assert (found - right).norm() <= 0.02 * right.norm()
+        assert FakeAttention.calls
+        wanted = {"add" if len(plan.devices) == 1 and model_type != "gemma2" else "linear"}
+        if model_type != "gemma2":  # whose norms have weights in float32
+            wanted.add("linear of a norm")
+            wanted |= set() if model_type in EXPERTS else {"gated"}
+        assert set(FakeGemv.calls) >= wanted
+
+
+@pytest.mark.usefixtures("attending")
+def test_steps_of_all_lengths_are_one_graph(tmp_path: Path) -> None:
+    """Where kernels attend in every layer on every device; others have one graph for each span."""
+    directory = made("llama", tmp_path)
+    for kind, expected in (("fp16", [LENGTH]), ("q8", [32, 64, LENGTH])):
+        plan = planned(directory, "reduce", (3, 1), Cache(kind, BATCH * LENGTH))
+        with compile_plan(plan, backend="cpu", scratch=False) as context, pytest.MonkeyPatch.context() as patched:
+            patched.setattr(steps, "_SHORTEST_SPAN", 32)
+            decoder = Decoder(context, directory, load_weights(plan, directory, context))
+            assert list(decoder.steps(1)._spans()) == expected
