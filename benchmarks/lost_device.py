@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec.binding import Memory
-    from tpplan.exec.marks import Pending
+    from tpplan.exec.gathered import Pending
     from tpplan.exec.program import Buffer, Program
     from tpplan.plan import SplitPlan
 

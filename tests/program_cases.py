@@ -12,8 +12,10 @@ from tpplan.exec.operation import Addition, Operation, Reduction, Share, allgath
 from tpplan.exec.program import HOST, Program
 from tpplan.exec.tuning import Tuning
 
-#: Of 40 columns, a slot holds 3 rows and a stage 6; of 8 columns, 16 and 32.
-LIMITS = Limits(slot_bytes=256, stage_bytes=512, exchange_bytes=1024, tuning=Tuning(passed_on_bytes=2000))
+#: Of 40 columns, a slot holds 3 rows and a stage 6; of 8 columns, 16 and 32. Kernels gather slices as large as a slot.
+LIMITS = Limits(
+    slot_bytes=256, stage_bytes=512, exchange_bytes=1024, tuning=Tuning(passed_on_bytes=2000, gathers_bytes=256)
+)
 ITEM_BYTES = 2
 
 #: With 40 columns: small; large in 1, 2 and 4 parts. With few columns the last two are large.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tpplan.exec import TPContext
     from tpplan.exec.binding import Memory
     from tpplan.exec.bound import Bound
-    from tpplan.exec.marks import Pending
+    from tpplan.exec.gathered import Pending
     from tpplan.plan import SplitPlan
 
 #: Operations between two looks at what was wrong, and bytes of the largest tensor.

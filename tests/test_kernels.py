@@ -95,6 +95,20 @@ def test_straight_kernels_wait_for_flags_and_move_vectors(name: str) -> None:
         assert _registers(log) * straight_table.THREADS * STRAIGHT_BLOCKS <= REGISTERS
 
 
+def test_a_flag_follows_what_has_landed() -> None:
+    """It is raised behind a fence, by the last block, which the others tell behind theirs; 16 bytes move at a time."""
+    for capability, text in _compiled("landing_move").items():
+        whole, told = text.rindex("st.global.v4.u32"), text.index("atom.global.inc.u32")
+        first, second = (at.start() for at in re.finditer(r"fence\.acq_rel\.sys;", text))
+        assert whole < text.index("bar.sync") < first < told < second < text.index("st.volatile.global.u32")
+        assert "ld.global.v4.u32" in text
+        assert ".f64" not in text
+        assert "ld.global.nc" not in text
+        assert ".local" not in text
+        _, log = kernel_cache.assemble(text, capability)
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+
+
 def test_a_kernel_on_disk_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second process finds the same machine code without importing numba."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

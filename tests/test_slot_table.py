@@ -40,7 +40,7 @@ from tpplan.exec.slot_table import (
 )
 from tpplan.workspace import slot_bytes
 
-SMALL = {name: case for name, case in CASES.items() if case.way.small}
+SMALL = {name: case for name, case in CASES.items() if case.way.small and case.way.transport != "local"}
 STRIDE = 2**17
 
 

@@ -54,7 +54,7 @@ T = TypeVar("T")
 #: Fields that are written although they have their default, so that a reviewer sees them; they must be there.
 STATED = frozenset({"format_version", "kind", "tokens"}) | {
     *(f"{way}_{kind}_bytes" for way in ("peer", "host") for kind in ("fans", "exchanges", "sums")),
-    *("copies_fans_bytes", "copies_exchanges_bytes", "passed_on_bytes"),
+    *("copies_fans_bytes", "copies_exchanges_bytes", "passed_on_bytes", "gathers_bytes"),
 }
 
 #: What the key ``$schema`` of an object is.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from attrs import define, frozen
 
-from tpplan.exec.marks import Pending
+from tpplan.exec.gathered import Pending
 from tpplan.exec.program import Program
 
 if TYPE_CHECKING:

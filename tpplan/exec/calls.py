@@ -10,6 +10,7 @@ from attrs import frozen
 
 from tpplan.errors import ExecutionError
 from tpplan.exec import operation
+from tpplan.exec.lower import Route
 from tpplan.exec.operands import Group, check_facts, columns_of, matrix
 from tpplan.exec.operation import Moves, Reduction
 from tpplan.exec.overlap import are_apart, check_apart
@@ -37,6 +38,7 @@ class Call:
         own: for each input, which output may be the very same tensor; nothing where none may.
         rows: of every tensor.
         program: to run; None if there are no rows.
+        unpinned: instead of it, where an output in host memory is not pinned; None if any memory will do.
         buffers: of the program: those of the inputs, then those of the outputs.
         sizes: bytes of each.
         hosted: which of them are in host memory.
@@ -49,6 +51,7 @@ class Call:
     own: tuple[int, ...]
     rows: int
     program: Program | None
+    unpinned: Program | None
     buffers: tuple[Buffer, ...]
     sizes: tuple[int, ...]
     hosted: tuple[int, ...]
@@ -235,10 +238,13 @@ class Calls:
         return tuple(shape), self.places[device], prod(shape) * dtype.itemsize
 
     def _call(self, what: Operation, inputs: tuple[Group, ...], outputs: Group, rows: int) -> Call:
-        program = None
+        program = unpinned = None
+        on_gpus = any(place.type == "cuda" for place in self.places.values())
         if rows:
             way = self.engine.route(what, rows, outputs.dtype.itemsize, captured=self.captured)
             program = self.engine.program(what, way)
+            if on_gpus and way == Route("local", small=True):  # by kernels, which write nowhere else
+                unpinned = self.engine.program(what, Route("local"))
         devices = [device for group in (*inputs, outputs) for device in group.devices]
         read = devices[: -len(outputs.devices)]
         own = [outputs.devices.index(device) for device in read] if isinstance(what, Reduction) else []
@@ -249,10 +255,11 @@ class Calls:
             tuple(own),
             rows,
             program,
+            unpinned,
             _buffers(what),
             tuple(size for group in (*inputs, outputs) for _, _, size in group.wants),
             tuple(i for i, device in enumerate(devices) if device == HOST),
-            HOST in outputs.devices and any(place.type == "cuda" for place in self.places.values()),
+            on_gpus and HOST in outputs.devices,
         )
 
 

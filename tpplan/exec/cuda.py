@@ -19,8 +19,9 @@ from tpplan.exec.exchanges import Exchanges
 from tpplan.exec.fence import HOST_STREAM, without_callers
 from tpplan.exec.graph import Graph
 from tpplan.exec.issuing import ISSUING, Issuing
+from tpplan.exec.landing import lands
 from tpplan.exec.launch_graph import LaunchGraphs
-from tpplan.exec.marks import Marks, Pending
+from tpplan.exec.marks import Marks
 from tpplan.exec.program import HOST, LOAD, Copy, Exchange, Program, Record, Stream, Sum, Wait
 from tpplan.exec.sums import Sums
 from tpplan.exec.torch_shims import current_device, is_capturing, stream_handle, switch_device
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec.binding import Memory
+    from tpplan.exec.gathered import Pending
     from tpplan.exec.program import Buffer
 
 #: How many programs are remembered, each for a dtype.
@@ -74,6 +76,7 @@ class CudaDevices:
         self._ready: dict[tuple[int, torch.dtype], ReadyProgram] = {}
         with ISSUING:
             self._exchanges = Exchanges(memory, places)
+        self._exchanges.landings.watch(self._is_busy)
         self._issuing = Issuing(self._exchanges)
         for source in places.values() if peers else ():  # torch gives access when it first copies between two devices
             for target in places.values():
@@ -216,9 +219,17 @@ class CudaDevices:
             self.synchronize()
             self._ready.clear()
         launches = iter(self._exchanges.prepare(program, dtype, captured=self.is_capturing()))
-        commands = without_callers(program)
+        commands, is_landing = without_callers(program), lands(program)
+        if is_landing:  # whose kernels say themselves that they are complete
+            commands = tuple(each for each in commands if isinstance(each, Exchange))
         streams = {command.stream for command in commands}
         fixed = {Stream(LOAD, device): handle for device, handle in self._load_handles.items()} | {HOST_STREAM: _NONE}
+        devices = tuple(sorted({stream.device for stream in streams} - {HOST}))
+        pending: Callable[[], Pending] = (
+            self._exchanges.landings.results(devices)
+            if is_landing
+            else self._marks.results(program.results, self._exchanges.check)
+        )
         ready = self._ready[id(program), dtype] = ReadyProgram(
             program=program,
             steps=tuple(
@@ -229,9 +240,9 @@ class CudaDevices:
                 )
                 for each in commands
             ),
-            devices=tuple(sorted({stream.device for stream in streams} - {HOST})),
+            devices=devices,
             loads=frozenset(stream.device for stream in streams if stream.kind == LOAD),
-            pending=self._marks.results(program.results, self._exchanges.check),
+            pending=pending,
             on_host=bool(program.results) or HOST_STREAM in streams,
             copies=any(isinstance(each, Copy) and each.stream == HOST_STREAM for each in commands),
         )
@@ -247,6 +258,18 @@ class CudaDevices:
         if isinstance(command, Sum):
             return self._sums.prepare(command, self._memory, dtype, self._places[command.stream.device])
         return (HostCopy if on_host else Transfer)(command, self._memory, dtype)
+
+    def _is_busy(self) -> bool:
+        """Tell whether any stream has something left to do.
+
+        Raises:
+            ExecutionError: something has failed on a device.
+        """
+        try:
+            return not all(stream.query() for stream in self.streams())
+        except RuntimeError as error:  # which torch's errors of devices are
+            message = f"a device failed: {str(error).partition(chr(10))[0]}"
+            raise ExecutionError(message, "close the context, and compile again") from error
 
     def _handle(self, device: int) -> int:
         """Return the address of a device's current stream; 0 for its default one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,9 @@ from tpplan.exec.binding import no_memory
 from tpplan.exec.blocks import SLOT_BLOCKS, STRAIGHT_BLOCKS, most_blocks
 from tpplan.exec.counters import Counters
 from tpplan.exec.exchange_table import COUNTERS, DEADLINE, STATUS
-from tpplan.exec.launch import Launch, Operands, Work
+from tpplan.exec.landing import KERNEL as LANDING
+from tpplan.exec.landing import LINE, Landing, Landings, lands
+from tpplan.exec.launch import Launch, Operands, Ready, Work
 from tpplan.exec.program import OWN, SLOT, Exchange, Stream, Sum, writes
 from tpplan.exec.sums import NAMES
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from tpplan.exec.binding import Memory
     from tpplan.exec.program import Program, Queue
 
-KERNELS = tuple(f"{way}_{what}" for way in ("slot", "straight") for what in ("move", *NAMES.values()))
+KERNELS = (*(f"{way}_{what}" for way in ("slot", "straight") for what in ("move", *NAMES.values())), LANDING)
 #: Threads of a block.
 _THREADS = {"slot": slot_table.THREADS, "straight": straight_table.THREADS}
 #: A device that does not answer for so many nanoseconds never will.
@@ -42,6 +44,7 @@ class Exchanges:
 
     Attributes:
         kernels: that are loaded, by name and compute capability.
+        landings: those of its launches by which devices write into the host's memory.
     """
 
     def __init__(self, memory: Memory, places: Mapping[int, torch.device], kernels: tuple[str, ...] = KERNELS) -> None:
@@ -61,6 +64,8 @@ class Exchanges:
         here = list(places.values())
         self._most = {"slot": most_blocks(here, SLOT_BLOCKS), "straight": most_blocks(here, STRAIGHT_BLOCKS)}
         kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
+        flags = torch.zeros(LINE * len(places), dtype=torch.int32, device="cpu", pin_memory=True)
+        self.landings = Landings(tuple(places), flags, self._counters, self.check)
         wanted = {(name, (each.major, each.minor)) for name in kernels for each in found.values()}
         kernel_cache.prepare(wanted)
         self.kernels = {each: kernel_cache.load(*each) for each in wanted}
@@ -68,8 +73,7 @@ class Exchanges:
             torch.cuda.synchronize(place)  # so that all counters are 0
             stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
             for name in kernels:
-                nothing = Work(Stream(OWN, device), 0, (), Operands((), 0, 1), 0)
-                self._launch(name, nothing).bind({}, 0)(stream.cuda_stream)
+                self._nothing(name, device)(stream.cuda_stream)
             stream.synchronize()
 
     def check(self) -> None:
@@ -89,7 +93,7 @@ class Exchanges:
         """Let go of the context's memory."""
         self._memory = no_memory()
 
-    def prepare(self, program: Program, dtype: torch.dtype, *, captured: bool = False) -> tuple[Launch, ...]:
+    def prepare(self, program: Program, dtype: torch.dtype, *, captured: bool = False) -> tuple[Launch | Landing, ...]:
         """Return the launches of a program's exchanges, in order.
 
         Args:
@@ -101,6 +105,9 @@ class Exchanges:
             ExecutionError: slots would have to be cleared while a graph is being captured.
         """
         exchanges = [command for command in program.commands if isinstance(command, Exchange)]
+        if lands(program):
+            kernels = [self._kernel(LANDING, exchange.stream.device) for exchange in exchanges]
+            return self.landings.prepare(program, kernels, dtype.itemsize)
         steps = [step for exchange in exchanges for step in exchange.steps]
         what = NAMES[dtype] if any(isinstance(step, Sum) for step in steps) else "move"
         if not any(view.buffer.role == SLOT for step in steps for view in writes(step)):
@@ -122,16 +129,24 @@ class Exchanges:
 
     def _launch(self, name: str, work: Work) -> Launch:
         device = work.stream.device
-        capability = torch.cuda.get_device_capability(self._places[device])
         header = {
             DEADLINE: _DEADLINE,
             STATUS: self._status.data_ptr(),
             COUNTERS: self._counters.area(device),
         }
         names = name, _for_packets(name) if work.simple else name
-        kernels = self.kernels[names[0], capability], self.kernels[names[1], capability]
+        kernels = self._kernel(names[0], device), self._kernel(names[1], device)
         way = "straight" if name.startswith("straight") else "slot"
         return Launch(kernels, work, min(self._most[way], work.blocks), _THREADS[way], header)
+
+    def _nothing(self, name: str, device: int) -> Ready:
+        """Return the launch of a kernel that has nothing to do."""
+        if name == LANDING:
+            return self.landings.nothing(device, self._kernel(name, device))
+        return self._launch(name, Work(Stream(OWN, device), 0, (), Operands((), 0, 1), 0)).bind({}, 0)
+
+    def _kernel(self, name: str, device: int) -> Any:
+        return self.kernels[name, torch.cuda.get_device_capability(self._places[device])]
 
 
 def _for_packets(name: str) -> str:

@@ -56,7 +56,8 @@ class Way:
         first: fewest rows.
         last: most rows.
         transport: ``peer``, ``host``, ``events``, ``local`` where no device talks to another, or ``refused``.
-        how: ``slots``, ``straight``, ``passed on`` among those that get the same, or in how many parts.
+        how: ``slots``, ``straight``, ``passed on`` among those that get the same, in how many parts, or, if ``local``,
+            ``on each device`` or, into the host's memory, ``by kernels``.
         why: in words.
         row_bytes: that one row moves from one memory to another, on all devices together.
         buffers: of the context's memory that are used.
@@ -239,7 +240,7 @@ def _last(route: Route, route_of: Callable[..., Route], first: int, most: int) -
 
 def _how(route: Route) -> str:
     if route.transport == "local":
-        return "on each device"
+        return "by kernels" if route.small else "on each device"
     if route.small:
         return "slots"
     if route.passed_on:
@@ -252,9 +253,7 @@ def _how(route: Route) -> str:
 def _why(operation: Operation, route: Route, engine: Engine) -> str:
     """Say in words what decided the route."""
     if route.transport == "local":
-        if isinstance(operation, Addition):
-            return "each adds its own"
-        return "each writes its own" if operation.name == "gather" else "no other device"
+        return _why_local(operation, route, engine)
     limits, kind = engine.limits, kind_of(operation)
     largest = limits.slots(operation, engine.transport) if engine.transport != "events" else 0
     slot = f"a slot of {format_bytes(largest)}"
@@ -275,6 +274,15 @@ def _why(operation: Operation, route: Route, engine: Engine) -> str:
     if route.transport == "events":
         room = f"the exchange buffer of {format_bytes(limits.exchange_bytes)}"
     return f"{large}fits {room}" if route.parts == 1 else f"{large}parts fit {room}"
+
+
+def _why_local(operation: Operation, route: Route, engine: Engine) -> str:
+    if isinstance(operation, Addition):
+        return "each adds its own"
+    if operation.name != "gather":
+        return "no other device"
+    largest = format_bytes(engine.limits.tuning.gathers_bytes)
+    return f"each writes its own, {'within' if route.small else 'larger than'} gathers_bytes, {largest}"
 
 
 def _crossing(program: Program) -> int:

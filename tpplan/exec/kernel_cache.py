@@ -37,6 +37,7 @@ _LOG = logging.getLogger(__name__)
 _MODULES = {
     "attention": "tpplan.decoder.attention_kernels",
     "gemv": "tpplan.decoder.gemv_kernels",
+    "landing": "tpplan.exec.landing_kernels",
     "packet": "tpplan.exec.packet_kernels",
     "pointwise": "tpplan.decoder.pointwise_kernels",
     "slot": "tpplan.exec.slot_kernels",
@@ -48,6 +49,7 @@ _SOURCES = (
     "exchange_table.py",
     "kernel_cache.py",
     "kernels.py",
+    "landing_kernels.py",
     "messages.py",
     "packet_kernels.py",
     "program.py",
@@ -170,7 +172,7 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     from tpplan.exec.ptx import AFTER_EARLIER, PARAMETER  # noqa: PLC0415
 
     kernel = getattr(import_module(_module(name)), name.upper())
-    text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability)
+    text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability, launch_bounds=kernel.bounds)
     mangled = text.partition(".visible .entry ")[2].partition("(")[0]
     text = str(text.replace(mangled, name))
     if capability < OVERLAPS:

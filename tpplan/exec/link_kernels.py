@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.exec.landing import Landing
     from tpplan.exec.launch import Launch
 
 _SLOT_BYTES = 2**17
@@ -92,7 +93,7 @@ class _Pair:
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
         self._ends = (source, target)
-        self._sizes: dict[int, tuple[Launch, ...]] = {}
+        self._sizes: dict[int, tuple[Launch | Landing, ...]] = {}
         places = dict(enumerate(end.device for end in self._ends))
         slots = torch.empty((SLOTS, _SLOT_BYTES), dtype=torch.uint8, device=target.device)
         flags = {i: torch.empty(2**12, dtype=torch.uint8, device=place) for i, place in places.items()}

@@ -63,6 +63,11 @@ class Limits:
         """Tell whether devices of ``peer`` pass on a part of what one of them sends."""
         return self.straight and 0 < self.tuning.passed_on_bytes <= relays.spared(operation) * column_bytes
 
+    def lands(self, operation: Operation, column_bytes: int) -> bool:
+        """Tell whether every device's kernel writes what an operation brings to the host."""
+        is_gather = isinstance(operation, Moves) and all(target.buffer.device == HOST for _, target in operation.moves)
+        return is_gather and operation.columns * column_bytes <= self.tuning.gathers_bytes
+
     def copies(self, operation: Operation, message_bytes: int, *, captured: bool) -> bool:
         """Tell whether a message that is too large for slots of ``peer`` goes by ``events``.
 
@@ -85,7 +90,7 @@ class Route:
 
     Attributes:
         transport: ``peer``, ``host``, ``events``, or ``local`` where no device talks to another.
-        small: whether every message goes through a slot.
+        small: whether every message goes through a slot; of ``local`` moves, whether kernels write what the host gets.
         passed_on: whether devices pass on a part of what another one sends.
         parts: into how many parts the rows are cut.
     """
@@ -113,7 +118,7 @@ def route(
         ExecutionError: one row is more than the context has room for.
     """
     if _is_local(operation):
-        return Route("local")
+        return Route("local", small=limits.lands(operation, rows * item_bytes))
     columns, small = operation.columns, transport != "events"
     if isinstance(operation, Moves):
         if any(source.buffer.device == HOST for source, _ in operation.moves):
@@ -184,7 +189,7 @@ def lower(operation: Operation, way: Route) -> Program:
 
 def _lower_moves(operation: Moves, way: Route) -> Program:
     if way.transport == "local":
-        return lower_events.local(operation)
+        return lower_events.landing(operation) if way.small else lower_events.local(operation)
     if way.transport == "events":
         return lower_events.moves(operation)
     if way.small:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tpplan.exec.fence import caller, fence, meet, order, own
-from tpplan.exec.program import HOST, INPUT, OUTPUT, Buffer, Copy, Event, Program, Sum, View
+from tpplan.exec.program import HOST, INPUT, OUTPUT, Buffer, Copy, Event, Exchange, Program, Sum, View
 
 if TYPE_CHECKING:
     from tpplan.exec.operation import Addition, Moves, Reduction
@@ -40,6 +40,19 @@ def local(operation: Moves) -> Program:
             results.append(Event("leave", own(device)))
     commands += leave
     return Program(f"{operation.name} on each device", tuple(commands), tuple(results))
+
+
+def landing(operation: Moves) -> Program:
+    """Every device writes its own columns into the host's memory by a kernel; none waits for another."""
+    commands: list[Command] = []
+    leave: list[Command] = []
+    for source, target in operation.moves:
+        stream = own(source.buffer.device)
+        commands += order("enter", caller(stream.device), stream)
+        commands.append(Exchange(stream, (Copy(stream, source, target),)))
+        leave += order("leave", stream, caller(stream.device))
+    results = tuple(Event("leave", own(source.buffer.device)) for source, _ in operation.moves)
+    return Program(f"{operation.name} by kernels of each device", (*commands, *leave), results)
 
 
 def addition(operation: Addition) -> Program:

@@ -124,12 +124,15 @@ class Runner:
         self._settle(call.hosted, tensors)
         if call.program is None:
             return None
+        program = call.program if call.unpinned is None or _are_pinned(out) else call.unpinned
         operands = call.operands(tensors, is_dense=is_dense)
-        issue = self._backend.bind(call.program, operands)
+        issue = self._backend.bind(program, operands)
         if issue is None:
-            return self._backend.run(call.program, operands)
+            return self._backend.run(program, operands)
         if is_dense and key is not None:  # of others there may be copies
-            self._remember(key, _Known(alike(tensors[: -len(out)]), alike(out), call.hosted, issue))
+            has_to_be_pinned = call.unpinned is not None and program is not call.unpinned
+            takes = _pinned(alike(out)) if has_to_be_pinned else alike(out)
+            self._remember(key, _Known(alike(tensors[: -len(out)]), takes, call.hosted, issue))
         return issue()
 
     def _remember(self, key: object, known: _Known) -> None:
@@ -147,3 +150,12 @@ class Runner:
         """Wait for whatever writes to tensors in host memory."""
         for i in hosted:
             self._inflight.settle(tensors[i])
+
+
+def _are_pinned(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.is_pinned() for tensor in tensors)
+
+
+def _pinned(takes: Callable[..., bool]) -> Callable[..., bool]:
+    """Return what tells besides whether outputs are pinned, as memory that comes again need not be."""
+    return lambda *out: takes(*out) and _are_pinned(out)

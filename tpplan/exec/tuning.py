@@ -51,6 +51,8 @@ class Tuning:
         copies_exchanges_bytes: the same, if several do.
         passed_on_bytes: devices of ``peer`` pass on what would else leave its source again and again, if that spares it
             at least so many bytes, and no slot has room; 0 for never.
+        gathers_bytes: the largest slice that a device's kernel writes into the host's memory, in a gather; what is
+            larger, copy engines do. 0 for none.
     """
 
     peer_fans_bytes: int = 512 * KIB
@@ -62,6 +64,7 @@ class Tuning:
     copies_fans_bytes: int = 512 * KIB
     copies_exchanges_bytes: int = 0
     passed_on_bytes: int = MIB
+    gathers_bytes: int = MIB
 
     def __attrs_post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -111,6 +114,7 @@ def forced(way: str) -> Tuning:
     """Return the thresholds by which all goes one way that can."""
     slots = LARGEST if way == SLOTS else 0
     by_start = {"peer": slots, "host": slots, "copies": int(way == COPIES), "passed": int(way == PASSED_ON)}
+    by_start["gathers"] = slots
     return Tuning(**{name: by_start[name.partition("_")[0]] for name in asdict(Tuning())})
 
 

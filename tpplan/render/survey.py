@@ -22,6 +22,7 @@ _COLUMNS = {
     "copies_fans_bytes": "copy engines from, one sends",
     "copies_exchanges_bytes": "copy engines from, several send",
     "passed_on_bytes": "passed on from, spared in all",
+    "gathers_bytes": "gathers by kernels, slice",
 }
 
 
