@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tpplan.exec import kernel_cache
 from tpplan.exec.torch_shims import stream_handle
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 class Launcher:
     """A kernel on one CUDA device; all that it takes are 64-bit words.
 
-    In a graph it begins before the kernel before it ends, which saves half a microsecond: it has to call
-    ``tpplan.exec.ptx.after_earlier`` before it touches anything that others write or read.
+    In graphs it is launched early, see :mod:`tpplan.exec.early`.
     """
 
     def __init__(self, name: str, place: torch.device) -> None:
@@ -31,7 +26,8 @@ class Launcher:
         """
         from cuda.bindings import driver  # noqa: PLC0415 (not installed everywhere)
 
-        from tpplan.exec.launch import refused  # noqa: PLC0415 (needs it)
+        from tpplan.exec import early  # noqa: PLC0415 (needs it)
+        from tpplan.exec.launch import refused  # noqa: PLC0415
 
         capability = torch.cuda.get_device_capability(place)
         self._name, self._place = name, place
@@ -40,7 +36,7 @@ class Launcher:
         with torch.cuda.device(place), suppress(RuntimeError):  # drivers before CUDA 12.4 cannot
             driver.cuFuncLoad(self._function)
         self._start, self._success, self._refused = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS, refused
-        self._overlapping = _overlapping(driver) if capability >= kernel_cache.OVERLAPS else None
+        self._early = early if capability >= kernel_cache.OVERLAPS else None
 
     def __call__(self, blocks: int | tuple[int, int, int], threads: int, *words: int) -> None:
         """Launch it.
@@ -59,30 +55,11 @@ class Launcher:
         pointers = ctypes.addressof(of_words := (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8)))
         x, y, z = (blocks, 1, 1) if isinstance(blocks, int) else blocks
         stream = stream_handle(self._place.index)
-        if self._overlapping and self._overlapping(self._function, (x, y, z), threads, stream, pointers):
-            return
-        with nullcontext() if stream else torch.cuda.device(self._place):  # whose default stream it is then
-            (result,) = self._start(self._function, x, y, z, threads, 1, 1, 0, stream, pointers, 0)
+        if stream and self._early and self._early.is_captured(stream):
+            result = self._early.launch(self._function, (x, y, z), threads, stream, pointers)
+        else:
+            with nullcontext() if stream else torch.cuda.device(self._place):  # whose default stream it is then
+                (result,) = self._start(self._function, x, y, z, threads, 1, 1, 0, stream, pointers, 0)
         del of_words
         if result != self._success:
             raise self._refused(f"{self._name} of {self._place}", result)
-
-
-def _overlapping(driver: Any) -> Callable[[Any, tuple[int, int, int], int, int, int], bool]:
-    """Return what launches a kernel so that it overlaps with the one before, if its stream is captured; it says so."""
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    success, captured = driver.CUresult.CUDA_SUCCESS, driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
-
-    def launch(function: Any, blocks: tuple[int, int, int], threads: int, stream: int, pointers: int) -> bool:
-        if not stream or driver.cuStreamIsCapturing(stream) != (success, captured):
-            return False
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.hStream, config.attrs, config.numAttrs = stream, [attribute], 1
-        (result,) = driver.cuLaunchKernelEx(config, function, pointers, 0)
-        return bool(result == success)
-
-    return launch

@@ -15,11 +15,13 @@ from tpplan.errors import ExecutionError
 from tpplan.exec.binding import no_memory
 from tpplan.exec.bound import Bound, BoundStep, ReadyProgram, Step
 from tpplan.exec.copies import HostCopy, Transfer
+from tpplan.exec.early import early
 from tpplan.exec.exchanges import Exchanges
 from tpplan.exec.fence import HOST_STREAM, without_callers
 from tpplan.exec.graph import Graph
 from tpplan.exec.issuing import ISSUING, Issuing
 from tpplan.exec.landing import lands
+from tpplan.exec.launch import Ready
 from tpplan.exec.launch_graph import LaunchGraphs
 from tpplan.exec.marks import Marks
 from tpplan.exec.program import HOST, LOAD, Copy, Exchange, Program, Record, Stream, Sum, Wait
@@ -123,7 +125,10 @@ class CudaDevices:
             message = f"{ready.program.name} cannot be captured: the host takes part"
             raise ExecutionError(message, "call it beside the graph")
         steps = tuple([(step.bind(operands, rows), device, fixed) for step, device, fixed in ready.steps])
-        return Bound(ready, steps, quick=steps if is_captured else ())
+        if not is_captured:
+            return Bound(ready, steps)
+        steps = tuple([(_in_a_graph(issue), device, fixed) for issue, device, fixed in steps])
+        return Bound(ready, steps, quick=steps)
 
     def _ready_for(self, program: Program, operands: Mapping[Buffer, Tensor]) -> ReadyProgram:
         dtype = next(iter(operands.values())).dtype
@@ -309,6 +314,11 @@ def _is_capturing_on(ordinal: int) -> bool:
         return is_capturing()
     finally:
         switch_device(before)
+
+
+def _in_a_graph(issue: Callable[[int], None]) -> Callable[[int], None]:
+    """Return what issues a step where it is captured."""
+    return early(issue) if isinstance(issue, Ready) and issue.early else issue
 
 
 def _is_captured(stream: torch.cuda.Stream) -> bool:

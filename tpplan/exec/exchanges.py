@@ -137,7 +137,8 @@ class Exchanges:
         names = name, _for_packets(name) if work.simple else name
         kernels = self._kernel(names[0], device), self._kernel(names[1], device)
         way = "straight" if name.startswith("straight") else "slot"
-        return Launch(kernels, work, min(self._most[way], work.blocks), _THREADS[way], header)
+        may_be_early = way == "slot" and self._capability(device) >= kernel_cache.OVERLAPS
+        return Launch(kernels, work, min(self._most[way], work.blocks), _THREADS[way], header, early=may_be_early)
 
     def _nothing(self, name: str, device: int) -> Ready:
         """Return the launch of a kernel that has nothing to do."""
@@ -146,7 +147,10 @@ class Exchanges:
         return self._launch(name, Work(Stream(OWN, device), 0, (), Operands((), 0, 1), 0)).bind({}, 0)
 
     def _kernel(self, name: str, device: int) -> Any:
-        return self.kernels[name, torch.cuda.get_device_capability(self._places[device])]
+        return self.kernels[name, self._capability(device)]
+
+    def _capability(self, device: int) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(self._places[device])
 
 
 def _for_packets(name: str) -> str:

@@ -78,7 +78,14 @@ class Launch:
     """
 
     def __init__(
-        self, kernels: tuple[Any, Any], work: Work, blocks: int, threads: int, header: Mapping[int, int]
+        self,
+        kernels: tuple[Any, Any],
+        work: Work,
+        blocks: int,
+        threads: int,
+        header: Mapping[int, int],
+        *,
+        early: bool = False,
     ) -> None:
         """Write all words that never change.
 
@@ -88,7 +95,9 @@ class Launch:
             blocks: most that run at once.
             threads: of a block.
             header: words of the context, by their place.
+            early: whether the kernels may be launched so in a graph, see :mod:`tpplan.exec.early`.
         """
+        self._early = early
         self.stream = work.stream
         self._operands = work.operands.words
         self._kernel, self._aligned = (driver.CUfunction(int(kernel.handle)) for kernel in kernels)
@@ -114,7 +123,7 @@ class Launch:
         kernel = self._aligned if piece == self._piece else self._kernel
         blocks = min(self._blocks, -(-rows * self._row_bytes // self._block_bytes)) or 1
         what = f"a kernel of device {self.stream.device}"
-        return Ready(what, kernel, (blocks, self._threads), parameter, 1)
+        return Ready(what, kernel, (blocks, self._threads), parameter, 1, early=self._early)
 
 
 class Ready:
@@ -125,9 +134,10 @@ class Ready:
         kernel: of the driver.
         shape: how many blocks, and threads of each.
         parameters: the address of those of its parameters.
+        early: whether it may be launched so in a graph, see :mod:`tpplan.exec.early`.
     """
 
-    __slots__ = ("_pointers", "_start", "_words", "kernel", "parameters", "shape", "what")
+    __slots__ = ("_pointers", "_start", "_words", "early", "kernel", "parameters", "shape", "what")
 
     def __init__(
         self,
@@ -136,6 +146,8 @@ class Ready:
         shape: tuple[int, int],
         words: ctypes.Array[ctypes.c_uint64],
         arguments: int,
+        *,
+        early: bool = False,
     ) -> None:
         """Take the words of all parameters.
 
@@ -145,8 +157,9 @@ class Ready:
             shape: how many blocks, and threads of each.
             words: of the parameters; kept.
             arguments: how many of them are parameters, one word each; the last one may have more.
+            early: whether it may be launched so in a graph.
         """
-        self.what, self.kernel, self.shape = what, kernel, shape
+        self.what, self.kernel, self.shape, self.early = what, kernel, shape, early
         first = ctypes.addressof(words)
         self._start, self._words = driver.cuLaunchKernel, words
         self._pointers = (ctypes.c_void_p * arguments)(*range(first, first + 8 * arguments, 8))

@@ -44,7 +44,11 @@ def part() -> Any:
 
 @device_function
 def peek() -> Any:
-    """Return the number of the latest message of the thread's queue, and, if it fills that, of one that was read."""
+    """Return the number of the latest message of the thread's queue, and, if it fills that, of one that was read.
+
+    Comes first in a kernel: nothing was touched before.
+    """
+    ptx.after_earlier()
     thread = _WORD(cuda.threadIdx.x)  # as what it is compared with, or numba compares in float64
     block = part()
     entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread

@@ -1,0 +1,59 @@
+"""Launches in graphs that begin before the kernel before them ends, which saves half a microsecond each.
+
+Their kernels call ``tpplan.exec.ptx.after_earlier`` before they touch anything that others write or read. CUDA calls it
+programmatic dependent launch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cuda.bindings import driver
+
+from tpplan.exec.launch import refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tpplan.exec.launch import Ready
+
+_SUCCESS = driver.CUresult.CUDA_SUCCESS
+
+
+def launch(function: Any, blocks: tuple[int, int, int], threads: int, stream: int, parameters: int) -> Any:
+    """Launch a kernel so, and return what the driver says.
+
+    Args:
+        function: of the driver.
+        blocks: how many.
+        threads: of each.
+        stream: that is being captured.
+        parameters: the address of those of the kernel's parameters.
+    """
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.hStream, config.attrs, config.numAttrs = stream, [attribute], 1
+    (result,) = driver.cuLaunchKernelEx(config, function, parameters, 0)
+    return result
+
+
+def is_captured(stream: int) -> bool:
+    """Tell whether a stream is being captured."""
+    error, status = driver.cuStreamIsCapturing(stream)
+    return bool(error == _SUCCESS and status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE)
+
+
+def early(ready: Ready) -> Callable[[int], None]:
+    """Return what does so with a kernel that is ready, in a graph."""
+
+    def issue(stream: int) -> None:
+        blocks, threads = ready.shape
+        result = launch(ready.kernel, (blocks, 1, 1), threads, stream, ready.parameters)
+        if result != _SUCCESS:
+            raise refused(ready.what, result)
+
+    return issue
