@@ -67,6 +67,19 @@ def test_a_launch_that_fails_after_another_is_the_last(monkeypatch: pytest.Monke
     devices._exchanges.interrupt.assert_called_once()
 
 
+def test_what_is_interrupted_behind_the_launches_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host counts what it waits for there: a landing that it did not count would be taken for the next one."""
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    devices: Any = object.__new__(CudaDevices)
+    devices._exchanges, devices._loaded, devices._current = Mock(), set(), {}
+    devices._issuing, devices._graphs = Issuing(devices._exchanges), LaunchGraphs({})
+    pending = Mock(side_effect=KeyboardInterrupt)
+    ready = ReadyProgram(Program("p", ()), (), (), frozenset(), pending, on_host=True, copies=False)
+    with pytest.raises(KeyboardInterrupt):
+        devices.issue(Bound(ready, ()))
+    devices._exchanges.interrupt.assert_called_once()
+
+
 def test_a_call_follows_the_streams_that_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where another one is than before, and only of the devices that take part; a graph asks for all of them."""
     monkeypatch.setattr(cuda, "is_capturing", lambda: False)
@@ -89,7 +102,7 @@ class _Kernel(Ready):
     """A kernel that notes its launches, and what is launched in its place."""
 
     def __init__(self, launched: list[str]) -> None:
-        self.launched = launched
+        self.launched, self.early = launched, False
 
     def __call__(self, _: int) -> None:
         self.launched.append("kernel")

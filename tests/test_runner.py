@@ -8,17 +8,22 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from attrs import evolve
 
 from tests.contexts import ALONE, UNEVEN, context
 from tpplan.axes import Axis
 from tpplan.errors import ExecutionError
+from tpplan.exec.calls import Calls
+from tpplan.exec.lower import Route
 from tpplan.exec.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from tpplan.exec import TPContext
+    from tpplan.exec.calls import Call
     from tpplan.exec.gathered import Pending
+    from tpplan.exec.operation import Operation
     from tpplan.exec.program import Buffer, Program
 
 
@@ -27,10 +32,12 @@ class Backend:
 
     def __init__(self, devices: Any) -> None:
         self.devices, self.bound, self.issued, self.captures = devices, 0, 0, False
+        self.names: list[str] = []
 
     def bind(self, program: Program, operands: Mapping[Buffer, torch.Tensor]) -> Callable[[], Pending]:
         """Return what runs the program on the same tensors."""
         self.bound += 1
+        self.names.append(program.name)
         return partial(self.run, program, operands)
 
     def is_capturing(self) -> bool:
@@ -120,6 +127,37 @@ def test_a_gather_that_comes_again_waits_for_what_writes_there(ctx: TPContext, b
     ctx.gather(parts, Axis.RS, out=host)
     earlier.wait.assert_called_once()
     assert (backend.bound, backend.issued) == (1, 3)
+
+
+def test_memory_is_pinned_as_long_as_its_tensor_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels write nowhere else: of other tensors in the same place it is asked again, and those go by copies."""
+    asked, answer = [], [True]
+    call = Calls._call
+
+    def on_gpus(calls: Calls, what: Operation, *given: Any) -> Call:
+        return evolve(call(calls, what, *given), unpinned=calls.engine.program(what, Route("local")))
+
+    def is_pinned(tensor: torch.Tensor) -> bool:
+        asked.append(tensor)
+        return answer[0]
+
+    monkeypatch.setattr(Calls, "_call", on_gpus)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", is_pinned)
+    with context(UNEVEN, "peer") as ctx:
+        backend = _watched(ctx)
+        parts, host = _parts(ctx, 3), torch.empty(3, 40)
+        for _ in range(3):
+            ctx.gather(parts, Axis.RS, out=host).wait()
+        assert (backend.bound, len(asked)) == (1, 1)
+        view = host[:]
+        for _ in range(2):
+            ctx.gather(parts, Axis.RS, out=view).wait()
+        assert (backend.bound, len(asked)) == (1, 2)
+        answer[0] = False
+        for whole in (host[:], host, host[:]):
+            ctx.gather(parts, Axis.RS, out=whole).wait()
+        assert backend.names == ["gather by kernels of each device", "gather on each device"]
+        assert backend.issued == 8
 
 
 def test_what_is_captured_is_another_call(ctx: TPContext, backend: Backend) -> None:

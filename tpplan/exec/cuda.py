@@ -110,14 +110,15 @@ class CudaDevices:
     def issue(self, bound: Bound) -> Pending:
         """Issue a program; see :meth:`run`."""
         ready = bound.ready
-        with self._issuing:
+        with ISSUING:
+            self._issuing.check()
             self._turn_to_current(ready.devices)
             try:
                 self._go_through(bound.quick or self._graphs.steps(bound), ready.loads)
+                return ready.pending()
             except BaseException:  # between two devices, perhaps
                 self._exchanges.interrupt()
                 raise
-            return ready.pending()
 
     def _bind(self, ready: ReadyProgram, operands: Mapping[Buffer, Tensor]) -> Bound:
         rows, is_captured = next(iter(operands.values())).shape[0], self.is_capturing()
@@ -162,7 +163,7 @@ class CudaDevices:
         """
         if self.captures:
             return True
-        if self._is_single:
+        if len(self._ordinals) == 1:
             return any(map(_is_capturing_on, self._ordinals.values()))
         if is_capturing():
             raise _foreign(current_device())

@@ -59,7 +59,7 @@ class Exchanges:
         self._places = places
         self._counters = Counters(memory.flags)
         self._status = torch.zeros(16, dtype=torch.int32, device="cpu", pin_memory=True)
-        self._seen = self._status.numpy()
+        self._seen = memoryview(self._status.numpy())  # type: ignore[arg-type]
         found = {place: torch.cuda.get_device_properties(place) for place in places.values()}
         here = list(places.values())
         self._most = {"slot": most_blocks(here, SLOT_BLOCKS), "straight": most_blocks(here, STRAIGHT_BLOCKS)}
@@ -82,7 +82,7 @@ class Exchanges:
         Raises:
             ExecutionError: there was one.
         """
-        if code := int(self._seen[0]):
+        if code := self._seen[0]:
             raise ExecutionError(_FAILURES[code], "close the context, and compile again")
 
     def interrupt(self) -> None:

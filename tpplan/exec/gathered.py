@@ -34,6 +34,8 @@ class Gathered:
     Works like a future: ``done()``, ``result(timeout)``, ``exception(timeout)``, and ``await`` in a coroutine.
     """
 
+    __slots__ = ("__weakref__", "_pending", "_tensor")
+
     def __init__(self, tensor: Tensor, pending: Pending | None) -> None:
         """Hold back ``tensor`` until ``pending`` is done; None if it is complete."""
         self._tensor = tensor
@@ -71,7 +73,8 @@ class Gathered:
     @property
     def tensor(self) -> Tensor:
         """The complete tensor ``[..., columns]`` on the CPU; waits for it."""
-        return self.result()
+        self.wait()
+        return self._tensor
 
     def __await__(self) -> Generator[None, None, Tensor]:
         delay = 0.0  # most copies are done at once or soon; what takes longer is not asked all the time

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import threading
+from threading import Lock, get_ident
+from typing import TYPE_CHECKING
 
 from tpplan.errors import ExecutionError
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 
 class Guard:
@@ -12,7 +16,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.closed = False
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._owner = 0
 
     def __enter__(self) -> None:
@@ -23,9 +27,11 @@ class Guard:
         if self.closed:
             self._lock.release()
             raise ExecutionError("the context is closed", "compile the plan again")
-        self._owner = threading.get_ident()
+        self._owner = get_ident()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._owner = 0
         self._lock.release()
 
@@ -42,6 +48,6 @@ class Guard:
 
     def _refuse_own(self) -> None:
         """Refuse the thread that is inside, which comes back from a signal handler or a callback."""
-        if self._owner == threading.get_ident():
+        if self._owner == get_ident():
             hint = "let the handler set a flag, and act on it after the operation"
             raise ExecutionError("this thread is in an operation of the context", hint)

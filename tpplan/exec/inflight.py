@@ -24,14 +24,15 @@ class Inflight:
         self._writes: deque[tuple[Tensor, Pending]] = deque()
 
     def add(self, tensor: Tensor, pending: Pending) -> None:
-        """Keep a tensor until a program has written it, and a little longer: asking costs as much as copying."""
-        while self._writes and self._writes[0][1].done():
-            self._writes.popleft()
+        """Keep a tensor until a program has written it, and a little longer: until somebody comes to use another."""
         self._writes.append((tensor, pending))
 
     def settle(self, tensor: Tensor) -> None:
         """Wait for everything that writes where a tensor is."""
-        for other, pending in self._writes:
+        writes = self._writes
+        while writes and writes[0][1].done():
+            writes.popleft()
+        for other, pending in writes:
             if not pending.done() and share_bytes(other, tensor):
                 pending.wait()
 

@@ -36,7 +36,7 @@ class Issuing:
         """
         ISSUING.acquire()
         try:
-            self._check()
+            self.check()
         except ExecutionError:
             ISSUING.release()
             raise
@@ -46,8 +46,12 @@ class Issuing:
     ) -> None:
         ISSUING.release()
 
-    def _check(self) -> None:
-        """Refuse what comes after the end; whoever has waited for the others may come after it."""
+    def check(self) -> None:
+        """Refuse what comes after the end; whoever has waited for the others may come after it.
+
+        Raises:
+            ExecutionError: see :meth:`__enter__`.
+        """
         if self.closed:
             raise ExecutionError("the context is closed", "compile the plan again")
         self._exchanges.check()

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from itertools import chain
 from random import Random
 from typing import TYPE_CHECKING
 
-import torch
-from attrs import frozen
+from attrs import define
+from torch import Tensor
 
+from tpplan.axes import Axis
 from tpplan.exec.gathered import Pending
 from tpplan.exec.torch_shims import alike
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
     from tpplan.exec.calls import Call
     from tpplan.exec.engine import Backend
@@ -25,24 +25,33 @@ if TYPE_CHECKING:
 
 #: On how many memories operations are remembered.
 _KEPT = 1024
-_PLAIN, _ADDRESS = {torch.Tensor}, torch.Tensor.data_ptr
+#: What operations that come again are asked for by, and of what their inputs and outputs are; True is no 1.
+_WORDS, _GROUPS = {int, str, Axis, type(None)}, {list, tuple}
 
 
-@frozen(eq=False)
+@define(eq=False)
 class _Known:
     """An operation on tensors that were right.
 
     Attributes:
-        fits: tells whether what is read from the same addresses is of the same kind.
-        takes: tells whether what is written there is, which may be what is read.
+        fits: tells whether what is at the same addresses is of the same kind.
         hosted: which of them are in host memory.
         issue: issues it.
+        pinned: the output that was last found to be pinned; None if it need not be.
     """
 
     fits: Callable[..., bool]
-    takes: Callable[..., bool]
     hosted: tuple[int, ...]
     issue: Callable[[], Pending]
+    pinned: weakref.ref[Tensor] | None
+
+    def takes(self, out: Tensor) -> bool:
+        """Tell whether an output will do: memory that comes again need not be pinned, but the same tensor is."""
+        if self.pinned is None or self.pinned() is out:
+            return True
+        if is_pinned := out.is_pinned():
+            self.pinned = weakref.ref(out)
+        return is_pinned
 
 
 class Runner:
@@ -50,7 +59,7 @@ class Runner:
 
     Servers use the same memory all the time, and so does torch's allocator where results are new tensors: what was
     found right about tensors holds of all others of their kind that lie where they did, and what was worked out, too.
-    Only a storage that somebody has shrunk goes unnoticed.
+    Only a storage that somebody has shrunk, or host memory that is not pinned any more, goes unnoticed.
     """
 
     def __init__(self, backend: Backend, inflight: Inflight, called: Resolver, captured: Resolver) -> None:
@@ -92,23 +101,21 @@ class Runner:
             RequestError: see there.
         """
         is_captured = self._backend.is_capturing()
-        find = getattr(self._resolvers[is_captured], name)
         if out is None:
-            out = find(*asked, inputs, out).new()
-        groups, key, known = (*inputs, out), None, None
+            out = self._find(name, is_captured)(*asked, inputs, out).new()
+        key = known = None
         try:
-            read = (*chain.from_iterable(inputs),)
-            tensors = (*read, *out)
-            if _PLAIN.issuperset(map(type, tensors)):  # others warn of the question
-                kinds = *map(type, asked), *map(type, groups)  # True is no 1
-                key = (name, is_captured, asked, kinds, *map(len, groups), tensors[0].shape, *map(_ADDRESS, tensors))
+            tensors = (*chain.from_iterable(inputs), *out) if len(inputs) > 1 else (*inputs[0], *out)
+            if where := _where(asked, inputs, out, tensors):
+                key = (name, is_captured, asked, tensors[0].shape, *where)
                 known = self._known.get(key)
         except (RuntimeError, TypeError):  # of sparse tensors, which have no addresses, and of what is no sequence
             key = None
-        if known is None or not (known.fits(*read) and known.takes(*out)):
-            return tuple(out), self._run_first(find(*asked, inputs, out), inputs, out, key)
-        if known.hosted:
-            self._settle(known.hosted, tensors)
+        if known is None or not (known.fits(*tensors) and known.takes(tensors[-1])):
+            call = self._find(name, is_captured)(*asked, inputs, out)
+            return tuple(out), self._run_first(call, inputs, out, key)
+        for i in known.hosted:
+            self._inflight.settle(tensors[i])
         return tuple(out), known.issue()
 
     def clear(self) -> None:
@@ -116,23 +123,29 @@ class Runner:
         self._known.clear()
         self._keys.clear()
 
+    def _find(self, name: str, is_captured: bool) -> Callable[..., Call]:  # noqa: FBT001
+        """Return what finds the calls of an operation."""
+        find: Callable[..., Call] = getattr(self._resolvers[is_captured], name)
+        return find
+
     def _run_first(
         self, call: Call, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor], key: object
     ) -> Pending | None:
         """Check the tensors of a call, and issue it."""
         tensors, is_dense = call.admit(inputs, out)
-        self._settle(call.hosted, tensors)
+        for i in call.hosted:
+            self._inflight.settle(tensors[i])
         if call.program is None:
             return None
-        program = call.program if call.unpinned is None or _are_pinned(out) else call.unpinned
+        has_to_be_pinned = call.unpinned is not None and out[-1].is_pinned()
+        program = call.program if call.unpinned is None or has_to_be_pinned else call.unpinned
         operands = call.operands(tensors, is_dense=is_dense)
         issue = self._backend.bind(program, operands)
         if issue is None:
             return self._backend.run(program, operands)
         if is_dense and key is not None:  # of others there may be copies
-            has_to_be_pinned = call.unpinned is not None and program is not call.unpinned
-            takes = _pinned(alike(out)) if has_to_be_pinned else alike(out)
-            self._remember(key, _Known(alike(tensors[: -len(out)]), takes, call.hosted, issue))
+            pinned = weakref.ref(out[-1]) if has_to_be_pinned else None
+            self._remember(key, _Known(alike(tensors), call.hosted, issue, pinned))
         return issue()
 
     def _remember(self, key: object, known: _Known) -> None:
@@ -146,16 +159,28 @@ class Runner:
                 self._keys[place] = key
         self._known[key] = known
 
-    def _settle(self, hosted: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        """Wait for whatever writes to tensors in host memory."""
-        for i in hosted:
-            self._inflight.settle(tensors[i])
 
+def _where(
+    asked: tuple[object, ...],
+    inputs: tuple[Sequence[Tensor], ...],
+    out: Sequence[Tensor],
+    tensors: tuple[Tensor, ...],
+) -> list[int]:
+    """Return how many tensors the groups have, and the addresses of all; nothing of what never comes again.
 
-def _are_pinned(tensors: Sequence[Tensor]) -> bool:
-    return all(tensor.is_pinned() for tensor in tensors)
-
-
-def _pinned(takes: Callable[..., bool]) -> Callable[..., bool]:
-    """Return what tells besides whether outputs are pinned, as memory that comes again need not be."""
-    return lambda *out: takes(*out) and _are_pinned(out)
+    Loops take less time than what maps types.
+    """
+    found = [len(inputs), len(inputs[0]), len(out)]
+    for word in asked:
+        if type(word) not in _WORDS:
+            return []
+    for group in inputs:
+        if type(group) not in _GROUPS:
+            return []
+    if type(out) not in _GROUPS:
+        return []
+    for tensor in tensors:
+        if type(tensor) is not Tensor:  # others warn of the question
+            return []
+        found.append(tensor.data_ptr())
+    return found

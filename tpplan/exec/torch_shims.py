@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
@@ -12,28 +12,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-def stream_handle(device: int) -> int:
-    """Return the address of a CUDA device's current stream; 0 for its default one."""
-    handle: int = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001
-    return handle
+def _own(name: str) -> Any:
+    """Return a function of torch's, for it is asked in every call; None where torch knows no CUDA."""
+    return getattr(torch._C, name, None)  # noqa: SLF001
 
 
-def is_capturing() -> bool:
-    """Tell whether the current stream of the current CUDA device is being captured."""
-    answer: bool = torch._C._cuda_isCurrentStreamCapturing()  # noqa: SLF001
-    return answer
-
-
-def current_device() -> int:
-    """Return the CUDA device that is current."""
-    device: int = torch._C._cuda_getDevice()  # noqa: SLF001
-    return device
-
-
-def switch_device(device: int) -> int:
-    """Make a CUDA device current, and return the one that was."""
-    before: int = torch._C._cuda_exchangeDevice(device)  # noqa: SLF001
-    return before
+#: Returns the address of a CUDA device's current stream; 0 for its default one.
+stream_handle: Callable[[int], int] = _own("_cuda_getCurrentRawStream")
+#: Tells whether the current stream of the current CUDA device is being captured.
+is_capturing: Callable[[], bool] = _own("_cuda_isCurrentStreamCapturing")
+#: Returns the CUDA device that is current.
+current_device: Callable[[], int] = _own("_cuda_getDevice")
+#: Makes a CUDA device current, and returns the one that was.
+switch_device: Callable[[int], int] = _own("_cuda_exchangeDevice")
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
