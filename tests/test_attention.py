@@ -11,28 +11,36 @@ from tests.test_kernels import CAPABILITIES
 from tpplan.decoder.attention import Attention, splits_of
 from tpplan.exec import kernel_cache
 
-WIDE = {capability for capability in CAPABILITIES if capability >= (9, 0)}
+#: Bytes that a thread may have in memory.
+MOST_STACK = 48
 
 
-@pytest.mark.parametrize("name", ["bf16_64", "f16_80", "bf16_128", "f16_128_capped", "bf16_256_capped"])
-def test_they_multiply_matrices_and_spill_nothing(name: str) -> None:
-    """Caches are read 16 bytes at a time, and multiplied as they are; all else is in 32 bits, in registers."""
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [*(("bf16_128", each) for each in CAPABILITIES), ("f16_80", CAPABILITIES[0]), ("bf16_256_capped", (9, 0))],
+)
+def test_they_multiply_matrices_in_registers(name: str, capability: tuple[int, int]) -> None:
+    """Caches are read 16 bytes at a time, and multiplied as they are; all else is in 32 bits.
+
+    Two blocks share a multiprocessor. What kernels for Hopper keep in registers may take a few bytes elsewhere.
+    """
     kind = name.partition("_")[0]
     name, threads = f"attention_{name}", 128 if "256" in name else 256
-    for capability in WIDE if "256" in name else CAPABILITIES:
-        text = kernel_cache.ptx(name, capability)
-        assert f".visible .entry {name}(" in text
-        assert "ld.global.nc.L1::no_allocate.v4.u32" in text
-        multiply = "mma.sync.aligned.m16n8k16.row.col.f32."
-        assert text.count(f"{multiply}{kind}.{kind}.f32") == text.count("mma.sync") > 0
-        assert ".f64" not in text
-        assert ".local" not in text
-        code, log = kernel_cache.assemble(text, capability)
-        assert code[:4] == b"\x7fELF"
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
-        found = re.search(r"Used (\d+) registers", log)
-        assert found
-        assert int(found[1]) * threads <= 2**16
+    text = kernel_cache.ptx(name, capability)
+    assert f".visible .entry {name}(" in text
+    assert "ld.global.L1::no_allocate.v4.u32" in text
+    assert "ld.global.nc" not in text  # which may read before a kernel has written
+    multiply = "mma.sync.aligned.m16n8k16.row.col.f32."
+    assert text.count(f"{multiply}{kind}.{kind}.f32") == text.count("mma.sync") > 0
+    assert ".f64" not in text
+    assert ".local" not in text
+    code, log = kernel_cache.assemble(text, capability)
+    assert code[:4] == b"\x7fELF"
+    stack, registers = (re.search(each, log) for each in (r"(\d+) bytes stack frame", r"Used (\d+) registers"))
+    assert stack
+    assert int(stack[1]) <= (0 if capability == (9, 0) else MOST_STACK)
+    assert registers
+    assert 2 * int(registers[1]) * threads <= 2**16
 
 
 @pytest.mark.parametrize("name", ["ATTENTION", "ATTENTION_F32_128", "ATTENTION_BF16_128_CUT"])
@@ -52,15 +60,13 @@ def test_other_devices_and_heads_are_left_to_torch() -> None:
     assert not Attention.takes(gpu, torch.float16, 264)
 
 
-@pytest.mark.parametrize("least", [4, 8])
 @pytest.mark.parametrize("length", [1, 100, 4096, 16384, 2**20])
-@pytest.mark.parametrize("count", [1, 2, 8, 130, 512, 1024, 5000])
-def test_blocks_that_share_a_token(count: int, length: int, least: int) -> None:
-    """They keep the device busy where there is work for them, and not too many are idle or must be merged."""
-    found = splits_of(count, length, least, 132)
-    tiles = -(-length // 16)
-    assert 1 <= found <= 128
-    assert (found - 1) * least < tiles
-    assert found == 1 or found * count <= 1024
-    if count < 132 and tiles >= least * 132:
-        assert min(132, 128 * count) - count < found * count
+@pytest.mark.parametrize("count", [1, 2, 8, 72, 88, 130, 512, 5000])
+def test_blocks_that_share_a_token(count: int, length: int) -> None:
+    """They keep the device busy where there is work for them, and what they leave to the last one is bounded."""
+    found, tiles = splits_of(count, length, 132), -(-length // 16)
+    assert found >= 1
+    assert found == 1 or (found - 1) * 4 < tiles
+    assert found == 1 or found * count <= 198
+    if tiles >= 4 * 132:
+        assert found * count > 66

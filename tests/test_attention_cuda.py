@@ -28,7 +28,7 @@ class Case:
         queries, keys = heads
         count = len(positions)
         rows = torch.randn(count, (queries + 2 * keys) * head_dim, device="cuda").to(dtype)
-        self.q_RHK = rows[:, : queries * head_dim].unflatten(1, (queries, head_dim))
+        self.q_RHK = rows[:, : queries * head_dim].view(count, queries, head_dim)
         kv = torch.randn(2, count + 1, keys, length, head_dim, device="cuda").to(dtype)
         self.positions_R = torch.tensor(positions, device="cuda")
         seen = torch.arange(length, device="cuda") <= self.positions_R[:, None]
@@ -39,13 +39,13 @@ class Case:
 
     def expected(self, cap: float | None = None) -> Tensor:
         """Return what torch computes of the same numbers in float64."""
-        count, queries, _ = self.q_RHK.shape
+        count, queries, size = self.q_RHK.shape
         k_RHLK, v_RHLK = (x[:count].double().nan_to_num() for x in (self.k_BHLK, self.v_BHLK))
-        q_RHGK = self.q_RHK.double().unflatten(1, (k_RHLK.shape[1], -1))
+        q_RHGK = self.q_RHK.double().reshape(count, k_RHLK.shape[1], -1, size)
         scores = q_RHGK @ k_RHLK.mT * self.scale
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
         weights = scores.masked_fill(self.hidden_RT[:, None, None], -math.inf).softmax(-1)
-        return (weights @ v_RHLK).reshape(count, queries * self.q_RHK.shape[2])
+        return (weights @ v_RHLK).reshape(count, queries * size)
 
     def check(self, attention: Attention, cap: float | None = None) -> None:
         """Attend twice, for what blocks tell each other is used again, and compare with the nearest of 16 bits."""
@@ -81,9 +81,10 @@ def test_rings(length: int, dtype: torch.dtype) -> None:
     Case(dtype, (8, 2), 128, length, [0, length - 1, length, 3 * length + 1]).check(kernel(dtype, 128))
 
 
-def test_many_tokens(dtype: torch.dtype) -> None:
-    """Of lengths that differ, with as many blocks as there are."""
-    Case(dtype, (32, 8), 128, 600, [7 * row % 600 for row in range(65)]).check(kernel(dtype, 128))
+@pytest.mark.parametrize("count", [9, 30, 65])
+def test_many_tokens(count: int, dtype: torch.dtype) -> None:
+    """Of lengths that differ, where a few blocks share a token, and where each has one of its own."""
+    Case(dtype, (32, 8), 128, 600, [7 * row % 600 for row in range(count)]).check(kernel(dtype, 128))
 
 
 @pytest.mark.parametrize("cap", [5.0, 50.0])

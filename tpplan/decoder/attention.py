@@ -22,11 +22,11 @@ _NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 #: Of a head: elements that 16 bytes hold, as many as leave a kernel room for 8 warps, and at most.
 _VECTOR, _WIDE, _WIDEST = 8, 128, 256
 #: As the kernels have them.
-_QUERIES, _MOST_SPLITS, _TILE = 8, 128, 16
+_QUERIES, _TILE = 8, 16
+#: Tiles of a block that shares a token with others, at least: fewer are read sooner than merged.
+_LEAST: Final = 4
 #: Compute capabilities: with matrix instructions for both dtypes, and whose kernels for wide heads need no memory.
 _OLDEST, _OLDEST_WIDE = (8, 0), (9, 0)
-#: Blocks at most where several share a token, and places that one of them has then at most, where it can be.
-_MOST_BLOCKS, _MOST_PLACES = 1024, 2048
 
 
 class Attention:
@@ -45,11 +45,12 @@ class Attention:
             cap: of the scores; see :class:`tpplan.decoder.settings.Settings`.
         """
         warps, width = 8 if head_dim <= _WIDE else 4, -(-head_dim // 64) * 64
-        self._threads, self._least, self._cap = 32 * warps, warps, cap
-        self._blocks = torch.cuda.get_device_properties(place).multi_processor_count
+        self._threads, self._cap = 32 * warps, cap
+        self._processors = torch.cuda.get_device_properties(place).multi_processor_count
         self._launch = Launcher(f"attention_{_NAMES[dtype]}_{head_dim}{'' if cap is None else '_capped'}", place)
-        self._turns = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=place)
-        self._partial = torch.empty(_MOST_BLOCKS, _QUERIES, width + 2, device=place)
+        blocks = 3 * self._processors // 2  # of which several share a token, at most
+        self._turns = torch.zeros(blocks, dtype=torch.int32, device=place)
+        self._partial = torch.empty(blocks, _QUERIES, width + 2, device=place)
 
     @staticmethod
     def takes(place: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -78,7 +79,7 @@ class Attention:
         _, heads, length, _ = k_BHLK.shape
         group = queries // heads
         parts = heads * -(-group // _QUERIES)
-        splits = self._splits(count * parts, length)
+        splits = splits_of(count * parts, length, self._processors)
         out = q_RHK.new_empty(count, queries * size)
         factor, limit = (scale / log(2), 0.0) if self._cap is None else (scale / self._cap, self._cap / log(2))
         self._launch(
@@ -98,25 +99,20 @@ class Attention:
             group,
             _bits(factor),
             _bits(limit),
-            self._least,
+            _LEAST,
         )
         return out
 
-    def _splits(self, count: int, length: int) -> int:
-        return splits_of(count, length, self._least, self._blocks)
 
-
-def splits_of(count: int, length: int, least: int, enough: int) -> int:
-    """Return how many blocks share the places that a token sees.
+def splits_of(count: int, length: int, processors: int) -> int:
+    """Return how many blocks share the places that a token sees: about as many as make one for each multiprocessor.
 
     Args:
         count: of such things to share: tokens times KV heads.
         length: of a cache.
-        least: tiles of a block.
-        enough: blocks that keep a device busy.
+        processors: of the device, each of which has room for two blocks.
     """
-    most = min(_MOST_SPLITS, -(-length // (_TILE * least)), _MOST_BLOCKS // count)
-    return max(1, min(most, max(enough // count, length // _MOST_PLACES)))
+    return max(1, min(-(-length // (_TILE * _LEAST)), (processors + count // 2) // count))
 
 
 def _bits(x: float) -> int:

@@ -4,7 +4,8 @@ The places of a cache that a token sees are cut into tiles of 16. A block has su
 turns; eight query heads that read one KV head are the rows of their matrix instruction. Softmax is done on the way
 (Milakov and Gimelshein, arXiv 1805.02867), in float32; weights go to the matrix instruction as a sum of two numbers of
 16 bits, which is nearly as good as float32. What warps have found is merged in shared memory, and what blocks have
-found by the last of them that is ready (Dao et al., Flash-Decoding, 2023).
+found by the last of them that is ready (Dao et al., Flash-Decoding, 2023). Two blocks share a multiprocessor, so that
+one reads while the other begins or ends: queries lie in shared memory, for registers are what keeps tiles on their way.
 How many blocks have something to do depends on how many places the token sees, which is in the device's memory.
 """
 
@@ -21,8 +22,6 @@ from tpplan.exec.kernels import Kernel
 
 #: Query heads of a block.
 QUERIES = 8
-#: Blocks that share the places of a token, at most.
-MOST_SPLITS = 128
 #: Places of a tile.
 TILE = 16
 #: Elements of the heads that leave registers for two tiles.
@@ -33,6 +32,8 @@ _WORD, _FLOAT, _HALF = types.uint64, types.float32, types.uint32
 _EVERY = 0xFFFFFFFF
 #: Floats between the rows of an array in shared memory, more than they have: four lanes write to four of them at once.
 _APART = 4
+#: Words that a block keeps in shared memory.
+_KEPT = 6
 
 
 def _inline(function: Any) -> Any:
@@ -47,15 +48,6 @@ def _of_row(value: Any, merge: Any) -> Any:
 
 
 @_inline
-def _of_warp(value: Any, merge: Any) -> Any:
-    """Return what all lanes have together."""
-    value = merge(value, cuda.shfl_xor_sync(_EVERY, value, 16))
-    value = merge(value, cuda.shfl_xor_sync(_EVERY, value, 8))
-    value = merge(value, cuda.shfl_xor_sync(_EVERY, value, 4))
-    return _of_row(value, merge)
-
-
-@_inline
 def _plus(x: Any, y: Any) -> Any:
     return x + y
 
@@ -67,11 +59,15 @@ def _capped(x: Any, cap: Any) -> Any:
 
 
 @_inline
-def _plus_part(sums: Any, part: Any, shares: Any, other: Any, which: Any, ready: Any) -> Any:
-    """Add four floats that a block has found, if there is this block."""
-    share = shares[min(other, ready - _WORD(1)) * _WORD(QUERIES) + which] if other < ready else _FLOAT(0)
-    x, y = sums[0] + share * ptx.float_of(part[0]), sums[1] + share * ptx.float_of(part[1])
-    return x, y, sums[2] + share * ptx.float_of(part[2]), sums[3] + share * ptx.float_of(part[3])
+def _times(sums: Any, share: Any) -> Any:
+    return sums[0] * share, sums[1] * share, sums[2] * share, sums[3] * share
+
+
+@_inline
+def _plus_part(weight: Any, sums: Any, share: Any, other: Any, part: Any) -> Any:
+    """Add what a block has found, which counts so much."""
+    found = sums[0] + share * part[0], sums[1] + share * part[1], sums[2] + share * part[2], sums[3] + share * part[3]
+    return weight + share * other, found
 
 
 def attention(  # noqa: C901, PLR0915 (of the functions in it)
@@ -108,26 +104,26 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
     scores, weighed, zeros = tiles.scores(multiply), tiles.weighed(multiply), tiles.zeros(width // 4)
     pairs, threads, pitch = width // 2, 32 * warps, width + _APART
     rows, block = warps * QUERIES, 4 * QUERIES * (width + 2)
-    floats, split_rows = rows * pitch, MOST_SPLITS * QUERIES
+    floats = rows * pitch
+
+    @_inline
+    def row_of(base: Any, place: Any, last: Any) -> Any:
+        """Return the address of a place's row, the last one's if the token does not see it."""
+        return base + _WORD(min(_HALF(place), last)) * _WORD(size)
 
     @_inline
     def keys_of(base: Any, place: Any, last: Any, t: Any) -> Any:
         """Return a lane's part of the keys of 16 places, of which the first is at its row."""
-        first = load_keys(base + min(place, last) * _WORD(size), t * _WORD(16))
-        return first, load_keys(base + min(place + _WORD(8), last) * _WORD(size), t * _WORD(16))
+        first = load_keys(row_of(base, place, last), t * _WORD(16))
+        return first, load_keys(row_of(base, place + _HALF(8), last), t * _WORD(16))
 
     @_inline
     def values_of(base: Any, place: Any, last: Any, g: Any) -> Any:
         """Return a lane's part of the values of 16 places, two pairs of them."""
-        v0 = load_values(base + min(place, last) * _WORD(size), g * _WORD(16))
-        v1 = load_values(base + min(place + _WORD(1), last) * _WORD(size), g * _WORD(16))
-        v2 = load_values(base + min(place + _WORD(8), last) * _WORD(size), g * _WORD(16))
-        return v0, v1, v2, load_values(base + min(place + _WORD(9), last) * _WORD(size), g * _WORD(16))
-
-    @_inline
-    def part(first: Any, other: Any, ready: Any) -> Any:
-        """Return four floats that a block has found, those of the last one if there is none of this number."""
-        return ptx.load_128(first + min(other, ready - _WORD(1)) * _WORD(block))
+        v0 = load_values(row_of(base, place, last), g * _WORD(16))
+        v1 = load_values(row_of(base, place + _HALF(1), last), g * _WORD(16))
+        v2 = load_values(row_of(base, place + _HALF(8), last), g * _WORD(16))
+        return v0, v1, v2, load_values(row_of(base, place + _HALF(9), last), g * _WORD(16))
 
     @_inline
     def store(row: Any, pair: Any, x: Any, y: Any) -> None:
@@ -137,22 +133,26 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             ptx.store_32(row + at, both(x, y))
 
     @_inline
-    def walk(query: Any, k: Any, v: Any, tile: Any, end: Any, last: Any, factor: Any, cap: Any) -> Any:
-        """Attend to every tile of a warp, of which there is one at least, and return its peak, weight and sums."""
+    def walk(query: Any, own: Any, k: Any, v: Any, tile: Any, end: Any, last: Any, factor: Any, cap: Any) -> Any:
+        """Attend to every tile of a warp, of which there is one at least, and return its peak, weight and sums.
+
+        Queries are kept in shared memory, at the lane's own address.
+        """
         lane = _WORD(cuda.threadIdx.x) % _WORD(32)
         g, t = lane // _WORD(4), lane % _WORD(4)
+        k, v = k + t * _WORD(16), v + g * _WORD(16)
         peak, weight, sums = _FLOAT(float("-inf")), _FLOAT(0), zeros()
-        at = tile * _WORD(TILE)
-        k0, k1 = keys_of(k, at + g, last, t)
+        first = _HALF(tile * _HALF(TILE))
+        k0, k1 = keys_of(k, first + _HALF(g), last, t)
         if ahead:
-            v0, v1, v2, v3 = values_of(v, at + _WORD(2) * t, last, g)
+            v0, v1, v2, v3 = values_of(v, first + _HALF(2 * t), last, g)
+        tiles.put(own, query)
         while True:
-            x0, x1 = scores(query, k0)
-            x2, x3 = scores(query, k1)
-            following = tile + _WORD(warps)
+            x0, x1, x2, x3 = scores(own, k0, k1)
+            following = _HALF(tile + _HALF(warps))
             if ahead and following < end:
-                k0, k1 = keys_of(k, following * _WORD(TILE) + g, last, t)
-            at = tile * _WORD(TILE) + _WORD(2) * t
+                k0, k1 = keys_of(k, following * _HALF(TILE) + _HALF(g), last, t)
+            at = _HALF(tile * _HALF(TILE) + _HALF(2 * t))
             if not ahead:
                 cuda.syncwarp()  # before which the assembler loads nothing, which would take more registers
                 v0, v1, v2, v3 = values_of(v, at, last, g)
@@ -160,8 +160,10 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             if capped:
                 x0, x1, x2, x3 = _capped(x0, cap), _capped(x1, cap), _capped(x2, cap), _capped(x3, cap)
             hidden = _FLOAT(float("-inf"))
-            x0, x1 = x0 if at <= last else hidden, x1 if at + _WORD(1) <= last else hidden
-            x2, x3 = x2 if at + _WORD(8) <= last else hidden, x3 if at + _WORD(9) <= last else hidden
+            x0 = x0 if at <= last else hidden
+            x1 = x1 if _HALF(at + _HALF(1)) <= last else hidden
+            x2 = x2 if _HALF(at + _HALF(8)) <= last else hidden
+            x3 = x3 if _HALF(at + _HALF(9)) <= last else hidden
             higher = _of_row(ptx.larger(ptx.larger(x0, x1), ptx.larger(x2, x3)), ptx.larger)
             higher = ptx.larger(peak, higher)
             shrunk = ptx.exp2(peak - higher)
@@ -175,28 +177,33 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             sums = weighed(tiles.scaled(sums, of_first, of_second), v0, v1, v2, v3, a, b, c, d)
             if following >= end:
                 return peak, _of_row(weight, _plus), sums
-            tile, at = following, following * _WORD(TILE)
+            tile, at = following, _HALF(following * _HALF(TILE))
             if ahead:
-                v0, v1, v2, v3 = values_of(v, at + _WORD(2) * t, last, g)
+                v0, v1, v2, v3 = values_of(v, at + _HALF(2 * t), last, g)
             else:
-                k0, k1 = keys_of(k, at + g, last, t)
+                k0, k1 = keys_of(k, at + _HALF(g), last, t)
 
     @_inline
-    def merge_warps(found: Any, peaks: Any, totals: Any, used: Any, row: Any, own: Any, count: Any) -> None:
-        """Write what a block has found for so many queries: to the row, or if it has none, as it is to its own part."""
+    def merge(found: Any, peaks: Any, totals: Any, used: Any, row: Any, own: Any, count: Any) -> None:
+        """Write what so many warps, or sets of them, have found for so many queries.
+
+        It goes to the row, or if there is none, as it is to the block's own part.
+        """
         index = _WORD(cuda.threadIdx.x)
         while index < count * _WORD(pairs):
             which, pair = index // _WORD(pairs), index % _WORD(pairs)
-            peak, weight, x, y = peaks[which], _FLOAT(0), _FLOAT(0), _FLOAT(0)
-            for other in range(_WORD(1), used):
-                peak = ptx.larger(peak, peaks[_WORD(other) * _WORD(QUERIES) + which])
-            for other in range(used):
+            peak, weight, x, y = _FLOAT(float("-inf")), _FLOAT(0), _FLOAT(0), _FLOAT(0)
+            for other in range(warps):
+                if other < used:
+                    peak = ptx.larger(peak, peaks[_WORD(other) * _WORD(QUERIES) + which])
+            for other in range(warps):
                 at = _WORD(other) * _WORD(QUERIES) + which
-                shrunk = ptx.exp2(peaks[at] - peak)
-                weight += shrunk * totals[at]
+                there = other < used
+                shrunk = ptx.exp2(peaks[at] - peak) if there else _FLOAT(0)
+                weight += shrunk * totals[at] if there else _FLOAT(0)
                 at = at * _WORD(pitch) + pair
-                x += shrunk * found[at]
-                y += shrunk * found[at + _WORD(pairs)]
+                x += shrunk * found[at] if there else _FLOAT(0)
+                y += shrunk * found[at + _WORD(pairs)] if there else _FLOAT(0)
             if row:
                 share = ptx.inverse(weight)
                 store(row + which * _WORD(size), pair, x * share, y * share)
@@ -208,75 +215,71 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             index += _WORD(threads)
 
     @_inline
-    def share_out(partial: Any, shares: Any, totals: Any, ready: Any, count: Any) -> None:
-        """Find what each of the blocks counts for each query, and what all weigh together."""
-        lane, which = _WORD(cuda.threadIdx.x) % _WORD(32), _WORD(cuda.threadIdx.x) // _WORD(32)
-        while which < count:
-            at = partial + _WORD(4 * QUERIES * width) + which * _WORD(8)
-            peak, weight, other = _FLOAT(float("-inf")), _FLOAT(0), lane
-            while other < ready:
-                p, w = ptx.load_64(at + other * _WORD(block))
-                own, higher = ptx.float_of(p), ptx.larger(peak, ptx.float_of(p))
-                weight = weight * ptx.exp2(peak - higher) + ptx.float_of(w) * ptx.exp2(own - higher)
-                shares[other * _WORD(QUERIES) + which] = own
-                peak = higher
-                other += _WORD(32)
-            highest, other = _of_warp(peak, ptx.larger), lane
-            while other < ready:
-                at = other * _WORD(QUERIES) + which
-                shares[at] = ptx.exp2(shares[at] - highest)
-                other += _WORD(32)
-            weight = _of_warp(weight * ptx.exp2(peak - highest), _plus)
-            if lane == 0:
-                totals[which] = weight
-            which += _WORD(warps)
+    def part(partial: Any, vector: Any, which: Any, other: Any, ready: Any) -> Any:
+        """Return four floats that a block has found, and of their query its peak and its weight.
+
+        It is the last block if there is none of this number, and then does not count.
+        """
+        first = partial + min(other, ready - _WORD(1)) * _WORD(block)
+        a, b, c, d = ptx.load_128(first + vector * _WORD(16))
+        peak, weight = ptx.load_64(first + _WORD(4 * QUERIES * width) + which * _WORD(8))
+        peak = ptx.float_of(peak) if other < ready else _FLOAT(float("-inf"))
+        return peak, ptx.float_of(weight), (ptx.float_of(a), ptx.float_of(b), ptx.float_of(c), ptx.float_of(d))
 
     @_inline
-    def merge_blocks(partial: Any, shares: Any, totals: Any, found: Any, ready: Any, row: Any, count: Any) -> None:
-        """Write what all blocks have found; where there are more threads than vectors, they share out the blocks."""
+    def gather(partial: Any, found: Any, peaks: Any, totals: Any, ready: Any, count: Any, ways: Any) -> None:
+        """Add up what blocks have found, in so many ways of blocks, for which there may be more threads than vectors.
+
+        What ways have found is left where warps leave theirs.
+        """
         vectors = count * _WORD(width // 4)
-        ways = max(_WORD(1), _WORD(_HALF(threads) // _HALF(vectors)))
-        way = _WORD(_HALF(cuda.threadIdx.x) // _HALF(vectors)) if ways > 1 else _WORD(0)
+        way = _WORD(_HALF(cuda.threadIdx.x) // _HALF(vectors))
         vector = _WORD(cuda.threadIdx.x) - way * vectors
         while vector < vectors and way < ways:
-            sums = _FLOAT(0), _FLOAT(0), _FLOAT(0), _FLOAT(0)
-            at, which, other = partial + vector * _WORD(16), vector // _WORD(width // 4), way
+            which, other = vector // _WORD(width // 4), way
+            peak, weight, sums = _FLOAT(float("-inf")), _FLOAT(0), (_FLOAT(0), _FLOAT(0), _FLOAT(0), _FLOAT(0))
             while other < ready:
-                w0, w1 = part(at, other, ready), part(at, other + ways, ready)
-                w2, w3 = part(at, other + _WORD(2) * ways, ready), part(at, other + _WORD(3) * ways, ready)
-                w4, w5 = part(at, other + _WORD(4) * ways, ready), part(at, other + _WORD(5) * ways, ready)
-                w6, w7 = part(at, other + _WORD(6) * ways, ready), part(at, other + _WORD(7) * ways, ready)
-                sums = _plus_part(sums, w0, shares, other, which, ready)
-                sums = _plus_part(sums, w1, shares, other + ways, which, ready)
-                sums = _plus_part(sums, w2, shares, other + _WORD(2) * ways, which, ready)
-                sums = _plus_part(sums, w3, shares, other + _WORD(3) * ways, which, ready)
-                sums = _plus_part(sums, w4, shares, other + _WORD(4) * ways, which, ready)
-                sums = _plus_part(sums, w5, shares, other + _WORD(5) * ways, which, ready)
-                sums = _plus_part(sums, w6, shares, other + _WORD(6) * ways, which, ready)
-                sums = _plus_part(sums, w7, shares, other + _WORD(7) * ways, which, ready)
-                other += _WORD(8) * ways
-            at = (way * vectors + vector) * _WORD(4)
-            found[at], found[at + _WORD(1)], found[at + _WORD(2)], found[at + _WORD(3)] = sums
+                p0, w0, s0 = part(partial, vector, which, other, ready)
+                p1, w1, s1 = part(partial, vector, which, other + ways, ready)
+                p2, w2, s2 = part(partial, vector, which, other + _WORD(2) * ways, ready)
+                p3, w3, s3 = part(partial, vector, which, other + _WORD(3) * ways, ready)
+                p4, w4, s4 = part(partial, vector, which, other + _WORD(4) * ways, ready)
+                p5, w5, s5 = part(partial, vector, which, other + _WORD(5) * ways, ready)
+                higher = ptx.larger(ptx.larger(ptx.larger(p0, p1), ptx.larger(p2, p3)), ptx.larger(p4, p5))
+                higher = ptx.larger(peak, higher)
+                shrunk = ptx.exp2(peak - higher)
+                peak, weight, sums = higher, weight * shrunk, _times(sums, shrunk)
+                weight, sums = _plus_part(weight, sums, ptx.exp2(p0 - peak), w0, s0)
+                weight, sums = _plus_part(weight, sums, ptx.exp2(p1 - peak), w1, s1)
+                weight, sums = _plus_part(weight, sums, ptx.exp2(p2 - peak), w2, s2)
+                weight, sums = _plus_part(weight, sums, ptx.exp2(p3 - peak), w3, s3)
+                weight, sums = _plus_part(weight, sums, ptx.exp2(p4 - peak), w4, s4)
+                weight, sums = _plus_part(weight, sums, ptx.exp2(p5 - peak), w5, s5)
+                other += _WORD(6) * ways
+            row = way * _WORD(QUERIES) + which
+            peaks[row], totals[row] = peak, weight  # which threads of a query have alike
+            at = row * _WORD(pitch) + vector % _WORD(width // 4) * _WORD(2)
+            found[at], found[at + _WORD(pairs)], found[at + _WORD(1)], found[at + _WORD(pairs + 1)] = sums
             vector += _WORD(threads)
+
+    @_inline
+    def is_last(address: Any, turn: Any, ready: Any) -> Any:
+        """Tell whether all other blocks have left their parts, which it then sees, as they see this block's."""
         cuda.syncthreads()
-        index = _WORD(cuda.threadIdx.x)
-        while index < count * _WORD(pairs):
-            which, pair = index // _WORD(pairs), index % _WORD(pairs)
-            x = y = _FLOAT(0)
-            for other in range(ways):
-                at = _WORD(other) * vectors * _WORD(4) + index * _WORD(2)
-                x += found[at]
-                y += found[at + _WORD(1)]
-            share = ptx.inverse(totals[which])
-            store(row + which * _WORD(size), pair, x * share, y * share)
-            index += _WORD(threads)
+        if cuda.threadIdx.x == 0:
+            ptx.near_fence()  # for all threads of the block, whose barrier this one has passed
+            turn[0] = ptx.next_turn(address, _HALF(ready - _WORD(1)))
+            ptx.near_fence()
+        cuda.syncthreads()
+        return _WORD(turn[0]) == ready - _WORD(1)
 
     def attend(  # type: ignore[no-untyped-def]
         q, q_pitch, k, v, kv_pitch, positions, out, out_pitch, partial, turns, length, group, factor, cap, least
     ):
-        found = cuda.shared.array(floats, _FLOAT)
+        ptx.after_earlier()
+        found = cuda.shared.array(floats, _FLOAT, alignment=16)
         peaks, totals = cuda.shared.array(rows, _FLOAT), cuda.shared.array(rows, _FLOAT)
-        shares, turn = cuda.shared.array(split_rows, _FLOAT), cuda.shared.array(1, _HALF)
+        kept, turn = cuda.shared.array(_KEPT, _WORD), cuda.shared.array(1, _HALF)
         thread, splits, split = _WORD(cuda.threadIdx.x), _WORD(cuda.gridDim.x), _WORD(cuda.blockIdx.x)
         token, number = _WORD(cuda.blockIdx.z), _WORD(cuda.blockIdx.y)
         lane, warp = thread % _WORD(32), thread // _WORD(32)
@@ -288,7 +291,8 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         first_query = (number - head * parts) * _WORD(QUERIES)
         count = min(group - first_query, _WORD(QUERIES))
         column = (head * group + first_query) * _WORD(size)
-        query = load_queries(q + token * q_pitch + column + min(g, count - _WORD(1)) * _WORD(size), t * _WORD(16))
+        row = q + token * q_pitch + column + min(g, count - _WORD(1)) * _WORD(size)
+        query = load_queries(row + t * _WORD(16), t * _WORD(16))
 
         seen = min((_WORD(low_word) | _WORD(high_word) << _WORD(32)) + _WORD(1), length)
         total = (seen + _WORD(TILE - 1)) // _WORD(TILE)
@@ -297,37 +301,38 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         if tile >= total:
             return
         used = min(end - tile, _WORD(warps))
-        ready = _WORD(_HALF(total + each - _WORD(1)) // _HALF(each))
+        if thread == 0:  # where they take no registers from the walk
+            kept[0], kept[1], kept[2], kept[3] = used, total, each, count
+            kept[4], kept[5] = out + token * out_pitch + column, token * _WORD(cuda.gridDim.y) + number
         if warp < used:
             base = token * kv_pitch + head * length * _WORD(size)
             factor, cap = ptx.float_of(_HALF(factor)), ptx.float_of(_HALF(cap))
-            peak, weight, sums = walk(query, k + base, v + base, tile + warp, end, seen - _WORD(1), factor, cap)
+            own = _HALF(ptx.shared_address(found) + warp * _WORD(4 * QUERIES * pitch) + lane * _WORD(16))
+            first, last = _HALF(tile + warp), _HALF(seen - _WORD(1))
+            peak, weight, sums = walk(query, own, k + base, v + base, first, _HALF(end), last, factor, cap)
+            cuda.syncwarp()  # after which queries are no longer needed
+            start = (warp * _WORD(QUERIES) + _WORD(2) * t) * _WORD(pitch) + g
+            tiles.keep(found, sums, start, _WORD(pitch), _WORD(pairs))
             if t == 0:
                 peaks[warp * _WORD(QUERIES) + g] = peak
                 totals[warp * _WORD(QUERIES) + g] = weight
-            if _WORD(2) * t < count:
-                start = (warp * _WORD(QUERIES) + _WORD(2) * t) * _WORD(pitch) + g
-                tiles.keep(found, sums, start, _WORD(pitch), _WORD(pairs))
         cuda.syncthreads()
 
-        row, number = out + token * out_pitch + column, token * _WORD(cuda.gridDim.y) + number
-        partial += number * splits * _WORD(block)
-        own = partial + split * _WORD(block)
-        merge_warps(found, peaks, totals, used, row if ready == 1 else _WORD(0), own, count)
+        used, total, each, count, row, number = kept[0], kept[1], kept[2], kept[3], kept[4], kept[5]
+        ready = _WORD(_HALF(total + each - _WORD(1)) // _HALF(each))
+        partial += number * _WORD(cuda.gridDim.x) * _WORD(block)
+        own = partial + _WORD(cuda.blockIdx.x) * _WORD(block)
+        merge(found, peaks, totals, used, row if ready == 1 else _WORD(0), own, count)
         if ready == 1:
             return
-        cuda.threadfence()
-        cuda.syncthreads()
-        if thread == 0:
-            turn[0] = ptx.next_turn(turns + number * _WORD(4), _HALF(ready - _WORD(1)))
-            cuda.threadfence()
-        cuda.syncthreads()
-        if _WORD(turn[0]) == ready - _WORD(1):
-            share_out(partial, shares, totals, ready, count)
+        if is_last(turns + number * _WORD(4), turn, ready):
+            vectors = count * _WORD(width // 4)
+            ways = min(max(_WORD(_HALF(threads) // _HALF(vectors)), _WORD(1)), _WORD(warps))
+            gather(partial, found, peaks, totals, ready, count, ways)
             cuda.syncthreads()
-            merge_blocks(partial, shares, totals, found, ready, row, count)
+            merge(found, peaks, totals, ways, row, own, count)
 
-    return Kernel(name, attend, 15)
+    return Kernel(name, attend, 15, bounds=(threads, 2))
 
 
 _OF_KINDS = {

@@ -27,11 +27,13 @@ class Kernel:
         name: of it.
         function: its source; all its arguments are 64-bit integers.
         arguments: how many.
+        bounds: threads of its blocks, and how many of these a multiprocessor must have registers for, if it matters.
     """
 
     name: str
     function: Callable[..., None]
     arguments: int
+    bounds: tuple[int, int] | None = None
 
     @property
     def signature(self) -> Any:

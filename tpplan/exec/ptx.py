@@ -121,6 +121,8 @@ post_128 = _instruction("st.volatile.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "u
 #: A flag that says that data is there, or may be written: what follows sees what came before a fence and the post.
 acquire_32 = _instruction("ld.acquire.sys.global.u32 $0, [$1];", "u32", "u64", memory=True)
 fence = _instruction("fence.acq_rel.sys;", "", "", memory=True)
+#: The same between threads of one device.
+near_fence = _instruction("fence.acq_rel.gpu;", "", "", memory=True)
 #: Of threads of one device that take turns: which one this is, from 0 to the last; the one after that is 0 again.
 next_turn = _instruction("atom.global.inc.u32 $0, [$1], $2;", "u32", "u64 u32", memory=True)
 #: The kernel's parameter, which :mod:`tpplan.exec.kernel_cache` makes an array of this name; a word by its index.
@@ -149,9 +151,6 @@ larger = _instruction("max.f32 $0, $1, $2;", "f32", "f32 f32")
 #: The low, and the high 16 bits of two registers.
 emit_lows = emitter("prmt.b32 $0, $1, $2, 0x5410;", "u32", "u32 u32")
 emit_highs = emitter("prmt.b32 $0, $1, $2, 0x7632;", "u32", "u32 u32")
-emit_stream_128 = emitter(
-    "ld.global.nc.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True
-)
 
 
 def _multiply(kind: str) -> Emitter:
@@ -165,7 +164,7 @@ def _multiply(kind: str) -> Emitter:
 emit_multiply_bf16, emit_multiply_f16 = _multiply("bf16"), _multiply("f16")
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def shared_address(typingctx: Any, array: Any) -> Any:  # noqa: ARG001
     """Return the address of an array in shared memory, among the addresses of shared memory."""
 
@@ -176,6 +175,7 @@ def shared_address(typingctx: Any, array: Any) -> Any:  # noqa: ARG001
         return builder.call(ir.InlineAsm(kind, "cvta.to.shared.u64 $0, $1;", "=l,l"), [address])
 
     return types.uint64(array), codegen
+
 
 #: What a launch that overlaps with the kernel before begins with, before it reads or writes anything that others write:
 #: waits until all work before is done and seen. Older GPUs have no such launches, and kernels for them leave it out.

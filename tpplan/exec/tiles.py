@@ -13,11 +13,16 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from tpplan.exec.ptx import Emitter, emit_highs, emit_lows, emit_stream_128
+from tpplan.exec.ptx import Emitter, emit_highs, emit_lows, emitter
 
 _INT, _FLOAT = ir.IntType(32), ir.FloatType()
-#: Registers of 16 bytes.
-_VECTOR = 4
+#: Registers of 16 bytes, and bytes that a warp's vectors have.
+_VECTOR, _WARP = 4, 512
+
+#: Of what is read once, and may be written by the kernel before.
+_load_128 = emitter("ld.global.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
+_shared_load_128 = emitter("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u32", memory=True)
+_shared_store_128 = emitter("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "", "u32 u32 u32 u32 u32", memory=True)
 
 
 def _all_of(builder: Any, values: Any) -> list[Any]:
@@ -36,7 +41,8 @@ def zeros(count: int) -> Any:
 def loads(limit: int, step: int, *, clear: bool = False) -> Any:
     """Return an intrinsic that reads 16 bytes at ``start``, ``start + step`` and so on, of a row.
 
-    It takes the row's address and the start, which is less than the step, and returns four registers for each vector.
+    It takes the first vector's address and the start, which is less than the step, and returns four registers for each
+    vector.
     What would be behind the row is zero, or anything that the row has.
 
     Args:
@@ -47,42 +53,58 @@ def loads(limit: int, step: int, *, clear: bool = False) -> Any:
     word, count = types.uint64, -(-limit // step)
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        row, start = values
+        first, start = values
         found = []
         for j in range(count):
-            at = builder.add(start, ir.Constant(start.type, j * step))
             if (j + 1) * step <= limit:
-                found += emit_stream_128(builder, [builder.add(row, at)])
+                found += _load_128(builder, [builder.add(first, ir.Constant(start.type, j * step))])
                 continue
+            at = builder.add(start, ir.Constant(start.type, j * step))
             inside = builder.icmp_unsigned("<", at, ir.Constant(start.type, limit))
             at = builder.select(inside, at, ir.Constant(start.type, limit - 16))
-            got = emit_stream_128(builder, [builder.add(row, at)])
+            got = _load_128(builder, [builder.add(first, builder.sub(at, start))])
             found += [builder.select(inside, each, ir.Constant(_INT, 0)) for each in got] if clear else got
         return context.make_tuple(builder, signature.return_type, found)
 
     signature = types.UniTuple(types.uint32, _VECTOR * count)(word, word)
-    return intrinsic(lambda typingctx, row, start: (signature, codegen))  # noqa: ARG005
+    return intrinsic(lambda typingctx, first, start: (signature, codegen))  # noqa: ARG005
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def put(typingctx: Any, address: Any, registers: Any) -> Any:  # noqa: ARG001
+    """Write a lane's vectors to shared memory: at the address, which is the lane's own, and every 512 bytes from it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
+        address, kept = values[0], _all_of(builder, values[1])
+        for i in range(0, len(kept), _VECTOR):
+            at = builder.add(address, ir.Constant(address.type, i // _VECTOR * _WARP))
+            _shared_store_128(builder, [at, *kept[i : i + _VECTOR]])
+        return context.get_dummy_value()
+
+    return types.void(address, registers), codegen
 
 
 def scores(multiply: Emitter) -> Any:
-    """Return an intrinsic for the products of eight queries and eight keys.
+    """Return an intrinsic for the products of eight queries and sixteen keys.
 
-    It takes registers of the queries (row g is the query) and of the keys (row g is the key), and returns the products
-    of query g and keys 2 t and 2 t + 1.
+    It takes the address at which a lane has :func:`put` its registers of the queries (row g is the query), and its
+    registers of eight keys and of eight more (row g is the key). It returns the products of query g and keys 2 t,
+    2 t + 1, 2 t + 8 and 2 t + 9.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        queries, keys = (_all_of(builder, each) for each in values)
+        address, *keys = values[0], *(_all_of(builder, each) for each in values[1:])
         nothing, sums = ir.Constant(_INT, 0), [[ir.Constant(_FLOAT, 0.0)] * 4 for _ in range(2)]
-        for i in range(0, len(keys), 2):
-            left, right = [queries[i], nothing, queries[i + 1], nothing], keys[i : i + 2]
-            chain = i // 2 % 2  # two of them, for each takes the time of its instructions
-            sums[chain] = multiply(builder, [*left, *right, *sums[chain]])
-        found = [builder.fadd(one, other) for one, other in zip(*(each[:2] for each in sums), strict=True)]
-        return context.make_tuple(builder, signature.return_type, found)
+        for i in range(0, len(keys[0]), _VECTOR):
+            at = builder.add(address, ir.Constant(address.type, i // _VECTOR * _WARP))
+            a, b, c, d = _shared_load_128(builder, [at])
+            for j, left in enumerate(([a, nothing, b, nothing], [c, nothing, d, nothing])):
+                for k, right in enumerate(keys):
+                    sums[k] = multiply(builder, [*left, *right[i + 2 * j : i + 2 * j + 2], *sums[k]])
+        return context.make_tuple(builder, signature.return_type, sums[0][:2] + sums[1][:2])
 
-    two = types.UniTuple(types.float32, 2)
-    return intrinsic(lambda typingctx, queries, keys: (two(queries, keys), codegen))  # noqa: ARG005
+    four = types.UniTuple(types.float32, 4)
+    return intrinsic(lambda typingctx, address, first, second: (four(address, first, second), codegen))  # noqa: ARG005
 
 
 def weighed(multiply: Emitter) -> Any:
@@ -114,7 +136,7 @@ def weighed(multiply: Emitter) -> Any:
     return intrinsic(typer)
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def scaled(typingctx: Any, sums: Any, first: Any, second: Any) -> Any:  # noqa: ARG001
     """Return the sums of :func:`weighed`, multiplied by one factor for query 2 t and by another for query 2 t + 1."""
 
@@ -125,7 +147,7 @@ def scaled(typingctx: Any, sums: Any, first: Any, second: Any) -> Any:  # noqa: 
     return sums(sums, first, second), codegen
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def keep(  # noqa: PLR0917
     typingctx: Any,  # noqa: ARG001
     array: Any,
