@@ -10,10 +10,9 @@ from attrs import evolve, frozen
 from tpplan.axes import Axis, slices_of
 from tpplan.errors import ExecutionError
 from tpplan.exec import operation
-from tpplan.exec.lower import LARGEST_CHUNK, Limits, kind_of, lower
-from tpplan.exec.operation import Addition, Moves
+from tpplan.exec.lower import Limits, lower
 from tpplan.exec.program import EXCHANGE, HOST, SLOT, STAGE, flat, reads, writes
-from tpplan.exec.tuning import copies_field, slots_field
+from tpplan.exec.reasons import how, why
 from tpplan.render.text import table
 from tpplan.sizes import format_bytes
 
@@ -209,8 +208,8 @@ def _ways(
                 first=first,
                 last=last,
                 transport=route.transport,
-                how=_how(route),
-                why=_why(operation, route, engine),
+                how=how(route),
+                why=why(operation, route, engine),
                 row_bytes=item_bytes * _crossing(program),
                 buffers=_buffers(program),
             )
@@ -236,53 +235,6 @@ def _last(route: Route, route_of: Callable[..., Route], first: int, most: int) -
         middle = (low + high + 1) // 2
         low, high = (middle, high) if route_of(rows=middle) == route else (low, middle - 1)
     return low
-
-
-def _how(route: Route) -> str:
-    if route.transport == "local":
-        return "by kernels" if route.small else "on each device"
-    if route.small:
-        return "slots"
-    if route.passed_on:
-        return "passed on"
-    if route.transport == "peer":
-        return "straight"
-    return f"{route.parts} part{'s' if route.parts > 1 else ''}"
-
-
-def _why(operation: Operation, route: Route, engine: Engine) -> str:
-    """Say in words what decided the route."""
-    if route.transport == "local":
-        return _why_local(operation, route, engine)
-    limits, kind = engine.limits, kind_of(operation)
-    largest = limits.slots(operation, engine.transport) if engine.transport != "events" else 0
-    slot = f"a slot of {format_bytes(largest)}"
-    if largest < limits.slot_bytes:
-        slot = f"{slots_field(engine.transport, kind)}, {format_bytes(largest)}"
-    if route.small:
-        return f"fits {slot}" if largest == limits.slot_bytes else f"within {slot}"
-    large = f"larger than {slot}"
-    if route.transport == "peer":
-        spared = format_bytes(limits.tuning.passed_on_bytes)
-        return f"spares its source passed_on_bytes, {spared}, or more" if route.passed_on else large
-    if limits.straight and largest < limits.tuning.copies(kind):
-        large = f"from {copies_field(kind)}, {format_bytes(limits.tuning.copies(kind))}, on"
-    large = f"{large}: " if engine.transport == "peer" and route.transport == "events" else ""
-    if route.transport == "events" and isinstance(operation, Moves):
-        return f"{large}copies of any size"
-    room = f"a chunk of {format_bytes(min(limits.stage_bytes, LARGEST_CHUNK))}"
-    if route.transport == "events":
-        room = f"the exchange buffer of {format_bytes(limits.exchange_bytes)}"
-    return f"{large}fits {room}" if route.parts == 1 else f"{large}parts fit {room}"
-
-
-def _why_local(operation: Operation, route: Route, engine: Engine) -> str:
-    if isinstance(operation, Addition):
-        return "each adds its own"
-    if operation.name != "gather":
-        return "no other device"
-    largest = format_bytes(engine.limits.tuning.gathers_bytes)
-    return f"each writes its own, {'within' if route.small else 'larger than'} gathers_bytes, {largest}"
 
 
 def _crossing(program: Program) -> int:

@@ -1,0 +1,69 @@
+"""Routes in words: how an operation goes, and what decided that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpplan.exec.lower import LARGEST_CHUNK, kind_of
+from tpplan.exec.operation import Addition, Moves
+from tpplan.exec.tuning import copies_field, slots_field
+from tpplan.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from tpplan.exec.engine import Engine
+    from tpplan.exec.lower import Route
+    from tpplan.exec.operation import Operation
+
+
+def how(route: Route) -> str:
+    """Say how a route goes; see :attr:`tpplan.exec.explain.Way.how`."""
+    if route.transport == "local":
+        return "by kernels" if route.small else "on each device"
+    if route.small:
+        return "slots"
+    if route.passed_on:
+        return "passed on"
+    if route.transport == "peer":
+        return "straight"
+    return f"{route.parts} part{'s' if route.parts > 1 else ''}"
+
+
+def why(operation: Operation, route: Route, engine: Engine) -> str:
+    """Say in words what decided a route.
+
+    Args:
+        operation: that goes so.
+        route: of so many rows.
+        engine: that chose it.
+    """
+    if route.transport == "local":
+        return _why_local(operation, route, engine)
+    limits, kind = engine.limits, kind_of(operation)
+    largest = limits.slots(operation, engine.transport) if engine.transport != "events" else 0
+    slot = f"a slot of {format_bytes(largest)}"
+    if largest < limits.slot_bytes:
+        slot = f"{slots_field(engine.transport, kind)}, {format_bytes(largest)}"
+    if route.small:
+        return f"fits {slot}" if largest == limits.slot_bytes else f"within {slot}"
+    large = f"larger than {slot}"
+    if route.transport == "peer":
+        spared = format_bytes(limits.tuning.passed_on_bytes)
+        return f"spares its source passed_on_bytes, {spared}, or more" if route.passed_on else large
+    if limits.straight and largest < limits.tuning.copies(kind):
+        large = f"from {copies_field(kind)}, {format_bytes(limits.tuning.copies(kind))}, on"
+    large = f"{large}: " if engine.transport == "peer" and route.transport == "events" else ""
+    if route.transport == "events" and isinstance(operation, Moves):
+        return f"{large}copies of any size"
+    room = f"a chunk of {format_bytes(min(limits.stage_bytes, LARGEST_CHUNK))}"
+    if route.transport == "events":
+        room = f"the exchange buffer of {format_bytes(limits.exchange_bytes)}"
+    return f"{large}fits {room}" if route.parts == 1 else f"{large}parts fit {room}"
+
+
+def _why_local(operation: Operation, route: Route, engine: Engine) -> str:
+    if isinstance(operation, Addition):
+        return "each adds its own"
+    if operation.name != "gather":
+        return "no other device"
+    largest = format_bytes(engine.limits.tuning.gathers_bytes)
+    return f"each writes its own, {'within' if route.small else 'larger than'} gathers_bytes, {largest}"
