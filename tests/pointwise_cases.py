@@ -46,9 +46,10 @@ class FakeLauncher:
 
     calls: Counter[str] = Counter()  # noqa: RUF012 (of all, as said)
 
-    def __init__(self, name: str, place: torch.device) -> None:
+    def __init__(self, name: str, place: torch.device, *, early: bool = True) -> None:
         """Take any device."""
         assert isinstance(place, torch.device)
+        assert early
         family, _, dtype = name.rpartition("_")
         self._name = family.removeprefix("pointwise_")
         self._dtype = _DTYPES[dtype]

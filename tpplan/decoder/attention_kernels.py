@@ -276,7 +276,7 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
     def attend(  # type: ignore[no-untyped-def]
         q, q_pitch, k, v, kv_pitch, positions, out, out_pitch, partial, turns, length, group, factor, cap, least
     ):
-        ptx.after_earlier()
+        ptx.after_earlier_with_next()
         found = cuda.shared.array(floats, _FLOAT, alignment=16)
         peaks, totals = cuda.shared.array(rows, _FLOAT), cuda.shared.array(rows, _FLOAT)
         kept, turn = cuda.shared.array(_KEPT, _WORD), cuda.shared.array(1, _HALF)

@@ -98,8 +98,8 @@ class Gemv:
         names = [[f"{way}{DTYPES[dtype]}_{count}" for count in counts] for way, counts in ways]
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for some in names for name in some)
-        self._plain, normed = ([Launcher(name, place) for name in some] for some in names)
-        self._normed, self._dtype = [*normed, normed[-1]], dtype
+        self._plain, normed = ([Launcher(name, place, early=name[-1] != "4") for name in some] for some in names)
+        self._normed, self._dtype = [*normed, normed[-1]], dtype  # the one for four rows has too many registers
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
     def takes(self, x_RK: Tensor, weight_NK: Tensor, *, normed: bool = False, gated: bool = False) -> bool:

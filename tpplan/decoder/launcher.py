@@ -12,21 +12,19 @@ from tpplan.exec.torch_shims import stream_handle
 
 
 class Launcher:
-    """A kernel on one CUDA device; all that it takes are 64-bit words.
+    """A kernel on one CUDA device; all that it takes are 64-bit words."""
 
-    In graphs it is launched early, see :mod:`tpplan.exec.early`.
-    """
-
-    def __init__(self, name: str, place: torch.device) -> None:
+    def __init__(self, name: str, place: torch.device, *, early: bool = True) -> None:
         """Load it at once: what is loaded later would wait for kernels that wait for other devices.
 
         Args:
             name: of the kernel; its first word tells the module, see :mod:`tpplan.exec.kernel_cache`.
             place: the device.
+            early: whether it is launched so in graphs, see :mod:`tpplan.exec.early`.
         """
         from cuda.bindings import driver  # noqa: PLC0415 (not installed everywhere)
 
-        from tpplan.exec import early  # noqa: PLC0415 (needs it)
+        from tpplan.exec import early as overlap  # noqa: PLC0415 (needs it)
         from tpplan.exec.launch import refused  # noqa: PLC0415
 
         capability = torch.cuda.get_device_capability(place)
@@ -36,7 +34,7 @@ class Launcher:
         with torch.cuda.device(place), suppress(RuntimeError):  # drivers before CUDA 12.4 cannot
             driver.cuFuncLoad(self._function)
         self._start, self._success, self._refused = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS, refused
-        self._early = early if capability >= kernel_cache.OVERLAPS else None
+        self._early = overlap if early and capability >= kernel_cache.OVERLAPS else None
 
     def __call__(self, blocks: int | tuple[int, int, int], threads: int, *words: int) -> None:
         """Launch it.

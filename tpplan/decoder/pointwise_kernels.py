@@ -95,7 +95,7 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
         )
 
     def norm(x, x_pitch, out, out_pitch, weight, wide, width, inverse, eps):  # type: ignore[no-untyped-def]
-        ptx.after_earlier()
+        ptx.after_earlier_with_next()
         sums = cuda.shared.array(_WARP, _FLOAT)
         row, step = _WORD(cuda.blockIdx.x), _WORD(16) * _WORD(cuda.blockDim.x)
         source, target, first = x + row * x_pitch, out + row * out_pitch, _WORD(16) * _WORD(cuda.threadIdx.x)
@@ -147,7 +147,7 @@ def _gate(name: str, act: Any, low: Any, high: Any, two: Any) -> Kernel:
         return two(low(acted) * low(up), high(acted) * high(up))
 
     def gate(gate, gate_pitch, up, up_pitch, out, out_pitch, width):  # type: ignore[no-untyped-def]
-        ptx.after_earlier()
+        ptx.after_earlier_with_next()
         row = _WORD(cuda.blockIdx.x)
         at = _WORD(16) * (_WORD(cuda.blockIdx.y) * _WORD(cuda.blockDim.x) + _WORD(cuda.threadIdx.x))
         if at < width:
@@ -220,7 +220,7 @@ def _turn(name: str, low: Any, high: Any, two: Any) -> Kernel:
         x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, query_norm, key_norm, inverse, eps,
         cached_keys, cached_values, sequence_step, head_step, sequences, sequences_step, places, places_step,
     ):  # fmt: skip
-        ptx.after_earlier()
+        ptx.after_earlier_with_next()
         row = _WORD(cuda.blockIdx.x)
         item = types.uint32(cuda.blockIdx.y * cuda.blockDim.x + cuda.threadIdx.x)
         lanes = types.uint32(width) // types.uint32(32)  # of a head

@@ -169,14 +169,14 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     from numba import cuda  # noqa: PLC0415 (a second to import, so not for who has it on disk)
 
     from tpplan.exec.exchange_table import MOST_WORDS  # noqa: PLC0415
-    from tpplan.exec.ptx import AFTER_EARLIER, PARAMETER  # noqa: PLC0415
+    from tpplan.exec.ptx import PARAMETER, without_overlap  # noqa: PLC0415
 
     kernel = getattr(import_module(_module(name)), name.upper())
     text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability, launch_bounds=kernel.bounds)
     mangled = text.partition(".visible .entry ")[2].partition("(")[0]
     text = str(text.replace(mangled, name))
     if capability < OVERLAPS:
-        text = text.replace(AFTER_EARLIER, "")
+        text = without_overlap(text)
     if kernel.arguments > 1:
         return text
     declared = f".param .u64 {name}_param_0"  # one word, in the place of an array that numba has no type for

@@ -48,7 +48,7 @@ def peek() -> Any:
 
     Comes first in a kernel: nothing was touched before.
     """
-    ptx.after_earlier()
+    ptx.after_earlier_with_next()
     thread = _WORD(cuda.threadIdx.x)  # as what it is compared with, or numba compares in float64
     block = part()
     entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread

@@ -5,6 +5,7 @@ Needs numba-cuda, but no GPU: a kernel that uses them compiles anywhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -177,7 +178,14 @@ def shared_address(typingctx: Any, array: Any) -> Any:  # noqa: ARG001
     return types.uint64(array), codegen
 
 
-#: What a launch that overlaps with the kernel before begins with, before it reads or writes anything that others write:
-#: waits until all work before is done and seen. Older GPUs have no such launches, and kernels for them leave it out.
-AFTER_EARLIER = "griddepcontrol.wait;"
-after_earlier = _instruction(AFTER_EARLIER, "", "", memory=True)
+#: Of launches that overlap, see :mod:`tpplan.exec.early`; older GPUs have none, and kernels for them leave these out.
+_OVERLAP = "griddepcontrol"
+#: Waits until all work before is done and seen: comes before everything that others write or read.
+after_earlier = _instruction(f"{_OVERLAP}.wait;", "", "", memory=True)
+#: And lets the next kernel begin then, as soon as all blocks have: worth it for one that waits more than it works.
+after_earlier_with_next = _instruction(f"{_OVERLAP}.wait; {_OVERLAP}.launch_dependents;", "", "", memory=True)
+
+
+def without_overlap(text: str) -> str:
+    """Return PTX without these."""
+    return re.sub(rf"{_OVERLAP}\.\w+;", "", text)
