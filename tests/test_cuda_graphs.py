@@ -218,7 +218,7 @@ def test_a_single_gpu_is_captured_by_torch_too() -> None:
 
         step()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.device(0), torch.cuda.graph(graph):
             kept = step()
         for _ in range(3):
             x.normal_()
