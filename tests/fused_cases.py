@@ -75,6 +75,8 @@ class FakeAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float) -> Tensor:
         """Return what they find."""
         assert q.dtype == k.dtype == self._dtype
+        assert positions.dtype is torch.int64
+        assert positions.is_contiguous()
         self.calls[self._head_dim] += 1
         rows, (_, heads, length, _) = [], k.shape
         for row, position in enumerate(positions.tolist()):

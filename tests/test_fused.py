@@ -74,6 +74,22 @@ def test_steps_say_the_same(model_type: str, layout: str, tmp_path: Path, reques
 
 
 @pytest.mark.usefixtures("attending")
+def test_positions_of_any_integers(tmp_path: Path) -> None:
+    """Also those of 32 bits, or a column of other numbers, are where a step goes on."""
+    directory = made("llama", tmp_path)
+    plan = planned(directory, "reduce", (1,), Cache("fp16", BATCH * LENGTH))
+    tokens, positions = torch.tensor([5, 9]), torch.tensor([[3, 100], [7, 100]])
+    with compile_plan(plan, backend="cpu", scratch=False) as context:
+        decoder = Decoder(context, directory, load_weights(plan, directory, context))
+        for sequence, count in enumerate((3, 7)):
+            decoder.prefill([*range(count)], sequence)
+        (expected,) = decoder.decode([tokens], [torch.tensor([3, 7])])
+        for each in (positions[:, 0], positions.int()[:, 0]):
+            (found,) = decoder.decode([tokens], [each])
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.usefixtures("attending")
 def test_steps_of_all_lengths_are_one_graph(tmp_path: Path) -> None:
     """Where kernels attend in every layer on every device; others have one graph for each span."""
     directory = made("llama", tmp_path)

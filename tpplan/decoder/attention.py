@@ -69,7 +69,7 @@ class Attention:
                 them share each KV head.
             k_BHLK: keys of all sequences; heads and places lie side by side.
             v_BHLK: values, in the same way.
-            positions_R: of the tokens, 64 bits each.
+            positions_R: of the tokens, 64 bits each, side by side.
             scale: of the scores.
 
         Returns:

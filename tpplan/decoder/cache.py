@@ -167,7 +167,7 @@ class Where:
     Attributes:
         sequences: their numbers, ``[B]``.
         places: of the new tokens, ``[B]``.
-        positions: of the new tokens, ``[B]``.
+        positions: of the new tokens, ``[B]``: of 64 bits, side by side.
         span: places that may be in use.
     """
 
@@ -183,11 +183,12 @@ class Where:
         """Return where tokens go.
 
         Args:
-            positions_B: of the tokens.
+            positions_B: of the tokens, of any integers, with any gaps between them.
             length: of the caches.
             span: places that may be in use.
             dtype: of the scores.
         """
+        positions_B = positions_B.long().contiguous()  # as kernels read them
         places = positions_B if span <= length else positions_B % length
         sequences = torch.arange(len(positions_B), device=positions_B.device)
         return cls(sequences, places, positions_B, min(span, length), dtype)
