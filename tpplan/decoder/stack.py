@@ -34,6 +34,7 @@ class Stack:
         context: the compiled plan, whose operations tie the devices together.
         heads: what each device holds of each layer's attention.
         has_experts: whether layers have.
+        looks_at_spans: whether the work of a step depends on how many places of the cache it may look at.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Stack:
         self.context = context
         self.heads = heads
         self.has_experts = any(block.experts for block in blocks)
+        self.looks_at_spans = not all(steps[device].attends(each) for layer in heads for device, each in layer.items())
         self._settings = settings
         self._family = settings.family
         self._blocks = blocks
@@ -67,11 +69,6 @@ class Stack:
         self._reduce = context.plan.request.layout == "reduce"
         self._places = {device: place for place, device in enumerate(context.all_devices)}
         self._head_dims = [context.plan.split(Axis.KV, layer).width for layer in range(len(blocks))]
-
-    @property
-    def looks_at_spans(self) -> bool:
-        """Whether the work of a step depends on how many places of the cache it may look at."""
-        return not all(self._steps[device].attends(heads) for layer in self.heads for device, heads in layer.items())
 
     def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         """Return the residual stream ``[R, D]`` behind the last layer, equal on all devices in use."""
