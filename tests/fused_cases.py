@@ -31,10 +31,12 @@ class FakeGemv:
         assert isinstance(place, torch.device)
         self._dtype = dtype
 
-    def takes(self, x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = False) -> bool:
+    def takes(self, x: Tensor, weight: Tensor, norm: Tensor | None = None, *, gated: bool = False) -> bool:
         """Take few rows."""
-        assert normed or not gated
-        return len(x) <= (MOST_ROWS if normed else 2) and x.dtype == weight.dtype == self._dtype
+        assert norm is not None or not gated
+        if norm is not None and norm.dtype != self._dtype:
+            return False
+        return len(x) <= (2 if norm is None else MOST_ROWS) and x.dtype == weight.dtype == self._dtype
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
         """Multiply."""

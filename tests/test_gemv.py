@@ -132,7 +132,7 @@ def test_words(kernels: Gemv, rows: int) -> None:
     def check(found: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
 
-    assert kernels.takes(x_RK, weight_NK, normed=True, gated=True)
+    assert kernels.takes(x_RK, weight_NK, norm.weight, gated=True)
     check(kernels.linear(x_RK, weight_NK, bias_N, norm), functional.linear(normed_RK, weight_NK, bias_N))
     assert kernels.takes(x_RK, weight_NK) == (rows <= 2)
     if rows <= 2:
@@ -149,9 +149,11 @@ def test_words(kernels: Gemv, rows: int) -> None:
 
 def test_what_is_not_taken(kernels: Gemv) -> None:
     """Many rows, other dtypes and strides, and what torch does faster, are left to torch."""
-    x_RK, weight_NK = some(kernels, 4, 4096), some(kernels, 8, 4096)
-    assert kernels.takes(x_RK, weight_NK, normed=True)
-    assert not kernels.takes(some(kernels, 5, 4096), weight_NK, normed=True)
+    x_RK, weight_NK, norm_K = some(kernels, 4, 4096), some(kernels, 8, 4096), some(kernels, 8200)
+    assert kernels.takes(x_RK, weight_NK, norm_K[:4096])
+    assert not kernels.takes(some(kernels, 5, 4096), weight_NK, norm_K[:4096])
+    for odd_K in (norm_K[1:4097], norm_K[:4096].float(), norm_K[:8192:2]):
+        assert not kernels.takes(x_RK, weight_NK, odd_K)
     assert not kernels.takes(x_RK[:3], weight_NK)
     x_RK = x_RK[:2]
     assert kernels.takes(x_RK, weight_NK)
@@ -164,5 +166,5 @@ def test_what_is_not_taken(kernels: Gemv) -> None:
     assert not kernels.takes(x_RK[:, 1:9], weight_NK[:, :8])
     assert not kernels.takes(x_RK[:, :2048], weight_NK[:, ::2])
     wide = some(kernels, 2, 8200)
-    assert not kernels.takes(wide, some(kernels, 4, 8200), normed=True)
+    assert not kernels.takes(wide, some(kernels, 4, 8200), norm_K)
     assert kernels.takes(wide, some(kernels, 4, 8200))

@@ -48,7 +48,7 @@ def test_products(size: int, width: int, rows: int, dtype: torch.dtype) -> None:
         check(to_RN[:, 1:-2], before[:, 1:-2] + exact)
         assert torch.equal(to_RN[:, 0], before[:, 0])
         assert torch.equal(to_RN[:, -2:], before[:, -2:])
-    if run.takes(x_RK, weight_NK, normed=True):
+    if run.takes(x_RK, weight_NK, gain_K):
         normed_RK = functional.rms_norm(x_RK, (width,), gain_K, EPS)
         check(run.linear(x_RK, weight_NK, norm=Norm(gain_K, EPS)), normed_RK.float() @ weight_NK.float().mT)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
+import torch
+
+from tpplan.decoder import attention, gemv, pointwise
 from tpplan.decoder.attention import Attention
 from tpplan.decoder.gemv import Gemv, Norm
 from tpplan.decoder.layers import some_of, together
@@ -15,7 +19,6 @@ from tpplan.exec import kernel_cache
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    import torch
     from torch import Tensor
 
     from tpplan.decoder.cache import Where
@@ -57,12 +60,15 @@ class Fused(Plain):
         """
         super().__init__(settings.norm_eps, settings.activation)
         self._name = next(name for name, each in ACTIVATIONS.items() if each is settings.activation)
+        cap = settings.attention_cap
+        sizes = [size for size in head_dims if Attention.takes(place, dtype, size)]
+        names = [*pointwise.names_of(dtype, self._name), *chain(*gemv.names_of(dtype))]
+        names += [attention.name_of(dtype, size, cap) for size in sizes]
+        capability = torch.cuda.get_device_capability(place)
+        kernel_cache.prepare((name, capability) for name in names)  # all at the same time
         self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name)
         self._gemv = Gemv(place, dtype)
-        cap = settings.attention_cap
-        self._attention = {
-            size: Attention(place, dtype, size, cap) for size in head_dims if Attention.takes(place, dtype, size)
-        }
+        self._attention = {size: Attention(place, dtype, size, cap) for size in sizes}
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """Return rows behind a norm."""
@@ -91,7 +97,7 @@ class Fused(Plain):
     ) -> Tensor:
         """Multiply rows behind a norm by some matrices, ``[R, O]``."""
         weight = weights.get(f"{fused}.weight")
-        if weight is None or norm.dtype is not x_RD.dtype or not self._gemv.takes(x_RD, weight, normed=True):
+        if weight is None or not self._gemv.takes(x_RD, weight, norm):
             return super().normed(x_RD, norm, weights, fused, names)
         return self._gemv.linear(x_RD, weight, weights.get(f"{fused}.bias"), Norm(norm, self._eps))
 
@@ -100,8 +106,7 @@ class Fused(Plain):
     ) -> Tensor:
         """Return the gate of rows behind a norm, ``[R, I]``."""
         weight = weights.get(f"{fused}.weight")
-        takes = weight is not None and self._gemv.takes(x_RD, weight, normed=True, gated=True)
-        if weight is None or not takes or norm.dtype is not x_RD.dtype:
+        if weight is None or not self._gemv.takes(x_RD, weight, norm, gated=True):
             return super().gated(x_RD, norm, weights, fused, names)
         return self._gemv.gated(x_RD, weight, self._name, Norm(norm, self._eps), weights.get(f"{fused}.bias"))
 
@@ -145,3 +150,8 @@ class Fused(Plain):
             k_BHLK, v_BHLK = (some_of(half, run.keys, dim=1) for half in halves)
             found.append(kernel(qkv_RHK[:, run.queries], k_BHLK, v_BHLK, where.positions, scale=scale))
         return together(found, dim=1)
+
+    def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
+        """Return the largest logits of rows and their tokens."""
+        found = self._pointwise.best(logits_BV, start, place, places)
+        return super().best(logits_BV, start, place, places) if found is None else found

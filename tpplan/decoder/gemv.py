@@ -14,7 +14,6 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.launcher import Launcher
-from tpplan.exec import kernel_cache
 
 #: Rows that a kernel takes, with a norm before; and without, where cuBLAS is faster with more.
 MOST_ROWS: Final = 4
@@ -81,6 +80,12 @@ def shape_of(batches: int, width: int, processors: int) -> Shape:
     return Shape(team, teams, min(resident, -(-batches // teams)))
 
 
+def names_of(dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """Return the names of the kernels for a dtype: for one and two rows, and with a norm for one, two and four."""
+    name = DTYPES[dtype]
+    return [f"gemv_{name}_{count}" for count in (1, 2)], [f"gemv_norm_{name}_{count}" for count in (1, 2, 4)]
+
+
 class Gemv:
     """Kernels for one device and dtype.
 
@@ -94,30 +99,30 @@ class Gemv:
             place: a CUDA device.
             dtype: of rows and matrices, of 16 bits.
         """
-        ways = ("gemv_", (1, 2)), ("gemv_norm_", (1, 2, 4))
-        names = [[f"{way}{DTYPES[dtype]}_{count}" for count in counts] for way, counts in ways]
-        capability = torch.cuda.get_device_capability(place)
-        kernel_cache.prepare((name, capability) for some in names for name in some)
-        self._plain, normed = ([Launcher(name, place, early=name[-1] != "4") for name in some] for some in names)
-        self._normed, self._dtype = [*normed, normed[-1]], dtype  # the one for four rows has too many registers
+        plain, normed = names_of(dtype)
+        self._plain = [Launcher(name, place) for name in plain]
+        *some, last = [Launcher(name, place, early=name != normed[-1]) for name in normed]  # which has many registers
+        self._normed, self._dtype = [*some, last, last], dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
-    def takes(self, x_RK: Tensor, weight_NK: Tensor, *, normed: bool = False, gated: bool = False) -> bool:
+    def takes(self, x_RK: Tensor, weight_NK: Tensor, norm: Tensor | None = None, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix, and it is not slower than torch.
 
         Args:
             x_RK: rows.
             weight_NK: the matrix.
-            normed: whether there is a norm before.
+            norm: the weights of the norm before, if there is one.
             gated: whether there is a gate behind.
         """
         rows, width = x_RK.shape
-        if not 0 < rows <= (MOST_ROWS if normed else _MOST_ALONE):
+        if not 0 < rows <= (_MOST_ALONE if norm is None else MOST_ROWS):
             return False
         if len(weight_NK) < _FOUR or (gated and len(weight_NK) % 2):
             return False
-        if normed and rows * width * _ITEM > _NORMED:
-            return False
+        if norm is not None:
+            is_there = norm.dtype is self._dtype and norm.is_contiguous() and not norm.data_ptr() % _VECTOR
+            if not is_there or rows * width * _ITEM > _NORMED:
+                return False
         return all(_is_vectors(each, self._dtype) for each in (x_RK, weight_NK))
 
     def linear(self, x_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, norm: Norm | None = None) -> Tensor:
