@@ -74,6 +74,15 @@ def test_steps_say_the_same(model_type: str, layout: str, tmp_path: Path, reques
 
 
 @pytest.mark.usefixtures("attending")
+def test_products_behind_norms_of_another_dtype(tmp_path: Path) -> None:
+    """Where no kernel takes norm and product together, one takes the product: four of each layer, and that of the logits."""
+    plan = planned(made("gemma2", tmp_path), "reduce", (1,), Cache("fp16", BATCH * LENGTH))
+    FakeGemv.calls.clear()
+    list(said(tmp_path, plan))
+    assert FakeGemv.calls == {"linear": 3 * (2 * 4 + 1) + 2}  # of three steps, and the logits of two prompts
+
+
+@pytest.mark.usefixtures("attending")
 def test_positions_of_any_integers(tmp_path: Path) -> None:
     """Also those of 32 bits, or a column of other numbers, are where a step goes on."""
     directory = made("llama", tmp_path)

@@ -41,13 +41,6 @@ def add_linear(to: Tensor, x: Tensor, weights: Mapping[str, Tensor], name: str) 
         to.add_(weights[f"{name}.bias"])
 
 
-def linears(x: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str]) -> Tensor:
-    """Multiply by several matrices, side by side: by one that is made of them, where there is one, else by each."""
-    if f"{fused}.weight" in weights:
-        return linear(x, weights, fused)
-    return torch.cat([linear(x, weights, name) for name in names], dim=-1)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """Divide rows by their root mean square (Zhang and Sennrich, arXiv 1910.07467), and multiply them by weights.
 

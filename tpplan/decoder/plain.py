@@ -8,11 +8,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.heads import found_by
-from tpplan.decoder.layers import add_linear, attend, linear, linears, rms_norm, rotate
+from tpplan.decoder.layers import add_linear, attend, linear, rms_norm, rotate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -65,8 +66,19 @@ class Plain:
     def normed(
         self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str] = ()
     ) -> Tensor:
-        """Multiply rows behind a norm by some matrices, ``[R, O]``; see :func:`tpplan.decoder.layers.linears`."""
-        return linears(self.norm(x_RD, norm), weights, fused, names)
+        """Multiply rows behind a norm by some matrices, side by side: ``[R, O]``.
+
+        Args:
+            x_RD: rows.
+            norm: the weights of their norm.
+            weights: of the device, by name.
+            fused: the name of the one matrix that is made of them, which mostly there is.
+            names: theirs.
+        """
+        y_RD = self.norm(x_RD, norm)
+        if f"{fused}.weight" in weights:
+            return self.linear(y_RD, weights, fused)
+        return torch.cat([self.linear(y_RD, weights, name) for name in names], dim=-1)
 
     def gated(
         self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str]
