@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.decoder_cases import LENGTH, decoding, model_of, plan_of, request_of
+from tests.decoder_cases import LENGTH, MAX_ROWS, decoding, model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
 from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
@@ -57,10 +57,34 @@ def test_a_decoder_without_graphs_is_ready_too() -> None:
     assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:7] for tokens in model.tokens]
 
 
-def test_more_sequences_than_a_plan_has_room_for() -> None:
-    """They are refused as prompts are."""
-    with (
-        decoding(plan_of(model_of("mistral").directory, 2, request_of(), {}, seed=8), "mistral") as decoder,
-        pytest.raises(RequestError, match="sequence 2, the plan has room for 2"),
-    ):
-        prepare(decoder, 3)
+@pytest.mark.parametrize("sequences", [-1, 0, 3])
+def test_sequences_that_a_plan_has_no_room_for(sequences: int) -> None:
+    """They are refused before anything is run, and a text that goes on does."""
+    model = model_of("mistral")
+    with decoding(plan_of(model.directory, 2, request_of(), {}, seed=8), "mistral") as decoder:
+        texts = generate(decoder, model.prompts, 7)
+        next(texts)
+        with pytest.raises(RequestError, match=f"steps of {sequences} sequences, the plan has room for 1 to 2"):
+            prepare(decoder, sequences)
+        assert next(texts)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([], [MAX_ROWS, 1]),
+        ([3], [MAX_ROWS, 3, 3, 3]),  # a pass as it is written and as it is captured, and what a text begins with
+        ([3, MAX_ROWS], [MAX_ROWS, MAX_ROWS, 3, 3, 3]),
+    ],
+)
+@pytest.mark.usefixtures("flash_calls")
+def test_a_full_pass_is_run(sizes: list[int], expected: list[int]) -> None:
+    """Once as it is written where no graph is of as many rows."""
+    with decoding(plan_of(model_of("llama").directory, 2, request_of(), {}, seed=8), "llama", "fp32") as decoder:
+        decoder.prompt_graphs = PromptGraphs(decoder, sizes) if sizes else None
+        with (
+            patch.object(decoder, "captured", side_effect=_captured),
+            patch.object(decoder, "run", wraps=decoder.run) as run,
+        ):
+            prepare(decoder)
+    assert [len(call.args[0][0]) for call in run.call_args_list] == expected

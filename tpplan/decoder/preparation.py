@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.decoder.prompts import Prompt
 from tpplan.decoder.sampling import Sampling
+from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
     from tpplan.decoder.model import Decoder
@@ -16,7 +17,7 @@ _GREEDY = Sampling()
 def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREEDY) -> None:
     """Run a decoder's passes before any text does: with all kernels loaded, and with the graphs that it replays.
 
-    These are the passes of prompts of every size, where they are graphs, and the steps of all lengths.
+    These are the passes of prompts of every size, where they are graphs, a full one, and the steps of all lengths.
 
     Args:
         decoder: whose cache is overwritten.
@@ -26,13 +27,18 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREED
     Raises:
         RequestError: the plan has no room for as many sequences.
     """
+    if not 1 <= sequences <= decoder.batch:
+        what = f"steps of {sequences} sequences, the plan has room for 1 to {decoder.batch} at a time"
+        raise RequestError(what, "plan with a larger --batch" if sequences > 0 else "prepare for one or more")
     decoder.generations += 1  # whatever goes on has lost its cache
-    steps = decoder.steps(sequences)
-    graphs = decoder.prompt_graphs
-    for size in reversed(graphs.sizes if graphs else ()):  # the largest first: others fit in its memory
+    graphs, most = decoder.prompt_graphs, decoder.context.max_rows
+    sizes = graphs.sizes if graphs else ()
+    if most not in sizes:
+        decoder.read(_prompts(decoder, most))
+    for size in reversed(sizes):  # the largest first: others fit in its memory
         for _ in range(2):  # as it is written, and captured
             decoder.read(_prompts(decoder, size))
-    steps.prepare(sampling)
+    decoder.steps(sequences).prepare(sampling)
 
 
 def _prompts(decoder: Decoder, rows: int) -> list[Prompt]:
