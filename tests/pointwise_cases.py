@@ -15,6 +15,7 @@ from tpplan.decoder import fused, pointwise
 from tpplan.decoder.layers import rms_norm, rotate
 from tpplan.decoder.pointwise import DTYPES, GATES
 from tpplan.decoder.settings import ACTIVATIONS
+from tpplan.exec import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,6 +87,14 @@ class FakeLauncher:
         gates, ups, to = (memory(start, (rows, width // 2), (pitch, 2), self._dtype) for start, pitch in matrices)
         to.copy_(self._act(gates.clone()).mul_(ups))
 
+    def _best(self, rows: int, threads: int, *words: int) -> None:
+        x, pitch, width, start, out, out_pitch, column, columns = words
+        assert not any(word % 16 for word in (x, pitch, width))
+        assert threads * 16 <= width + 16 * 31
+        values, numbers = memory(x, (rows, width // 2), (pitch, 2), self._dtype).max(-1)
+        found = memory(out, (rows, columns), (out_pitch, 4), torch.float32).zero_()
+        found[:, column], found[:, column + 1] = values, numbers + start
+
     def _turn(self, rows: int, threads: int, *words: int) -> None:
         x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, *rest = words
         query_norm, key_norm, inverse, eps, to_keys, to_values, of_sequence, of_head, *numbers = rest
@@ -121,6 +130,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Let decoders of 16 bits compute on CPUs as on CUDA devices, and return how often each kernel is launched."""
     monkeypatch.setattr(pointwise, "Launcher", FakeLauncher)
     monkeypatch.setattr(fused, "Gemv", FakeGemv)
+    monkeypatch.setattr(kernel_cache, "prepare", list)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(fused, "has_kernels", lambda _, dtype: dtype in DTYPES)
     monkeypatch.setattr(FakeLauncher, "calls", Counter())
     return FakeLauncher.calls

@@ -100,7 +100,7 @@ def taken(directory: Path, plan: SplitPlan, kinds: int = 1000, at_once: int = 2*
             for device, *tensors in zip(used, tokens, positions, strict=True):
                 for tensor in tensors:
                     counted.own(tensor, device)
-            likeliest(decoder.context, decoder.decode(tokens, positions))
+            likeliest(decoder.context, decoder.decode(tokens, positions), decoder.stack.steps)
     return {device: counted.peak[device] / room[device] for device in used}
 
 

@@ -149,3 +149,26 @@ def test_rows_of_nobody_are_not_written(dtype: torch.dtype) -> None:
     for row in (0, 2, 4):
         expected[:, 1 + sequences[row], places[row], 0] = x[row, 2:]
     assert torch.equal(memory.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("columns", [8, 264, 4096, 32064, 128256])
+def test_the_largest_of_each_row(columns: int, dtype: torch.dtype) -> None:
+    """Wherever it is, also among equal ones, where the first counts, and where all others are minus infinity."""
+    torch.manual_seed(columns)
+    x = torch.randn(5, columns + 8, device="cuda").to(dtype)[:, :columns]
+    at = torch.tensor([0, columns - 1, columns // 2, columns // 3, 5], device="cuda")
+    x[range(5), at] = 9
+    x[2, columns // 2 :] = 9
+    x[3, : columns // 3] = x[3, columns // 3 + 1 :] = -torch.inf
+    x[4] = -torch.inf
+    found = kernels(dtype).best(x, 1000, 2, 4)
+    assert found is not None
+    expected = torch.zeros(5, 8, device="cuda")
+    expected[:, 4] = torch.tensor([9.0, 9.0, 9.0, 9.0, -torch.inf])
+    expected[:, 5] = 1000 + torch.tensor([0, columns - 1, columns // 2, columns // 3, 0])
+    assert torch.equal(found, expected)
+    x[1, columns // 2] = torch.nan
+    found = kernels(dtype).best(x, 0, 0, 1)
+    assert found is not None
+    assert found[1].isnan().tolist() == [True, False]
+    assert found[1, 1] == columns // 2

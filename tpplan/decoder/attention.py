@@ -29,6 +29,11 @@ _LEAST: Final = 4
 _OLDEST, _OLDEST_WIDE = (8, 0), (9, 0)
 
 
+def name_of(dtype: torch.dtype, head_dim: int, cap: float | None) -> str:
+    """Return the name of the kernel for heads of a dtype and size."""
+    return f"attention_{_NAMES[dtype]}_{head_dim}{'' if cap is None else '_capped'}"
+
+
 class Attention:
     """The kernel of a device, a dtype and a size of heads, and what its blocks tell each other.
 
@@ -47,7 +52,7 @@ class Attention:
         warps, width = 8 if head_dim <= _WIDE else 4, -(-head_dim // 64) * 64
         self._threads, self._cap = 32 * warps, cap
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
-        self._launch = Launcher(f"attention_{_NAMES[dtype]}_{head_dim}{'' if cap is None else '_capped'}", place)
+        self._launch = Launcher(name_of(dtype, head_dim, cap), place)
         blocks = 3 * self._processors // 2  # of which several share a token, at most
         self._turns = torch.zeros(blocks, dtype=torch.int32, device=place)
         self._partial = torch.empty(blocks, _QUERIES, width + 2, device=place)

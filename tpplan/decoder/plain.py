@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tpplan.decoder.heads import found_by
 from tpplan.decoder.layers import add_linear, attend, linear, rms_norm, rotate
+from tpplan.decoder.sampling import best_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -152,3 +153,7 @@ class Plain:
             return found_by(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, partial(attending, mask=where.mask[some]))
 
         return heads.cache.in_pieces(len(where.places), 0, where.span, find)
+
+    def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
+        """Return the largest logits of rows and their tokens; see :func:`tpplan.decoder.sampling.best_of`."""
+        return best_of(logits_BV, start, place, places)

@@ -55,6 +55,11 @@ class Places:
     places: Tensor
 
 
+def names_of(dtype: torch.dtype, activation: str) -> list[str]:
+    """Return the names of the kernels for a dtype and a gate."""
+    return [f"pointwise_{what}_{DTYPES[dtype]}" for what in ("norm", GATES[activation], "turn", "best")]
+
+
 class Pointwise:
     """Norms, gates and turns of 16 bits on one CUDA device; every method tells by its result if it takes its tensors.
 
@@ -70,8 +75,8 @@ class Pointwise:
             eps: what norms add to the mean square.
             activation: of gates, one of :data:`GATES`.
         """
-        names = f"norm_{DTYPES[dtype]}", f"{GATES[activation]}_{DTYPES[dtype]}", f"turn_{DTYPES[dtype]}"
-        self._norm, self._gate, self._turn = (Launcher(f"pointwise_{name}", place) for name in names)
+        launchers = (Launcher(name, place) for name in names_of(dtype, activation))
+        self._norm, self._gate, self._turn, self._best = launchers
         self._dtype, self._eps = dtype, _bits(eps)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
@@ -120,6 +125,28 @@ class Pointwise:
         parts, threads = _even(columns // _ELEMENTS, _THREADS)
         self._gate((rows, parts, 1), threads, start, pitch, *of_up[:2], start, pitch, columns * _ITEM)
         return True
+
+    def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor | None:
+        """Find the largest element of each row, and write it and its number to one of several places.
+
+        Args:
+            logits_BV: rows.
+            start: is added to the number.
+            place: of the two columns, of which the others are 0.
+            places: how many there are.
+
+        Returns:
+            ``[B, 2 × places]`` in float32, or None if the kernel does not take such rows.
+        """
+        matrix = self._matrix(logits_BV)
+        if matrix is None:
+            return None
+        address, pitch, rows, columns = matrix
+        found = torch.empty(rows, 2 * places, dtype=torch.float32, device=logits_BV.device)
+        threads = min(-(-columns // (_ELEMENTS * _WARP)) * _WARP, _MOST_THREADS)
+        words = address, pitch, columns * _ITEM, start
+        self._best(rows, threads, *words, found.data_ptr(), 4 * found.stride(0), 2 * place, found.shape[1])
+        return found
 
     def turn(
         self,

@@ -6,6 +6,7 @@ bytes. A matrix is an address and a pitch: from one row to the next.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from numba import cuda
@@ -14,8 +15,10 @@ from numba.cuda import libdevice, types
 from tpplan.exec import ptx
 from tpplan.exec.kernels import Kernel
 
-_WORD, _FLOAT = types.uint64, types.float32
+_WORD, _FLOAT, _NUMBER = types.uint64, types.float32, types.int64
 _WARP, _EVERY = 32, 0xFFFFFFFF
+#: No row has so many elements.
+_NOBODY = 2**32
 #: Numbers of sequences from here on are below 0, and rows that have them are not written to caches.
 _BELOW = 0x80000000
 
@@ -269,6 +272,75 @@ def _turn(name: str, low: Any, high: Any, two: Any) -> Kernel:
     return Kernel(name, turn, 21)
 
 
+@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+def _better(value: Any, token: Any, other: Any, number: Any) -> Any:
+    """Return the larger of two values with its number; of equal ones that with the smaller, and NaN before all."""
+    is_larger = other > value or (other == value and number < token)
+    is_first_nan = other != other and value == value  # noqa: PLR0124 (only NaN is unequal to itself)
+    if is_larger or is_first_nan:
+        return other, number
+    return value, token
+
+
+def _best(name: str, low: Any, high: Any) -> Kernel:
+    """Make a kernel that finds the largest element of each row, and writes it and its number as float32.
+
+    A block takes a row. Of the row's other columns of the result it makes zeros.
+
+    Args:
+        name: of the kernel.
+        low: makes a float32 of the first element in 32 bits.
+        high: the same of the second.
+    """
+
+    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    def among(value: Any, token: Any, w: Any, number: Any) -> Any:
+        value, token = _better(value, token, low(w), number)
+        return _better(value, token, high(w), number + _NUMBER(1))
+
+    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    def over_warp(value: Any, token: Any) -> Any:
+        distance = types.uint32(_WARP // 2)
+        while distance:
+            other = cuda.shfl_xor_sync(_EVERY, value, distance)
+            number = cuda.shfl_xor_sync(_EVERY, token, distance)
+            value, token = _better(value, token, other, number)
+            distance >>= types.uint32(1)
+        return value, token
+
+    def best(x, pitch, width, start, out, out_pitch, column, columns):  # type: ignore[no-untyped-def]
+        ptx.after_earlier_with_next()
+        values, tokens = cuda.shared.array(_WARP, _FLOAT), cuda.shared.array(_WARP, _NUMBER)
+        row, step = _WORD(cuda.blockIdx.x), _WORD(16) * _WORD(cuda.blockDim.x)
+        at = _WORD(16) * _WORD(cuda.threadIdx.x)
+        value, token = _FLOAT(-math.inf), _NUMBER(_NOBODY)  # behind all others
+        while at < width:
+            w0, w1, w2, w3 = ptx.load_128(x + row * pitch + at)
+            number = _NUMBER(at // _WORD(2))
+            value, token = among(value, token, w0, number)
+            value, token = among(value, token, w1, number + _NUMBER(2))
+            value, token = among(value, token, w2, number + _NUMBER(4))
+            value, token = among(value, token, w3, number + _NUMBER(6))
+            at += step
+        value, token = over_warp(value, token)
+        lane, warp = types.uint32(cuda.threadIdx.x % _WARP), types.uint32(cuda.threadIdx.x // _WARP)
+        if lane == types.uint32(0):
+            values[warp], tokens[warp] = value, token
+        cuda.syncthreads()
+        if warp == types.uint32(0):
+            known = lane * types.uint32(_WARP) < types.uint32(cuda.blockDim.x)
+            value, token = over_warp(values[lane if known else 0], tokens[lane if known else 0])
+            at = _WORD(lane)
+            while at < columns:
+                found = value if at == column else _FLOAT(0)
+                if at == column + _WORD(1):
+                    found = _FLOAT(token + _NUMBER(start))
+                ptx.store_32(out + row * out_pitch + _WORD(4) * at, ptx.bits_of(found))
+                at += _WORD(_WARP)
+
+    return Kernel(name, best, 8)
+
+
 _BF16 = ptx.low_bf16, ptx.high_bf16, ptx.two_bf16
 _F16 = ptx.low_f16, ptx.high_f16, ptx.two_f16
 
@@ -282,3 +354,5 @@ POINTWISE_GELU_TANH_BF16 = _gate("pointwise_gelu_tanh_bf16", _gelu_tanh, *_BF16)
 POINTWISE_GELU_TANH_F16 = _gate("pointwise_gelu_tanh_f16", _gelu_tanh, *_F16)
 POINTWISE_TURN_BF16 = _turn("pointwise_turn_bf16", *_BF16)
 POINTWISE_TURN_F16 = _turn("pointwise_turn_f16", *_F16)
+POINTWISE_BEST_BF16 = _best("pointwise_best_bf16", ptx.low_bf16, ptx.high_bf16)
+POINTWISE_BEST_F16 = _best("pointwise_best_f16", ptx.low_f16, ptx.high_f16)

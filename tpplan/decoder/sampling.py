@@ -11,10 +11,11 @@ from tpplan.axes import Axis
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
+    from tpplan.decoder.plain import Plain
     from tpplan.exec.context import TPContext
 
 
@@ -50,18 +51,37 @@ class Sampling:
         return order.gather(-1, chosen).squeeze(-1)
 
 
-def likeliest(context: TPContext, logits: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the likeliest tokens ``[B]`` on every device in use, of logits ``[B, V]`` on each device that holds some.
+def best_of(logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
+    """Return the largest logits of rows and the tokens they are of, ``[B, 2 × places]``: in two columns of zeros.
+
+    Args:
+        logits_BV: rows.
+        start: the first token.
+        place: of the columns.
+        places: how many there are.
+    """
+    best_B, token_B = logits_BV.max(-1)
+    found = logits_BV.new_zeros(len(logits_BV), 2 * places, dtype=torch.float32)
+    found[:, 2 * place] = best_B
+    torch.add(token_B, start, out=found[:, 2 * place + 1])
+    return found
+
+
+def likeliest(context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Plain]) -> tuple[Tensor, ...]:
+    """Return the likeliest tokens ``[B]`` on every device in use.
 
     Each device finds its own best. These meet in one small sum, in which every device has columns to itself: float32
     holds every token number exactly, and all devices choose by the same bits.
+
+    Args:
+        context: the compiled plan.
+        logits: ``[B, V]`` on each device that holds some.
+        steps: what computes on each device.
     """
-    parts, bests = context.split(Axis.VC), []
-    for i, (part, logits_BV) in enumerate(zip(parts, logits, strict=True)):
-        best_B, token_B = logits_BV.max(-1)
-        own_B2N = logits_BV.new_zeros(len(logits_BV), 2 * len(parts), dtype=torch.float32)
-        own_B2N[:, 2 * i] = best_B
-        torch.add(token_B, part.start, out=own_B2N[:, 2 * i + 1])
-        bests.append(own_B2N)
+    parts = context.split(Axis.VC)
+    bests = [
+        steps[part.device].best(logits_BV, part.start, i, len(parts))
+        for i, (part, logits_BV) in enumerate(zip(parts, logits, strict=True))
+    ]
     found = context.all_reduce(bests, axis=Axis.VC)
     return tuple(x[:, 1::2].gather(1, x[:, ::2].argmax(1, keepdim=True)).squeeze(1).long() for x in found)

@@ -33,6 +33,7 @@ class Stack:
     Attributes:
         context: the compiled plan, whose operations tie the devices together.
         heads: what each device holds of each layer's attention.
+        steps: what computes on each device.
         has_experts: whether layers have.
         looks_at_spans: whether the work of a step depends on how many places of the cache it may look at.
     """
@@ -65,7 +66,7 @@ class Stack:
         self._family = settings.family
         self._blocks = blocks
         self._weights = weights
-        self._steps = steps
+        self.steps = steps
         self._reduce = context.plan.request.layout == "reduce"
         self._places = {device: place for place, device in enumerate(context.all_devices)}
         self._head_dims = [context.plan.split(Axis.KV, layer).width for layer in range(len(blocks))]
@@ -80,7 +81,7 @@ class Stack:
     def normed(self, xs: Sequence[Tensor], device: int, norm: str, fused: str, names: Sequence[str] = ()) -> Tensor:
         """Multiply the rows of a device behind one of its norms; see :meth:`tpplan.decoder.plain.Plain.normed`."""
         weights, x_RD = self._weights[device], xs[self._places[device]]
-        return self._steps[device].normed(x_RD, weights[f"{norm}.weight"], weights, fused, names)
+        return self.steps[device].normed(x_RD, weights[f"{norm}.weight"], weights, fused, names)
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]
@@ -100,7 +101,7 @@ class Stack:
         turn = Turn(rows.angles[device], tuple(weights[name] for name in norms if name in weights))
         scale = 1 / sqrt(self._settings.attention_scalar or head_dim)
         cap = self._settings.attention_cap
-        steps, heads = self._steps[device], self.heads[layer][device]
+        steps, heads = self.steps[device], self.heads[layer][device]
         return rows.attention(steps, heads, qkv_RHK, turn, device, scale=scale, cap=cap)
 
     def _mlp(self, layer: int, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -116,7 +117,7 @@ class Stack:
         for part in self.context.split(Axis.ID, layer):
             x_RD, weights = xs[self._places[part.device]], self._weights[part.device]
             norm = weights[f"{self._before_mlp(layer)}.weight"]
-            found.append(self._steps[part.device].gated(x_RD, norm, weights, f"{start}gate_up_proj", names))
+            found.append(self.steps[part.device].gated(x_RD, norm, weights, f"{start}gate_up_proj", names))
         return found
 
     def _mixture(self, layer: int, xs: tuple[Tensor, ...], *, fixed: bool) -> tuple[Tensor, ...]:
@@ -124,12 +125,11 @@ class Stack:
         devices = self.context.devices_of(Axis.EX, layer)
         norm = f"{self._before_mlp(layer)}.weight"
         inputs = {
-            device: self._steps[device].norm(xs[self._places[device]], self._weights[device][norm])
-            for device in devices
+            device: self.steps[device].norm(xs[self._places[device]], self._weights[device][norm]) for device in devices
         }
         # One device chooses for all: others may round differently, and would take other experts.
         first = devices[0]
-        scores_RE = self._steps[first].linear(inputs[first], self._weights[first], start + names.router)
+        scores_RE = self.steps[first].linear(inputs[first], self._weights[first], start + names.router)
         choice_RC = torch.cat(experts.choose(scores_RE, count, normalised=self._settings.normalised), dim=1)
         choices = dict(zip(self.context.all_devices, self.context.broadcast(choice_RC, source=first), strict=True))
         chosen = {device: choice[:, count:].long() for device, choice in choices.items()}
@@ -139,7 +139,7 @@ class Stack:
                 self._weights[device][start + names.gate],
                 self._weights[device][start + names.up],
                 chosen[device],
-                self._steps[device].gate,
+                self.steps[device].gate,
                 fixed=fixed,
             )
             for device in devices
@@ -171,13 +171,13 @@ class Stack:
         """
         devices = self.context.devices_of(axis, layer)
         if len(xs) == 1 and not self._family.sandwich:
-            self._steps[devices[0]].add_linear(xs[0], parts[0], self._weights[devices[0]], name)
+            self.steps[devices[0]].add_linear(xs[0], parts[0], self._weights[devices[0]], name)
             return xs
         if not self._reduce:
             parts = self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer)
             devices = self.context.devices_of(Axis.RS)
         return [
-            self._steps[device].linear(part, self._weights[device], name, bias=not (self._reduce and i))  # one of a sum
+            self.steps[device].linear(part, self._weights[device], name, bias=not (self._reduce and i))  # one of a sum
             for i, (part, device) in enumerate(zip(parts, devices, strict=True))
         ]
 
@@ -197,7 +197,7 @@ class Stack:
                 whole = ctx.allgather(ys, Axis.RS)
             for x, y, device in zip(xs, whole, ctx.all_devices, strict=True):
                 weight = self._weights[device][f"model.layers.{layer}.{post}.weight"]
-                x.add_(self._steps[device].norm(y, weight, out=y))
+                x.add_(self.steps[device].norm(y, weight, out=y))
             return xs
         if self._reduce:
             return ctx.all_reduce(ys, xs, axis=axis, layer=layer, out=xs)

@@ -138,7 +138,9 @@ class Steps:
             for kept, new in zip(self._logits, logits, strict=True):
                 kept.copy_(new)
         else:
-            for tokens, new in zip(self._tokens, likeliest(self._context, logits), strict=True):
+            for tokens, new in zip(
+                self._tokens, likeliest(self._context, logits, self._decoder.stack.steps), strict=True
+            ):
                 tokens[0].copy_(new)
         for positions in self._positions:
             positions.add_(1)
@@ -146,9 +148,12 @@ class Steps:
     def _choose(self, logits: tuple[Tensor, ...]) -> Tensor:
         """Return the tokens that logits lead to, in host memory."""
         if not self._sampling.temperature:
-            return likeliest(self._context, logits)[0].cpu()
+            return self._likeliest(logits)[0].cpu()
         whole = self._context.gather(logits, Axis.VC).tensor
         return self._sampling.draw(whole, self._generator)
+
+    def _likeliest(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return likeliest(self._context, logits, self._decoder.stack.steps)
 
     def _set(self, tensors: list[Tensor], values: Sequence[int]) -> None:
         """Write numbers into a tensor of every device."""
