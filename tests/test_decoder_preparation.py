@@ -11,7 +11,7 @@ from tests.decoder_cases import LENGTH, MAX_ROWS, decoding, model_of, plan_of, r
 from tests.flash_cases import flash_calls
 from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
-from tpplan.decoder import Sampling, generate, prepare, steps
+from tpplan.decoder import Sampling, generate, preparation, prepare, steps
 from tpplan.decoder.prompt_graphs import PromptGraphs
 from tpplan.errors import RequestError
 
@@ -70,21 +70,23 @@ def test_sequences_that_a_plan_has_no_room_for(sequences: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "expected"),
+    ("on_gpus", "sizes", "expected"),
     [
-        ([], [MAX_ROWS, 1]),
-        ([3], [MAX_ROWS, 3, 3, 3]),  # a pass as it is written and as it is captured, and what a text begins with
-        ([3, MAX_ROWS], [MAX_ROWS, MAX_ROWS, 3, 3, 3]),
+        (True, [], [MAX_ROWS, 1]),
+        (True, [3], [MAX_ROWS, 3, 3, 3]),  # a pass as it is written and as it is captured, and what a text begins with
+        (True, [3, MAX_ROWS], [MAX_ROWS, MAX_ROWS, 3, 3, 3]),
+        (False, [], [1]),
     ],
 )
 @pytest.mark.usefixtures("flash_calls")
-def test_a_full_pass_is_run(sizes: list[int], expected: list[int]) -> None:
-    """Once as it is written where no graph is of as many rows."""
+def test_a_full_pass_is_run(on_gpus: bool, sizes: list[int], expected: list[int]) -> None:
+    """Once as it is written, on GPUs, where no graph is of as many rows."""
     with decoding(plan_of(model_of("llama").directory, 2, request_of(), {}, seed=8), "llama", "fp32") as decoder:
         decoder.prompt_graphs = PromptGraphs(decoder, sizes) if sizes else None
         with (
             patch.object(decoder, "captured", side_effect=_captured),
             patch.object(decoder, "run", wraps=decoder.run) as run,
+            patch.object(preparation, "_on_gpus", return_value=on_gpus),
         ):
             prepare(decoder)
     assert [len(call.args[0][0]) for call in run.call_args_list] == expected

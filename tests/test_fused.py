@@ -75,7 +75,7 @@ def test_steps_say_the_same(model_type: str, layout: str, tmp_path: Path, reques
 
 @pytest.mark.usefixtures("attending")
 def test_products_behind_norms_of_another_dtype(tmp_path: Path) -> None:
-    """Where no kernel takes norm and product together, one takes the product: four of each layer, and that of the logits."""
+    """Where no kernel takes norm and product together, one takes the product: four of each layer, and one behind."""
     plan = planned(made("gemma2", tmp_path), "reduce", (1,), Cache("fp16", BATCH * LENGTH))
     FakeGemv.calls.clear()
     list(said(tmp_path, plan))

@@ -17,7 +17,8 @@ _GREEDY = Sampling()
 def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREEDY) -> None:
     """Run a decoder's passes before any text does: with all kernels loaded, and with the graphs that it replays.
 
-    These are the passes of prompts of every size, where they are graphs, a full one, and the steps of all lengths.
+    These are the passes of prompts of every size, where they are graphs, on GPUs a full one, and the
+    steps of all lengths.
 
     Args:
         decoder: whose cache is overwritten.
@@ -33,12 +34,17 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREED
     decoder.generations += 1  # whatever goes on has lost its cache
     graphs, most = decoder.prompt_graphs, decoder.context.max_rows
     sizes = graphs.sizes if graphs else ()
-    if most not in sizes:
+    if most not in sizes and _on_gpus(decoder):
         decoder.read(_prompts(decoder, most))
     for size in reversed(sizes):  # the largest first: others fit in its memory
         for _ in range(2):  # as it is written, and captured
             decoder.read(_prompts(decoder, size))
     decoder.steps(sequences).prepare(sampling)
+
+
+def _on_gpus(decoder: Decoder) -> bool:
+    """Tell whether something is loaded with the first call: virtual devices would only be slow."""
+    return next(iter(decoder.context.devices.values())).device.type == "cuda"
 
 
 def _prompts(decoder: Decoder, rows: int) -> list[Prompt]:
