@@ -66,6 +66,18 @@ def test_decoders_say_the_same(
     assert set(calls) == {"norm", gate, "turn"}
 
 
+def test_a_decoder_does_without_kernels(tmp_path: Path, launches: Counter[str]) -> None:
+    """If it is told to."""
+    directory = made("llama", tmp_path)
+    plan = planned(directory, "reduce", (3, 1), Cache("fp16", BATCH * LENGTH))
+    with compile_plan(plan, backend="cpu", scratch=False) as context:
+        weights = load_weights(plan, directory, context)
+        Decoder(context, directory, weights, kernels=False).prefill([1, 2, 3])
+        assert not launches
+        Decoder(context, directory, weights).prefill([1, 2, 3])
+        assert launches
+
+
 @pytest.mark.parametrize("kind", ["q8", "fp8"])
 def test_caches_that_round_are_left_to_torch(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Heads are turned by a kernel all the same."""

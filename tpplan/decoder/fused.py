@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from tpplan.decoder.settings import Settings
 
 
-def steps_on(place: torch.device, dtype: torch.dtype, settings: Settings, head_dims: Collection[int]) -> Plain:
+def steps_on(
+    place: torch.device, dtype: torch.dtype, settings: Settings, head_dims: Collection[int], *, kernels: bool = True
+) -> Plain:
     """Return what computes the steps of layers on a device: by kernels where there are any.
 
     Args:
@@ -35,8 +37,9 @@ def steps_on(place: torch.device, dtype: torch.dtype, settings: Settings, head_d
         dtype: of the activations.
         settings: of the model.
         head_dims: elements of a head, of all layers.
+        kernels: whether there shall be any.
     """
-    if has_kernels(place, dtype):
+    if kernels and has_kernels(place, dtype):
         return Fused(place, dtype, settings, head_dims)
     return Plain(settings.norm_eps, settings.activation)
 

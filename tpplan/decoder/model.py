@@ -62,6 +62,7 @@ class Decoder:
         *,
         cache: str = "",
         graphs: bool | None = None,
+        kernels: bool = True,
     ) -> None:
         """Make the cache, in the memory that the plan counts for it.
 
@@ -72,6 +73,7 @@ class Decoder:
             cache: its kind; the plan's if not given. ``fp32``, which no plan has, loses nothing.
             graphs: whether passes of prompts are captured, where they can be: see
                 :func:`tpplan.decoder.prompt_graphs.is_fixed`. On CUDA devices if not given.
+            kernels: whether devices compute by kernels of :mod:`tpplan.decoder.fused` what these take; else by torch.
 
         Raises:
             ModelError: the decoder does not compute such a model, see :func:`tpplan.decoder.settings.settings_of`, or
@@ -96,7 +98,7 @@ class Decoder:
         self.weights = {device: joined(weights[device], layers, self._family) for device in context.all_devices}
         head_dims = {each.cache.head_dim for layer in heads for each in layer.values()}
         steps = {
-            device: steps_on(context.devices[device].device, context.dtype, self._settings, head_dims)
+            device: steps_on(context.devices[device].device, context.dtype, self._settings, head_dims, kernels=kernels)
             for device in context.all_devices
         }
         self.stack = Stack(context, self._settings, layers, self.weights, heads, steps=steps)
