@@ -31,6 +31,11 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
         ExecutionError,
         "all_reduce: parts: NoneType, expected one for each",
     ),
+    "no tensors at all": (
+        lambda c, _: c.all_reduce([], out=[]),
+        ExecutionError,
+        "all_reduce: parts: 0 tensors, expected one for each",
+    ),
     "one tensor for parts": (
         lambda c, t: c.gather(untyped(t(3, 2, 11)), RS),
         ExecutionError,

@@ -106,7 +106,7 @@ class Runner:
         key = known = None
         try:
             tensors = (*chain.from_iterable(inputs), *out) if len(inputs) > 1 else (*inputs[0], *out)
-            if where := _where(asked, inputs, out, tensors):
+            if tensors and (where := _where(asked, inputs, out, tensors)):
                 key = (name, is_captured, asked, tensors[0].shape, *where)
                 known = self._known.get(key)
         except (RuntimeError, TypeError):  # of sparse tensors, which have no addresses, and of what is no sequence
