@@ -1,4 +1,4 @@
-"""Routes: into how many parts large tensors are cut on their way through the host."""
+"""Routes: into how many parts large tensors are cut on their way through the host, and what kernels write there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from attrs import evolve
 
 from tests.program_cases import LIMITS
 from tpplan.exec.lower import route
-from tpplan.exec.operation import broadcast
+from tpplan.exec.operation import allgather, broadcast
+from tpplan.exec.program import HOST
+from tpplan.exec.tuning import Tuning
 
 MIB = 2**20
 
@@ -31,3 +33,11 @@ def test_more_rows_take_no_fewer_parts(columns: int) -> None:
     parts = [route(asked, "host", rows, 2, limits).parts for rows in range(1, 40 * MIB // size)]
     assert parts == sorted(parts)
     assert {parts[rows - 1] for rows in range(5 * MIB // size, 31 * MIB // size)} == {8}
+
+
+@pytest.mark.parametrize(("rows", "by_kernels"), [(2**19 - 1, True), (2**19, False)])
+def test_kernels_write_what_they_can_count(rows: int, by_kernels: bool) -> None:
+    """They have 32 bits for the bytes of a row, and take rows without gaps for one, whatever they are told to write."""
+    limits = evolve(LIMITS, tuning=Tuning(gathers_bytes=2**50))
+    found = route(allgather("gather", ((0, 0, 4096), (1, 4096, 4100)), (HOST,)), "peer", rows, 2, limits)
+    assert (found.transport, found.small) == ("local", by_kernels)

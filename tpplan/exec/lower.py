@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 #: gain, and of larger ones too little is read while others are filled.
 _SMALLEST_CHUNK, LARGEST_CHUNK = 2**20, 2**22
 
+#: Bytes that a kernel can write into the host's memory: it counts those of a row in 32 bits, and may take all for one.
+_MOST_LANDING = 2**32 - 1
+
 TRANSPORTS = ("peer", "host", "events")
 
 
@@ -66,7 +69,7 @@ class Limits:
     def lands(self, operation: Operation, column_bytes: int) -> bool:
         """Tell whether every device's kernel writes what an operation brings to the host."""
         is_gather = isinstance(operation, Moves) and all(target.buffer.device == HOST for _, target in operation.moves)
-        return is_gather and operation.columns * column_bytes <= self.tuning.gathers_bytes
+        return is_gather and operation.columns * column_bytes <= min(self.tuning.gathers_bytes, _MOST_LANDING)
 
     def copies(self, operation: Operation, message_bytes: int, *, captured: bool) -> bool:
         """Tell whether a message that is too large for slots of ``peer`` goes by ``events``.
