@@ -34,7 +34,7 @@ class Launcher:
         with torch.cuda.device(place), suppress(RuntimeError):  # drivers before CUDA 12.4 cannot
             driver.cuFuncLoad(self._function)
         self._start, self._success, self._refused = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS, refused
-        self._early = overlap if early and capability >= kernel_cache.OVERLAPS else None
+        self._early = overlap if early and overlap.is_possible(capability) else None
 
     def __call__(self, blocks: int | tuple[int, int, int], threads: int, *words: int) -> None:
         """Launch it.

@@ -9,10 +9,12 @@ between, where two have come to the GPUs in different orders. CUDA calls it prog
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cuda.bindings import driver
 
+from tpplan.exec.kernel_cache import OVERLAPS
 from tpplan.exec.launch import refused
 
 if TYPE_CHECKING:
@@ -21,6 +23,15 @@ if TYPE_CHECKING:
     from tpplan.exec.launch import Ready
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
+#: CUDA 12.3: graphs of older drivers have no edges that let a kernel begin before the one before it ends.
+_OLDEST_DRIVER = 12030
+
+
+@cache
+def is_possible(capability: tuple[int, int]) -> bool:
+    """Tell whether graphs may have such launches on GPUs of a compute capability, with the driver that is here."""
+    error, version = driver.cuDriverGetVersion()
+    return bool(capability >= OVERLAPS and error == _SUCCESS and version >= _OLDEST_DRIVER)
 
 
 def launch(function: Any, blocks: tuple[int, int, int], threads: int, stream: int, parameters: int) -> Any:

@@ -11,6 +11,7 @@ from tpplan.exec import kernel_cache, slot_table, slots, straight, straight_tabl
 from tpplan.exec.binding import no_memory
 from tpplan.exec.blocks import SLOT_BLOCKS, STRAIGHT_BLOCKS, most_blocks
 from tpplan.exec.counters import Counters
+from tpplan.exec.early import is_possible
 from tpplan.exec.exchange_table import COUNTERS, DEADLINE, STATUS
 from tpplan.exec.landing import KERNEL as LANDING
 from tpplan.exec.landing import LINE, Landing, Landings, lands
@@ -137,7 +138,7 @@ class Exchanges:
         names = name, _for_packets(name) if work.simple else name
         kernels = self._kernel(names[0], device), self._kernel(names[1], device)
         way = "straight" if name.startswith("straight") else "slot"
-        may_be_early = way == "slot" and self._capability(device) >= kernel_cache.OVERLAPS
+        may_be_early = way == "slot" and is_possible(self._capability(device))
         return Launch(kernels, work, min(self._most[way], work.blocks), _THREADS[way], header, early=may_be_early)
 
     def _nothing(self, name: str, device: int) -> Ready:
