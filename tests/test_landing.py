@@ -206,7 +206,6 @@ def test_what_comes_while_devices_end_is_there(fake: Driver, monkeypatch: pytest
             fake.finish()
         return False
 
-    devices.landings.watch(end)
     monkeypatch.setattr(pending, "_is_busy", end)
     assert pending.done()
 
