@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,7 +20,6 @@ from tpplan.plan import Cache
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -71,6 +71,34 @@ def test_steps_say_the_same(model_type: str, layout: str, tmp_path: Path, reques
             wanted.add("linear of a norm")
             wanted |= set() if model_type in EXPERTS else {"gated"}
         assert set(FakeGemv.calls) >= wanted
+
+
+@pytest.mark.parametrize(
+    ("count", "shares", "expected"),
+    [
+        (1, (1,), {"linear of a norm": 1, "turn": 1, "attention": 1, "add": 2, "gated": 1}),
+        (1, (3, 1), {"linear of a norm": 1, "turn": 1, "attention": 1, "linear": 2, "gated": 1}),
+        (5, (1,), {"norm": 2, "turn": 1, "attention": 1, "silu": 1}),  # beside four matrices
+        (5, (3, 1), {"norm": 2, "turn": 1, "attention": 1, "silu": 1}),
+    ],
+)
+def test_kernels_of_a_layer(
+    count: int, shares: tuple[int, ...], expected: dict[str, int], tmp_path: Path, attending: Counter[str]
+) -> None:
+    """Those of Llama on each device are as many as the page on benchmarks tells, with sums of several devices."""
+
+    def called(layers: int) -> Counter[str]:
+        directory = made("llama", tmp_path / str(layers), num_hidden_layers=layers)
+        plan = planned(directory, "reduce", shares, Cache("fp16", BATCH * LENGTH))
+        with compile_plan(plan, backend="cpu", scratch=False) as context:
+            decoder = Decoder(context, directory, load_weights(plan, directory, context))
+            for calls in (FakeGemv.calls, FakeAttention.calls, attending):
+                calls.clear()
+            zeros = [torch.zeros(count, dtype=torch.int64)] * len(shares)
+            decoder.decode(zeros, zeros)
+        return FakeGemv.calls + attending + Counter(attention=FakeAttention.calls.total())
+
+    assert called(2) - called(1) == {name: times * len(shares) for name, times in expected.items()}
 
 
 @pytest.mark.usefixtures("attending")
