@@ -12,8 +12,9 @@ import torch
 
 from tests.fused_cases import FakeGemv
 from tpplan.decoder import fused, pointwise
+from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.layers import rms_norm, rotate
-from tpplan.decoder.pointwise import DTYPES, GATES
+from tpplan.decoder.pointwise import GATES
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec import kernel_cache
 

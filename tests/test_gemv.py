@@ -11,7 +11,8 @@ from torch.nn import functional
 from tests.pointwise_cases import memory, number
 from tests.test_kernels import CAPABILITIES, _registers
 from tpplan.decoder import gemv
-from tpplan.decoder.gemv import DTYPES, GATES, Gemv, Norm, shape_of
+from tpplan.decoder.gemv import GATES, Gemv, Norm, shape_of
+from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec import kernel_cache, slot_table
 

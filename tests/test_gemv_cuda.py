@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tpplan.decoder.gemv import DTYPES, GATES, Gemv, Norm
+from tpplan.decoder.gemv import GATES, Gemv, Norm
+from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.test_kernels import CAPABILITIES
-from tpplan.decoder.pointwise import DTYPES, GATES
+from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.pointwise import GATES
 from tpplan.exec import kernel_cache
 
 

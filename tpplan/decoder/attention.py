@@ -6,19 +6,16 @@ and values), K elements of a head.
 
 from __future__ import annotations
 
-import struct
 from math import log
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from tpplan.decoder.launcher import Launcher
+from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: What the kernels' names say of dtypes.
-_NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 #: Of a head: elements that 16 bytes hold, as many as leave a kernel room for 8 warps, and at most.
 _VECTOR, _WIDE, _WIDEST = 8, 128, 256
 #: As the kernels have them.
@@ -31,7 +28,7 @@ _OLDEST, _OLDEST_WIDE = (8, 0), (9, 0)
 
 def name_of(dtype: torch.dtype, head_dim: int, cap: float | None) -> str:
     """Return the name of the kernel for heads of a dtype and size."""
-    return f"attention_{_NAMES[dtype]}_{head_dim}{'' if cap is None else '_capped'}"
+    return f"attention_{DTYPES[dtype]}_{head_dim}{'' if cap is None else '_capped'}"
 
 
 class Attention:
@@ -60,7 +57,7 @@ class Attention:
     @staticmethod
     def takes(place: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         """Tell whether there is a kernel for such heads."""
-        if place.type != "cuda" or dtype not in _NAMES or head_dim % _VECTOR or head_dim > _WIDEST:
+        if place.type != "cuda" or dtype not in DTYPES or head_dim % _VECTOR or head_dim > _WIDEST:
             return False
         return torch.cuda.get_device_capability(place) >= (_OLDEST if head_dim <= _WIDE else _OLDEST_WIDE)
 
@@ -102,8 +99,8 @@ class Attention:
             self._turns.data_ptr(),
             length,
             group,
-            _bits(factor),
-            _bits(limit),
+            bits_of(factor),
+            bits_of(limit),
             _LEAST,
         )
         return out
@@ -118,9 +115,3 @@ def splits_of(count: int, length: int, processors: int) -> int:
         processors: of the device, each of which has room for two blocks.
     """
     return max(1, min(-(-length // (_TILE * _LEAST)), (processors + count // 2) // count))
-
-
-def _bits(x: float) -> int:
-    """Return the bits of a float32."""
-    (bits,) = struct.unpack("<I", struct.pack("<f", x))
-    return int(bits)

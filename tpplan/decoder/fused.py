@@ -10,9 +10,10 @@ import torch
 from tpplan.decoder import attention, gemv, pointwise
 from tpplan.decoder.attention import Attention
 from tpplan.decoder.gemv import Gemv, Norm
+from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.layers import some_of, together
 from tpplan.decoder.plain import Plain
-from tpplan.decoder.pointwise import DTYPES, Places, Pointwise
+from tpplan.decoder.pointwise import Places, Pointwise
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec import kernel_cache
 

@@ -5,7 +5,6 @@ Shapes are written at the end of a name: R rows (up to four), K columns of the m
 
 from __future__ import annotations
 
-import struct
 from functools import cache
 from typing import Final
 
@@ -13,7 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.launcher import Launcher
+from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
 
 #: Rows that a kernel takes, with a norm before; and without, where cuBLAS is faster with more.
 MOST_ROWS: Final = 4
@@ -21,8 +20,6 @@ _MOST_ALONE: Final = 2
 
 #: What the kernels call the activations of :data:`tpplan.decoder.settings.ACTIVATIONS`.
 GATES: Final = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
-#: Dtypes that there are kernels for.
-DTYPES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 #: Bytes of rows that are normed in shared memory, at most.
 _NORMED: Final = 2**15
@@ -161,7 +158,7 @@ class Gemv:
         per = 2 if mode else _FOUR
         shape = shape_of(-(-size // per), width, self._processors)
         kernels = self._plain if norm is None else self._normed
-        gain, eps = (0, 0) if norm is None else (norm.weight.data_ptr(), _bits(norm.eps))
+        gain, eps = (0, 0) if norm is None else (norm.weight.data_ptr(), bits_of(norm.eps))
         kernels[rows - 1](
             shape.blocks, 32 * shape.team * shape.teams,
             y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0),
@@ -175,9 +172,3 @@ def _is_vectors(matrix: Tensor, dtype: torch.dtype) -> bool:
     if matrix.dtype is not dtype or matrix.stride(1) != 1 or not matrix.shape[1]:
         return False
     return not (matrix.data_ptr() | matrix.stride(0) * _ITEM | matrix.shape[1] * _ITEM) % _VECTOR
-
-
-@cache
-def _bits(number: float) -> int:
-    """Return the bits of a float32."""
-    return int.from_bytes(struct.pack("<f", number), "little")

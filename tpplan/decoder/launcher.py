@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import nullcontext, suppress
+from functools import cache
+from struct import pack, unpack
+from typing import Final
 
 import torch
 
 from tpplan.exec import kernel_cache
 from tpplan.exec.torch_shims import stream_handle
+
+#: Dtypes that there are kernels for, and what the kernels' names say of them.
+DTYPES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class Launcher:
@@ -61,3 +67,10 @@ class Launcher:
         del of_words
         if result != self._success:
             raise self._refused(f"{self._name} of {self._place}", result)
+
+
+@cache
+def bits_of(number: float) -> int:
+    """Return the bits of a float32, as kernels are told numbers."""
+    found: int = unpack("I", pack("f", number))[0]
+    return found

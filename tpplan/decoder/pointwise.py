@@ -5,23 +5,19 @@ Shapes: R rows, D hidden, I intermediate, H heads, K elements of a head, W colum
 
 from __future__ import annotations
 
-from functools import cache
-from struct import pack, unpack
 from typing import TYPE_CHECKING, Final
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.launcher import Launcher
+from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 #: Gates that there are kernels of, by ``hidden_act`` of a config.json.
 GATES: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-#: Dtypes that there are kernels for.
-DTYPES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 _ITEM: Final = 2
 #: Bytes that are loaded at once, and elements of so many.
@@ -77,7 +73,7 @@ class Pointwise:
         """
         launchers = (Launcher(name, place) for name in names_of(dtype, activation))
         self._norm, self._gate, self._turn, self._best = launchers
-        self._dtype, self._eps = dtype, _bits(eps)
+        self._dtype, self._eps = dtype, bits_of(eps)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Divide rows by their root mean square in float32, multiply them by weights, and round once.
@@ -102,7 +98,7 @@ class Pointwise:
             return None
         start, pitch, rows, columns = source
         _, threads = _even(columns // _ELEMENTS, _MOST_THREADS)
-        more = of_weight, is_wide, columns * _ITEM, _bits(1 / columns), self._eps
+        more = of_weight, is_wide, columns * _ITEM, bits_of(1 / columns), self._eps
         self._norm(rows, threads, start, pitch, *target[:2], *more)
         return out
 
@@ -204,7 +200,7 @@ class Pointwise:
             by.data_ptr(),
             2 * turned * _ITEM,
             *words,
-            _bits(1 / width),
+            bits_of(1 / width),
             self._eps,
             *kept,
         )
@@ -238,10 +234,3 @@ def _even(count: int, most: int) -> tuple[int, int]:
     """Return over how many blocks things are spread, and the threads of each, whole warps of them."""
     blocks = -(-count // most)
     return blocks, -(-count // (blocks * _WARP)) * _WARP
-
-
-@cache
-def _bits(number: float) -> int:
-    """Return the bits of a float32."""
-    found: int = unpack("I", pack("f", number))[0]
-    return found
