@@ -214,3 +214,32 @@ def test_passes_are_graphs_where_kernels_write_to_the_cache(model_type: str, dev
     directory = made(model_type, tmp_path, head_dim=64)
     with patch.object(plain.Plain, "keep", side_effect=AssertionError):
         check_passes(directory, devices, batch=6, max_rows=64)
+
+
+def check_kernels(directory: Path, devices: int, backend: str) -> None:
+    """Compare prompts and steps of some numbers of sequences with those of a decoder by torch alone."""
+    plan = plan_of(directory, devices, evolve(request_of(batch=5), max_rows=64), {}, seed=4)
+    with compile_plan(plan, backend=backend, scratch=False) as context, torch.inference_mode():
+        weights = load_weights(plan, directory, context)
+        decoders = [Decoder(context, directory, weights, graphs=False, kernels=kernels) for kernels in (True, False)]
+        prompts = [Prompt([(7 * i + 5 * t) % 200 for t in range(9 * i + 1)], i) for i in range(5)]
+
+        def said(decoder: Decoder, count: int) -> torch.Tensor:
+            if not count:
+                return context.gather(decoder.read(prompts), Axis.VC).tensor.float()
+            places = [device.device for device in context.devices.values()]
+            numbers = torch.arange(count), torch.tensor([len(each.tokens) for each in prompts[:count]])
+            tokens, positions = ([each.to(place) for place in places] for each in numbers)
+            return context.gather(decoder.decode(tokens, positions), Axis.VC).tensor.float()
+
+        for count in (0, 1, 2, 4, 5):
+            found, expected = (said(decoder, count) for decoder in decoders)
+            assert (found - expected).norm() < 0.03 * expected.norm(), count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [1, min(max(GPUS, 1), 4)])
+@pytest.mark.parametrize("model_type", sorted({*CONFIGS} - {"mixtral", "qwen3_moe"}))  # roundings choose other experts
+def test_kernels_say_what_torch_says(model_type: str, devices: int, tmp_path: Path) -> None:
+    """Of few rows and of more, but for rounding; heads have 64 elements."""
+    check_kernels(made(model_type, tmp_path, head_dim=64), devices, "cuda")
