@@ -48,10 +48,9 @@ class FakeLauncher:
 
     calls: Counter[str] = Counter()  # noqa: RUF012 (of all, as said)
 
-    def __init__(self, name: str, place: torch.device, *, early: bool = True) -> None:
+    def __init__(self, name: str, place: torch.device) -> None:
         """Take any device."""
         assert isinstance(place, torch.device)
-        assert early
         family, _, dtype = name.rpartition("_")
         self._name = family.removeprefix("pointwise_")
         self._dtype = _DTYPES[dtype]

@@ -109,18 +109,20 @@ def test_pieces_are_as_large_as_everything_is_aligned(offset: int, pitch: int, b
 
 def test_counters_have_places_of_their_own() -> None:
     """Each its own among those of its home, the same whenever it is asked for; when there is no room, an error."""
-    flags = {home: torch.ones(4 * COUNTER_BYTES, dtype=torch.uint8) for home in (0, 1, HOST)}
+    flags = {home: torch.ones(5 * COUNTER_BYTES, dtype=torch.uint8) for home in (0, 1, HOST)}
     counters = Counters(flags)
     assert not any(bool(area.any()) for area in flags.values())
     names = [("messages", i) for i in range(3)]
     found = [counters.address(0, *name) for name in names]
     assert found == [counters.address(0, *name) for name in names]
-    assert found == [flags[0].data_ptr() + COUNTER_BYTES * i for i in (1, 2, 3)]  # the first one is of failures
+    assert found == [
+        flags[0].data_ptr() + COUNTER_BYTES * i for i in (2, 3, 4)
+    ]  # behind those that no device waits for
     assert counters.address(HOST, "freed") == flags[HOST].data_ptr()
     assert (0, "messages", 1) in counters
     assert (1, "messages", 1) not in counters
     more = partial(counters.address, 0, "one more")
-    with pytest.raises(ExecutionError, match="device 0 has no room for more than 4 counters"):
+    with pytest.raises(ExecutionError, match="device 0 has no room for more than 5 counters"):
         more()
 
 

@@ -97,9 +97,8 @@ class Gemv:
             dtype: of rows and matrices, of 16 bits.
         """
         plain, normed = names_of(dtype)
-        self._plain = [Launcher(name, place) for name in plain]
-        *some, last = [Launcher(name, place, early=name != normed[-1]) for name in normed]  # which has many registers
-        self._normed, self._dtype = [*some, last, last], dtype
+        self._plain, normed_of = ([Launcher(name, place) for name in names] for names in (plain, normed))
+        self._normed, self._dtype = [*normed_of, normed_of[-1]], dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
     def takes(self, x_RK: Tensor, weight_NK: Tensor, norm: Tensor | None = None, *, gated: bool = False) -> bool:

@@ -18,29 +18,34 @@ DTYPES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class Launcher:
-    """A kernel on one CUDA device; all that it takes are 64-bit words."""
+    """A kernel on one CUDA device; all that it takes are 64-bit words.
 
-    def __init__(self, name: str, place: torch.device, *, early: bool = True) -> None:
+    In graphs it is launched early, see :mod:`tpplan.exec.early`.
+    """
+
+    def __init__(self, name: str, place: torch.device) -> None:
         """Load it at once: what is loaded later would wait for kernels that wait for other devices.
 
         Args:
             name: of the kernel; its first word tells the module, see :mod:`tpplan.exec.kernel_cache`.
             place: the device.
-            early: whether it is launched so in graphs, see :mod:`tpplan.exec.early`.
         """
         from cuda.bindings import driver  # noqa: PLC0415 (not installed everywhere)
 
-        from tpplan.exec import early as overlap  # noqa: PLC0415 (needs it)
+        from tpplan.exec import early  # noqa: PLC0415 (needs it)
         from tpplan.exec.launch import refused  # noqa: PLC0415
 
         capability = torch.cuda.get_device_capability(place)
         self._name, self._place = name, place
         self._kernel = kernel_cache.load(name, capability)
-        self._function = driver.CUfunction(int(self._kernel.handle))
-        with torch.cuda.device(place), suppress(RuntimeError):  # drivers before CUDA 12.4 cannot
-            driver.cuFuncLoad(self._function)
         self._start, self._success, self._refused = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS, refused
-        self._early = overlap if early and overlap.is_possible(capability) else None
+        with torch.cuda.device(place):
+            result, self._function = driver.cuKernelGetFunction(driver.CUkernel(int(self._kernel.handle)))
+            if result != self._success:
+                raise refused(f"{name} of {place}", result)
+            with suppress(RuntimeError):  # drivers before CUDA 12.4 cannot
+                driver.cuFuncLoad(self._function)
+        self._early = early if early.is_possible(capability) else None
 
     def __call__(self, blocks: int | tuple[int, int, int], threads: int, *words: int) -> None:
         """Launch it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.exchange_table import COUNTER_BYTES, FAILURES
+from tpplan.exec.exchange_table import ALONE, COUNTER_BYTES
 from tpplan.exec.program import HOST
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Counters:
         """
         self._addresses = {home: area.data_ptr() for home, area in flags.items()}
         self._rooms = {home: len(area) // COUNTER_BYTES for home, area in flags.items()}
-        self._used = {home: 0 if home == HOST else FAILURES + 1 for home in flags}
+        self._used = {home: 0 if home == HOST else ALONE + 1 for home in flags}
         self._numbers: dict[Hashable, int] = {}
         for area in flags.values():
             area.zero_()

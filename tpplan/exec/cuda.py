@@ -189,7 +189,7 @@ class CudaDevices:
 
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
         """Return the streams on which something was issued since the last :meth:`forget`."""
-        current = [self._streams[each] for each in self._current.items()]
+        current = [self._streams[each] for each in tuple(self._current.items())]  # other threads may ask
         return (*current, *(self._loads[device] for device in sorted(self._loaded)))
 
     def kernels(self) -> tuple[object, ...]:

@@ -1,10 +1,9 @@
 """Launches in graphs that begin before the kernel before them ends, which saves half a microsecond each.
 
 Their kernels call ``tpplan.exec.ptx.after_earlier`` before they touch anything that others write or read; what never
-changes, such as weights, they may read before. One that waits more than it works, for other devices for instance, lets
-the next begin as soon as it has: only then, so that no more than two of a stream are there at a time. And what is
-launched early leaves room for a block of an exchange on every multiprocessor: another context's may have to come in
-between, where two have come to the GPUs in different orders. CUDA calls it programmatic dependent launch.
+changes, such as weights, they may read before. One that waits more than it works lets the next begin as soon as it has:
+only then, so that no more than two of a stream are there at a time. Those that wait for other devices do so only where
+the context has its GPUs to itself, see :mod:`tpplan.exec.alone`. CUDA calls it programmatic dependent launch.
 """
 
 from __future__ import annotations

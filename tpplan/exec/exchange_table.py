@@ -15,12 +15,12 @@ COUNTER_BYTES = 4 * BLOCKS
 
 #: Rows of all operands; the nanoseconds after which a device waits no longer, and the address that tells the host so.
 ROWS, DEADLINE, STATUS = 0, 1, 2
-#: Address of the device's counters, of which the first is of failures, and where the operands begin.
+#: Address of the device's counters, and where the operands begin.
 COUNTERS, OPERANDS = 3, 4
 #: The largest piece to which everything is aligned, and the first of the operands: address and pitch of each.
 PIECE, FIRST_OPERAND = OPERANDS, OPERANDS + 1
-#: Number of the counter of failures, which no device waits for.
-FAILURES = 0
+#: Numbers of counters that no device waits for: of failures, and 1 as long as the context has its GPUs to itself.
+FAILURES, ALONE = 0, 1
 
 #: Words of the parameter, and sequences, that a kernel has room for: enough for eight devices.
 MOST_WORDS, MOST_SEQUENCES = 384, 48

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpplan.errors import ExecutionError
-from tpplan.exec import kernel_cache, slot_table, slots, straight, straight_table
+from tpplan.exec import alone, kernel_cache, slot_table, slots, straight, straight_table
 from tpplan.exec.binding import no_memory
 from tpplan.exec.blocks import SLOT_BLOCKS, STRAIGHT_BLOCKS, most_blocks
 from tpplan.exec.counters import Counters
 from tpplan.exec.early import is_possible
-from tpplan.exec.exchange_table import COUNTERS, DEADLINE, STATUS
+from tpplan.exec.exchange_table import ALONE, COUNTER_BYTES, COUNTERS, DEADLINE, STATUS
 from tpplan.exec.landing import KERNEL as LANDING
 from tpplan.exec.landing import LINE, Landing, Landings, lands
 from tpplan.exec.launch import Launch, Operands, Ready, Work
@@ -76,6 +76,15 @@ class Exchanges:
             for name in kernels:
                 self._nothing(name, device)(stream.cuda_stream)
             stream.synchronize()
+        alone.enter(self, list(places.values()))
+
+    def tell_alone(self, *, alone: bool) -> None:
+        """Let kernels know whether the context has its GPUs to itself."""
+        first = ALONE * COUNTER_BYTES
+        for device, place in self._places.items():
+            with torch.cuda.stream(torch.cuda.Stream(place)):  # type: ignore[no-untyped-call]
+                words = self._memory.flags[device][first : first + COUNTER_BYTES].view(torch.int32).fill_(alone)
+                torch.cuda.current_stream(words.device).synchronize()
 
     def check(self) -> None:
         """Refuse to go on after the end, or an exchange in which a device waited in vain.
@@ -92,6 +101,7 @@ class Exchanges:
 
     def close(self) -> None:
         """Let go of the context's memory."""
+        alone.leave(self)
         self._memory = no_memory()
 
     def prepare(self, program: Program, dtype: torch.dtype, *, captured: bool = False) -> tuple[Launch | Landing, ...]:

@@ -12,8 +12,8 @@ from numba import cuda
 from numba.cuda import types
 
 from tpplan.exec import ptx
-from tpplan.exec.exchange_kernels import device_function, expired, fail
-from tpplan.exec.exchange_table import COUNTER_BYTES
+from tpplan.exec.exchange_kernels import counter, device_function, expired, fail
+from tpplan.exec.exchange_table import ALONE, COUNTER_BYTES
 from tpplan.exec.ptx import word
 from tpplan.exec.slot_table import (
     COUNT,
@@ -46,9 +46,10 @@ def part() -> Any:
 def peek() -> Any:
     """Return the number of the latest message of the thread's queue, and, if it fills that, of one that was read.
 
-    Comes first in a kernel: nothing was touched before.
+    And whether the next kernel may begin. Comes first in a kernel: nothing was touched before.
     """
-    ptx.after_earlier_with_next()
+    ptx.after_earlier()
+    alone = ptx.poll_32(counter(ALONE))
     thread = _WORD(cuda.threadIdx.x)  # as what it is compared with, or numba compares in float64
     block = part()
     entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread
@@ -56,19 +57,21 @@ def peek() -> Any:
     if thread < word(QUEUES):
         messages, known = word(entry) + block, word(entry + _WORD(3)) + block
         last, read = ptx.poll_32(messages), ptx.poll_32(known if thread < word(FILLED) else messages)
-    return last, read
+    return last, read, alone
 
 
 @device_function
-def begin(counts: Any, slots: Any, last: Any, read: Any) -> None:
+def begin(counts: Any, slots: Any, peeked: Any) -> None:
     """Number the messages of this exchange, tell which were read before, and wait for the slots that are to be filled.
 
     Args:
         counts: in shared memory, for the number of each queue's message.
         slots: in shared memory, for the address of the slot that each queue's message is in; 0 if it is another's.
-        last: see :func:`peek`.
-        read: the same.
+        peeked: see :func:`peek`.
     """
+    last, read, alone = peeked
+    if alone:  # see tpplan.exec.early
+        ptx.let_next_begin()
     thread = _WORD(cuda.threadIdx.x)
     block = part()
     entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread

@@ -68,14 +68,14 @@ def _send(counts: Any, slots: Any, place: Any, value: Any) -> None:
 
 def _move(_words):  # type: ignore[no-untyped-def]
     counts, slots = cuda.shared.array(MOST_QUEUES, _HALF), cuda.shared.array(MOST_QUEUES, _WORD)
-    last, read = peek()
+    peeked = peek()
     first, step = _first()
     turn = _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
     width = word(WIDTH)
     total, value = word(ROWS) * width, _WORD(0)
     if first < total:  # read while counters are
         value = load_packet(_address(X, word(COLUMN), width, first))
-    begin(counts, slots, last, read)
+    begin(counts, slots, peeked)
     at, place = first, region()
     while at < total:
         _send(counts, slots, place, value)
@@ -105,12 +105,12 @@ def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
 
     def add(_words):  # type: ignore[no-untyped-def]
         counts, slots = cuda.shared.array(MOST_QUEUES, _HALF), cuda.shared.array(MOST_QUEUES, _WORD)
-        last, read = peek()
+        peeked = peek()
         at, step = _first()
         width = word(WIDTH)
         total = word(ROWS) * width
         own, residue = _own(at, total, width)  # read while counters are
-        begin(counts, slots, last, read)
+        begin(counts, slots, peeked)
         place = region()
         while at < total:
             _send(counts, slots, place, own)

@@ -155,9 +155,9 @@ def _send(counts: Any, slots: Any, packet: Any, step: Any, value: Any) -> None:
 def _move(_words):  # type: ignore[no-untyped-def]
     counts, slots = cuda.shared.array(MOST_QUEUES, _HALF), cuda.shared.array(MOST_QUEUES, _WORD)
     packet, step = _WORD(cuda.grid(1)), _WORD(cuda.gridsize(1))
-    last, read = peek()
+    peeked = peek()
     value = _prefetch(packet)
-    begin(counts, slots, last, read)
+    begin(counts, slots, peeked)
     _send(counts, slots, packet, step, value)
     rows = word(ROWS)
     for k in range(word(RECEIVES)):
@@ -180,9 +180,9 @@ def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
     def add(_words):  # type: ignore[no-untyped-def]
         counts, slots = cuda.shared.array(MOST_QUEUES, _HALF), cuda.shared.array(MOST_QUEUES, _WORD)
         packet, step = _WORD(cuda.grid(1)), _WORD(cuda.gridsize(1))
-        last, read = peek()
+        peeked = peek()
         value = _prefetch(packet)
-        begin(counts, slots, last, read)
+        begin(counts, slots, peeked)
         _send(counts, slots, packet, step, value)
         width, place = word(WIDTH), region()
         total = word(ROWS) * width

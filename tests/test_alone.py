@@ -1,0 +1,71 @@
+"""Contexts know whether they have their GPUs to themselves, before another one begins."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from tpplan.exec import alone
+
+A, B, C = (torch.device("cuda", i) for i in range(3))
+
+
+class Told:
+    """Notes what it is told, and what others were told before."""
+
+    def __init__(self, log: list[tuple[str, bool]], name: str) -> None:
+        """Write to a log."""
+        self._log, self._name = log, name
+
+    def tell_alone(self, *, alone: bool) -> None:
+        """Note it."""
+        self._log.append((self._name, alone))
+
+
+def taken(log: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Return what was noted since."""
+    found = list(log)
+    log.clear()
+    return found
+
+
+def test_whoever_shares_a_gpu_is_told() -> None:
+    """As soon as another comes, and again when it has left; nobody else is told anything."""
+    log: list[tuple[str, bool]] = []
+    first, second, third = (Told(log, name) for name in ("first", "second", "third"))
+    alone.enter(first, [A, B])
+    assert taken(log) == [("first", True)]
+    alone.enter(second, [C])
+    assert taken(log) == [("second", True)]
+    alone.enter(third, [B, C])
+    assert sorted(taken(log)) == [("first", False), ("second", False)]
+    alone.leave(second)
+    assert taken(log) == []
+    alone.leave(first)
+    assert taken(log) == [("third", True)]
+    for each in (first, third, third):
+        alone.leave(each)
+    assert taken(log) == []
+
+
+def test_a_gpu_that_stands_for_two_devices_is_shared() -> None:
+    """Also by one context alone."""
+    log: list[tuple[str, bool]] = []
+    crowded = Told(log, "crowded")
+    alone.enter(crowded, [A, A])
+    assert log == []
+    alone.leave(crowded)
+
+
+def test_who_was_dropped_counts_no_more() -> None:
+    """Whoever comes next is alone, though nobody left."""
+    log: list[tuple[str, bool]] = []
+    dropped, other = Told(log, "dropped"), Told(log, "other")
+    alone.enter(dropped, [A])
+    del dropped
+    gc.collect()
+    log.clear()
+    alone.enter(other, [A])
+    assert taken(log) == [("other", True)]
+    alone.leave(other)
