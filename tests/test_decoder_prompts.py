@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.decoder_cases import CONFIGS, MAX_ROWS, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
-from tpplan.decoder import Decoder, generate, passes
+from tpplan.decoder import Decoder, generate, passes, plain
 from tpplan.decoder.layers import attend
 from tpplan.decoder.prompts import Prompt, cut
 from tpplan.errors import RequestError
@@ -182,7 +182,8 @@ def test_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.add((q.shape[2], kwargs["recurs"]))
         return attend(q, *args, **kwargs)
 
-    monkeypatch.setattr(passes, "attend", attending)
+    for module in (passes, plain):
+        monkeypatch.setattr(module, "attend", attending)
     model = model_of("llama")
     plan = plan_of(model.directory, 1, request_of(), {}, seed=2)
     with compile_plan(plan, backend="cpu") as ctx:
