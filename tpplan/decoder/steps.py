@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 from weakref import proxy
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from tpplan.decoder.model import Decoder
     from tpplan.exec.graph import Graph
 
+_LOG = logging.getLogger(__name__)
+
 #: A step looks at so many places of the cache at least, then at twice as many, and so on: as many graphs are captured.
 _SHORTEST_SPAN: Final = 256
 
@@ -29,7 +32,8 @@ _SHORTEST_SPAN: Final = 256
 class Steps:
     """The first sequences of a decoder's cache, one token further with every step.
 
-    On CUDA devices a step is one graph: the first step of a span runs as it is written, the second is captured.
+    On CUDA devices a step is one graph: the first step of a span runs as it is written, the second is captured. If that
+    fails, a warning is logged, and steps run as they are written from then on.
     """
 
     @torch.inference_mode()
@@ -127,7 +131,13 @@ class Steps:
             return
         captured = self._graphs[key]
         if captured is None:
-            self._graphs[key] = captured = self._decoder.captured(partial(self._issue, span))
+            try:
+                self._graphs[key] = captured = self._decoder.captured(partial(self._issue, span))
+            except Exception as error:  # noqa: BLE001 (whatever it is: memory, a driver, a library)
+                _LOG.warning("a step cannot be captured, none is a graph from now on: %s", error)
+                self._captures = False
+                self._issue(span)
+                return
         captured.replay()
 
     def _issue(self, span: int) -> None:

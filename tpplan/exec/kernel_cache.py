@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -127,6 +128,7 @@ def prepare(kernels: Iterable[tuple[str, tuple[int, int]]]) -> None:
         return
     if len(missing) < _ENOUGH:
         return
+    _LOG.info("compiling %d kernels, which are kept for the next start", len(missing))
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with ExitStack() as stack:
         for name, capability in missing:
@@ -186,7 +188,13 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
 
 
 def _path(name: str, capability: tuple[int, int]) -> Path:
-    return cache_folder() / "kernels" / f"{name}-{_arch(capability)}-{digest(_module(name))}.cubin"
+    return cache_folder() / "kernels" / f"{name}-{_arch(capability)}-{_digest(_module(name))}.cubin"
+
+
+@cache
+def _digest(module: str) -> str:
+    """Return :func:`digest`, which takes milliseconds: a process that runs has one version of the sources."""
+    return digest(module)
 
 
 def _module(name: str) -> str:
