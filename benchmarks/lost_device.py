@@ -86,7 +86,7 @@ def lose(plan: SplitPlan, transport: str, rows: int = 1) -> Loss:
     made: list[_Losing] = []
 
     def start(memory: Memory) -> _Losing:
-        made.append(_Losing(memory, used, peers=transport != "host"))
+        made.append(_Losing(memory, used, transport=transport))
         return made[-1]
 
     dtype = getattr(torch, plan.model.dtype)

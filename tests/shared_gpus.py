@@ -43,7 +43,7 @@ class SharedDevices(CudaDevices):
     ) -> None:
         """Take the streams of all devices of the plan."""
         self._own = streams
-        super().__init__(memory, places, peers=True)
+        super().__init__(memory, places, transport="peer")
 
     def _handle(self, device: int) -> int:
         """Return the device's own stream."""

@@ -80,7 +80,13 @@ def test_what_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", ["NONE", "ACTIVE", "INVALIDATED"])
 def test_only_a_stream_that_is_captured_makes_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one that is not, nor one whose capture has failed."""
+    """Not one that is not, nor one whose capture has failed; and only as long as this is allowed."""
     status = getattr(driver.CUstreamCaptureStatus, f"CU_STREAM_CAPTURE_STATUS_{name}")
     monkeypatch.setattr(driver, "cuStreamIsCapturing", lambda _: (RESULTS.CUDA_SUCCESS, status))
-    assert early.is_captured(9) == (name == "ACTIVE")
+    assert not early.is_captured(9)
+    with early.allowed(early=True):
+        assert early.is_captured(9) == (name == "ACTIVE")
+        with early.allowed(early=False):
+            assert not early.is_captured(9)
+        assert early.is_captured(9) == (name == "ACTIVE")
+    assert not early.is_captured(9)

@@ -54,7 +54,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def _graph(*kernels: object) -> Graph:
     """Return a graph of a single device, which keeps some kernels."""
     held = [kernels]
-    backend = SimpleNamespace(forget=lambda: None, kernels=held.pop, streams=lambda: ())
+    backend = SimpleNamespace(transport="peer", forget=lambda: None, kernels=held.pop, streams=lambda: ())
     return Graph(cast("CudaDevices", backend), {0: torch.device("cuda", 0)})
 
 

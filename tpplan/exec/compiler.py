@@ -123,7 +123,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         return made(VirtualDevices, transport=chosen, tuning=tuning)
     from tpplan.exec.cuda import CudaDevices  # noqa: PLC0415 (needs a driver)
 
-    start = partial(CudaDevices, places={i: places[i] for i in used}, peers=choice.transport != "host")
+    start = partial(CudaDevices, places={i: places[i] for i in used}, transport=choice.transport)
     tuning, origin = (tuning, "as given") if tuning else stored(len(used), choice.transport)
     has_thresholds = len(used) > 1 and choice.transport != "events"
     notes = (*choice.notes, f"thresholds {origin}") if has_thresholds else choice.notes

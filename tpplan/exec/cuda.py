@@ -52,18 +52,20 @@ class CudaDevices:
 
     Attributes:
         captures: whether a graph of the context is being captured.
+        transport: ``peer``, ``host`` or ``events``.
     """
 
     captures = False
 
-    def __init__(self, memory: Memory, places: Mapping[int, torch.device], *, peers: bool) -> None:
+    def __init__(self, memory: Memory, places: Mapping[int, torch.device], *, transport: str) -> None:
         """Load the kernels on every device.
 
         Args:
             memory: of the context, on these devices.
             places: torch's device for each of the plan's in use, with its ordinal.
-            peers: whether devices reach into each other's memory.
+            transport: ``peer``, ``host`` or ``events``; of ``host`` no device reaches into another's memory.
         """
+        self.transport = transport
         self._memory = memory
         self._places = places
         self._ordinals = {device: int(place.index) for device, place in places.items()}
@@ -80,7 +82,9 @@ class CudaDevices:
             self._exchanges = Exchanges(memory, places)
         self._exchanges.landings.watch(self._is_busy)
         self._issuing = Issuing(self._exchanges)
-        for source in places.values() if peers else ():  # torch gives access when it first copies between two devices
+        for source in (
+            places.values() if transport != "host" else ()
+        ):  # torch gives access when it first copies between two devices
             for target in places.values():
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
 

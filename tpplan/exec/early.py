@@ -8,7 +8,9 @@ the context has its GPUs to itself, see :mod:`tpplan.exec.alone`. CUDA calls it 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cache
+from threading import local
 from typing import TYPE_CHECKING, Any
 
 from cuda.bindings import driver
@@ -17,13 +19,26 @@ from tpplan.exec.kernel_cache import OVERLAPS
 from tpplan.exec.launch import refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tpplan.exec.launch import Ready
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 #: CUDA 12.3: graphs of older drivers have no edges that let a kernel begin before the one before it ends.
 _OLDEST_DRIVER = 12030
+
+
+class _Thread(local):
+    """What is known of a thread.
+
+    Attributes:
+        allows: whether what it captures now may have such launches.
+    """
+
+    allows = False
+
+
+_THREAD = _Thread()
 
 
 @cache
@@ -54,8 +69,20 @@ def launch(function: Any, blocks: tuple[int, int, int], threads: int, stream: in
     return result
 
 
+@contextmanager
+def allowed(*, early: bool) -> Iterator[None]:
+    """Tell what is captured by this thread in the meantime whether its kernels may be launched so."""
+    before, _THREAD.allows = _THREAD.allows, early
+    try:
+        yield
+    finally:
+        _THREAD.allows = before
+
+
 def is_captured(stream: int) -> bool:
-    """Tell whether a stream is being captured."""
+    """Tell whether a stream is being captured by a graph that allows such launches."""
+    if not _THREAD.allows:
+        return False
     error, status = driver.cuStreamIsCapturing(stream)
     return bool(error == _SUCCESS and status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE)
 

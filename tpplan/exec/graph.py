@@ -11,6 +11,7 @@ import torch
 from attrs import define
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.early import allowed
 from tpplan.exec.torch_shims import switch_device
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class Graph:
                 stream.wait_stream(first)
                 stack.enter_context(torch.cuda.use_mem_pool(pool, device=place))
             _make_current(self._room.streams)
+            # Of other transports what comes before may be a copy, or another device's, which was not tried.
+            stack.enter_context(allowed(early=self._backend.transport == "peer"))
             self._stack = stack.pop_all()
         self._backend.captures = True
         return self
