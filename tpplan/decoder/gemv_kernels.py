@@ -143,24 +143,22 @@ def _over_warp(total: Any) -> Any:
     return total + cuda.shfl_xor_sync(_EVERY, total, 1)
 
 
-@_jit
-def _ask(address: Any, step: Any, half: Any) -> Any:
-    """Ask for 16 bytes of each of four matrix rows."""
-    w0, w1, w2, w3 = ptx.stream_128(address)
-    w4, w5, w6, w7 = ptx.stream_128(address + step)
-    w8, w9, wa, wb = ptx.stream_128(address + half)
-    wc, wd, we, wf = ptx.stream_128(address + half + step)
-    return (w0, w1, w2, w3), (w4, w5, w6, w7), (w8, w9, wa, wb), (wc, wd, we, wf)
+def _asking_by(load: Any) -> Any:
+    """Make what asks for 16 bytes of each of four matrix rows."""
+
+    @_jit
+    def ask(address: Any, step: Any, half: Any) -> Any:
+        w0, w1, w2, w3 = load(address)
+        w4, w5, w6, w7 = load(address + step)
+        w8, w9, wa, wb = load(address + half)
+        wc, wd, we, wf = load(address + half + step)
+        return (w0, w1, w2, w3), (w4, w5, w6, w7), (w8, w9, wa, wb), (wc, wd, we, wf)
+
+    return ask
 
 
-@_jit
-def _ask_now(address: Any, step: Any, half: Any) -> Any:
-    """Ask for the same, where the compiler must not do so later."""
-    w0, w1, w2, w3 = ptx.poll_128(address)
-    w4, w5, w6, w7 = ptx.poll_128(address + step)
-    w8, w9, wa, wb = ptx.poll_128(address + half)
-    wc, wd, we, wf = ptx.poll_128(address + half + step)
-    return (w0, w1, w2, w3), (w4, w5, w6, w7), (w8, w9, wa, wb), (wc, wd, we, wf)
+#: The latter where the compiler must not do so later.
+_ask, _ask_now = _asking_by(ptx.stream_128), _asking_by(ptx.poll_128)
 
 
 @_jit

@@ -105,17 +105,7 @@ class Decode:
     def attention(
         self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, device: int, *, scale: float, cap: float | None
     ) -> Tensor:
-        """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``.
-
-        Args:
-            steps: of the device.
-            heads: of a layer on it.
-            qkv_RHK: queries, keys and values; they are written over.
-            turn: what becomes of them before they meet.
-            device: its number.
-            scale: of the scores.
-            cap: see :class:`tpplan.decoder.settings.Settings`.
-        """
+        """Do the same as :meth:`Prefill.attention`."""
         where = self.where[device][heads.cache.length]
         steps.keep(qkv_RHK, heads, turn, where.sequences, where.places)
         return steps.attend(qkv_RHK, heads, where, scale=scale, cap=cap)
