@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["fine_units", "flash_calls"]  # fixtures
 
 
-def _captured(issue: Callable[[], None]) -> FakeGraph:
+def _captured(issue: Callable[[], None], what: str) -> FakeGraph:
     """Do some work, and return what does it again: virtual devices have no graphs."""
     issue()
-    return FakeGraph(issue, lambda: _captured(issue))
+    return FakeGraph(issue, lambda: _captured(issue, what))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["likeliest", "drawn"])

@@ -52,7 +52,7 @@ def capturing(decoder: Decoder, events: list[tuple[str, int]]) -> AbstractContex
     graphs = decoder.prompt_graphs
     assert graphs
 
-    def captured(issue: partial[None]) -> FakeGraph:
+    def captured(issue: partial[None], what: str) -> FakeGraph:
         (size,) = issue.args
         events.append(("capture", size))
         issue()
@@ -65,7 +65,7 @@ def capturing(decoder: Decoder, events: list[tuple[str, int]]) -> AbstractContex
                 x.copy_(new)
             graphs._xs[size] = xs
 
-        return FakeGraph(again, lambda: captured(issue))
+        return FakeGraph(again, lambda: captured(issue, what))
 
     return patch.object(decoder, "captured", captured)
 

@@ -5,6 +5,7 @@ Shapes: B batch, R rows, D hidden, V vocabulary. A plural such as ``xs`` is one 
 
 from __future__ import annotations
 
+import logging
 from math import sqrt
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
     from tpplan.exec.graph import Graph
     from tpplan.weights import Weights
+
+_LOG = logging.getLogger(__name__)
 
 
 class Decoder:
@@ -124,10 +127,19 @@ class Decoder:
             self._steps[sequences] = Steps(self, sequences)
         return self._steps[sequences]
 
-    def captured(self, issue: Callable[[], None]) -> Graph:
-        """Return a graph of some work, which works in the memory of those before."""
-        with self.graph.beside() if self.graph else self.context.capture() as graph:
-            issue()
+    def captured(self, issue: Callable[[], None], what: str) -> Graph | None:
+        """Return a graph of some work, which works in the memory of those before; None, and a warning, if that fails.
+
+        Args:
+            issue: does the work.
+            what: to call it.
+        """
+        try:
+            with self.graph.beside() if self.graph else self.context.capture() as graph:
+                issue()
+        except Exception as error:  # noqa: BLE001 (whatever it is: memory, a driver, a library)
+            _LOG.warning("%s cannot be captured, none is a graph from now on: %s", what, error)
+            return None
         self.graph = graph
         return graph
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 from weakref import proxy
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from tpplan.decoder.model import Decoder
     from tpplan.decoder.stack import Stack
     from tpplan.exec.graph import Graph
-
-_LOG = logging.getLogger(__name__)
 
 #: No graph is of half as many rows: they would take GPUs nearly as long, since these read all weights for any number.
 _SMALLEST: Final = 128
@@ -123,12 +120,11 @@ class PromptGraphs:
             self._have_run.add(size)
             return xs
         if size not in self._graphs:
-            try:
-                self._graphs[size] = self._decoder.captured(partial(self._issue, size))
-            except Exception as error:  # noqa: BLE001 (whatever it is: memory, a driver, a library)
-                _LOG.warning("a pass of prompts cannot be captured, none is a graph from now on: %s", error)
+            graph = self._decoder.captured(partial(self._issue, size), "a pass of prompts")
+            if graph is None:
                 self._decoder.prompt_graphs = None
                 return self._decoder.run(self._numbers_of(size))
+            self._graphs[size] = graph
         self._graphs[size].replay()
         return self._xs[size]
 

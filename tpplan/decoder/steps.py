@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 from weakref import proxy
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.model import Decoder
     from tpplan.exec.graph import Graph
-
-_LOG = logging.getLogger(__name__)
 
 #: A step looks at so many places of the cache at least, then at twice as many, and so on: as many graphs are captured.
 _SHORTEST_SPAN: Final = 256
@@ -131,13 +128,11 @@ class Steps:
             return
         captured = self._graphs[key]
         if captured is None:
-            try:
-                self._graphs[key] = captured = self._decoder.captured(partial(self._issue, span))
-            except Exception as error:  # noqa: BLE001 (whatever it is: memory, a driver, a library)
-                _LOG.warning("a step cannot be captured, none is a graph from now on: %s", error)
-                self._captures = False
-                self._issue(span)
-                return
+            self._graphs[key] = captured = self._decoder.captured(partial(self._issue, span), "a step")
+        if captured is None:
+            self._captures = False
+            self._issue(span)
+            return
         captured.replay()
 
     def _issue(self, span: int) -> None:
@@ -148,9 +143,7 @@ class Steps:
             for kept, new in zip(self._logits, logits, strict=True):
                 kept.copy_(new)
         else:
-            for tokens, new in zip(
-                self._tokens, likeliest(self._context, logits, self._decoder.stack.steps), strict=True
-            ):
+            for tokens, new in zip(self._tokens, self._likeliest(logits), strict=True):
                 tokens[0].copy_(new)
         for positions in self._positions:
             positions.add_(1)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from torch import Tensor
 
@@ -26,6 +27,23 @@ class Pending(Protocol):
         Raises:
             TimeoutError: they are not, after ``timeout`` seconds.
         """
+
+
+def wait_within(timeout: float, done: Callable[[], bool]) -> None:
+    """Return when something is done; others may work in the meantime.
+
+    Args:
+        timeout: seconds.
+        done: tells it.
+
+    Raises:
+        TimeoutError: it is not, after these.
+    """
+    end = time.monotonic() + timeout
+    while not done():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not complete after {timeout} s")
+        time.sleep(0)
 
 
 class Gathered:

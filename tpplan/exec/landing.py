@@ -13,6 +13,7 @@ from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.binding import finder, no_memory
+from tpplan.exec.gathered import wait_within
 from tpplan.exec.launch import Ready
 from tpplan.exec.program import HOST, Copy, Exchange, writes
 
@@ -214,11 +215,7 @@ class Landed:
                         time.sleep(0)
             self._is_done = True
         else:
-            end = time.monotonic() + timeout
-            while not self.done():
-                if time.monotonic() > end:
-                    raise TimeoutError(f"not complete after {timeout} s")
-                time.sleep(0)
+            wait_within(timeout, self.done)
         self._check()
 
     def _have_arrived(self) -> bool:

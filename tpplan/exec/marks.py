@@ -5,7 +5,6 @@ A program's events are names: what was recorded last by a name, on whatever devi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -14,6 +13,7 @@ from attrs import define, frozen
 from cuda.bindings import runtime
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.gathered import wait_within
 from tpplan.exec.torch_shims import switch_device
 
 if TYPE_CHECKING:
@@ -136,11 +136,7 @@ class Pending:
                 mark.wait()
             self._is_done = True
         else:
-            end = time.monotonic() + timeout
-            while not self.done():
-                if time.monotonic() > end:
-                    raise TimeoutError(f"not complete after {timeout} s")
-                time.sleep(0)
+            wait_within(timeout, self.done)
         self._check()
 
 
