@@ -90,3 +90,15 @@ def test_a_full_pass_is_run(on_gpus: bool, sizes: list[int], expected: list[int]
         ):
             prepare(decoder)
     assert [len(call.args[0][0]) for call in run.call_args_list] == expected
+
+
+def test_steps_that_cannot_be_captured_run_as_they_are_written(caplog: pytest.LogCaptureFixture) -> None:
+    """It is tried once, and a warning says why: virtual devices have no graphs."""
+    model = model_of("mistral")
+    with decoding(plan_of(model.directory, 2, request_of(), {}, seed=8), "mistral", "fp32") as decoder:
+        decoder._steps = {2: steps.Steps(decoder, 2, graphs=True)}
+        found = list(generate(decoder, model.prompts, 7))
+    assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:7] for tokens in model.tokens]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "a step cannot be captured, none is a graph from now on" in record.getMessage()

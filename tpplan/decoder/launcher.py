@@ -39,7 +39,7 @@ class Launcher:
         self._name, self._place = name, place
         self._kernel = kernel_cache.load(name, capability)
         self._start, self._success, self._refused = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS, refused
-        torch.cuda.synchronize(place)  # the driver wants its context, which torch makes when something is first asked
+        torch.empty(1, device=place)  # the driver wants its context, which torch makes when something is first asked
         with torch.cuda.device(place):
             result, self._function = driver.cuKernelGetFunction(driver.CUkernel(int(self._kernel.handle)))
             if result != self._success:

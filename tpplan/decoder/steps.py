@@ -30,7 +30,7 @@ class Steps:
     """The first sequences of a decoder's cache, one token further with every step.
 
     On CUDA devices a step is one graph: the first step of a span runs as it is written, the second is captured. If that
-    fails, a warning is logged, and steps run as they are written from then on.
+    fails, a warning is logged, and steps run as they are written from then on, unless the context has failed with it.
     """
 
     @torch.inference_mode()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakMethod
 
 import torch
 
@@ -80,11 +81,11 @@ class CudaDevices:
         self._ready: dict[tuple[int, torch.dtype], ReadyProgram] = {}
         with ISSUING:
             self._exchanges = Exchanges(memory, places)
-        self._exchanges.landings.watch(self._is_busy)
+        ask = WeakMethod(self._is_busy)  # or nothing of a dropped context would go before a collector comes
+        self._exchanges.landings.watch(lambda: (is_busy := ask()) is None or is_busy())
         self._issuing = Issuing(self._exchanges)
-        for source in (
-            places.values() if transport != "host" else ()
-        ):  # torch gives access when it first copies between two devices
+        # Torch gives access when it first copies between two devices.
+        for source in places.values() if transport != "host" else ():
             for target in places.values():
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
 

@@ -71,7 +71,7 @@ def launch(function: Any, blocks: tuple[int, int, int], threads: int, stream: in
 
 @contextmanager
 def allowed(*, early: bool) -> Iterator[None]:
-    """Tell what is captured by this thread in the meantime whether its kernels may be launched so."""
+    """Tell kernels of callers, as the decoder's, whether this thread may capture them so; exchanges do not ask."""
     before, _THREAD.allows = _THREAD.allows, early
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,25 +67,29 @@ class Exchanges:
         self._most = {"slot": most_blocks(here, SLOT_BLOCKS), "straight": most_blocks(here, STRAIGHT_BLOCKS)}
         kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
         flags = torch.zeros(LINE * len(places), dtype=torch.int32, device="cpu", pin_memory=True)
-        self.landings = Landings(tuple(places), flags, self._counters, self.check)
+        self.landings = Landings(
+            tuple(places), flags, self._counters, partial(_refuse, self._seen)
+        )  # holds no exchanges
         wanted = {(name, (each.major, each.minor)) for name in kernels for each in found.values()}
         kernel_cache.prepare(wanted)
         self.kernels = {each: kernel_cache.load(*each) for each in wanted}
+        self._streams = {d: torch.cuda.Stream(place) for d, place in places.items()}  # type: ignore[no-untyped-call]
         for device, place in places.items():
             torch.cuda.synchronize(place)  # so that all counters are 0
-            stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+            stream = self._streams[device]
             for name in kernels:
                 self._nothing(name, device)(stream.cuda_stream)
             stream.synchronize()
+        self.tell_alone(alone=False)  # which loads what writes it
         alone.enter(self, list(places.values()))
 
     def tell_alone(self, *, alone: bool) -> None:
         """Let kernels know whether the context has its GPUs to itself."""
         first = ALONE * COUNTER_BYTES
-        for device, place in self._places.items():
-            with torch.cuda.stream(torch.cuda.Stream(place)):  # type: ignore[no-untyped-call]
-                words = self._memory.flags[device][first : first + COUNTER_BYTES].view(torch.int32).fill_(alone)
-                torch.cuda.current_stream(words.device).synchronize()
+        for device, stream in self._streams.items():
+            with torch.cuda.stream(stream):
+                self._memory.flags[device][first : first + COUNTER_BYTES].view(torch.int32).fill_(alone)
+                stream.synchronize()
 
     def check(self) -> None:
         """Refuse to go on after the end, or an exchange in which a device waited in vain.
@@ -92,8 +97,7 @@ class Exchanges:
         Raises:
             ExecutionError: there was one.
         """
-        if code := self._seen[0]:
-            raise ExecutionError(_FAILURES[code], "close the context, and compile again")
+        _refuse(self._seen)
 
     def interrupt(self) -> None:
         """Refuse everything from now on: some devices have their part of a program, and others have not."""
@@ -101,8 +105,10 @@ class Exchanges:
 
     def close(self) -> None:
         """Let go of the context's memory."""
-        alone.leave(self)
-        self._memory = no_memory()
+        try:
+            alone.leave(self)
+        finally:
+            self._memory = no_memory()
 
     def prepare(self, program: Program, dtype: torch.dtype, *, captured: bool = False) -> tuple[Launch | Landing, ...]:
         """Return the launches of a program's exchanges, in order.
@@ -162,6 +168,12 @@ class Exchanges:
 
     def _capability(self, device: int) -> tuple[int, int]:
         return torch.cuda.get_device_capability(self._places[device])
+
+
+def _refuse(seen: memoryview) -> None:
+    """Raise an error if a status says that something failed."""
+    if code := seen[0]:
+        raise ExecutionError(_FAILURES[code], "close the context, and compile again")
 
 
 def _for_packets(name: str) -> str:

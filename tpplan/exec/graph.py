@@ -94,7 +94,7 @@ class Graph:
                 stream.wait_stream(first)
                 stack.enter_context(torch.cuda.use_mem_pool(pool, device=place))
             _make_current(self._room.streams)
-            # Of other transports what comes before may be a copy, or another device's, which was not tried.
+            # By other transports a caller's kernel may follow a copy or another device, which was not tried.
             stack.enter_context(allowed(early=self._backend.transport == "peer"))
             self._stack = stack.pop_all()
         self._backend.captures = True
