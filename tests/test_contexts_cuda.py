@@ -74,7 +74,7 @@ class _Chain:
 
 @pytest.mark.multi_gpu
 def test_two_contexts_replay_at_the_same_time() -> None:
-    """Each in a thread of its own; neither takes room that the other one needs, and what the last replays leave is right."""
+    """Each in a thread of its own; neither takes room that the other one needs, and their last results are right."""
     places = [torch.device("cuda", i) for i in range(2)]
     chains = [_Chain(places, seed) for seed in (1, 2)]
     found: list[object] = []
