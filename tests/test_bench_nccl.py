@@ -71,10 +71,10 @@ def test_prompts_are_read_by_graphs_and_without(tmp_path: Path, monkeypatch: pyt
     read: list[str] = []
     run = PromptGraphs.run
 
-    def capture(self: Decoder, issue: Callable[[], None]) -> FakeGraph:
+    def capture(self: Decoder, issue: Callable[[], None], what: str) -> FakeGraph:
         captured.append(type(self.context).__name__)
         issue()
-        return FakeGraph(issue, lambda: capture(self, issue))
+        return FakeGraph(issue, lambda: capture(self, issue, what))
 
     def noted(self: PromptGraphs, numbers: Tensor) -> tuple[Tensor, ...]:
         read.append(type(self._decoder.context).__name__)
