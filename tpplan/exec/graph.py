@@ -11,7 +11,6 @@ import torch
 from attrs import define
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.early import allowed
 from tpplan.exec.torch_shims import switch_device
 
 if TYPE_CHECKING:
@@ -77,6 +76,8 @@ class Graph:
     def __enter__(self) -> Self:
         if self._captured:
             raise ExecutionError("this graph is captured already", "capture another one")
+        from tpplan.exec.early import allowed  # noqa: PLC0415 (needs CUDA's bindings; who only calls give_back() does not)
+
         for place in self._places:
             torch.cuda.synchronize(place)
         give_back()

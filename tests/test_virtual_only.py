@@ -1,0 +1,52 @@
+"""What runs plans on virtual devices needs torch and nothing for GPUs, as the extras ``exec`` and ``generate`` say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+import tpplan
+from benchmarks import random_checkpoint
+from tests.bench_decode_cases import CONFIG
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: Runs the command line where packages that are for GPUs cannot be found.
+PROBE = """
+import importlib.abc, sys
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in {"cuda", "llvmlite", "numba", "numba_cuda"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+from tpplan.__main__ import main
+sys.exit(main())
+"""
+
+COMMANDS = {
+    "selftest": ["selftest", "plan.json", "--transport", "events"],
+    "generate": ["generate", "plan.json", "--model", ".", "--token-ids", "5,17", "--max-new-tokens", "2"],
+    "bench": ["bench", "plan.json", "--sizes", "1KiB", "--rounds", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a small checkpoint and its plan."""
+    folder = tmp_path_factory.mktemp("tiny")
+    random_checkpoint.write(folder, CONFIG)
+    gpus = [tpplan.Device(name="virtual", budget_bytes=2**30, overhead_bytes=0)] * 2
+    tpplan.plan(tpplan.read_model(folder), gpus, max_rows=16).save(folder / "plan.json")
+    return folder
+
+
+@pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS)
+def test_virtual_devices_need_no_cuda(arguments: list[str], folder: Path) -> None:
+    """A command that runs plans does so on virtual devices where neither CUDA's bindings nor numba are installed."""
+    asked = [sys.executable, "-c", PROBE, *arguments, "--backend", "cpu"]
+    done = subprocess.run(asked, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
