@@ -57,6 +57,34 @@ def test_config_directory() -> None:
     assert "nowhere" in refused("inspect", "nowhere")
 
 
+def test_a_slip_in_the_name_of_a_directory() -> None:
+    """What is there under nearly the same name is proposed; where nothing is near, nothing is."""
+    Path("Llama-3.1-8B").mkdir()
+    for name in ("llama-3.1-8b", "Lama-3.1-8B"):
+        assert refused("inspect", name).endswith("hint: did you mean Llama-3.1-8B?\n")
+    assert "did you mean" not in refused("inspect", "Mixtral")
+
+
+def test_the_name_of_a_model_on_a_hub() -> None:
+    """Whoever names a repository is told how to fetch the one file that planning takes."""
+    err = refused("inspect", "meta-llama/Llama-3.1-8B")
+    assert err.endswith("comes with: hf download meta-llama/Llama-3.1-8B config.json --local-dir Llama-3.1-8B\n")
+    Path("meta-llama").mkdir()  # somebody's own folder
+    assert "hf download" not in refused("inspect", "meta-llama/Llama-3.1-8B")
+
+
+def test_gguf() -> None:
+    """A GGUF file, and a directory of them, get an answer that says what to take instead."""
+    Path("quantised").mkdir()
+    file = Path("quantised/model-Q4_K_M.gguf")
+    file.write_bytes(b"GGUF\x03\x00\xff")
+    for asked in ("quantised", str(file)):
+        err = refused("inspect", asked)
+        assert "GGUF file" in err
+        assert "hint: " in err
+        assert "take the config.json of the model instead" in err
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

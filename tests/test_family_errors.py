@@ -36,7 +36,9 @@ from tpplan.errors import ModelError
         ({"architectures": ["MistralForSequenceClassification"]}, ("MistralForSequenceClassification",)),
         ({"architectures": [7]}, ("architectures[0] is 7",)),
         ({"is_encoder_decoder": True}, ("is_encoder_decoder is true",)),
-        ({"model_type": "mistrall"}, ("'mistrall'", "did you mean mistral?")),
+        ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}}, ("'mistral3'", "type mistral, which")),
+        ({"model_type": "mllama", "text_config": {"model_type": "mllama_text_model"}}, ("'mllama'", "supported are")),
+        ({"model_type": "other", "text_config": {"model_type": ["mistral"]}}, ("'other'", "supported are")),
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, ("'mamba'", "MambaForCausalLM", "llama")),
         ({"model_type": None}, ("model_type is missing", "supported are")),
         ({"model_type": "gemma3"}, ("text_config is missing",)),
@@ -55,6 +57,13 @@ def test_bad_configs_are_named(change: dict[str, Any], words: tuple[str, ...]) -
     assert caught.value.message.startswith("config.json: ")
     for word in words:
         assert word in str(caught.value)
+
+
+def test_no_other_architecture_is_proposed() -> None:
+    """A near name is no typing mistake but another architecture, of which a plan would be wrong."""
+    with pytest.raises(ModelError) as caught:
+        spec_of(MISTRAL | {"model_type": "qwen3_next"})
+    assert caught.value.hint.startswith("supported are cohere, ")
 
 
 JUNK = st.one_of(

@@ -33,6 +33,7 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 _HINT = "point to a model's directory, or to the config.json that came with the model"
+_GGUF = "take the config.json of the model instead; of quantised weights, a checkpoint in safetensors, such as AWQ or GPTQ"
 _COMPARE = "compare it with the config.json that the model came with"
 _MISSING: Final = object()
 
@@ -203,10 +204,12 @@ def read_config(path: str | Path) -> Config:
     """
     path = Path(path)
     try:
-        path = path / "config.json" if path.is_dir() else path
+        asked, path = path, path / "config.json" if path.is_dir() else path
+        if asked.suffix == ".gguf":
+            raise ModelError(f"{_name(asked)} is a GGUF file, which tpplan does not read", _GGUF)
         if not path.is_file():
             what = "is not a regular file" if path.exists() else "does not exist"
-            raise ModelError(f"{_name(path)} {what}", _HINT)
+            raise ModelError(f"{_name(path)} {what}", _instead(asked))
         size = path.stat().st_size
         if size > MAX_CONFIG_BYTES:
             raise ModelError(f"{_name(path)} has {size} bytes; a config.json has at most {MAX_CONFIG_BYTES}", _HINT)
@@ -216,6 +219,23 @@ def read_config(path: str | Path) -> Config:
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(f"{_name(path)} cannot be read: {reason}", _HINT) from error
     return parse_config(content, _name(path))
+
+
+def _instead(path: Path) -> str:
+    """Return what to do where there is no config.json: in a directory without one, or at a path that is wrong."""
+    from difflib import get_close_matches  # noqa: PLC0415 - only for the message
+
+    if any(path.glob("*.gguf")):
+        return f"tpplan does not read GGUF files: {_GGUF}"
+    folder = path.parent
+    if not path.exists() and folder.is_dir():
+        names = {entry.name.casefold(): entry.name for entry in folder.iterdir()}
+        if near := get_close_matches(path.name.casefold(), names, n=1, cutoff=0.8):
+            return f"did you mean {_name(folder / names[near[0]])}?"
+    elif not path.exists() and not path.is_absolute() and len(path.parts) == len(("organisation", "model")):
+        fetch = f"hf download {_name(path)} config.json --local-dir {_name(Path(path.name))}"
+        return f"tpplan fetches nothing; a config.json of the Hugging Face Hub comes with: {fetch}"
+    return _HINT
 
 
 def parse_config(content: bytes, source: str) -> Config:

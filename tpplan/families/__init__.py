@@ -91,13 +91,20 @@ def _family(config: Config) -> tuple[str, Family]:
     known = f"supported are {', '.join(supported())}"
     if not model_type:
         raise config.error("model_type is missing", known)
-    from difflib import get_close_matches  # noqa: PLC0415 - only for the message
-
-    near = get_close_matches(model_type[:60], supported(), n=1)
-    mean = f"did you mean {near[0]}? " if near else ""
     architecture = next(iter(config.texts("architectures")), "")
     of = f" ({architecture[:60]!r})" if architecture else ""
-    raise config.error(f"the architecture {model_type[:60]!r}{of} is not supported", mean + known)
+    # No near name: who takes mistral for mistral3 or qwen3_moe for qwen3_next plans for another model.
+    raise config.error(f"the architecture {model_type[:60]!r}{of} is not supported", _text_part(config) or known)
+
+
+def _text_part(config: Config) -> str:
+    """Return what to do about a model of text and images whose part for text is supported, empty if it is not."""
+    part = config.raw("text_config")
+    inner = part.get("model_type") if isinstance(part, dict) else None
+    if not isinstance(inner, str) or inner not in FAMILIES:
+        return ""
+    alone = "save it as a config.json of its own to plan for that part; what reads images is then not counted"
+    return f"its text_config is of the type {inner}, which is supported: {alone}"
 
 
 def _architecture(config: Config, family: Family, model_type: str) -> str:
