@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 
 from tests.contexts import REPLICATED, context, little_room
 from tests.operand_cases import RS, Call, assert_refused, untyped
@@ -88,3 +89,11 @@ def test_an_axis_that_layers_cut_differently_needs_a_layer() -> None:
         for call in (ctx.split, ctx.devices_of, lambda axis: ctx.scatter(torch.ones(1, 48), axis)):
             with pytest.raises(RequestError, match="axis intermediate is split in 2 ways: layers 0,2 and layers 1,3"):
                 call(Axis.ID)
+
+
+def test_an_axis_that_some_layers_lack() -> None:
+    """Who asks for it in another layer, as for experts in a dense one, is told which layers have it."""
+    plan = evolve(REPLICATED, splits=tuple(s for s in REPLICATED.splits if (s.axis, s.layers) != (Axis.ID, "1,3")))
+    assert plan.bounds(Axis.ID, layer=2) == (0, 16, 32, 48)
+    with pytest.raises(RequestError, match="has no axis intermediate in layer 3\nhint: layers 0,2 have it"):
+        plan.bounds(Axis.ID, layer=3)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
+import pytest
 from hypothesis import given, settings
 
 from tests.strategies import plans
@@ -13,6 +14,7 @@ from tests.test_verify import ID, KV, RS, UNSLICED, VALID, edited, moved
 from tpplan import codec
 from tpplan.axes import Axis, parse_layers
 from tpplan.diff import diff
+from tpplan.errors import RequestError
 from tpplan.plandiff import Bucket, BucketChange, Change, DevicePair, FieldChange, Reason
 from tpplan.verify import problems
 
@@ -77,6 +79,13 @@ def test_backwards(a: SplitPlan, b: SplitPlan) -> None:
     assert there.reasons == back.reasons
     assert there.split_count == back.split_count
     assert [x.delta_bytes for x in there.total] == [-x.delta_bytes for x in back.total]
+
+
+def test_what_is_no_plan() -> None:
+    """The path of a plan is not read for its plan: the error says what reads it."""
+    for pair in ((VALID, "plan.json"), ("plan.json", VALID)):
+        with pytest.raises(RequestError, match=r"diff takes two plans, this is str\nhint: .*tpplan.load"):
+            diff(*cast("Any", pair))
 
 
 def test_moved_cut() -> None:

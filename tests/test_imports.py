@@ -67,6 +67,16 @@ print(*[name for name in tpplan.__all__ if isinstance(getattr(tpplan, name), typ
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
+def test_public_names_are_listed(tmp_path: Path) -> None:
+    """``dir()``, and so ``help()`` and completion, have every public name before it is used."""
+    code = """
+import tpplan, tpplan.exec
+print([name for package in (tpplan, tpplan.exec) for name in package.__all__ if name not in dir(package)])
+"""
+    done = _python(code, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
 @pytest.mark.parametrize(("args", "code"), COMMANDS.values(), ids=COMMANDS)
 def test_command_is_light(args: list[str], code: int, plans: Path, llama_config: Path) -> None:
     """A command of the plan half does its work without any of the heavy packages."""

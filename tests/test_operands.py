@@ -84,7 +84,7 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
     "dim forgotten": (
         lambda c, t: c.scatter(t(2, 40), Axis.KV, dim=1),
         ExecutionError,
-        r"scatter: x has shape \[2, 40\], expected \[2, 5\]",
+        r"scatter: x has shape \[2, 40\], expected \[2, 5\]\nhint: .* the head size; these are 8 times as many",
     ),
     "parts in another order": (
         lambda c, t: c.gather([t(2, 18), t(2, 11), t(2, 11)], RS),

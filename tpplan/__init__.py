@@ -78,6 +78,11 @@ def __getattr__(name: str) -> object:
     return getattr(import_module(f"tpplan.{_MODULE_OF[name]}"), name)
 
 
+def __dir__() -> list[str]:
+    """Name what there is, for ``help()`` and completion, whether or not it was used yet."""
+    return sorted({*globals(), *__all__})
+
+
 class _Package(ModuleType):
     """Keeps ``tpplan.plan`` a function when the import of a module of that name would put the module in its place."""
 

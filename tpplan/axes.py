@@ -13,7 +13,17 @@ if TYPE_CHECKING:
 
 
 class Axis(StrEnum):
-    """A dimension of a model that is split over devices."""
+    """A dimension of a model that is split over devices.
+
+    Attributes:
+        KV: key/value heads.
+        Q: query heads, which follow the key/value heads.
+        ID: the intermediate size of dense MLPs.
+        VC: the vocabulary.
+        RS: the residual stream, as wide as the hidden size.
+        EX: the intermediate size of each expert.
+        SX: the intermediate size of the shared experts.
+    """
 
     KV = "kv_heads"
     Q = "q_heads"

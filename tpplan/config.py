@@ -33,7 +33,9 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 _HINT = "point to a model's directory, or to the config.json that came with the model"
-_GGUF = "take the config.json of the model instead; of quantised weights, a checkpoint in safetensors, such as AWQ or GPTQ"
+_GGUF = (
+    "take the config.json of the model instead; of quantised weights, a checkpoint in safetensors, such as AWQ or GPTQ"
+)
 _COMPARE = "compare it with the config.json that the model came with"
 _MISSING: Final = object()
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from tpplan.axes import Axis, format_layers, parse_layers
+from tpplan.errors import RequestError
+from tpplan.plan import SplitPlan
 from tpplan.plandiff import (
     Bucket,
     BucketChange,
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
     from tpplan.devices import Device
-    from tpplan.plan import DeviceMemory, Split, SplitPlan
+    from tpplan.plan import DeviceMemory, Split
 
 
 def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
@@ -35,7 +37,13 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
 
     A device is the same in both plans if it is described the same, preferably at the same index; failing that, if it
     has the same name, or the same index.
+
+    Raises:
+        RequestError: one of them is no plan.
     """
+    for one in (a, b):
+        if not isinstance(one, SplitPlan):
+            raise RequestError(f"diff takes two plans, this is {type(one).__name__}", "read a file with tpplan.load")
     pairs = tuple(_pairs(a.devices, b.devices))
     fields = tuple(_field_changes(a, b, ""))
     devices = tuple(_device_changes(a, b, pairs))

@@ -152,9 +152,8 @@ class SplitPlan:
         Raises:
             RequestError: the plan has no such axis, not in that layer, or has several and no layer was named.
         """
-        found = [s for s in self.splits if s.axis == axis]
-        if layer is not None:
-            found = [s for s in found if not s.layers or layer in parse_layers(s.layers)]
+        cuts = [s for s in self.splits if s.axis == axis]
+        found = [s for s in cuts if layer is None or not s.layers or layer in parse_layers(s.layers)]
         if len(found) == 1:
             return found[0]
         where = "" if layer is None else f" in layer {layer}"
@@ -162,7 +161,8 @@ class SplitPlan:
             choices = " and ".join(f"layers {s.layers}" for s in found)
             raise RequestError(f"axis {axis} is split in {len(found)} ways: {choices}", "name a layer")
         known = ", ".join(dict.fromkeys(s.axis for s in self.splits))
-        raise RequestError(f"the plan for {self.model.name} has no axis {axis}{where}", f"its axes are {known}")
+        hint = f"layers {' and '.join(s.layers for s in cuts)} have it" if cuts else f"its axes are {known}"
+        raise RequestError(f"the plan for {self.model.name} has no axis {axis}{where}", hint)
 
     def bounds(self, axis: Axis | str, layer: int | None = None) -> tuple[int, ...]:
         """Return the cut points of ``axis``, one more than devices, in elements; see :meth:`split` for errors."""

@@ -36,3 +36,8 @@ def __getattr__(name: str) -> object:
         message = f"module 'tpplan.exec' has no attribute {name!r}"
         raise AttributeError(message)
     return getattr(import_module(f"tpplan.exec.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """Name what there is, for ``help()`` and completion, whether or not it was used yet."""
+    return sorted({*globals(), *__all__})

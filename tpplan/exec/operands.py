@@ -150,12 +150,20 @@ def check(what: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, d
         hint = "one tensor per device, in the order of the plan's devices"
         raise ExecutionError(f"{what} is on {tensor.device}, expected {device}", hint)
     if tensor.shape != shape:
-        hint = "parts have the columns of their device's slice, times dim"
-        raise ExecutionError(f"{what} has shape {list(tensor.shape)}, expected {list(shape)}", hint)
+        raise ExecutionError(f"{what} has shape {list(tensor.shape)}, expected {list(shape)}", _instead(tensor, shape))
     if tensor.dtype != dtype:
         message = f"{what} has dtype {name_of(tensor.dtype)}, expected {name_of(dtype)}"
         raise ExecutionError(message, "all tensors of an operation have one dtype")
     check_stored(what, tensor)
+
+
+def _instead(tensor: Tensor, shape: Sequence[int]) -> str:
+    """Return what to do about a shape: most often ``dim`` was forgotten, and the columns are a multiple."""
+    words = "parts have the columns of their device's slice, times dim"
+    times, rest = divmod(tensor.shape[-1], shape[-1]) if tensor.shape else (0, 0)
+    if times > 1 and not rest and tensor.shape[:-1] == shape[:-1]:
+        return f"{words}, the columns per element, such as the head size; these are {times} times as many"
+    return words
 
 
 def check_count(what: str, tensors: Sequence[Tensor], devices: Sequence[int]) -> None:
