@@ -13,6 +13,7 @@ from numba import cuda
 from numba.cuda import libdevice, types
 
 from tpplan.exec import ptx
+from tpplan.exec.finishing import gelu, gelu_tanh, silu
 from tpplan.exec.kernels import Kernel
 
 _WORD, _FLOAT, _NUMBER = types.uint64, types.float32, types.int64
@@ -21,9 +22,6 @@ _WARP, _EVERY = 32, 0xFFFFFFFF
 _NOBODY = 2**32
 #: Numbers of sequences from here on are below 0, and rows that have them are not written to caches.
 _BELOW = 0x80000000
-
-#: As in torch's GELU.
-_ROOT_OF_HALF, _TANH_SCALE, _TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
@@ -34,22 +32,6 @@ def _over_lanes(value: Any, lanes: Any) -> Any:
         value += cuda.shfl_xor_sync(_EVERY, value, distance)
         distance >>= types.uint32(1)
     return value
-
-
-@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
-def _silu(x: Any) -> Any:
-    return x / (_FLOAT(1) + libdevice.expf(-x))
-
-
-@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
-def _gelu(x: Any) -> Any:
-    return x * _FLOAT(0.5) * (_FLOAT(1) + libdevice.erff(x * _FLOAT(_ROOT_OF_HALF)))
-
-
-@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
-def _gelu_tanh(x: Any) -> Any:
-    inner = _FLOAT(_TANH_SCALE) * (x + _FLOAT(_TANH_CUBE) * (x * x * x))
-    return _FLOAT(0.5) * x * (_FLOAT(1) + libdevice.tanhf(inner))
 
 
 def _squares_of(low: Any, high: Any) -> Any:
@@ -346,12 +328,12 @@ _F16 = ptx.low_f16, ptx.high_f16, ptx.two_f16
 
 POINTWISE_NORM_BF16 = _norm("pointwise_norm_bf16", *_BF16)
 POINTWISE_NORM_F16 = _norm("pointwise_norm_f16", *_F16)
-POINTWISE_SILU_BF16 = _gate("pointwise_silu_bf16", _silu, *_BF16)
-POINTWISE_SILU_F16 = _gate("pointwise_silu_f16", _silu, *_F16)
-POINTWISE_GELU_BF16 = _gate("pointwise_gelu_bf16", _gelu, *_BF16)
-POINTWISE_GELU_F16 = _gate("pointwise_gelu_f16", _gelu, *_F16)
-POINTWISE_GELU_TANH_BF16 = _gate("pointwise_gelu_tanh_bf16", _gelu_tanh, *_BF16)
-POINTWISE_GELU_TANH_F16 = _gate("pointwise_gelu_tanh_f16", _gelu_tanh, *_F16)
+POINTWISE_SILU_BF16 = _gate("pointwise_silu_bf16", silu, *_BF16)
+POINTWISE_SILU_F16 = _gate("pointwise_silu_f16", silu, *_F16)
+POINTWISE_GELU_BF16 = _gate("pointwise_gelu_bf16", gelu, *_BF16)
+POINTWISE_GELU_F16 = _gate("pointwise_gelu_f16", gelu, *_F16)
+POINTWISE_GELU_TANH_BF16 = _gate("pointwise_gelu_tanh_bf16", gelu_tanh, *_BF16)
+POINTWISE_GELU_TANH_F16 = _gate("pointwise_gelu_tanh_f16", gelu_tanh, *_F16)
 POINTWISE_TURN_BF16 = _turn("pointwise_turn_bf16", *_BF16)
 POINTWISE_TURN_F16 = _turn("pointwise_turn_f16", *_F16)
 POINTWISE_BEST_BF16 = _best("pointwise_best_bf16", ptx.low_bf16, ptx.high_bf16)

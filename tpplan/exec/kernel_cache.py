@@ -41,6 +41,7 @@ _MODULES = {
     "landing": "tpplan.exec.landing_kernels",
     "packet": "tpplan.exec.packet_kernels",
     "pointwise": "tpplan.decoder.pointwise_kernels",
+    "skinny": "tpplan.decoder.skinny_kernels",
     "slot": "tpplan.exec.slot_kernels",
     "straight": "tpplan.exec.straight_kernels",
     "sum": "tpplan.exec.kernels",
@@ -48,6 +49,7 @@ _MODULES = {
 _SOURCES = (
     "exchange_kernels.py",
     "exchange_table.py",
+    "finishing.py",
     "kernel_cache.py",
     "kernels.py",
     "landing_kernels.py",

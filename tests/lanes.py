@@ -1,0 +1,334 @@
+"""What a GPU does with a kernel's Python source, done on the CPU: a thread for each lane, block after block.
+
+Inline PTX is told by its text. Global memory is the CPU's, of which kernels may touch what tests allow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from threading import Barrier, BrokenBarrierError, local
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import numpy as np
+from attrs import define, field
+from llvmlite import ir
+from numba import cuda
+from numba.cuda import libdevice
+
+from tpplan.exec import ptx
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
+
+    from tpplan.exec.kernels import Kernel
+
+_LANES = 32
+_ME = local()
+
+
+@define
+class _Block:
+    """Threads that share an array.
+
+    Attributes:
+        number: of it.
+        size: threads.
+        count: blocks that there are.
+        everybody: where they meet.
+        warps: where the lanes of each meet, and what they bring and get.
+        arrays: in shared memory.
+    """
+
+    number: int
+    size: int
+    count: int
+    everybody: Barrier = field(init=False)
+    warps: list[_Warp] = field(init=False)
+    arrays: dict[int, Any] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.everybody = Barrier(self.size)
+        self.warps = [_Warp() for _ in range(self.size // _LANES)]
+
+
+class _Warp:
+    """Lanes that multiply matrices together."""
+
+    def __init__(self) -> None:
+        """Bring nothing yet."""
+        self.barrier = Barrier(_LANES, self._multiply)
+        self.floats: Callable[[Any], tuple[Any, Any]] = _of_bf16
+        self.brought: list[Any] = [None] * _LANES
+        self.found: Any = None
+
+    def _multiply(self) -> None:
+        left, right, sums = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
+        for lane, values in enumerate(self.brought):
+            g, t = divmod(lane, 4)
+            for i, word in enumerate(values[:4]):
+                column = 2 * t + 8 * (i // 2)
+                left[g + 8 * (i % 2), column : column + 2] = self.floats(word)
+            for i, word in enumerate(values[4:6]):
+                right[2 * t + 8 * i : 2 * t + 8 * i + 2, g] = self.floats(word)
+            sums[g, 2 * t : 2 * t + 2], sums[g + 8, 2 * t : 2 * t + 2] = values[6:8], values[8:10]
+        self.found = (sums + left @ right).astype(np.float32)
+
+
+def _of_bf16(word: Any) -> tuple[Any, Any]:
+    low, high = np.array([int(word) << 16 & 0xFFFFFFFF, int(word) & 0xFFFF0000], np.uint32).view(np.float32)
+    return low, high
+
+
+def _of_f16(word: Any) -> tuple[Any, Any]:
+    low, high = np.array([word], np.uint32).view(np.float16).astype(np.float32)
+    return low, high
+
+
+def _to_bf16(low: Any, high: Any) -> Any:
+    bits = np.array([low, high], np.float32).view(np.uint32).astype(np.uint64)
+    a, b = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)  # to nearest, ties to even
+    return np.uint32(int(a) | int(b) << 16)
+
+
+def _to_f16(low: Any, high: Any) -> Any:
+    return np.array([low, high], np.float32).astype(np.float16).view(np.uint32)[0]
+
+
+@define
+class _Value:
+    """What LLVM has, as far as writers of instructions ask.
+
+    Attributes:
+        raw: the number or numbers.
+    """
+
+    raw: Any
+
+    @property
+    def type(self) -> Any:
+        """Its kind, which knows how many numbers there are."""
+        return _Several(len(self.raw)) if isinstance(self.raw, tuple) else ir.IntType(64)
+
+
+@define
+class _Several:
+    """A kind of tuples.
+
+    Attributes:
+        count: of elements.
+    """
+
+    count: int
+
+
+class _Kind:
+    """A type of numba's, of which nothing is wanted."""
+
+    return_type = None
+    args = (None,) * 9
+
+    def __call__(self, *_: Any) -> _Kind:
+        return self
+
+
+def _raw(value: Any) -> Any:
+    return value.constant if isinstance(value, ir.Constant) else value.raw
+
+
+class _Builder:
+    """Does at once what is written with it."""
+
+    def __init__(self, allowed: Sequence[range]) -> None:
+        self._allowed = allowed
+
+    @staticmethod
+    def extract_value(value: _Value, index: int) -> _Value:
+        return _Value(value.raw[index])
+
+    @staticmethod
+    def add(a: Any, b: Any) -> _Value:
+        return _Value(np.uint64(int(_raw(a)) + int(_raw(b))))
+
+    @staticmethod
+    def gep(array: _Value, indices: Sequence[_Value]) -> tuple[Any, int]:
+        return array.raw, int(indices[0].raw)
+
+    @staticmethod
+    def store(value: _Value, to: tuple[Any, int]) -> None:
+        array, index = to
+        assert 0 <= index < len(array)
+        array[index] = _raw(value)
+
+    def call(self, function: Any, values: Sequence[Any], attrs: Any = ()) -> _Value:  # noqa: ARG002
+        return _Value(self._run(function.asm, [_raw(value) for value in values]))
+
+    def _at(self, address: Any, size: int) -> Any:
+        start = int(address)
+        assert not start % size, "not at a multiple"
+        assert any(start in some and start + size - 1 in some for some in self._allowed), "not the kernel's"
+        memory: Any = (ctypes.c_char * size).from_address(start)
+        return np.frombuffer(memory, np.uint16 if size == 2 else np.uint32)
+
+    def _run(self, text: str, values: list[Any]) -> Any:
+        name, _, _ = text.partition(" ")
+        if name.startswith("mma.sync"):
+            return _multiplied(_of_bf16 if ".bf16." in name else _of_f16, values)
+        if name.startswith("ld.") and ".v4.u32" in name:
+            return tuple(self._at(values[0], 16))
+        if name == "ld.global.u16":
+            return self._at(values[0], 2)[0]
+        if name == "st.global.u16":
+            self._at(values[0], 2)[0] = values[1]
+            return None
+        for each, run in _BITS.items():
+            if text == _TEXTS[each]:
+                return run(*values)
+        assert name.startswith("griddepcontrol"), text
+        return None
+
+
+#: Of conversions.
+_BITS: dict[str, Callable[..., Any]] = {
+    "low_bf16": lambda word: _of_bf16(word)[0],
+    "high_bf16": lambda word: _of_bf16(word)[1],
+    "two_bf16": _to_bf16,
+    "low_f16": lambda word: _of_f16(word)[0],
+    "high_f16": lambda word: _of_f16(word)[1],
+    "two_f16": _to_f16,
+}
+
+
+class _Reader:
+    """Finds the text of an intrinsic's instruction."""
+
+    @staticmethod
+    def call(function: Any, values: Any, attrs: Any = ()) -> Any:  # noqa: ARG004
+        raise _FoundError(function.asm)
+
+
+class _FoundError(Exception):
+    """Has the text."""
+
+
+def _text_of(intrinsic: Any) -> str:
+    _, codegen = _defined(intrinsic, 1)
+    try:
+        codegen(None, _Reader(), None, ())
+    except _FoundError as found:
+        return str(found)
+    raise AssertionError
+
+
+def _defined(intrinsic: Any, count: int) -> Any:
+    try:
+        return intrinsic._defn(None, *[_Kind()] * count)
+    except TypeError:
+        return intrinsic._defn(None, *[_Kind()] * (count + 1))
+
+
+_TEXTS = {name: _text_of(getattr(ptx, name)) for name in _BITS}
+
+
+def _multiplied(floats: Any, values: Sequence[Any]) -> tuple[Any, ...]:
+    warp, lane = _ME.block.warps[_ME.thread // _LANES], _ME.thread % _LANES
+    warp.floats, warp.brought[lane] = floats, values
+    warp.barrier.wait()
+    g, t = divmod(lane, 4)
+    return (*warp.found[g, 2 * t : 2 * t + 2], *warp.found[g + 8, 2 * t : 2 * t + 2])
+
+
+_CONTEXT = SimpleNamespace(
+    get_dummy_value=lambda: None,
+    make_tuple=lambda _builder, _kind, values: _Value(
+        tuple(np.float32(_raw(v)) if isinstance(v, ir.Constant) else _raw(v) for v in values)
+    ),
+    make_array=lambda _kind: lambda _context, _builder, value: SimpleNamespace(data=value),
+)
+
+
+def _shared_array(count: int, dtype: Any, alignment: int = 0) -> Any:
+    _ME.arrays += 1
+    kind = type(dtype(0))
+    return _ME.block.arrays.setdefault(_ME.arrays, np.full(count, np.nan, kind))
+
+
+def _meet() -> None:
+    _ME.block.everybody.wait()
+
+
+class _Index:
+    """Number of a thread or block, or how many there are."""
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+
+    @property
+    def x(self) -> int:
+        return self._read()
+
+
+def _patches(allowed: Sequence[range]) -> Iterator[Any]:
+    builder = _Builder(allowed)
+
+    def intrinsic(self: Any, *values: Any) -> Any:
+        signature, codegen = _defined(self, len(values))
+        got = codegen(_CONTEXT, builder, signature, [_Value(value) for value in values])
+        return None if got is None else got.raw
+
+    for name, read in {
+        "threadIdx": lambda: _ME.thread,
+        "blockIdx": lambda: _ME.block.number,
+        "blockDim": lambda: _ME.block.size,
+        "gridDim": lambda: _ME.block.count,
+    }.items():
+        yield patch.object(cuda, name, _Index(read))
+    yield patch.object(cuda, "shared", SimpleNamespace(array=_shared_array))
+    yield patch.object(cuda, "syncthreads", _meet)
+    yield patch.object(libdevice, "expf", np.exp)
+    yield patch.object(libdevice, "tanhf", np.tanh)
+    yield patch.object(libdevice, "erff", lambda x: np.float32(math.erf(x)))
+    yield patch.object(type(ptx.load_16), "__call__", intrinsic)
+    device = type(cuda.jit(device=True)(_shared_array))
+    yield patch.object(device, "__call__", lambda self, *values: self.py_func(*values))
+
+
+def run(kernel: Kernel, blocks: int, threads: int, words: Sequence[int], allowed: Sequence[torch.Tensor]) -> None:
+    """Run a kernel.
+
+    Args:
+        kernel: of which what is asked here is known.
+        blocks: how many.
+        threads: of each, whole warps.
+        words: that it is told.
+        allowed: what it may read and write, where it is in memory; all else fails.
+    """
+    assert len(words) == kernel.arguments
+    ranges = [range(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in allowed]
+    numbers = [np.uint64(word) for word in words]
+
+    def lane(block: _Block, thread: int) -> None:
+        _ME.block, _ME.thread, _ME.arrays = block, thread, 0
+        try:
+            kernel.function(*numbers)
+        except BaseException:
+            for barrier in (block.everybody, *(warp.barrier for warp in block.warps)):
+                barrier.abort()
+            raise
+
+    with ExitStack() as stack:
+        for each in _patches(ranges):
+            stack.enter_context(each)
+        pool = stack.enter_context(ThreadPoolExecutor(threads))
+        for number in range(blocks):
+            block = _Block(number, threads, blocks)
+            done = [pool.submit(lane, block, thread) for thread in range(threads)]
+            errors = [error for each in done if (error := each.exception())]
+            for error in sorted(errors, key=lambda each: isinstance(each, BrokenBarrierError)):
+                raise error

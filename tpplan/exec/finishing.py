@@ -1,0 +1,93 @@
+"""What kernels make of sums that are complete: they add a bias or a residual, or multiply one's activation by another.
+
+Sums are float32; they are rounded where torch rounds, whose kernels each do less.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda
+from numba.cuda import libdevice, types
+
+from tpplan.exec import ptx
+
+#: What becomes of a sum: it is stored, or its activation is multiplied by another.
+ADD, SILU, GELU, GELU_TANH = range(4)
+
+#: As in torch's GELU.
+_ROOT_OF_HALF, _TANH_SCALE, _TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715
+_WORD, _FLOAT = types.uint64, types.float32
+
+
+def _jit(function: Any) -> Any:
+    return cuda.jit(device=True, inline="always")(function)
+
+
+@_jit
+def silu(x: Any) -> Any:
+    """Return ``x × sigmoid(x)``."""
+    return x / (_FLOAT(1) + libdevice.expf(-x))
+
+
+@_jit
+def gelu(x: Any) -> Any:
+    """Return ``x`` times the normal distribution's function of it."""
+    return x * _FLOAT(0.5) * (_FLOAT(1) + libdevice.erff(x * _FLOAT(_ROOT_OF_HALF)))
+
+
+@_jit
+def gelu_tanh(x: Any) -> Any:
+    """Return nearly that, by a hyperbolic tangent."""
+    inner = _FLOAT(_TANH_SCALE) * (x + _FLOAT(_TANH_CUBE) * (x * x * x))
+    return _FLOAT(0.5) * x * (_FLOAT(1) + libdevice.tanhf(inner))
+
+
+@_jit
+def activation(x: Any, mode: Any) -> Any:
+    """Return the activation that a mode tells."""
+    if mode == SILU:
+        return silu(x)
+    if mode == GELU:
+        return gelu(x)
+    return gelu_tanh(x)
+
+
+def finish_of(first: Any, both: Any) -> Any:
+    """Make what stores what becomes of one sum or two.
+
+    It takes the sums, of which the second counts for a gate only; the row and the column of the result; where this is,
+    and what is added first, if anything is: each an address and a pitch in bytes; the result's columns, which those
+    that are added to second sums lie behind; and the mode.
+
+    Args:
+        first: makes a float32 of the first element in 32 bits.
+        both: makes 32 bits of two float32.
+    """
+
+    @_jit
+    def load_one(address: Any) -> Any:
+        return first(types.uint32(ptx.load_16(address)))
+
+    @_jit
+    def bits_of(value: Any) -> Any:
+        return both(value, value) & types.uint32(0xFFFF)
+
+    @_jit
+    def rounded(value: Any) -> Any:
+        return first(bits_of(value))
+
+    @_jit
+    def finish(  # noqa: PLR0917
+        s: Any, t: Any, row: Any, column: Any, y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, mode: Any
+    ) -> None:
+        if plus != _WORD(0):
+            at = plus + row * plus_pitch + column * _WORD(2)
+            s += load_one(at)
+            if mode != ADD:
+                t += load_one(at + size * _WORD(2))
+        if mode != ADD:
+            s = rounded(activation(rounded(s), mode)) * rounded(t)
+        ptx.store_16(y + row * y_pitch + column * _WORD(2), types.uint16(bits_of(s)))
+
+    return finish
