@@ -48,7 +48,7 @@ def test_terminal_width_is_used(plans: tuple[str, str], monkeypatch: pytest.Monk
     """A wide terminal gets longer bars."""
     monkeypatch.setenv("NO_COLOR", "1")
     bars = []
-    for columns in (80, 130):
+    for columns in (90, 130):
         monkeypatch.setattr("shutil.get_terminal_size", lambda _, n=columns: os.terminal_size((n, 24)))
         bars.append(command("show", plans[0], terminal=True).out.count("█"))
     assert bars[0] < bars[1]

@@ -62,6 +62,24 @@ def test_show_memory() -> None:
     assert plain(show(data(PLAN))).startswith(SHOWN)
 
 
+NARROW = """\
+   together           17.00   1.00       0.01      1.61  37.89   57.50
+
+0  RTX 4090         █████████████████░░·························  42.1 %
+1  RTX 4080         ██████████████░░····························  35.9 %
+2  RTX 3060 (Büro)  ███████████▓░░······························  32.6 %
+3  RTX A2000        ············································   0.0 %
+    █ weights  ▓ cache  ▒ workspace  ░ overhead  · free
+"""
+
+
+def test_show_on_a_narrow_terminal() -> None:
+    """Where bars find no room beside the numbers they have lines of their own; nothing is wider than the screen."""
+    text = plain(show(data(PLAN), 72))
+    assert NARROW in text
+    assert max(map(width, text.splitlines())) <= 72
+
+
 SHOWN_SPLITS = """\
 Splits, start:end; shares of all budgets and of all bytes used
                     requested  achieved  kv_heads  q_heads  intermediate        vocab   residual

@@ -34,8 +34,11 @@ MOST_DEVICES = 32
 _LONGEST_NAME = 22
 _LONGEST_TITLE = 60
 _LONGEST_CELL = 15
-_LEAST_BAR = 8
 _GAP = 2
+_PERCENT = len(" 100.0 %")
+#: Columns for a bar with its gap and percentage beside the numbers; where there are fewer, bars get lines of their own.
+_LEAST_BAR = 8 + _GAP + _PERCENT
+_LEGEND: Line = (("    ", ""), *legend())
 _BASIS = {"budget": "all budgets and of all bytes used", "bandwidth": "all bandwidth and of all weights and cache"}
 
 
@@ -48,7 +51,7 @@ def show(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
         BLANK,
         *_cuts(report, columns),
         BLANK,
-        line(summary(report), "good"),
+        *(line(part, "good") for part in wrapped(summary(report), columns)),
         line(exactness(report), "dim"),
     ]
 
@@ -100,7 +103,7 @@ def exactness(report: dict[str, Any]) -> str:
 
 
 def _memory(report: dict[str, Any], columns: int) -> list[Line]:
-    """Return a row per device: its buckets, its budget, a bar of them and how full it is."""
+    """Return a row per device: its buckets, its budget, a bar of them and how full it is, below if not beside them."""
     devices, memory = report["devices"], report["plan"]["memory"]
     unit, scale = scale_for(max(d["budget_bytes"] for d in devices))
     rows: list[list[Span]] = [[("", ""), ("", ""), *((name, "dim") for name in (*BUCKETS, "budget"))]]
@@ -114,18 +117,31 @@ def _memory(report: dict[str, Any], columns: int) -> list[Line]:
         totals.append(sum(d["budget_bytes"] for d in devices))
         rows.append([("", ""), ("together", "dim"), *((amount(size, scale), "dim") for size in totals)])
     lines = table(rows, "><>>>>>>")
-    room = columns - max(map(line_width, lines)) - _GAP - len(" 100.0 %")
-    if room >= _LEAST_BAR:
-        for at, i in enumerate((*first, *last), 1):
-            lines[at] = (*lines[at], (" " * _GAP, ""), *_bar(memory[i], devices[i], room))
-        lines.append((("    ", ""), *legend()))
-    hidden = len(devices) - len(first) - len(last)
-    return [(("Memory", "head"), (f", {unit}", "dim")), *_with_gap(lines, 1 + len(first), hidden)]
+    shown, hidden = (*first, *last), len(devices) - len(first) - len(last)
+    head: Line = (("Memory", "head"), (f", {unit}", "dim"))
+    if columns - max(map(line_width, lines)) >= _LEAST_BAR:
+        bars = _barred(lines[1 : 1 + len(shown)], shown, report, columns)
+        numbers = [lines[0], *bars, *lines[1 + len(shown) :]]
+        return [head, *_with_gap(numbers, 1 + len(first), hidden), _LEGEND]
+    bars = _barred(table([_device(devices[i]) for i in shown], "><"), shown, report, columns)
+    numbers = _with_gap(lines, 1 + len(first), hidden)
+    return [head, *numbers, BLANK, *_with_gap(bars, len(first), hidden), _LEGEND]
+
+
+def _barred(lines: Sequence[Line], shown: Sequence[int], report: dict[str, Any], columns: int) -> list[Line]:
+    """Put a device's bar, and how full it is, behind each line."""
+    devices, memory = report["devices"], report["plan"]["memory"]
+    start = max(map(line_width, lines)) + _GAP
+    room = columns - start - _PERCENT
+    return [
+        (*one, (" " * (start - line_width(one)), ""), *_bar(memory[i], devices[i], room))
+        for one, i in zip(lines, shown, strict=True)
+    ]
 
 
 def _bar(entry: dict[str, Any], device: dict[str, Any], room: int) -> list[Span]:
     amounts = [entry[f"{b}_bytes"] for b in BUCKETS]
-    return [*bar(amounts, device["budget_bytes"], room), (f"{percent(device['used_ppm']):>8}", "")]
+    return [*bar(amounts, device["budget_bytes"], room), (f"{percent(device['used_ppm']):>{_PERCENT}}", "")]
 
 
 def _cuts(report: dict[str, Any], columns: int) -> list[Line]:
