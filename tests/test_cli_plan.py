@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from unittest.mock import patch
@@ -135,11 +136,26 @@ def test_infeasible_says_what_is_missing_and_what_helps() -> None:
 
 def test_weights_beyond_all_budgets_are_told() -> None:
     """Where no cache could be small enough, the error says that the weights alone are too much."""
-    words = "; its weights alone are 14.96 GiB: only fewer bits per weight fit here\n"
-    assert words in command("plan", LLAMA_8B, "--gpus", "6GiB,8GiB", "--context", 4096).err
+    words = ": only a checkpoint with fewer bits per weight fits here\n"
+    alone = "; its weights alone are 14.96 GiB"
+    assert alone + words in command("plan", LLAMA_8B, "--gpus", "6GiB,8GiB", "--context", 4096).err
+    beside = f"{alone}, beside an overhead of 1.00 GiB{words}"
+    assert beside in command("plan", LLAMA_8B, "--gpus", "7GiB,8.5GiB", "--context", 1).err
     done = command("plan", LLAMA_8B, "--gpus", "8GiB,8GiB", "--context", 4096)
     assert done.code == 1
     assert "weights alone" not in done.err
+
+
+def test_infeasible_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what is missing of each bucket has no room it is left out, and a long list of GPUs has its own line."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("shutil.get_terminal_size", lambda _: os.terminal_size((80, 24)))
+    err = command("plan", LLAMA_8B, "--gpus", "RTX4060Ti16GB,RTX3060", terminal=True).err
+    assert "  Needs, GiB\n" in err
+    assert re.search(r"\n  0  RTX 4060 Ti 16GB +7.70 +10.00 +0.18 +0.50 +16.00 +2.38\n", err)
+    assert re.search(r"\n  --cache fp8 +cache the keys and values as fp8\n", err)
+    assert re.search(r"\n  --gpus RTX4060Ti16GB:16GiB,RTX3060:12GiB,\S+\n      add 1 more RTX 4060 Ti 16GB\n", err)
+    assert max(map(len, err.partition("Needs")[2].splitlines())) <= 80
 
 
 def test_single_advice_is_not_told_as_one_of_many() -> None:

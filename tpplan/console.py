@@ -132,7 +132,7 @@ def fail(error: TpplanError, *, gpus: str, json: bool) -> str:
 
     report = error_report(error, gpus)
     data = unstructure(report)
-    write(view(data), sys.stderr)
+    write(view(data, columns_of(sys.stderr)), sys.stderr)
     if json:
         emit(render(data))
     return report.error.kind
