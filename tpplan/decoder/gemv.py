@@ -6,17 +6,21 @@ Shapes are written at the end of a name: R rows (up to four), K columns of the m
 from __future__ import annotations
 
 from functools import cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
+from tpplan.exec.channel_table import CALLERS, MOST_BLOCKS
+
+if TYPE_CHECKING:
+    from tpplan.exec.channel import Channel
 
 #: Rows that a kernel takes, with a norm before; and without, where cuBLAS is faster with more.
 MOST_ROWS: Final = 4
-_MOST_ALONE: Final = 2
+MOST_ALONE: Final = 2
 
 #: What the kernels call the activations of :data:`tpplan.decoder.settings.ACTIVATIONS`.
 GATES: Final = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
@@ -57,6 +61,11 @@ class Shape:
     teams: int
     blocks: int
 
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.team * self.teams
+
 
 @cache
 def shape_of(batches: int, width: int, processors: int) -> Shape:
@@ -74,7 +83,7 @@ def shape_of(batches: int, width: int, processors: int) -> Shape:
     team = min(range(_BLOCK_WARPS, 0, -1), key=lambda size: -pairs % size)
     teams = _BLOCK_WARPS // team
     resident = processors * (_WARPS // (team * teams))
-    return Shape(team, teams, min(resident, -(-batches // teams)))
+    return Shape(team, teams, min(resident, -(-batches // teams), MOST_BLOCKS))
 
 
 def names_of(dtype: torch.dtype) -> tuple[list[str], list[str]]:
@@ -83,22 +92,29 @@ def names_of(dtype: torch.dtype) -> tuple[list[str], list[str]]:
     return [f"gemv_{name}_{count}" for count in (1, 2)], [f"gemv_norm_{name}_{count}" for count in (1, 2, 4)]
 
 
+def joint_names_of(dtype: torch.dtype) -> list[str]:
+    """Return the names of those that add up the products of several devices."""
+    return [f"gemv_joint_{DTYPES[dtype]}_{count}" for count in (1, 2)]
+
+
 class Gemv:
     """Kernels for one device and dtype.
 
     They are right for what :meth:`takes` accepts, and unchecked.
     """
 
-    def __init__(self, place: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
         """Load them.
 
         Args:
             place: a CUDA device.
             dtype: of rows and matrices, of 16 bits.
+            joint: whether also those that add up the products of several devices.
         """
         plain, normed = names_of(dtype)
         self._plain, normed_of = ([Launcher(name, place) for name in names] for names in (plain, normed))
         self._normed, self._dtype = [*normed_of, normed_of[-1]], dtype
+        self._joint = [Launcher(name, place, is_array=True) for name in joint_names_of(dtype)] if joint else []
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
     def takes(self, x_RK: Tensor, weight_NK: Tensor, norm: Tensor | None = None, *, gated: bool = False) -> bool:
@@ -111,7 +127,7 @@ class Gemv:
             gated: whether there is a gate behind.
         """
         rows, width = x_RK.shape
-        if not 0 < rows <= (_MOST_ALONE if norm is None else MOST_ROWS):
+        if not 0 < rows <= (MOST_ALONE if norm is None else MOST_ROWS):
             return False
         if len(weight_NK) < _FOUR or (gated and len(weight_NK) % 2):
             return False
@@ -131,6 +147,22 @@ class Gemv:
     def add(self, to_RN: Tensor, x_RK: Tensor, weight_NK: Tensor) -> None:
         """Add a product to rows, where they are, and round once, as ``addmm_`` does."""
         self._run(to_RN, x_RK, weight_NK, (to_RN.data_ptr(), 2 * to_RN.stride(0)), None, 0)
+
+    def joint(self, to_RN: Tensor, x_RK: Tensor, weight_NK: Tensor, channel: Channel, device: int) -> None:
+        """Add to rows, where they are, what all devices' products add up to, and round once.
+
+        Args:
+            to_RN: rows, the same on all devices.
+            x_RK: the device's columns of what is multiplied.
+            weight_NK: its columns of the matrix.
+            channel: by which they are added up; every device launches such a kernel, by :meth:`Channel.run`.
+            device: the plan's.
+        """
+        plus = to_RN.data_ptr(), 2 * to_RN.stride(0)
+        shape, words = self._words(to_RN, x_RK, weight_NK, plus, 0)
+        told = channel.words(device)
+        told[CALLERS : CALLERS + len(words)] = words
+        self._joint[len(x_RK) - 1](shape.blocks, shape.threads, *told)
 
     def gated(self, x_RK: Tensor, weight_NK: Tensor, gate: str, norm: Norm, bias_N: Tensor | None = None) -> Tensor:
         """Return the products of the matrix's second half, times the activations of its first's: ``[R, I]``.
@@ -152,17 +184,23 @@ class Gemv:
     def _run(  # noqa: PLR0917
         self, y: Tensor, x: Tensor, weight: Tensor, plus: tuple[int, int], norm: Norm | None, mode: int
     ) -> None:
+        shape, words = self._words(y, x, weight, plus, mode)
+        kernels = self._plain if norm is None else self._normed
+        gain, eps = (0, 0) if norm is None else (norm.weight.data_ptr(), bits_of(norm.eps))
+        kernels[len(x) - 1](shape.blocks, shape.threads, *words, gain, eps)
+
+    def _words(
+        self, y: Tensor, x: Tensor, weight: Tensor, plus: tuple[int, int], mode: int
+    ) -> tuple[Shape, tuple[int, ...]]:
+        """Return how warps share a matrix, and what all kernels are told."""
         rows, width = x.shape
         size, pitch = y.shape[1], 2 * weight.stride(0)
         per = 2 if mode else _FOUR
         shape = shape_of(-(-size // per), width, self._processors)
-        kernels = self._plain if norm is None else self._normed
-        gain, eps = (0, 0) if norm is None else (norm.weight.data_ptr(), bits_of(norm.eps))
-        kernels[rows - 1](
-            shape.blocks, 32 * shape.team * shape.teams,
+        return shape, (
             y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0),
             weight.data_ptr(), pitch, pitch * (size if mode else 2), size, per, width, rows, *plus, mode,
-            shape.team, shape.teams, -(-(2**16) // shape.team), gain, eps,
+            shape.team, shape.teams, -(-(2**16) // shape.team),
         )  # fmt: skip
 
 

@@ -14,7 +14,10 @@ from numba import cuda
 from numba.cuda import libdevice, types
 
 from tpplan.exec import ptx
+from tpplan.exec.channel_messages import begin_sum, end_sum, first_element, send_part, sum_of_parts
+from tpplan.exec.channel_table import CALLERS
 from tpplan.exec.kernels import Kernel
+from tpplan.exec.ptx import word
 
 #: Warps of a block, at most.
 MOST_WARPS = 16
@@ -318,13 +321,14 @@ def _norm_of(count: int, eight: Any, both: Any) -> Any:
     return norm
 
 
-def _finish_of(count: int, first: Any, both: Any) -> Any:  # noqa: C901 (four functions)
+def _finish_of(count: int, first: Any, both: Any, *, joint: bool) -> Any:  # noqa: C901 (four functions)
     """Make what adds up what the warps of a team have found for some batches, and stores what comes of it.
 
     Args:
         count: of rows.
         first: makes a float of the first half of 32 bits.
         both: makes 32 bits of two floats.
+        joint: whether it is sent instead, see :mod:`tpplan.exec.channel_messages`.
     """
     bits = count.bit_length() - 1
 
@@ -343,7 +347,7 @@ def _finish_of(count: int, first: Any, both: Any) -> Any:  # noqa: C901 (four fu
     @_jit
     def finish(
         sums: Any, base: Any, warps: Any, index: Any, step: Any, slots: Any, batch: Any, stride: Any,
-        y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, per: Any, rows: Any, mode: Any,
+        y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, per: Any, rows: Any, mode: Any, number: Any,
     ) -> None:  # fmt: skip
         up = _WORD(2 * count)  # from a gate to what it is for
         wide = up + up if mode == ADD else up
@@ -363,7 +367,10 @@ def _finish_of(count: int, first: Any, both: Any) -> Any:  # noqa: C901 (four fu
                     t += sums[place + up]
                 place += _WORD(_KEPT)
                 i += _WORD(1)
-            if n >= start and row < rows:  # not what another batch has
+            if joint:
+                if n >= start and row < rows:
+                    send_part(row * size + n, s, number)
+            elif n >= start and row < rows:  # not what another batch has
                 if plus != _WORD(0):
                     at = plus + row * plus_pitch + n * _WORD(2)
                     s += load_one(at)
@@ -409,7 +416,31 @@ def _products_of(count: int, eight: Any, *, normed: bool) -> tuple[Any, Any]:
     return _mapped(count, starts), use
 
 
-def _gemv(name: str, count: int, first: Any, second: Any, both: Any, *, normed: bool) -> Kernel:  # noqa: C901, PLR0915 (the kernel)
+def _add_up_of(first: Any, both: Any) -> Any:
+    """Make what adds up the parts of all devices, and what is there, and stores the sums.
+
+    Args:
+        first: makes a float of the first half of 32 bits.
+        both: makes 32 bits of two floats.
+    """
+
+    @_jit
+    def add_up(y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, rows: Any, number: Any) -> None:
+        element, step = first_element()
+        while element < rows * size:
+            row = _WORD(types.uint32(element) // types.uint32(size))
+            n = element - row * size
+            more = first(types.uint32(ptx.load_16(plus + row * plus_pitch + n * _WORD(2)))) if plus else _FLOAT(-0.0)
+            s = sum_of_parts(element, number) + more
+            ptx.store_16(y + row * y_pitch + n * _WORD(2), _HALF(both(s, s) & types.uint32(0xFFFF)))
+            element += step
+
+    return add_up
+
+
+def _gemv(  # noqa: C901, PLR0915 (the kernel)
+    name: str, count: int, first: Any, second: Any, both: Any, *, normed: bool = False, joint: bool = False
+) -> Kernel:
     """Make a kernel for so many rows.
 
     Args:
@@ -419,18 +450,21 @@ def _gemv(name: str, count: int, first: Any, second: Any, both: Any, *, normed: 
         second: the same of the second.
         both: makes 32 bits of two float32.
         normed: whether the rows are divided by their root mean square first; they are in shared memory then.
+        joint: whether the products of all devices are added up, see :mod:`tpplan.exec.channel_messages`.
     """
     bits, values = count.bit_length() - 1, 4 * count
     eight, offsets_of, collected = _eight_of(first, second), _offsets_of(count), _collected(count)
-    finish = _finish_of(count, first, both)
+    finish, add_up = _finish_of(count, first, both, joint=joint), _add_up_of(first, both)
     norm = _norm_of(count, eight, both)
 
     start, use = _products_of(count, eight, normed=normed)
 
-    def multiply(  # type: ignore[no-untyped-def]
-        y, y_pitch, x, x_pitch, weight, pitch, half, size, per, width, rows, plus, plus_pitch, mode,
-        team, teams, inverse, gain, eps,
-    ):  # fmt: skip
+    @_jit
+    def multiply(  # noqa: C901, PLR0915 (the kernel)
+        y: Any, y_pitch: Any, x: Any, x_pitch: Any, weight: Any, pitch: Any, half: Any, size: Any, per: Any,
+        width: Any, rows: Any, plus: Any, plus_pitch: Any, mode: Any, team: Any, teams: Any, inverse: Any,
+        gain: Any, eps: Any,
+    ) -> None:  # fmt: skip
         sums = cuda.shared.array(_SUMS, _FLOAT)
         thread = _WORD(cuda.threadIdx.x)
         lane, warp = thread & _WORD(31), thread >> _WORD(5)
@@ -447,6 +481,7 @@ def _gemv(name: str, count: int, first: Any, second: Any, both: Any, *, normed: 
         w = _ask_now(base + min(begin, last) * _WORD(2), pitch, half)
         v = _ask_now(base + min(again, last) * _WORD(2), pitch, half)
         ptx.after_earlier()
+        number, is_alone = begin_sum() if joint else (types.uint32(0), types.uint32(0))
         if normed:  # while they come
             rows_kept = cuda.shared.array(_WORDS, types.uint32, 16)
             kept, places = ptx.shared_address(rows_kept), offsets_of(width * _WORD(2), rows)
@@ -479,24 +514,49 @@ def _gemv(name: str, count: int, first: Any, second: Any, both: Any, *, normed: 
                     cuda.syncthreads()
                     finish(
                         sums, mine * team * _WORD(_KEPT), team, member * _WORD(32) + lane, team * _WORD(32),
-                        slots, phase, stride, y, y_pitch, plus, plus_pitch, size, per, rows, mode,
+                        slots, phase, stride, y, y_pitch, plus, plus_pitch, size, per, rows, mode, number,
                     )  # fmt: skip
                     phase, slots = lead + mine, _WORD(0)
                     if lead < end:
                         cuda.syncthreads()
 
-    return Kernel(name, multiply, 19)
+        if joint:
+            end_sum(number, is_alone)
+            add_up(y, y_pitch, plus, plus_pitch, size, rows, number)
+
+    def alone(  # type: ignore[no-untyped-def]
+        y, y_pitch, x, x_pitch, weight, pitch, half, size, per, width, rows, plus, plus_pitch, mode,
+        team, teams, inverse, gain, eps,
+    ):  # fmt: skip
+        multiply(
+            y, y_pitch, x, x_pitch, weight, pitch, half, size, per, width, rows, plus, plus_pitch, mode,
+            team, teams, inverse, gain, eps,
+        )  # fmt: skip
+
+    def together(_words):  # type: ignore[no-untyped-def]
+        multiply(
+            word(CALLERS), word(CALLERS + 1), word(CALLERS + 2), word(CALLERS + 3), word(CALLERS + 4),
+            word(CALLERS + 5), word(CALLERS + 6), word(CALLERS + 7), word(CALLERS + 8), word(CALLERS + 9),
+            word(CALLERS + 10), word(CALLERS + 11), word(CALLERS + 12), _WORD(ADD), word(CALLERS + 14),
+            word(CALLERS + 15), word(CALLERS + 16), _WORD(0), _WORD(0),
+        )  # fmt: skip
+
+    return Kernel(name, together, 1) if joint else Kernel(name, alone, 19)
 
 
 _BF16 = (ptx.low_bf16, ptx.high_bf16, ptx.two_bf16)
 _F16 = (ptx.low_f16, ptx.high_f16, ptx.two_f16)
-GEMV_BF16_1 = _gemv("gemv_bf16_1", 1, *_BF16, normed=False)
-GEMV_BF16_2 = _gemv("gemv_bf16_2", 2, *_BF16, normed=False)
-GEMV_F16_1 = _gemv("gemv_f16_1", 1, *_F16, normed=False)
-GEMV_F16_2 = _gemv("gemv_f16_2", 2, *_F16, normed=False)
+GEMV_BF16_1 = _gemv("gemv_bf16_1", 1, *_BF16)
+GEMV_BF16_2 = _gemv("gemv_bf16_2", 2, *_BF16)
+GEMV_F16_1 = _gemv("gemv_f16_1", 1, *_F16)
+GEMV_F16_2 = _gemv("gemv_f16_2", 2, *_F16)
 GEMV_NORM_BF16_1 = _gemv("gemv_norm_bf16_1", 1, *_BF16, normed=True)
 GEMV_NORM_BF16_2 = _gemv("gemv_norm_bf16_2", 2, *_BF16, normed=True)
 GEMV_NORM_BF16_4 = _gemv("gemv_norm_bf16_4", 4, *_BF16, normed=True)
 GEMV_NORM_F16_1 = _gemv("gemv_norm_f16_1", 1, *_F16, normed=True)
 GEMV_NORM_F16_2 = _gemv("gemv_norm_f16_2", 2, *_F16, normed=True)
 GEMV_NORM_F16_4 = _gemv("gemv_norm_f16_4", 4, *_F16, normed=True)
+GEMV_JOINT_BF16_1 = _gemv("gemv_joint_bf16_1", 1, *_BF16, joint=True)
+GEMV_JOINT_BF16_2 = _gemv("gemv_joint_bf16_2", 2, *_BF16, joint=True)
+GEMV_JOINT_F16_1 = _gemv("gemv_joint_f16_1", 1, *_F16, joint=True)
+GEMV_JOINT_F16_2 = _gemv("gemv_joint_f16_2", 2, *_F16, joint=True)

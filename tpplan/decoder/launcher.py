@@ -23,12 +23,13 @@ class Launcher:
     In graphs it is launched early, see :mod:`tpplan.exec.early`.
     """
 
-    def __init__(self, name: str, place: torch.device) -> None:
+    def __init__(self, name: str, place: torch.device, *, is_array: bool = False) -> None:
         """Load it at once: what is loaded later would wait for kernels that wait for other devices.
 
         Args:
             name: of the kernel; its first word tells the module, see :mod:`tpplan.exec.kernel_cache`.
             place: the device.
+            is_array: whether its parameter is one array of :data:`tpplan.exec.exchange_table.MOST_WORDS` words.
         """
         from cuda.bindings import driver  # noqa: PLC0415 (not installed everywhere)
 
@@ -36,7 +37,7 @@ class Launcher:
         from tpplan.exec.launch import refused  # noqa: PLC0415
 
         capability = torch.cuda.get_device_capability(place)
-        self._name, self._place = name, place
+        self._name, self._place, self._is_array = name, place, is_array
         self._kernel = kernel_cache.load(name, capability)
         self._start, self._success, self._refused = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS, refused
         torch.empty(1, device=place)  # the driver wants its context, which torch makes when something is first asked
@@ -54,13 +55,13 @@ class Launcher:
         Args:
             blocks: how many, in one dimension or three.
             threads: of each.
-            words: the kernel's parameters.
+            words: the kernel's parameters, or all of its array.
 
         Raises:
             ExecutionError: the driver refuses.
         """
-        count = len(words)
-        kept = (ctypes.c_uint64 * count)(*words)
+        count = 1 if self._is_array else len(words)
+        kept = (ctypes.c_uint64 * len(words))(*words)
         first = ctypes.addressof(kept)
         pointers = ctypes.addressof(of_words := (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8)))
         x, y, z = (blocks, 1, 1) if isinstance(blocks, int) else blocks

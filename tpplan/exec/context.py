@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from tpplan.exec.arguments import whole
 from tpplan.exec.calls import Calls
 from tpplan.exec.context_memory import ContextMemory
 from tpplan.exec.explain import explain
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.axes import Axis
+    from tpplan.exec.channel import Channel
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.engine import Engine
     from tpplan.exec.explain import Explanation
@@ -269,6 +271,23 @@ class TPContext(ContextMemory):
         """Return how each operation goes on each axis, for how many rows, and why; ``str()`` makes a table of it."""
         with self._guard:
             return explain(self.plan, self.all_devices, self._engine, self.max_rows, self.dtype)
+
+    def channel(self, elements: int) -> Channel | None:
+        """Return what kernels of the caller's add up by while they compute, instead of ``all_reduce`` behind them.
+
+        Args:
+            elements: most of a sum: rows × columns.
+
+        Returns:
+            One that all devices in use take part in, the same for the same number of elements; None where a kernel
+            cannot write to other devices, as on virtual ones, or there is a single device.
+
+        Raises:
+            ExecutionError: this is no whole number from 1, or the context is closed.
+        """
+        with self._guard:
+            whole("channel: elements", elements, 1)
+            return self._engine.backend.channel(elements)
 
     def capture(self) -> Graph:
         """Capture operations, and the caller's own torch work on all devices, into one CUDA graph.

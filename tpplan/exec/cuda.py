@@ -15,6 +15,7 @@ import torch
 from tpplan.errors import ExecutionError
 from tpplan.exec.binding import no_memory
 from tpplan.exec.bound import Bound, BoundStep, ReadyProgram, Step
+from tpplan.exec.channel import Channel
 from tpplan.exec.copies import HostCopy, Transfer
 from tpplan.exec.early import early
 from tpplan.exec.exchanges import Exchanges
@@ -30,7 +31,7 @@ from tpplan.exec.sums import Sums
 from tpplan.exec.torch_shims import current_device, is_capturing, stream_handle, switch_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -79,6 +80,7 @@ class CudaDevices:
         self._sums = Sums()
         self._graphs = LaunchGraphs(self._ordinals)
         self._ready: dict[tuple[int, torch.dtype], ReadyProgram] = {}
+        self._channels: dict[int, Channel] = {}
         with ISSUING:
             self._exchanges = Exchanges(memory, places)
         ask = WeakMethod(self._is_busy)  # or nothing of a dropped context would go before a collector comes
@@ -174,6 +176,31 @@ class CudaDevices:
             raise _foreign(current_device())
         return False
 
+    def channel(self, elements: int) -> Channel | None:
+        """Return what kernels of callers add up by, for sums of so many elements at most; the same for the same number.
+
+        There is none unless several devices, each a GPU of its own, write to each other's memory.
+        """
+        places = self._places
+        if self.transport != "peer" or not 1 < len(places) == len(set(places.values())):
+            return None
+        with self._issuing:
+            if elements not in self._channels:
+                headers = {device: self._exchanges.header(device) for device in places}
+                self._channels[elements] = Channel(elements, places, headers, self._issue_all)
+            return self._channels[elements]
+
+    def _issue_all(self, launches: Sequence[Callable[[], None]]) -> None:
+        """Let something be launched on every device, which wait for each other."""
+        with self._issuing:
+            self._turn_to_current(self._ordinals)
+            try:
+                for launch in launches:
+                    launch()
+            except BaseException:  # between two devices, perhaps
+                self._exchanges.interrupt()
+                raise
+
     def issuing(self) -> Issuing:
         """Return what is to be held while kernels are issued that devices exchange by."""
         return self._issuing
@@ -220,7 +247,7 @@ class CudaDevices:
     def close(self) -> None:
         """Let go of streams, events and kernels; closing again does nothing."""
         self._issuing.closed = True
-        for held in (self._current, self._streams, self._ready, self._marks, self._graphs):
+        for held in (self._current, self._streams, self._ready, self._channels, self._marks, self._graphs):
             held.clear()
         self._memory = no_memory()
         self._exchanges.close()

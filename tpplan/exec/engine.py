@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.exec.channel import Channel
     from tpplan.exec.gathered import Pending
     from tpplan.exec.graph import Graph
     from tpplan.exec.lower import Limits
@@ -31,6 +32,9 @@ class Backend(Protocol):
 
     def is_capturing(self) -> bool:
         """Tell whether what is issued becomes part of a graph."""
+
+    def channel(self, elements: int) -> Channel | None:
+        """Return what kernels of callers add up by, for sums of so many elements; None where there is no such thing."""
 
     def synchronize(self) -> None:
         """Return when everything that was issued is complete."""
@@ -55,6 +59,10 @@ class Virtual:
     def is_capturing(self) -> bool:
         """Tell that there are no graphs here."""
         return False
+
+    def channel(self, _: int) -> None:
+        """Return nothing: there are no kernels."""
+        return
 
     def capture(self) -> NoReturn:
         """Refuse: there is no CUDA graph without CUDA devices.

@@ -91,6 +91,10 @@ class Exchanges:
                 self._memory.flags[device][first : first + COUNTER_BYTES].view(torch.int32).fill_(alone)
                 stream.synchronize()
 
+    def header(self, device: int) -> dict[int, int]:
+        """Return the words that every kernel of an exchange is told on a device, by their place."""
+        return {DEADLINE: _DEADLINE, STATUS: self._status.data_ptr(), COUNTERS: self._counters.area(device)}
+
     def check(self) -> None:
         """Refuse to go on after the end, or an exchange in which a device waited in vain.
 
@@ -146,16 +150,12 @@ class Exchanges:
 
     def _launch(self, name: str, work: Work) -> Launch:
         device = work.stream.device
-        header = {
-            DEADLINE: _DEADLINE,
-            STATUS: self._status.data_ptr(),
-            COUNTERS: self._counters.area(device),
-        }
         names = name, _for_packets(name) if work.simple else name
         kernels = self._kernel(names[0], device), self._kernel(names[1], device)
         way = "straight" if name.startswith("straight") else "slot"
         may_be_early = way == "slot" and is_possible(self._capability(device))
-        return Launch(kernels, work, min(self._most[way], work.blocks), _THREADS[way], header, early=may_be_early)
+        blocks = min(self._most[way], work.blocks)
+        return Launch(kernels, work, blocks, _THREADS[way], self.header(device), early=may_be_early)
 
     def _nothing(self, name: str, device: int) -> Ready:
         """Return the launch of a kernel that has nothing to do."""

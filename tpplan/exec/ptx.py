@@ -25,7 +25,7 @@ _OPERANDS = {
 }
 
 
-def _instruction(text: str, results: str, arguments: str, *, memory: bool = False) -> Any:
+def _instruction(text: str, results: str, arguments: str, *, memory: bool = False, whole: bool = False) -> Any:
     """Return an intrinsic for one instruction.
 
     Args:
@@ -33,11 +33,12 @@ def _instruction(text: str, results: str, arguments: str, *, memory: bool = Fals
         results: names of operand types; several make a tuple.
         arguments: the same.
         memory: whether it touches memory, so that the compiler must neither move nor drop nor repeat it.
+        whole: whether the threads of a warp do it together.
     """
     outs, ins = ([_OPERANDS[name] for name in names.split()] for names in (results, arguments))
     kinds = [out[0] for out in outs]
     returned = types.void if not kinds else kinds[0] if len(kinds) == 1 else types.Tuple(tuple(kinds))
-    emit = emitter(text, results, arguments, memory=memory)
+    emit = emitter(text, results, arguments, memory=memory, whole=whole)
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         got = emit(builder, values)
@@ -119,6 +120,13 @@ poll_32 = _instruction("ld.volatile.global.u32 $0, [$1];", "u32", "u64", memory=
 post_32 = _instruction("st.volatile.global.u32 [$0], $1;", "", "u64 u32", memory=True)
 poll_128 = _instruction("ld.volatile.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
 post_128 = _instruction("st.volatile.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
+#: The same of 8 bytes at once, of which each half is given, or returned, for itself.
+poll_64 = _instruction(
+    "{ .reg .b64 w; ld.volatile.global.u64 w, [$2]; mov.b64 {$0,$1}, w; }", "u32 u32", "u64", memory=True
+)
+post_64 = _instruction(
+    "{ .reg .b64 w; mov.b64 w, {$1,$2}; st.volatile.global.u64 [$0], w; }", "", "u64 u32 u32", memory=True
+)
 #: A flag that says that data is there, or may be written: what follows sees what came before a fence and the post.
 acquire_32 = _instruction("ld.acquire.sys.global.u32 $0, [$1];", "u32", "u64", memory=True)
 fence = _instruction("fence.acq_rel.sys;", "", "", memory=True)
@@ -148,6 +156,8 @@ bits_of = _instruction("mov.b32 $0, $1;", "u32", "f32")
 exp2 = _instruction("ex2.approx.ftz.f32 $0, $1;", "f32", "f32")
 inverse = _instruction("rcp.approx.ftz.f32 $0, $1;", "f32", "f32")
 larger = _instruction("max.f32 $0, $1, $2;", "f32", "f32 f32")
+#: Of what all threads of a warp have, in all of them (sm_80).
+largest_of_warp = _instruction("redux.sync.max.u32 $0, $1, 0xffffffff;", "u32", "u32", whole=True)
 
 #: The low, and the high 16 bits of two registers.
 emit_lows = emitter("prmt.b32 $0, $1, $2, 0x5410;", "u32", "u32 u32")
