@@ -17,7 +17,9 @@ REST: Final = "norms and pointwise"
 KINDS: Final = {
     OWN: re.compile(r"(landing|packet|slot|straight)_(move|sum_b?f\d+)|sum_b?f\d+|tpplan\..*"),
     "attention": re.compile(r".*(flash|fmha|cudnn|sdpa|attention).*"),
-    "matrices": re.compile(r".*(gemm|gemv|cutlass|cublas|nvjet|splitk|aten\.(addmm|baddbmm|bmm|linear|mm)_?$).*"),
+    "matrices": re.compile(
+        r".*(gemm|gemv|skinny|cutlass|cublas|nvjet|splitk|aten\.(addmm|baddbmm|bmm|linear|mm)_?$).*"
+    ),
     "copies and fills": re.compile(
         r".*(copy|fill|memcpy|memset|catarray|aten\.(cat|clone|stack|(new_)?zeros|zero_)).*"
     ),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tpplan.decoder import skinny
 from tpplan.decoder.gemv import MOST_ROWS
 from tpplan.decoder.layers import rms_norm
 from tpplan.decoder.settings import ACTIVATIONS
@@ -57,6 +58,41 @@ class FakeGemv:
     @staticmethod
     def _normed(x: Tensor, norm: Norm | None) -> Tensor:
         return x if norm is None else rms_norm(x, norm.weight, norm.eps)
+
+
+class FakeSkinny:
+    """Multiplies more of them, and counts.
+
+    Attributes:
+        calls: of all, by method.
+    """
+
+    calls: Counter[str] = Counter()  # noqa: RUF012 (of all, as said)
+
+    def __init__(self, place: torch.device, dtype: torch.dtype) -> None:
+        """Take any device."""
+        assert isinstance(place, torch.device)
+        self._dtype = dtype
+
+    def takes(self, x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:  # noqa: ARG002
+        """Take few rows."""
+        return len(x) <= skinny.MOST_ROWS and x.dtype == weight.dtype == self._dtype
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply."""
+        self.calls["few rows"] += 1
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def add(self, to: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Add a product."""
+        self.calls["few rows, added"] += 1
+        to.addmm_(x, weight.mT)
+
+    def gated(self, x: Tensor, weight: Tensor, gate: str, bias: Tensor | None = None) -> Tensor:
+        """Multiply halves."""
+        self.calls["few rows, gated"] += 1
+        gates, ups = torch.nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
+        return ACTIVATIONS[gate](gates).mul_(ups)
 
 
 class FakeAttention:

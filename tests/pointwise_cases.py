@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.fused_cases import FakeGemv
+from tests.fused_cases import FakeGemv, FakeSkinny
 from tpplan.decoder import fused, pointwise
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.layers import rms_norm, rotate
@@ -130,6 +130,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Let decoders of 16 bits compute on CPUs as on CUDA devices, and return how often each kernel is launched."""
     monkeypatch.setattr(pointwise, "Launcher", FakeLauncher)
     monkeypatch.setattr(fused, "Gemv", FakeGemv)
+    monkeypatch.setattr(fused, "Skinny", FakeSkinny)
     monkeypatch.setattr(kernel_cache, "prepare", list)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(fused, "has_kernels", lambda _, dtype: dtype in DTYPES)

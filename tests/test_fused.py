@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.decoder_cases import CONFIGS
-from tests.fused_cases import FakeAttention, FakeGemv
+from tests.fused_cases import FakeAttention, FakeGemv, FakeSkinny
 from tests.pointwise_cases import launches
 from tests.test_decoder_memory import made, planned
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
-from tpplan.decoder import Decoder, fused, steps
+from tpplan.decoder import Decoder, fused, skinny, steps
 from tpplan.exec import compile as compile_plan
 from tpplan.plan import Cache
 from tpplan.weights import load_weights
@@ -78,36 +78,47 @@ def test_steps_say_the_same(model_type: str, layout: str, tmp_path: Path, reques
     [
         (1, (1,), {"linear of a norm": 1, "turn": 1, "attention": 1, "add": 2, "gated": 1}),
         (1, (3, 1), {"linear of a norm": 1, "turn": 1, "attention": 1, "linear": 2, "gated": 1}),
-        (5, (1,), {"norm": 2, "turn": 1, "attention": 1, "silu": 1}),  # beside four matrices
-        (5, (3, 1), {"norm": 2, "turn": 1, "attention": 1, "silu": 1}),
+        (5, (1,), {"norm": 2, "few rows": 1, "turn": 1, "attention": 1, "few rows, added": 2, "few rows, gated": 1}),
+        (5, (3, 1), {"norm": 2, "few rows": 3, "turn": 1, "attention": 1, "few rows, gated": 1}),
+        (8, (1,), {"norm": 2, "turn": 1, "attention": 1, "silu": 1}),  # beside four matrices
+        (8, (3, 1), {"norm": 2, "turn": 1, "attention": 1, "silu": 1}),
     ],
 )
-def test_kernels_of_a_layer(
-    count: int, shares: tuple[int, ...], expected: dict[str, int], tmp_path: Path, attending: Counter[str]
+def test_kernels_of_a_layer(  # noqa: PLR0917
+    count: int,
+    shares: tuple[int, ...],
+    expected: dict[str, int],
+    tmp_path: Path,
+    attending: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those of Llama on each device are as many as the page on benchmarks tells, with sums of several devices."""
+    monkeypatch.setattr(skinny, "MOST_ROWS", BATCH - 1)
 
     def called(layers: int) -> Counter[str]:
         directory = made("llama", tmp_path / str(layers), num_hidden_layers=layers)
         plan = planned(directory, "reduce", shares, Cache("fp16", BATCH * LENGTH))
         with compile_plan(plan, backend="cpu", scratch=False) as context:
             decoder = Decoder(context, directory, load_weights(plan, directory, context))
-            for calls in (FakeGemv.calls, FakeAttention.calls, attending):
+            for calls in (FakeGemv.calls, FakeSkinny.calls, FakeAttention.calls, attending):
                 calls.clear()
             zeros = [torch.zeros(count, dtype=torch.int64)] * len(shares)
             decoder.decode(zeros, zeros)
-        return FakeGemv.calls + attending + Counter(attention=FakeAttention.calls.total())
+        return FakeGemv.calls + FakeSkinny.calls + attending + Counter(attention=FakeAttention.calls.total())
 
     assert called(2) - called(1) == {name: times * len(shares) for name, times in expected.items()}
 
 
 @pytest.mark.usefixtures("attending")
 def test_products_behind_norms_of_another_dtype(tmp_path: Path) -> None:
-    """Where no kernel takes norm and product together, one takes the product: four of each layer, and one behind."""
+    """Where no kernel takes norm and product together, one takes the product, or two with their gate."""
     plan = planned(made("gemma2", tmp_path), "reduce", (1,), Cache("fp16", BATCH * LENGTH))
-    FakeGemv.calls.clear()
+    for calls in (FakeGemv.calls, FakeSkinny.calls):
+        calls.clear()
     list(said(tmp_path, plan))
-    assert FakeGemv.calls == {"linear": 3 * (2 * 4 + 1) + 2}  # of three steps, and the logits of two prompts
+    assert FakeGemv.calls == {"linear": 3 * (2 * 3 + 1) + 2}  # of three steps, and the logits of two prompts
+    # Of these, and of the prompt of three tokens.
+    assert FakeSkinny.calls == {"few rows": 2 * 3, "few rows, gated": (3 + 1) * 2}
 
 
 @pytest.mark.usefixtures("attending")

@@ -36,6 +36,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>(...)", "matrices"),
         ("std::enable_if<!T7, void>::type internal::gemvx::kernel<int, int, __nv_bfloat16>", "matrices"),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>", "matrices"),
+        ("skinny_bf16_8", "matrices"),
         ("aten.addmm_", "matrices"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", "attention"),
         ("void pytorch_flash::flash_fwd_splitkv_combine_kernel<pytorch_flash::Flash_fwd_kernel_traits>", "attention"),

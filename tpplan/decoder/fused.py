@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpplan.decoder import attention, gemv, pointwise
+from tpplan.decoder import attention, gemv, pointwise, skinny
 from tpplan.decoder.attention import Attention
 from tpplan.decoder.gemv import Gemv, Norm
 from tpplan.decoder.launcher import DTYPES
@@ -15,6 +15,7 @@ from tpplan.decoder.layers import some_of, together
 from tpplan.decoder.plain import Plain
 from tpplan.decoder.pointwise import Places, Pointwise
 from tpplan.decoder.settings import ACTIVATIONS
+from tpplan.decoder.skinny import Skinny
 from tpplan.exec import kernel_cache
 
 if TYPE_CHECKING:
@@ -66,12 +67,13 @@ class Fused(Plain):
         self._name = next(name for name, each in ACTIVATIONS.items() if each is settings.activation)
         cap = settings.attention_cap
         sizes = [size for size in head_dims if Attention.takes(place, dtype, size)]
-        names = [*pointwise.names_of(dtype, self._name), *chain(*gemv.names_of(dtype))]
+        names = [*pointwise.names_of(dtype, self._name), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
         names += [attention.name_of(dtype, size, cap) for size in sizes]
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for name in names)  # all at the same time
         self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name)
         self._gemv = Gemv(place, dtype)
+        self._skinny = Skinny(place, dtype)
         self._attention = {size: Attention(place, dtype, size, cap) for size in sizes}
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -82,17 +84,19 @@ class Fused(Plain):
     def linear(self, x: Tensor, weights: Mapping[str, Tensor], name: str, *, bias: bool = True) -> Tensor:
         """Multiply by a matrix."""
         weight = weights[f"{name}.weight"]
-        if self._gemv.takes(x, weight):
-            return self._gemv.linear(x, weight, weights.get(f"{name}.bias") if bias else None)
-        return super().linear(x, weights, name, bias=bias)
+        kernels = self._of_few(x, weight)
+        if not kernels:
+            return super().linear(x, weights, name, bias=bias)
+        return kernels.linear(x, weight, weights.get(f"{name}.bias") if bias else None)
 
     def add_linear(self, to: Tensor, x: Tensor, weights: Mapping[str, Tensor], name: str) -> None:
         """Add to rows of the residual stream what a matrix makes of others."""
         weight = weights[f"{name}.weight"]
-        if not self._gemv.takes(x, weight):
+        kernels = self._of_few(x, weight)
+        if not kernels:
             super().add_linear(to, x, weights, name)
             return
-        self._gemv.add(to, x, weight)
+        kernels.add(to, x, weight)
         if f"{name}.bias" in weights:
             to.add_(weights[f"{name}.bias"])
 
@@ -109,10 +113,16 @@ class Fused(Plain):
         self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str]
     ) -> Tensor:
         """Return the gate of rows behind a norm, ``[R, I]``."""
-        weight = weights.get(f"{fused}.weight")
-        if weight is None or not self._gemv.takes(x_RD, weight, norm, gated=True):
-            return super().gated(x_RD, norm, weights, fused, names)
-        return self._gemv.gated(x_RD, weight, self._name, Norm(norm, self._eps), weights.get(f"{fused}.bias"))
+        weight, bias = (weights.get(f"{fused}.{what}") for what in ("weight", "bias"))
+        if weight is not None and self._gemv.takes(x_RD, weight, norm, gated=True):
+            return self._gemv.gated(x_RD, weight, self._name, Norm(norm, self._eps), bias)
+        if weight is not None and self._skinny.takes(x_RD, weight, gated=True):
+            return self._skinny.gated(self.norm(x_RD, norm), weight, self._name, bias)
+        return super().gated(x_RD, norm, weights, fused, names)
+
+    def _of_few(self, x: Tensor, weight: Tensor) -> Gemv | Skinny | None:
+        """Return what multiplies rows by a matrix, if they are few."""
+        return next((each for each in (self._gemv, self._skinny) if each.takes(x, weight)), None)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """Multiply the activation of one tensor by another, and return the former, which is written over."""
