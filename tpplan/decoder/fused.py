@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from tpplan.decoder.skinny import Skinny
 from tpplan.exec import kernel_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -27,10 +28,17 @@ if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.plain import Turn
     from tpplan.decoder.settings import Settings
+    from tpplan.exec.channel import Channel
 
 
 def steps_on(
-    place: torch.device, dtype: torch.dtype, settings: Settings, head_dims: Collection[int], *, kernels: bool = True
+    place: torch.device,
+    dtype: torch.dtype,
+    settings: Settings,
+    head_dims: Collection[int],
+    *,
+    kernels: bool = True,
+    joint: bool = False,
 ) -> Plain:
     """Return what computes the steps of layers on a device: by kernels where there are any.
 
@@ -40,9 +48,10 @@ def steps_on(
         settings: of the model.
         head_dims: elements of a head, of all layers.
         kernels: whether there shall be any.
+        joint: whether also those that add up what several devices have.
     """
     if kernels and has_kernels(place, dtype):
-        return Fused(place, dtype, settings, head_dims)
+        return Fused(place, dtype, settings, head_dims, joint=joint)
     return Plain(settings.norm_eps, settings.activation)
 
 
@@ -54,7 +63,15 @@ def has_kernels(place: torch.device, dtype: torch.dtype) -> bool:
 class Fused(Plain):
     """The steps of a layer in 16 bits; what its kernels do not take is left to torch."""
 
-    def __init__(self, place: torch.device, dtype: torch.dtype, settings: Settings, head_dims: Collection[int]) -> None:
+    def __init__(
+        self,
+        place: torch.device,
+        dtype: torch.dtype,
+        settings: Settings,
+        head_dims: Collection[int],
+        *,
+        joint: bool = False,
+    ) -> None:
         """Load the kernels.
 
         Args:
@@ -62,17 +79,20 @@ class Fused(Plain):
             dtype: of the activations, of 16 bits.
             settings: of the model.
             head_dims: elements of a head, of all layers.
+            joint: whether also those that add up what several devices have.
         """
         super().__init__(settings.norm_eps, settings.activation)
+        self.joint_rows = gemv.MOST_ALONE if joint else 0
         self._name = next(name for name, each in ACTIVATIONS.items() if each is settings.activation)
         cap = settings.attention_cap
         sizes = [size for size in head_dims if Attention.takes(place, dtype, size)]
         names = [*pointwise.names_of(dtype, self._name), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
+        names += gemv.joint_names_of(dtype) if joint else ()
         names += [attention.name_of(dtype, size, cap) for size in sizes]
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for name in names)  # all at the same time
         self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name)
-        self._gemv = Gemv(place, dtype)
+        self._gemv = Gemv(place, dtype, joint=joint)
         self._skinny = Skinny(place, dtype)
         self._attention = {size: Attention(place, dtype, size, cap) for size in sizes}
 
@@ -99,6 +119,15 @@ class Fused(Plain):
         kernels.add(to, x, weight)
         if f"{name}.bias" in weights:
             to.add_(weights[f"{name}.bias"])
+
+    def joint(  # noqa: PLR0917
+        self, to: Tensor, x: Tensor, weights: Mapping[str, Tensor], name: str, channel: Channel, device: int
+    ) -> Callable[[], None] | None:
+        """Return what adds to rows of the residual stream what matrices of all devices make, in one kernel."""
+        weight = weights[f"{name}.weight"]
+        if f"{name}.bias" in weights or not self._gemv.takes(x, weight):
+            return None
+        return partial(self._gemv.joint, to, x, weight, channel, device)
 
     def normed(
         self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str] = ()

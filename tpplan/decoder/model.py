@@ -100,8 +100,11 @@ class Decoder:
         heads = [heads_of(context, layer, window, kind) for layer, window in enumerate(windows)]
         self.weights = {device: joined(weights[device], layers, self._family) for device in context.all_devices}
         head_dims = {each.cache.head_dim for layer in heads for each in layer.values()}
+        joint = len(context.all_devices) > 1
         steps = {
-            device: steps_on(context.devices[device].device, context.dtype, self._settings, head_dims, kernels=kernels)
+            device: steps_on(
+                context.devices[device].device, context.dtype, self._settings, head_dims, kernels=kernels, joint=joint
+            )
             for device in context.all_devices
         }
         self.stack = Stack(context, self._settings, layers, self.weights, heads, steps=steps)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.cache import Where
     from tpplan.decoder.heads import Heads
+    from tpplan.exec.channel import Channel
 
 
 @frozen
@@ -40,7 +41,12 @@ class Plain:
     """The steps of a layer on one device, each as large as something could do it at once.
 
     Who knows faster ways for some tensors overrides what it takes.
+
+    Attributes:
+        joint_rows: most rows that :meth:`joint` takes.
     """
+
+    joint_rows = 0
 
     def __init__(self, eps: float, activation: Callable[[Tensor], Tensor]) -> None:
         """Know a model.
@@ -63,6 +69,25 @@ class Plain:
     def add_linear(self, to: Tensor, x: Tensor, weights: Mapping[str, Tensor], name: str) -> None:
         """Add to rows of the residual stream what a matrix makes of others."""
         add_linear(to, x, weights, name)
+
+    def joint(  # noqa: PLR0917 (all that a product and a sum need)
+        self, to: Tensor, x: Tensor, weights: Mapping[str, Tensor], name: str, channel: Channel, device: int
+    ) -> Callable[[], None] | None:
+        """Return what adds to rows of the residual stream what matrices of all devices make, in one kernel.
+
+        Args:
+            to: the rows, the same on all devices.
+            x: the columns of others that the device has.
+            weights: of the device, by name.
+            name: of the matrix.
+            channel: by which the devices add up.
+            device: this one.
+
+        Returns:
+            What launches it; None if there is no such kernel.
+        """
+        del to, x, weights, name, channel, device
+        return None
 
     def normed(
         self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str] = ()

@@ -16,7 +16,7 @@ from tpplan.decoder import experts
 from tpplan.decoder.plain import Plain, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -69,6 +69,7 @@ class Stack:
         self.steps = steps
         self._reduce = context.plan.request.layout == "reduce"
         self._places = {device: place for place, device in enumerate(context.all_devices)}
+        self._joint_elements = self._most_joint(steps.values())
         self._head_dims = [context.plan.split(Axis.KV, layer).width for layer in range(len(blocks))]
 
     def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
@@ -167,11 +168,13 @@ class Stack:
     ) -> Sequence[Tensor]:
         """Multiply what an axis is cut of by the matrix that leads back to the residual stream.
 
-        A device that has all of it adds it to that at once, which takes no other kernel, and the stream is returned.
+        Where that is added to it at once, by a single device or by few rows, the stream is returned.
         """
         devices = self.context.devices_of(axis, layer)
         if len(xs) == 1 and not self._family.sandwich:
             self.steps[devices[0]].add_linear(xs[0], parts[0], self._weights[devices[0]], name)
+            return xs
+        if self._add_at_once(parts, name, xs):
             return xs
         if not self._reduce:
             parts = self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer)
@@ -180,6 +183,28 @@ class Stack:
             self.steps[device].linear(part, self._weights[device], name, bias=not (self._reduce and i))  # one of a sum
             for i, (part, device) in enumerate(zip(parts, devices, strict=True))
         ]
+
+    def _most_joint(self, steps: Iterable[Plain]) -> int:
+        """Return the most elements of the stream that kernels add the devices' products to; 0 if there are none."""
+        if not self._reduce or self._family.sandwich:
+            return 0
+        return min(each.joint_rows for each in steps) * self.context.plan.split(Axis.RS).bounds[-1]
+
+    def _add_at_once(self, parts: Sequence[Tensor], name: str, xs: tuple[Tensor, ...]) -> bool:
+        """Add to the residual stream what all devices' matrices make, in one kernel on each, if there are such."""
+        if len(parts) != len(xs) or xs[0].numel() > self._joint_elements:
+            return False
+        channel = self.context.channel(self._joint_elements)
+        if channel is None:
+            return False
+        launches = []
+        for x_RD, part, device in zip(xs, parts, self.context.all_devices, strict=True):
+            launch = self.steps[device].joint(x_RD, part, self._weights[device], name, channel, device)
+            if launch is None:
+                return False
+            launches.append(launch)
+        channel.run(launches)
+        return True
 
     def _add(
         self, layer: int, ys: Sequence[Tensor], axis: Axis, xs: tuple[Tensor, ...], post: str
