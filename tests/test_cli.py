@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest.mock import patch
@@ -145,6 +146,44 @@ def test_check_holds_plans_against_devices(plans: tuple[str, str]) -> None:
     assert document["plans"][0]["diff"] == again
     document = conforms(command("check", "b.json", "--model", LLAMA_8B, "--gpus", "1GiB", "--json").out, "check-report")
     assert document["plans"][0]["reasons"] == ["devices", "infeasible"]
+
+
+def test_check_says_what_makes_stale_plans_again(plans: tuple[str, str]) -> None:
+    """The hint has a command for each stale plan, with all that was asked; following it makes the plan current."""
+    devices = [{"name": "odd", "memory_bytes": 2**35, "budget_bytes": 2**35, "overhead_bytes": 7}] * 2
+    Path("devices.json").write_text(json.dumps({"format_version": "1.0", "devices": devices}))
+    asked = ["--context", 512, "--batch", 8, "--cache", "q4", "--layout", "gather", "--strategy", "exllamav2"]
+    asked += ["--max-rows", 64, "--kv", "replicate"]
+    assert command("plan", LLAMA_8B, "--gpus", "2x24GiB,RTX3060", *asked, "-o", "of all.json").code == 0
+    for gpus in ((), ("--gpus", "devices.json"), ("--gpus", "24GiB,20GiB,12GiB")):
+        edited = codec.load("of all.json")
+        codec.save(attrs.evolve(edited, request=attrs.evolve(edited.request, max_rows=65)), "of all.json")
+        done = command("check", plans[0], "of all.json", "--model", LLAMA_8B, *gpus)
+        hint, *commands = done.err.splitlines()
+        assert hint == "hint: make it again with tpplan plan, and see with tpplan diff what that changes"
+        assert len(commands) == done.out.count(": stale (")
+        for text in commands:
+            name, *words = shlex.split(text)
+            assert name == "tpplan"
+            assert command(*words).code == 0
+        assert command("check", "of all.json", "--model", LLAMA_8B, *gpus).code == 0
+    assert codec.load("of all.json").request == attrs.evolve(edited.request, max_rows=65)
+
+
+def test_check_proposes_nothing_that_would_be_wrong(plans: tuple[str, str]) -> None:
+    """No command is proposed that would write over a plan of another model, or for devices that no list can name."""
+    done = command("check", *plans, "--model", LLAMA_70B)
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
+    plan = codec.load(plans[0])
+    memory = tuple(
+        attrs.evolve(m, overhead_bytes=7, free_bytes=m.free_bytes + m.overhead_bytes - 7) for m in plan.memory
+    )
+    devices = tuple(attrs.evolve(device, overhead_bytes=7) for device in plan.devices)
+    codec.save(
+        attrs.evolve(plan, devices=devices, memory=memory, request=attrs.evolve(plan.request, max_rows=9)), "x.json"
+    )
+    done = command("check", "x.json", "--model", LLAMA_8B)
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
 
 
 def test_check_explains_a_request_that_lost_its_meaning(plans: tuple[str, str]) -> None:

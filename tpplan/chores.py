@@ -6,6 +6,7 @@ What is needed for that is imported when it is done, as in :mod:`tpplan.commands
 from __future__ import annotations
 
 import os
+import shlex
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
 
 #: Devices that a note names.
 _NAMED = 3
+#: Options of ``tpplan plan`` that need not be said.
+_USUAL = {
+    ("--cache", "fp16"),
+    ("--batch", 1),
+    ("--layout", "reduce"),
+    ("--strategy", "balanced"),
+    ("--max-rows", 2048),
+    ("--kv", "idle"),
+    ("-o", console.STREAM),
+}
 
 
 def read_model(path: str) -> ModelSpec:
@@ -125,6 +136,40 @@ def some(plans: tuple[str, ...]) -> tuple[str, ...]:
     if plans.count(console.STREAM) > 1:
         raise UsageError("standard input was named twice, and can be read once", "save one of the plans in a file")
     return plans
+
+
+def remake(plan: SplitPlan, path: str, model: str, gpus: str) -> str:
+    """Return the command that makes a plan again.
+
+    Args:
+        plan: whose request it repeats.
+        path: of its file, which is written again.
+        model: the path that it is made of.
+        gpus: the devices as they were named; the plan's own if empty.
+
+    Returns:
+        The command; nothing where no options say what was asked.
+    """
+    from tpplan.devices import spec_of  # noqa: PLC0415
+
+    asked = plan.request
+    context, rest = divmod(asked.cache.tokens, asked.batch)
+    spec = gpus or spec_of(plan.devices)
+    if rest or not spec:
+        return ""
+    options: dict[str, str | int] = {
+        "--gpus": spec,
+        "--context": context,
+        "--cache": asked.cache.kind,
+        "--batch": asked.batch,
+        "--layout": asked.layout,
+        "--strategy": asked.strategy,
+        "--max-rows": asked.max_rows,
+        "--kv": asked.kv,
+        "-o": path,
+    }
+    words = [str(word) for option in options.items() if option not in _USUAL for word in option]
+    return shlex.join(["tpplan", "plan", model, *words])
 
 
 @contextmanager

@@ -213,10 +213,15 @@ def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) 
 
     stored = {path: chores.read_plan(path) for path in chores.some(plans)}
     devices = parse_devices(gpus, chores.note) if gpus else ()
-    found = compare(stored, chores.read_model(model), devices)
+    spec = chores.read_model(model)
+    found = compare(stored, spec, devices)
     console.answer(found, view, json=json)
     if not found.current:
-        console.say("hint", "make it again with tpplan plan, and see with tpplan diff what that changes", "hint")
+        # Under another name it may be the wrong model that was named, and nothing to write over a plan.
+        stale = [one.path for one in found.plans if not one.current and stored[one.path].model.name == spec.name]
+        again = filter(None, [chores.remake(stored[path], path, model, gpus or "") for path in stale])
+        hint = "make it again with tpplan plan, and see with tpplan diff what that changes"
+        console.say("hint", hint, "hint", again)
     return OK if found.current else NO
 
 

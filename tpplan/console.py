@@ -13,10 +13,10 @@ from tpplan.errors import TpplanError
 from tpplan.files import LARGEST_DOCUMENT, decode, read_text, save_text
 from tpplan.jsontext import visible
 from tpplan.render.screen import columns_of, write
-from tpplan.render.text import shorten, width
+from tpplan.render.text import line, shorten, width
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tpplan.render.text import Line
 
@@ -99,10 +99,17 @@ def growing(view: Callable[[dict[str, Any], int], list[Line]]) -> Callable[[obje
     return more
 
 
-def say(label: str, text: str, style: str = "dim") -> None:
-    """Write a line to standard error: ``note: …``; after what it is about, where both streams go to one place."""
+def say(label: str, text: str, style: str = "dim", below: Iterable[str] = ()) -> None:
+    """Write a line to standard error: ``note: …``; after what it is about, where both streams go to one place.
+
+    Args:
+        label: before the colon.
+        text: behind it.
+        style: of the label.
+        below: further lines, which are indented.
+    """
     sys.stdout.flush()
-    write([((label, style), (f": {text}", ""))], sys.stderr)
+    write([((label, style), (f": {text}", "")), *(line(f"  {one}") for one in below)], sys.stderr)
 
 
 @contextmanager

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from tpplan.errors import DeviceError
 from tpplan.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 #: CUDA context and libraries where nobody measured them on the device itself.
 DEFAULT_OVERHEAD_BYTES = 512 * 2**20
@@ -21,6 +22,7 @@ MAX_DEVICES = 4096
 
 _LONGEST_SPEC = 100_000
 _LONGEST_SLIP = 100
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _EXAMPLE = "write a list such as 2x24GiB,RTX3060 or H100:72GiB, a devices file, or auto"
 _ENTRY = re.compile(r"(?:(?P<count>[0-9]+) ?[xX×] ?)?(?P<gpu>[^:]*)(?P<colon>:(?P<budget>.*))?", re.DOTALL)
 
@@ -82,6 +84,23 @@ def parse_devices(spec: str, tell: Callable[[str], None] | None = None) -> tuple
             raise DeviceError(f"{len(devices) + count} devices are more than {MAX_DEVICES}", "check the counts")
         devices += [device] * count
     return tuple(devices)
+
+
+def spec_of(devices: Sequence[Device]) -> str:
+    """Return a list that :func:`parse_devices` reads as these devices, their names aside; nothing if there is none."""
+    entries = []
+    for device, run in groupby(devices):
+        budget = device.budget_bytes
+        size = next(f"{budget // scale}{unit}" for unit, scale in _UNITS if budget % scale == 0)
+        entry = size if not device.bandwidth_bytes_per_second else f"{device.name.replace(' ', '')}:{size}"
+        count = sum(1 for _ in run)
+        entries.append(f"{count}x{entry}" if count > 1 else entry)
+    spec = ",".join(entries)
+    try:
+        found = parse_devices(spec)
+    except DeviceError:  # neither of the catalogue nor a plain size
+        return ""
+    return spec if [evolve(d, name="") for d in found] == [evolve(d, name="") for d in devices] else ""
 
 
 def _entry(entry: str, number: int, spec: str) -> tuple[int, Device]:

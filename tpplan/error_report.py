@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from tpplan.devices import parse_devices
+from tpplan.devices import parse_devices, spec_of
 from tpplan.errors import (
     DeviceError,
     ExecutionError,
@@ -22,7 +21,7 @@ from tpplan.infeasible import InfeasibleError, Shortfall
 from tpplan.problems import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from tpplan.devices import Device
     from tpplan.infeasible import Suggestion
@@ -134,26 +133,7 @@ def _replaced(devices: Sequence[Device], index: int, budget: int) -> list[Device
 def other_gpus(gpus: str, change: Callable[[Sequence[Device]], list[Device]]) -> str:
     """Return ``--gpus`` with other devices, or nothing where a list cannot name them."""
     try:
-        wanted = change(parse_devices(gpus))
-        spec = ",".join(_entries(wanted))
-        if [evolve(d, name="") for d in parse_devices(spec)] == [evolve(d, name="") for d in wanted]:
-            return f"--gpus {spec}"
+        spec = spec_of(change(parse_devices(gpus)))
     except DeviceError:
-        pass  # a device that is neither of the catalogue nor a plain size
-    return ""
-
-
-def _entries(devices: Iterable[Device]) -> Iterable[str]:
-    """Yield entries that :func:`parse_devices` reads as these devices, if it can at all."""
-    for device, run in groupby(devices):
-        size = _size(device.budget_bytes)
-        entry = size if not device.bandwidth_bytes_per_second else f"{device.name.replace(' ', '')}:{size}"
-        count = sum(1 for _ in run)
-        yield f"{count}x{entry}" if count > 1 else entry
-
-
-def _size(budget: int) -> str:
-    """Write bytes exactly, in the largest unit that divides them."""
-    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
-    unit = next(unit for unit, scale in units.items() if budget % scale == 0)
-    return f"{budget // units[unit]}{unit}"
+        return ""
+    return f"--gpus {spec}" if spec else ""
