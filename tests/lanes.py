@@ -1,6 +1,7 @@
 """What a GPU does with a kernel's Python source, done on the CPU: a thread for each lane, block after block.
 
-Inline PTX is told by its text. Global memory is the CPU's, of which kernels may touch what tests allow.
+Inline PTX is told by its text. Global memory is the CPU's, of which kernels may touch what tests allow. In shared
+memory nothing may depend on which thread is first.
 """
 
 from __future__ import annotations
@@ -253,14 +254,42 @@ _CONTEXT = SimpleNamespace(
 )
 
 
+class _Shared:
+    """An array in shared memory, whose threads must meet between what one writes and what another reads or writes."""
+
+    def __init__(self, count: int, kind: type) -> None:
+        self._values: Any = np.full(count, np.nan, kind)
+        self._written, self._read = ([(-1, -1)] * count for _ in range(2))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: int) -> Any:
+        me, index = (_ME.met, _ME.thread), int(index)
+        self._read[index] = me
+        assert not _is_race(self._written[index], me), "read beside a write"
+        return self._values[index]
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        me, index = (_ME.met, _ME.thread), int(index)
+        others, self._written[index] = (self._written[index], self._read[index]), me
+        assert not any(_is_race(other, me) for other in others), "written beside a read or a write"
+        self._values[index] = value
+
+
+def _is_race(other: tuple[int, int], me: tuple[int, int]) -> bool:
+    """Tell whether two threads have met as often: nobody knows who is first."""
+    return other[0] == me[0] and other[1] != me[1]
+
+
 def _shared_array(count: int, dtype: Any, alignment: int = 0) -> Any:
     _ME.arrays += 1
-    kind = type(dtype(0))
-    return _ME.block.arrays.setdefault(_ME.arrays, np.full(count, np.nan, kind))
+    return _ME.block.arrays.setdefault(_ME.arrays, _Shared(count, type(dtype(0))))
 
 
 def _meet() -> None:
     _ME.block.everybody.wait()
+    _ME.met += 1
 
 
 class _Index:
@@ -314,7 +343,7 @@ def run(kernel: Kernel, blocks: int, threads: int, words: Sequence[int], allowed
     numbers = [np.uint64(word) for word in words]
 
     def lane(block: _Block, thread: int) -> None:
-        _ME.block, _ME.thread, _ME.arrays = block, thread, 0
+        _ME.block, _ME.thread, _ME.arrays, _ME.met = block, thread, 0, 0
         try:
             kernel.function(*numbers)
         except BaseException:
