@@ -237,4 +237,4 @@ def picture() -> str:
 
 if __name__ == "__main__":
     PICTURE.write_text(picture(), encoding="utf-8")
-    print(PICTURE.relative_to(Path.cwd()))
+    print(PICTURE.relative_to(Path(__file__).parents[1]))

@@ -76,6 +76,18 @@ def test_the_picture_of_a_program() -> None:
     assert drawn["PICTURE"].read_text(encoding="utf-8") == drawn["picture"]()
 
 
+def test_the_picture_is_drawn_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script writes the repository's picture whatever the current directory is, and names it from there."""
+    written: list[Path] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: written.append(path))
+    runpy.run_path(str(ROOT / "examples/draw_program.py"), run_name="__main__")
+    assert written == [ROOT / "docs/images/all-reduce.svg"]
+    assert capsys.readouterr().out == "docs/images/all-reduce.svg\n"
+
+
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error that the page on planning shows is the error that there is."""
     monkeypatch.chdir(ROOT)

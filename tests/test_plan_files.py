@@ -41,6 +41,12 @@ def test_unreadable(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) 
     assert not isinstance(caught.value, PlanError)
 
 
+def test_a_directory_of_plans(tmp_path: Path) -> None:
+    """Who names a directory is told to name its files."""
+    with pytest.raises(TpplanError, match=r"Is a directory\nhint: name files in it, such as .*/\*\.json"):
+        codec.load(tmp_path)
+
+
 @pytest.mark.parametrize("path", ["no/such/plan.json", "", ".", "x" * 300, "a\0b", "plan.json/below", "/dev/full"])
 def test_unwritable(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that cannot be written is an error that names it, and nothing is left behind."""
