@@ -103,7 +103,7 @@ def explain(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> 
     suggestions = tuple(_suggestions(model, devices, request))
     needed = sum(entry.used_bytes for entry in best.memory)
     budget = sum(device.budget_bytes for device in devices)
-    overhead = sum(min(device.overhead_bytes, device.budget_bytes) for device in devices)  # or an idle one's budget
+    usable = sum(max(0, device.budget_bytes - device.overhead_bytes) for device in devices)
     worst = max(shortfalls, key=lambda s: s.missing_bytes)
     message = (
         f"{model.name} does not fit: it needs {format_bytes(needed)} on {len(devices)} "
@@ -112,8 +112,8 @@ def explain(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> 
     )
     if needed <= budget:
         message += "; there is enough in all, but whole units do not divide so"
-    elif model.weight_bytes + overhead > budget:  # by any plan: those of the most even cut may hold some twice
-        beside = "" if model.weight_bytes > budget else f", beside an overhead of {format_bytes(overhead)}"
+    elif 0 < usable < model.weight_bytes:  # by any plan: those of the most even cut may hold some twice
+        beside = "" if model.weight_bytes > budget else f", beside an overhead of {format_bytes(budget - usable)}"
         message += f"; its weights alone are {format_bytes(model.weight_bytes)}{beside}"
         message += ": only a checkpoint with fewer bits per weight fits here"
     hint = "; or ".join(s.message for s in suggestions) or "use more or larger devices, or a smaller model"
