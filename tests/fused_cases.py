@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpplan.decoder import skinny
+from tpplan.decoder.cache import KERNEL_KINDS, Store
 from tpplan.decoder.gemv import MOST_ROWS
 from tpplan.decoder.layers import rms_norm
 from tpplan.decoder.settings import ACTIVATIONS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from tpplan.decoder.gemv import Norm
@@ -100,19 +103,26 @@ class FakeAttention:
 
     calls: Counter[int] = Counter()  # noqa: RUF012
 
-    def __init__(self, place: torch.device, dtype: torch.dtype, head_dim: int, cap: float | None = None) -> None:
+    def __init__(
+        self, place: torch.device, dtype: torch.dtype, head_dim: int, cap: float | None = None, kind: str = "fp16"
+    ) -> None:
         """Take any device."""
         assert isinstance(place, torch.device)
-        self._dtype, self._head_dim, self._cap = dtype, head_dim, cap
+        self._dtype, self._head_dim, self._cap, self._kind = dtype, head_dim, cap, kind
 
     @staticmethod
-    def takes(place: torch.device, dtype: torch.dtype, head_dim: int) -> bool:  # noqa: ARG004
+    def takes(place: torch.device, dtype: torch.dtype, head_dim: int, kind: str = "fp16") -> bool:  # noqa: ARG004
         """Take heads of vectors, of 16 bits."""
-        return dtype.itemsize == 2 and head_dim % 8 == 0
+        return dtype.itemsize == 2 and head_dim % 8 == 0 and kind in KERNEL_KINDS
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scales: Sequence[Tensor] = (), *, scale: float
+    ) -> Tensor:
         """Return what they find."""
-        assert q.dtype == k.dtype == self._dtype
+        assert q.dtype == self._dtype
+        assert k.dtype == {"q8": torch.int8, "fp8": torch.uint8}.get(self._kind, self._dtype)
+        assert len(scales) == (2 if self._kind == "q8" else 0)
+        k, v = (self._read(*each) for each in zip((k, v), *([scales] if scales else []), strict=True))
         assert positions.dtype is torch.int64
         assert positions.is_contiguous()
         self.calls[self._head_dim] += 1
@@ -125,3 +135,9 @@ class FakeAttention:
             scores = scores if self._cap is None else torch.tanh(scores / self._cap) * self._cap
             rows.append((scores.softmax(-1) @ values).flatten())
         return torch.stack(rows).to(self._dtype)
+
+    def _read(self, *parts: Tensor) -> Tensor:
+        store = Store(self._kind, (1, 1, 1, self._head_dim), self._dtype, parts[0].device)
+        out = torch.empty(parts[0].shape, dtype=self._dtype)
+        store._decode(parts, out)
+        return out

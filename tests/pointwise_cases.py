@@ -12,6 +12,7 @@ import torch
 
 from tests.fused_cases import FakeGemv, FakeSkinny
 from tpplan.decoder import fused, pointwise
+from tpplan.decoder.cache import Store
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.layers import rms_norm, rotate
 from tpplan.decoder.pointwise import GATES
@@ -51,8 +52,8 @@ class FakeLauncher:
     def __init__(self, name: str, place: torch.device) -> None:
         """Take any device."""
         assert isinstance(place, torch.device)
-        family, _, dtype = name.rpartition("_")
-        self._name = family.removeprefix("pointwise_")
+        self._name, dtype, *kind = name.removeprefix("pointwise_").replace("gelu_tanh", "gelu-tanh").split("_")
+        self._name, self._kind = self._name.replace("-", "_"), "".join(kind) or "fp16"
         self._dtype = _DTYPES[dtype]
         act = {kernel: ACTIVATIONS[key] for key, kernel in GATES.items()}.get(self._name)
         self._run = self._gate if act else getattr(self, f"_{self._name}")
@@ -66,6 +67,7 @@ class FakeLauncher:
         assert threads % 32 == 0
         assert threads <= 1024
         self.calls[self._name] += 1
+        self._block = threads
         self._run(rows, parts * threads, *words)
 
     def _norm(self, rows: int, threads: int, *words: int) -> None:
@@ -97,11 +99,12 @@ class FakeLauncher:
 
     def _turn(self, rows: int, threads: int, *words: int) -> None:
         x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, *rest = words
-        query_norm, key_norm, inverse, eps, to_keys, to_values, of_sequence, of_head, *numbers = rest
+        query_norm, key_norm, inverse, eps, to_keys, to_values, *scales, of_sequence, of_head = rest[:10]
         assert not any(word % 16 for word in (x, pitch, width, angles, angle_pitch, query_norm, key_norm))
         assert not width % 32
         assert not turned % 32
-        assert threads >= heads * width // 32
+        lanes, parts = width // 32, threads // self._block
+        assert self._block // lanes * parts >= heads > self._block // lanes * (parts - 1)  # which are whole in blocks
         dtype, count = self._dtype, width // 2
         assert number(inverse) == pytest.approx(1 / count)
         rows_RHK = memory(x, (rows, heads, count), (pitch, width, 2), dtype)
@@ -115,14 +118,21 @@ class FakeLauncher:
         assert heads == queries + keys * (2 if to_keys else 1)
         if not to_keys:
             return
-        sequences, sequences_step, places, places_step = numbers
+        sequences, sequences_step, places, places_step = rest[10:]
         sequence_R = memory(sequences, (rows,), (sequences_step,), torch.int64)
         place_R = memory(places, (rows,), (places_step,), torch.int64)
-        for start, first in ((to_keys, queries), (to_values, queries + keys)):
-            for row, (sequence, place) in enumerate(zip(sequence_R.tolist(), place_R.tolist(), strict=True)):
-                if sequence >= 0:
-                    to = start + sequence * of_sequence + place * width
-                    memory(to, (keys, count), (of_head, 2), dtype).copy_(rows_RHK[row, first : first + keys])
+        where = [*zip(sequence_R.tolist(), place_R.tolist(), strict=True)]
+        encode = Store(self._kind, (1, 1, 1, count), dtype, torch.device("cpu"))._encode
+        for starts, first in (((to_keys, scales[0]), queries), ((to_values, scales[1]), queries + keys)):
+            encoded = encode(rows_RHK[:, first : first + keys])
+            size = encoded[0][0, 0].nbytes  # of a row of the cache, whose scales are apart in the same way
+            for start, part_RHK in zip(starts, encoded, strict=False):
+                of_row, item = part_RHK[0, 0].nbytes, part_RHK.element_size()
+                pitches = of_head // size * of_row, item
+                for part_HK, (sequence, place) in zip(part_RHK, where, strict=True):
+                    if sequence >= 0:
+                        to = start + (sequence * of_sequence // size + place) * of_row
+                        memory(to, part_HK.shape, pitches, part_HK.dtype).copy_(part_HK)
 
 
 @pytest.fixture

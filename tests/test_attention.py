@@ -17,18 +17,32 @@ MOST_STACK = 48
 
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [*(("bf16_128", each) for each in CAPABILITIES), ("f16_80", CAPABILITIES[0]), ("bf16_256_capped", (9, 0))],
+    [
+        *(("bf16_128", each) for each in CAPABILITIES),
+        ("f16_80", CAPABILITIES[0]),
+        ("bf16_256_capped", (9, 0)),
+        ("bf16_128_q8", CAPABILITIES[0]),
+        ("f16_96_q8", (9, 0)),
+        ("bf16_256_q8_capped", CAPABILITIES[-1]),
+        ("f16_128_fp8", CAPABILITIES[-1]),
+        ("bf16_256_fp8", CAPABILITIES[0]),
+        ("bf16_64_fp8", (9, 0)),
+    ],
 )
 def test_they_multiply_matrices_in_registers(name: str, capability: tuple[int, int]) -> None:
-    """Caches are read 16 bytes at a time, and multiplied as they are; all else is in 32 bits.
+    """Caches of 16 bits are read 16 bytes at a time, and multiplied as they are; those of 8 bits become float16.
 
-    Two blocks share a multiprocessor. What kernels for Hopper keep in registers may take a few bytes elsewhere.
+    All else is in 32 bits. Two blocks share a multiprocessor. What kernels for Hopper keep in registers may take a few
+    bytes elsewhere.
     """
-    kind = name.partition("_")[0]
+    is_narrow = "q8" in name or "fp8" in name
+    kind = "f16" if is_narrow else name.partition("_")[0]
     name, threads = f"attention_{name}", 128 if "256" in name else 256
     text = kernel_cache.ptx(name, capability)
     assert f".visible .entry {name}(" in text
     assert "ld.global.L1::no_allocate.v4.u32" in text
+    assert ("ld.global.L1::no_allocate.v2.u32" in text) == is_narrow
+    assert ("ld.global.u16" in text) == ("q8" in name)
     assert "ld.global.nc" not in text  # which may read before a kernel has written
     multiply = "mma.sync.aligned.m16n8k16.row.col.f32."
     assert text.count(f"{multiply}{kind}.{kind}.f32") == text.count("mma.sync") > 0
@@ -38,12 +52,12 @@ def test_they_multiply_matrices_in_registers(name: str, capability: tuple[int, i
     assert code[:4] == b"\x7fELF"
     stack, registers = (re.search(each, log) for each in (r"(\d+) bytes stack frame", r"Used (\d+) registers"))
     assert stack
-    assert int(stack[1]) <= (0 if capability == (9, 0) else MOST_STACK)
+    assert int(stack[1]) <= (0 if capability == (9, 0) or is_narrow else MOST_STACK)
     assert registers
     assert 2 * int(registers[1]) * threads <= 2**16
 
 
-@pytest.mark.parametrize("name", ["ATTENTION", "ATTENTION_F32_128", "ATTENTION_BF16_128_CUT"])
+@pytest.mark.parametrize("name", ["ATTENTION", "ATTENTION_F32_128", "ATTENTION_BF16_128_CUT", "ATTENTION_BF16_Q8"])
 def test_there_are_no_others(name: str) -> None:
     """Kernels are made by their names, but only those that there are."""
     kernels = pytest.importorskip("tpplan.decoder.attention_kernels")
@@ -58,6 +72,17 @@ def test_other_devices_and_heads_are_left_to_torch() -> None:
     assert not Attention.takes(gpu, torch.float32, 128)
     assert not Attention.takes(gpu, torch.float16, 100)
     assert not Attention.takes(gpu, torch.float16, 264)
+    assert not Attention.takes(gpu, torch.float16, 128, "fp32")
+
+
+@pytest.mark.parametrize(("kind", "capability"), [("fp16", (9, 0)), ("q8", (8, 0)), ("fp8", (8, 0))])
+def test_gpus_that_have_kernels(kind: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide heads of 16 bits would spill on old ones."""
+    gpu = torch.device("cuda", 0)
+    for each in ((7, 5), (8, 0), (8, 9), (9, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, each=each: each)
+        assert Attention.takes(gpu, torch.float16, 128, kind) == (each >= (8, 0))
+        assert Attention.takes(gpu, torch.float16, 256, kind) == (each >= capability)
 
 
 @pytest.mark.parametrize("length", [1, 100, 4096, 16384, 2**20])

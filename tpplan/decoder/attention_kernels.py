@@ -7,6 +7,7 @@ turns; eight query heads that read one KV head are the rows of their matrix inst
 found by the last of them that is ready (Dao et al., Flash-Decoding, 2023). Two blocks share a multiprocessor, so that
 one reads while the other begins or ends: queries lie in shared memory, for registers are what keeps tiles on their way.
 How many blocks have something to do depends on how many places the token sees, which is in the device's memory.
+Caches of 8 bits become float16 in registers, see :mod:`tpplan.exec.cache_tiles`, and so do the queries then.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.exec import ptx, tiles
+from tpplan.exec import cache_tiles, ptx, tiles
 from tpplan.exec.kernels import Kernel
 
 #: Query heads of a block.
 QUERIES = 8
 #: Places of a tile.
 TILE = 16
-#: Elements of the heads that leave registers for two tiles.
+#: Elements of the heads of which a block has 8 warps.
 WIDE = 128
 
-_NAME = re.compile("ATTENTION_(BF16|F16)_(?P<size>[0-9]+)(?P<capped>_CAPPED)?")
+_NAME = re.compile("ATTENTION_(?P<dtype>BF16|F16)_(?P<size>[0-9]+)(_(?P<kind>Q8|FP8))?(?P<capped>_CAPPED)?")
 _WORD, _FLOAT, _HALF = types.uint64, types.float32, types.uint32
 _EVERY = 0xFFFFFFFF
 #: Floats between the rows of an array in shared memory, more than they have: four lanes write to four of them at once.
@@ -59,6 +60,12 @@ def _capped(x: Any, cap: Any) -> Any:
 
 
 @_inline
+def _at(elements: Any, scales: Any, offset: Any) -> Any:
+    """Return where elements of a cache and their scales begin, behind so many bytes of the former."""
+    return elements + offset, scales + offset // _WORD(cache_tiles.SHARING)
+
+
+@_inline
 def _times(sums: Any, share: Any) -> Any:
     return sums[0] * share, sums[1] * share, sums[2] * share, sums[3] * share
 
@@ -71,7 +78,7 @@ def _plus_part(weight: Any, sums: Any, share: Any, other: Any, part: Any) -> Any
 
 
 def attention(  # noqa: C901, PLR0915 (of the functions in it)
-    name: str, head_dim: int, warps: int, *, ahead: bool, capped: bool
+    name: str, head_dim: int, reader: cache_tiles.Reader, warps: int, *, ahead: bool, capped: bool
 ) -> Kernel:
     """Make a kernel.
 
@@ -79,6 +86,7 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
 
     - q, its pitch: address, and bytes from one token to the next; heads are side by side.
     - k, v, their pitch: addresses, and bytes from one sequence to the next; heads and places are side by side.
+    - their scales: addresses, if they have any.
     - positions: address; of 64 bits each, not negative.
     - out, its pitch: as of q.
     - partial: address of what blocks leave to the last: ``[tokens, grid's second size, splits, 8, width + 2]`` floats.
@@ -92,14 +100,17 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
     Args:
         name: of the kernel.
         head_dim: elements of a head: a multiple of 8.
+        reader: of the cache's rows.
         warps: of a block; its shared memory is as many times 32 bytes for each element of a head.
         ahead: whether a warp asks for its next tile while it has one, for which wide heads leave too few registers.
         capped: whether scores have a cap.
     """
-    low, high, both, multiply = _OF_KINDS[name.split("_")[1]]
-    size = 2 * head_dim
+    dtype = name.split("_")[1]
+    size, row_size, vector, unit = 2 * head_dim, reader.size, reader.vector, reader.unit
+    low, high, both, multiply = _OF_KINDS[dtype if row_size == size else "f16"]
+    rounded = _OF_KINDS[dtype][2]
     load_queries = tiles.loads(size, 64, clear=True)
-    load_keys, load_values = tiles.loads(size, 64), tiles.loads(size, 128)
+    read_keys, read_values, wide, of_queries = reader.keys, reader.values, reader.wide, reader.queries
     width = -(-head_dim // 64) * 64
     scores, weighed, zeros = tiles.scores(multiply), tiles.weighed(multiply), tiles.zeros(width // 4)
     pairs, threads, pitch = width // 2, 32 * warps, width + _APART
@@ -107,30 +118,32 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
     floats = rows * pitch
 
     @_inline
-    def row_of(base: Any, place: Any, last: Any) -> Any:
-        """Return the address of a place's row, the last one's if the token does not see it."""
-        return base + _WORD(min(_HALF(place), last)) * _WORD(size)
+    def row_of(place: Any, last: Any) -> Any:
+        """Return a place's row, the last one's if the token does not see it."""
+        return _WORD(min(_HALF(place), last))
 
     @_inline
     def keys_of(base: Any, place: Any, last: Any, t: Any) -> Any:
         """Return a lane's part of the keys of 16 places, of which the first is at its row."""
-        first = load_keys(row_of(base, place, last), t * _WORD(16))
-        return first, load_keys(row_of(base, place + _HALF(8), last), t * _WORD(16))
+        start = t * _WORD(vector)
+        first = read_keys(base, row_of(place, last), start, _WORD(0))
+        return first, read_keys(base, row_of(place + _HALF(8), last), start, _WORD(0))
 
     @_inline
     def values_of(base: Any, place: Any, last: Any, g: Any) -> Any:
         """Return a lane's part of the values of 16 places, two pairs of them."""
-        v0 = load_values(row_of(base, place, last), g * _WORD(16))
-        v1 = load_values(row_of(base, place + _HALF(1), last), g * _WORD(16))
-        v2 = load_values(row_of(base, place + _HALF(8), last), g * _WORD(16))
-        return v0, v1, v2, load_values(row_of(base, place + _HALF(9), last), g * _WORD(16))
+        start, second = g * _WORD(vector), g // _WORD(4)
+        v0 = read_values(base, row_of(place, last), start, second)
+        v1 = read_values(base, row_of(place + _HALF(1), last), start, second)
+        v2 = read_values(base, row_of(place + _HALF(8), last), start, second)
+        return v0, v1, v2, read_values(base, row_of(place + _HALF(9), last), start, second)
 
     @_inline
     def store(row: Any, pair: Any, x: Any, y: Any) -> None:
         """Write two elements of a head."""
         at = pair // _WORD(32) * _WORD(128) + pair % _WORD(8) * _WORD(16) + pair // _WORD(8) % _WORD(4) * _WORD(4)
         if at < _WORD(size):
-            ptx.store_32(row + at, both(x, y))
+            ptx.store_32(row + at, rounded(x, y))
 
     @_inline
     def walk(query: Any, own: Any, k: Any, v: Any, tile: Any, end: Any, last: Any, factor: Any, cap: Any) -> Any:
@@ -140,15 +153,16 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         """
         lane = _WORD(cuda.threadIdx.x) % _WORD(32)
         g, t = lane // _WORD(4), lane % _WORD(4)
-        k, v = k + t * _WORD(16), v + g * _WORD(16)
+        k = k[0] + t * _WORD(vector), k[1]
+        v = v[0] + g * _WORD(vector), v[1] + g // _WORD(4) * _WORD(2)
         peak, weight, sums = _FLOAT(float("-inf")), _FLOAT(0), zeros()
         first = _HALF(tile * _HALF(TILE))
         k0, k1 = keys_of(k, first + _HALF(g), last, t)
         if ahead:
             v0, v1, v2, v3 = values_of(v, first + _HALF(2 * t), last, g)
-        tiles.put(own, query)
+        tiles.put(own, of_queries(query))
         while True:
-            x0, x1, x2, x3 = scores(own, k0, k1)
+            x0, x1, x2, x3 = scores(own, wide(k0), wide(k1))
             following = _HALF(tile + _HALF(warps))
             if ahead and following < end:
                 k0, k1 = keys_of(k, following * _HALF(TILE) + _HALF(g), last, t)
@@ -174,9 +188,10 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             c, d = both(x0 - low(a), x1 - high(a)), both(x2 - low(b), x3 - high(b))
             of_first = cuda.shfl_sync(_EVERY, shrunk, _HALF(t * _WORD(8)))
             of_second = cuda.shfl_sync(_EVERY, shrunk, _HALF(t * _WORD(8) + _WORD(4)))
-            sums = weighed(tiles.scaled(sums, of_first, of_second), v0, v1, v2, v3, a, b, c, d)
+            sums = tiles.scaled(sums, of_first, of_second)
+            sums = weighed(sums, wide(v0), wide(v1), wide(v2), wide(v3), a, b, c, d)
             if following >= end:
-                return peak, _of_row(weight, _plus), sums
+                return peak, _of_row(weight, _plus) * _FLOAT(1 / unit), sums
             tile, at = following, _HALF(following * _HALF(TILE))
             if ahead:
                 v0, v1, v2, v3 = values_of(v, at + _HALF(2 * t), last, g)
@@ -274,8 +289,9 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         return _WORD(turn[0]) == ready - _WORD(1)
 
     def attend(  # type: ignore[no-untyped-def]
-        q, q_pitch, k, v, kv_pitch, positions, out, out_pitch, partial, turns, length, group, factor, cap, least
-    ):
+        q, q_pitch, k, v, kv_pitch, k_scales, v_scales, positions, out, out_pitch, partial, turns, length, group,
+        factor, cap, least,
+    ):  # fmt: skip
         ptx.after_earlier_with_next()
         found = cuda.shared.array(floats, _FLOAT, alignment=16)
         peaks, totals = cuda.shared.array(rows, _FLOAT), cuda.shared.array(rows, _FLOAT)
@@ -284,7 +300,6 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         token, number = _WORD(cuda.blockIdx.z), _WORD(cuda.blockIdx.y)
         lane, warp = thread % _WORD(32), thread // _WORD(32)
         g, t = lane // _WORD(4), lane % _WORD(4)
-
         low_word, high_word = ptx.load_64(positions + token * _WORD(8))
         parts = (group + _WORD(QUERIES - 1)) // _WORD(QUERIES)
         head = _WORD(_HALF(number) // _HALF(parts))
@@ -305,17 +320,17 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             kept[0], kept[1], kept[2], kept[3] = used, total, each, count
             kept[4], kept[5] = out + token * out_pitch + column, token * _WORD(cuda.gridDim.y) + number
         if warp < used:
-            base = token * kv_pitch + head * length * _WORD(size)
-            factor, cap = ptx.float_of(_HALF(factor)), ptx.float_of(_HALF(cap))
+            base = token * kv_pitch + head * length * _WORD(row_size)
+            keys, values = _at(k, k_scales, base), _at(v, v_scales, base)
+            factor, cap = ptx.float_of(_HALF(factor)) * _FLOAT(unit), ptx.float_of(_HALF(cap))
             own = _HALF(ptx.shared_address(found) + warp * _WORD(4 * QUERIES * pitch) + lane * _WORD(16))
             first, last = _HALF(tile + warp), _HALF(seen - _WORD(1))
-            peak, weight, sums = walk(query, own, k + base, v + base, first, _HALF(end), last, factor, cap)
+            peak, weight, sums = walk(query, own, keys, values, first, _HALF(end), last, factor, cap)
             cuda.syncwarp()  # after which queries are no longer needed
-            start = (warp * _WORD(QUERIES) + _WORD(2) * t) * _WORD(pitch) + g
-            tiles.keep(found, sums, start, _WORD(pitch), _WORD(pairs))
+            at = warp * _WORD(QUERIES)
+            tiles.keep(found, sums, (at + _WORD(2) * t) * _WORD(pitch) + g, _WORD(pitch), _WORD(pairs))
             if t == 0:
-                peaks[warp * _WORD(QUERIES) + g] = peak
-                totals[warp * _WORD(QUERIES) + g] = weight
+                peaks[at + g], totals[at + g] = peak, weight
         cuda.syncthreads()
 
         used, total, each, count, row, number = kept[0], kept[1], kept[2], kept[3], kept[4], kept[5]
@@ -332,21 +347,25 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             cuda.syncthreads()
             merge(found, peaks, totals, ways, row, own, count)
 
-    return Kernel(name, attend, 15, bounds=(threads, 2))
+    return Kernel(name, attend, 17, bounds=(threads, 2))
 
 
 _OF_KINDS = {
     "bf16": (ptx.low_bf16, ptx.high_bf16, ptx.two_bf16, ptx.emit_multiply_bf16),
     "f16": (ptx.low_f16, ptx.high_f16, ptx.two_f16, ptx.emit_multiply_f16),
 }
+_READERS = {"Q8": cache_tiles.q8_reader, "FP8": cache_tiles.fp8_reader}
 
 
 def __getattr__(name: str) -> Kernel:
-    """Return the kernel of a dtype and a size of heads, such as ``ATTENTION_BF16_128``; with a cap ``…_CAPPED``."""
+    """Return the kernel of a dtype, a size of heads and a kind of cache, such as ``ATTENTION_BF16_128_Q8``.
+
+    It is one for caches of 16 bits without a kind. With a cap it is ``…_CAPPED``.
+    """
     found = _NAME.fullmatch(name)
     if not found:
         raise AttributeError(name)
-    narrow = int(found["size"]) <= WIDE
-    return attention(
-        name.lower(), int(found["size"]), 8 if narrow else 4, ahead=narrow, capped=found["capped"] is not None
-    )
+    size, kind, dtype = int(found["size"]), found["kind"], found["dtype"].lower()
+    reader = _READERS[kind](size, dtype) if kind else cache_tiles.plain_reader(size)
+    warps, ahead = (8, True) if size <= WIDE else (4, kind is not None)
+    return attention(name.lower(), size, reader, warps, ahead=ahead, capped=found["capped"] is not None)

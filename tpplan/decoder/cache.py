@@ -22,6 +22,8 @@ _LARGEST: Final = 127
 
 #: Kinds of caches; no plan has the last one.
 _KINDS: Final = ("fp16", "fp8", "q8", "fp32")
+#: Those that kernels read and write, and what the kernels' names say of them.
+KERNEL_KINDS: Final = {"fp16": "", "fp8": "_fp8", "q8": "_q8"}
 
 #: What an element is stored as: several tensors, and from these back.
 Parts = tuple["Tensor", ...]
@@ -38,7 +40,7 @@ def _from_float8(parts: Parts, out: Tensor) -> None:
 
 def _to_int8(x: Tensor) -> Parts:
     groups = torch.unflatten(x.float(), -1, (-1, _GROUP))
-    scale = (groups.abs().amax(-1, keepdim=True) / _LARGEST).half()
+    scale = (groups.abs().amax(-1, keepdim=True) * (1 / _LARGEST)).half()
     whole = (groups / scale.float().clamp_min(torch.finfo(torch.half).tiny)).round_().clamp_(-_LARGEST, _LARGEST)
     return whole.to(torch.int8).flatten(-2), scale.squeeze(-1)
 
@@ -66,10 +68,12 @@ class Store:
     """Keys and values ``[2, B, H, L, K]``: so many heads and places for each sequence.
 
     Attributes:
+        kind: of the cache.
         heads: of a sequence.
         head_dim: elements of each.
         is_plain: whether what is read is what is stored, and takes no memory.
-        halves: keys and values of a plain store, ``[B, H, L, K]``: its own memory.
+        halves: keys and values as they are stored, ``[B, H, L, K]``: its own memory.
+        scales: theirs, ``[B, H, L, K / 32]``, if it is of kind ``q8``; none of others.
     """
 
     def __init__(self, kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -85,6 +89,7 @@ class Store:
             ExecutionError: the decoder has no cache of this kind.
         """
         check_kind(kind, shape[-1])
+        self.kind = kind
         _, self.heads, _, self.head_dim = shape
         self._dtype = dtype
         narrow = dtype if dtype.itemsize == 2 else torch.float16  # noqa: PLR2004 - bytes
@@ -101,6 +106,7 @@ class Store:
         )
         self.is_plain = self._parts[0].dtype == dtype
         self.halves: tuple[Tensor, Tensor] = (self._parts[0][0], self._parts[0][1])
+        self.scales: tuple[Tensor, ...] = tuple(half for part in self._parts[1:] for half in part)
         self._rows = _in_a_row(self.halves[0]), _in_a_row(self.halves[1]), shape[1] * shape[2]
 
     @property
@@ -228,8 +234,13 @@ class LayerCache:
 
     @property
     def halves(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of a plain store, ``[B, H, L, K]``: its own memory."""
+        """Keys and values as they are stored, ``[B, H, L, K]``: the store's own memory."""
         return self._store.halves
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """Theirs, ``[B, H, L, K / 32]``, if it is of kind ``q8``; none of others."""
+        return self._store.scales
 
     @property
     def nbytes(self) -> int:
@@ -288,7 +299,7 @@ class LayerCache:
         return k, v, self.window if end - first > self.window else 0
 
     def in_a_row(self) -> tuple[Tensor, Tensor, int]:
-        """Return the rows of a plain store; see :meth:`Store.in_a_row`."""
+        """Return the rows of the store; see :meth:`Store.in_a_row`."""
         return self._store.in_a_row()
 
     def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor) -> None:

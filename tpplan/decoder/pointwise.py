@@ -1,4 +1,4 @@
-"""The launches of :mod:`tpplan.decoder.pointwise_kernels` on tensors, of which the kernels do not take all.
+"""The launches of kernels between a layer's matrices on tensors, of which the kernels do not take all.
 
 Shapes: R rows, D hidden, I intermediate, H heads, K elements of a head, W columns of a RoPE table, T places of a cache.
 """
@@ -11,6 +11,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from tpplan.decoder.cache import KERNEL_KINDS
 from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Places:
         apart: places from one sequence to the next.
         sequences: of each row, in 64 bits; below 0 if the row is not to be written.
         places: of each row in its sequence, in 64 bits.
+        scales: of the keys and of the values in a cache of kind ``q8``, at their beginning; none of others.
     """
 
     keys: Tensor
@@ -49,11 +51,13 @@ class Places:
     apart: int
     sequences: Tensor
     places: Tensor
+    scales: tuple[Tensor, ...] = ()
 
 
-def names_of(dtype: torch.dtype, activation: str) -> list[str]:
-    """Return the names of the kernels for a dtype and a gate."""
-    return [f"pointwise_{what}_{DTYPES[dtype]}" for what in ("norm", GATES[activation], "turn", "best")]
+def names_of(dtype: torch.dtype, activation: str, kind: str = "fp16") -> list[str]:
+    """Return the names of the kernels for a dtype, a gate and a kind of cache."""
+    names = [f"pointwise_{what}_{DTYPES[dtype]}" for what in ("norm", GATES[activation], "best")]
+    return [*names, f"turn_{DTYPES[dtype]}{KERNEL_KINDS.get(kind, '')}"]
 
 
 class Pointwise:
@@ -62,7 +66,9 @@ class Pointwise:
     They have to lie at multiples of 16 bytes, with as many in a row.
     """
 
-    def __init__(self, place: torch.device, dtype: torch.dtype, eps: float, activation: str) -> None:
+    def __init__(
+        self, place: torch.device, dtype: torch.dtype, eps: float, activation: str, kind: str = "fp16"
+    ) -> None:
         """Load the kernels.
 
         Args:
@@ -70,10 +76,12 @@ class Pointwise:
             dtype: of the rows, one of :data:`DTYPES`.
             eps: what norms add to the mean square.
             activation: of gates, one of :data:`GATES`.
+            kind: of the cache that heads are written to.
         """
-        launchers = (Launcher(name, place) for name in names_of(dtype, activation))
-        self._norm, self._gate, self._turn, self._best = launchers
+        launchers = (Launcher(name, place) for name in names_of(dtype, activation, kind))
+        self._norm, self._gate, self._best, self._turn = launchers
         self._dtype, self._eps = dtype, bits_of(eps)
+        self._stored = {"q8": torch.int8, "fp8": torch.uint8}.get(kind, dtype)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Divide rows by their root mean square in float32, multiply them by weights, and round once.
@@ -161,14 +169,14 @@ class Pointwise:
             counts: heads of queries and of keys.
             by: how rows are turned, ``[R, 1, 2, 2, W / 2]``, see :func:`tpplan.decoder.layers.angles`.
             norms: weights of the norm of a query head and of a key head, or none.
-            keep: where in a cache of the same dtype; nowhere if not given.
+            keep: where in a cache; nowhere if not given.
 
         Returns:
             Whether the kernel takes such tensors.
         """
-        rows, heads, width = qkv_RHK.shape
+        rows, _, width = qkv_RHK.shape
         turned, lanes = 2 * by.shape[-1], width // (2 * _ELEMENTS)
-        if width % (2 * _ELEMENTS) or turned % (2 * _ELEMENTS) or qkv_RHK.stride(1) != width:
+        if width % (2 * _ELEMENTS) or turned % (2 * _ELEMENTS) or qkv_RHK.stride(1) != width or lanes > _THREADS:
             return False
         start, pitch = qkv_RHK.data_ptr(), qkv_RHK.stride(0) * _ITEM
         is_fitting = qkv_RHK.dtype is self._dtype and qkv_RHK.stride(2) == 1 and rows and not (start | pitch) % _VECTOR
@@ -186,8 +194,9 @@ class Pointwise:
         kept = self._words_of(keep)
         if kept is None:
             return False
-        used = heads if keep else sum(counts)
-        parts, threads = _even(used * lanes, _THREADS)
+        used = sum(counts) + (counts[1] if keep else 0)
+        _, threads = _even(used * lanes, _THREADS)
+        parts = -(-used // (threads // lanes))  # of whole heads
         self._turn(
             (rows, parts, 1),
             threads,
@@ -209,16 +218,18 @@ class Pointwise:
     def _words_of(self, keep: Places | None) -> Sequence[int] | None:
         """Return what the kernel is told of a cache, or None if it does not take that."""
         if keep is None:
-            return (0,) * 8
+            return (0,) * 10
         k_THK, v_THK, sequences, places = keep.keys, keep.values, keep.sequences, keep.places
-        if k_THK.dtype is not self._dtype or sequences.dtype is not torch.int64 or places.dtype is not torch.int64:
+        if k_THK.dtype is not self._stored or sequences.dtype is not torch.int64 or places.dtype is not torch.int64:
             return None
         starts, width = (k_THK.data_ptr(), v_THK.data_ptr()), k_THK.shape[2]
         if k_THK.stride() != v_THK.stride() or k_THK.stride(0) != width or (starts[0] | starts[1]) % _VECTOR:
             return None
-        steps = keep.apart * width * _ITEM, k_THK.stride(1) * _ITEM
+        scales = [each.data_ptr() for each in keep.scales] or [0, 0]
+        item = k_THK.element_size()
+        steps = keep.apart * width * item, k_THK.stride(1) * item
         of_rows = [(each.data_ptr(), each.stride(0) * _NUMBER) for each in (sequences, places)]
-        return *starts, *steps, *of_rows[0], *of_rows[1]
+        return *starts, *scales, *steps, *of_rows[0], *of_rows[1]
 
     def _matrix(self, x: Tensor) -> tuple[int, int, int, int] | None:
         """Return address, pitch, rows and columns of a matrix, or None if kernels do not take it."""

@@ -1,4 +1,4 @@
-"""Kernels for what a layer does between its matrices, in 16 bits: norms, gates, and the turning of heads (RoPE).
+"""Kernels for what a layer does between its matrices, in 16 bits: norms and gates; and for the choice of tokens.
 
 They compute in float32, on vectors of 16 bytes: all addresses, pitches and widths are multiples of that, and all are in
 bytes. A matrix is an address and a pitch: from one row to the next.
@@ -20,12 +20,10 @@ _WORD, _FLOAT, _NUMBER = types.uint64, types.float32, types.int64
 _WARP, _EVERY = 32, 0xFFFFFFFF
 #: No row has so many elements.
 _NOBODY = 2**32
-#: Numbers of sequences from here on are below 0, and rows that have them are not written to caches.
-_BELOW = 0x80000000
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
-def _over_lanes(value: Any, lanes: Any) -> Any:
+def over_lanes(value: Any, lanes: Any) -> Any:
     """Return the sum over as many neighbouring lanes of a warp, a power of 2; all of it is here."""
     distance = lanes >> types.uint32(1)
     while distance:
@@ -34,7 +32,7 @@ def _over_lanes(value: Any, lanes: Any) -> Any:
     return value
 
 
-def _squares_of(low: Any, high: Any) -> Any:
+def squares_of(low: Any, high: Any) -> Any:
     """Make what adds up the squares of a vector."""
 
     @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
@@ -57,7 +55,7 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
         high: the same of the second.
         two: makes 32 bits of both.
     """
-    squares = _squares_of(low, high)
+    squares = squares_of(low, high)
 
     @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
     def weights_at(weight: Any, wide: Any, offset: Any) -> Any:
@@ -95,12 +93,12 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
             s += squares(v[0], v[1], v[2], v[3])
             at += step
         lane, warp = types.uint32(cuda.threadIdx.x % _WARP), types.uint32(cuda.threadIdx.x // _WARP)
-        s = _over_lanes(s, types.uint32(_WARP))
+        s = over_lanes(s, types.uint32(_WARP))
         if lane == types.uint32(0):
             sums[warp] = s
         cuda.syncthreads()
         s = sums[lane] if lane * types.uint32(_WARP) < types.uint32(cuda.blockDim.x) else _FLOAT(0)
-        s = _over_lanes(s, types.uint32(_WARP))
+        s = over_lanes(s, types.uint32(_WARP))
         mean = s * ptx.float_of(types.uint32(inverse))
         by = libdevice.rsqrtf(mean + ptx.float_of(types.uint32(eps)))
         if first < width:
@@ -141,117 +139,6 @@ def _gate(name: str, act: Any, low: Any, high: Any, two: Any) -> Kernel:
             ptx.store_128(out + row * out_pitch + at, gated(g0, u0), gated(g1, u1), gated(g2, u2), gated(g3, u3))
 
     return Kernel(name, gate, 7)
-
-
-def _scaled_by(low: Any, high: Any, two: Any) -> Any:
-    """Make what multiplies a vector by a number and by a vector of weights, and rounds once."""
-
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
-    def scaled(w: Any, g: Any, by: Any) -> Any:
-        return (
-            two(by * low(w[0]) * low(g[0]), by * high(w[0]) * high(g[0])),
-            two(by * low(w[1]) * low(g[1]), by * high(w[1]) * high(g[1])),
-            two(by * low(w[2]) * low(g[2]), by * high(w[2]) * high(g[2])),
-            two(by * low(w[3]) * low(g[3]), by * high(w[3]) * high(g[3])),
-        )
-
-    return scaled
-
-
-def _pair_of(low: Any, high: Any, two: Any) -> Any:
-    """Make what turns a vector of firsts and one of seconds; products are rounded, and their sums."""
-
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
-    def product(a: Any, b: Any) -> Any:
-        return two(low(a) * low(b), high(a) * high(b))
-
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
-    def first_of(a: Any, b: Any, sin: Any, cos: Any) -> Any:
-        p, q = product(a, cos), product(b, sin)
-        return two(low(p) - low(q), high(p) - high(q))
-
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
-    def second_of(a: Any, b: Any, sin: Any, cos: Any) -> Any:
-        p, q = product(a, sin), product(b, cos)
-        return two(low(p) + low(q), high(p) + high(q))
-
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
-    def pair(a: Any, b: Any, sin: Any, cos: Any) -> Any:
-        c0, d0 = first_of(a[0], b[0], sin[0], cos[0]), second_of(a[0], b[0], sin[0], cos[0])
-        c1, d1 = first_of(a[1], b[1], sin[1], cos[1]), second_of(a[1], b[1], sin[1], cos[1])
-        c2, d2 = first_of(a[2], b[2], sin[2], cos[2]), second_of(a[2], b[2], sin[2], cos[2])
-        c3, d3 = first_of(a[3], b[3], sin[3], cos[3]), second_of(a[3], b[3], sin[3], cos[3])
-        return (c0, c1, c2, c3), (d0, d1, d2, d3)
-
-    return pair
-
-
-def _turn(name: str, low: Any, high: Any, two: Any) -> Kernel:
-    """Make a kernel that turns query and key heads, behind norms if there are, and writes keys and values to a cache.
-
-    A row has query heads, then key heads, then value heads. A thread takes two vectors of a head: of the elements that
-    are turned, those that are pairs. Products are rounded, and their sums.
-
-    Args:
-        name: of the kernel.
-        low: makes a float32 of the first element in 32 bits.
-        high: the same of the second.
-        two: makes 32 bits of both.
-    """
-    squares = _squares_of(low, high)
-    scaled, turned_pair = _scaled_by(low, high, two), _pair_of(low, high, two)
-
-    def turn(  # type: ignore[no-untyped-def]
-        x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, query_norm, key_norm, inverse, eps,
-        cached_keys, cached_values, sequence_step, head_step, sequences, sequences_step, places, places_step,
-    ):  # fmt: skip
-        ptx.after_earlier_with_next()
-        row = _WORD(cuda.blockIdx.x)
-        item = types.uint32(cuda.blockIdx.y * cuda.blockDim.x + cuda.threadIdx.x)
-        lanes = types.uint32(width) // types.uint32(32)  # of a head
-        head = item // lanes
-        lane = item - head * lanes
-        is_there = head < types.uint32(heads)
-        head = head if is_there else types.uint32(0)
-        is_query = head < types.uint32(queries)
-        is_value = head >= types.uint32(queries + keys)
-        is_kept = cached_keys != _WORD(0) and not is_query
-        sequence, place = types.uint32(0), types.uint32(0)
-        if is_kept:
-            sequence = ptx.load_32(sequences + row * sequences_step)
-            place = ptx.load_32(places + row * places_step)
-        pairs = types.uint32(turned) // types.uint32(32)
-        is_turned = lane < pairs and not is_value
-        if is_value:  # its halves
-            offset, half = _WORD(16) * _WORD(lane), width // _WORD(2)
-        elif is_turned:
-            offset, half = _WORD(16) * _WORD(lane), turned // _WORD(2)
-        else:  # behind what is turned
-            offset, half = turned + _WORD(16) * _WORD(lane - pairs), (width - turned) // _WORD(2)
-        source = x + row * pitch + _WORD(head) * width + offset
-        a, b = ptx.load_128(source), ptx.load_128(source + half)
-        angle = angles + row * angle_pitch + offset if is_turned else source
-        cos, sin = ptx.load_128(angle), ptx.load_128(angle + half)
-        if query_norm != _WORD(0):  # all lanes of a warp are here, and heads are within one
-            weight = (query_norm if is_query else key_norm) + offset
-            g, h = ptx.load_128(weight), ptx.load_128(weight + half)
-            s = _over_lanes(squares(a[0], a[1], a[2], a[3]) + squares(b[0], b[1], b[2], b[3]), lanes)
-            if not is_value:
-                by = libdevice.rsqrtf(s * ptx.float_of(types.uint32(inverse)) + ptx.float_of(types.uint32(eps)))
-                a, b = scaled(a, g, by), scaled(b, h, by)
-        if is_turned:
-            a, b = turned_pair(a, b, sin, cos)
-        if is_there and not is_value:
-            ptx.store_128(source, a[0], a[1], a[2], a[3])
-            ptx.store_128(source + half, b[0], b[1], b[2], b[3])
-        if is_there and is_kept and sequence < types.uint32(_BELOW):
-            start = cached_values if is_value else cached_keys
-            number = head - types.uint32(queries) - (types.uint32(keys) if is_value else types.uint32(0))
-            to = start + _WORD(sequence) * sequence_step + _WORD(number) * head_step + _WORD(place) * width + offset
-            ptx.store_128(to, a[0], a[1], a[2], a[3])
-            ptx.store_128(to + half, b[0], b[1], b[2], b[3])
-
-    return Kernel(name, turn, 21)
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
@@ -334,7 +221,5 @@ POINTWISE_GELU_BF16 = _gate("pointwise_gelu_bf16", gelu, *_BF16)
 POINTWISE_GELU_F16 = _gate("pointwise_gelu_f16", gelu, *_F16)
 POINTWISE_GELU_TANH_BF16 = _gate("pointwise_gelu_tanh_bf16", gelu_tanh, *_BF16)
 POINTWISE_GELU_TANH_F16 = _gate("pointwise_gelu_tanh_f16", gelu_tanh, *_F16)
-POINTWISE_TURN_BF16 = _turn("pointwise_turn_bf16", *_BF16)
-POINTWISE_TURN_F16 = _turn("pointwise_turn_f16", *_F16)
 POINTWISE_BEST_BF16 = _best("pointwise_best_bf16", ptx.low_bf16, ptx.high_bf16)
 POINTWISE_BEST_F16 = _best("pointwise_best_f16", ptx.low_f16, ptx.high_f16)

@@ -45,8 +45,10 @@ _MODULES = {
     "slot": "tpplan.exec.slot_kernels",
     "straight": "tpplan.exec.straight_kernels",
     "sum": "tpplan.exec.kernels",
+    "turn": "tpplan.decoder.turn_kernels",
 }
 _SOURCES = (
+    "cache_tiles.py",
     "exchange_kernels.py",
     "exchange_table.py",
     "finishing.py",
@@ -97,7 +99,8 @@ def digest(module: str = "") -> str:
     sha, here = hashlib.sha256(), Path(__file__).parent
     paths = [here / source for source in _SOURCES]
     if module and not module.startswith(f"{__package__}."):
-        paths.append(here.parents[1].joinpath(*module.split(".")).with_suffix(".py"))
+        folder = here.parents[1].joinpath(*module.split(".")).parent
+        paths += sorted(folder.glob("*_kernels.py"))  # which share functions
     for path in paths:
         sha.update(path.read_bytes())
     sha.update(repr([(package, _version(package)) for package in _COMPILERS]).encode())

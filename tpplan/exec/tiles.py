@@ -19,8 +19,12 @@ _INT, _FLOAT = ir.IntType(32), ir.FloatType()
 #: Registers of 16 bytes, and bytes that a warp's vectors have.
 _VECTOR, _WARP = 4, 512
 
-#: Of what is read once, and may be written by the kernel before.
-_load_128 = emitter("ld.global.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
+#: Of vectors that the kernel before may have written, by their bytes; the wide ones are read once.
+_LOADS = {
+    16: emitter("ld.global.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True),
+    8: emitter("ld.global.L1::no_allocate.v2.u32 {$0,$1}, [$2];", "u32 u32", "u64", memory=True),
+    2: emitter("ld.global.u16 $0, [$1];", "u32", "u64", memory=True),
+}
 _shared_load_128 = emitter("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u32", memory=True)
 _shared_store_128 = emitter("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "", "u32 u32 u32 u32 u32", memory=True)
 
@@ -38,35 +42,36 @@ def zeros(count: int) -> Any:
     return intrinsic(lambda typingctx: (types.UniTuple(types.float32, count)(), codegen))  # noqa: ARG005
 
 
-def loads(limit: int, step: int, *, clear: bool = False) -> Any:
-    """Return an intrinsic that reads 16 bytes at ``start``, ``start + step`` and so on, of a row.
+def loads(limit: int, step: int, *, vector: int = 16, clear: bool = False) -> Any:
+    """Return an intrinsic that reads vectors at ``start``, ``start + step`` and so on, of a row.
 
-    It takes the first vector's address and the start, which is less than the step, and returns four registers for each
-    vector.
+    It takes the first vector's address and the start, which is less than the step, and returns a register for every
+    four bytes of each vector, or for all of it.
     What would be behind the row is zero, or anything that the row has.
 
     Args:
-        limit: bytes of a row, a multiple of 16.
+        limit: bytes of a row, a multiple of those of a vector.
         step: from one vector to the next, in bytes.
+        vector: its bytes: 16, 8 or 2.
         clear: whether what is behind the row is zero.
     """
-    word, count = types.uint64, -(-limit // step)
+    word, count, load, registers = types.uint64, -(-limit // step), _LOADS[vector], max(1, vector // 4)
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         first, start = values
         found = []
         for j in range(count):
             if (j + 1) * step <= limit:
-                found += _load_128(builder, [builder.add(first, ir.Constant(start.type, j * step))])
+                found += load(builder, [builder.add(first, ir.Constant(start.type, j * step))])
                 continue
             at = builder.add(start, ir.Constant(start.type, j * step))
             inside = builder.icmp_unsigned("<", at, ir.Constant(start.type, limit))
-            at = builder.select(inside, at, ir.Constant(start.type, limit - 16))
-            got = _load_128(builder, [builder.add(first, builder.sub(at, start))])
+            at = builder.select(inside, at, ir.Constant(start.type, limit - vector))
+            got = load(builder, [builder.add(first, builder.sub(at, start))])
             found += [builder.select(inside, each, ir.Constant(_INT, 0)) for each in got] if clear else got
         return context.make_tuple(builder, signature.return_type, found)
 
-    signature = types.UniTuple(types.uint32, _VECTOR * count)(word, word)
+    signature = types.UniTuple(types.uint32, registers * count)(word, word)
     return intrinsic(lambda typingctx, first, start: (signature, codegen))  # noqa: ARG005
 
 
