@@ -104,7 +104,7 @@ class Explanation:
         for way in self.ways:
             on.setdefault(way.operation.removesuffix(IN_GRAPH), set()).update(way.axes)
         cells = [("operation", "on", "rows", "transport", "how", "bytes per row", "buffers", "why")]
-        for way in self.ways:
+        for way in _joined(self.ways):
             rows = f"{way.first}-{way.last}" if way.last > way.first else str(way.first)
             moved = format_bytes(way.row_bytes) if way.row_bytes else "none"
             buffers = ", ".join(way.buffers) or "none"
@@ -114,6 +114,20 @@ class Explanation:
         spans: list[list[Span]] = [[(cell, "") for cell in row] for row in cells]
         notes = (f"note: {note}" for note in self.notes)
         return "\n".join((head, *notes, "", *("".join(text for text, _ in one) for one in table(spans, "<<><<><<"))))
+
+
+def _joined(ways: Sequence[Way]) -> list[Way]:
+    """Join ways of which the next has more rows in more parts and is the same otherwise: ``1 to 8 parts``."""
+    found: list[Way] = []
+    for way in ways:
+        before = found[-1] if found else way
+        fewest, parts, _ = before.how.partition(" part")
+        same = evolve(before, first=way.first, last=way.last, how=way.how, why=way.why) == way
+        if same and parts and way.first == before.last + 1:
+            found[-1] = evolve(way, first=before.first, how=f"{fewest.partition(' ')[0]} to {way.how}")
+        else:
+            found.append(way)
+    return found
 
 
 def cuts(plan: SplitPlan) -> dict[str, Split | None]:
