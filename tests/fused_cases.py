@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpplan.decoder import skinny
+from tpplan.decoder import experts, skinny
 from tpplan.decoder.cache import KERNEL_KINDS, Store
 from tpplan.decoder.gemv import MOST_ROWS
 from tpplan.decoder.layers import rms_norm
@@ -96,6 +96,46 @@ class FakeSkinny:
         self.calls["few rows, gated"] += 1
         gates, ups = torch.nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
         return ACTIVATIONS[gate](gates).mul_(ups)
+
+
+class FakeMixture:
+    """Does what torch does with experts where that reads no more of them than a row and one of its own at a time.
+
+    Attributes:
+        calls: of all, by method.
+    """
+
+    calls: Counter[str] = Counter()  # noqa: RUF012
+
+    def __init__(self, place: torch.device, dtype: torch.dtype, activation: str) -> None:
+        """Take any device."""
+        assert isinstance(place, torch.device)
+        self._dtype, self._act = dtype, ACTIVATIONS[activation]
+
+    def choose(self, scores: Tensor, count: int, *, normalised: bool) -> Tensor:
+        """Choose."""
+        assert scores.dtype == self._dtype
+        self.calls["choose"] += 1
+        return torch.cat(experts.choose(scores, count, normalised=normalised), dim=1)
+
+    def up(self, x: Tensor, gate: Tensor, up: Tensor, choice: Tensor) -> Tensor | None:
+        """Multiply by matrices of what is chosen."""
+        assert x.dtype == gate.dtype == up.dtype == self._dtype
+        if choice.numel() > 2 * len(gate):
+            return None
+        self.calls["up"] += 1
+        numbers = choice.chunk(2, dim=1)[1].long()
+        return experts.up(x, gate, up, numbers, lambda one, other: self._act(one).mul_(other), fixed=True)
+
+    def down(self, h: Tensor, down: Tensor, choice: Tensor, to: Tensor | None = None) -> Tensor | None:
+        """Multiply by the last ones, and add up."""
+        assert h.dtype == down.dtype == self._dtype
+        if choice.numel() > 2 * len(down):
+            return None
+        self.calls["down" if to is None else "down and add"] += 1
+        weights, numbers = choice.chunk(2, dim=1)
+        found = experts.down(h, down, numbers.long(), weights, fixed=True)
+        return found if to is None else to.add_(found)
 
 
 class FakeAttention:

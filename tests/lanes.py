@@ -39,17 +39,17 @@ class _Block:
     """Threads that share an array.
 
     Attributes:
-        number: of it.
+        number: of it, in two dimensions.
         size: threads.
-        count: blocks that there are.
+        count: blocks that there are, likewise.
         everybody: where they meet.
         warps: where the lanes of each meet, and what they bring and get.
         arrays: in shared memory.
     """
 
-    number: int
+    number: tuple[int, int]
     size: int
-    count: int
+    count: tuple[int, int]
     everybody: Barrier = field(init=False)
     warps: list[_Warp] = field(init=False)
     arrays: dict[int, Any] = field(factory=dict)
@@ -58,16 +58,35 @@ class _Block:
         self.everybody = Barrier(self.size)
         self.warps = [_Warp() for _ in range(self.size // _LANES)]
 
+    def abort(self) -> None:
+        """Let nobody wait."""
+        self.everybody.abort()
+        for warp in self.warps:
+            warp.abort()
+
 
 class _Warp:
-    """Lanes that multiply matrices together."""
+    """Lanes that multiply matrices together, or tell each other something."""
 
     def __init__(self) -> None:
         """Bring nothing yet."""
-        self.barrier = Barrier(_LANES, self._multiply)
+        self.barrier, self._everybody = Barrier(_LANES, self._multiply), Barrier(_LANES)
         self.floats: Callable[[Any], tuple[Any, Any]] = _of_bf16
         self.brought: list[Any] = [None] * _LANES
         self.found: Any = None
+
+    def told(self, lane: int, value: Any) -> list[Any]:
+        """Return what all lanes tell."""
+        self.brought[lane] = value
+        self._everybody.wait()
+        found = list(self.brought)
+        self._everybody.wait()
+        return found
+
+    def abort(self) -> None:
+        """Let nobody wait."""
+        self.barrier.abort()
+        self._everybody.abort()
 
     def _multiply(self) -> None:
         left, right, sums = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
@@ -183,11 +202,10 @@ class _Builder:
             return _multiplied(_of_bf16 if ".bf16." in name else _of_f16, values)
         if name.startswith("ld.") and ".v4.u32" in name:
             return tuple(self._at(values[0], 16))
-        if name == "ld.global.u16":
-            return self._at(values[0], 2)[0]
-        if name == "st.global.u16":
-            self._at(values[0], 2)[0] = values[1]
-            return None
+        if name in _SIZES:
+            at = self._at(values[0], _SIZES[name])
+            at[: len(values) - 1] = values[1:]
+            return at[0]
         for each, run in _BITS.items():
             if text == _TEXTS[each]:
                 return run(*values)
@@ -195,7 +213,9 @@ class _Builder:
         return None
 
 
-#: Of conversions.
+#: Bytes of accesses.
+_SIZES = {f"{way}.global.u{8 * size}": size for way in ("ld", "st") for size in (2, 4)}
+#: Of others.
 _BITS: dict[str, Callable[..., Any]] = {
     "low_bf16": lambda word: _of_bf16(word)[0],
     "high_bf16": lambda word: _of_bf16(word)[1],
@@ -203,6 +223,8 @@ _BITS: dict[str, Callable[..., Any]] = {
     "low_f16": lambda word: _of_f16(word)[0],
     "high_f16": lambda word: _of_f16(word)[1],
     "two_f16": _to_f16,
+    "bits_of": lambda value: np.array(value).view(np.uint32 if isinstance(value, np.floating) else np.float32)[()],
+    "largest_of_warp": lambda value: max(_told(value)),
 }
 
 
@@ -237,6 +259,13 @@ def _defined(intrinsic: Any, count: int) -> Any:
 _TEXTS = {name: _text_of(getattr(ptx, name)) for name in _BITS}
 
 
+def _told(value: Any) -> list[Any]:
+    """Return what the lanes of a warp have."""
+    warp, lane = _ME.block.warps[_ME.thread // _LANES], _ME.thread % _LANES
+    found: list[Any] = warp.told(lane, value)
+    return found
+
+
 def _multiplied(floats: Any, values: Sequence[Any]) -> tuple[Any, ...]:
     warp, lane = _ME.block.warps[_ME.thread // _LANES], _ME.thread % _LANES
     warp.floats, warp.brought[lane] = floats, values
@@ -257,8 +286,8 @@ _CONTEXT = SimpleNamespace(
 class _Shared:
     """An array in shared memory, whose threads must meet between what one writes and what another reads or writes."""
 
-    def __init__(self, count: int, kind: type) -> None:
-        self._values: Any = np.full(count, np.nan, kind)
+    def __init__(self, count: int, kind: Any) -> None:
+        self._values: Any = np.full(count * kind().nbytes, 0xFF, np.uint8).view(kind)  # NaN
         self._written, self._read = ([(-1, -1)] * count for _ in range(2))
 
     def __len__(self) -> int:
@@ -295,12 +324,16 @@ def _meet() -> None:
 class _Index:
     """Number of a thread or block, or how many there are."""
 
-    def __init__(self, read: Callable[[], int]) -> None:
+    def __init__(self, read: Callable[[], tuple[int, int]]) -> None:
         self._read = read
 
     @property
     def x(self) -> int:
-        return self._read()
+        return self._read()[0]
+
+    @property
+    def y(self) -> int:
+        return self._read()[1]
 
 
 def _patches(allowed: Sequence[range]) -> Iterator[Any]:
@@ -312,14 +345,15 @@ def _patches(allowed: Sequence[range]) -> Iterator[Any]:
         return None if got is None else got.raw
 
     for name, read in {
-        "threadIdx": lambda: _ME.thread,
+        "threadIdx": lambda: (_ME.thread, 0),
         "blockIdx": lambda: _ME.block.number,
-        "blockDim": lambda: _ME.block.size,
+        "blockDim": lambda: (_ME.block.size, 1),
         "gridDim": lambda: _ME.block.count,
     }.items():
         yield patch.object(cuda, name, _Index(read))
     yield patch.object(cuda, "shared", SimpleNamespace(array=_shared_array))
     yield patch.object(cuda, "syncthreads", _meet)
+    yield patch.object(cuda, "shfl_xor_sync", lambda _, value, bit: _told(value)[_ME.thread % _LANES ^ bit])
     yield patch.object(libdevice, "expf", np.exp)
     yield patch.object(libdevice, "tanhf", np.tanh)
     yield patch.object(libdevice, "erff", lambda x: np.float32(math.erf(x)))
@@ -328,12 +362,14 @@ def _patches(allowed: Sequence[range]) -> Iterator[Any]:
     yield patch.object(device, "__call__", lambda self, *values: self.py_func(*values))
 
 
-def run(kernel: Kernel, blocks: int, threads: int, words: Sequence[int], allowed: Sequence[torch.Tensor]) -> None:
+def run(
+    kernel: Kernel, blocks: int | tuple[int, int], threads: int, words: Sequence[int], allowed: Sequence[torch.Tensor]
+) -> None:
     """Run a kernel.
 
     Args:
         kernel: of which what is asked here is known.
-        blocks: how many.
+        blocks: how many, in one dimension or two.
         threads: of each, whole warps.
         words: that it is told.
         allowed: what it may read and write, where it is in memory; all else fails.
@@ -347,16 +383,16 @@ def run(kernel: Kernel, blocks: int, threads: int, words: Sequence[int], allowed
         try:
             kernel.function(*numbers)
         except BaseException:
-            for barrier in (block.everybody, *(warp.barrier for warp in block.warps)):
-                barrier.abort()
+            block.abort()
             raise
 
     with ExitStack() as stack:
         for each in _patches(ranges):
             stack.enter_context(each)
         pool = stack.enter_context(ThreadPoolExecutor(threads))
-        for number in range(blocks):
-            block = _Block(number, threads, blocks)
+        count = (blocks, 1) if isinstance(blocks, int) else blocks
+        for number in np.ndindex(count):
+            block = _Block(number, threads, count)
             done = [pool.submit(lane, block, thread) for thread in range(threads)]
             errors = [error for each in done if (error := each.exception())]
             for error in sorted(errors, key=lambda each: isinstance(each, BrokenBarrierError)):

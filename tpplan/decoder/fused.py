@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpplan.decoder import attention, gemv, pointwise, skinny
+from tpplan.decoder import attention, gemv, mixture, pointwise, skinny
 from tpplan.decoder.attention import Attention
 from tpplan.decoder.gemv import Gemv, Norm
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.layers import some_of, together
+from tpplan.decoder.mixture import Mixture
 from tpplan.decoder.plain import Plain
 from tpplan.decoder.pointwise import Places, Pointwise
 from tpplan.decoder.settings import ACTIVATIONS
@@ -39,6 +40,7 @@ def steps_on(
     *,
     kernels: bool = True,
     joint: bool = False,
+    experts: bool = False,
 ) -> Plain:
     """Return what computes the steps of layers on a device: by kernels where there are any.
 
@@ -49,9 +51,10 @@ def steps_on(
         head_dims: elements of a head, of all layers.
         kernels: whether there shall be any.
         joint: whether also those that add up what several devices have.
+        experts: whether layers have any.
     """
     if kernels and has_kernels(place, dtype):
-        return Fused(place, dtype, settings, head_dims, joint=joint)
+        return Fused(place, dtype, settings, head_dims, joint=joint, experts=experts)
     return Plain(settings.norm_eps, settings.activation)
 
 
@@ -71,6 +74,7 @@ class Fused(Plain):
         head_dims: Collection[int],
         *,
         joint: bool = False,
+        experts: bool = False,
     ) -> None:
         """Load the kernels.
 
@@ -80,6 +84,7 @@ class Fused(Plain):
             settings: of the model.
             head_dims: elements of a head, of all layers.
             joint: whether also those that add up what several devices have.
+            experts: whether layers have any.
         """
         super().__init__(settings.norm_eps, settings.activation)
         self.joint_rows = gemv.MOST_ALONE if joint else 0
@@ -89,12 +94,14 @@ class Fused(Plain):
         names = [*pointwise.names_of(dtype, self._name), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
         names += gemv.joint_names_of(dtype) if joint else ()
         names += [attention.name_of(dtype, size, cap) for size in sizes]
+        names += mixture.names_of(dtype) if experts else ()
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for name in names)  # all at the same time
         self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name)
         self._gemv = Gemv(place, dtype, joint=joint)
         self._skinny = Skinny(place, dtype)
         self._attention = {size: Attention(place, dtype, size, cap) for size in sizes}
+        self._mixture = Mixture(place, dtype, self._name) if experts else None
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """Return rows behind a norm."""
@@ -156,6 +163,23 @@ class Fused(Plain):
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """Multiply the activation of one tensor by another, and return the former, which is written over."""
         return gate if self._pointwise.gate(gate, up) else super().gate(gate, up)
+
+    def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:
+        """Return what experts rows are sent to, ``[R, 2 × C]``."""
+        found = self._mixture.choose(scores_RE, count, normalised=normalised) if self._mixture else None
+        return super().choose(scores_RE, count, normalised=normalised) if found is None else found
+
+    def experts_up(self, x_RD: Tensor, gate_EID: Tensor, up_EID: Tensor, choice_RC: Tensor, *, fixed: bool) -> Tensor:
+        """Return what the experts of rows have between their matrices, ``[R, C, I]``."""
+        found = self._mixture.up(x_RD, gate_EID, up_EID, choice_RC) if self._mixture else None
+        return super().experts_up(x_RD, gate_EID, up_EID, choice_RC, fixed=fixed) if found is None else found
+
+    def experts_down(
+        self, h_RCI: Tensor, down_EDI: Tensor, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
+    ) -> Tensor:
+        """Return the weighed sum of what the experts of rows make of ``h``, ``[R, D]``."""
+        found = self._mixture.down(h_RCI, down_EDI, choice_RC, to_RD) if self._mixture else None
+        return super().experts_down(h_RCI, down_EDI, choice_RC, to_RD, fixed=fixed) if found is None else found
 
     def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
         """Turn the query and key heads of rows where they are, behind their norms."""

@@ -101,9 +101,16 @@ class Decoder:
         self.weights = {device: joined(weights[device], layers, self._family) for device in context.all_devices}
         head_dims = {each.cache.head_dim for layer in heads for each in layer.values()}
         joint = len(context.all_devices) > 1
+        experts = any(block.experts for block in layers)
         steps = {
             device: steps_on(
-                context.devices[device].device, context.dtype, self._settings, head_dims, kernels=kernels, joint=joint
+                context.devices[device].device,
+                context.dtype,
+                self._settings,
+                head_dims,
+                kernels=kernels,
+                joint=joint,
+                experts=experts,
             )
             for device in context.all_devices
         }

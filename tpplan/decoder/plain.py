@@ -1,6 +1,7 @@
 """What a device computes in a layer, by plain torch: everywhere, in any dtype.
 
-Shapes: R rows, D hidden, O columns of some matrices, I intermediate, H heads, K elements of a head.
+Shapes: R rows, D hidden, O columns of some matrices, I intermediate, H heads, K elements of a head, E experts, C of
+them that a row is sent to.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from tpplan.decoder import experts
 from tpplan.decoder.heads import found_by
 from tpplan.decoder.layers import add_linear, attend, linear, rms_norm, rotate
 from tpplan.decoder.sampling import best_of
@@ -116,6 +118,44 @@ class Plain:
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """Multiply the activation of one tensor by another, and return the former, which is written over."""
         return self._activation(gate).mul_(up)
+
+    def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:
+        """Return what experts rows are sent to, ``[R, 2 × C]`` in float32: weights of them, then their numbers.
+
+        Args:
+            scores_RE: of all experts.
+            count: of experts that a row is sent to.
+            normalised: whether their weights add up to 1.
+        """
+        return torch.cat(experts.choose(scores_RE, count, normalised=normalised), dim=1)
+
+    def experts_up(self, x_RD: Tensor, gate_EID: Tensor, up_EID: Tensor, choice_RC: Tensor, *, fixed: bool) -> Tensor:
+        """Return what the experts of rows have between their matrices, ``[R, C, I]``.
+
+        Args:
+            x_RD: rows.
+            gate_EID: see :func:`tpplan.decoder.experts.up`.
+            up_EID: likewise.
+            choice_RC: what :meth:`choose` returns.
+            fixed: whether no shape may depend on that.
+        """
+        return experts.up(x_RD, gate_EID, up_EID, choice_RC.chunk(2, dim=1)[1].long(), self.gate, fixed=fixed)
+
+    def experts_down(
+        self, h_RCI: Tensor, down_EDI: Tensor, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
+    ) -> Tensor:
+        """Return the weighed sum of what the experts of rows make of ``h``, ``[R, D]``, which may be written over.
+
+        Args:
+            h_RCI: what they have between their matrices.
+            down_EDI: the last of these.
+            choice_RC: what :meth:`choose` returns.
+            to_RD: rows that the sum is added to, where they are; they are returned then.
+            fixed: whether no shape may depend on the choice.
+        """
+        weights_RC, numbers_RC = choice_RC.chunk(2, dim=1)
+        y_RD = experts.down(h_RCI, down_EDI, numbers_RC.long(), weights_RC, fixed=fixed)
+        return y_RD if to_RD is None else to_RD.add_(y_RD)
 
     def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
         """Turn the query and key heads of rows where they are, behind their norms.

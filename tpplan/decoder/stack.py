@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpplan.axes import Axis
-from tpplan.decoder import experts
 from tpplan.decoder.plain import Plain, Turn
 
 if TYPE_CHECKING:
@@ -131,37 +130,25 @@ class Stack:
         # One device chooses for all: others may round differently, and would take other experts.
         first = devices[0]
         scores_RE = self.steps[first].linear(inputs[first], self._weights[first], start + names.router)
-        choice_RC = torch.cat(experts.choose(scores_RE, count, normalised=self._settings.normalised), dim=1)
+        choice_RC = self.steps[first].choose(scores_RE, count, normalised=self._settings.normalised)
         choices = dict(zip(self.context.all_devices, self.context.broadcast(choice_RC, source=first), strict=True))
-        chosen = {device: choice[:, count:].long() for device, choice in choices.items()}
-        hidden = [
-            experts.up(
-                inputs[device],
-                self._weights[device][start + names.gate],
-                self._weights[device][start + names.up],
-                chosen[device],
-                self.steps[device].gate,
-                fixed=fixed,
-            )
-            for device in devices
-        ]
+        gate, up, down = (start + name for name in (names.gate, names.up, names.down))
+        hidden = []
+        for device in devices:
+            weights, x_RD = self._weights[device], inputs[device]
+            hidden.append(self.steps[device].experts_up(x_RD, weights[gate], weights[up], choices[device], fixed=fixed))
         del inputs
         if not self._reduce:  # columns are elements × experts of a row here, so that the elements can be joined
             hidden = [h_RCI.transpose(1, 2).flatten(1) for h_RCI in hidden]
             wholes = self.context.allgather(hidden, Axis.EX, Axis.RS, dim=count, layer=layer)
             hidden = [torch.unflatten(whole, 1, (-1, count)).transpose(1, 2) for whole in wholes]
             devices = self.context.devices_of(Axis.RS)
+        to_RD = xs[0] if len(xs) == 1 else None  # who has all of it adds it to the residual stream at once
         ys = [
-            experts.down(
-                h_RCI,
-                self._weights[device][start + names.down],
-                chosen[device],
-                choices[device][:, :count],
-                fixed=fixed,
-            )
+            self.steps[device].experts_down(h_RCI, self._weights[device][down], choices[device], to_RD, fixed=fixed)
             for device, h_RCI in zip(devices, hidden, strict=True)
         ]
-        return self._add(layer, ys, Axis.EX, xs, "")
+        return xs if len(xs) == 1 else self._add(layer, ys, Axis.EX, xs, "")
 
     def _lead_back(
         self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, *, xs: tuple[Tensor, ...], dim: int = 1

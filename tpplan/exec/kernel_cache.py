@@ -37,6 +37,7 @@ _LOG = logging.getLogger(__name__)
 #: Modules of kernels, by how the names of these begin; those of sums are in ``kernels``.
 _MODULES = {
     "attention": "tpplan.decoder.attention_kernels",
+    "experts": "tpplan.decoder.experts_kernels",
     "gemv": "tpplan.decoder.gemv_kernels",
     "landing": "tpplan.exec.landing_kernels",
     "packet": "tpplan.exec.packet_kernels",
