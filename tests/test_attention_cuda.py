@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tpplan.decoder.attention import Attention
+from tpplan.decoder.cache import Store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,53 +21,78 @@ pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", [torch.bfloat16,
 class Case:
     """Random queries in the rows of a larger matrix, a cache, and the positions of one token of each sequence."""
 
-    def __init__(
-        self, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, length: int, positions: Sequence[int]
+    def __init__(  # noqa: PLR0917
+        self,
+        dtype: torch.dtype,
+        heads: tuple[int, int],
+        head_dim: int,
+        length: int,
+        positions: Sequence[int],
+        kind: str = "fp16",
     ) -> None:
-        """Make them; what no token sees is not a number."""
+        """Make them; what no token sees is not a number, or in whole numbers has a scale that is none."""
         torch.manual_seed(length)
         queries, keys = heads
         count = len(positions)
         rows = torch.randn(count, (queries + 2 * keys) * head_dim, device="cuda").to(dtype)
         self.q_RHK = rows[:, : queries * head_dim].view(count, queries, head_dim)
-        kv = torch.randn(2, count + 1, keys, length, head_dim, device="cuda").to(dtype)
+        self.store = Store(kind, (count + 1, keys, length, head_dim), dtype, rows.device)
+        every = slice(None)
+        self.store.write(
+            every, every, every, torch.randn(2, count + 1, keys, length, head_dim, device="cuda").to(dtype)
+        )
         self.positions_R = torch.tensor(positions, device="cuda")
-        seen = torch.arange(length, device="cuda") <= self.positions_R[:, None]
-        self.hidden_RT = ~seen
-        kv[:, :count].masked_fill_(self.hidden_RT[None, :, None, :, None], math.nan)
-        self.k_BHLK, self.v_BHLK = kv.unbind()
+        self.hidden_RT = torch.arange(length, device="cuda") > self.positions_R[:, None]
+        part = self.store._parts[-1][:, :count]
+        part.masked_fill_(self.hidden_RT[None, :, None, :, None], 0x7F if kind == "fp8" else math.nan)
         self.scale = head_dim**-0.5
+
+    def numbers(self) -> Tensor:
+        """Return what keys and values are, ``[2, B, H, L, K]``: whole numbers and their scales in float16."""
+        part, *scales = self.store._parts
+        if scales:
+            part = (torch.unflatten(part.half(), -1, (-1, 32)) * scales[0].unsqueeze(-1)).flatten(-2)
+        if self.store.kind == "fp8":
+            part = part.view(torch.float8_e4m3fn)
+        return part.double()
 
     def expected(self, cap: float | None = None) -> Tensor:
         """Return what torch computes of the same numbers in float64."""
         count, queries, size = self.q_RHK.shape
-        k_RHLK, v_RHLK = (x[:count].double().nan_to_num() for x in (self.k_BHLK, self.v_BHLK))
+        k_RHLK, v_RHLK = self.numbers()[:, :count].nan_to_num().unbind()
         q_RHGK = self.q_RHK.double().reshape(count, k_RHLK.shape[1], -1, size)
         scores = q_RHGK @ k_RHLK.mT * self.scale
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
         weights = scores.masked_fill(self.hidden_RT[:, None, None], -math.inf).softmax(-1)
         return (weights @ v_RHLK).reshape(count, queries * size)
 
+    def found(self, attention: Attention) -> Tensor:
+        """Return what a kernel finds."""
+        return attention(self.q_RHK, *self.store.halves, self.positions_R, self.store.scales, scale=self.scale)
+
     def check(self, attention: Attention, cap: float | None = None) -> None:
         """Attend twice, for what blocks tell each other is used again, and compare with the nearest of 16 bits."""
         expected = self.expected(cap)
         precision = torch.finfo(self.q_RHK.dtype).eps / 2
         for _ in range(2):
-            found = attention(self.q_RHK, self.k_BHLK, self.v_BHLK, self.positions_R, scale=self.scale)
+            found = self.found(attention)
             torch.testing.assert_close(found.double(), expected, rtol=1.01 * precision, atol=1e-5)
 
 
-def kernel(dtype: torch.dtype, head_dim: int, cap: float | None = None) -> Attention:
+def kernel(dtype: torch.dtype, head_dim: int, cap: float | None = None, kind: str = "fp16") -> Attention:
     """Return that of the first GPU."""
-    return Attention(torch.device("cuda", 0), dtype, head_dim, cap)
+    return Attention(torch.device("cuda", 0), dtype, head_dim, cap, kind)
 
 
+@pytest.mark.parametrize("kind", ["fp16", "fp8", "q8"])
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 96, 128, 192, 256])
-def test_sizes_of_heads(head_dim: int, dtype: torch.dtype) -> None:
+def test_sizes_of_heads(head_dim: int, kind: str, dtype: torch.dtype) -> None:
     """Of a token that sees one place, part of a tile, several blocks', and all places."""
-    case = Case(dtype, (8, 2), head_dim, 1000, [0, 14, 15, 16, 500, 999])
-    assert Attention.takes(torch.device("cuda", 0), dtype, head_dim)
-    case.check(kernel(dtype, head_dim))
+    if kind == "q8" and head_dim % 32:
+        return
+    case = Case(dtype, (8, 2), head_dim, 1000, [0, 14, 15, 16, 500, 999], kind)
+    assert Attention.takes(torch.device("cuda", 0), dtype, head_dim, kind)
+    case.check(kernel(dtype, head_dim, kind=kind))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (8, 2), (32, 8), (10, 2), (9, 1), (32, 2), (71, 1)])
@@ -75,10 +101,12 @@ def test_groups(heads: tuple[int, int], dtype: torch.dtype) -> None:
     Case(dtype, heads, 128, 700, [650, 3, 699]).check(kernel(dtype, 128))
 
 
+@pytest.mark.parametrize("kind", ["fp16", "fp8", "q8"])
 @pytest.mark.parametrize("length", [1, 13, 128, 16384])
-def test_rings(length: int, dtype: torch.dtype) -> None:
+def test_rings(length: int, kind: str, dtype: torch.dtype) -> None:
     """A token behind the end of a cache sees all of it, also where all blocks have a part."""
-    Case(dtype, (8, 2), 128, length, [0, length - 1, length, 3 * length + 1]).check(kernel(dtype, 128))
+    positions = [0, length - 1, length, 3 * length + 1]
+    Case(dtype, (8, 2), 128, length, positions, kind).check(kernel(dtype, 128, kind=kind))
 
 
 @pytest.mark.parametrize("count", [9, 30, 65])
@@ -87,13 +115,14 @@ def test_many_tokens(count: int, dtype: torch.dtype) -> None:
     Case(dtype, (32, 8), 128, 600, [7 * row % 600 for row in range(count)]).check(kernel(dtype, 128))
 
 
+@pytest.mark.parametrize("kind", ["fp16", "fp8", "q8"])
 @pytest.mark.parametrize("cap", [5.0, 50.0])
 @pytest.mark.parametrize("head_dim", [128, 256])
-def test_capped_scores(head_dim: int, cap: float, dtype: torch.dtype) -> None:
+def test_capped_scores(head_dim: int, cap: float, kind: str, dtype: torch.dtype) -> None:
     """As in Gemma 2."""
-    case = Case(dtype, (8, 4), head_dim, 600, [599, 10])
+    case = Case(dtype, (8, 4), head_dim, 600, [599, 10], kind)
     case.scale = 1.0
-    case.check(kernel(dtype, head_dim, cap), cap)
+    case.check(kernel(dtype, head_dim, cap, kind), cap)
 
 
 def test_a_graph_serves_any_length(dtype: torch.dtype) -> None:
@@ -101,7 +130,7 @@ def test_a_graph_serves_any_length(dtype: torch.dtype) -> None:
     case, attention = Case(dtype, (8, 2), 128, 3000, [2999, 2999]), kernel(dtype, 128)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attention(case.q_RHK, case.k_BHLK, case.v_BHLK, case.positions_R, scale=case.scale)
+        found = case.found(attention)
     for positions in ([0, 2999], [130, 17], [2998, 1000]):
         case.positions_R.copy_(torch.tensor(positions))
         case.hidden_RT = torch.arange(3000, device="cuda") > case.positions_R[:, None]

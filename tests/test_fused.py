@@ -109,6 +109,21 @@ def test_kernels_of_a_layer(  # noqa: PLR0917
     assert called(2) - called(1) == {name: times * len(shares) for name, times in expected.items()}
 
 
+@pytest.mark.parametrize("kind", ["q8", "fp8"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3"])
+def test_caches_of_8_bits(model_type: str, kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Kernels attend to what torch would read, with windows and caps too, and write what they attend to."""
+    directory = made(model_type, tmp_path)
+    plan = planned(directory, "reduce", (3, 1), Cache(kind, BATCH * LENGTH))
+    expected = list(said(directory, plan))
+    calls: Counter[str] = request.getfixturevalue("attending")
+    FakeAttention.calls.clear()
+    for found, right in zip(said(directory, plan), expected, strict=True):
+        assert (found - right).norm() <= 0.02 * right.norm()
+    assert FakeAttention.calls
+    assert calls["turn"]
+
+
 @pytest.mark.usefixtures("attending")
 def test_products_behind_norms_of_another_dtype(tmp_path: Path) -> None:
     """Where no kernel takes norm and product together, one takes the product, or two with their gate."""
@@ -141,9 +156,10 @@ def test_positions_of_any_integers(tmp_path: Path) -> None:
 def test_steps_of_all_lengths_are_one_graph(tmp_path: Path) -> None:
     """Where kernels attend in every layer on every device; others have one graph for each span."""
     directory = made("llama", tmp_path)
-    for kind, expected in (("fp16", [LENGTH]), ("q8", [32, 64, LENGTH])):
-        plan = planned(directory, "reduce", (3, 1), Cache(kind, BATCH * LENGTH))
+    for kind in ("fp16", "q8", "fp8", "fp32"):
+        expected = [32, 64, LENGTH] if kind == "fp32" else [LENGTH]
+        plan = planned(directory, "reduce", (3, 1), Cache("fp16" if kind == "fp32" else kind, BATCH * LENGTH))
         with compile_plan(plan, backend="cpu", scratch=False) as context, pytest.MonkeyPatch.context() as patched:
             patched.setattr(steps, "_SHORTEST_SPAN", 32)
-            decoder = Decoder(context, directory, load_weights(plan, directory, context))
+            decoder = Decoder(context, directory, load_weights(plan, directory, context), cache=kind)
             assert list(decoder.steps(1)._spans()) == expected

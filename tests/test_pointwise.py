@@ -78,11 +78,12 @@ def test_a_decoder_does_without_kernels(tmp_path: Path, launches: Counter[str]) 
         assert launches
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3"])
 @pytest.mark.parametrize("kind", ["q8", "fp8"])
-def test_caches_that_round_are_left_to_torch(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Heads are turned by a kernel all the same."""
-    directory = made("llama", tmp_path)
-    plan = planned(directory, "reduce", (1,), Cache(kind, BATCH * LENGTH))
+def test_caches_that_round(kind: str, model_type: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Kernels write them as torch does, to the bit, also those of windows, and behind norms."""
+    directory = made(model_type, tmp_path)
+    plan = planned(directory, "reduce", (3, 1), Cache(kind, BATCH * LENGTH))
     expected = said(directory, plan)
     calls: Counter[str] = request.getfixturevalue("launches")
     for found, right in zip(said(directory, plan), expected, strict=True):

@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5
 
 
-def kernels(dtype: torch.dtype, activation: str = "silu") -> Pointwise:
+def kernels(dtype: torch.dtype, activation: str = "silu", kind: str = "fp16") -> Pointwise:
     """Return those of the first GPU."""
-    return Pointwise(torch.device("cuda", 0), dtype, EPS, activation)
+    return Pointwise(torch.device("cuda", 0), dtype, EPS, activation, kind)
 
 
 def steps_between(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -123,14 +123,35 @@ def test_turns(shape: tuple[int, int, int, int, int], dtype: torch.dtype, *, nor
 
     sequences, places = torch.arange(rows, device="cuda") % 6, torch.randperm(rows, device="cuda")
     numbers = torch.stack((sequences, places, places), dim=1)
-    stores = [Store("fp16", (6, keys, rows, width), dtype, x.device) for _ in range(2)]
-    again = x.clone()
-    to = Places(*stores[0].in_a_row(), numbers[:, 0], numbers[:, 1])
-    assert kernels(dtype).turn(again, (queries, keys), by, norms, to)
-    assert torch.equal(again, found)
     k_RHK, v_RHK = found[:, queries : queries + keys], found[:, queries + keys :]
-    stores[1].write(sequences, slice(None), places, side_by_side(k_RHK, v_RHK))
-    assert torch.equal(stores[0]._parts[0], stores[1]._parts[0])
+    for kind in ("fp16", "fp8", "q8") if width != 80 else ("fp16", "fp8"):
+        stores = [Store(kind, (6, keys, rows, width), dtype, x.device) for _ in range(2)]
+        again = x.clone()
+        to = Places(*stores[0].in_a_row(), numbers[:, 0], numbers[:, 1], stores[0].scales)
+        assert kernels(dtype, kind=kind).turn(again, (queries, keys), by, norms, to)
+        assert torch.equal(again, found)
+        stores[1].write(sequences, slice(None), places, side_by_side(k_RHK, v_RHK))
+        for part, right in zip(stores[0]._parts, stores[1]._parts, strict=True):
+            assert torch.equal(part, right)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "q8"])
+def test_caches_round_every_number(kind: str, dtype: torch.dtype) -> None:
+    """Kernels write what torch writes of each number that there is, in groups of any size, and of zeros."""
+    every = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype)
+    every = torch.cat((every[every.isfinite()], torch.zeros(64, device="cuda", dtype=dtype)))
+    mixed = every[torch.randperm(len(every), device="cuda")]
+    values = torch.cat([each[: len(each) // 64 * 64] for each in (every, mixed)]).view(-1, 64)
+    x = torch.stack((torch.zeros_like(values), torch.zeros_like(values), values), dim=1)
+    by = angles(*torch.zeros(2, len(x), 64, device="cuda", dtype=dtype))
+    stores = [Store(kind, (1, 1, len(x), 64), dtype, x.device) for _ in range(2)]
+    sequences, places = torch.zeros(len(x), dtype=torch.int64, device="cuda"), torch.arange(len(x), device="cuda")
+    assert kernels(dtype, kind=kind).turn(
+        x, (1, 1), by, (), Places(*stores[0].in_a_row(), sequences, places, stores[0].scales)
+    )
+    stores[1].write(sequences, slice(None), places, side_by_side(x[:, 1:2], x[:, 2:]))
+    for part, right in zip(stores[0]._parts, stores[1]._parts, strict=True):
+        assert torch.equal(part, right)
 
 
 def test_rows_of_nobody_are_not_written(dtype: torch.dtype) -> None:

@@ -37,6 +37,7 @@ def steps_on(
     dtype: torch.dtype,
     settings: Settings,
     head_dims: Collection[int],
+    kind: str,
     *,
     kernels: bool = True,
     joint: bool = False,
@@ -49,12 +50,13 @@ def steps_on(
         dtype: of the activations.
         settings: of the model.
         head_dims: elements of a head, of all layers.
+        kind: of the cache.
         kernels: whether there shall be any.
         joint: whether also those that add up what several devices have.
         experts: whether layers have any.
     """
     if kernels and has_kernels(place, dtype):
-        return Fused(place, dtype, settings, head_dims, joint=joint, experts=experts)
+        return Fused(place, dtype, settings, head_dims, kind, joint=joint, experts=experts)
     return Plain(settings.norm_eps, settings.activation)
 
 
@@ -72,6 +74,7 @@ class Fused(Plain):
         dtype: torch.dtype,
         settings: Settings,
         head_dims: Collection[int],
+        kind: str,
         *,
         joint: bool = False,
         experts: bool = False,
@@ -83,6 +86,7 @@ class Fused(Plain):
             dtype: of the activations, of 16 bits.
             settings: of the model.
             head_dims: elements of a head, of all layers.
+            kind: of the cache.
             joint: whether also those that add up what several devices have.
             experts: whether layers have any.
         """
@@ -90,17 +94,17 @@ class Fused(Plain):
         self.joint_rows = gemv.MOST_ALONE if joint else 0
         self._name = next(name for name, each in ACTIVATIONS.items() if each is settings.activation)
         cap = settings.attention_cap
-        sizes = [size for size in head_dims if Attention.takes(place, dtype, size)]
-        names = [*pointwise.names_of(dtype, self._name), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
+        sizes = [size for size in head_dims if Attention.takes(place, dtype, size, kind)]
+        names = [*pointwise.names_of(dtype, self._name, kind), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
         names += gemv.joint_names_of(dtype) if joint else ()
-        names += [attention.name_of(dtype, size, cap) for size in sizes]
+        names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
         names += mixture.names_of(dtype) if experts else ()
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for name in names)  # all at the same time
-        self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name)
+        self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name, kind)
         self._gemv = Gemv(place, dtype, joint=joint)
         self._skinny = Skinny(place, dtype)
-        self._attention = {size: Attention(place, dtype, size, cap) for size in sizes}
+        self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._mixture = Mixture(place, dtype, self._name) if experts else None
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -197,25 +201,23 @@ class Fused(Plain):
         kept: Tensor | None = None,
     ) -> None:
         """Do that, and write the keys and values to the heads' cache."""
-        if heads.cache.is_plain:
-            to = Places(*heads.cache.in_a_row(), sequences, places)
-            if self._pointwise.turn(qkv_RHK, (heads.queries, heads.keys), turn.angles, turn.norms, to):
-                return
-        super().keep(qkv_RHK, heads, turn, sequences, places, kept=kept)
+        to = Places(*heads.cache.in_a_row(), sequences, places, heads.cache.scales)
+        if not self._pointwise.turn(qkv_RHK, (heads.queries, heads.keys), turn.angles, turn.norms, to):
+            super().keep(qkv_RHK, heads, turn, sequences, places, kept=kept)
 
     def attends(self, heads: Heads) -> bool:
         """Tell whether a kernel attends, which needs no mask."""
-        return heads.cache.is_plain and heads.cache.head_dim in self._attention
+        return heads.cache.head_dim in self._attention
 
     def attend(self, qkv_RHK: Tensor, heads: Heads, where: Where, *, scale: float, cap: float | None) -> Tensor:
         """Return what the queries of one token of each sequence find in the heads' cache, ``[R, H × K]``."""
         if not self.attends(heads):
             return super().attend(qkv_RHK, heads, where, scale=scale, cap=cap)
-        kernel, halves = self._attention[heads.cache.head_dim], heads.cache.halves
+        kernel, cache = self._attention[heads.cache.head_dim], heads.cache
         found = []
         for run in heads.runs:
-            k_BHLK, v_BHLK = (some_of(half, run.keys, dim=1) for half in halves)
-            found.append(kernel(qkv_RHK[:, run.queries], k_BHLK, v_BHLK, where.positions, scale=scale))
+            k_BHLK, v_BHLK, *scales = (some_of(x, run.keys, dim=1) for x in (*cache.halves, *cache.scales))
+            found.append(kernel(qkv_RHK[:, run.queries], k_BHLK, v_BHLK, where.positions, scales, scale=scale))
         return together(found, dim=1)
 
     def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:

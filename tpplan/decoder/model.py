@@ -108,6 +108,7 @@ class Decoder:
                 context.dtype,
                 self._settings,
                 head_dims,
+                kind,
                 kernels=kernels,
                 joint=joint,
                 experts=experts,
