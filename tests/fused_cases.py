@@ -14,11 +14,35 @@ from tpplan.decoder.layers import rms_norm
 from tpplan.decoder.settings import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from tpplan.decoder.gemv import Norm
+
+
+class FakeChannel:
+    """Adds up what all devices have.
+
+    Attributes:
+        parts: by device, what is added to, and a part.
+    """
+
+    def __init__(self) -> None:
+        """Know of nothing."""
+        self.parts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def run(self, launches: Sequence[Callable[[], None]]) -> None:
+        """Add up; all devices take part."""
+        assert not self.parts
+        for launch in launches:
+            launch()
+        assert len(self.parts) == len(launches)
+        parts = [part for _, (_, part) in sorted(self.parts.items())]
+        total = sum(parts[1:], parts[0])
+        for to, _ in self.parts.values():
+            to.copy_(to.float() + total)
+        self.parts.clear()
 
 
 class FakeGemv:
@@ -30,10 +54,16 @@ class FakeGemv:
 
     calls: Counter[str] = Counter()  # noqa: RUF012 (of all, as said)
 
-    def __init__(self, place: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
         """Take any device."""
         assert isinstance(place, torch.device)
-        self._dtype = dtype
+        self._dtype, self._is_joint = dtype, joint
+
+    def joint(self, to: Tensor, x: Tensor, weight: Tensor, channel: FakeChannel, device: int) -> None:
+        """Multiply, and leave the rest to a channel."""
+        assert self._is_joint
+        self.calls["joint"] += 1
+        channel.parts[device] = to, x.float() @ weight.float().mT
 
     def takes(self, x: Tensor, weight: Tensor, norm: Tensor | None = None, *, gated: bool = False) -> bool:
         """Take few rows."""

@@ -26,6 +26,6 @@ MOST_DEVICES = 16
 CALLERS = MEMORIES + MOST_DEVICES
 MOST_OWN = MOST_WORDS - CALLERS
 #: Most blocks of a kernel, and how many of them add up.
-MOST_BLOCKS, ADDERS = 1024, 16
+MOST_BLOCKS, ADDERS = 1024, 64
 #: Bytes of an element in a slot.
 ELEMENT = 8

@@ -50,6 +50,8 @@ _MODULES = {
 }
 _SOURCES = (
     "cache_tiles.py",
+    "channel_messages.py",
+    "channel_table.py",
     "exchange_kernels.py",
     "exchange_table.py",
     "finishing.py",
