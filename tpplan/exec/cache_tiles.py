@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from attrs import frozen
-from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
@@ -21,8 +20,7 @@ from tpplan.exec import tiles
 from tpplan.exec.ptx import Emitter, emitter
 
 _WORD = types.uint64
-_INT = ir.IntType(32)
-#: Registers of the elements that share a scale.
+#: Registers of 8 bytes, which share a scale.
 _VECTOR = 2
 #: Bytes of elements for each byte of scales.
 SHARING = 16
@@ -40,7 +38,8 @@ _of_whole = emitter(
     "u32 u32",
     "u32 u32",
 )
-#: Of four floats: 1/256 of them. A sign is added to itself, and so goes ahead of another bit of an exponent.
+#: Of four floats: 1/256 of them. A sign is added to itself, and so goes ahead of another bit of an exponent. NaN, which
+#: no finite number becomes in a cache, is 480 here.
 _of_floats = emitter(
     "{ .reg .b32 x, y, s; prmt.b32 x, $2, 0, 0x4140; prmt.b32 y, $2, 0, 0x4342; "
     "and.b32 s, x, 0x00800080; add.u32 x, x, s; and.b32 s, y, 0x00800080; add.u32 y, y, s; "
