@@ -158,19 +158,23 @@ def test_a_damaged_cache_is_probed_anew(damage: Callable[[str], bytes], probes: 
     assert file.read_text() == text
 
 
-@pytest.mark.parametrize("change", ["source", "compiler", "setting"])
+@pytest.mark.parametrize("change", ["source", "shared source", "compiler", "setting"])
 def test_what_real_verdicts_depend_on(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real GPUs' verdicts are on the kernels too: another source, compiler or setting makes old ones worthless."""
-    for source in kernel_cache._SOURCES:
-        (tmp_path / source).write_text("a kernel")
+    sources = tmp_path / "tpplan" / "exec"
+    sources.mkdir(parents=True)
+    for module in (*kernel_cache._OWN, kernel_cache.__name__):
+        (sources / f"{module.rpartition('.')[2]}.py").write_text("from tpplan.exec import rounding")
+    (sources / "rounding.py").write_text("shared by kernels")
     (tmp_path / "version").write_text("driver 1\nbuilt then\n")
-    monkeypatch.setattr(kernel_cache, "__file__", str(tmp_path / "kernel_cache.py"))
+    monkeypatch.setattr(kernel_cache, "__file__", str(sources / "kernel_cache.py"))
     monkeypatch.setattr(link_driver, "_DRIVER_VERSIONS", (str(tmp_path / "version"),))
     before = link_driver.TorchDriver().software()
     assert before == link_driver.TorchDriver().software()
     assert before.startswith("driver 1; torch ")
     changes: dict[str, Callable[[], object]] = {
-        "source": lambda: (tmp_path / "slot_kernels.py").write_text("another kernel"),
+        "source": lambda: (sources / "slot_kernels.py").write_text("another kernel"),
+        "shared source": lambda: (sources / "rounding.py").write_text("another function"),
         "compiler": lambda: monkeypatch.setattr(kernel_cache, "_version", lambda _: "another version"),
         "setting": lambda: monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -48,26 +49,9 @@ _MODULES = {
     "sum": "tpplan.exec.kernels",
     "turn": "tpplan.decoder.turn_kernels",
 }
-_SOURCES = (
-    "cache_tiles.py",
-    "channel_messages.py",
-    "channel_table.py",
-    "exchange_kernels.py",
-    "exchange_table.py",
-    "finishing.py",
-    "kernel_cache.py",
-    "kernels.py",
-    "landing_kernels.py",
-    "messages.py",
-    "packet_kernels.py",
-    "program.py",
-    "ptx.py",
-    "slot_kernels.py",
-    "slot_table.py",
-    "straight_kernels.py",
-    "straight_table.py",
-    "tiles.py",
-)
+_OWN = [module for module in _MODULES.values() if module.startswith("tpplan.exec.")]
+#: What a module of kernels takes from others of the executor and the decoder; the plan half has nothing for kernels.
+_IMPORTS = re.compile(r"^ *from (tpplan\.(?:exec|decoder)[\w.]*) import (\([^)]*\)|.+)", re.MULTILINE)
 _COMPILERS = (
     "numba",
     "llvmlite",
@@ -97,17 +81,28 @@ def digest(module: str = "") -> str:
     """Return 16 hexadecimal digits that change with the kernels' sources and with their compilers.
 
     Args:
-        module: of a kernel, if it may be one of another package than this.
+        module: of kernels; all that the executor has if not given.
     """
-    sha, here = hashlib.sha256(), Path(__file__).parent
-    paths = [here / source for source in _SOURCES]
-    if module and not module.startswith(f"{__package__}."):
-        folder = here.parents[1].joinpath(*module.split(".")).parent
-        paths += sorted(folder.glob("*_kernels.py"))  # which share functions
-    for path in paths:
-        sha.update(path.read_bytes())
+    sha = hashlib.sha256()
+    for _, text in sorted(_sources([module] if module else _OWN).items()):
+        sha.update(text)
     sha.update(repr([(package, _version(package)) for package in _COMPILERS]).encode())
     return sha.hexdigest()[:16]
+
+
+def _sources(modules: Iterable[str]) -> dict[str, bytes]:
+    """Return what is in the files of modules and of all that they import, by name; and in this one."""
+    found: dict[str, bytes] = {}
+    root, asked = Path(__file__).parents[2], [*modules, "tpplan.exec.kernel_cache"]
+    while asked:
+        name = asked.pop()
+        path = root.joinpath(*name.split(".")).with_suffix(".py")
+        if name in found or not path.is_file():  # a package, or what is no module
+            continue
+        found[name] = path.read_bytes()
+        for package, names in _IMPORTS.findall(found[name].decode()):
+            asked += [package, *(f"{package}.{each}" for each in re.findall(r"\w+", names))]
+    return found
 
 
 def load(name: str, capability: tuple[int, int]) -> Any:
