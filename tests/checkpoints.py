@@ -90,9 +90,10 @@ def llama_layers(matrix: Any, dtype: str = "F16") -> Tensors:
 def save_random(directory: Path, config: Mapping[str, Any], dtype: str, shard_bytes: int = 2**30) -> Path:
     """Save a transformers model of this config, all of its tensors random, and return the directory."""
     import torch  # noqa: PLC0415 (tests of headers alone do without)
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).to(getattr(torch, dtype))
+    from tests.family_models import build, hub_config  # noqa: PLC0415
+
+    model = build(hub_config(dict(config))).to(getattr(torch, dtype))
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():
             tensor.normal_()

@@ -6,6 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tpplan.families.wrappers import WRAPPERS
+
 Keys = dict[str, st.SearchStrategy[Any]]
 
 _FLAG = st.booleans()
@@ -112,6 +114,34 @@ _NAMES: dict[str, dict[str, str | None]] = {
     "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": None},
 }
 
+_TOWER = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+_CLIP = {"model_type": "clip_vision_model", **_TOWER}
+_SIGLIP = {"model_type": "siglip_vision_model", **_TOWER}
+
+#: For each model of text and images the smallest part that reads images.
+VISION: dict[str, dict[str, Any]] = {
+    "gemma3": _SIGLIP,
+    "internvl": {"model_type": "internvl_vision", **_TOWER},
+    "llava": _CLIP,
+    "llava_next": _CLIP,
+    "llava_onevision": _SIGLIP,
+    "mistral3": {"model_type": "pixtral", "head_dim": 4, **_TOWER},
+    "paligemma": _SIGLIP,
+    "vipllava": _CLIP,
+}
+
+#: And the language models that it is known to have.
+_INNER = {
+    "gemma3": ("gemma3_text",),
+    "internvl": ("qwen2", "llama", "qwen3", "qwen3_moe"),
+    "llava": ("llama", "mistral"),
+    "llava_next": ("llama", "mistral", "qwen2"),
+    "llava_onevision": ("qwen2",),
+    "mistral3": ("mistral",),
+    "paligemma": ("gemma", "gemma2"),
+    "vipllava": ("llama",),
+}
+
 #: Families whose latent attention or old form gives every query head its own keys.
 _UNGROUPED = {"gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3"}
 
@@ -119,11 +149,11 @@ _UNGROUPED = {"gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3"}
 @st.composite
 def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     """Draw a small config of a family: grouped, multi-query or plain, with and without the keys that it may have."""
-    if model_type == "gemma3":
-        vision = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
-        text = draw(configs("gemma3_text"))
-        tied = {key: text.pop(key) for key in ("tie_word_embeddings",) if key in text}
-        return {**tied, "model_type": "gemma3", "text_config": text, "vision_config": vision}
+    if model_type in WRAPPERS:
+        text = draw(configs(draw(st.sampled_from(_INNER[model_type]))))
+        # Where neither config says whether the output matrix is the embedding, versions of transformers differ.
+        tied = {"tie_word_embeddings": text.pop("tie_word_embeddings", draw(_FLAG))}
+        return {**tied, "model_type": model_type, "text_config": text, "vision_config": VISION[model_type]}
     always, sometimes = FAMILY_KEYS[model_type]
     kv_heads = draw(st.integers(1, 3))
     q_heads = kv_heads * (1 if model_type in _UNGROUPED else draw(st.integers(1, 3)))

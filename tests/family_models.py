@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from tpplan import families
 from tpplan.axes import Axis
 from tpplan.config import Config, read_config
+from tpplan.families.wrappers import WRAPPERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,10 +51,16 @@ def hub_config(data: dict[str, Any]) -> Any:
     return AutoConfig.for_model(**data)
 
 
+def build(config: Any, **options: Any) -> Any:
+    """Build transformers' model of a config, with what reads images if the config has that."""
+    auto = AutoModelForImageTextToText if config.model_type in WRAPPERS else AutoModelForCausalLM
+    return auto.from_config(config, **options)
+
+
 def meta_model(config: Any) -> PreTrainedModel:
     """Build the model without its weights."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return build(config)
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -61,7 +68,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     state = {name: tensor for name, tensor in model.state_dict().items() if name in own}
     tensors = revert_weight_conversion(model, state)
-    ignored = ("vision_tower.", "multi_modal_projector.")
+    ignored = ("vision_tower.", "multi_modal_projector.", "image_newline")
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(ignored)}
 
 

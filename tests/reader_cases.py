@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import LLAMA, Tensors
-from tests.family_models import hub_config
+from tests.family_models import build, hub_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +26,7 @@ def small(**changes: Any) -> dict[str, Any]:
 def save(directory: Path, data: dict[str, Any], dtype: torch.dtype, shard: str) -> None:
     """Save a model of random weights as transformers does with one that it loaded from the hub."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(hub_config(data), dtype=dtype)
+    model = build(hub_config(data), dtype=dtype)
     for name, tensor in model.named_buffers():
         if name.endswith(".e_score_correction_bias"):  # stays as it is on the hub
             tensor.data = tensor.data.float()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from tests.family_configs import FAMILY_KEYS, configs
+from tests.family_configs import FAMILY_KEYS, VISION, configs
 from tests.family_models import (
     INCOMPLETE_DEFAULTS,
     assert_consistent,
@@ -54,7 +54,7 @@ def test_small_configs_give_the_tensors_and_windows_of_transformers(model_type: 
 
 def test_every_family_is_drawn() -> None:
     """No family escapes the comparison."""
-    assert {*FAMILY_KEYS, "gemma3"} == set(families.supported())
+    assert {*FAMILY_KEYS, *VISION} == set(families.supported())
 
 
 @pytest.mark.parametrize(("model_type", "family"), families.FAMILIES.items())
@@ -102,3 +102,23 @@ def test_nested_text_config_may_leave_out_nearly_everything() -> None:
     assert full.layers == (5, 11, 17, 23, 29)
     assert sliding.attention
     assert (sliding.attention.window, spec.max_context, spec.dtype) == (1024, 131_072, "float16")
+
+
+@pytest.mark.parametrize("inner", ["gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"])
+def test_language_models_of_wrappers_may_leave_out_all_keys(inner: str) -> None:
+    """What is as in the configuration class of the language model is in no nested config that transformers saves."""
+    tied = inner.startswith("gemma")
+    raw = {"model_type": "llava", "text_config": {"model_type": inner}, "tie_word_embeddings": tied}
+    config = hub_config(raw)
+    assert_same_tensors(spec_of(raw), saved_tensors(meta_model(config)))
+    assert spec_of(raw) == spec_of(config.to_dict())
+    assert spec_of(raw).max_context == config.text_config.max_position_embeddings
+
+
+def test_a_wrapper_that_does_not_say_is_tied_as_its_language_model() -> None:
+    """Mistral-Small-3.1's config.json has no such key, and its checkpoint an output matrix of its own."""
+    text = {"model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40}
+    spec = spec_of({"model_type": "mistral3", "text_config": text | {"head_dim": 128, "vocab_size": 131072}})
+    assert not spec.tied_embeddings
+    assert "language_model.lm_head.weight" in {parameter.name for parameter in spec.parameters}
+    assert spec.parameter_count == 23_572_403_200  # what the model card calls 24B, without what reads images

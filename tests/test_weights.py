@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import tpplan
 from tests.checkpoints import fill_random, save_random, saved_values
-from tests.family_configs import configs
+from tests.family_configs import VISION, configs
 from tests.format_cases import CASES, make
 from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded, plans_of
 from tpplan import families
@@ -110,6 +110,36 @@ def test_a_prefix_that_the_checkpoint_leaves_out(tmp_path: Path) -> None:
     weights = loaded(plan, directory)
     assert weights[0].keys() == saved.keys()
     assert all(torch.equal(weights[0][name], tensor) for name, tensor in saved.items())
+
+
+def test_names_of_a_wrapper_as_newer_tools_write_them(tmp_path: Path) -> None:
+    """``model.language_model.`` is what the hub calls ``language_model.model.``; what reads images is passed over."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 4}
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 2, "vocab_size": 12, "pad_token_id": 0}
+    text = {"model_type": "mistral", **sizes, **heads}
+    config = {"model_type": "mistral3", "text_config": text, "vision_config": VISION["mistral3"]}
+    directory = save_random(tmp_path, {**config, "tie_word_embeddings": False}, "float32")
+    saved = saved_values(directory)
+    model = tpplan.read_model(directory)
+    plan = tpplan.plan(model, tpplan.parse_devices("1GiB"), max_rows=1)
+    from safetensors.torch import save_file  # noqa: PLC0415 (no stubs)
+
+    newer = {
+        re.sub(r"^(vision_tower|multi_modal_projector)", r"model.\1", name)
+        .replace("language_model.lm_head.", "lm_head.")
+        .replace("language_model.model.", "model.language_model."): tensor
+        for name, tensor in saved.items()
+    }
+    assert newer.keys().isdisjoint(saved)
+    save_file(newer, tmp_path / "model.safetensors")
+    assert tpplan.read_model(directory) == model
+    weights = loaded(plan, directory)
+    assert weights[0].keys() == {name for name in saved if name.startswith("language_model.")}
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights[0].items())
+    head = "language_model.lm_head.weight"
+    save_file({**newer, head: saved[head].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(tpplan.ModelError, match=r"has 'language_model\.lm_head\.weight' twice"):
+        tpplan.read_model(directory)
 
 
 def test_matrices_of_a_device_follow_each_other(tmp_path: Path) -> None:

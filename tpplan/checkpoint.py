@@ -26,6 +26,7 @@ MAX_HEADER_BYTES = 100 * 2**20
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LENGTH_BYTES = 8
+_MIXED = "the directory mixes two checkpoints: keep the files of one"
 _HINT = "the file is damaged, incomplete or not made by safetensors: fetch it again"
 
 
@@ -58,6 +59,24 @@ class Headers:
 
     tensors: Mapping[str, Tensor]
     file_bytes: int
+
+    def renamed(self, starts: Mapping[str, str]) -> Headers:
+        """Return the same tensors, with other names for those whose names start so.
+
+        Args:
+            starts: of names, and what comes in their place; no name has two of them.
+
+        Raises:
+            ModelError: two tensors would have the same name.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.tensors.items():
+            start = next(filter(name.startswith, starts), "")
+            own = starts.get(start, "") + name.removeprefix(start)
+            if own in tensors:
+                raise ModelError(f"the checkpoint has {own[:120]!r} twice, also as {name[:120]!r}", _MIXED)
+            tensors[own] = tensor
+        return Headers(tensors, self.file_bytes)
 
 
 def read_headers(directory: Path) -> Headers | None:
@@ -98,7 +117,7 @@ def read_headers(directory: Path) -> Headers | None:
         if twice := found.keys() & tensors.keys():
             tensor = min(twice)
             message = f"tensor {tensor!r} is both in {tensors[tensor].file} and in {name} ({len(twice)} such tensors)"
-            raise ModelError(message, "the directory mixes two checkpoints: keep the files of one")
+            raise ModelError(message, _MIXED)
         tensors |= found
         file_bytes += size
     if index:

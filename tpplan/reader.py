@@ -40,8 +40,9 @@ def read_model(path: str | Path) -> ModelSpec:
     name = _name(path)
     if headers is None:
         return stored_by_formula(spec_from_config(config, name), read_scheme(config))
-    logical = _as_tied_as_stored(config, headers, name)
-    return stored_by_headers(logical, read_scheme(config), headers, tolerated(logical.model_type))
+    known = tolerated(spec_from_config(config, name).model_type)
+    headers = headers.renamed(known.renamed)
+    return stored_by_headers(_as_tied_as_stored(config, headers, name), read_scheme(config), headers, known)
 
 
 def _as_tied_as_stored(config: Config, headers: Headers, name: str) -> ModelSpec:

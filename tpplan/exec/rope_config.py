@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from tpplan.config import Config
 from tpplan.exec.rope_scaling import Default, Dynamic, Linear, Llama3, LongRope, Scaling, Yarn
 from tpplan.families import FAMILIES
+from tpplan.families.wrappers import text_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ _HIGHEST_THETA: Final = 1e18
 _GPTJ: Final = frozenset({"cohere", "cohere2", "deepseek_v2", "deepseek_v3", "glm4"})
 
 #: Families whose layers with a sliding window have a base of their own.
-_LOCAL: Final = frozenset({"gemma3", "gemma3_text"})
+_LOCAL: Final = frozenset({"gemma3_text"})
 
 #: Kinds whose factor may be left out: it is the context over the original one.
 _RATIO: Final = frozenset({"yarn", "longrope"})
@@ -61,13 +62,11 @@ _DEFAULTS: Final[dict[str, dict[str, object]]] = {
 
 def read_rope(data: Mapping[str, object], layer_type: str | None) -> tuple[float, int, Scaling, Style]:
     """Read the attributes of a Rope from the object in a config.json."""
-    config = Config(data, "config.json")
-    model_type = config.text("model_type")
+    model_type, config = text_part(Config(data, "config.json"))
     defaults: Mapping[str, object] = _DEFAULTS.get(model_type, {})
     if family := FAMILIES.get(model_type):
         defaults = {"rope_theta": 1e4, **family.defaults, **defaults}
-        data = _object(config, family.text) if family.text else data
-    config = Config({**defaults, **data}, config.source)
+    config = Config({**defaults, **config.data}, config.source)
     if model_type == "gpt2" or config.flag("alibi"):
         raise config.error("this model has no RoPE", "its positions are learned, or ALiBi")
     section = _section(config, model_type, layer_type)

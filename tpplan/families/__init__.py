@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
@@ -10,6 +11,7 @@ from tpplan.families.classic import CLASSIC
 from tpplan.families.dense import DENSE
 from tpplan.families.moe import MOE
 from tpplan.families.shape import TIED, read_shape
+from tpplan.families.wrappers import RENAMED, TEXT, WRAPPERS, text_part
 from tpplan.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -29,23 +31,26 @@ class Tolerated:
     Attributes:
         ignored: patterns (fnmatch) of names that no plan needs.
         prefix: the start of names that some checkpoints leave out, empty if none does.
+        renamed: starts of names that some checkpoints have, and what the family has in their place.
         extra_layers: whether layers beyond the config's ``num_hidden_layers`` may be there (multi-token prediction).
     """
 
     ignored: tuple[str, ...]
     prefix: str
+    renamed: Mapping[str, str]
     extra_layers: bool
 
 
 def supported() -> tuple[str, ...]:
     """Return the supported values of ``model_type``, sorted."""
-    return tuple(sorted(FAMILIES))
+    return tuple(sorted({**FAMILIES, **WRAPPERS}))
 
 
 def tolerated(model_type: str) -> Tolerated:
     """Return what else checkpoints of a supported ``model_type`` may hold, or leave out."""
-    family = FAMILIES[model_type]
-    return Tolerated(family.ignored, family.prefix, family.extra_layers)
+    wrapper = WRAPPERS.get(model_type)
+    family = wrapper.around(FAMILIES[wrapper.text]) if wrapper else FAMILIES[model_type]
+    return Tolerated(family.ignored, family.prefix, RENAMED if wrapper else {}, family.extra_layers)
 
 
 def spec_from_config(config: Config, name: str) -> ModelSpec:
@@ -59,8 +64,9 @@ def spec_from_config(config: Config, name: str) -> ModelSpec:
     for key in family.refused:
         if config.flag(key):
             raise config.error(f"{key} is true, which tpplan does not support", "plans are for decoders only")
-    text = config.section(family.text) if family.text else config
-    shape = read_shape(text, family, tied=config.flag(TIED, default=family.tied))
+    _, text = text_part(config)
+    # A wrapper's own default changed between versions of transformers; that of the language model never did.
+    shape = read_shape(text, family, tied=config.flag(TIED, default=text.flag(TIED, default=family.tied)))
     torch_dtype = _torch_dtype(text) or _torch_dtype(config) or "bfloat16"
     dtype = DTYPES[torch_dtype]
     blocks = tuple(family.block(shape, layers, dtype) for layers in _groups(shape))
@@ -85,21 +91,24 @@ def spec_from_config(config: Config, name: str) -> ModelSpec:
 def _family(config: Config) -> tuple[str, Family]:
     """Return the config's ``model_type`` and its family."""
     model_type = config.text("model_type")
-    family = FAMILIES.get(model_type)
-    if family:
-        return model_type, family
-    known = f"supported are {', '.join(supported())}"
+    wrapper = WRAPPERS.get(model_type)
+    inner = text_part(config)[0]
+    if family := FAMILIES.get(inner):
+        return model_type, wrapper.around(family) if wrapper else family
+    known = f"supported are {', '.join(sorted(FAMILIES) if wrapper else supported())}"
+    if wrapper:
+        raise config.section(TEXT).error(f"the architecture {inner[:60]!r} is not supported", known)
     if not model_type:
         raise config.error("model_type is missing", known)
     architecture = next(iter(config.texts("architectures")), "")
     of = f" ({architecture[:60]!r})" if architecture else ""
-    # No near name: who takes mistral for mistral3 or qwen3_moe for qwen3_next plans for another model.
+    # No near name: who takes mistral for mixtral or qwen3_moe for qwen3_next plans for another model.
     raise config.error(f"the architecture {model_type[:60]!r}{of} is not supported", _text_part(config) or known)
 
 
 def _text_part(config: Config) -> str:
     """Return what to do about a model of text and images whose part for text is supported, empty if it is not."""
-    part = config.raw("text_config")
+    part = config.raw(TEXT)
     inner = part.get("model_type") if isinstance(part, dict) else None
     if not isinstance(inner, str) or inner not in FAMILIES:
         return ""

@@ -28,17 +28,6 @@ _ATTENTION_BIAS = attention("attention_bias", "attention_bias")
 _QWEN_WINDOW = windows(4096, from_max_window_layers, switch="use_sliding_window")
 _FUSED_MLP = (*linear("mlp.gate_up_proj", "ID+ID", "RS"), *linear("mlp.down_proj", "RS", "ID"))
 _FEEDFORWARD_NORMS = (*norm("pre_feedforward_layernorm"), *norm("post_feedforward_layernorm"))
-_GEMMA3_DEFAULTS = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-}
-_GEMMA3_LAYER = (*NORMS, *_FEEDFORWARD_NORMS, *_ATTENTION_BIAS, *head_norms())
 
 
 def _cohere(config: Config, shape: Shape) -> Shape:
@@ -101,24 +90,18 @@ DENSE: Final[dict[str, Family]] = {
     "gemma3_text": Family(
         architectures=("Gemma3ForCausalLM",),
         outside=outside(),
-        layer=_GEMMA3_LAYER,
+        layer=(*NORMS, *_FEEDFORWARD_NORMS, *_ATTENTION_BIAS, *head_norms()),
         dense=gated(),
-        defaults=_GEMMA3_DEFAULTS,
-        flags={"attention_bias": False},
-        tied=True,
-        window=windows(4096, except_every(6)),
-    ),
-    # Text and vision; only the text model is planned. On the hub its names start with language_model.model.
-    "gemma3": Family(
-        architectures=("Gemma3ForConditionalGeneration",),
-        outside=outside(),
-        layer=_GEMMA3_LAYER,
-        dense=gated(),
-        root="language_model.",
-        prefix="",
-        ignored=("*.rotary_emb.inv_freq", "vision_tower.*", "multi_modal_projector.*"),
-        text="text_config",
-        defaults=_GEMMA3_DEFAULTS,
+        defaults={
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+        },
         flags={"attention_bias": False},
         tied=True,
         window=windows(4096, except_every(6)),

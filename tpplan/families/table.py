@@ -164,7 +164,6 @@ class Family:
         tied: the default of ``tie_word_embeddings``.
         mlp_ratio: the intermediate size over the hidden size where the config does not say, 0 for no such rule.
         refused: keys that must be absent, null or false.
-        text: the key that holds the language model's own config, empty if it is not nested.
         fixed_head: whether the head size is always the hidden size over the query heads.
         window: the sliding windows: which layers have one, from the config and the number of layers; None if the family
             has no sliding windows.
@@ -188,7 +187,6 @@ class Family:
     tied: bool = False
     mlp_ratio: int = 0
     refused: tuple[str, ...] = ("is_encoder_decoder",)
-    text: str = ""
     fixed_head: bool = False
     window: Callable[[Config, int], tuple[int, ...]] | None = None
     moe: Callable[[Config, int], tuple[bool, ...]] | None = None

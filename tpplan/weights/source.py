@@ -31,7 +31,7 @@ class Source:
     Attributes:
         directory: that it is in.
         model: as config and headers describe it.
-        headers: of its files.
+        headers: of its files, with the names that tensors have in the model.
     """
 
     directory: Path
@@ -50,7 +50,7 @@ class Source:
         if headers is None:
             hint = "name the directory that has the model's .safetensors files beside config.json"
             raise ModelError(f"{directory} has no weights in safetensors files", hint)
-        return cls(directory, model, headers)
+        return cls(directory, model, headers.renamed(tolerated(model.model_type).renamed))
 
     def find(self, name: str) -> Tensor:
         """Return what the headers say of a tensor of the model, whose prefix the checkpoint may leave out."""

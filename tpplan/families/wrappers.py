@@ -1,0 +1,85 @@
+"""Models of text and images: which part of them is the language model, the only one that is planned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from attrs import evolve, frozen
+
+from tpplan.config import Config
+
+if TYPE_CHECKING:
+    from tpplan.families.table import Family
+
+#: The key that holds the language model's own config.
+TEXT: Final = "text_config"
+
+#: How the names of the language model start on the hub, and how newer tools write the same.
+ROOT: Final = "language_model."
+RENAMED: Final = {"model.language_model.": f"{ROOT}model.", "lm_head.": f"{ROOT}lm_head."}
+
+#: What reads images, and leads from there to the language model.
+_VISION: Final = ("vision_tower.*", "multi_modal_projector.*", "image_newline")
+VISION: Final = (*_VISION, *(f"model.{name}" for name in _VISION))
+
+
+@frozen
+class Wrapper:
+    """A model of text and images around a language model.
+
+    Attributes:
+        architecture: the class of transformers.
+        text: the ``model_type`` of the language model where its own config does not say.
+    """
+
+    architecture: str
+    text: str
+
+    def around(self, family: Family) -> Family:
+        """Return the tables of a language model with the names that they have in the wrapper."""
+        ignored = (*family.ignored, *VISION)
+        return evolve(family, architectures=(self.architecture,), root=ROOT, prefix="", ignored=ignored)
+
+
+WRAPPERS: Final[dict[str, Wrapper]] = {
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text"),
+    "internvl": Wrapper("InternVLForConditionalGeneration", "qwen2"),
+    "llava": Wrapper("LlavaForConditionalGeneration", "llama"),
+    "llava_next": Wrapper("LlavaNextForConditionalGeneration", "llama"),
+    "llava_onevision": Wrapper("LlavaOnevisionForConditionalGeneration", "qwen2"),
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
+    "paligemma": Wrapper("PaliGemmaForConditionalGeneration", "gemma"),
+    "vipllava": Wrapper("VipLlavaForConditionalGeneration", "llama"),
+}
+
+_KEYS: Final = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+)
+_QWEN: Final = (151_936, 4096, 22_016, 32, 32, 32_768)
+
+#: What a nested config may leave out beside what its family always may, as in transformers' configuration classes.
+_DEFAULTS: Final[dict[str, tuple[int, ...]]] = {
+    "gemma": (256_000, 3072, 24_576, 28, 16, 8192),
+    "gemma2": (256_000, 2304, 9216, 26, 8, 8192),
+    "llama": (32_000, 4096, 11_008, 32, 32, 2048),
+    "mistral": (32_000, 4096, 14_336, 32, 32, 131_072),
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+}
+
+
+def text_part(config: Config) -> tuple[str, Config]:
+    """Return the ``model_type`` and the config of the language model, which is all of the model if it has no wrapper.
+
+    Raises:
+        ModelError: the language model's config is missing or no object, or its type is no string.
+    """
+    model_type = config.text("model_type")
+    wrapper = WRAPPERS.get(model_type)
+    if wrapper is None:
+        return model_type, config
+    text = config.section(TEXT)
+    inner = text.text("model_type") or wrapper.text
+    defaults = dict(zip(_KEYS, _DEFAULTS[inner], strict=True)) if inner in _DEFAULTS else {}
+    return inner, Config({**defaults, **text.data}, text.source)
