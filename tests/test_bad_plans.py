@@ -28,15 +28,16 @@ def test_edited_plans(rule: str, edits: dict[str, Any], words: str) -> None:
     for path, value in edits.items():
         plan = edited(plan, path, value)
     Path("edited.json").write_text(codec.dumps(plan), encoding="utf-8")
-    for asked in (
-        ("diff", "edited.json", "edited.json"),
-        ("check", "edited.json", "--model", LLAMA_8B),
-    ):
-        newer = plan.format_version == "1.1" and asked[0] == "diff"
-        if not newer:
-            err = refused(*asked)
-            assert words in err
-            assert rule in err
+    if plan.format_version != "1.1":
+        err = refused("diff", "edited.json", "edited.json")
+        assert words in err
+        assert rule in err
+    done = command("check", "edited.json", "--model", LLAMA_8B)
+    assert done.code == 2
+    assert "edited.json: not checked" in done.out
+    assert "".join(words.split()) in "".join(done.out.split())  # it is wrapped
+    assert rule in done.out
+    assert "hint: " in done.err
     done = command("validate", "edited.json")
     assert done.code == 1
     assert words in done.out
@@ -93,8 +94,11 @@ def test_missing_plan_is_no_answer() -> None:
     """A plan that is not there, or is a directory, is neither valid nor invalid."""
     Path("a.json").write_text(TEXT, encoding="utf-8")
     for name in ("missing.json", "."):
-        for asked in (("show", name), ("diff", "a.json", name), ("validate", "a.json", name)):
+        for asked in (("show", name), ("diff", "a.json", name)):
             assert repr(name) in refused(*asked)
+        for others in (("validate",), ("check", "--model", LLAMA_8B)):
+            done = command(*others, name)
+            assert (done.code, repr(name) in done.out) == (2, True)
 
 
 def test_a_gigabyte_is_not_read() -> None:

@@ -133,6 +133,34 @@ def test_check(plans: tuple[str, str]) -> None:
     assert "does not fit" in verdict["message"]
 
 
+def test_a_plan_that_cannot_be_judged_keeps_no_other_from_it(plans: tuple[str, str]) -> None:
+    """What is missing or no valid plan is told beside the verdicts on the others, and the exit code is the worst."""
+    Path("bad.json").write_text(TEXT.replace('"batch": 2', '"batch": 0'))
+    asked = ("missing.json", plans[0], "bad.json", plans[1])
+    done = command("validate", *asked)
+    assert done.code == 2
+    assert done.out.startswith("missing.json: cannot be read\n  ")
+    assert "a.json: valid\nbad.json: 1 problem\n" in done.out
+    assert done.out.endswith("b.json: valid\n2 of 4 plans valid\n")
+    assert len(done.err.splitlines()) == 2  # a hint for what is wrong, and one for what is missing
+    files = conforms(command("validate", *asked, "--json").out, "validation-report")["files"]
+    assert [file.get("error", {}).get("kind") for file in files] == ["file", None, None, None]
+
+    done = command("check", *asked, "--model", LLAMA_8B)
+    assert done.code == 2
+    assert done.out.startswith("missing.json: not checked\n  ")
+    assert "a.json: current\nbad.json: not checked\n  bad.json has a problem:\n" in done.out
+    assert "  TP008 at request.batch: is 0, expected 1 or more\n" in done.out.replace("    ", "  ")
+    assert done.out.endswith("b.json: current\n2 of 4 plans current\n")
+    document = conforms(command("check", *asked, "--model", LLAMA_8B, "--json").out, "check-report")
+    assert not document["current"]
+    assert [plan.get("error", {}).get("kind") for plan in document["plans"]] == ["file", None, "plan", None]
+    assert [problem["rule"] for problem in document["plans"][2]["error"]["problems"]] == ["TP008"]
+    stale = command("check", *asked, "--model", LLAMA_8B, "--gpus", "24GiB,12GiB")
+    assert stale.code == 2
+    assert "tpplan plan" in stale.err
+
+
 def test_check_holds_plans_against_devices(plans: tuple[str, str]) -> None:
     """With --gpus a plan is stale once it is for other devices, and the document tells what planning again changes."""
     assert command("check", "a.json", "--model", LLAMA_8B, "--gpus", "24GiB,12GiB").code == 0

@@ -10,12 +10,15 @@ from attrs import frozen
 
 from tpplan.codec import fingerprint
 from tpplan.diff import diff
-from tpplan.errors import RequestError
+from tpplan.error_report import ErrorBody, error_report
+from tpplan.errors import RequestError, TpplanError
 from tpplan.infeasible import InfeasibleError
 from tpplan.plandiff import PlanDiff
 from tpplan.planner import replan
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tpplan.devices import Device
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
@@ -38,8 +41,9 @@ class PlanCheck:
     Attributes:
         path: of its file, as it was named.
         current: whether planning again gives the same plan.
-        reasons: why it is stale, empty if it is current.
+        reasons: why it is stale, empty if it is current or was not checked.
         message: the same in words.
+        error: why it was not checked: it cannot be read, or is no valid plan; left out if it was.
         diff: from the plan to the one that planning again gives; left out if it gives none or the same.
     """
 
@@ -47,6 +51,7 @@ class PlanCheck:
     current: bool
     reasons: tuple[StaleReason, ...]
     message: str
+    error: ErrorBody | None = None
     diff: PlanDiff | None = None
 
 
@@ -63,19 +68,25 @@ class CheckReport:
     plans: tuple[PlanCheck, ...]
 
 
-def check(plans: dict[str, SplitPlan], model: ModelSpec, devices: tuple[Device, ...] = ()) -> CheckReport:
+def check(
+    plans: Mapping[str, SplitPlan | TpplanError], model: ModelSpec, devices: tuple[Device, ...] = ()
+) -> CheckReport:
     """Plan again what each plan was asked, for ``model``, and compare.
 
     Args:
-        plans: by the paths of their files.
+        plans: by the paths of their files, or why one cannot be read.
         model: to plan for.
         devices: to plan for; each plan's own by default.
     """
-    checks = tuple(_check(path, plan, model, devices or plan.devices) for path, plan in plans.items())
+    checks = tuple(_check(path, plan, model, devices) for path, plan in plans.items())
     return CheckReport(all(c.current for c in checks), checks)
 
 
-def _check(path: str, old: SplitPlan, model: ModelSpec, devices: tuple[Device, ...]) -> PlanCheck:
+def _check(path: str, old: SplitPlan | TpplanError, model: ModelSpec, devices: tuple[Device, ...]) -> PlanCheck:
+    if isinstance(old, TpplanError):
+        error = error_report(old).error
+        return PlanCheck(path=path, current=False, reasons=(), message=error.message, error=error)
+    devices = devices or old.devices
     was, now = old.model.fingerprint, fingerprint(model)
     reasons, texts = [], []
     if was == now:  # a folder may have another name where the plans are checked

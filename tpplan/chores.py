@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpplan import console
-from tpplan.errors import ExecutionError, UsageError
+from tpplan.errors import ExecutionError, TpplanError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from tpplan.error_report import ErrorBody
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
 
@@ -53,6 +54,20 @@ def read_plan(path: str, *, allow_newer: bool = False) -> SplitPlan:
         text = f"{name} has format {found.format_version}, newer than this tpplan: what only it knows is not shown"
         console.say("warning", text, "warn")
     return found
+
+
+def plan_or_error(path: str) -> SplitPlan | TpplanError:
+    """Read a plan, or return why it cannot be read, for who judges others too."""
+    try:
+        return read_plan(path)
+    except TpplanError as error:
+        return error
+
+
+def advise(errors: Iterable[ErrorBody]) -> None:
+    """Say on standard error what to do about errors, what helps against several once."""
+    for hint in dict.fromkeys(error.hint for error in errors if error.hint):
+        console.say("hint", hint, "hint")
 
 
 def show(plan: SplitPlan, *, json: bool = False, plain: bool = False) -> None:

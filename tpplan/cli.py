@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import CycloptsError
 
 from tpplan import console, usage
-from tpplan.commands import NO, OK, app
+from tpplan.commands import FAILED, NO, OK, app
 from tpplan.errors import InternalError, TpplanError, UsageError
 from tpplan.generate import generate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FAILED, PIPE_CLOSED = 2, 141
+PIPE_CLOSED = 141
 
 #: Stands for a lone ``-`` while arguments are parsed, which would take it for an option; no argument can contain it.
 _DASH = "\0"

@@ -13,7 +13,7 @@ from tpplan import __version__, chores, console
 from tpplan.errors import RequestError, UsageError
 from tpplan.usage import whole
 
-OK, NO = 0, 1
+OK, NO, FAILED = 0, 1, 2
 
 app = App(
     name="tpplan",
@@ -181,7 +181,7 @@ def diff(before: str, after: str, /, *, json: bool = False) -> int:
 
 @app.command(sort_key=6, usage="Usage: tpplan validate [OPTIONS] PLANS...")
 def validate(*plans: str, json: bool = False) -> int:
-    """Check plan files against every rule and list every problem; exit 1 if one is invalid.
+    """Check plan files against every rule and list every problem; exit 1 if one is invalid, 2 if one cannot be read.
 
     Args:
         plans: plan files; - is standard input.
@@ -192,14 +192,16 @@ def validate(*plans: str, json: bool = False) -> int:
 
     found = judge(chores.some(plans), console.read)
     console.answer(found, view, json=json)
-    if not found.ok:
+    if any(file.problems for file in found.files):
         console.say("hint", "make it again with tpplan plan; docs/plan-format.md explains the rules", "hint")
-    return OK if found.ok else NO
+    unread = [file.error for file in found.files if file.error]
+    chores.advise(unread)
+    return FAILED if unread else OK if found.ok else NO
 
 
 @app.command(sort_key=7, usage="Usage: tpplan check --model STR [OPTIONS] PLANS...")
 def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) -> int:
-    """Plan again from what each plan was asked, and compare; exit 1 if one is stale.
+    """Plan again from what each plan was asked, and compare; exit 1 if one is stale, 2 if one is no valid plan.
 
     Args:
         plans: plan files; - is standard input.
@@ -209,20 +211,26 @@ def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) 
     """
     from tpplan.check import check as compare  # noqa: PLC0415
     from tpplan.devices import parse_devices  # noqa: PLC0415
+    from tpplan.plan import SplitPlan  # noqa: PLC0415
     from tpplan.render.verdicts import check as view  # noqa: PLC0415
 
-    stored = {path: chores.read_plan(path) for path in chores.some(plans)}
+    stored = {path: chores.plan_or_error(path) for path in chores.some(plans)}
     devices = parse_devices(gpus, chores.note) if gpus else ()
     spec = chores.read_model(model)
     found = compare(stored, spec, devices)
     console.answer(found, view, json=json)
-    if not found.current:
+    stale = {one.path: stored[one.path] for one in found.plans if one.reasons}
+    if stale:
         # Under another name it may be the wrong model that was named, and nothing to write over a plan.
-        stale = [one.path for one in found.plans if not one.current and stored[one.path].model.name == spec.name]
-        again = filter(None, [chores.remake(stored[path], path, model, gpus or "") for path in stale])
+        own = {
+            path: plan for path, plan in stale.items() if isinstance(plan, SplitPlan) and plan.model.name == spec.name
+        }
+        again = filter(None, [chores.remake(plan, path, model, gpus or "") for path, plan in own.items()])
         hint = "make it again with tpplan plan, and see with tpplan diff what that changes"
         console.say("hint", hint, "hint", again)
-    return OK if found.current else NO
+    unread = [one.error for one in found.plans if one.error]
+    chores.advise(unread)
+    return FAILED if unread else OK if found.current else NO
 
 
 @app.command(sort_key=8)

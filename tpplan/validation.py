@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from tpplan.codec import loads, uncanonical_line
-from tpplan.errors import PlanError
+from tpplan.error_report import ErrorBody, error_report
+from tpplan.errors import PlanError, TpplanError
 from tpplan.problems import Problem
 
 if TYPE_CHECKING:
@@ -23,12 +24,14 @@ class FileReport:
         ok: whether it is a valid plan.
         problems: every rule that it breaks.
         uncanonical_line: first line that tpplan would write another way; 0 if there is none.
+        error: why it cannot be read at all; left out if it can.
     """
 
     path: str
     ok: bool
     problems: tuple[Problem, ...]
     uncanonical_line: int
+    error: ErrorBody | None = None
 
 
 @frozen
@@ -49,10 +52,7 @@ def validate(paths: Iterable[str], read: Callable[[str], str]) -> ValidationRepo
 
     Args:
         paths: of the files.
-        read: returns a file's text.
-
-    Raises:
-        TpplanError: a file cannot be read at all.
+        read: returns a file's text, or raises a :class:`TpplanError`.
     """
     reports = tuple(_report(path, read) for path in paths)
     return ValidationReport(all(report.ok for report in reports), reports)
@@ -64,4 +64,6 @@ def _report(path: str, read: Callable[[str], str]) -> FileReport:
         plan = loads(text, path)
     except PlanError as error:
         return FileReport(path, ok=False, problems=error.problems, uncanonical_line=0)
+    except TpplanError as error:
+        return FileReport(path, ok=False, problems=(), uncanonical_line=0, error=error_report(error).error)
     return FileReport(path, ok=True, problems=(), uncanonical_line=uncanonical_line(text, plan))

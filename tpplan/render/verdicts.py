@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from tpplan.render.text import Line
 
 
-def validation(report: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line]:
+def validation(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     """Lay out a :class:`~tpplan.validation.ValidationReport`."""
     lines: list[Line] = []
     for file in report["files"]:
         count = len(file["problems"])
-        broken = f"{count} problem{'s' if count > 1 else ''}"
+        broken = f"{count} problem{'s' if count > 1 else ''}" if "error" not in file else "cannot be read"
         lines.append(((f"{file['path']}: ", ""), ("valid", "good") if file["ok"] else (broken, "bad")))
+        lines += _below(file["error"]["message"], columns) if "error" in file else []
         lines += [((f"  {p['rule']} ", "bad"), (f"at {p['path'] or 'top level'}: {p['message']}", ""))
                   for p in file["problems"]]  # fmt: skip
         if file["uncanonical_line"]:
@@ -28,12 +29,17 @@ def check(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     """Lay out a :class:`~tpplan.check.CheckReport`."""
     lines: list[Line] = []
     for plan in report["plans"]:
-        verdict = ("current", "good") if plan["current"] else (f"stale ({', '.join(plan['reasons'])})", "bad")
-        lines.append(((f"{plan['path']}: ", ""), verdict))
+        wrong = "not checked" if "error" in plan else f"stale ({', '.join(plan['reasons'])})"
+        lines.append(((f"{plan['path']}: ", ""), ("current", "good") if plan["current"] else (wrong, "bad")))
         texts = [] if plan["current"] else [plan["message"]]
         texts += [plan["diff"]["summary"]] if "diff" in plan else []
-        lines += [line(f"  {part}") for text in texts for part in wrapped(text, columns - 2)]
+        lines += [below for text in texts for below in _below(text, columns)]
     return lines + _total([plan["current"] for plan in report["plans"]], "current")
+
+
+def _below(text: str, columns: int) -> list[Line]:
+    """Return a text under its headline, indented and wrapped."""
+    return [line(f"  {part}") for one in text.split("\n") for part in wrapped(one, columns - 2)]
 
 
 def _total(verdicts: list[bool], word: str) -> list[Line]:
