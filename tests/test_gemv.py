@@ -25,7 +25,7 @@ KERNELS = [
     ("gemv_norm_bf16_1", CAPABILITIES[-1]),
     ("gemv_norm_f16_1", (9, 0)),
     ("gemv_norm_f16_2", CAPABILITIES[0]),
-    ("gemv_norm_bf16_4", (9, 0)),
+    ("gemv_norm_bf16_2", (9, 0)),
 ]
 EPS = 1e-5
 PROCESSORS = 132
@@ -82,7 +82,7 @@ class FakeLauncher:
         """Do it."""
         y, y_pitch, x, x_pitch, weight, pitch, half, size, per, width, rows, plus, plus_pitch, mode, *rest = words
         team, teams, inverse, gain, eps = rest
-        assert rows in {self._count, self._count - 1}
+        assert rows == self._count
         assert threads == 32 * team * teams
         assert [warp * inverse >> 16 for warp in range(team * teams)] == [warp // team for warp in range(team * teams)]
         assert blocks * teams <= -(-size // per) + teams - 1
@@ -119,7 +119,7 @@ def some(kernels: Gemv, *shape: int) -> torch.Tensor:
     return torch.randn(shape).to(kernels._dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2])
 def test_words(kernels: Gemv, rows: int) -> None:
     """Products, with a norm, a bias, a sum or a gate, are told to a kernel of so many rows."""
     torch.manual_seed(rows)
@@ -132,13 +132,11 @@ def test_words(kernels: Gemv, rows: int) -> None:
 
     assert kernels.takes(x_RK, weight_NK, norm.weight, gated=True)
     check(kernels.linear(x_RK, weight_NK, bias_N, norm), functional.linear(normed_RK, weight_NK, bias_N))
-    assert kernels.takes(x_RK, weight_NK) == (rows <= 2)
-    if rows <= 2:
-        check(kernels.linear(x_RK, weight_NK), functional.linear(x_RK, weight_NK))
-        to_RN = some(kernels, rows, 26)
-        expected = to_RN.addmm(x_RK, weight_NK.mT)
-        kernels.add(to_RN, x_RK, weight_NK)
-        check(to_RN, expected)
+    check(kernels.linear(x_RK, weight_NK), functional.linear(x_RK, weight_NK))
+    to_RN = some(kernels, rows, 26)
+    expected = to_RN.addmm(x_RK, weight_NK.mT)
+    kernels.add(to_RN, x_RK, weight_NK)
+    check(to_RN, expected)
     for name, act in ACTIVATIONS.items():
         if name in GATES:
             gate, up = functional.linear(normed_RK, weight_NK, bias_N).chunk(2, dim=-1)
@@ -147,13 +145,12 @@ def test_words(kernels: Gemv, rows: int) -> None:
 
 def test_what_is_not_taken(kernels: Gemv) -> None:
     """Many rows, other dtypes and strides, and what torch does faster, are left to torch."""
-    x_RK, weight_NK, norm_K = some(kernels, 4, 4096), some(kernels, 8, 4096), some(kernels, 8200)
+    x_RK, weight_NK, norm_K = some(kernels, 2, 4096), some(kernels, 8, 4096), some(kernels, 8200)
     assert kernels.takes(x_RK, weight_NK, norm_K[:4096])
-    assert not kernels.takes(some(kernels, 5, 4096), weight_NK, norm_K[:4096])
+    assert not kernels.takes(some(kernels, 3, 4096), weight_NK, norm_K[:4096])
     for odd_K in (norm_K[1:4097], norm_K[:4096].float(), norm_K[:8192:2]):
         assert not kernels.takes(x_RK, weight_NK, odd_K)
-    assert not kernels.takes(x_RK[:3], weight_NK)
-    x_RK = x_RK[:2]
+    assert not kernels.takes(some(kernels, 3, 4096), weight_NK)
     assert kernels.takes(x_RK, weight_NK)
     assert not kernels.takes(x_RK[:0], weight_NK)
     assert not kernels.takes(x_RK.float(), weight_NK)

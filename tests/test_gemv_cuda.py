@@ -28,7 +28,7 @@ def check(found: torch.Tensor, exact: torch.Tensor) -> None:
     assert (found - exact).abs().mean() <= step / 4
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("size", "width"), SIZES)
 def test_products(size: int, width: int, rows: int, dtype: torch.dtype) -> None:
     """Plain ones, with a bias, added to what is there, and behind a norm; rows may be parts of longer ones."""
@@ -37,25 +37,25 @@ def test_products(size: int, width: int, rows: int, dtype: torch.dtype) -> None:
     weight_NK = (torch.randn(size, width, device="cuda") / width**0.5).to(dtype)
     bias_N, gain_K = (torch.randn(count, device="cuda").to(dtype) for count in (size, width))
     run = kernels(dtype)
-    if run.takes(x_RK, weight_NK):
-        exact = x_RK.float() @ weight_NK.float().mT
-        found = run.linear(x_RK, weight_NK)
-        check(found, exact)
-        assert torch.equal(found, run.linear(x_RK, weight_NK))
-        check(run.linear(x_RK, weight_NK, bias_N), exact + bias_N)
-        to_RN = torch.randn(rows, size + 3, device="cuda").to(dtype)
-        before = to_RN.clone()
-        run.add(to_RN[:, 1:-2], x_RK, weight_NK)
-        check(to_RN[:, 1:-2], before[:, 1:-2] + exact)
-        assert torch.equal(to_RN[:, 0], before[:, 0])
-        assert torch.equal(to_RN[:, -2:], before[:, -2:])
+    assert run.takes(x_RK, weight_NK)
+    exact = x_RK.float() @ weight_NK.float().mT
+    found = run.linear(x_RK, weight_NK)
+    check(found, exact)
+    assert torch.equal(found, run.linear(x_RK, weight_NK))
+    check(run.linear(x_RK, weight_NK, bias_N), exact + bias_N)
+    to_RN = torch.randn(rows, size + 3, device="cuda").to(dtype)
+    before = to_RN.clone()
+    run.add(to_RN[:, 1:-2], x_RK, weight_NK)
+    check(to_RN[:, 1:-2], before[:, 1:-2] + exact)
+    assert torch.equal(to_RN[:, 0], before[:, 0])
+    assert torch.equal(to_RN[:, -2:], before[:, -2:])
     if run.takes(x_RK, weight_NK, gain_K):
         normed_RK = functional.rms_norm(x_RK, (width,), gain_K, EPS)
         check(run.linear(x_RK, weight_NK, norm=Norm(gain_K, EPS)), normed_RK.float() @ weight_NK.float().mT)
 
 
 @pytest.mark.parametrize("name", GATES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("size", "width"), [(7168, 4096), (4, 8), (6, 264), (130, 896), (1002, 2304)])
 def test_gates(size: int, width: int, rows: int, name: str, dtype: torch.dtype) -> None:
     """The products, the activations and what comes of both are rounded, as torch's are."""
@@ -75,7 +75,7 @@ def test_gates(size: int, width: int, rows: int, name: str, dtype: torch.dtype) 
 
 def test_norms_are_those_of_torch(dtype: torch.dtype) -> None:
     """Through a matrix of ones on the diagonal the norm comes out, to the bit."""
-    x_RK = 3 * torch.randn(4, 4096, device="cuda").to(dtype)
+    x_RK = 3 * torch.randn(2, 4096, device="cuda").to(dtype)
     gain_K, one_KK = torch.randn(4096, device="cuda").to(dtype), torch.eye(4096, device="cuda").to(dtype)
     found = kernels(dtype).linear(x_RK, one_KK, norm=Norm(gain_K, EPS))
     assert (found == functional.rms_norm(x_RK, (4096,), gain_K, EPS)).float().mean() > 0.999

@@ -17,6 +17,7 @@ from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.decoder.skinny import Skinny, shape_of
 from tpplan.exec import kernel_cache
+from tpplan.exec.channel_table import MOST_BLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,27 +54,29 @@ def test_they_multiply_vectors_as_they_are(name: str, capability: tuple[int, int
     assert _registers(log) * 32 * 16 <= 2**16
 
 
+@pytest.mark.parametrize("rows", [3, 16])
 @pytest.mark.parametrize(("size", "width"), SIZES)
-def test_all_of_a_matrix_has_warps_at_once(size: int, width: int) -> None:
+def test_all_of_a_matrix_has_warps_at_once(size: int, width: int, rows: int) -> None:
     """No block waits for another to end, none has nothing to do, and none has a warp without columns."""
     tiles = -(-size // 16)
-    blocks, warps = shape_of(tiles, width, PROCESSORS)
-    assert blocks <= tiles
+    blocks, warps = shape_of(tiles, width, PROCESSORS, rows)
+    assert blocks <= min(tiles, MOST_BLOCKS)
     assert blocks * warps <= PROCESSORS * 16
     assert (warps - 1) * 64 < width
     assert blocks == tiles or blocks * warps >= PROCESSORS * 12
 
 
 @pytest.mark.parametrize(
-    ("tiles", "width", "warps"),
+    ("tiles", "width", "rows", "warps"),
     [
-        (1000, 4096, 8), (1000, 3584, 7), (1000, 14336, 8), (1000, 1024, 8), (1000, 512, 4), (1000, 4736, 8),
-        (96, 4096, 16), (96, 3584, 14), (96, 1024, 8), (1000, 8, 1),
+        (256, 4096, 8, 8), (256, 3584, 8, 7), (256, 14336, 8, 8), (256, 1024, 8, 8), (256, 512, 8, 4),
+        (256, 4736, 8, 8), (96, 4096, 8, 16), (96, 3584, 8, 14), (96, 1024, 8, 8), (1000, 8, 8, 1),
+        (448, 4096, 4, 8), (448, 4096, 5, 4), (448, 3584, 16, 4), (448, 640, 16, 3),
     ],
 )  # fmt: skip
-def test_warps_have_even_steps(tiles: int, width: int, warps: int) -> None:
+def test_warps_have_even_steps(tiles: int, width: int, rows: int, warps: int) -> None:
     """Warps have two steps of 64 columns at a time, and as few as possible behind the last column."""
-    assert shape_of(tiles, width, PROCESSORS)[1] == warps
+    assert shape_of(tiles, width, PROCESSORS, rows)[1] == warps
 
 
 def acted(products_RN: torch.Tensor, mode: int) -> torch.Tensor:
@@ -169,7 +172,7 @@ def test_words(kernels: Skinny, some: Callable[..., torch.Tensor], rows: int) ->
     def check(found: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
 
-    assert kernels.takes(x_RK, weight_NK, gated=True)
+    assert kernels.adds_up(x_RK, weight_NK)
     check(kernels.linear(x_RK, weight_NK), functional.linear(x_RK, weight_NK))
     check(kernels.linear(x_RK, weight_NK, bias_N), functional.linear(x_RK, weight_NK, bias_N))
     to_RN = some(rows, 30)[:, 2:28]
@@ -184,9 +187,10 @@ def test_words(kernels: Skinny, some: Callable[..., torch.Tensor], rows: int) ->
 
 def test_what_is_not_taken(kernels: Skinny, some: Callable[..., torch.Tensor]) -> None:
     """Many rows, and other dtypes and strides, are left to torch; halves of a matrix are alike."""
-    x_RK, weight_NK = some(16, 4096), some(8, 4096)
+    x_RK, weight_NK = some(8, 4096), some(8, 4096)
     assert kernels.takes(x_RK, weight_NK)
-    assert not kernels.takes(some(17, 4096), weight_NK)
+    assert kernels.adds_up(some(16, 4096), weight_NK)
+    assert not kernels.adds_up(some(17, 4096), weight_NK)
     assert not kernels.takes(x_RK[:0], weight_NK)
     assert not kernels.takes(x_RK, weight_NK[:0])
     assert not kernels.takes(x_RK.float(), weight_NK)
@@ -196,3 +200,26 @@ def test_what_is_not_taken(kernels: Skinny, some: Callable[..., torch.Tensor]) -
     assert not kernels.takes(x_RK[:, :12], weight_NK[:, :12])
     assert not kernels.takes(x_RK[:, 1:9], weight_NK[:, :8])
     assert not kernels.takes(x_RK[:, :2048], weight_NK[:, ::2])
+
+
+@pytest.mark.parametrize(
+    ("size", "width", "gated", "most"),  # most rows
+    [
+        (1536, 4096, False, 8),
+        (3072, 4096, False, 16),
+        (6144, 4096, False, 0),  # a tile and a half for each block
+        (4096, 1024, False, 8),
+        (4096, 4096, False, 16),
+        (4096, 7168, False, 16),
+        (4096, 14336, False, 0),
+        (7168, 4096, False, 0),
+        (7168, 4096, True, 16),
+        (14336, 4096, True, 0),
+    ],
+)
+def test_torch_multiplies_by_large_matrices(kernels: Skinny, size: int, width: int, gated: bool, most: int) -> None:
+    """And by small ones, if rows are many: as it was measured on a GPU of so many multiprocessors."""
+    weight_NK = torch.empty(size, width, dtype=kernels._dtype)
+    x_RK = torch.empty(16, width, dtype=kernels._dtype)
+    taken = [rows for rows in range(1, 17) if kernels.takes(x_RK[:rows], weight_NK, gated=gated)]
+    assert taken == [*range(1, most + 1)]

@@ -24,7 +24,7 @@ def test_products(size: int, width: int, rows: int, dtype: torch.dtype) -> None:
     weight_NK = (torch.randn(size, width, device="cuda") / width**0.5).to(dtype)
     bias_N = torch.randn(size, device="cuda").to(dtype)
     run = Skinny(torch.device("cuda", 0), dtype)
-    assert run.takes(x_RK, weight_NK)
+    assert run.adds_up(x_RK, weight_NK)
     exact = (x_RK.double() @ weight_NK.double().mT).float()
     found = run.linear(x_RK, weight_NK)
     check(found, exact)

@@ -1,6 +1,6 @@
 """Products of few rows and a matrix, with a norm before and a gate or a sum behind, in one kernel.
 
-Shapes are written at the end of a name: R rows (up to four), K columns of the matrix, N rows of it, I intermediate.
+Shapes are written at the end of a name: R rows (one or two), K columns of the matrix, N rows of it, I intermediate.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from tpplan.exec.channel_table import CALLERS, MOST_BLOCKS
 if TYPE_CHECKING:
     from tpplan.exec.channel import Channel
 
-#: Rows that a kernel takes, with a norm before; and without, where cuBLAS is faster with more.
-MOST_ROWS: Final = 4
-MOST_ALONE: Final = 2
+#: Rows that a kernel takes: of more, what multiplies by tensor cores is faster, with a kernel for the norm before too.
+MOST_ROWS: Final = 2
 
 #: What the kernels call the activations of :data:`tpplan.decoder.settings.ACTIVATIONS`.
 GATES: Final = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
@@ -87,9 +86,9 @@ def shape_of(batches: int, width: int, processors: int) -> Shape:
 
 
 def names_of(dtype: torch.dtype) -> tuple[list[str], list[str]]:
-    """Return the names of the kernels for a dtype: for one and two rows, and with a norm for one, two and four."""
+    """Return the names of the kernels for a dtype, for one row and two, and of those with a norm."""
     name = DTYPES[dtype]
-    return [f"gemv_{name}_{count}" for count in (1, 2)], [f"gemv_norm_{name}_{count}" for count in (1, 2, 4)]
+    return [f"gemv_{name}_{count}" for count in (1, 2)], [f"gemv_norm_{name}_{count}" for count in (1, 2)]
 
 
 def joint_names_of(dtype: torch.dtype) -> list[str]:
@@ -111,9 +110,8 @@ class Gemv:
             dtype: of rows and matrices, of 16 bits.
             joint: whether also those that add up the products of several devices.
         """
-        plain, normed = names_of(dtype)
-        self._plain, normed_of = ([Launcher(name, place) for name in names] for names in (plain, normed))
-        self._normed, self._dtype = [*normed_of, normed_of[-1]], dtype
+        self._plain, self._normed = ([Launcher(name, place) for name in names] for names in names_of(dtype))
+        self._dtype = dtype
         self._joint = [Launcher(name, place, is_array=True) for name in joint_names_of(dtype)] if joint else []
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
@@ -127,9 +125,7 @@ class Gemv:
             gated: whether there is a gate behind.
         """
         rows, width = x_RK.shape
-        if not 0 < rows <= (MOST_ALONE if norm is None else MOST_ROWS):
-            return False
-        if len(weight_NK) < _FOUR or (gated and len(weight_NK) % 2):
+        if not 0 < rows <= MOST_ROWS or len(weight_NK) < _FOUR or (gated and len(weight_NK) % 2):
             return False
         if norm is not None:
             is_there = norm.dtype is self._dtype and norm.is_contiguous() and not norm.data_ptr() % _VECTOR

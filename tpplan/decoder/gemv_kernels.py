@@ -1,4 +1,4 @@
-"""Kernels that multiply up to four rows by a matrix, in the time that reading the matrix takes.
+"""Kernels that multiply one row or two by a matrix, in the time that reading the matrix takes.
 
 The weights of a row of the matrix are the columns. A team of warps shares out the columns of four matrix rows at a
 time, a batch: each lane has 16 bytes of every row, and twice as many on their way. What lanes and warps have found is
@@ -552,10 +552,8 @@ GEMV_F16_1 = _gemv("gemv_f16_1", 1, *_F16)
 GEMV_F16_2 = _gemv("gemv_f16_2", 2, *_F16)
 GEMV_NORM_BF16_1 = _gemv("gemv_norm_bf16_1", 1, *_BF16, normed=True)
 GEMV_NORM_BF16_2 = _gemv("gemv_norm_bf16_2", 2, *_BF16, normed=True)
-GEMV_NORM_BF16_4 = _gemv("gemv_norm_bf16_4", 4, *_BF16, normed=True)
 GEMV_NORM_F16_1 = _gemv("gemv_norm_f16_1", 1, *_F16, normed=True)
 GEMV_NORM_F16_2 = _gemv("gemv_norm_f16_2", 2, *_F16, normed=True)
-GEMV_NORM_F16_4 = _gemv("gemv_norm_f16_4", 4, *_F16, normed=True)
 GEMV_JOINT_BF16_1 = _gemv("gemv_joint_bf16_1", 1, *_BF16, joint=True)
 GEMV_JOINT_BF16_2 = _gemv("gemv_joint_bf16_2", 2, *_BF16, joint=True)
 GEMV_JOINT_F16_1 = _gemv("gemv_joint_f16_1", 1, *_F16, joint=True)

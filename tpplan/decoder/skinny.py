@@ -13,33 +13,41 @@ from torch import Tensor
 
 from tpplan.decoder.gemv import GATES, _is_vectors
 from tpplan.decoder.launcher import DTYPES, Launcher
+from tpplan.exec.channel_table import MOST_BLOCKS
 
-#: Rows that kernels take.
+#: Rows that kernels take, also those that add up the products of several devices.
 MOST_ROWS: Final = 16
 
-#: Rows of one instruction, columns that a warp reads at a time, matrix rows of a tile.
-_EIGHT, _STEP, _TILE = 8, 64, 16
+#: Rows of one instruction, columns that a warp reads at a time, matrix rows of a tile, bytes of a number.
+_EIGHT, _STEP, _TILE, _ITEM = 8, 64, 16, 2
 #: Warps of a multiprocessor, whose registers are enough for so many (on sm_80).
 _WARPS = 16
+#: Rows, at most, of which sums are so few that it costs little if all warps of a block add them up.
+_FEW: Final = 4
+#: Bytes of a matrix for each multiprocessor: with more, torch's kernels are as fast (on an H200); more than eight rows
+#: take longer to read than a small matrix.
+_MOST_SHARE, _LEAST_SHARE = 512 * 1024, 160 * 1024
 
 
 @cache
-def shape_of(tiles: int, width: int, processors: int) -> tuple[int, int]:
+def shape_of(tiles: int, width: int, processors: int, rows: int) -> tuple[int, int]:
     """Return how many blocks share a matrix, and the warps of each: all are on the GPU from the start.
 
-    There are two blocks on a multiprocessor, so that one reads while the other adds up, or one where there are not
-    tiles for more. A warp has two steps on their way, so it has the number of warps with which fewest are without
+    There are one, two or four blocks on a multiprocessor, so that each has one tile, if tiles are not too many; of few
+    rows not four. A warp has two steps on their way, so it has the number of warps with which fewest are without
     columns, if all make an even number of steps: 8 of 4,096 columns, 7 of 3,584, 4 of 512.
 
     Args:
         tiles: of the matrix.
         width: columns.
         processors: of the GPU.
+        rows: that it is multiplied by.
     """
-    most = _WARPS if tiles <= processors else _WARPS // 2
+    together = 1 if tiles <= processors else 2 if tiles <= 2 * processors or rows <= _FEW else 4
+    most = _WARPS // together
     pairs = -(-width // (2 * _STEP))
     warps = pairs if pairs <= most else min(range(most, most // 2, -1), key=lambda size: -(-pairs // size) * size)
-    return min(processors * (_WARPS // warps), tiles), warps
+    return min(processors * (_WARPS // warps), tiles, MOST_BLOCKS), warps
 
 
 def names_of(dtype: torch.dtype) -> list[str]:
@@ -65,14 +73,25 @@ class Skinny:
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
     def takes(self, x_RK: Tensor, weight_NK: Tensor, *, gated: bool = False) -> bool:
-        """Return whether there is a kernel for rows and a matrix.
+        """Return whether there is a kernel for rows and a matrix, and it is not slower than torch.
+
+        It is where a block has one tile, or two if that saves a kernel for the gate.
 
         Args:
             x_RK: rows.
             weight_NK: the matrix.
             gated: whether there is a gate behind.
         """
-        if not 0 < len(x_RK) <= MOST_ROWS or not len(weight_NK) or (gated and len(weight_NK) % 2):
+        share = weight_NK.numel() * _ITEM / self._processors
+        if share > _MOST_SHARE or (len(x_RK) > _EIGHT and share < _LEAST_SHARE):
+            return False
+        if len(weight_NK) > (4 if gated else 2) * self._processors * _TILE or (gated and len(weight_NK) % 2):
+            return False
+        return self.adds_up(x_RK, weight_NK)
+
+    def adds_up(self, x_RK: Tensor, weight_NK: Tensor) -> bool:
+        """Return whether there is a kernel for rows and a matrix: where it saves a sum of devices, it is faster."""
+        if not 0 < len(x_RK) <= MOST_ROWS or not len(weight_NK):
             return False
         return all(_is_vectors(each, self._dtype) for each in (x_RK, weight_NK))
 
@@ -104,7 +123,7 @@ class Skinny:
     def _run(self, y: Tensor, x: Tensor, weight: Tensor, plus: tuple[int, int], mode: int) -> None:
         rows, width = x.shape
         size = y.shape[1]
-        blocks, warps = shape_of(-(-len(weight) // _TILE), width, self._processors)
+        blocks, warps = shape_of(-(-len(weight) // _TILE), width, self._processors, rows)
         kernel = self._eight if rows <= _EIGHT else self._sixteen
         kernel(
             blocks, 32 * warps, y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0),
