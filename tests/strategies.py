@@ -98,7 +98,7 @@ def _splits(draw: st.DrawFn, layers: int, devices: int, kv_mode: str) -> tuple[S
 def plans(draw: st.DrawFn) -> SplitPlan:
     """Valid plans: one to six devices, some of them idle, one to twelve layers of up to three kinds."""
     device_count, layers, batch = draw(st.integers(1, 6)), draw(st.integers(1, 12)), draw(st.integers(1, 256))
-    kv_mode = draw(st.sampled_from(KV_MODES))
+    kv_mode, strategy = draw(st.sampled_from(KV_MODES)), draw(st.sampled_from(STRATEGIES))
     splits = draw(_splits(layers, device_count, kv_mode))
     used = {i for s in splits for i, (a, b) in enumerate(pairwise(s.bounds)) if b > a}
     devices, memory = [], []
@@ -116,12 +116,13 @@ def plans(draw: st.DrawFn) -> SplitPlan:
             )
         )
         weights, cache, workspace, used_overhead = buckets
-        memory.append(DeviceMemory(i, weights, cache, workspace, used_overhead, free))
+        reads = draw(_bytes) if i in used and strategy == "latency" else 0
+        memory.append(DeviceMemory(i, weights, cache, workspace, used_overhead, free, reads))
     return SplitPlan(
         model=PlanModel(draw(names), draw(names), draw(_fingerprints), draw(st.sampled_from(DTYPES)), layers),
         request=Request(
             layout=draw(st.sampled_from(LAYOUTS)),
-            strategy=draw(st.sampled_from(STRATEGIES)),
+            strategy=strategy,
             cache=Cache(draw(st.sampled_from(tuple(CACHE_KINDS))), draw(st.integers(batch, 2**40))),
             batch=batch,
             max_rows=draw(st.integers(batch, 2**20)),

@@ -76,7 +76,9 @@ def test_every_plan_keeps_every_budget_and_every_rule(task: Case, kv: str) -> No
     assert problems(found) == ()
     wanted = demands(task.model, found.request, len(task.devices))
     cuts = {(s.axis, s.layers): s.bounds for s in found.splits}
-    assert ledger([cuts[d.axis, d.layers] for d in wanted.axes], wanted, task.devices) == found.memory
+    by_reads = found.request.strategy == "latency"
+    again = ledger([cuts[d.axis, d.layers] for d in wanted.axes], wanted, task.devices, reads=by_reads)
+    assert again == found.memory
     for entry, device in zip(found.memory, task.devices, strict=True):
         assert entry.used_bytes + entry.free_bytes == device.budget_bytes
         assert entry.free_bytes >= 0
@@ -183,6 +185,9 @@ def test_balanced_follows_budgets_and_latency_bandwidths() -> None:
     for strategy in ("balanced", "latency"):
         found = plan(model, (big, fast), cache=Cache("fp16", 1024), strategy=strategy, max_rows=1)
         shares[strategy] = [entry.weights_bytes + entry.cache_bytes for entry in found.memory]
+        stated = [entry.reads_bytes for entry in found.memory]
+        assert any(stated) == (strategy == "latency")
+        assert all(read <= total for read, total in zip(stated, shares[strategy], strict=True))
     assert shares["balanced"][0] == pytest.approx(2 * shares["balanced"][1], rel=0.1)
     assert shares["latency"][1] == pytest.approx(2 * shares["latency"][0], rel=0.1)
 

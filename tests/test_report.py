@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import attrs
 from hypothesis import given
 
+import tpplan
 from tests.codec_cases import PLAN
+from tests.family_models import EXAMPLES
 from tests.strategies import plans
 from tpplan import codec
 from tpplan.plan import DeviceMemory, SplitPlan
 from tpplan.render.show import summary
 from tpplan.report import PPM, ShareBasis, show_report
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-def _with(plan: SplitPlan, strategy: str, budgets: list[int], used: list[int]) -> SplitPlan:
-    """Return a plan of these budgets whose devices use these bytes, half of them overhead."""
+
+def _with(
+    plan: SplitPlan, strategy: str, budgets: list[int], used: list[int], reads: Sequence[int] = (0, 0, 0, 0)
+) -> SplitPlan:
+    """Return a plan of these budgets whose devices use these bytes, half of them overhead, and read those per token."""
     devices = tuple(
         attrs.evolve(device, budget_bytes=budget, bandwidth_bytes_per_second=speed)
         for device, budget, speed in zip(plan.devices, budgets, (3, 1, 0, 0), strict=True)
     )
     memory = tuple(
-        DeviceMemory(i, size - size // 2, 0, 0, size // 2, budget - size)
-        for i, (size, budget) in enumerate(zip(used, budgets, strict=True))
+        DeviceMemory(i, size - size // 2, 0, 0, size // 2, budget - size, read)
+        for i, (size, budget, read) in enumerate(zip(used, budgets, reads, strict=True))
     )
     return attrs.evolve(plan, devices=devices, memory=memory, request=attrs.evolve(plan.request, strategy=strategy))
 
@@ -39,12 +48,25 @@ def test_shares_and_rounding_loss() -> None:
 
 def test_latency_shares_bandwidth() -> None:
     """For the strategy latency, bandwidth is what was to be shared, and overhead, which no token reads, is no load."""
-    report = show_report(_with(PLAN, "latency", [400, 200, 200, 200], [300, 101, 0, 0]))
+    report = show_report(_with(PLAN, "latency", [400, 200, 200, 200], [300, 101, 0, 0], [150, 51, 0, 0]))
     assert report.share_basis == ShareBasis.BANDWIDTH
     assert [d.requested_share_ppm for d in report.devices] == [750_000, 250_000, 0, 0]
     assert [d.achieved_share_ppm for d in report.devices] == [746_269, 253_731, 0, 0]
     assert report.rounding_loss_ppm is None  # uneven fill is what was asked for
     assert summary(codec.unstructure(report)) == "40.1 % of all budgets used, at most 75.0 % (device 0 RTX 4090)"
+
+
+def test_latency_counts_the_experts_of_a_token() -> None:
+    """Of a mixture of experts whose bandwidths fit, devices get what was asked: not of all bytes, but of those read."""
+    model = tpplan.read_model(EXAMPLES / "Mixtral-8x7B")
+    gpus = tpplan.parse_devices("H100,RTX4090,RTX3060")
+    plan = tpplan.plan(model, gpus, cache=tpplan.Cache("fp16", 4096), strategy="latency")
+    for share in show_report(plan).devices:
+        assert abs(share.achieved_share_ppm - share.requested_share_ppm) < PPM // 100
+    stored = [entry.weights_bytes + entry.cache_bytes for entry in plan.memory]
+    assert sum(entry.reads_bytes for entry in plan.memory) < sum(stored) // 2
+    edited = attrs.evolve(plan, memory=(attrs.evolve(plan.memory[0], reads_bytes=1), *plan.memory[1:]))
+    assert tpplan.diff(plan, edited).reasons == ("planning",)
 
 
 @given(plans())

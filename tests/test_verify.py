@@ -148,6 +148,8 @@ VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP027", {"splits": (VALID.splits[VC],) * 5000}, "has 5000 entries, the most is 4096"),
     ("TP028", {"request.batch": 2049, "request.max_rows": 2048}, "request.max_rows: is 2048, 2049 sequences that"),
     ("TP028", {"request.batch": 9, "request.cache.tokens": 8}, "is 8, 9 sequences that decode together need 9 tokens"),
+    ("TP029", {"memory[0].reads_bytes": 7}, "memory[0].reads_bytes: is 7 with the strategy 'balanced'"),
+    ("TP029", {"request.strategy": "latency", f"memory[{UNSLICED}].reads_bytes": 7}, "is 7 on a device that holds no"),
     ("TP026", {"model.name": "a\u202eb"}, "has the invisible character U+202E at position 1"),
     ("TP026", {"model.name": "ab\u061c"}, "has the invisible character U+061C at position 2"),
     ("TP026", {"model.name": "\U000e0041b"}, "has the invisible character U+E0041 at position 0"),

@@ -51,7 +51,8 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
     splits = tuple(change for change in compared if change)
     memory = tuple(_memory_changes(a, b, pairs))
     reasons = {_REASONS[change.path.partition(".")[0]] for change in fields} | ({Reason.DEVICES} if devices else set())
-    if (splits or memory) and not reasons:
+    reads = [[entry.reads_bytes for entry in plan.memory] for plan in (a, b)]
+    if (splits or memory or reads[0] != reads[1]) and not reasons:
         reasons = {Reason.PLANNING}
     told = f"{len(splits)} of {len(compared)} splits change"
     return PlanDiff(

@@ -206,13 +206,16 @@ def axis_unit(axis: Axis, size: int, units: Iterable[int] = ()) -> int:
     return min(size, lcm(unit, *units))
 
 
-def ledger(bounds: Sequence[Sequence[int]], wanted: Demands, devices: Sequence[Device]) -> tuple[DeviceMemory, ...]:
+def ledger(
+    bounds: Sequence[Sequence[int]], wanted: Demands, devices: Sequence[Device], *, reads: bool = False
+) -> tuple[DeviceMemory, ...]:
     """Return what each device pays; ``free_bytes`` is negative where the budget does not suffice.
 
     Args:
         bounds: for each of the wanted axes, in their order.
         wanted: the axes and what they cost.
         devices: as many as the bounds cut the axes for.
+        reads: whether to state what a token reads.
     """
     entries = []
     for index, device in enumerate(devices):
@@ -222,5 +225,6 @@ def ledger(bounds: Sequence[Sequence[int]], wanted: Demands, devices: Sequence[D
         total = total + wanted.common if used else Cost()
         overhead = device.overhead_bytes if used else 0
         free = device.budget_bytes - total.bytes - overhead
-        entries.append(DeviceMemory(index, total.weights, total.cache, total.workspace, overhead, free))
+        read = total.reads if reads else 0
+        entries.append(DeviceMemory(index, total.weights, total.cache, total.workspace, overhead, free, read))
     return tuple(entries)

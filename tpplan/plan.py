@@ -111,6 +111,8 @@ class DeviceMemory:
         workspace_bytes: what the executor allocates, exact.
         overhead_bytes: CUDA context and libraries, the device's calibrated constant; 0 on an idle device.
         free_bytes: what is left of the budget.
+        reads_bytes: of weights and cache, what one token reads (of experts, the part that it is routed to); stated for
+            the strategy ``latency``, which shares these out by bandwidth, and 0 for others.
     """
 
     device: int
@@ -119,6 +121,7 @@ class DeviceMemory:
     workspace_bytes: int
     overhead_bytes: int
     free_bytes: int
+    reads_bytes: int = 0
 
     @property
     def used_bytes(self) -> int:

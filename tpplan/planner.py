@@ -165,7 +165,8 @@ def finish(
 ) -> Attempt:
     """Turn units per axis and device into bounds and a ledger."""
     bounds = tuple(bounds_of(row, d.unit, d.size) for row, d in zip(counts, wanted.axes, strict=True))
-    return Attempt(model, devices, request, wanted, bounds, ledger(bounds, wanted, devices))
+    memory = ledger(bounds, wanted, devices, reads=request.strategy == "latency")
+    return Attempt(model, devices, request, wanted, bounds, memory)
 
 
 def place(

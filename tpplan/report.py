@@ -35,7 +35,8 @@ class DeviceShare:
         device: index into the plan's devices.
         name: of the device.
         requested_share_ppm: the device's part of all budgets, or of all bandwidth.
-        achieved_share_ppm: the device's part of all bytes in use; where bandwidth is the basis, of weights and cache.
+        achieved_share_ppm: the device's part of all bytes in use, or where bandwidth is the basis of all that a token
+            reads.
         budget_bytes: that tpplan may use on the device.
         used_bytes: sum of the four buckets.
         free_bytes: what is left of the budget.
@@ -119,8 +120,8 @@ def _capacity(device: Device, basis: ShareBasis) -> int:
 
 
 def _load(entry: DeviceMemory, basis: ShareBasis) -> int:
-    """Return the bytes that count as a device's load: a token reads weights and cache, not workspace and overhead."""
-    return entry.weights_bytes + entry.cache_bytes if basis is ShareBasis.BANDWIDTH else entry.used_bytes
+    """Return the bytes that count as a device's load: what planning was to share out."""
+    return entry.reads_bytes if basis is ShareBasis.BANDWIDTH else entry.used_bytes
 
 
 def _shares(amounts: list[int]) -> list[int]:

@@ -35,7 +35,9 @@ LEAST: dict[type, dict[str, int]] = {
     Request: {"batch": 1, "max_rows": 1},
     Device: {"budget_bytes": 1, "overhead_bytes": 0, "bandwidth_bytes_per_second": 0},
     Split: {"size": 1, "unit": 1, "width": 1, "replicas": 1},
-    DeviceMemory: dict.fromkeys(("weights_bytes", "cache_bytes", "workspace_bytes", "overhead_bytes", "free_bytes"), 0),
+    DeviceMemory: dict.fromkeys(
+        ("weights_bytes", "cache_bytes", "workspace_bytes", "overhead_bytes", "free_bytes", "reads_bytes"), 0
+    ),
 }
 MOST = 2**63 - 1
 
@@ -156,6 +158,16 @@ def names_readable(plan: SplitPlan) -> Iterator[Finding]:
             yield path, f"has the invisible character U+{ord(hidden[0]):04X} at position {hidden.start()}"
 
 
+def reads_where_optimised(plan: SplitPlan) -> Iterator[Finding]:
+    """What a token reads is stated with the strategy latency only, and of devices that hold a slice."""
+    used = _used_devices(plan)
+    for i, entry in enumerate(plan.memory):
+        if entry.reads_bytes and plan.request.strategy != "latency":
+            yield f"memory[{i}].reads_bytes", f"is {entry.reads_bytes} with the strategy {plan.request.strategy[:40]!r}"
+        elif entry.reads_bytes and i not in used:
+            yield f"memory[{i}].reads_bytes", f"is {entry.reads_bytes} on a device that holds no slice"
+
+
 def _numbers(plan: SplitPlan) -> Iterator[tuple[str, int, int]]:
     """Yield path, value and least value of every whole number that no other rule pins down."""
     parts: list[tuple[str, object]] = [
@@ -205,4 +217,5 @@ RULES: dict[str, Callable[[SplitPlan], Iterator[Finding]]] = {
     "TP026": names_readable,
     "TP027": split_rules.few_splits,
     "TP028": something_for_each_sequence,
+    "TP029": reads_where_optimised,
 }

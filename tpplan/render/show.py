@@ -39,7 +39,10 @@ _PERCENT = len(" 100.0 %")
 #: Columns for a bar with its gap and percentage beside the numbers; where there are fewer, bars get lines of their own.
 _LEAST_BAR = 8 + _GAP + _PERCENT
 _LEGEND: Line = (("    ", ""), *legend())
-_BASIS = {"budget": "all budgets and of all bytes used", "bandwidth": "all bandwidth and of all weights and cache"}
+_BASIS = {
+    "budget": "all budgets and of all bytes used",
+    "bandwidth": "all bandwidth and of all bytes that a token reads",
+}
 
 
 def show(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
