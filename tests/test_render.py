@@ -101,7 +101,7 @@ def test_show_splits() -> None:
     text = plain(show(data(PLAN)))
     assert SHOWN_SPLITS in text
     assert text.endswith(
-        "34.1 % of all budgets used, at most 42.1 % (device 0 RTX 4090); rounding loss 8.01 points\n"
+        "34.1 % of all budgets used, at most 42.1 % (device 0 RTX 4090)\n"
         "weights, cache and workspace are exact; overhead is an estimate\n"
     )
 

@@ -1,4 +1,4 @@
-"""What ``show`` tells of a plan: shares, how full devices are, and what rounding costs."""
+"""What ``show`` tells of a plan: shares, how full devices are, and what a token reads."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ def _with(
     return attrs.evolve(plan, devices=devices, memory=memory, request=attrs.evolve(plan.request, strategy=strategy))
 
 
-def test_shares_and_rounding_loss() -> None:
-    """Requested shares follow budgets, achieved ones bytes in use; the loss is the fullest less all together."""
+def test_shares() -> None:
+    """Requested shares follow budgets, achieved ones bytes in use, and an idle device is no loss."""
     report = show_report(_with(PLAN, "balanced", [400, 200, 200, 200], [200, 150, 50, 0]))
     assert [d.requested_share_ppm for d in report.devices] == [400_000, 200_000, 200_000, 200_000]
     assert [d.achieved_share_ppm for d in report.devices] == [500_000, 375_000, 125_000, 0]
     assert [d.used_ppm for d in report.devices] == [500_000, 750_000, 250_000, 0]
     assert (report.fullest_device, report.fullest_ppm) == (1, 750_000)
-    assert (report.together_ppm, report.rounding_loss_ppm) == (400_000, 350_000)
+    assert report.together_ppm == 400_000
+    assert summary(codec.unstructure(report)).endswith("of all budgets used, at most 75.0 % (device 1 RTX 4090)")
     assert report.share_basis == ShareBasis.BUDGET
 
 
@@ -52,7 +53,6 @@ def test_latency_shares_bandwidth() -> None:
     assert report.share_basis == ShareBasis.BANDWIDTH
     assert [d.requested_share_ppm for d in report.devices] == [750_000, 250_000, 0, 0]
     assert [d.achieved_share_ppm for d in report.devices] == [746_269, 253_731, 0, 0]
-    assert report.rounding_loss_ppm is None  # uneven fill is what was asked for
     assert summary(codec.unstructure(report)) == "40.1 % of all budgets used, at most 75.0 % (device 0 RTX 4090)"
 
 
@@ -71,7 +71,7 @@ def test_latency_counts_the_experts_of_a_token() -> None:
 
 @given(plans())
 def test_shares_add_up(plan: SplitPlan) -> None:
-    """Shares add up to the whole but for rounding, no device is over its budget, and no loss is negative."""
+    """Shares add up to the whole but for rounding and no device is over its budget."""
     report = show_report(plan)
     slack = len(plan.devices)
     if report.share_basis is ShareBasis.BUDGET:
@@ -80,5 +80,3 @@ def test_shares_add_up(plan: SplitPlan) -> None:
         assert abs(sum(d.achieved_share_ppm for d in report.devices) - PPM) <= slack
     assert all(d.used_bytes + d.free_bytes == d.budget_bytes for d in report.devices)
     assert 0 <= report.together_ppm <= report.fullest_ppm <= PPM
-    if report.rounding_loss_ppm is not None:
-        assert 0 <= report.rounding_loss_ppm <= report.fullest_ppm

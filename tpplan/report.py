@@ -64,8 +64,6 @@ class ShowReport:
         fullest_device: index of the device with the largest part of its budget in use.
         fullest_ppm: that part, in millionths.
         together_ppm: part of all budgets together that is in use, in millionths.
-        rounding_loss_ppm: the difference of the two: what whole units and fixed costs take from an even fill; left out
-            where bandwidth is the basis, which asks for no even fill.
         exact: buckets that are counted to the byte.
         estimated: buckets that rest on a calibrated constant.
     """
@@ -76,7 +74,6 @@ class ShowReport:
     fullest_device: int
     fullest_ppm: int
     together_ppm: int
-    rounding_loss_ppm: int | None = None
     exact: tuple[str, ...]
     estimated: tuple[str, ...]
 
@@ -101,15 +98,13 @@ def show_report(plan: SplitPlan) -> ShowReport:
         for device, entry in pairs
     )
     fullest = max(shares, key=lambda share: share.used_ppm)
-    together = _ppm(sum(s.used_bytes for s in shares), sum(s.budget_bytes for s in shares))
     return ShowReport(
         plan=plan,
         share_basis=basis,
         devices=shares,
         fullest_device=fullest.device,
         fullest_ppm=fullest.used_ppm,
-        together_ppm=together,
-        rounding_loss_ppm=fullest.used_ppm - together if basis is ShareBasis.BUDGET else None,
+        together_ppm=_ppm(sum(s.used_bytes for s in shares), sum(s.budget_bytes for s in shares)),
         exact=EXACT,
         estimated=ESTIMATED,
     )

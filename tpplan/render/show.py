@@ -89,9 +89,7 @@ def summary(report: dict[str, Any]) -> str:
     """Say in one line how full the devices are."""
     fullest = report["devices"][report["fullest_device"]]
     where = f"device {fullest['device']} {shorten_name(fullest['name'], _LONGEST_NAME)}"
-    used = f"{percent(report['together_ppm'])} of all budgets used, at most {percent(report['fullest_ppm'])} ({where})"
-    lost = report.get("rounding_loss_ppm")
-    return used if lost is None else f"{used}; rounding loss {lost / 10_000:.2f} points"
+    return f"{percent(report['together_ppm'])} of all budgets used, at most {percent(report['fullest_ppm'])} ({where})"
 
 
 def shares_of(report: dict[str, Any]) -> str:
