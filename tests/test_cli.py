@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -131,6 +132,8 @@ def test_check(plans: tuple[str, str]) -> None:
     assert f"is for {LLAMA_8B.name} with the fingerprint {codec.load('b.json').model.fingerprint}" in verdict["message"]
     assert f"{LLAMA_70B.name} has sha256:" in verdict["message"]
     assert "does not fit" in verdict["message"]
+    told = " ".join(command("check", "b.json", "--model", LLAMA_70B).out.split())
+    assert re.search(r"fingerprint sha256:[0-9a-f]{12}…, .* has sha256:[0-9a-f]{12}…;", told)  # whole ones help nobody
 
 
 def test_a_plan_that_cannot_be_judged_keeps_no_other_from_it(plans: tuple[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,16 @@ def test_a_document(checkpoint: Path) -> None:
     assert (document["devices"], document["backend"], document["ended"]) == (3, "cpu", False)
     assert Tokenizer(checkpoint).decode(document["prompt_tokens"]) == PROMPT
     assert Tokenizer(checkpoint).decode(document["new_tokens"]) == document["text"]
+
+
+def test_a_plan_of_another_model(checkpoint: Path) -> None:
+    """Two fingerprints are told by their first digits on the screen, and whole in the document."""
+    plan = checkpoint / "other.json"
+    text = (checkpoint / "plan.json").read_text(encoding="utf-8")
+    plan.write_text(re.sub("sha256:[0-9a-f]{64}", "sha256:" + "0" * 64, text), encoding="utf-8")
+    asked = ("generate", plan, "--model", checkpoint, "--backend", "cpu", "--token-ids", "1")
+    assert re.search(r"fingerprint sha256:[0-9a-f]{12}… and not sha256:0{12}…\n", command(*asked).err)
+    assert "sha256:" + "0" * 64 in json.loads(command(*asked, "--json").out)["error"]["message"]
 
 
 def test_a_text_of_standard_input(checkpoint: Path) -> None:

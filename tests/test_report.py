@@ -43,7 +43,7 @@ def test_shares() -> None:
     assert [d.used_ppm for d in report.devices] == [500_000, 750_000, 250_000, 0]
     assert (report.fullest_device, report.fullest_ppm) == (1, 750_000)
     assert report.together_ppm == 400_000
-    assert summary(codec.unstructure(report)).endswith("of all budgets used, at most 75.0 % (device 1 RTX 4090)")
+    assert summary(codec.unstructure(report)).endswith("of all budgets used, at most 75.0 % (device 1 RTX 4080)")
     assert report.share_basis == ShareBasis.BUDGET
 
 

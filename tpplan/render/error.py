@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tpplan.render.text import PLAIN_COLUMNS, amount, elided, line, line_width, scale_for, shorten_name, table, width
+from tpplan.render.text import (
+    PLAIN_COLUMNS,
+    abridged,
+    amount,
+    elided,
+    line,
+    line_width,
+    scale_for,
+    shorten_name,
+    table,
+    width,
+)
 
 if TYPE_CHECKING:
     from tpplan.render.text import Line, Span
@@ -17,7 +28,7 @@ _MOST_DEVICES = 16
 def error(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     """Lay out an :class:`~tpplan.error_report.ErrorReport`."""
     body = report["error"]
-    first, *more = body["message"].split("\n")
+    first, *more = abridged(body["message"]).split("\n")
     lines: list[Line] = [(("error", "bad"), (f": {first}", "")), *map(line, more)]
     if "shortfalls" in body:
         lines += _shortfalls(body["shortfalls"], columns)

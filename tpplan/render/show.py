@@ -9,6 +9,7 @@ from tpplan.render.text import (
     BLANK,
     BUCKETS,
     PLAIN_COLUMNS,
+    abridged,
     amount,
     bar,
     elided,
@@ -80,7 +81,7 @@ def request_lines(plan: dict[str, Any]) -> tuple[str, str]:
     kv = ", KV heads replicated" if request["kv"] == "replicate" else ""
     caching = f"cache {cache['kind']} for {cache['tokens']} tokens{sequences}"
     return (
-        f"{model['architecture']}, {model['layers']} layers, {model['dtype']}, {model['fingerprint'][:19]}…",
+        f"{model['architecture']}, {model['layers']} layers, {model['dtype']}, {abridged(model['fingerprint'])}",
         f"layout {request['layout']}, strategy {request['strategy']}, {caching}, up to {rows} rows{kv}",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate, combinations
 from typing import TYPE_CHECKING
 from unicodedata import combining, east_asian_width
@@ -22,6 +23,8 @@ _GLYPHS = dict(zip(BUCKETS, "█▓▒░·", strict=True))
 _SCALES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _GAP = 2
 _MOST_WORDS = 12
+#: A fingerprint, and as much of it as tells models apart.
+_FINGERPRINT = re.compile(r"(sha256:[0-9a-f]{12})[0-9a-f]{52}")
 
 
 def line(text: str, style: str = "") -> Line:
@@ -70,6 +73,11 @@ def shorten_name(name: str, columns: int) -> str:
     cuts = [f"{' '.join(words[:i])}…{' '.join(words[j:])}" for i, j in combinations(places, 2)]
     fitting = [cut for cut in cuts if columns // 2 < width(cut) <= columns]
     return max(fitting, key=lambda cut: (sum(map(str.isdigit, cut)), width(cut)), default=shorten(name, columns))
+
+
+def abridged(text: str) -> str:
+    """Shorten the fingerprints in a text, which are whole in documents only."""
+    return _FINGERPRINT.sub(r"\1…", text)
 
 
 def wrapped(text: str, columns: int) -> list[str]:

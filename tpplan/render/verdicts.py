@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tpplan.render.text import PLAIN_COLUMNS, line, wrapped
+from tpplan.render.text import PLAIN_COLUMNS, abridged, line, wrapped
 
 if TYPE_CHECKING:
     from tpplan.render.text import Line
@@ -39,7 +39,7 @@ def check(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
 
 def _below(text: str, columns: int) -> list[Line]:
     """Return a text under its headline, indented and wrapped."""
-    return [line(f"  {part}") for one in text.split("\n") for part in wrapped(one, columns - 2)]
+    return [line(f"  {part}") for one in abridged(text).split("\n") for part in wrapped(one, columns - 2)]
 
 
 def _total(verdicts: list[bool], word: str) -> list[Line]:
