@@ -19,7 +19,7 @@ from numba import cuda
 from numba.cuda import types
 
 from tpplan.exec import cache_tiles, ptx, tiles
-from tpplan.exec.kernels import Kernel
+from tpplan.exec.kernels import Kernel, device_function
 
 #: Query heads of a block.
 QUERIES = 8
@@ -37,40 +37,36 @@ _APART = 4
 _KEPT = 6
 
 
-def _inline(function: Any) -> Any:
-    return cuda.jit(device=True, inline="always")(function)
-
-
-@_inline
+@device_function
 def _of_row(value: Any, merge: Any) -> Any:
     """Return what the four lanes of a query have together."""
     value = merge(value, cuda.shfl_xor_sync(_EVERY, value, 1))
     return merge(value, cuda.shfl_xor_sync(_EVERY, value, 2))
 
 
-@_inline
+@device_function
 def _plus(x: Any, y: Any) -> Any:
     return x + y
 
 
-@_inline
+@device_function
 def _capped(x: Any, cap: Any) -> Any:
     """Return ``cap × tanh(x)``."""
     return cap - (cap + cap) * ptx.inverse(_FLOAT(1) + ptx.exp2(x * _FLOAT(2.8853900817779268)))  # 2 / ln 2
 
 
-@_inline
+@device_function
 def _at(elements: Any, scales: Any, offset: Any) -> Any:
     """Return where elements of a cache and their scales begin, behind so many bytes of the former."""
     return elements + offset, scales + offset // _WORD(cache_tiles.SHARING)
 
 
-@_inline
+@device_function
 def _times(sums: Any, share: Any) -> Any:
     return sums[0] * share, sums[1] * share, sums[2] * share, sums[3] * share
 
 
-@_inline
+@device_function
 def _plus_part(weight: Any, sums: Any, share: Any, other: Any, part: Any) -> Any:
     """Add what a block has found, which counts so much."""
     found = sums[0] + share * part[0], sums[1] + share * part[1], sums[2] + share * part[2], sums[3] + share * part[3]
@@ -117,19 +113,19 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
     rows, block = warps * QUERIES, 4 * QUERIES * (width + 2)
     floats = rows * pitch
 
-    @_inline
+    @device_function
     def row_of(place: Any, last: Any) -> Any:
         """Return a place's row, the last one's if the token does not see it."""
         return _WORD(min(_HALF(place), last))
 
-    @_inline
+    @device_function
     def keys_of(base: Any, place: Any, last: Any, t: Any) -> Any:
         """Return a lane's part of the keys of 16 places, of which the first is at its row."""
         start = t * _WORD(vector)
         first = read_keys(base, row_of(place, last), start, _WORD(0))
         return first, read_keys(base, row_of(place + _HALF(8), last), start, _WORD(0))
 
-    @_inline
+    @device_function
     def values_of(base: Any, place: Any, last: Any, g: Any) -> Any:
         """Return a lane's part of the values of 16 places, two pairs of them."""
         start, second = g * _WORD(vector), g // _WORD(4)
@@ -138,14 +134,14 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         v2 = read_values(base, row_of(place + _HALF(8), last), start, second)
         return v0, v1, v2, read_values(base, row_of(place + _HALF(9), last), start, second)
 
-    @_inline
+    @device_function
     def store(row: Any, pair: Any, x: Any, y: Any) -> None:
         """Write two elements of a head."""
         at = pair // _WORD(32) * _WORD(128) + pair % _WORD(8) * _WORD(16) + pair // _WORD(8) % _WORD(4) * _WORD(4)
         if at < _WORD(size):
             ptx.store_32(row + at, rounded(x, y))
 
-    @_inline
+    @device_function
     def walk(query: Any, own: Any, k: Any, v: Any, tile: Any, end: Any, last: Any, factor: Any, cap: Any) -> Any:
         """Attend to every tile of a warp, of which there is one at least, and return its peak, weight and sums.
 
@@ -198,7 +194,7 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             else:
                 k0, k1 = keys_of(k, at + _HALF(g), last, t)
 
-    @_inline
+    @device_function
     def merge(found: Any, peaks: Any, totals: Any, used: Any, row: Any, own: Any, count: Any) -> None:
         """Write what so many warps, or sets of them, have found for so many queries.
 
@@ -229,7 +225,7 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
                     ptx.store_64(at, ptx.bits_of(peak), ptx.bits_of(weight))
             index += _WORD(threads)
 
-    @_inline
+    @device_function
     def part(partial: Any, vector: Any, which: Any, other: Any, ready: Any) -> Any:
         """Return four floats that a block has found, and of their query its peak and its weight.
 
@@ -241,7 +237,7 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         peak = ptx.float_of(peak) if other < ready else _FLOAT(float("-inf"))
         return peak, ptx.float_of(weight), (ptx.float_of(a), ptx.float_of(b), ptx.float_of(c), ptx.float_of(d))
 
-    @_inline
+    @device_function
     def gather(partial: Any, found: Any, peaks: Any, totals: Any, ready: Any, count: Any, ways: Any) -> None:
         """Add up what blocks have found, in so many ways of blocks, for which there may be more threads than vectors.
 
@@ -277,7 +273,7 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             found[at], found[at + _WORD(pairs)], found[at + _WORD(1)], found[at + _WORD(pairs + 1)] = sums
             vector += _WORD(threads)
 
-    @_inline
+    @device_function
     def is_last(address: Any, turn: Any, ready: Any) -> Any:
         """Tell whether all other blocks have left their parts, which it then sees, as they see this block's."""
         cuda.syncthreads()

@@ -2,7 +2,7 @@
 
 A row and one of its experts are a pair. A product reads the matrices where they are, in the time that reading them
 takes: a team of warps shares out the columns of four matrix rows at a time, as in
-:mod:`tpplan.decoder.gemv_kernels`, whose ways of asking and adding these are. Pairs that have an expert in common go
+:mod:`tpplan.decoder.dot_products`, whose ways of asking and adding these are. Pairs that have an expert in common go
 through its matrices at the same time, so that all but the first find them in the cache. Everything is added in float32,
 in a fixed order.
 """
@@ -14,10 +14,10 @@ from typing import Any
 from numba import cuda
 from numba.cuda import libdevice, types
 
-from tpplan.decoder.gemv_kernels import _ask, _collected, _dot, _eight_of, _jit, _over_warp, _zeros
+from tpplan.decoder.dot_products import ask, collected, dot, eight_of, over_warp, zeros
 from tpplan.exec import ptx
 from tpplan.exec.finishing import ADD, finish_of
-from tpplan.exec.kernels import Kernel
+from tpplan.exec.kernels import Kernel, device_function
 
 #: Experts that a row can choose from, and that it can choose: a lane has 16 of the ones, and one of the others.
 MOST_EXPERTS, MOST_CHOSEN = 512, 32
@@ -38,7 +38,7 @@ _WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 _ALL, _SIGN, _LAST = 0xFFFF, 0x8000, 0xFFFE
 
 
-@_jit
+@device_function
 def _key(bits: Any, expert: Any, count: Any) -> Any:
     """Return what is larger for larger scores, and of equal ones for the first expert; 0 for none."""
     bits = _BITS(0) if bits == _BITS(_SIGN) else bits  # zeros are equal
@@ -46,7 +46,7 @@ def _key(bits: Any, expert: Any, count: Any) -> Any:
     return _BITS((ordered << _BITS(16)) | (_BITS(_LAST) - expert)) if expert < count else _BITS(0)
 
 
-@_jit
+@device_function
 def _keys(scores: Any, expert: Any, count: Any) -> Any:
     """Return those of four experts of a lane."""
     e0, e1, e2, e3 = expert, _BITS(expert + _BITS(32)), _BITS(expert + _BITS(64)), _BITS(expert + _BITS(96))
@@ -59,12 +59,12 @@ def _keys(scores: Any, expert: Any, count: Any) -> Any:
     return *first, _key(_BITS(b2), e2, count), _key(_BITS(b3), e3, count)
 
 
-@_jit
+@device_function
 def _below(key: Any, limit: Any) -> Any:
     return key if key < limit else _BITS(0)
 
 
-@_jit
+@device_function
 def _largest(keys: Any, limit: Any) -> Any:
     """Return the largest of four keys below a limit, or 0."""
     return max(_below(keys[0], limit), _below(keys[1], limit), _below(keys[2], limit), _below(keys[3], limit))
@@ -82,17 +82,17 @@ def _choose(name: str, first: Any) -> Kernel:  # noqa: C901 (four functions)
         first: makes a float32 of the first element in 32 bits.
     """
 
-    @_jit
+    @device_function
     def score(key: Any) -> Any:
         ordered = key >> _BITS(16)
         return first(_BITS(ordered ^ _BITS(_SIGN if ordered & _BITS(_SIGN) else _ALL)))
 
-    @_jit
+    @device_function
     def share(key: Any, peak: Any) -> Any:
         """Return the exponential of what a score is less than the largest."""
         return libdevice.expf(score(key) - peak) if key else _FLOAT(0)
 
-    @_jit
+    @device_function
     def shares(keys: Any, peak: Any) -> Any:
         return (share(keys[0], peak) + share(keys[1], peak)) + (share(keys[2], peak) + share(keys[3], peak))
 
@@ -121,9 +121,9 @@ def _choose(name: str, first: Any) -> Kernel:  # noqa: C901 (four functions)
         total = shares(k0, peak)
         if count > _BITS(_FEW):
             total += shares(k1, peak) + (shares(k2, peak) + shares(k3, peak))
-        weight = share(own, peak) / _over_warp(total)
+        weight = share(own, peak) / over_warp(total)
         if normalised:
-            weight = weight / _over_warp(weight)
+            weight = weight / over_warp(weight)
         if lane < _BITS(chosen):
             to = out + row * out_pitch + _WORD(4) * _WORD(lane)
             ptx.store_32(to, ptx.bits_of(weight))
@@ -142,7 +142,7 @@ def _finish_of(first: Any, both: Any) -> Any:
     """
     store = finish_of(first, both)
 
-    @_jit
+    @device_function
     def finish(
         sums: Any, base: Any, warps: Any, index: Any, step: Any, slots: Any, batch: Any, stride: Any, batches: Any,
         group: Any, y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, mode: Any,
@@ -167,14 +167,14 @@ def _finish_of(first: Any, both: Any) -> Any:
     return finish
 
 
-@_jit
+@device_function
 def _apart(count: Any, width: Any) -> Any:
     """Return a quotient and what is left."""
     quotient = _BITS(count // width)
     return quotient, _BITS(count - quotient * width)
 
 
-@_jit
+@device_function
 def _onward(pair: Any, column: Any, pairs: Any, columns: Any, width: Any) -> Any:
     """Return the place that is so many pairs and columns further on."""
     pair, column = _BITS(pair + pairs), _BITS(column + columns)
@@ -205,20 +205,20 @@ def _product(name: str, first: Any, second: Any, both: Any) -> Kernel:  # noqa: 
         second: the same of the second.
         both: makes 32 bits of two float32.
     """
-    eight, collected, finish = _eight_of(first, second), _collected(1), _finish_of(first, both)
+    eight, collect, finish = eight_of(first, second), collected(1), _finish_of(first, both)
 
-    @_jit
+    @device_function
     def use(totals: Any, w: Any, address: Any, factor: Any) -> Any:
         """Add what 16 bytes of a row and of four matrix rows make, so many times."""
         x, none = eight(ptx.load_128(address)), _FLOAT(0)
         return (
-            totals[0] + factor * _dot(none, eight(w[0]), x),
-            totals[1] + factor * _dot(none, eight(w[1]), x),
-            totals[2] + factor * _dot(none, eight(w[2]), x),
-            totals[3] + factor * _dot(none, eight(w[3]), x),
+            totals[0] + factor * dot(none, eight(w[0]), x),
+            totals[1] + factor * dot(none, eight(w[1]), x),
+            totals[2] + factor * dot(none, eight(w[2]), x),
+            totals[3] + factor * dot(none, eight(w[3]), x),
         )
 
-    @_jit
+    @device_function
     def look_up(tables: Any, thread: Any, first: Any, weight: Any, of_expert: Any, x: Any, x_pitch: Any,
                 choices: Any, chosen: Any, mode: Any) -> None:  # fmt: skip
         """Find a pair's matrices, its row, and how much it counts."""
@@ -258,9 +258,9 @@ def _product(name: str, first: Any, second: Any, both: Any) -> Kernel:  # noqa: 
             tables = matrices, rows, factors
             look_up(tables, thread, group * many, weight, of_expert, x, x_pitch, choices, chosen, mode)
         cuda.syncthreads()
-        w = _ask(matrices[min(p0, last)] + offset + _WORD(c0) * _WORD(2), pitch, half)
-        v = _ask(matrices[min(p1, last)] + offset + _WORD(c1) * _WORD(2), pitch, half)
-        totals, done, slots = _zeros(), _BITS(0), _WORD(0)
+        w = ask(matrices[min(p0, last)] + offset + _WORD(c0) * _WORD(2), pitch, half)
+        v = ask(matrices[min(p1, last)] + offset + _WORD(c1) * _WORD(2), pitch, half)
+        totals, done, slots = zeros(), _BITS(0), _WORD(0)
         p, c, q, d = p0, c0, p1, c1  # where both are
         while lead < batches:
             done = _BITS(done + _BITS(1))
@@ -272,17 +272,17 @@ def _product(name: str, first: Any, second: Any, both: Any) -> Kernel:  # noqa: 
                 totals = use(totals, w, rows[p] + _WORD(c) * _WORD(2), factors[p])
             p, c = (p0, c0) if ends else _onward(p, c, pairs_on, columns_on, columns)
             if p < until:
-                w = _ask(matrices[p] + offset + _WORD(c) * _WORD(2), pitch, half)
+                w = ask(matrices[p] + offset + _WORD(c) * _WORD(2), pitch, half)
             if q < pairs:
                 totals = use(totals, v, rows[q] + _WORD(d) * _WORD(2), factors[q])
             q, d = (p1, c1) if ends else _onward(q, d, pairs_on, columns_on, columns)
             if q < until:
-                v = _ask(matrices[q] + offset + _WORD(d) * _WORD(2), pitch, half)
+                v = ask(matrices[q] + offset + _WORD(d) * _WORD(2), pitch, half)
             if ends:
-                s = collected((totals,), _WORD(lane))
+                s = collect((totals,), _WORD(lane))
                 if lane & _BITS(7) == _BITS(0):
                     sums[(_WORD(warp) * _WORD(_KEPT) + slots) * _WORD(4) + _WORD(lane >> _BITS(3))] = s
-                totals, done, lead = _zeros(), _BITS(0), ahead
+                totals, done, lead = zeros(), _BITS(0), ahead
                 slots += _WORD(1)
                 if slots == _WORD(_KEPT) or lead >= batches:
                     cuda.syncthreads()

@@ -14,7 +14,7 @@ from numba.cuda import libdevice, types
 
 from tpplan.exec import ptx
 from tpplan.exec.finishing import gelu, gelu_tanh, silu
-from tpplan.exec.kernels import Kernel
+from tpplan.exec.kernels import Kernel, device_function
 
 _WORD, _FLOAT, _NUMBER = types.uint64, types.float32, types.int64
 _WARP, _EVERY = 32, 0xFFFFFFFF
@@ -22,7 +22,7 @@ _WARP, _EVERY = 32, 0xFFFFFFFF
 _NOBODY = 2**32
 
 
-@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+@device_function
 def over_lanes(value: Any, lanes: Any) -> Any:
     """Return the sum over as many neighbouring lanes of a warp, a power of 2; all of it is here."""
     distance = lanes >> types.uint32(1)
@@ -35,7 +35,7 @@ def over_lanes(value: Any, lanes: Any) -> Any:
 def squares_of(low: Any, high: Any) -> Any:
     """Make what adds up the squares of a vector."""
 
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    @device_function
     def squares(w0: Any, w1: Any, w2: Any, w3: Any) -> Any:
         s = low(w0) * low(w0) + high(w0) * high(w0) + low(w1) * low(w1) + high(w1) * high(w1)
         t = low(w2) * low(w2) + high(w2) * high(w2) + low(w3) * low(w3) + high(w3) * high(w3)
@@ -57,7 +57,7 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
     """
     squares = squares_of(low, high)
 
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    @device_function
     def weights_at(weight: Any, wide: Any, offset: Any) -> Any:
         if wide:
             a, b, c, d = ptx.load_128(weight + _WORD(2) * offset)
@@ -67,7 +67,7 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
         a, b, c, d = ptx.load_128(weight + offset)
         return low(a), high(a), low(b), high(b), low(c), high(c), low(d), high(d)
 
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    @device_function
     def store(target: Any, w: Any, g: Any, by: Any) -> None:
         ptx.store_128(
             target,
@@ -124,7 +124,7 @@ def _gate(name: str, act: Any, low: Any, high: Any, two: Any) -> Kernel:
         two: makes 32 bits of both.
     """
 
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    @device_function
     def gated(gate: Any, up: Any) -> Any:
         acted = two(act(low(gate)), act(high(gate)))
         return two(low(acted) * low(up), high(acted) * high(up))
@@ -141,7 +141,7 @@ def _gate(name: str, act: Any, low: Any, high: Any, two: Any) -> Kernel:
     return Kernel(name, gate, 7)
 
 
-@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+@device_function
 def _better(value: Any, token: Any, other: Any, number: Any) -> Any:
     """Return the larger of two values with its number; of equal ones that with the smaller, and NaN before all."""
     is_larger = other > value or (other == value and number < token)
@@ -162,12 +162,12 @@ def _best(name: str, low: Any, high: Any) -> Kernel:
         high: the same of the second.
     """
 
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    @device_function
     def among(value: Any, token: Any, w: Any, number: Any) -> Any:
         value, token = _better(value, token, low(w), number)
         return _better(value, token, high(w), number + _NUMBER(1))
 
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    @device_function
     def over_warp(value: Any, token: Any) -> Any:
         distance = types.uint32(_WARP // 2)
         while distance:

@@ -15,7 +15,7 @@ from numba.cuda import libdevice, types
 from tpplan.decoder.pointwise_kernels import over_lanes, squares_of
 from tpplan.exec import ptx
 from tpplan.exec.cache_tiles import SHARING
-from tpplan.exec.kernels import Kernel
+from tpplan.exec.kernels import Kernel, device_function
 
 #: Vectors of a block: two for each of its threads.
 VECTORS = 512
@@ -33,14 +33,10 @@ _TOP, _NORMAL, _ROUNDING = 0x43E00000, 0x3C800000, 0x46800000
 _INFINITE = 0x7F800000
 
 
-def _inline(function: Any) -> Any:
-    return cuda.jit(device=True, inline="always")(function)
-
-
 def _scaled_by(low: Any, high: Any, two: Any) -> Any:
     """Make what multiplies a vector by a number and by a vector of weights, and rounds once."""
 
-    @_inline
+    @device_function
     def scaled(w: Any, g: Any, by: Any) -> Any:
         return (
             two(by * low(w[0]) * low(g[0]), by * high(w[0]) * high(g[0])),
@@ -55,21 +51,21 @@ def _scaled_by(low: Any, high: Any, two: Any) -> Any:
 def _pair_of(low: Any, high: Any, two: Any) -> Any:
     """Make what turns a vector of firsts and one of seconds; products are rounded, and their sums."""
 
-    @_inline
+    @device_function
     def product(a: Any, b: Any) -> Any:
         return two(low(a) * low(b), high(a) * high(b))
 
-    @_inline
+    @device_function
     def first_of(a: Any, b: Any, sin: Any, cos: Any) -> Any:
         p, q = product(a, cos), product(b, sin)
         return two(low(p) - low(q), high(p) - high(q))
 
-    @_inline
+    @device_function
     def second_of(a: Any, b: Any, sin: Any, cos: Any) -> Any:
         p, q = product(a, sin), product(b, cos)
         return two(low(p) + low(q), high(p) + high(q))
 
-    @_inline
+    @device_function
     def pair(a: Any, b: Any, sin: Any, cos: Any) -> Any:
         c0, d0 = first_of(a[0], b[0], sin[0], cos[0]), second_of(a[0], b[0], sin[0], cos[0])
         c1, d1 = first_of(a[1], b[1], sin[1], cos[1]), second_of(a[1], b[1], sin[1], cos[1])
@@ -80,20 +76,20 @@ def _pair_of(low: Any, high: Any, two: Any) -> Any:
     return pair
 
 
-@_inline
+@device_function
 def _packed(a: Any, b: Any, c: Any, d: Any) -> Any:
     """Return four bytes in one register."""
     return _HALF(_HALF(a) | _HALF(b) << _HALF(8) | _HALF(c) << _HALF(16) | _HALF(d) << _HALF(24))
 
 
-@_inline
+@device_function
 def _whole(x: Any, scale: Any) -> Any:
     """Return the byte of the whole number of scales that is nearest."""
     count = libdevice.float2int_rn(x / scale)
     return _HALF(min(max(count, _INT(-_LARGEST)), _INT(_LARGEST))) & _HALF(0xFF)
 
 
-@_inline
+@device_function
 def _float8(x: Any, _: Any) -> Any:
     """Return the byte of the nearest number of fp8."""
     bits = ptx.bits_of(x)
@@ -106,12 +102,12 @@ def _float8(x: Any, _: Any) -> Any:
     return _HALF(bits >> _HALF(24) & _HALF(0x80)) | code
 
 
-@_inline
+@device_function
 def _larger_half(w: Any) -> Any:
     return _HALF(max(_HALF(w & _HALF(0x7FFF)), _HALF(w >> _HALF(16) & _HALF(0x7FFF))))
 
 
-@_inline
+@device_function
 def _largest(w: Any) -> Any:
     """Return the bits of the largest magnitude of a vector, which are in order as the numbers are."""
     p, q = _HALF(max(_larger_half(w[0]), _larger_half(w[1]))), _HALF(max(_larger_half(w[2]), _larger_half(w[3])))
@@ -121,7 +117,7 @@ def _largest(w: Any) -> Any:
 def _encode(low: Any, high: Any, of_one: Any) -> Any:
     """Make what writes a vector in bytes."""
 
-    @_inline
+    @device_function
     def encode(to: Any, w: Any, scale: Any) -> None:
         a, b = of_one(low(w[0]), scale), of_one(high(w[0]), scale)
         c, d = of_one(low(w[1]), scale), of_one(high(w[1]), scale)
@@ -150,7 +146,7 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
     encode = _encode(low, high, _whole if kind == "Q8" else _float8)
     is_narrow, has_scales = kind is not None, kind == "Q8"
 
-    @_inline
+    @device_function
     def place_of(lane: Any, width: Any, turned: Any, is_value: Any) -> Any:
         """Return where in its head a thread's first vector is, and how much farther its second one."""
         pairs = _HALF(turned) // _HALF(32)
@@ -160,7 +156,7 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
             return _WORD(16) * _WORD(lane), turned // _WORD(2)
         return turned + _WORD(16) * _WORD(lane - pairs), (width - turned) // _WORD(2)  # behind what is turned
 
-    @_inline
+    @device_function
     def normed(a: Any, b: Any, weight: Any, half: Any, lanes: Any, inverse: Any, eps: Any) -> Any:
         """Divide a head by its root mean square: all lanes of a warp are here, and heads are within one."""
         g, h = ptx.load_128(weight), ptx.load_128(weight + half)
@@ -168,7 +164,7 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
         by = libdevice.rsqrtf(s * ptx.float_of(_HALF(inverse)) + ptx.float_of(_HALF(eps)))
         return scaled(a, g, by), scaled(b, h, by)
 
-    @_inline
+    @device_function
     def scale_of(peaks: Any, vector: Any) -> Any:
         """Return the bits of the scale that a vector has together with its neighbours."""
         first = vector // _HALF(_SHARED) * _HALF(_SHARED)
@@ -176,7 +172,7 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
         largest = _HALF(max(largest, _HALF(max(peaks[first + _HALF(2)], peaks[first + _HALF(3)]))))
         return _HALF(ptx.two_f16(low(largest) * _FLOAT(1 / _LARGEST), _FLOAT(0)))
 
-    @_inline
+    @device_function
     def scales_of(a: Any, b: Any, first: Any, second: Any, before: Any, is_there: Any) -> Any:
         """Return these of two vectors of a head, of which so many vectors of the block are before."""
         if not has_scales:
@@ -188,7 +184,7 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
         before = before if is_there else _HALF(0)
         return scale_of(peaks, before + first), scale_of(peaks, before + second)
 
-    @_inline
+    @device_function
     def keep(start: Any, scales: Any, at: Any, vector: Any, w: Any, scale: Any) -> None:
         """Write a vector to a row, and what begins with it of the row's scales."""
         if not is_narrow:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from attrs import frozen
-from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 from tpplan.exec import tiles
+from tpplan.exec.kernels import device_function
 from tpplan.exec.ptx import Emitter, emitter
 
 _WORD = types.uint64
@@ -101,7 +101,7 @@ def fp8_reader(head_dim: int, kind: str) -> Reader:
 def _rows(size: int, load: Any) -> Callable[..., Any]:
     """Make what reads a row; ``start`` is where in it the lane begins."""
 
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    @device_function
     def read(base: Any, row: Any, start: Any, second: Any) -> Any:  # noqa: ARG001 (scales may begin later)
         return load(base[0] + row * _WORD(size), start)
 
@@ -111,7 +111,7 @@ def _rows(size: int, load: Any) -> Callable[..., Any]:
 def _scaled_rows(size: int, load: Any, load_scales: Any) -> Callable[..., Any]:
     """Make what reads a row and its scales, of which it begins with the first or the second."""
 
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    @device_function
     def read(base: Any, row: Any, start: Any, second: Any) -> Any:
         numbers = load(base[0] + row * _WORD(size), start)
         return numbers, load_scales(base[1] + row * _WORD(size // SHARING), second * _WORD(2))
@@ -119,7 +119,7 @@ def _scaled_rows(size: int, load: Any, load_scales: Any) -> Callable[..., Any]:
     return read  # type: ignore[no-any-return]
 
 
-@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+@device_function
 def _same(registers: Any) -> Any:
     return registers
 

@@ -22,8 +22,9 @@ from tpplan.exec.channel_table import (
     SET,
     SLOT,
 )
-from tpplan.exec.exchange_kernels import device_function, expired, fail
+from tpplan.exec.exchange_kernels import expired, fail
 from tpplan.exec.exchange_table import ALONE, COUNTER_BYTES, COUNTERS
+from tpplan.exec.kernels import device_function
 from tpplan.exec.ptx import word
 
 _WORD = types.uint64

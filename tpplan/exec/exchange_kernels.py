@@ -9,17 +9,13 @@ from numba.cuda import types
 
 from tpplan.exec import ptx
 from tpplan.exec.exchange_table import COUNTER_BYTES, COUNTERS, DEADLINE, FAILURES, STATUS
+from tpplan.exec.kernels import device_function
 from tpplan.exec.ptx import word
 
 _WORD = types.uint64
 _HALF = types.uint32
 #: How often a thread polls before it looks at the clock.
 _PATIENCE = 0xFFF
-
-
-def device_function(function: Any) -> Any:
-    """Make a function of kernels, without a call."""
-    return cuda.jit(device=True, inline="always")(function)
 
 
 @device_function

@@ -19,6 +19,11 @@ from tpplan.exec.kernel_cache import MOST_SOURCES
 _WORD = types.uint64
 
 
+def device_function(function: Any) -> Any:
+    """Make a function of kernels, without a call."""
+    return cuda.jit(device=True, inline="always")(function)
+
+
 @frozen
 class Kernel:
     """A function for numba.
@@ -53,11 +58,11 @@ def _sum(name: str, item: int, first: Any, second: Any, both: Any) -> Kernel:
     """
     halves = item == 2  # noqa: PLR2004
 
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    @device_function
     def load_one(address: Any) -> Any:
         return first(types.uint32(ptx.load_16(address))) if halves else first(ptx.load_32(address))
 
-    @cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+    @device_function
     def store_one(address: Any, value: Any) -> None:
         if halves:
             ptx.store_16(address, types.uint16(both(value, value) & types.uint32(0xFFFF)))
@@ -103,13 +108,13 @@ def _sum(name: str, item: int, first: Any, second: Any, both: Any) -> Kernel:
     return Kernel(name, add, 6 + 2 * MOST_SOURCES)
 
 
-@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+@device_function
 def only(value: Any, _: Any) -> Any:
     """Return the bits of the one float32 in 32 bits."""
     return ptx.bits_of(value)
 
 
-@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+@device_function
 def none(_: Any) -> Any:
     """Return nothing: there is no second float32 in 32 bits."""
     return types.float32(0)

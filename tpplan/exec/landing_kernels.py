@@ -12,8 +12,7 @@ from numba import cuda
 from numba.cuda import types
 
 from tpplan.exec import ptx
-from tpplan.exec.exchange_kernels import device_function
-from tpplan.exec.kernels import Kernel
+from tpplan.exec.kernels import Kernel, device_function
 
 _WORD = types.uint64
 _HALF = types.uint32

@@ -12,8 +12,9 @@ from numba import cuda
 from numba.cuda import types
 
 from tpplan.exec import ptx
-from tpplan.exec.exchange_kernels import counter, device_function, expired, fail
+from tpplan.exec.exchange_kernels import counter, expired, fail
 from tpplan.exec.exchange_table import ALONE, COUNTER_BYTES
+from tpplan.exec.kernels import device_function
 from tpplan.exec.ptx import word
 from tpplan.exec.slot_table import (
     COUNT,

@@ -12,9 +12,8 @@ from numba import cuda
 from numba.cuda import types
 
 from tpplan.exec import ptx
-from tpplan.exec.exchange_kernels import device_function
 from tpplan.exec.exchange_table import ROWS
-from tpplan.exec.kernels import Kernel, none, only
+from tpplan.exec.kernels import Kernel, device_function, none, only
 from tpplan.exec.messages import answered, begin, peek, receive, region
 from tpplan.exec.ptx import word
 from tpplan.exec.slot_kernels import load_packet, row, store_packet

@@ -15,9 +15,9 @@ from numba import cuda
 from numba.cuda import types
 
 from tpplan.exec import ptx
-from tpplan.exec.exchange_kernels import counter, device_function, expired, fail
+from tpplan.exec.exchange_kernels import counter, expired, fail
 from tpplan.exec.exchange_table import FIRST_OPERAND, MOST_SEQUENCES, PIECE, ROWS
-from tpplan.exec.kernels import Kernel, none, only
+from tpplan.exec.kernels import Kernel, device_function, none, only
 from tpplan.exec.ptx import word
 from tpplan.exec.straight_table import AWAIT, COPY, SEQUENCES, SIGNAL, STEPS, VECTOR_BYTES
 
