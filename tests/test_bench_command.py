@@ -16,6 +16,7 @@ from tests.command import Done, command
 from tests.contexts import MAX_ROWS, UNEVEN, little_room  # noqa: F401 (for every test here)
 from tpplan.bench_report import BenchReport, Measured, Spread, Timed
 from tpplan.codec import unstructure
+from tpplan.exec import bench
 from tpplan.exec.bench_case import Case, Cases
 from tpplan.render.bench import bench as view
 
@@ -43,6 +44,19 @@ def test_what_does_not_fit_is_told_in_its_place(path: Path) -> None:
         assert "timed" not in large
     text = "\n".join("".join(part for part, _ in each) for each in view(document))
     assert text.count("the plan has room for") == len(OPERATIONS)
+
+
+def test_usual_sizes_are_taken_as_far_as_there_is_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody asked for is left out with one note, and where nothing is left all rows of the plan are taken."""
+    for usual, rows in (((80, 160, 2**20), [1, 2]), ((2**20, 2**24), [MAX_ROWS])):
+        monkeypatch.setattr(bench, "_USUAL", usual)
+        done = command("bench", path, "--backend", "cpu", "--rounds", "2", "--json")
+        document = json.loads(done.out)
+        assert [one["rows"] for one in document["measured"]] == rows * len(OPERATIONS)
+        assert not any("failed" in one for one in document["measured"])
+        (note,) = document["notes"]
+        assert note.startswith("1.00 MiB")
+        assert note.endswith(f" left out: the plan has room for {MAX_ROWS} rows, 960 B")
 
 
 def _spread(micros: float) -> Spread:

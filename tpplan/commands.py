@@ -260,7 +260,7 @@ def bench(
     /,
     *,
     backend: str = "auto",
-    sizes: str = "8KiB,64KiB,1MiB,16MiB",
+    sizes: str = "",
     rounds: Whole = 7,
     transport: str = "auto",
     json: bool = False,
@@ -270,7 +270,8 @@ def bench(
     Args:
         plan: a plan file; - is standard input.
         backend: cuda, cpu (virtual devices), or auto (by default): cuda if the machine has as many GPUs, else cpu.
-        sizes: that every device holds in the end; 8KiB,64KiB,1MiB,16MiB by default, rounded up to whole rows.
+        sizes: that every device holds in the end, rounded up to whole rows; 8KiB,64KiB,1MiB,16MiB by default, as far
+            as the plan has room for them.
         rounds: in which all take turns; 7 by default.
         transport: peer, host, events, or auto (by default).
         json: print one JSON document.
@@ -281,7 +282,7 @@ def bench(
     with chores.needing("running a plan"):
         from tpplan.exec import bench as times  # noqa: PLC0415
         from tpplan.exec.selftest import compiler  # noqa: PLC0415
-    asked, turns = times.payloads(sizes), times.checked_rounds(rounds)
+    asked, turns = times.payloads(sizes) if sizes else (), times.checked_rounds(rounds)
     make, told = compiler(found, backend, chores.note), (lambda _: None) if json else console.growing(view)
     report = times.bench(make, transport, sizes=asked, rounds=turns, busy=console.busy, told=told)
     if json:

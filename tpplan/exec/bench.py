@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tpplan.exec.bench_peers import Contender
     from tpplan.exec.context import TPContext
 
+#: Payloads in bytes where nobody says which.
+_USUAL = (8 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 1000
 
 
@@ -47,7 +49,8 @@ def bench(
     Args:
         make: compiles a plan for a transport.
         transport: to be timed, or ``auto``.
-        sizes: payloads in bytes, which are rounded up to whole rows of the residual stream.
+        sizes: payloads in bytes, which are rounded up to whole rows of the residual stream; if empty 8 KiB, 64 KiB,
+            1 MiB and 16 MiB, as far as the plan has room for as many rows.
         rounds: in which all take turns, at least 2.
         busy: told what is being timed, for as long as it takes.
         told: told the report as far as it is, whenever an operation has all of its sizes.
@@ -73,16 +76,29 @@ def bench(
         except Exception as error:  # noqa: BLE001 (the same)
             notes.append(f"even slices were not timed: {_reason(error)}")
         cases = Cases(context)
+        counts = sorted({-(-size // cases.row_bytes) for size in sizes or _USUAL})
+        if not sizes:
+            counts = _with_room(counts, cases, notes.append)
         report = _head(cases, even, rounds, limits, notes)
         turns = _Turns(cases, even, limits, Clock(cases.places, rounds))
         for name in cases.makers:
             measured = []
-            for rows in sorted({-(-size // cases.row_bytes) for size in sizes}):
+            for rows in counts:
                 with busy(f"timing {name} of {format_bytes(rows * cases.row_bytes)}"):
                     measured.append(turns.measured(name, rows))
             report = evolve(report, measured=(*report.measured, *measured))
             told(report)
         return report
+
+
+def _with_room(counts: list[int], cases: Cases, note: Callable[[str], None]) -> list[int]:
+    """Leave out numbers of rows that the plan has no room for; of none, take the most that it has."""
+    most = cases.context.max_rows
+    found = [rows for rows in counts if rows <= most]
+    if len(found) < len(counts):
+        left = ", ".join(format_bytes(rows * cases.row_bytes) for rows in counts[len(found) :])
+        note(f"{left} left out: the plan has room for {most} rows, {format_bytes(most * cases.row_bytes)}")
+    return found or [most]
 
 
 def _closed_by(stack: ExitStack, context: TPContext) -> None:
