@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import tpplan
 from tests.command import command
 from tpplan import devices_file
+from tpplan.exec import TPContext
 from tpplan.exec import compile as compile_plan
 from tpplan.families import supported
 
@@ -55,9 +58,18 @@ def test_the_readme_names_the_models() -> None:
 def test_the_python_of_the_executor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The example runs, its assertions hold, and it prints what its comment says."""
     monkeypatch.chdir(ROOT)
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/executor.md").read_text(encoding="utf-8"), re.DOTALL)
+    code, of_channels = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/executor.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     exec(code, {})  # noqa: S102 (our own)
     assert capsys.readouterr().out.strip() in code
+    launched: list[Any] = []
+    context = Mock(spec=TPContext, all_devices=(0, 2))
+    context.channel.return_value.run = lambda launches: [launch() for launch in launches]
+    names = {"ctx": context, "rows": 2, "columns": 8, "partial": partial, "launch": lambda *told: launched.append(told)}
+    exec(of_channels, names)  # noqa: S102
+    context.channel.assert_called_once_with(16)
+    assert [device for device, _ in launched] == [0, 2]
 
 
 def test_the_explanation_of_the_executor() -> None:
