@@ -154,7 +154,7 @@ EXPECTED = {
     ("broadcast from the host", ALL, 1, "peer"): ("1 part", 160 + 80, ("host rings",), "fits a chunk of "),
     ("broadcast from the host", ALL, 12, "events"): ("2 parts", 240, ("host rings",), "parts fit a chunk of "),
     ("scatter", "residual", 1, "events"): ("1 part", 58, (), "copies of any size"),
-    ("gather", "residual", 12, "host"): ("by kernels", 80, (), "each writes its own, within gathers_bytes, 1.00 MiB"),
+    ("gather", "residual", 12, "host"): ("written", 80, (), "within gathers_bytes, 1.00 MiB"),
     ("all_reduce", ALL, 1, "peer"): ("slots", 3 * 160, ("peer slots",), "fits a slot of "),
     ("all_reduce", ALL, 1, "events"): ("1 part", 2 * 160, ("exchange buffer",), "fits the exchange buffer of "),
     ("add_residual", "residual", 1, "host"): ("on each device", 0, (), "each adds its own"),

@@ -69,7 +69,7 @@ def test_every_way_is_gone(report: SelftestReport) -> None:
         assert ways[operation, "peer"] == {"slots", "straight"}
         assert {"slots", "1 part", "2 parts"} <= ways[operation, "host"]
     assert "2 parts" in ways["broadcast from the host", "events"]
-    assert ways["gather", "host"] == {"by kernels"}
+    assert ways["gather", "host"] == {"written"}
     assert all(axis.ways and not axis.skipped for one in plain for axis in one.axes)
     assert all({0, 1, 3} <= {*axis.rows, *axis.narrow_rows} for one in plain for axis in one.axes)
 

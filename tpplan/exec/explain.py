@@ -56,7 +56,7 @@ class Way:
         last: most rows.
         transport: ``peer``, ``host``, ``events``, ``local`` where no device talks to another, or ``refused``.
         how: ``slots``, ``straight``, ``passed on`` among those that get the same, in how many parts, or, if ``local``,
-            ``on each device`` or, into the host's memory, ``by kernels``.
+            ``on each device`` or, into the host's memory, ``written`` or ``copied``.
         why: in words.
         row_bytes: that one row moves from one memory to another, on all devices together.
         buffers: of the context's memory that are used.
@@ -222,7 +222,7 @@ def _ways(
                 first=first,
                 last=last,
                 transport=route.transport,
-                how=how(route),
+                how=how(operation, route),
                 why=why(operation, route, engine),
                 row_bytes=item_bytes * _crossing(program),
                 buffers=_buffers(program),

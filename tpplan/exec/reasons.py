@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from tpplan.exec.operation import Operation
 
 
-def how(route: Route) -> str:
-    """Say how a route goes; see :attr:`tpplan.exec.explain.Way.how`."""
+def how(operation: Operation, route: Route) -> str:
+    """Say how an operation goes by a route; see :attr:`tpplan.exec.explain.Way.how`."""
+    if route.transport == "local" and operation.name == "gather":
+        return "written" if route.small else "copied"
     if route.transport == "local":
-        return "by kernels" if route.small else "on each device"
+        return "on each device"
     if route.small:
         return "slots"
     if route.passed_on:
@@ -66,4 +68,4 @@ def _why_local(operation: Operation, route: Route, engine: Engine) -> str:
     if operation.name != "gather":
         return "no other device"
     largest = format_bytes(engine.limits.tuning.gathers_bytes)
-    return f"each writes its own, {'within' if route.small else 'larger than'} gathers_bytes, {largest}"
+    return f"{'within' if route.small else 'larger than'} gathers_bytes, {largest}"
