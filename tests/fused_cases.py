@@ -32,6 +32,10 @@ class FakeChannel:
         """Know of nothing."""
         self.parts: dict[int, tuple[Tensor, Tensor]] = {}
 
+    def take(self, device: int, to: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Take a device's product."""
+        self.parts[device] = to, x.float() @ weight.float().mT
+
     def run(self, launches: Sequence[Callable[[], None]]) -> None:
         """Add up; all devices take part."""
         assert not self.parts
@@ -63,7 +67,7 @@ class FakeGemv:
         """Multiply, and leave the rest to a channel."""
         assert self._is_joint
         self.calls["joint"] += 1
-        channel.parts[device] = to, x.float() @ weight.float().mT
+        channel.take(device, to, x, weight)
 
     def takes(self, x: Tensor, weight: Tensor, norm: Tensor | None = None, *, gated: bool = False) -> bool:
         """Take few rows."""
@@ -102,14 +106,24 @@ class FakeSkinny:
 
     calls: Counter[str] = Counter()  # noqa: RUF012 (of all, as said)
 
-    def __init__(self, place: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
         """Take any device."""
         assert isinstance(place, torch.device)
-        self._dtype = dtype
+        self._dtype, self._is_joint = dtype, joint
 
     def takes(self, x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:  # noqa: ARG002
         """Take few rows."""
+        return self.adds_up(x, weight)
+
+    def adds_up(self, x: Tensor, weight: Tensor) -> bool:
+        """Take few rows."""
         return len(x) <= skinny.MOST_ROWS and x.dtype == weight.dtype == self._dtype
+
+    def joint(self, to: Tensor, x: Tensor, weight: Tensor, channel: FakeChannel, device: int) -> None:
+        """Multiply, and leave the rest to a channel."""
+        assert self._is_joint
+        self.calls["few rows, joint"] += 1
+        channel.take(device, to, x, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply."""

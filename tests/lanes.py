@@ -10,7 +10,9 @@ import ctypes
 import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from inspect import signature
 from threading import Barrier, BrokenBarrierError, local
+from time import monotonic_ns
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -22,6 +24,7 @@ from numba import cuda
 from numba.cuda import libdevice
 
 from tpplan.exec import ptx
+from tpplan.exec.exchange_table import MOST_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -206,15 +209,22 @@ class _Builder:
             at = self._at(values[0], _SIZES[name])
             at[: len(values) - 1] = values[1:]
             return at[0]
+        if ".volatile.global.u64 " in text:
+            both = self._at(values[0], 8).view(np.uint64)
+            both[: len(values) // 2] = sum(int(value) << 32 * i for i, value in enumerate(values[1:]))
+            found = int(both[0])  # once, as others may write meanwhile
+            return np.uint32(found & 0xFFFFFFFF), np.uint32(found >> 32)
         for each, run in _BITS.items():
             if text == _TEXTS[each]:
                 return run(*values)
-        assert name.startswith("griddepcontrol"), text
+        assert name.startswith(("griddepcontrol", ".pragma")), text
         return None
 
 
 #: Bytes of accesses.
-_SIZES = {f"{way}.global.u{8 * size}": size for way in ("ld", "st") for size in (2, 4)}
+_SIZES = {
+    f"{way}{kind}.global.u{8 * size}": size for way in ("ld", "st") for kind in ("", ".volatile") for size in (2, 4)
+}
 #: Of others.
 _BITS: dict[str, Callable[..., Any]] = {
     "low_bf16": lambda word: _of_bf16(word)[0],
@@ -225,6 +235,8 @@ _BITS: dict[str, Callable[..., Any]] = {
     "two_f16": _to_f16,
     "bits_of": lambda value: np.array(value).view(np.uint32 if isinstance(value, np.floating) else np.float32)[()],
     "largest_of_warp": lambda value: max(_told(value)),
+    "nanoseconds": lambda: np.uint64(monotonic_ns()),
+    "word": lambda index: _ME.words[int(index)],
 }
 
 
@@ -241,7 +253,7 @@ class _FoundError(Exception):
 
 
 def _text_of(intrinsic: Any) -> str:
-    _, codegen = _defined(intrinsic, 1)
+    _, codegen = intrinsic._defn(None, *[_Kind()] * (len(signature(intrinsic._defn).parameters) - 1))
     try:
         codegen(None, _Reader(), None, ())
     except _FoundError as found:
@@ -369,19 +381,19 @@ def run(
 
     Args:
         kernel: of which what is asked here is known.
-        blocks: how many, in one dimension or two.
+        blocks: how many, in one dimension or two; the last one comes first, as the first ones may wait for others.
         threads: of each, whole warps.
-        words: that it is told.
+        words: that it is told, or that are in the array which it is told.
         allowed: what it may read and write, where it is in memory; all else fails.
     """
-    assert len(words) == kernel.arguments
+    assert len(words) == (kernel.arguments if kernel.arguments > 1 else MOST_WORDS)
     ranges = [range(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in allowed]
     numbers = [np.uint64(word) for word in words]
 
     def lane(block: _Block, thread: int) -> None:
-        _ME.block, _ME.thread, _ME.arrays, _ME.met = block, thread, 0, 0
+        _ME.block, _ME.thread, _ME.arrays, _ME.met, _ME.words = block, thread, 0, 0, numbers
         try:
-            kernel.function(*numbers)
+            kernel.function(*numbers[: kernel.arguments])
         except BaseException:
             block.abort()
             raise
@@ -391,7 +403,7 @@ def run(
             stack.enter_context(each)
         pool = stack.enter_context(ThreadPoolExecutor(threads))
         count = (blocks, 1) if isinstance(blocks, int) else blocks
-        for number in np.ndindex(count):
+        for number in reversed([*np.ndindex(count)]):
             block = _Block(number, threads, count)
             done = [pool.submit(lane, block, thread) for thread in range(threads)]
             errors = [error for each in done if (error := each.exception())]

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.fused_cases import FakeChannel, FakeGemv
+from tests.fused_cases import FakeChannel, FakeGemv, FakeSkinny
 from tests.pointwise_cases import launches
 from tests.test_decoder_memory import made, planned
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
-from tpplan.decoder import Decoder
+from tpplan.decoder import Decoder, skinny
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.context import TPContext
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["fine_units", "launches"]  # fixtures
 
 #: Sequences that decode together.
-FEW, MANY = 2, 3
+FEW, MORE, MANY = 2, 3, 5
 
 
 def said(directory: Path, plan: SplitPlan, count: int) -> torch.Tensor:
@@ -38,6 +38,7 @@ def said(directory: Path, plan: SplitPlan, count: int) -> torch.Tensor:
         for sequence in range(count):
             decoder.prefill([5, 3 + sequence], sequence)
         FakeGemv.calls.clear()
+        FakeSkinny.calls.clear()
         tokens, positions = ([x] * len(context.all_devices) for x in (torch.arange(count) + 7, torch.full((count,), 2)))
         return context.gather(decoder.decode(tokens, positions), Axis.VC).tensor.float()
 
@@ -50,6 +51,9 @@ def said(directory: Path, plan: SplitPlan, count: int) -> torch.Tensor:
         ("qwen2", "reduce", FEW, (3, 1), 2),
         ("llama", "reduce", FEW, (3, 1), 0),  # whose matrices have biases here
         ("mixtral", "reduce", FEW, (3, 1), 1),  # of a layer; its experts' sums are apart
+        ("mistral", "reduce", MORE, (3, 1), 2),
+        ("mistral", "reduce", MORE, (2, 1, 1), 2),
+        ("llama", "reduce", MORE, (3, 1), 0),
         ("mistral", "reduce", MANY, (3, 1), 0),
         ("mistral", "reduce", FEW, (1,), 0),
         ("mistral", "gather", FEW, (3, 1), 0),
@@ -72,10 +76,12 @@ def test_devices_add_up_as_they_multiply(  # noqa: PLR0917
     expected = said(directory, plan, count)
     request.getfixturevalue("launches")
     channel = FakeChannel()
+    monkeypatch.setattr(skinny, "MOST_ROWS", MANY - 1)
     monkeypatch.setattr(TPContext, "channel", lambda _self, _elements: channel)
     found = said(directory, plan, count)
     assert (found - expected).norm() <= 0.02 * expected.norm()
-    assert FakeGemv.calls["joint"] == 2 * joint * len(shares)
+    calls = FakeGemv.calls["joint"], FakeSkinny.calls["few rows, joint"]
+    assert calls == ((2 * joint * len(shares), 0) if count == FEW else (0, 2 * joint * len(shares)))
 
 
 def test_virtual_devices_have_no_channels(tmp_path: Path, launches: Counter[str]) -> None:

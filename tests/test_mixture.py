@@ -299,7 +299,6 @@ def test_kernels_of_a_layer(  # noqa: PLR0917
         return FakeGemv.calls + FakeSkinny.calls + FakeMixture.calls + launches
 
     found = called(2) - called(1)
-    devices = len(shares)
-    attention = Counter({"linear of a norm": devices, "turn": devices})
-    attention["few rows, added" if rows > 2 else "add" if devices == 1 else "linear"] += devices
-    assert found == attention + Counter(expected)
+    devices, back = len(shares), {1: "add", 2: "linear"}
+    names = ["norm", "few rows", "few rows, added"] if rows > 2 else ["linear of a norm", back[devices]]
+    assert found == Counter(dict.fromkeys(["turn", *names], devices)) + Counter(expected)

@@ -17,7 +17,8 @@ from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.decoder.skinny import Skinny, shape_of
 from tpplan.exec import kernel_cache
-from tpplan.exec.channel_table import MOST_BLOCKS
+from tpplan.exec.channel_table import CALLERS, DEVICES, MEMORIES, MOST_BLOCKS, NUMBERS, OWN, SET, SLOT
+from tpplan.exec.exchange_table import BLOCKS, COUNTERS, DEADLINE, MOST_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,9 +29,14 @@ KERNELS = [
     ("skinny_bf16_8", CAPABILITIES[0]),
     ("skinny_f16_8", (9, 0)),
     ("skinny_f16_16", CAPABILITIES[-1]),
+    ("skinny_joint_bf16_16", CAPABILITIES[0]),
+    ("skinny_joint_bf16_16", (9, 0)),
+    ("skinny_joint_f16_8", CAPABILITIES[-1]),
 ]
 SIZES = [(1536, 4096), (4096, 1024), (4096, 3584), (28672, 4096), (4096, 14336), (1, 8), (9, 2304), (33, 896), (5, 520)]
 PROCESSORS = 132
+#: What channels of tests tell kernels.
+HEADER = 77
 
 
 @pytest.mark.parametrize(("name", "capability"), KERNELS)
@@ -38,7 +44,7 @@ def test_they_multiply_vectors_as_they_are(name: str, capability: tuple[int, int
     """Loads are of 16 bytes, the first of them before the wait; nothing spills, and registers are enough for blocks."""
     text = kernel_cache.ptx(name, capability)
     assert f".visible .entry {name}(" in text
-    kind = name.split("_")[1]
+    kind = name.split("_")[-2]
     multiply = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
     assert text.count(multiply) == text.count("mma.sync") == (16 if name.endswith("_16") else 8)
     assert "ld.global.nc.L1::no_allocate.v4.u32" in text
@@ -122,18 +128,76 @@ def test_lanes_agree(case: tuple[str, int, int, int, int, int, int], plus: bool)
     assert (y_RN[:, size:] == 9).all()
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # of the last number, as is meant
+@pytest.mark.parametrize(
+    "case",  # kernel, rows, columns of the result, columns of each device's matrix, warps, blocks, number of the sum
+    [
+        ("bf16_8", 3, 37, (136, 72), 2, 2, 6),
+        ("f16_16", 11, 21, (64, 8), 1, 1, 2**32 - 1),
+    ],
+)
+def test_lanes_of_two_devices_agree(
+    case: tuple[str, int, int, tuple[int, int], int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sends its part to both, and adds up both and what is there; the next sum has another number on both."""
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.skinny_kernels")
+    name, rows, size, widths, warps, blocks, number = case
+    monkeypatch.setattr("tpplan.exec.channel_messages.ADDERS", 1)  # the others run before it
+    torch.manual_seed(size)
+    dtype = {text: each for each, text in DTYPES.items()}[name.split("_", maxsplit=1)[0]]
+    matrices = [
+        (torch.randn(rows, width).to(dtype), (torch.randn(size, width) / width**0.5).to(dtype)) for width in widths
+    ]
+    parts = [x_RK.float() @ weight_NK.float().mT for x_RK, weight_NK in matrices]
+    start_RN, elements, parity = torch.randn(rows, size).to(dtype), rows * size + 5, number % 2
+    memories = [torch.zeros(2, 2, elements, 2, dtype=torch.int32) for _ in matrices]  # sets, slots
+    sent = [memory[parity, :, : rows * size] for memory in memories]
+    tag = torch.tensor(number).to(torch.int32)
+    sent[1][0, :, 0], sent[1][0, :, 1] = parts[0].flatten().view(torch.int32), tag  # as of the device that runs later
+    counters, streams = torch.tensor([0, 1], dtype=torch.int32).repeat_interleave(BLOCKS), []  # of failures, alone
+    for own in (1, 0):
+        to_RN, (x_RK, weight_NK) = start_RN.clone(), matrices[own]
+        numbers = torch.full((MOST_BLOCKS,), tag.item(), dtype=torch.int32)
+        words = [0] * MOST_WORDS
+        words[DEADLINE], words[COUNTERS], words[NUMBERS] = 60 * 10**9, counters.data_ptr(), numbers.data_ptr()
+        words[DEVICES], words[OWN], words[SLOT], words[SET] = 2, own, 8 * elements, 16 * elements
+        words[MEMORIES : MEMORIES + 2] = [memory.data_ptr() for memory in memories]
+        words[CALLERS : CALLERS + 11] = (
+            to_RN.data_ptr(), 2 * size, x_RK.data_ptr(), 2 * widths[own], weight_NK.data_ptr(), 2 * widths[own],
+            size, widths[own], rows, to_RN.data_ptr(), 2 * size,
+        )  # fmt: skip
+        kernel = getattr(kernels, f"SKINNY_JOINT_{name.upper()}")
+        lanes.run(kernel, blocks, 32 * warps, words, (x_RK, weight_NK, to_RN, numbers, counters, *memories))
+        assert (numbers == (number + 1 if number + 1 < 2**32 else 2)).all()
+        streams.append(to_RN)
+    for sets, slots in zip(memories, sent, strict=True):
+        assert (slots[..., 1] == tag).all()
+        torch.testing.assert_close(slots[..., 0].contiguous().view(torch.float32), torch.stack(parts).flatten(1))
+        assert not sets[1 - parity].any()
+        assert not sets[parity, :, rows * size :].any()
+    step = torch.finfo(dtype).eps
+    for to_RN in streams:
+        torch.testing.assert_close(to_RN.float(), start_RN + sum(parts), atol=2 * step, rtol=step)
+
+
 class FakeLauncher:
     """Does what a kernel does, by its words."""
 
-    def __init__(self, name: str, place: torch.device) -> None:
+    def __init__(self, name: str, place: torch.device, *, is_array: bool = False) -> None:
         """Take any device."""
-        family, dtype, count = name.split("_")
+        family, *joint, dtype, count = name.split("_")
         assert family == "skinny"
+        assert joint == (["joint"] if is_array else [])
         assert place.type == "cuda"
+        self._is_joint = is_array
         self._most, self._dtype = int(count), {text: each for each, text in DTYPES.items()}[dtype]
 
     def __call__(self, blocks: int, threads: int, *words: int) -> None:
-        """Do it."""
+        """Do it, of what is joint by a device alone."""
+        if self._is_joint:
+            assert words[0] == HEADER
+            assert len(words) == MOST_WORDS
+            words = (*words[CALLERS : CALLERS + 11], 0)
         y, y_pitch, x, x_pitch, weight, pitch, size, width, rows, plus, plus_pitch, mode = words
         assert self._most - 8 < rows <= self._most
         assert 0 < threads <= 512
@@ -154,7 +218,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(skinny, "Launcher", FakeLauncher)
     found = SimpleNamespace(multi_processor_count=PROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    return Skinny(torch.device("cuda", 0), request.param)
+    return Skinny(torch.device("cuda", 0), request.param, joint=True)
 
 
 @pytest.fixture
@@ -177,8 +241,11 @@ def test_words(kernels: Skinny, some: Callable[..., torch.Tensor], rows: int) ->
     check(kernels.linear(x_RK, weight_NK, bias_N), functional.linear(x_RK, weight_NK, bias_N))
     to_RN = some(rows, 30)[:, 2:28]
     expected = to_RN.addmm(x_RK, weight_NK.mT)
+    channel = SimpleNamespace(words=lambda device: [HEADER + device] * MOST_WORDS)
+    kernels.joint(joint_RN := to_RN.clone(), x_RK, weight_NK, channel, 0)  # type: ignore[arg-type]
     kernels.add(to_RN, x_RK, weight_NK)
     check(to_RN, expected)
+    check(joint_RN, expected)
     for name, act in ACTIVATIONS.items():
         if name in GATES:
             gate, up = functional.linear(x_RK, weight_NK, bias_N).chunk(2, dim=-1)

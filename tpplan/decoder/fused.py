@@ -91,19 +91,19 @@ class Fused(Plain):
             experts: whether layers have any.
         """
         super().__init__(settings.norm_eps, settings.activation)
-        self.joint_rows = gemv.MOST_ROWS if joint else 0
+        self.joint_rows = skinny.MOST_ROWS if joint else 0
         self._name = next(name for name, each in ACTIVATIONS.items() if each is settings.activation)
         cap = settings.attention_cap
         sizes = [size for size in head_dims if Attention.takes(place, dtype, size, kind)]
         names = [*pointwise.names_of(dtype, self._name, kind), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
-        names += gemv.joint_names_of(dtype) if joint else ()
+        names += [*gemv.joint_names_of(dtype), *skinny.joint_names_of(dtype)] if joint else ()
         names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
         names += mixture.names_of(dtype) if experts else ()
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for name in names)  # all at the same time
         self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name, kind)
         self._gemv = Gemv(place, dtype, joint=joint)
-        self._skinny = Skinny(place, dtype)
+        self._skinny = Skinny(place, dtype, joint=joint)
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._mixture = Mixture(place, dtype, self._name) if experts else None
 
@@ -136,9 +136,11 @@ class Fused(Plain):
     ) -> Callable[[], None] | None:
         """Return what adds to rows of the residual stream what matrices of all devices make, in one kernel."""
         weight = weights[f"{name}.weight"]
-        if f"{name}.bias" in weights or not self._gemv.takes(x, weight):
+        if f"{name}.bias" in weights:
             return None
-        return partial(self._gemv.joint, to, x, weight, channel, device)
+        if self._gemv.takes(x, weight):
+            return partial(self._gemv.joint, to, x, weight, channel, device)
+        return partial(self._skinny.joint, to, x, weight, channel, device) if self._skinny.adds_up(x, weight) else None
 
     def normed(
         self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str] = ()

@@ -6,14 +6,17 @@ Shapes are written at the end of a name: R rows (up to 16), K columns of the mat
 from __future__ import annotations
 
 from functools import cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from tpplan.decoder.gemv import GATES, _is_vectors
 from tpplan.decoder.launcher import DTYPES, Launcher
-from tpplan.exec.channel_table import MOST_BLOCKS
+from tpplan.exec.channel_table import CALLERS, MOST_BLOCKS
+
+if TYPE_CHECKING:
+    from tpplan.exec.channel import Channel
 
 #: Rows that kernels take, also those that add up the products of several devices.
 MOST_ROWS: Final = 16
@@ -55,20 +58,27 @@ def names_of(dtype: torch.dtype) -> list[str]:
     return [f"skinny_{DTYPES[dtype]}_{rows}" for rows in (_EIGHT, 2 * _EIGHT)]
 
 
+def joint_names_of(dtype: torch.dtype) -> list[str]:
+    """Return the names of those that add up the products of several devices."""
+    return [f"skinny_joint_{DTYPES[dtype]}_{rows}" for rows in (_EIGHT, 2 * _EIGHT)]
+
+
 class Skinny:
     """Kernels for one device and dtype.
 
     They are right for what :meth:`takes` accepts, and unchecked.
     """
 
-    def __init__(self, place: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
         """Load them.
 
         Args:
             place: a CUDA device.
             dtype: of rows and matrices, of 16 bits.
+            joint: whether also those that add up the products of several devices.
         """
-        self._eight, self._sixteen = (Launcher(name, place) for name in names_of(dtype))
+        self._alone = [Launcher(name, place) for name in names_of(dtype)]
+        self._joint = [Launcher(name, place, is_array=True) for name in joint_names_of(dtype)] if joint else []
         self._dtype = dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
@@ -105,6 +115,21 @@ class Skinny:
         """Add a product to rows, where they are, and round once, as ``addmm_`` does."""
         self._run(to_RN, x_RK, weight_NK, (to_RN.data_ptr(), 2 * to_RN.stride(0)), 0)
 
+    def joint(self, to_RN: Tensor, x_RK: Tensor, weight_NK: Tensor, channel: Channel, device: int) -> None:
+        """Add to rows, where they are, what all devices' products add up to, and round once, as GEMV does.
+
+        Args:
+            to_RN: rows, the same on all devices.
+            x_RK: the device's columns of what is multiplied.
+            weight_NK: its columns of the matrix, of which :meth:`adds_up` is true.
+            channel: by which they are added up; every device launches such a kernel, by :meth:`Channel.run`.
+            device: the plan's.
+        """
+        blocks, threads, words = self._words(to_RN, x_RK, weight_NK, (to_RN.data_ptr(), 2 * to_RN.stride(0)))
+        told = channel.words(device)
+        told[CALLERS : CALLERS + len(words)] = words
+        self._joint[len(x_RK) > _EIGHT](blocks, threads, *told)
+
     def gated(self, x_RK: Tensor, weight_NK: Tensor, gate: str, bias_N: Tensor | None = None) -> Tensor:
         """Return the products of the matrix's second half, times the activations of its first's: ``[R, I]``.
 
@@ -121,11 +146,15 @@ class Skinny:
         return h_RI
 
     def _run(self, y: Tensor, x: Tensor, weight: Tensor, plus: tuple[int, int], mode: int) -> None:
+        blocks, threads, words = self._words(y, x, weight, plus)
+        self._alone[len(x) > _EIGHT](blocks, threads, *words, mode)
+
+    def _words(self, y: Tensor, x: Tensor, weight: Tensor, plus: tuple[int, int]) -> tuple[int, int, tuple[int, ...]]:
+        """Return how many blocks share a matrix, the threads of each, and what all kernels are told."""
         rows, width = x.shape
-        size = y.shape[1]
         blocks, warps = shape_of(-(-len(weight) // _TILE), width, self._processors, rows)
-        kernel = self._eight if rows <= _EIGHT else self._sixteen
-        kernel(
-            blocks, 32 * warps, y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0),
-            weight.data_ptr(), 2 * weight.stride(0), size, width, rows, *plus, mode,
+        words = (
+            y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0),
+            weight.data_ptr(), 2 * weight.stride(0), y.shape[1], width, rows, *plus,
         )  # fmt: skip
+        return blocks, 32 * warps, words

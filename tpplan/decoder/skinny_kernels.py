@@ -16,8 +16,11 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 from tpplan.exec import ptx, tiles
-from tpplan.exec.finishing import ADD, finish_of
+from tpplan.exec.channel_messages import begin_sum, end_sum, send_part
+from tpplan.exec.channel_table import CALLERS
+from tpplan.exec.finishing import ADD, add_up_of, finish_of
 from tpplan.exec.kernels import Kernel
+from tpplan.exec.ptx import word
 
 #: Warps of a block, at most.
 MOST_WARPS = 16
@@ -130,7 +133,9 @@ def _matrix_rows(weight: Any, pitch: Any, first: Any, size: Any, mode: Any) -> A
     return weight + low * pitch, weight + high * pitch
 
 
-def _skinny(name: str, eights: int, first: Any, both: Any, multiply: Any) -> Kernel:  # noqa: C901, PLR0915 (the kernel)
+def _skinny(  # noqa: C901, PLR0915 (the kernel)
+    name: str, eights: int, first: Any, both: Any, multiply: Any, *, joint: bool = False
+) -> Kernel:
     """Make a kernel for up to so many rows.
 
     Its words:
@@ -149,19 +154,22 @@ def _skinny(name: str, eights: int, first: Any, both: Any, multiply: Any) -> Ker
         first: makes a float32 of the first element in 32 bits.
         both: makes 32 bits of two float32.
         multiply: writes the instruction.
+        joint: whether the products of all devices are added up, see :mod:`tpplan.exec.channel_messages`; there is no
+            mode then, and the words are the caller's.
     """
     pitch_of_sums = 8 * eights + 1  # so that lanes are in different banks
     kept = TILE * pitch_of_sums
     half, floats = MOST_WARPS * kept, 2 * MOST_WARPS * kept
     products, zeros, finish = _products(multiply), tiles.zeros(4 * eights), finish_of(first, both)
     rows_of, look = _rows_of(eights)
+    add_up = add_up_of(first, both)
 
     @_jit
     def finish_all(
         sums: Any, buffer: Any, start: Any, y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, rows: Any,
-        mode: Any,
+        mode: Any, number: Any,
     ) -> None:  # fmt: skip
-        """Add up what warps have found for a tile, and store what becomes of it."""
+        """Add up what warps have found for a tile, and store what becomes of it, or send it."""
         bits = _WORD(4) if mode == ADD else _WORD(3)
         index, total = _WORD(cuda.threadIdx.x), rows << bits
         while index < total:
@@ -175,13 +183,18 @@ def _skinny(name: str, eights: int, first: Any, both: Any, multiply: Any) -> Ker
                 if mode != ADD:
                     t += sums[place + _WORD(8 * pitch_of_sums)]
                 place += _WORD(kept)
-            if start + member < size:
+            if joint:
+                if start + member < size:
+                    send_part(row * size + start + member, s, number)
+            elif start + member < size:
                 finish(s, t, row, start + member, y, y_pitch, plus, plus_pitch, size, mode)
             index += _WORD(cuda.blockDim.x)
 
-    def multiply_rows(  # type: ignore[no-untyped-def]
-        y, y_pitch, x, x_pitch, weight, pitch, size, width, rows, plus, plus_pitch, mode
-    ):
+    @_jit
+    def multiply_rows(
+        y: Any, y_pitch: Any, x: Any, x_pitch: Any, weight: Any, pitch: Any, size: Any, width: Any, rows: Any,
+        plus: Any, plus_pitch: Any, mode: Any,
+    ) -> None:  # fmt: skip
         sums = cuda.shared.array(floats, _FLOAT)
         lane, warp = _WORD(cuda.threadIdx.x) & _WORD(31), _WORD(cuda.threadIdx.x) >> _WORD(5)
         g, t = lane >> _WORD(2), lane & _WORD(3)
@@ -193,6 +206,7 @@ def _skinny(name: str, eights: int, first: Any, both: Any, multiply: Any) -> Ker
         w = _ask_now(low, high, begin + own, last)
         v = _ask_now(low, high, again + own, last)
         ptx.after_earlier()
+        number, is_alone = begin_sum() if joint else (types.uint32(0), types.uint32(0))
         at = rows_of(x, x_pitch, g, rows)
         p, q = look(at, begin + own, last), look(at, again + own, last)
         totals, near, buffer = zeros(), _WORD(0), _WORD(0)
@@ -215,11 +229,28 @@ def _skinny(name: str, eights: int, first: Any, both: Any, multiply: Any) -> Ker
                 to = buffer + warp * _WORD(kept) + g * _WORD(pitch_of_sums) + t * _WORD(2)
                 tiles.keep(sums, totals, to, _WORD(1), _WORD(8 * pitch_of_sums))
                 cuda.syncthreads()
-                finish_all(sums, buffer, start, y, y_pitch, plus, plus_pitch, size, rows, mode)
+                finish_all(sums, buffer, start, y, y_pitch, plus, plus_pitch, size, rows, mode, number)
                 # The next tile's sums go elsewhere: not all threads may have read these.
                 totals, start, buffer = zeros(), ahead, _WORD(half) - buffer
 
-    return Kernel(name, multiply_rows, 12, bounds=(32 * MOST_WARPS, 1))
+        if joint:
+            end_sum(number, is_alone)
+            add_up(y, y_pitch, plus, plus_pitch, size, rows, number)
+
+    def alone(  # type: ignore[no-untyped-def]
+        y, y_pitch, x, x_pitch, weight, pitch, size, width, rows, plus, plus_pitch, mode
+    ):
+        multiply_rows(y, y_pitch, x, x_pitch, weight, pitch, size, width, rows, plus, plus_pitch, mode)
+
+    def together(_words):  # type: ignore[no-untyped-def]
+        multiply_rows(
+            word(CALLERS), word(CALLERS + 1), word(CALLERS + 2), word(CALLERS + 3), word(CALLERS + 4),
+            word(CALLERS + 5), word(CALLERS + 6), word(CALLERS + 7), word(CALLERS + 8), word(CALLERS + 9),
+            word(CALLERS + 10), _WORD(ADD),
+        )  # fmt: skip
+
+    bounds = (32 * MOST_WARPS, 1)
+    return Kernel(name, together, 1, bounds=bounds) if joint else Kernel(name, alone, 12, bounds=bounds)
 
 
 _BF16 = (ptx.low_bf16, ptx.two_bf16, ptx.emit_multiply_bf16)
@@ -228,3 +259,7 @@ SKINNY_BF16_8 = _skinny("skinny_bf16_8", 1, *_BF16)
 SKINNY_BF16_16 = _skinny("skinny_bf16_16", 2, *_BF16)
 SKINNY_F16_8 = _skinny("skinny_f16_8", 1, *_F16)
 SKINNY_F16_16 = _skinny("skinny_f16_16", 2, *_F16)
+SKINNY_JOINT_BF16_8 = _skinny("skinny_joint_bf16_8", 1, *_BF16, joint=True)
+SKINNY_JOINT_BF16_16 = _skinny("skinny_joint_bf16_16", 2, *_BF16, joint=True)
+SKINNY_JOINT_F16_8 = _skinny("skinny_joint_f16_8", 1, *_F16, joint=True)
+SKINNY_JOINT_F16_16 = _skinny("skinny_joint_f16_16", 2, *_F16, joint=True)

@@ -1,4 +1,4 @@
-"""What kernels make of sums that are complete: they add a bias or a residual, or multiply one's activation by another.
+"""What kernels make of sums: they add a bias, a residual or what other devices have, or multiply one by another's gate.
 
 Sums are float32; they are rounded where torch rounds, whose kernels each do less.
 """
@@ -11,6 +11,7 @@ from numba import cuda
 from numba.cuda import libdevice, types
 
 from tpplan.exec import ptx
+from tpplan.exec.channel_messages import first_element, sum_of_parts
 
 #: What becomes of a sum: it is stored, or its activation is multiplied by another.
 ADD, SILU, GELU, GELU_TANH = range(4)
@@ -91,3 +92,28 @@ def finish_of(first: Any, both: Any) -> Any:
         ptx.store_16(y + row * y_pitch + column * _WORD(2), types.uint16(bits_of(s)))
 
     return finish
+
+
+def add_up_of(first: Any, both: Any) -> Any:
+    """Make what adds up the parts of all devices, and what is there, and stores the sums.
+
+    It takes where the result goes and what is added, each an address, or 0, and a pitch in bytes; columns and rows of
+    the result, of which the parts are numbered row by row; and the number of the sum.
+
+    Args:
+        first: makes a float32 of the first element in 32 bits.
+        both: makes 32 bits of two float32.
+    """
+
+    @_jit
+    def add_up(y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, rows: Any, number: Any) -> None:  # noqa: PLR0917
+        element, step = first_element()
+        while element < rows * size:
+            row = _WORD(types.uint32(element) // types.uint32(size))
+            n = element - row * size
+            more = first(types.uint32(ptx.load_16(plus + row * plus_pitch + n * _WORD(2)))) if plus else _FLOAT(-0.0)
+            s = sum_of_parts(element, number) + more
+            ptx.store_16(y + row * y_pitch + n * _WORD(2), types.uint16(both(s, s) & types.uint32(0xFFFF)))
+            element += step
+
+    return add_up
