@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from attrs import evolve
 
+import tpplan
 from tests.contexts import MAX_ROWS, PLANS, UNEVEN, context, heads, little_room, plan_of  # noqa: F401 (for every test here)
 from tests.selftest_cases import on
 from tpplan.axes import Axis, parse_layers
 from tpplan.errors import ExecutionError
+from tpplan.exec import compile as compile_plan
 from tpplan.exec.compiler import build
 from tpplan.exec.cpu import Pending, VirtualDevices
 from tpplan.exec.engine import Engine
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from tpplan.plan import SplitPlan
+
+#: The plans of the examples.
+EXAMPLES = Path(__file__).parents[1] / "examples/plans"
 
 #: What a program's name says of the way that it goes.
 NAMES = {
@@ -186,35 +193,61 @@ def _rows(text: str) -> range:
 
 
 def test_the_table() -> None:
-    """As text it is a table: a title, and under each heading its column; equal axes share a line."""
+    """As text it is a table: a title, headings, and below the name of each operation its ways; equal axes share one."""
     with context(UNEVEN, "host") as tested:
         explanation = tested.explain()
     title, blank, heads, *lines = str(explanation).split("\n")
     assert title == "Tiny, transport host, 1 to 12 rows of bfloat16"
     assert not blank
-    assert heads.split() == ["operation", "on", "rows", "transport", "how", "bytes", "per", "row", "buffers", "why"]
+    assert heads.split() == ["on", "rows", "way", "per", "row", "why"]
+    told: list[tuple[str, str, str, str]] = []
+    operation = ""
     for line in lines:
-        assert all(re.match(" [^ ]", line[heads.index(head) - 1 :]) for head in ("transport", "how", "buffers", "why"))
-    told = [re.split("  +", line) for line in lines]
+        if not line.startswith(" "):
+            operation = line
+        elif line[2] != " ":
+            assert all(re.match(" [^ ]", line[heads.index(head) - 1 :]) for head in ("way", "why"))
+            on, some, way, *_ = re.split("  +", line.strip())
+            told.append((operation, on, some, way))
+        elif line[4] != " ":  # the axes go on
+            *rest, (operation, on, some, way) = told
+            told = [*rest, (operation, f"{on} {re.split('  +', line.strip())[0]}", some, way)]
     for way in explanation.ways:
         rows = range(way.first, way.last + 1)
         names = {"every axis", ", ".join(way.axes)}
-        ((transport, how, *_),) = [
-            rest
-            for name, on, some, *rest in told
+        (shown,) = [
+            shown
+            for name, on, some, shown in told
             if name == way.operation and on in names and set(rows) <= set(_rows(some))
         ]
+        transport, _, how = shown.partition(" ")
         assert transport == way.transport
         assert how == way.how or re.fullmatch(r"\d+ to \d+ parts", how)
     # The number of parts alone makes no line of its own.
-    (line,) = (line for line in lines if line.startswith("scatter from the host    intermediate"))
+    (shown,) = (way for name, on, _, way in told if (name, on) == ("scatter from the host", "intermediate"))
     several = [
         way.how for way in explanation.ways if (way.operation, *way.axes) == ("scatter from the host", "intermediate")
     ]
     assert len(several) > 1
-    assert f" 1-12  host       {several[0].split()[0]} to {several[-1]}  " in line
-    assert any(re.match(r"add_residual +every axis +1-12 +local", line) for line in lines)
-    assert any(re.match(r"scatter +kv_heads +", line) for line in lines)
+    assert shown == f"host {several[0].split()[0]} to {several[-1]}"
+    assert ("add_residual", "every axis", "1-12", "local on each device") in told
+    assert any((name, on) == ("scatter", "kv_heads") for name, on, *_ in told)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/*.json")), ids=lambda path: path.stem)
+def test_the_table_has_120_columns(path: Path) -> None:
+    """Whatever the plan, and its reasons in full: what does not fit goes on in the next line."""
+    with compile_plan(tpplan.load(path), backend="cpu") as compiled:
+        explanation = compiled.explain()
+    lines = str(explanation).split("\n")
+    assert max(map(len, lines)) <= 120
+    text = " ".join(" ".join(line.split()) for line in lines)
+    long = next(way for way in explanation.ways if way.operation == "gather" and way.how == "copied")
+    assert long.why in text
+    folded = str(evolve(explanation, ways=(evolve(long, why="one reason or another, " * 9 + "and that is all"),)))
+    assert max(map(len, folded.split("\n"))) <= 120
+    assert folded.count("reason") == 9
+    assert folded.endswith("and that is all")
 
 
 def test_graphs_are_told_of_where_they_differ() -> None:
@@ -234,8 +267,10 @@ def test_graphs_are_told_of_where_they_differ() -> None:
     (way,) = (way for way in explanation.ways if way.operation == "broadcast in a graph")
     assert (way.first, way.last, way.transport) == (3, MAX_ROWS, "events")
     assert way.axes == (ALL, "intermediate", "vocab", "residual")
-    (line,) = (line for line in str(explanation).split("\n") if line.startswith("broadcast in a graph"))
-    assert ", ".join(way.axes) in line
+    told = " ".join(str(explanation).split("broadcast in a graph")[1].split("broadcast from the host")[0].split())
+    for axis in way.axes:
+        assert axis in told
+    assert "every axis" not in told
 
 
 @pytest.mark.parametrize("copies", [1, 400, 700])

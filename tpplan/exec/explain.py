@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
@@ -13,7 +14,7 @@ from tpplan.exec import operation
 from tpplan.exec.lower import Limits, lower
 from tpplan.exec.program import EXCHANGE, HOST, SLOT, STAGE, flat, reads, writes
 from tpplan.exec.reasons import how, why
-from tpplan.render.text import table
+from tpplan.render.text import shorten, table, wrapped
 from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ ALL = "all devices"
 
 #: Stands behind the name of an operation that goes otherwise there.
 IN_GRAPH = " in a graph"
+
+#: Columns of two texts that are broken into lines, so that a table has 120 at most.
+_AXES, _WHY = 22, 46
 
 #: What to call the context's memory: its role, and whether it is on the host.
 _BUFFERS = {
@@ -75,7 +79,7 @@ class Way:
 
 @frozen(kw_only=True)
 class Explanation:
-    """How a context does each operation; as text, a table.
+    """How a context does each operation; as text, a table of 120 columns at most, without the buffers.
 
     Broadcasts and all-reduces are of the width of the residual stream, the others of their axis, all in the dtype of
     the activations. Other widths and dtypes go the same ways at other numbers of rows.
@@ -100,20 +104,34 @@ class Explanation:
 
     def __str__(self) -> str:
         head = f"{self.model}, transport {self.transport}, 1 to {self.max_rows} rows of {self.dtype}"
-        on: dict[str, set[str]] = {}
-        for way in self.ways:
-            on.setdefault(way.operation.removesuffix(IN_GRAPH), set()).update(way.axes)
-        cells = [("operation", "on", "rows", "transport", "how", "bytes per row", "buffers", "why")]
-        for way in _joined(self.ways):
-            rows = f"{way.first}-{way.last}" if way.last > way.first else str(way.first)
+        return "\n".join((head, *(f"note: {note}" for note in self.notes), "", *_table(self.ways)))
+
+
+def _table(ways: Sequence[Way]) -> Iterator[str]:
+    """Yield the lines of a table of ways, with the name of each operation above its own."""
+    on: dict[str, set[str]] = {}
+    for way in ways:
+        on.setdefault(way.operation.removesuffix(IN_GRAPH), set()).update(way.axes)
+    rows: list[tuple[str, ...]] = [("  on", "rows", "way", "per row", "why")]
+    names: dict[int, str] = {}
+    joined = _joined(ways)
+    for name in dict.fromkeys(way.operation for way in joined):
+        names[len(rows)] = name
+        every = len(on[name.removesuffix(IN_GRAPH)])
+        for way in (one for one in joined if one.operation == name):
+            several = f"{way.first}-{way.last}" if way.last > way.first else str(way.first)
             moved = format_bytes(way.row_bytes) if way.row_bytes else "none"
-            buffers = ", ".join(way.buffers) or "none"
-            every = len(on[way.operation.removesuffix(IN_GRAPH)])
             axes = "every axis" if 1 < len(way.axes) == every else ", ".join(way.axes)
-            cells.append((way.operation, axes, rows, way.transport, way.how, moved, buffers, way.why))
-        spans: list[list[Span]] = [[(cell, "") for cell in row] for row in cells]
-        notes = (f"note: {note}" for note in self.notes)
-        return "\n".join((head, *notes, "", *("".join(text for text, _ in one) for one in table(spans, "<<><<><<"))))
+            cells = (several, f"{way.transport} {way.how}".strip(), moved)
+            indent = "  "
+            for axis, reason in zip_longest(wrapped(axes, _AXES), wrapped(way.why, _WHY), fillvalue=""):
+                rows.append((indent + shorten(axis, _AXES), *cells, reason))
+                indent, cells = "    ", ("", "", "")
+    spans: list[list[Span]] = [[(cell, "") for cell in row] for row in rows]
+    for i, line in enumerate(table(spans, "<><><")):
+        if i in names:
+            yield names[i]
+        yield "".join(text for text, _ in line)
 
 
 def _joined(ways: Sequence[Way]) -> list[Way]:
