@@ -13,7 +13,9 @@ import torch
 
 from tests.cuda_cases import GPUS, plan_for
 from tpplan import exec as tpx
-from tpplan.decoder.gemv import Gemv, joint_names_of, names_of
+from tpplan.decoder import gemv, skinny
+from tpplan.decoder.gemv import Gemv
+from tpplan.decoder.skinny import MOST_ROWS, Skinny
 from tpplan.errors import ExecutionError
 from tpplan.exec import exchanges, kernel_cache
 
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.multi_gpu
 #: Columns of the residual stream, and of each device's part of a matrix.
 _SIZE, _WIDTHS = 4096, (1024, 3584, 8, 520)
 #: Rows, and columns of a product.
-CASES = [(1, _SIZE), (2, _SIZE), (1, 5), (2, 1001), (2, 4)]
+CASES = [(1, _SIZE), (2, _SIZE), (1, 5), (2, 1001), (2, 4), (3, _SIZE), (8, 1001), (9, 5), (16, _SIZE)]
 
 
 class Products:
@@ -41,13 +43,16 @@ class Products:
         torch.manual_seed(seed)
         self.places = [context.devices[device].device for device in context.all_devices]
         dtype = context.dtype
-        channel = context.channel(2 * _SIZE)
+        channel = context.channel(MOST_ROWS * _SIZE)
         assert channel
-        assert context.channel(2 * _SIZE) is channel
+        assert context.channel(MOST_ROWS * _SIZE) is channel
         self._channel = channel
         capability = torch.cuda.get_device_capability(self.places[0])
-        kernel_cache.prepare((name, capability) for name in (*chain(*names_of(dtype)), *joint_names_of(dtype)))
+        names = chain(*gemv.names_of(dtype), gemv.joint_names_of(dtype))
+        names = chain(names, skinny.names_of(dtype), skinny.joint_names_of(dtype))
+        kernel_cache.prepare((name, capability) for name in names)
         self._gemvs = [Gemv(place, dtype, joint=True) for place in self.places]
+        self._skinnies = [Skinny(place, dtype, joint=True) for place in self.places]
         self._sides = []
         self._exact = []
         self.streams = []
@@ -67,7 +72,8 @@ class Products:
     def launch(self, case: int, device: int) -> None:
         """Launch the kernel of one device."""
         to, (x, weight) = self.streams[case][device], self._sides[case][device]
-        self._gemvs[device].joint(to, x, weight, self._channel, device)
+        kernels = self._gemvs if len(x) <= gemv.MOST_ROWS else self._skinnies
+        kernels[device].joint(to, x, weight, self._channel, device)
 
     def run(self, case: int, devices: int | None = None) -> None:
         """Add a product to its streams, on all devices or the first ones."""
