@@ -64,7 +64,9 @@ def test_life() -> None:
         for call in _calls(tp).values():
             with pytest.raises(ExecutionError, match=r"not finalized, or unloaded\nhint: call finalize\(\) first"):
                 call()
+        assert repr(tp) == f"<TPContext {tp.plan.model.name}, planned for devices 0, 1>"
         tp.finalize()
+        assert repr(tp).endswith(", finalized for devices 0, 1>")
         assert tp.ext_tp_context
         for call in _calls(tp).values():
             call()

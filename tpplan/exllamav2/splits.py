@@ -95,6 +95,10 @@ class Splits:
         self._scratch_bytes = scratch_bytes
         self.define_split(gpu_split, expect_cache_tokens, expect_cache_base)
 
+    def __repr__(self) -> str:
+        state = "planned" if self.context is None else "finalized"
+        return f"<TPContext {self.plan.model.name}, {state} for devices {', '.join(map(str, self.all_devs))}>"
+
     def define_split(
         self,
         gpu_split: Sequence[float] | None,
