@@ -220,6 +220,16 @@ def test_devices_file_names_what_the_planner_gets(tmp_path: Path) -> None:
     assert parse_devices(f" {path} ") == (wanted, attrs.evolve(wanted, name="RTX 4090"))
 
 
+def test_a_devices_file_by_hand_needs_no_overhead() -> None:
+    """Left out it is what a plan takes where nobody measured it, and such a file is canonical, too."""
+    gpu = {"name": "RTX 3060", "memory_bytes": 12 * GIB, "budget_bytes": 11 * GIB}
+    text = json.dumps({"format_version": "1.0", "devices": [gpu]})
+    (device,) = devices_file.loads(text).to_devices()
+    assert device == Device(name="RTX 3060", budget_bytes=11 * GIB)
+    assert device.overhead_bytes == DEFAULT_OVERHEAD_BYTES
+    assert "overhead" not in devices_file.dumps(devices_file.loads(text))
+
+
 def test_devices_file_is_canonical() -> None:
     """Keys are in the order of the fields, a link is a line, and the end is a newline."""
     lines = devices_file.dumps(_file()).splitlines()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from tpplan import codec
-from tpplan.devices import MAX_DEVICES, Device
+from tpplan.devices import DEFAULT_OVERHEAD_BYTES, MAX_DEVICES, Device
 from tpplan.documents import DEVICES, mistaken
 from tpplan.errors import DeviceError, TpplanError
 from tpplan.files import parse_json, read_text, save_text
@@ -63,7 +63,8 @@ class FileDevice:
         name: what people call it, such as ``RTX 4090``.
         memory_bytes: of the GPU, as its driver counts them.
         budget_bytes: that tpplan may use: what was free when the file was made, or what somebody wrote there.
-        overhead_bytes: of these, what the driver's context and libraries take once the device is used.
+        overhead_bytes: of these, what the driver's context and libraries take once the device is used; 512 MiB by
+            default.
         overhead_source: how that is known.
         bandwidth_bytes_per_second: of its memory, 0 if unknown.
         capability: CUDA compute capability such as ``8.9``, empty if unknown.
@@ -72,7 +73,7 @@ class FileDevice:
     name: str
     memory_bytes: int
     budget_bytes: int
-    overhead_bytes: int
+    overhead_bytes: int = DEFAULT_OVERHEAD_BYTES
     overhead_source: str = ""
     bandwidth_bytes_per_second: int = 0
     capability: str = ""
