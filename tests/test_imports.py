@@ -77,6 +77,27 @@ print([name for package in (tpplan, tpplan.exec) for name in package.__all__ if 
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("code", "last"),
+    [
+        ("help(tpplan.exec)", "hint: pip install 'tpplan[exec]'"),
+        ("from tpplan.exec import compile", "hint: pip install 'tpplan[exec]'"),
+        ("tpplan.weights.load_weights", "hint: pip install 'tpplan[exec]'"),
+        ("print(*dir(tpplan.exec), tpplan.weights.iter_slices)", ""),
+    ],
+)
+def test_what_to_install_is_told(code: str, last: str, tmp_path: Path) -> None:
+    """Without torch, names that need it end in the extra that has it; listing names, and slices, take none."""
+    without = "import sys, tpplan.exec, tpplan.weights\nsys.modules['torch'] = None\n"
+    done = _python(without + code, cwd=tmp_path)
+    assert (done.stderr.splitlines() or [""])[-1] == last
+    assert bool(done.returncode) == bool(last)
+    if last:
+        assert "needs torch, which is not installed" in done.stderr
+    else:
+        assert "compile" in done.stdout
+
+
 @pytest.mark.parametrize(("args", "code"), COMMANDS.values(), ids=COMMANDS)
 def test_command_is_light(args: list[str], code: int, plans: Path, llama_config: Path) -> None:
     """A command of the plan half does its work without any of the heavy packages."""

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 import shlex
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpplan import console
-from tpplan.errors import ExecutionError, TpplanError, UsageError
+from tpplan.errors import TpplanError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from tpplan.error_report import ErrorBody
     from tpplan.model import ModelSpec
@@ -185,19 +184,3 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str) -> str:
     }
     words = [str(word) for option in options.items() if option not in _USUAL for word in option]
     return shlex.join(["tpplan", "plan", model, *words])
-
-
-@contextmanager
-def needing(what: str, extra: str = "exec") -> Iterator[None]:
-    """Say what to install where the half that runs plans lacks something.
-
-    Raises:
-        ExecutionError: it does.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("tpplan"):
-            raise  # a part of tpplan itself: nothing to install mends that
-        message = f"{what} needs {error.name}, which is not installed"
-        raise ExecutionError(message, f"pip install 'tpplan[{extra}]'") from error

@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 
 from tpplan import __version__, chores, console
 from tpplan.errors import RequestError, UsageError
+from tpplan.extras import needing
 from tpplan.usage import whole
 
 OK, NO, FAILED = 0, 1, 2
@@ -30,7 +31,7 @@ Whole = Annotated[int, Parameter(converter=whole)]
 def _survey(*, json: bool) -> int:
     from tpplan.render.survey import survey as view  # noqa: PLC0415
 
-    with chores.needing("testing links"):
+    with needing("testing links"):
         from tpplan.exec.survey import survey as examine  # noqa: PLC0415
     console.answer(examine(console.busy), view, json=json)
     return OK
@@ -246,7 +247,7 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
     from tpplan.render.selftest import selftest as view  # noqa: PLC0415
 
     found = chores.read_plan(plan)
-    with chores.needing("running a plan"):
+    with needing("running a plan"):
         from tpplan.exec import selftest as tests  # noqa: PLC0415
     wanted = tests.transports(transport)
     report = tests.selftest(found, tests.compiler(found, backend, chores.note), wanted, console.busy)
@@ -279,7 +280,7 @@ def bench(
     from tpplan.render.bench import bench as view  # noqa: PLC0415
 
     found = chores.read_plan(plan)
-    with chores.needing("running a plan"):
+    with needing("running a plan"):
         from tpplan.exec import bench as times  # noqa: PLC0415
         from tpplan.exec.selftest import compiler  # noqa: PLC0415
     asked, turns = times.payloads(sizes) if sizes else (), times.checked_rounds(rounds)

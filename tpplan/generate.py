@@ -5,6 +5,7 @@ from __future__ import annotations
 from tpplan import chores, console
 from tpplan.commands import OK, Whole
 from tpplan.errors import RequestError, UsageError
+from tpplan.extras import needing
 
 #: Characters of a number; no model has so many tokens.
 _LONGEST = 12
@@ -49,7 +50,7 @@ def generate(
         raise UsageError(f"--token-ids is {token_ids[:60]!r}, expected numbers", "write them as in 5,17,99")
     chores.some((plan, prompt))
     found = chores.read_plan(plan)
-    with chores.needing("running a plan", "generate"):
+    with needing("running a plan", "generate"):
         from tpplan.decoder import run  # noqa: PLC0415
         from tpplan.decoder.sampling import Sampling  # noqa: PLC0415
     order = run.Order(

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tpplan.extras import needing
+
 if TYPE_CHECKING:
     from tpplan.exec.compiler import compile  # noqa: A004
     from tpplan.exec.context import TPContext
@@ -31,11 +33,16 @@ __all__ = ["HOST", "DeviceContext", "Gathered", "Rope", "TPContext", "Tuning", "
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its module."""
+    """Import a public name from its module.
+
+    Raises:
+        ExecutionError: torch is not installed.
+    """
     if name not in _MODULE_OF:
         message = f"module 'tpplan.exec' has no attribute {name!r}"
         raise AttributeError(message)
-    return getattr(import_module(f"tpplan.exec.{_MODULE_OF[name]}"), name)
+    with needing(f"tpplan.exec.{name}"):
+        return getattr(import_module(f"tpplan.exec.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

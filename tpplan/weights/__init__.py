@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tpplan.extras import needing
+
 if TYPE_CHECKING:
     from tpplan.weights.load import Weights, load_weights
     from tpplan.weights.slices import TensorSlice, iter_slices
@@ -18,8 +20,13 @@ __all__ = ["TensorSlice", "Weights", "iter_slices", "load_weights"]
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its module."""
+    """Import a public name from its module.
+
+    Raises:
+        ExecutionError: torch is not installed.
+    """
     if name not in _MODULE_OF:
         message = f"module 'tpplan.weights' has no attribute {name!r}"
         raise AttributeError(message)
-    return getattr(import_module(f"tpplan.weights.{_MODULE_OF[name]}"), name)
+    with needing(f"tpplan.weights.{name}"):
+        return getattr(import_module(f"tpplan.weights.{_MODULE_OF[name]}"), name)

@@ -1,0 +1,31 @@
+"""What to install where a part of tpplan lacks something."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tpplan.errors import ExecutionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def needing(what: str, extra: str = "exec") -> Iterator[None]:
+    """Say what to install where the half that runs plans lacks something.
+
+    Args:
+        what: needs it.
+        extra: of tpplan, with which it comes.
+
+    Raises:
+        ExecutionError: it does.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tpplan"):
+            raise  # a part of tpplan itself: nothing to install mends that
+        message = f"{what} needs {error.name}, which is not installed"
+        raise ExecutionError(message, f"pip install 'tpplan[{extra}]'") from error
