@@ -29,7 +29,6 @@ KERNELS = [
     ("skinny_bf16_8", CAPABILITIES[0]),
     ("skinny_f16_8", (9, 0)),
     ("skinny_f16_16", CAPABILITIES[-1]),
-    ("skinny_joint_bf16_16", CAPABILITIES[0]),
     ("skinny_joint_bf16_16", (9, 0)),
     ("skinny_joint_f16_8", CAPABILITIES[-1]),
 ]
@@ -49,9 +48,11 @@ def test_they_multiply_vectors_as_they_are(name: str, capability: tuple[int, int
     assert text.count(multiply) == text.count("mma.sync") == (16 if name.endswith("_16") else 8)
     assert "ld.global.nc.L1::no_allocate.v4.u32" in text
     asked = text.rindex("ld.volatile.global.v4.u32")
+    later = ["ld.global.v4.u32", "ld.global.u16", "st.global.u16"]
+    later += ["ld.volatile.global.u32", "st.volatile.global.u64", "st.global.u32"] if "_joint_" in name else []
     if capability >= kernel_cache.OVERLAPS:
         waits = text.index("griddepcontrol.wait")
-        assert asked < waits < min(text.index(each) for each in ("ld.global.v4.u32", "ld.global.u16", "st.global.u16"))
+        assert asked < waits < min(map(text.index, later))
     assert ".f64" not in text
     assert ".local" not in text
     code, log = kernel_cache.assemble(text, capability)
@@ -83,6 +84,15 @@ def test_all_of_a_matrix_has_warps_at_once(size: int, width: int, rows: int) -> 
 def test_warps_have_even_steps(tiles: int, width: int, rows: int, warps: int) -> None:
     """Warps have two steps of 64 columns at a time, and as few as possible behind the last column."""
     assert shape_of(tiles, width, PROCESSORS, rows)[1] == warps
+
+
+@pytest.mark.parametrize(("size", "width"), SIZES)
+def test_blocks_that_wait_leave_room(size: int, width: int) -> None:
+    """They take half a multiprocessor at most, so that those of other contexts, which send, find room beside them."""
+    for rows in (3, 16):
+        blocks, warps = shape_of(-(-size // 16), width, PROCESSORS, rows, joint=True)
+        assert warps <= 8
+        assert blocks * warps <= PROCESSORS * 16
 
 
 def acted(products_RN: torch.Tensor, mode: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ _MOST_SHARE, _LEAST_SHARE = 512 * 1024, 160 * 1024
 
 
 @cache
-def shape_of(tiles: int, width: int, processors: int, rows: int) -> tuple[int, int]:
+def shape_of(tiles: int, width: int, processors: int, rows: int, *, joint: bool = False) -> tuple[int, int]:
     """Return how many blocks share a matrix, and the warps of each: all are on the GPU from the start.
 
     There are one, two or four blocks on a multiprocessor, so that each has one tile, if tiles are not too many; of few
@@ -45,8 +45,9 @@ def shape_of(tiles: int, width: int, processors: int, rows: int) -> tuple[int, i
         width: columns.
         processors: of the GPU.
         rows: that it is multiplied by.
+        joint: whether blocks wait for others, which must not need the room of whole multiprocessors then.
     """
-    together = 1 if tiles <= processors else 2 if tiles <= 2 * processors or rows <= _FEW else 4
+    together = 1 if tiles <= processors and not joint else 2 if tiles <= 2 * processors or rows <= _FEW else 4
     most = _WARPS // together
     pairs = -(-width // (2 * _STEP))
     warps = pairs if pairs <= most else min(range(most, most // 2, -1), key=lambda size: -(-pairs // size) * size)
@@ -125,7 +126,8 @@ class Skinny:
             channel: by which they are added up; every device launches such a kernel, by :meth:`Channel.run`.
             device: the plan's.
         """
-        blocks, threads, words = self._words(to_RN, x_RK, weight_NK, (to_RN.data_ptr(), 2 * to_RN.stride(0)))
+        plus = to_RN.data_ptr(), 2 * to_RN.stride(0)
+        blocks, threads, words = self._words(to_RN, x_RK, weight_NK, plus, joint=True)
         told = channel.words(device)
         told[CALLERS : CALLERS + len(words)] = words
         self._joint[len(x_RK) > _EIGHT](blocks, threads, *told)
@@ -149,10 +151,12 @@ class Skinny:
         blocks, threads, words = self._words(y, x, weight, plus)
         self._alone[len(x) > _EIGHT](blocks, threads, *words, mode)
 
-    def _words(self, y: Tensor, x: Tensor, weight: Tensor, plus: tuple[int, int]) -> tuple[int, int, tuple[int, ...]]:
+    def _words(
+        self, y: Tensor, x: Tensor, weight: Tensor, plus: tuple[int, int], *, joint: bool = False
+    ) -> tuple[int, int, tuple[int, ...]]:
         """Return how many blocks share a matrix, the threads of each, and what all kernels are told."""
         rows, width = x.shape
-        blocks, warps = shape_of(-(-len(weight) // _TILE), width, self._processors, rows)
+        blocks, warps = shape_of(-(-len(weight) // _TILE), width, self._processors, rows, joint=joint)
         words = (
             y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0),
             weight.data_ptr(), 2 * weight.stride(0), y.shape[1], width, rows, *plus,
