@@ -48,6 +48,15 @@ def test_the_python_of_the_readme(
         assert repr(eval(call, names)) == value  # noqa: S307 (our own)
 
 
+def test_the_screen_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines below the command are those of its screen, in their order; what is between them is left out."""
+    monkeypatch.chdir(ROOT)
+    arguments, shown = re.findall(r"```text\n\$ tpplan (.*?)\n(.*?)```", README, re.DOTALL)[0]
+    screen = command(*arguments.split()).out.splitlines()
+    places = [screen.index(line) for line in shown.splitlines()]
+    assert places == sorted(places)
+
+
 def test_the_readme_names_the_models() -> None:
     """The list of models is the list of the tables."""
     text = README.partition("## Models")[2].partition(". Their names")[0]
