@@ -165,7 +165,7 @@ class Caller:
         Args:
             operation: what is expected.
             program: what is run.
-            overwrite: whether to write over all inputs right after the call.
+            overwrite: whether to write over all inputs, and over some outputs, right after the call.
         """
         used: dict[Buffer, Value] = {}
         in_place = self.random.choice(("", INPUT, RESIDUAL)) if isinstance(operation, Reduction) else ""
@@ -188,7 +188,7 @@ class Caller:
         if overwrite:
             outputs = [used[buffer] for buffer in result]
             for buffer, value in used.items():
-                if value not in outputs:
+                if value not in outputs or (value not in hosted and self.random.random() < 1 / 2):
                     self._write(buffer.device, value)
 
     def use_any(self, operation: Operation) -> None:

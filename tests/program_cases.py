@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import strategies as st
 
 from tpplan.exec.lower import TRANSPORTS, Limits, Route, lower, route
@@ -12,13 +13,16 @@ from tpplan.exec.operation import Addition, Operation, Reduction, Share, allgath
 from tpplan.exec.program import HOST, Program
 from tpplan.exec.tuning import Tuning
 
-#: Of 40 columns, a slot holds 3 rows and a stage 6; of 8 columns, 16 and 32. Kernels gather slices as large as a slot.
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: Of 40 columns, a slot holds 3 rows and a ring's 6; of 8 columns, 16 and 32. Kernels gather slices as large as a slot.
 LIMITS = Limits(
-    slot_bytes=256, stage_bytes=512, exchange_bytes=1024, tuning=Tuning(passed_on_bytes=2000, gathers_bytes=256)
+    slot_bytes=256, stage_bytes=1024, exchange_bytes=1024, tuning=Tuning(passed_on_bytes=2000, gathers_bytes=256)
 )
 ITEM_BYTES = 2
 
-#: With 40 columns: small; large in 1, 2 and 4 parts. With few columns the last two are large.
+#: With 40 columns: small; large in 1, 2, 4, 8 and 16 parts. With few columns the last two are large.
 ROWS = (2, 5, 7, 13, 30, 70)
 
 Slices = tuple[tuple[int, int, int], ...]
@@ -97,6 +101,13 @@ def ways(operation: Operation) -> tuple[Case, ...]:
     return tuple({each.way: each for each in found}.values())
 
 
+def kept(found: Case) -> Iterator[Case]:
+    """Yield a case unless it has more parts than fill its rings twice; those of four parts have rings of two slots."""
+    way = found.way
+    if way.parts <= (8 if way.transport == "host" else 4):
+        yield evolve(found, way=evolve(way, slots=2)) if way.parts == 4 else found
+
+
 #: More that devices pass on to each other: to many of them, and so few columns that not all have some to pass on.
 PASSED_ON: dict[str, Operation] = {
     "broadcast to seven others": broadcast(7, (0, 1, 2, 3, 4, 5, 6), 75),
@@ -104,12 +115,12 @@ PASSED_ON: dict[str, Operation] = {
     "broadcast of few columns": broadcast(0, (0, 1, 2, 3), 13),
 }
 
-#: Every program of every operation, by name; a ring is full after 2 parts, so that 4 are as good as more.
+#: Every program of every operation, by name.
 CASES: dict[str, Case] = {
     f"{name}, {str(each).partition('-')[2]}": each
     for name, operation in OPERATIONS.items()
-    for each in ways(operation)
-    if each.way.parts <= 4
+    for found in ways(operation)
+    for each in kept(found)
 }
 CASES |= {f"{name}, passed on": case(operation, "peer", ROWS[-1]) for name, operation in PASSED_ON.items()}
 

@@ -60,6 +60,7 @@ MUTATED = (
     "allgather, peer-small",
     "allgather to others, host-1 parts",
     "allgather of two, host-2 parts",
+    "allgather of two, host-8 parts",
     "gather, local-1 parts",
     "all_reduce with residual, peer-1 parts",
     "all_reduce with residual, events-1 parts",

@@ -159,7 +159,7 @@ EXPECTED = {
     ("broadcast", "kv_heads", 12, "events"): ("1 part", 80, (), "copies of any size"),
     ("broadcast", ALL, 1, "host"): ("slots", 240, ("host slots",), "fits a slot of 256 B"),
     ("broadcast from the host", ALL, 1, "peer"): ("1 part", 160 + 80, ("host rings",), "fits a chunk of "),
-    ("broadcast from the host", ALL, 12, "events"): ("2 parts", 240, ("host rings",), "parts fit a chunk of "),
+    ("broadcast from the host", ALL, 12, "events"): ("4 parts", 240, ("host rings",), "parts fit a chunk of "),
     ("scatter", "residual", 1, "events"): ("1 part", 58, (), "copies of any size"),
     ("gather", "residual", 12, "host"): ("written", 80, (), "within gathers_bytes, 1.00 MiB"),
     ("all_reduce", ALL, 1, "peer"): ("slots", 3 * 160, ("peer slots",), "fits a slot of "),

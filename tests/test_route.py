@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from attrs import evolve
 
 from tests.program_cases import LIMITS
+from tpplan.errors import ExecutionError
 from tpplan.exec.lower import route
-from tpplan.exec.operation import allgather, broadcast
+from tpplan.exec.operation import all_reduce, allgather, broadcast
 from tpplan.exec.program import HOST
 from tpplan.exec.tuning import Tuning
+
+if TYPE_CHECKING:
+    from tpplan.exec.operation import Operation
 
 MIB = 2**20
 
 
 @pytest.mark.parametrize(
     ("columns", "rows", "parts"),
-    [(4096, 64, 1), (4096, 128, 1), (4096, 256, 2), (4096, 1024, 8), (4096, 4096, 8), (4096, 8192, 16), (2**23, 2, 2)],
+    [(4096, 64, 1), (4096, 128, 1), (4096, 256, 2), (4096, 1024, 8), (4096, 2048, 8), (4096, 8192, 32), (2**23, 2, 2)],
 )
 def test_chunks_overlap_on_their_way_through_the_host(columns: int, rows: int, parts: int) -> None:
-    """One of 1 to 4 MiB is filled while another is read, however much room there is; but a row is never cut."""
+    """One of 1 to 2 MiB is filled while another is read, however much room there is; but a row is never cut."""
     limits = evolve(LIMITS, stage_bytes=1024 * MIB)
     found = route(broadcast(0, (1,), columns), "host", rows, 2, limits)
     assert (found.transport, found.small, found.parts) == ("host", False, parts)
@@ -30,9 +36,22 @@ def test_more_rows_take_no_fewer_parts(columns: int) -> None:
     """From the smallest to the largest chunk it is eight, whether they divide the rows or not."""
     limits = evolve(LIMITS, stage_bytes=1024 * MIB)
     asked, size = broadcast(0, (1,), columns), 2 * columns
-    parts = [route(asked, "host", rows, 2, limits).parts for rows in range(1, 40 * MIB // size)]
+    parts = [route(asked, "host", rows, 2, limits).parts for rows in range(1, 20 * MIB // size)]
     assert parts == sorted(parts)
-    assert {parts[rows - 1] for rows in range(5 * MIB // size, 31 * MIB // size)} == {8}
+    assert {parts[rows - 1] for rows in range(5 * MIB // size, 15 * MIB // size)} == {8}
+
+
+@pytest.mark.parametrize("operation", [broadcast(0, (1,), 4096), all_reduce(8192, (0, 1), (0, 1), residual=True)])
+@pytest.mark.parametrize(("ring_rows", "slots", "parts"), [(2, 2, 32), (3, 2, 32), (4, 4, 32), (7, 4, 32), (8, 4, 16)])
+def test_rings_have_four_slots_where_each_has_room_for_a_row(
+    operation: Operation, ring_rows: int, slots: int, parts: int
+) -> None:
+    """Else two; of sums only what others add up takes room: on two devices, half of each row."""
+    limits = evolve(LIMITS, stage_bytes=ring_rows * 4096)
+    found = route(operation, "host", 32, 2, limits)
+    assert (found.transport, found.slots, found.parts) == ("host", slots, parts)
+    with pytest.raises(ExecutionError, match=r"one row takes 8\.00 KiB, but the plan left 4\.00 KiB for it"):
+        route(operation, "host", 32, 2, evolve(LIMITS, stage_bytes=4096))
 
 
 @pytest.mark.parametrize(("rows", "by_kernels"), [(2**19 - 1, True), (2**19, False)])

@@ -25,7 +25,7 @@ ALIGNMENT = 64
 CONTROL_BYTES = 8 * 2**20
 #: Of them, the flags and epochs; the rest are slots.
 FLAG_BYTES = 128 * 2**10
-#: Slots on devices, and chunks in a staging ring, come in pairs: one is filled while the other is read.
+#: Slots on devices come in pairs: one is filled while the other is read. A staging ring has room for two chunks.
 PAIR = 2
 #: Slots of a queue in host memory, a power of two: until its sender sees there that a message was read, as many more
 #: could be sent as fill two or three.
@@ -83,8 +83,8 @@ class Pinned:
     Attributes:
         buffer_bytes: each of two buffers that callers may use. Holds ``max_rows`` rows of the widest axis but the
             vocabulary in the activations' dtype, or ``batch`` rows of logits.
-        chunk_bytes: what a copy through host memory moves at once: an eighth of the rows that such a buffer holds, but
-            at least 2 MiB, and a row of any axis in the widest dtype.
+        chunk_bytes: the most that a copy through host memory moves at once: an eighth of the rows that such a buffer
+            holds, but at least 2 MiB, and a row of any axis in the widest dtype.
         rings: of a pair of chunks: one for each device in use, and one for what the host itself sends.
         queues: of slots for small exchanges through host memory: each device in use may send to the devices of every
             axis, and to all of them.

@@ -29,7 +29,7 @@ class Memory:
 
     Attributes:
         exchange: exchange buffer ``[bytes]`` of each device.
-        rings: pinned host memory ``[bytes]`` of each sender, the host included; ``SLOTS`` equal pieces.
+        rings: pinned host memory ``[bytes]`` of each sender, the host included; programs divide it into slots.
         slots: the slots ``[slots, slot bytes]`` of a queue; the same tensor whenever it is asked for the same queue.
         flags: ``[bytes]`` on each device, and on the host, for the counters of kernels.
     """

@@ -42,14 +42,32 @@ def fence(name: str, before: Iterable[Stream], hub: Stream, after: Iterable[Stre
 
 def meet(name: str, pairs: Iterable[tuple[Stream, Stream]], hub: Stream) -> Iterator[Command]:
     """Let the second stream of each pair wait for the first; over one stream, if that takes fewer waits."""
+    told, waits = announce(name, pairs, hub)
+    yield from (*told, *waits)
+
+
+def announce(
+    name: str, pairs: Iterable[tuple[Stream, Stream]], hub: Stream, number: int = 0
+) -> tuple[tuple[Command, ...], tuple[Wait, ...]]:
+    """Return what :func:`meet` does in two steps: what the first streams tell, and how the second wait for it, later.
+
+    Args:
+        name: of the events.
+        pairs: the first streams, and who waits for each.
+        hub: among them, over which they tell it if that takes fewer waits.
+        number: of the events for which the second streams wait.
+    """
     pairs = dict.fromkeys(pairs)
     firsts, seconds = (dict.fromkeys(pair[end] for pair in pairs) for end in (0, 1))
     direct = sum(first.device != second.device for first, second in pairs)
+    told: list[Command] = []
     if direct > sum(stream.device != hub.device for stream in (*firsts, *seconds)):
-        yield from fence(name, firsts, hub, seconds)
-    else:
-        yield from (Record(first, Event(name, first)) for first in firsts)
-        yield from (Wait(second, Event(name, first)) for first, second in pairs)
+        for first in firsts:
+            if first != hub:
+                told += order(name, first, hub)
+        pairs, firsts = dict.fromkeys((hub, second) for second in seconds if second != hub), {hub: None}
+    told += (Record(first, Event(name, first, number)) for first in firsts)
+    return (*told,), tuple(Wait(second, Event(name, first, number)) for first, second in pairs)
 
 
 def order(name: str, first: Stream, then: Stream) -> Iterator[Command]:

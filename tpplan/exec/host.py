@@ -9,8 +9,8 @@ import torch
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.arena import Arena
-from tpplan.exec.program import HOST, SLOTS
-from tpplan.workspace import HOST_FLAG_BYTES, HOST_SLOT_BYTES
+from tpplan.exec.program import HOST
+from tpplan.workspace import HOST_FLAG_BYTES, HOST_SLOT_BYTES, PAIR
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ class HostMemory:
         """
         self._arena = Arena(pinned.total_bytes, torch.device("cpu"), "host memory", pinned=lock_pages)
         self._buffers: tuple[Tensor, ...] = tuple(self._arena.keep(pinned.buffer_bytes) for _ in range(2))
-        self.rings = {sender: self._arena.keep(SLOTS * pinned.chunk_bytes) for sender in (*devices, HOST)}
+        self.rings = {sender: self._arena.keep(PAIR * pinned.chunk_bytes) for sender in (*devices, HOST)}
         self.flags = self._arena.keep(pinned.queues * HOST_FLAG_BYTES)
         self._slot_bytes = 2 * HOST_SLOT_BYTES  # flags travel inside the data
         self._slots: dict[Queue, Tensor] = {}

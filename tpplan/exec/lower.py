@@ -21,10 +21,10 @@ from attrs import field, frozen
 from tpplan.errors import ExecutionError
 from tpplan.exec import lower_events, lower_flags, lower_host, relays
 from tpplan.exec.operation import Addition, Moves, Reduction
-from tpplan.exec.program import HOST
+from tpplan.exec.program import HOST, SLOTS
 from tpplan.exec.tuning import EXCHANGES, FANS, SUMS, Tuning
 from tpplan.sizes import format_bytes
-from tpplan.workspace import ALIGNMENT, CHUNKS
+from tpplan.workspace import ALIGNMENT, CHUNKS, PAIR
 
 if TYPE_CHECKING:
     from tpplan.exec.operation import Operation
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 #: Bytes that go through host memory at once, if a row has not more: smaller chunks cost more in commands than they
 #: gain, and of larger ones too little is read while others are filled.
-_SMALLEST_CHUNK, LARGEST_CHUNK = 2**20, 2**22
+_SMALLEST_CHUNK, LARGEST_CHUNK = 2**20, 2**21
+
+#: Slots of a sender's pinned ring, if each has room for a row; else there are two.
+RING_SLOTS = 4
 
 #: Bytes that a kernel can write into the host's memory: it counts those of a row in 32 bits, and may take all for one.
 _MOST_LANDING = 2**32 - 1
@@ -46,7 +49,7 @@ class Limits:
 
     Attributes:
         slot_bytes: of a slot of a queue.
-        stage_bytes: of a slot of a pinned ring.
+        stage_bytes: of half a pinned ring, see :meth:`ring_slot`.
         exchange_bytes: of a device's exchange buffer.
         straight: whether kernels can write straight into other devices' tensors; if not, large ones go by ``events``.
         tuning: thresholds.
@@ -61,6 +64,10 @@ class Limits:
     def slots(self, operation: Operation, transport: str) -> int:
         """Return the largest message of an operation that goes through slots."""
         return min(self.slot_bytes, self.tuning.slots(transport, kind_of(operation)))
+
+    def ring_slot(self, slots: int) -> int:
+        """Return the bytes of each of so many slots of a pinned ring."""
+        return PAIR * self.stage_bytes // slots // ALIGNMENT * ALIGNMENT
 
     def passes_on(self, operation: Moves, column_bytes: int) -> bool:
         """Tell whether devices of ``peer`` pass on a part of what one of them sends."""
@@ -96,12 +103,14 @@ class Route:
         small: whether every message goes through a slot; of ``local`` moves, whether kernels write what the host gets.
         passed_on: whether devices pass on a part of what another one sends.
         parts: into how many parts the rows are cut.
+        slots: of a ring that they go through.
     """
 
     transport: str
     small: bool = False
     passed_on: bool = False
     parts: int = 1
+    slots: int = RING_SLOTS
 
 
 def route(
@@ -128,7 +137,7 @@ def route(
             transport, small = "host", False
         if transport == "host":
             columns = operation.span  # one message for all
-    row_bytes, limit = columns * item_bytes, limits.stage_bytes
+    row_bytes, slots = columns * item_bytes, RING_SLOTS
     if small and rows * row_bytes <= limits.slots(operation, transport):
         return Route(transport, small=True)
     if transport == "peer" and isinstance(operation, Moves) and limits.passes_on(operation, rows * item_bytes):
@@ -139,11 +148,13 @@ def route(
         row_bytes = max(share.stop - share.start for share in operation.shares()) * item_bytes
         fetched = max(len(operation.others(taker)) for taker in operation.takers)
         limit = limits.exchange_bytes // fetched // ALIGNMENT * ALIGNMENT
-    elif transport == "host":
-        limit = min(limit, max(row_bytes, _chunk_bytes(rows, row_bytes)))
+    elif transport == "host" and not isinstance(operation, Addition):  # which is local
+        row_bytes = operation.span * item_bytes
+        slots = RING_SLOTS if row_bytes <= limits.ring_slot(RING_SLOTS) else SLOTS
+        limit = min(limits.ring_slot(slots), max(row_bytes, _chunk_bytes(rows, row_bytes)))
     else:
         return Route(transport)
-    return Route(transport, parts=_parts(operation.name, rows, row_bytes, limit))
+    return Route(transport, parts=_parts(operation.name, rows, row_bytes, limit), slots=slots)
 
 
 def _is_local(operation: Operation) -> bool:
@@ -187,7 +198,7 @@ def lower(operation: Operation, way: Route) -> Program:
         return lower_flags.reduction(operation, on_host=way.transport == "host")
     if way.transport == "peer":
         return lower_flags.direct_reduction(operation)
-    return lower_host.reduction(operation, way.parts)
+    return lower_host.reduction(operation, way.parts, way.slots)
 
 
 def _lower_moves(operation: Moves, way: Route) -> Program:
@@ -199,4 +210,4 @@ def _lower_moves(operation: Moves, way: Route) -> Program:
         return lower_flags.moves(operation, on_host=way.transport == "host")
     if way.transport == "peer":
         return lower_flags.direct_moves(operation, passed_on=way.passed_on)
-    return lower_host.moves(operation, way.parts)
+    return lower_host.moves(operation, way.parts, way.slots)

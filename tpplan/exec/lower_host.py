@@ -1,7 +1,8 @@
 """Lowering to copies through pinned host memory, a ring of it for each sender, in parts that overlap.
 
 A part of the rows goes in a round: all senders fill the next slot of their rings, then all receivers read it, while the
-senders fill the other slot. Events keep the rounds in order, for the copy engines know no flags.
+senders fill the others. Events keep the rounds in order, for the copy engines know no flags. Of two slots one would
+stand idle while an event passes from device to device; of four none does.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from tpplan.exec.fence import HOST_STREAM, caller, fence, order, own
+from tpplan.exec.fence import HOST_STREAM, announce, caller, order, own
 from tpplan.exec.program import (
     HOST,
     INPUT,
     LOAD,
     OUTPUT,
-    SLOTS,
     STAGE,
     Buffer,
     Command,
@@ -28,6 +28,7 @@ from tpplan.exec.program import (
     Sum,
     View,
     Wait,
+    reads,
 )
 
 if TYPE_CHECKING:
@@ -47,9 +48,9 @@ def load(device: int) -> Stream:
     return Stream(LOAD, device)
 
 
-def staged(source: View, start: int, stop: int) -> View:
+def staged(source: View, start: int, stop: int, slots: int) -> View:
     """Return where these columns of what is sent are in the sender's ring; parts take turns with its slots."""
-    ring = Buffer(STAGE, source.buffer.device, source.part % SLOTS, SLOTS)
+    ring = Buffer(STAGE, source.buffer.device, source.part % slots, slots)
     width = source.stop - source.start
     return View(ring, start - source.start, stop - source.start, source.part, source.parts, width)
 
@@ -58,37 +59,52 @@ class _Round(NamedTuple):
     """A part of the rows on its way.
 
     Attributes:
-        sent: views, by different senders.
-        taken: what reads where they are staged.
+        sent: what fills a slot of each sender's ring.
+        taken: what reads there.
     """
 
-    sent: tuple[View, ...]
+    sent: tuple[Copy, ...]
     taken: tuple[Copy | Sum, ...]
 
+    def readings(self) -> list[tuple[Stream, Stream]]:
+        """Return whose slot is read by whom: by which stream it is filled, and which reads it."""
+        fills = {copy.target.buffer: copy.stream for copy in self.sent}
+        read = ((fills.get(view.buffer), each.stream) for each in self.taken for view in reads(each))
+        return list(dict.fromkeys((filler, reader) for filler, reader in read if filler))
 
-def _rounds(begin: Event, rounds: Sequence[_Round], end: Event) -> Iterator[Command]:
+
+def _rounds(begin: Event, rounds: Sequence[_Round], end: Event, slots: int) -> Iterator[Command]:
     """Let rounds by the same streams follow one another: each starts when the slot's last message is read.
 
     Args:
         begin: all slots are free.
         rounds: in order.
         end: is recorded when all slots are free again.
+        slots: of each ring.
     """
-    for number, (sent, taken) in enumerate(rounds):
-        senders = [own(view.buffer.device) for view in sent]
-        readers = sorted({command.stream for command in taken})
-        hub, freed = readers[0], Event("freed", readers[0], number % SLOTS)
-        if number == 0 or number >= SLOTS:
-            yield from (Wait(sender, freed if number else begin) for sender in senders)
-        yield from (Copy(own(v.buffer.device), v, staged(v, v.start, v.stop)) for v in sent)
+    freed: dict[int, tuple[Wait, ...]] = {}  # what the next to fill a slot wait for
+    for number, each in enumerate(rounds):
+        senders = list(dict.fromkeys(copy.stream for copy in each.sent))
+        readings = each.readings()
+        yield from freed.get(number % slots, ()) if number else (Wait(sender, begin) for sender in senders)
+        yield from each.sent
         if HOST_STREAM not in senders:  # what the host has done is done before it issues what follows
-            yield from fence("staged", senders, senders[0], readers)
-        yield from taken
-        last = number == len(rounds) - 1
-        if last or number + SLOTS < len(rounds):
-            for reader in readers[1:]:
-                yield from order("read", reader, hub)
-            yield Record(hub, end if last else freed)
+            told, waits = announce("staged", readings, senders[0])
+            yield from (*told, *waits)
+        yield from each.taken
+        if number + slots < len(rounds):
+            back = [(reader, sender) for sender, reader in readings]
+            told, freed[number % slots] = announce("freed", back, back[0][0], number % slots)
+            yield from told
+    hub, *others = sorted({command.stream for command in rounds[-1].taken})
+    for reader in others:
+        yield from order("read", reader, hub)
+    yield Record(hub, end)
+
+
+def _sent(views: Iterable[View], whole: View, slots: int) -> Iterator[Copy]:
+    """Yield what sends parts of the columns that have a place in a ring together."""
+    return (Copy(own(v.buffer.device), v, staged(whole, v.start, v.stop, slots)) for v in views)
 
 
 def _program(name: str, commands: Iterable[Command]) -> Program:
@@ -125,14 +141,20 @@ def _program(name: str, commands: Iterable[Command]) -> Program:
     return Program(f"{name} through host memory", (*enter, *body, *leave))
 
 
-def moves(operation: Moves, parts: int) -> Program:
-    """Every sender sends all columns that anybody else wants of its tensor, and every receiver takes its own."""
-    commands: list[Command] = []
+def moves(operation: Moves, parts: int, slots: int) -> Program:
+    """Every sender sends all columns that anybody else wants of its tensor, and every receiver takes its own.
+
+    Args:
+        operation: to be lowered.
+        parts: of the rows.
+        slots: of each ring.
+    """
+    within: list[Command] = []
     remote = []
     sent: dict[Buffer, View] = {}
     for source, target in operation.moves:
         if source.buffer.device == target.buffer.device:
-            commands.append(Copy(own(source.buffer.device), source, target))
+            within.append(Copy(own(source.buffer.device), source, target))
             continue
         remote.append((source, target))
         first = sent.get(source.buffer, source)
@@ -141,42 +163,57 @@ def moves(operation: Moves, parts: int) -> Program:
     for part in range(parts):
         piece = {buffer: view.rows(part, parts) for buffer, view in sent.items()}
         taken = (
-            Copy(load(t.buffer.device), staged(piece[s.buffer], s.start, s.stop), t.rows(part, parts))
+            Copy(load(t.buffer.device), staged(piece[s.buffer], s.start, s.stop, slots), t.rows(part, parts))
             for s, t in remote
         )
-        rounds.append(_Round(tuple(piece.values()), tuple(taken)))
-    return _program(operation.name, (*commands, *_rounds(_DRAINED, rounds, _DRAINED)))
+        sends = (copy for view in piece.values() for copy in _sent((view,), view, slots))
+        rounds.append(_Round(tuple(sends), tuple(taken)))
+    # What stays on its device comes last, for the others wait for the rounds.
+    return _program(operation.name, (*_rounds(_DRAINED, rounds, _DRAINED, slots), *within))
 
 
-def reduction(operation: Reduction, parts: int) -> Program:
-    """Every taker adds up its share of the columns from all rings, and sends the sum to the others."""
-    summing = [share.taker for share in operation.shares()]
-    givers = [giver for giver in operation.givers if summing != [giver]]
+def reduction(operation: Reduction, parts: int, slots: int) -> Program:
+    """Every taker adds up its share of the columns, of others from their rings, and sends the sum to the others.
+
+    Args:
+        operation: to be lowered.
+        parts: of the rows.
+        slots: of each ring.
+    """
+    asked = {giver: operation.asked_of(giver) for giver in operation.givers}
     adding, spreading = [], []
     for part in range(parts):
         shares = operation.shares(part, parts)
-        given = {g: View(Buffer(INPUT, g), 0, operation.columns, part, parts) for g in givers}
+        given = {
+            giver: [View(Buffer(INPUT, giver), start, stop, part, parts) for start, stop in spans]
+            for giver, spans in asked.items()
+            if spans
+        }
+        wholes = {giver: views[0]._replace(stop=views[-1].stop) for giver, views in given.items()}
+        sends = (copy for giver, views in given.items() for copy in _sent(views, wholes[giver], slots))
         sums = (
-            operation.total(load(share.taker), share, partial(_fetched, given, share.start, share.stop))
+            operation.total(load(share.taker), share, partial(_fetched, wholes, share.start, share.stop, slots))
             for share in shares
         )
-        adding.append(_Round(tuple(given.values()), tuple(sums)))
+        adding.append(_Round(tuple(sends), tuple(sums)))
         sent = {share: share.of(OUTPUT, share.taker) for share in shares}
         copies = (
-            Copy(load(taker), staged(view, view.start, view.stop), share.of(OUTPUT, taker))
+            Copy(load(taker), staged(view, view.start, view.stop, slots), share.of(OUTPUT, taker))
             for share, view in sent.items()
             for taker in operation.takers
             if taker != share.taker
         )
-        spreading.append(_Round(tuple(sent.values()), tuple(copies)))
-    if not givers:  # who adds up all columns has all that there is to add up
+        sends = (copy for view in sent.values() for copy in _sent((view,), view, slots))
+        spreading.append(_Round(tuple(sends), tuple(copies)))
+    spread = partial(_rounds, rounds=spreading, end=_DRAINED, slots=slots)
+    if not any(asked.values()):  # who adds up all columns has all that there is to add up
         alone = (operation.total(own(each.taker), each, partial(each.of, INPUT)) for each in operation.shares())
-        return _program(operation.name, (*alone, *_rounds(_DRAINED, spreading, _DRAINED)))
+        return _program(operation.name, (*alone, *spread(_DRAINED)))
     if len(operation.takers) == 1:
-        return _program(operation.name, _rounds(_DRAINED, adding, _DRAINED))
-    return _program(operation.name, (*_rounds(_DRAINED, adding, _SUMMED), *_rounds(_SUMMED, spreading, _DRAINED)))
+        return _program(operation.name, _rounds(_DRAINED, adding, _DRAINED, slots))
+    return _program(operation.name, (*_rounds(_DRAINED, adding, _SUMMED, slots), *spread(_SUMMED)))
 
 
-def _fetched(given: dict[int, View], start: int, stop: int, giver: int) -> View:
+def _fetched(given: dict[int, View], start: int, stop: int, slots: int, giver: int) -> View:
     """Return where a giver's columns are staged."""
-    return staged(given[giver], start, stop)
+    return staged(given[giver], start, stop, slots)

@@ -119,6 +119,19 @@ class Reduction:
         even = dict.fromkeys(self.takers, 1)
         return tuple(Share(taker, a, b, part, parts) for taker, a, b in share_out(self.columns, even))
 
+    @property
+    def span(self) -> int:
+        """Columns from the first to the last that others fetch of one part, or of a share, of the widest."""
+        asked = (self.asked_of(giver) for giver in self.givers)
+        shares = (share.stop - share.start for share in self.shares())
+        return max((*(spans[-1][1] - spans[0][0] for spans in asked if spans), *shares))
+
+    def asked_of(self, giver: int) -> tuple[tuple[int, int], ...]:
+        """Return the columns (start, stop) of a giver's part that others add up: before its own share and behind it."""
+        mine = [(share.start, share.stop) for share in self.shares() if share.taker == giver]
+        start, stop = mine[0] if mine else (self.columns, self.columns)
+        return tuple(span for span in ((0, start), (stop, self.columns)) if span[0] < span[1])
+
     def others(self, taker: int) -> tuple[int, ...]:
         """Return the givers whose parts a taker has to fetch."""
         return tuple(giver for giver in self.givers if giver != taker)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Stands for the host where a device's index is expected.
 HOST = -1
 
-#: Messages that a queue on a device holds, and chunks that a ring does: one is filled while another is read.
+#: Messages that a queue on a device holds, and the fewest slots of a ring: one is filled while another is read.
 SLOTS = PAIR
 
 #: Kinds of streams: the caller's current one, tpplan's, and tpplan's second one, for copies from the host.

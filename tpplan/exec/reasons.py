@@ -56,7 +56,7 @@ def why(operation: Operation, route: Route, engine: Engine) -> str:
     large = f"{large}: " if engine.transport == "peer" and route.transport == "events" else ""
     if route.transport == "events" and isinstance(operation, Moves):
         return f"{large}copies of any size"
-    room = f"a chunk of {format_bytes(min(limits.stage_bytes, LARGEST_CHUNK))}"
+    room = f"a chunk of {format_bytes(min(limits.ring_slot(route.slots), LARGEST_CHUNK))}"
     if route.transport == "events":
         room = f"the exchange buffer of {format_bytes(limits.exchange_bytes)}"
     return f"{large}fits {room}" if route.parts == 1 else f"{large}parts fit {room}"
