@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from threading import Barrier, BrokenBarrierError, local
-from time import monotonic_ns
+from time import monotonic_ns, sleep
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -28,12 +29,15 @@ from tpplan.exec.exchange_table import MOST_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
 
     import torch
 
     from tpplan.exec.kernels import Kernel
 
 _LANES = 32
+#: Seconds that a lane sleeps which reads the same again.
+_PAUSE = 0.01
 _ME = local()
 
 
@@ -201,10 +205,17 @@ class _Builder:
 
     def _run(self, text: str, values: list[Any]) -> Any:
         name, _, _ = text.partition(" ")
+        if name.startswith("ld.volatile"):
+            if _ME.polled == values[0]:
+                sleep(_PAUSE)  # somebody else has to write it
+            _ME.polled = values[0]
         if name.startswith("mma.sync"):
             return _multiplied(_of_bf16 if ".bf16." in name else _of_f16, values)
-        if name.startswith("ld.") and ".v4.u32" in name:
-            return tuple(self._at(values[0], 16))
+        if vector := _VECTOR.fullmatch(name):
+            count = int(vector[1])
+            at = self._at(values[0], 4 * count)
+            at[: len(values) - 1] = values[1:]
+            return tuple(at)
         if name in _SIZES:
             at = self._at(values[0], _SIZES[name])
             at[: len(values) - 1] = values[1:]
@@ -221,6 +232,8 @@ class _Builder:
         return None
 
 
+#: Accesses of several words.
+_VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.u32")
 #: Bytes of accesses.
 _SIZES = {
     f"{way}{kind}.global.u{8 * size}": size for way in ("ld", "st") for kind in ("", ".volatile") for size in (2, 4)
@@ -363,6 +376,8 @@ def _patches(allowed: Sequence[range]) -> Iterator[Any]:
         "gridDim": lambda: _ME.block.count,
     }.items():
         yield patch.object(cuda, name, _Index(read))
+    yield patch.object(cuda, "grid", lambda _: _ME.block.number[0] * _ME.block.size + _ME.thread)
+    yield patch.object(cuda, "gridsize", lambda _: _ME.block.count[0] * _ME.block.size)
     yield patch.object(cuda, "shared", SimpleNamespace(array=_shared_array))
     yield patch.object(cuda, "syncthreads", _meet)
     yield patch.object(cuda, "shfl_xor_sync", lambda _, value, bit: _told(value)[_ME.thread % _LANES ^ bit])
@@ -386,12 +401,40 @@ def run(
         words: that it is told, or that are in the array which it is told.
         allowed: what it may read and write, where it is in memory; all else fails.
     """
-    assert len(words) == (kernel.arguments if kernel.arguments > 1 else MOST_WORDS)
-    ranges = [range(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in allowed]
-    numbers = [np.uint64(word) for word in words]
+    count = (blocks, 1) if isinstance(blocks, int) else blocks
+    with _running(threads, allowed) as start:
+        for number in reversed([*np.ndindex(count)]):
+            _end(start(kernel, _Block(number, threads, count), words))
 
-    def lane(block: _Block, thread: int) -> None:
-        _ME.block, _ME.thread, _ME.arrays, _ME.met, _ME.words = block, thread, 0, 0, numbers
+
+def run_together(
+    kernels: Sequence[Kernel], threads: int, words: Sequence[Sequence[int]], allowed: Sequence[torch.Tensor]
+) -> None:
+    """Run a block of a kernel on each of several devices at the same time.
+
+    Args:
+        kernels: one for each.
+        threads: of a block, whole warps.
+        words: that each is told.
+        allowed: what they may read and write.
+    """
+    with _running(threads * len(kernels), allowed) as start:
+        _end(
+            [
+                future
+                for kernel, told in zip(kernels, words, strict=True)
+                for future in start(kernel, _Block((0, 0), threads, (1, 1)), told)
+            ]
+        )
+
+
+@contextmanager
+def _running(threads: int, allowed: Sequence[torch.Tensor]) -> Iterator[Callable[..., list[Future[None]]]]:
+    """Yield what starts the lanes of a block, of so many at a time."""
+    ranges = [range(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in allowed]
+
+    def lane(kernel: Kernel, block: _Block, thread: int, numbers: list[Any]) -> None:
+        _ME.block, _ME.thread, _ME.arrays, _ME.met, _ME.words, _ME.polled = block, thread, 0, 0, numbers, None
         try:
             kernel.function(*numbers[: kernel.arguments])
         except BaseException:
@@ -402,10 +445,17 @@ def run(
         for each in _patches(ranges):
             stack.enter_context(each)
         pool = stack.enter_context(ThreadPoolExecutor(threads))
-        count = (blocks, 1) if isinstance(blocks, int) else blocks
-        for number in reversed([*np.ndindex(count)]):
-            block = _Block(number, threads, count)
-            done = [pool.submit(lane, block, thread) for thread in range(threads)]
-            errors = [error for each in done if (error := each.exception())]
-            for error in sorted(errors, key=lambda each: isinstance(each, BrokenBarrierError)):
-                raise error
+
+        def start(kernel: Kernel, block: _Block, words: Sequence[int]) -> list[Future[None]]:
+            assert len(words) == (kernel.arguments if kernel.arguments > 1 else MOST_WORDS)
+            numbers = [np.uint64(word) for word in words]
+            return [pool.submit(lane, kernel, block, thread, numbers) for thread in range(block.size)]
+
+        yield start
+
+
+def _end(lanes: Sequence[Future[None]]) -> None:
+    """Wait for lanes, and raise what one of them has raised first."""
+    errors = [error for each in lanes if (error := each.exception())]
+    for error in sorted(errors, key=lambda each: isinstance(each, BrokenBarrierError)):
+        raise error
