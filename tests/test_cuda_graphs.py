@@ -62,19 +62,28 @@ def test_a_graph_does_what_calls_do(ctx: tpx.TPContext) -> None:
 
 
 @pytest.mark.multi_gpu
-def test_large_moves_are_right_in_graphs(ctx: tpx.TPContext) -> None:
-    """Where they go another way than called, too, and had been called often."""
-    x = torch.empty(512, 4096, device=ctx.devices[0].device).bfloat16()
+@pytest.mark.parametrize("rows", [512, 2048])
+def test_what_is_large_is_right_in_graphs(ctx: tpx.TPContext, rows: int) -> None:
+    """Where it goes another way than called, too, and had been called often; or in more parts than rings have slots."""
+    x = torch.empty(rows, 4096, device=ctx.devices[0].device).bfloat16()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        copies, slices = ctx.broadcast(x), ctx.scatter(x, "residual")
+        return *copies, *slices, *ctx.allgather(slices, "residual"), *ctx.all_reduce(copies)
+
     for _ in range(20):
-        ctx.broadcast(x)
-        ctx.scatter(x, "residual")
+        step()
     with ctx.capture() as graph:
-        kept = *ctx.broadcast(x), *ctx.scatter(x, "residual")
+        kept = step()
     for _ in range(2):
         x.normal_()
         graph.replay()
-        for got, wanted in zip(kept, (*ctx.broadcast(x), *ctx.scatter(x, "residual")), strict=True):
-            assert torch.equal(got.cpu(), wanted.cpu())
+        whole = x.cpu()
+        for found in (kept, step()):
+            copies, slices, gathered, sums = (found[i : i + 2] for i in range(0, 8, 2))
+            assert all(torch.equal(each.cpu(), whole) for each in (*copies, *gathered))
+            assert torch.equal(torch.cat([each.cpu() for each in slices], 1), whole)
+            assert all(torch.equal(each.cpu(), whole * 2) for each in sums)
 
 
 @pytest.mark.multi_gpu
