@@ -113,11 +113,11 @@ class FakeSkinny:
 
     def takes(self, x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:  # noqa: ARG002
         """Take few rows."""
-        return self.adds_up(x, weight)
+        return len(x) <= skinny.MOST_ROWS and x.dtype == weight.dtype == self._dtype
 
     def adds_up(self, x: Tensor, weight: Tensor) -> bool:
-        """Take few rows."""
-        return len(x) <= skinny.MOST_ROWS and x.dtype == weight.dtype == self._dtype
+        """Take fewer."""
+        return len(x) <= skinny.MOST_JOINT and x.dtype == weight.dtype == self._dtype
 
     def joint(self, to: Tensor, x: Tensor, weight: Tensor, channel: FakeChannel, device: int) -> None:
         """Multiply, and leave the rest to a channel."""

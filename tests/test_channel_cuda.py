@@ -15,7 +15,7 @@ from tests.cuda_cases import GPUS, plan_for
 from tpplan import exec as tpx
 from tpplan.decoder import gemv, skinny
 from tpplan.decoder.gemv import Gemv
-from tpplan.decoder.skinny import MOST_ROWS, Skinny
+from tpplan.decoder.skinny import MOST_JOINT, Skinny
 from tpplan.errors import ExecutionError
 from tpplan.exec import exchanges, kernel_cache
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.multi_gpu
 #: Columns of the residual stream, and of each device's part of a matrix.
 _SIZE, _WIDTHS = 4096, (1024, 3584, 8, 520)
 #: Rows, and columns of a product.
-CASES = [(1, _SIZE), (2, _SIZE), (1, 5), (2, 1001), (2, 4), (3, _SIZE), (8, 1001), (9, 5), (16, _SIZE)]
+CASES = [(1, _SIZE), (2, _SIZE), (1, 5), (2, 1001), (2, 4), (3, _SIZE), (8, 1001), (5, 5), (8, _SIZE)]
 
 
 class Products:
@@ -43,9 +43,9 @@ class Products:
         torch.manual_seed(seed)
         self.places = [context.devices[device].device for device in context.all_devices]
         dtype = context.dtype
-        channel = context.channel(MOST_ROWS * _SIZE)
+        channel = context.channel(MOST_JOINT * _SIZE)
         assert channel
-        assert context.channel(MOST_ROWS * _SIZE) is channel
+        assert context.channel(MOST_JOINT * _SIZE) is channel
         self._channel = channel
         capability = torch.cuda.get_device_capability(self.places[0])
         names = chain(*gemv.names_of(dtype), gemv.joint_names_of(dtype))

@@ -128,7 +128,7 @@ def test_what_is_called_often_is_launched_by_graphs(monkeypatch: pytest.MonkeyPa
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
     devices._issuing, devices._loaded, devices._marks = Issuing(devices._exchanges), set(), Marks({})
-    devices._ordinals, devices._graphs, devices._streams = {0: 3}, LaunchGraphs({0: 3}), {}
+    devices._ordinals, devices._graphs, devices._streams, devices._channels = {0: 3}, LaunchGraphs({0: 3}), {}, {}
     devices._current, devices._handle = {0: 50}, lambda _: 50
     devices.captures = captured
     assert devices.is_capturing() is captured

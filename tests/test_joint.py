@@ -76,7 +76,7 @@ def test_devices_add_up_as_they_multiply(  # noqa: PLR0917
     expected = said(directory, plan, count)
     request.getfixturevalue("launches")
     channel = FakeChannel()
-    monkeypatch.setattr(skinny, "MOST_ROWS", MANY - 1)
+    monkeypatch.setattr(skinny, "MOST_JOINT", MANY - 1)
     monkeypatch.setattr(TPContext, "channel", lambda _self, _elements: channel)
     found = said(directory, plan, count)
     assert (found - expected).norm() <= 0.02 * expected.norm()

@@ -17,7 +17,7 @@ from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.decoder.skinny import Skinny, shape_of
 from tpplan.exec import kernel_cache
-from tpplan.exec.channel_table import CALLERS, DEVICES, MEMORIES, MOST_BLOCKS, NUMBERS, OWN, SET, SLOT
+from tpplan.exec.channel_table import ADDERS, CALLERS, DEVICES, MEMORIES, MOST_BLOCKS, NUMBERS, OWN, SET, SLOT
 from tpplan.exec.exchange_table import BLOCKS, COUNTERS, DEADLINE, MOST_WORDS
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ KERNELS = [
     ("skinny_bf16_8", CAPABILITIES[0]),
     ("skinny_f16_8", (9, 0)),
     ("skinny_f16_16", CAPABILITIES[-1]),
-    ("skinny_joint_bf16_16", (9, 0)),
+    ("skinny_joint_bf16_8", (9, 0)),
     ("skinny_joint_f16_8", CAPABILITIES[-1]),
 ]
 SIZES = [(1536, 4096), (4096, 1024), (4096, 3584), (28672, 4096), (4096, 14336), (1, 8), (9, 2304), (33, 896), (5, 520)]
@@ -143,16 +143,15 @@ def test_lanes_agree(case: tuple[str, int, int, int, int, int, int], plus: bool)
     "case",  # kernel, rows, columns of the result, columns of each device's matrix, warps, blocks, number of the sum
     [
         ("bf16_8", 3, 37, (136, 72), 2, 2, 6),
-        ("f16_16", 11, 21, (64, 8), 1, 1, 2**32 - 1),
+        ("f16_8", 8, 21, (64, 8), 1, 1, 2**32 - 1),
     ],
 )
 def test_lanes_of_two_devices_agree(
-    case: tuple[str, int, int, tuple[int, int], int, int, int], monkeypatch: pytest.MonkeyPatch
+    case: tuple[str, int, int, tuple[int, int], int, int, int],
 ) -> None:
     """Each sends its part to both, and adds up both and what is there; the next sum has another number on both."""
     lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.skinny_kernels")
     name, rows, size, widths, warps, blocks, number = case
-    monkeypatch.setattr("tpplan.exec.channel_messages.ADDERS", 1)  # the others run before it
     torch.manual_seed(size)
     dtype = {text: each for each, text in DTYPES.items()}[name.split("_", maxsplit=1)[0]]
     matrices = [
@@ -170,6 +169,7 @@ def test_lanes_of_two_devices_agree(
         numbers = torch.full((MOST_BLOCKS,), tag.item(), dtype=torch.int32)
         words = [0] * MOST_WORDS
         words[DEADLINE], words[COUNTERS], words[NUMBERS] = 60 * 10**9, counters.data_ptr(), numbers.data_ptr()
+        words[ADDERS] = 1  # block, before which the others run
         words[DEVICES], words[OWN], words[SLOT], words[SET] = 2, own, 8 * elements, 16 * elements
         words[MEMORIES : MEMORIES + 2] = [memory.data_ptr() for memory in memories]
         words[CALLERS : CALLERS + 11] = (
@@ -246,16 +246,17 @@ def test_words(kernels: Skinny, some: Callable[..., torch.Tensor], rows: int) ->
     def check(found: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
 
-    assert kernels.adds_up(x_RK, weight_NK)
+    assert kernels.adds_up(x_RK, weight_NK) == (rows <= skinny.MOST_JOINT)
     check(kernels.linear(x_RK, weight_NK), functional.linear(x_RK, weight_NK))
     check(kernels.linear(x_RK, weight_NK, bias_N), functional.linear(x_RK, weight_NK, bias_N))
     to_RN = some(rows, 30)[:, 2:28]
     expected = to_RN.addmm(x_RK, weight_NK.mT)
-    channel = SimpleNamespace(words=lambda device: [HEADER + device] * MOST_WORDS)
-    kernels.joint(joint_RN := to_RN.clone(), x_RK, weight_NK, channel, 0)  # type: ignore[arg-type]
+    if rows <= skinny.MOST_JOINT:
+        channel = SimpleNamespace(words=lambda device: [HEADER + device] * MOST_WORDS)
+        kernels.joint(joint_RN := to_RN.clone(), x_RK, weight_NK, channel, 0)  # type: ignore[arg-type]
+        check(joint_RN, expected)
     kernels.add(to_RN, x_RK, weight_NK)
     check(to_RN, expected)
-    check(joint_RN, expected)
     for name, act in ACTIVATIONS.items():
         if name in GATES:
             gate, up = functional.linear(x_RK, weight_NK, bias_N).chunk(2, dim=-1)
@@ -266,8 +267,9 @@ def test_what_is_not_taken(kernels: Skinny, some: Callable[..., torch.Tensor]) -
     """Many rows, and other dtypes and strides, are left to torch; halves of a matrix are alike."""
     x_RK, weight_NK = some(8, 4096), some(8, 4096)
     assert kernels.takes(x_RK, weight_NK)
-    assert kernels.adds_up(some(16, 4096), weight_NK)
-    assert not kernels.adds_up(some(17, 4096), weight_NK)
+    assert kernels.adds_up(x_RK, weight_NK)
+    assert not kernels.adds_up(some(9, 4096), weight_NK)
+    assert not kernels.takes(some(17, 4096), some(1536, 4096))
     assert not kernels.takes(x_RK[:0], weight_NK)
     assert not kernels.takes(x_RK, weight_NK[:0])
     assert not kernels.takes(x_RK.float(), weight_NK)

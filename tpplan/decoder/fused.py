@@ -91,7 +91,7 @@ class Fused(Plain):
             experts: whether layers have any.
         """
         super().__init__(settings.norm_eps, settings.activation)
-        self.joint_rows = skinny.MOST_ROWS if joint else 0
+        self.joint_rows = skinny.MOST_JOINT if joint else 0
         self._name = next(name for name, each in ACTIVATIONS.items() if each is settings.activation)
         cap = settings.attention_cap
         sizes = [size for size in head_dims if Attention.takes(place, dtype, size, kind)]

@@ -131,7 +131,7 @@ class Gemv:
             is_there = norm.dtype is self._dtype and norm.is_contiguous() and not norm.data_ptr() % _VECTOR
             if not is_there or rows * width * _ITEM > _NORMED:
                 return False
-        return all(_is_vectors(each, self._dtype) for each in (x_RK, weight_NK))
+        return all(is_vectors(each, self._dtype) for each in (x_RK, weight_NK))
 
     def linear(self, x_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, norm: Norm | None = None) -> Tensor:
         """Return ``functional.linear`` of rows, normed first if there is a norm: ``[R, N]``, rounded once."""
@@ -200,7 +200,7 @@ class Gemv:
         )  # fmt: skip
 
 
-def _is_vectors(matrix: Tensor, dtype: torch.dtype) -> bool:
+def is_vectors(matrix: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether rows of a matrix are of 16 bytes each, at multiples of them."""
     if matrix.dtype is not dtype or matrix.stride(1) != 1 or not matrix.shape[1]:
         return False

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from tpplan.decoder.gemv import GATES, _is_vectors
+from tpplan.decoder.gemv import GATES, is_vectors
 from tpplan.decoder.launcher import DTYPES, Launcher
 from tpplan.exec.channel_table import CALLERS, MOST_BLOCKS
 
 if TYPE_CHECKING:
     from tpplan.exec.channel import Channel
 
-#: Rows that kernels take, also those that add up the products of several devices.
+#: Rows that kernels take; and those that add up the products of several devices, for more of which sums are faster.
 MOST_ROWS: Final = 16
+MOST_JOINT: Final = 8
 
 #: Rows of one instruction, columns that a warp reads at a time, matrix rows of a tile, bytes of a number.
 _EIGHT, _STEP, _TILE, _ITEM = 8, 64, 16, 2
@@ -60,8 +61,8 @@ def names_of(dtype: torch.dtype) -> list[str]:
 
 
 def joint_names_of(dtype: torch.dtype) -> list[str]:
-    """Return the names of those that add up the products of several devices."""
-    return [f"skinny_joint_{DTYPES[dtype]}_{rows}" for rows in (_EIGHT, 2 * _EIGHT)]
+    """Return the names of what adds up the products of several devices."""
+    return [f"skinny_joint_{DTYPES[dtype]}_{MOST_JOINT}"]
 
 
 class Skinny:
@@ -98,13 +99,15 @@ class Skinny:
             return False
         if len(weight_NK) > (4 if gated else 2) * self._processors * _TILE or (gated and len(weight_NK) % 2):
             return False
-        return self.adds_up(x_RK, weight_NK)
+        return len(x_RK) <= MOST_ROWS and self._reads(x_RK, weight_NK)
 
     def adds_up(self, x_RK: Tensor, weight_NK: Tensor) -> bool:
-        """Return whether there is a kernel for rows and a matrix: where it saves a sum of devices, it is faster."""
-        if not 0 < len(x_RK) <= MOST_ROWS or not len(weight_NK):
-            return False
-        return all(_is_vectors(each, self._dtype) for each in (x_RK, weight_NK))
+        """Return whether there is a kernel for rows and a matrix that saves a sum of devices."""
+        return len(x_RK) <= MOST_JOINT and self._reads(x_RK, weight_NK)
+
+    def _reads(self, x_RK: Tensor, weight_NK: Tensor) -> bool:
+        """Return whether there is something to multiply, which kernels can read."""
+        return bool(len(x_RK) and len(weight_NK)) and all(is_vectors(each, self._dtype) for each in (x_RK, weight_NK))
 
     def linear(self, x_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """Return ``functional.linear`` of rows: ``[R, N]``, rounded once."""
@@ -130,7 +133,7 @@ class Skinny:
         blocks, threads, words = self._words(to_RN, x_RK, weight_NK, plus, joint=True)
         told = channel.words(device)
         told[CALLERS : CALLERS + len(words)] = words
-        self._joint[len(x_RK) > _EIGHT](blocks, threads, *told)
+        self._joint[0](blocks, threads, *told)
 
     def gated(self, x_RK: Tensor, weight_NK: Tensor, gate: str, bias_N: Tensor | None = None) -> Tensor:
         """Return the products of the matrix's second half, times the activations of its first's: ``[R, I]``.

@@ -8,7 +8,18 @@ from weakref import WeakMethod
 import torch
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.channel_table import DEVICES, ELEMENT, MEMORIES, MOST_BLOCKS, NUMBERS, OWN, SET, SLOT
+from tpplan.exec.channel_table import (
+    ADDERS,
+    DEVICES,
+    ELEMENT,
+    MEMORIES,
+    MOST_ADDERS,
+    MOST_BLOCKS,
+    NUMBERS,
+    OWN,
+    SET,
+    SLOT,
+)
 from tpplan.exec.exchange_table import MOST_WORDS
 
 if TYPE_CHECKING:
@@ -49,6 +60,8 @@ class Channel:
         self._words: dict[int, list[int]] = {}
         for own, (device, place) in enumerate(places.items()):
             table = {NUMBERS: numbers[own].data_ptr(), DEVICES: devices, OWN: own, SLOT: slot, SET: devices * slot}
+            # Those of several contexts leave room for the blocks that they wait for.
+            table[ADDERS] = max(1, min(MOST_ADDERS, torch.cuda.get_device_properties(place).multi_processor_count // 2))
             table |= {MEMORIES + i: memory.data_ptr() for i, memory in enumerate(memories)}
             words = {**headers[device], **table}
             self._words[device] = [words.get(index, 0) for index in range(MOST_WORDS)]

@@ -82,7 +82,7 @@ def first_element() -> Any:
 
     The former is more than there are in blocks that add up none.
     """
-    adders, block = min(_WORD(ADDERS), _WORD(cuda.gridDim.x)), _WORD(cuda.blockIdx.x)
+    adders, block = min(word(ADDERS), _WORD(cuda.gridDim.x)), _WORD(cuda.blockIdx.x)
     first = block * _WORD(cuda.blockDim.x) + _WORD(cuda.threadIdx.x)
     return (first if block < adders else ~_WORD(0)), adders * _WORD(cuda.blockDim.x)
 

@@ -18,14 +18,16 @@ NUMBERS = COUNTERS + 1
 DEVICES, OWN = NUMBERS + 1, NUMBERS + 2
 #: Bytes of a slot, and of a set of them.
 SLOT, SET = NUMBERS + 3, NUMBERS + 4
+#: How many blocks of a kernel add up, at most.
+ADDERS = NUMBERS + 5
 #: Addresses of the devices' memory.
-MEMORIES = NUMBERS + 5
+MEMORIES = NUMBERS + 6
 
 #: Most devices, and words of a kernel's own, which follow.
 MOST_DEVICES = 16
 CALLERS = MEMORIES + MOST_DEVICES
 MOST_OWN = MOST_WORDS - CALLERS
-#: Most blocks of a kernel, and how many of them add up.
-MOST_BLOCKS, ADDERS = 1024, 64
+#: Most blocks of a kernel, and of those that add up.
+MOST_BLOCKS, MOST_ADDERS = 1024, 64
 #: Bytes of an element in a slot.
 ELEMENT = 8

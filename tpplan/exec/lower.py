@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Bytes that go through host memory at once, if a row has not more: smaller chunks cost more in commands than they
 #: gain, and of larger ones too little is read while others are filled.
-_SMALLEST_CHUNK, LARGEST_CHUNK = 2**20, 2**21
+_SMALLEST_CHUNK, LARGEST_CHUNK = 2**20, 2**22
 
 #: Slots of a sender's pinned ring, if each has room for a row; else there are two.
 RING_SLOTS = 4

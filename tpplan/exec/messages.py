@@ -110,13 +110,7 @@ def _await_credit(freed: Any, number: Any, count: Any) -> Any:
 @device_function
 def receive(address: Any, number: Any) -> Any:
     """Return the data of a packet as soon as it is there; garbage after the deadline, which the status tells."""
-    return received(ptx.poll_128(address), address, number)
-
-
-@device_function
-def received(found: Any, address: Any, number: Any) -> Any:
-    """Return that, given what was found at its address: of several packets, who asks for all waits for one answer."""
-    low, first, high, second = found
+    low, first, high, second = ptx.poll_128(address)
     if first != number or second != number:
         start, polls = ptx.nanoseconds(), _HALF(0)
         while first != number or second != number:
