@@ -64,7 +64,7 @@ def test_sequences_that_a_plan_has_no_room_for(sequences: int) -> None:
     with decoding(plan_of(model.directory, 2, request_of(), {}, seed=8), "mistral") as decoder:
         texts = generate(decoder, model.prompts, 7)
         next(texts)
-        with pytest.raises(RequestError, match=f"steps of {sequences} sequences, the plan has room for 1 to 2"):
+        with pytest.raises(RequestError, match=f"steps of {sequences} sequences, the plan has room for 2"):
             prepare(decoder, sequences)
         assert next(texts)
 

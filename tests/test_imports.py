@@ -80,10 +80,11 @@ print([name for package in (tpplan, tpplan.exec) for name in package.__all__ if 
 @pytest.mark.parametrize(
     ("code", "last"),
     [
-        ("help(tpplan.exec)", "hint: pip install 'tpplan[exec]'"),
+        ("help(tpplan.exec); hasattr(tpplan.exec, 'nothing'); import tpplan.exec as compile", ""),
         ("from tpplan.exec import compile", "hint: pip install 'tpplan[exec]'"),
         ("tpplan.weights.load_weights", "hint: pip install 'tpplan[exec]'"),
-        ("print(*dir(tpplan.exec), tpplan.weights.iter_slices)", ""),
+        ("try: from tpplan.exec import compile\nexcept ImportError as error: print('compile', error)", ""),
+        ("assert 'compile' not in dir(tpplan.exec); print('compile', tpplan.weights.iter_slices)", ""),
     ],
 )
 def test_what_to_install_is_told(code: str, last: str, tmp_path: Path) -> None:

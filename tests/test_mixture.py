@@ -228,7 +228,8 @@ def test_products(kernels: Mixture, rows: int, chosen: int) -> None:
     expected = experts.down(h_RCI.clone(), down_EDI, numbers_RC, weights_RC, fixed=True)
     assert expected.shape == (rows, hidden)
     apart_RCI = h_RCI.transpose(1, 2).contiguous().transpose(1, 2)
-    for each in (h_RCI, apart_RCI):
+    joined_RCI = torch.unflatten(apart_RCI.transpose(1, 2).flatten(1), 1, (-1, chosen)).transpose(1, 2)
+    for each in (h_RCI, apart_RCI, joined_RCI):
         check(kernels.down(each, down_EDI, choice_RC), expected)
     before = to_RD.clone()
     assert kernels.down(h_RCI, down_EDI, choice_RC, to_RD) is to_RD

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+class MissingError(ExecutionError, ImportError):
+    """A part of tpplan that lacks a library; also what Python raises where an import fails."""
+
+
 @contextmanager
 def needing(what: str, extra: str = "exec") -> Iterator[None]:
     """Say what to install where the half that runs plans lacks something.
@@ -20,7 +24,7 @@ def needing(what: str, extra: str = "exec") -> Iterator[None]:
         extra: of tpplan, with which it comes.
 
     Raises:
-        ExecutionError: it does.
+        MissingError: it does.
     """
     try:
         yield
@@ -28,4 +32,4 @@ def needing(what: str, extra: str = "exec") -> Iterator[None]:
         if (error.name or "").startswith("tpplan"):
             raise  # a part of tpplan itself: nothing to install mends that
         message = f"{what} needs {error.name}, which is not installed"
-        raise ExecutionError(message, f"pip install 'tpplan[{extra}]'") from error
+        raise MissingError(message, f"pip install 'tpplan[{extra}]'") from error

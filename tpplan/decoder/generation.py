@@ -65,7 +65,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: S
     if not len(prompts):
         raise RequestError("there are no prompts", "give one or more")
     if len(prompts) > batch:
-        what = f"{len(prompts)} prompts, the plan has room for 1 to {batch} at a time"
+        what = f"{len(prompts)} prompts, the plan has room for {batch} at a time"
         raise RequestError(what, "plan with a larger --batch")
     if max_new_tokens < 1:
         raise RequestError(f"{max_new_tokens} new tokens were asked for", "ask for 1 or more")

@@ -109,11 +109,11 @@ class Mixture:
             return None
         if to_RD is not None and (to_RD.dtype is not self._dtype or to_RD.stride(1) != 1):
             return None
-        h_RCI = h_RCI.contiguous()
+        h_RCI = h_RCI.contiguous()  # whose strides say nothing where there is one expert of a row
         if h_RCI.data_ptr() % _VECTOR:
             return None
         y_RD = h_RCI.new_empty(len(h_RCI), down_EDI.shape[1]) if to_RD is None else to_RD
-        target, pairs = (y_RD.data_ptr(), _ITEM * y_RD.stride(0)), (h_RCI.data_ptr(), _ITEM * h_RCI.stride(1))
+        target, pairs = (y_RD.data_ptr(), _ITEM * y_RD.stride(0)), (h_RCI.data_ptr(), _ITEM * h_RCI.shape[2])
         plus = (0, 0) if to_RD is None else target
         self._run(target, pairs, down_EDI, 2 * _ITEM * down_EDI.stride(1), choice_RC, plus=plus)
         return y_RD

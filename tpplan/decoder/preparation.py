@@ -29,7 +29,7 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREED
         RequestError: the plan has no room for as many sequences.
     """
     if not 1 <= sequences <= decoder.batch:
-        what = f"steps of {sequences} sequences, the plan has room for 1 to {decoder.batch} at a time"
+        what = f"steps of {sequences} sequences, the plan has room for {decoder.batch} at a time"
         raise RequestError(what, "plan with a larger --batch" if sequences > 0 else "prepare for one or more")
     decoder.generations += 1  # whatever goes on has lost its cache
     graphs, most = decoder.prompt_graphs, decoder.context.max_rows

@@ -158,7 +158,7 @@ def check_step(tokens: Sequence[Tensor], positions: Sequence[Tensor], devices: i
             f"tokens or positions of shape {odd[0]}", "give one of each sequence, the same on all devices"
         )
     if not 1 <= count <= batch:
-        what = f"tokens of {count} sequences, the plan has room for 1 to {batch} at a time"
+        what = f"tokens of {count} sequences, the plan has room for {batch} at a time"
         raise RequestError(what, "plan with a larger --batch" if count else "give one of each sequence")
 
 

@@ -1,7 +1,8 @@
 """Kernels that turn the heads of rows (RoPE), behind norms if there are, and write keys and values to a cache.
 
 All but the addresses and pitches of 8-bit caches are multiples of 16 bytes. What goes to a cache is rounded as
-:class:`tpplan.decoder.cache.Store` rounds it, to the bit, by instructions that every generation of GPUs has.
+:class:`tpplan.decoder.cache.Store` rounds it, finite numbers to the bit, by instructions that every generation of GPUs
+has; NaN is not kept.
 """
 
 from __future__ import annotations

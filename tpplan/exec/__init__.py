@@ -6,6 +6,7 @@ Names are imported when they are first used, as in ``tpplan`` itself.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from tpplan.extras import needing
@@ -36,7 +37,7 @@ def __getattr__(name: str) -> object:
     """Import a public name from its module.
 
     Raises:
-        ExecutionError: torch is not installed.
+        MissingError: torch is not installed.
     """
     if name not in _MODULE_OF:
         message = f"module 'tpplan.exec' has no attribute {name!r}"
@@ -47,4 +48,4 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """Name what there is, for ``help()`` and completion, whether or not it was used yet."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *(__all__ if find_spec("torch") else ())})

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
@@ -118,7 +118,7 @@ def load(name: str, capability: tuple[int, int]) -> Any:
 
 
 def prepare(kernels: Iterable[tuple[str, tuple[int, int]]]) -> None:
-    """Compile the kernels that are not on disk yet, all at the same time, each in a process of its own.
+    """Compile the kernels that are not on disk yet, each in a process of its own, as many at a time as there are CPUs.
 
     What cannot be compiled or kept is left to :func:`load`.
 
@@ -133,12 +133,14 @@ def prepare(kernels: Iterable[tuple[str, tuple[int, int]]]) -> None:
         return
     _LOG.info("compiling %d kernels, which are kept for the next start", len(missing))
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with ExitStack() as stack:
-        for name, capability in missing:
-            command = [sys.executable, "-P", "-m", __name__, name, *map(str, capability)]
-            quiet = subprocess.DEVNULL
-            process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, env=environ)  # noqa: S603
-            stack.callback(process.wait)
+
+    def compile_one(kernel: tuple[str, tuple[int, int]]) -> None:
+        name, capability = kernel
+        command, quiet = [sys.executable, "-P", "-m", __name__, name, *map(str, capability)], subprocess.DEVNULL
+        subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, env=environ, check=False)  # noqa: S603
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # numba takes up to half a GiB in each
+        list(pool.map(compile_one, missing))
 
 
 def machine_code(name: str, capability: tuple[int, int]) -> bytes:

@@ -23,7 +23,7 @@ def __getattr__(name: str) -> object:
     """Import a public name from its module.
 
     Raises:
-        ExecutionError: torch is not installed.
+        MissingError: torch is not installed.
     """
     if name not in _MODULE_OF:
         message = f"module 'tpplan.weights' has no attribute {name!r}"
