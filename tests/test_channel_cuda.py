@@ -49,7 +49,7 @@ class Products:
         self._channel = channel
         capability = torch.cuda.get_device_capability(self.places[0])
         names = chain(*gemv.names_of(dtype), gemv.joint_names_of(dtype))
-        names = chain(names, skinny.names_of(dtype), skinny.joint_names_of(dtype))
+        names = chain(names, skinny.names_of(dtype), [skinny.joint_name_of(dtype)])
         kernel_cache.prepare((name, capability) for name in names)
         self._gemvs = [Gemv(place, dtype, joint=True) for place in self.places]
         self._skinnies = [Skinny(place, dtype, joint=True) for place in self.places]
@@ -77,7 +77,9 @@ class Products:
 
     def run(self, case: int, devices: int | None = None) -> None:
         """Add a product to its streams, on all devices or the first ones."""
-        self._channel.run([partial(self.launch, case, each) for each in range(len(self.places))[:devices]])
+        count = len(self.places)
+        launches = [partial(self.launch, case, each) for each in range(count)][:devices]
+        self._channel.run([*launches, *[lambda: None] * (count - len(launches))])
 
     def restart(self, case: int) -> None:
         """Let streams be what they were."""

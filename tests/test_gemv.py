@@ -25,6 +25,8 @@ KERNELS = [
     ("gemv_norm_bf16_1", CAPABILITIES[-1]),
     ("gemv_norm_f16_1", (9, 0)),
     ("gemv_norm_f16_2", CAPABILITIES[0]),
+    ("gemv_joint_bf16_2", CAPABILITIES[0]),
+    ("gemv_joint_f16_1", (9, 0)),
     ("gemv_norm_bf16_2", (9, 0)),
 ]
 EPS = 1e-5

@@ -17,8 +17,8 @@ from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.decoder.skinny import Skinny, shape_of
 from tpplan.exec import kernel_cache
-from tpplan.exec.channel_table import ADDERS, CALLERS, DEVICES, MEMORIES, MOST_BLOCKS, NUMBERS, OWN, SET, SLOT
-from tpplan.exec.exchange_table import BLOCKS, COUNTERS, DEADLINE, MOST_WORDS
+from tpplan.exec.channel_table import CALLERS, MOST_BLOCKS
+from tpplan.exec.exchange_table import MOST_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,58 +136,6 @@ def test_lanes_agree(case: tuple[str, int, int, int, int, int, int], plus: bool)
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(y_RN[:, :size], expected_RN, atol=4 * step, rtol=4 * step)
     assert (y_RN[:, size:] == 9).all()
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered")  # of the last number, as is meant
-@pytest.mark.parametrize(
-    "case",  # kernel, rows, columns of the result, columns of each device's matrix, warps, blocks, number of the sum
-    [
-        ("bf16_8", 3, 37, (136, 72), 2, 2, 6),
-        ("f16_8", 8, 21, (64, 8), 1, 1, 2**32 - 1),
-    ],
-)
-def test_lanes_of_two_devices_agree(
-    case: tuple[str, int, int, tuple[int, int], int, int, int],
-) -> None:
-    """Each sends its part to both, and adds up both and what is there; the next sum has another number on both."""
-    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.skinny_kernels")
-    name, rows, size, widths, warps, blocks, number = case
-    torch.manual_seed(size)
-    dtype = {text: each for each, text in DTYPES.items()}[name.split("_", maxsplit=1)[0]]
-    matrices = [
-        (torch.randn(rows, width).to(dtype), (torch.randn(size, width) / width**0.5).to(dtype)) for width in widths
-    ]
-    parts = [x_RK.float() @ weight_NK.float().mT for x_RK, weight_NK in matrices]
-    start_RN, elements, parity = torch.randn(rows, size).to(dtype), rows * size + 5, number % 2
-    memories = [torch.zeros(2, 2, elements, 2, dtype=torch.int32) for _ in matrices]  # sets, slots
-    sent = [memory[parity, :, : rows * size] for memory in memories]
-    tag = torch.tensor(number).to(torch.int32)
-    sent[1][0, :, 0], sent[1][0, :, 1] = parts[0].flatten().view(torch.int32), tag  # as of the device that runs later
-    counters, streams = torch.tensor([0, 1], dtype=torch.int32).repeat_interleave(BLOCKS), []  # of failures, alone
-    for own in (1, 0):
-        to_RN, (x_RK, weight_NK) = start_RN.clone(), matrices[own]
-        numbers = torch.full((MOST_BLOCKS,), tag.item(), dtype=torch.int32)
-        words = [0] * MOST_WORDS
-        words[DEADLINE], words[COUNTERS], words[NUMBERS] = 60 * 10**9, counters.data_ptr(), numbers.data_ptr()
-        words[ADDERS] = 1  # block, before which the others run
-        words[DEVICES], words[OWN], words[SLOT], words[SET] = 2, own, 8 * elements, 16 * elements
-        words[MEMORIES : MEMORIES + 2] = [memory.data_ptr() for memory in memories]
-        words[CALLERS : CALLERS + 11] = (
-            to_RN.data_ptr(), 2 * size, x_RK.data_ptr(), 2 * widths[own], weight_NK.data_ptr(), 2 * widths[own],
-            size, widths[own], rows, to_RN.data_ptr(), 2 * size,
-        )  # fmt: skip
-        kernel = getattr(kernels, f"SKINNY_JOINT_{name.upper()}")
-        lanes.run(kernel, blocks, 32 * warps, words, (x_RK, weight_NK, to_RN, numbers, counters, *memories))
-        assert (numbers == (number + 1 if number + 1 < 2**32 else 2)).all()
-        streams.append(to_RN)
-    for sets, slots in zip(memories, sent, strict=True):
-        assert (slots[..., 1] == tag).all()
-        torch.testing.assert_close(slots[..., 0].contiguous().view(torch.float32), torch.stack(parts).flatten(1))
-        assert not sets[1 - parity].any()
-        assert not sets[parity, :, rows * size :].any()
-    step = torch.finfo(dtype).eps
-    for to_RN in streams:
-        torch.testing.assert_close(to_RN.float(), start_RN + sum(parts), atol=2 * step, rtol=step)
 
 
 class FakeLauncher:

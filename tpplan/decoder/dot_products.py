@@ -14,7 +14,7 @@ _WORD, _FLOAT, _EVERY = types.uint64, types.float32, 0xFFFFFFFF
 
 
 def mapped(count: int, function: Any) -> Any:
-    """Make what calls a function for each of 1, 2 or 4 pairs, with a third argument for all."""
+    """Make what calls a function for one pair or for each of two, with a third argument for all."""
 
     @device_function
     def of_one(a: Any, b: Any, c: Any) -> Any:
@@ -28,14 +28,14 @@ def mapped(count: int, function: Any) -> Any:
 
 
 def offsets_of(count: int) -> Any:
-    """Make what tells where 1, 2 or 4 rows start; the last of four may be the third."""
+    """Make what tells where one row starts, or each of two."""
 
     @device_function
-    def of_one(pitch: Any, rows: Any) -> Any:  # noqa: ARG001 (as the others)
+    def of_one(_: Any) -> Any:
         return (_WORD(0),)
 
     @device_function
-    def of_two(pitch: Any, rows: Any) -> Any:  # noqa: ARG001
+    def of_two(pitch: Any) -> Any:
         return _WORD(0), pitch
 
     return of_one if count == 1 else of_two

@@ -96,7 +96,7 @@ class Fused(Plain):
         cap = settings.attention_cap
         sizes = [size for size in head_dims if Attention.takes(place, dtype, size, kind)]
         names = [*pointwise.names_of(dtype, self._name, kind), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
-        names += [*gemv.joint_names_of(dtype), *skinny.joint_names_of(dtype)] if joint else ()
+        names += [*gemv.joint_names_of(dtype), skinny.joint_name_of(dtype)] if joint else ()
         names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
         names += mixture.names_of(dtype) if experts else ()
         capability = torch.cuda.get_device_capability(place)

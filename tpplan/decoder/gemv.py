@@ -68,8 +68,9 @@ class Shape:
 
 @cache
 def shape_of(batches: int, width: int, processors: int) -> Shape:
-    """Return how warps share a matrix: all in blocks of about eight, which are all on the GPU from the start.
+    """Return how warps share a matrix: all in blocks of about eight.
 
+    They are all on the GPU from the start where registers are enough for two on a multiprocessor, as on sm_90.
     A warp has two steps on their way, so a team is the largest in which fewest are without columns, if all make an even
     number of steps: 8 of 4,096 columns, 7 of 3,584, 2 of 1,024.
 

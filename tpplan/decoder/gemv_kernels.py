@@ -116,7 +116,7 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
         again = begin + wide
         lead, stride = _WORD(cuda.blockIdx.x) * teams, _WORD(cuda.gridDim.x) * teams
         end = (size + per - _WORD(1)) >> (per >> _WORD(1))  # batches: of four or two
-        offsets = offsets_of(x_pitch, rows)
+        offsets = offsets_of(x_pitch)
         base = weight + min((lead + mine) * per, size - per) * pitch
         last = width - _WORD(_LANE)
         w = ask_now(base + min(begin, last) * _WORD(2), pitch, half)
@@ -125,7 +125,7 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
         number, is_alone = begin_sum() if joint else (types.uint32(0), types.uint32(0))
         if normed:  # while they come
             rows_kept = cuda.shared.array(_WORDS, types.uint32, 16)
-            kept, places = ptx.shared_address(rows_kept), offsets_of(width * _WORD(2), rows)
+            kept, places = ptx.shared_address(rows_kept), offsets_of(width * _WORD(2))
             cuda.syncthreads()
             norm(kept, sums, x, offsets, places, width, gain, eps)
             x, offsets = kept, places
@@ -175,6 +175,7 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
         )  # fmt: skip
 
     def together(_words):  # type: ignore[no-untyped-def]
+        # The mode is told, too, but there is nothing else to do.
         multiply(
             word(CALLERS), word(CALLERS + 1), word(CALLERS + 2), word(CALLERS + 3), word(CALLERS + 4),
             word(CALLERS + 5), word(CALLERS + 6), word(CALLERS + 7), word(CALLERS + 8), word(CALLERS + 9),

@@ -57,7 +57,7 @@ def _factors_of(count: int) -> Any:
     @device_function
     def factors_of(totals: Any, sums: Any, width: Any, eps: Any) -> Any:
         lane, warp = _WORD(cuda.threadIdx.x) & _WORD(31), _WORD(cuda.threadIdx.x) >> _WORD(5)
-        numbers = (_WORD(0), _WORD(1), _WORD(2), _WORD(3))
+        numbers = (_WORD(0), _WORD(1))
         share(totals, numbers, (sums, warp, lane))
         cuda.syncthreads()
         warps, least = _WORD(cuda.blockDim.x) >> _WORD(5), ptx.float_of(types.uint32(eps))

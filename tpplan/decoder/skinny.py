@@ -60,9 +60,9 @@ def names_of(dtype: torch.dtype) -> list[str]:
     return [f"skinny_{DTYPES[dtype]}_{rows}" for rows in (_EIGHT, 2 * _EIGHT)]
 
 
-def joint_names_of(dtype: torch.dtype) -> list[str]:
-    """Return the names of what adds up the products of several devices."""
-    return [f"skinny_joint_{DTYPES[dtype]}_{MOST_JOINT}"]
+def joint_name_of(dtype: torch.dtype) -> str:
+    """Return the name of what adds up the products of several devices."""
+    return f"skinny_joint_{DTYPES[dtype]}_{_EIGHT}"
 
 
 class Skinny:
@@ -80,7 +80,7 @@ class Skinny:
             joint: whether also those that add up the products of several devices.
         """
         self._alone = [Launcher(name, place) for name in names_of(dtype)]
-        self._joint = [Launcher(name, place, is_array=True) for name in joint_names_of(dtype)] if joint else []
+        self._joint = [Launcher(joint_name_of(dtype), place, is_array=True)] if joint else []
         self._dtype = dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
@@ -133,7 +133,8 @@ class Skinny:
         blocks, threads, words = self._words(to_RN, x_RK, weight_NK, plus, joint=True)
         told = channel.words(device)
         told[CALLERS : CALLERS + len(words)] = words
-        self._joint[0](blocks, threads, *told)
+        (launch,) = self._joint
+        launch(blocks, threads, *told)
 
     def gated(self, x_RK: Tensor, weight_NK: Tensor, gate: str, bias_N: Tensor | None = None) -> Tensor:
         """Return the products of the matrix's second half, times the activations of its first's: ``[R, I]``.

@@ -19,7 +19,7 @@ from tpplan.exec import ptx, tiles
 from tpplan.exec.channel_messages import begin_sum, end_sum, send_part
 from tpplan.exec.channel_table import CALLERS
 from tpplan.exec.finishing import ADD, add_up_of, finish_of
-from tpplan.exec.kernels import Kernel
+from tpplan.exec.kernels import Kernel, device_function
 from tpplan.exec.ptx import word
 
 #: Warps of a block, at most.
@@ -32,10 +32,6 @@ TILE = 16
 #: Registers of what a lane has of a matrix row or a row: two vectors.
 _PART = 8
 _WORD, _FLOAT = types.uint64, types.float32
-
-
-def _jit(function: Any) -> Any:
-    return cuda.jit(device=True, inline="always")(function)
 
 
 def _products(multiply: Any) -> Any:
@@ -63,7 +59,7 @@ def _products(multiply: Any) -> Any:
 def _asking_by(load: Any) -> Any:
     """Make what asks for what a lane has of two matrix rows; behind the last column is the last vector."""
 
-    @_jit
+    @device_function
     def ask(low: Any, high: Any, column: Any, last: Any) -> Any:
         at, behind = min(column, last) * _WORD(2), min(column + _WORD(32), last) * _WORD(2)
         a, b, c, d = load(low + at)
@@ -79,7 +75,7 @@ def _asking_by(load: Any) -> Any:
 _ask, _ask_now = _asking_by(ptx.stream_128), _asking_by(ptx.poll_128)
 
 
-@_jit
+@device_function
 def _vector(row: Any, column: Any, last: Any) -> Any:
     """Return 16 bytes of a row; zeros behind the last column."""
     a, b, c, d = ptx.load_128(row + min(column, last) * _WORD(2))
@@ -101,23 +97,23 @@ def _rows_of(eights: int) -> tuple[Any, Any]:
         eights: of rows: 1 or 2.
     """
 
-    @_jit
+    @device_function
     def row_of(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
         return x + min(g, rows - _WORD(1)) * pitch
 
-    @_jit
+    @device_function
     def of_eight(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
         return (row_of(x, pitch, g, rows),)
 
-    @_jit
+    @device_function
     def of_sixteen(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
         return row_of(x, pitch, g, rows), row_of(x, pitch, g + _WORD(8), rows)
 
-    @_jit
+    @device_function
     def look_at_one(at: Any, column: Any, last: Any) -> Any:
         return _vector(at[0], column, last) + _vector(at[0], column + _WORD(32), last)
 
-    @_jit
+    @device_function
     def look_at_two(at: Any, column: Any, last: Any) -> Any:
         first = _vector(at[0], column, last) + _vector(at[0], column + _WORD(32), last)
         return first + _vector(at[1], column, last) + _vector(at[1], column + _WORD(32), last)
@@ -125,7 +121,7 @@ def _rows_of(eights: int) -> tuple[Any, Any]:
     return {1: (of_eight, look_at_one), 2: (of_sixteen, look_at_two)}[eights]
 
 
-@_jit
+@device_function
 def _matrix_rows(weight: Any, pitch: Any, first: Any, size: Any, mode: Any) -> Any:
     """Return the addresses of a lane's two matrix rows: eight apart, or a gate and what it is for."""
     low = min(first, size - _WORD(1))
@@ -164,7 +160,7 @@ def _skinny(  # noqa: C901, PLR0915 (the kernel)
     rows_of, look = _rows_of(eights)
     add_up = add_up_of(first, both)
 
-    @_jit
+    @device_function
     def finish_all(
         sums: Any, buffer: Any, start: Any, y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, rows: Any,
         mode: Any, number: Any,
@@ -190,7 +186,7 @@ def _skinny(  # noqa: C901, PLR0915 (the kernel)
                 finish(s, t, row, start + member, y, y_pitch, plus, plus_pitch, size, mode)
             index += _WORD(cuda.blockDim.x)
 
-    @_jit
+    @device_function
     def multiply_rows(
         y: Any, y_pitch: Any, x: Any, x_pitch: Any, weight: Any, pitch: Any, size: Any, width: Any, rows: Any,
         plus: Any, plus_pitch: Any, mode: Any,

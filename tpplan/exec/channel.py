@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
+def adders_on(processors: int) -> int:
+    """Return how many blocks may wait on a GPU of so many multiprocessors.
+
+    Where two contexts have come to two GPUs in different orders, those of both wait on each of them, for blocks that
+    send: one more needs room, and a multiprocessor has that of one block at least.
+    """
+    return max(1, min(MOST_ADDERS, (processors - 1) // 2))
+
+
 class Channel:
     """What :mod:`tpplan.exec.channel_table` describes, on the devices of a context, all of which give and take parts.
 
@@ -60,8 +69,7 @@ class Channel:
         self._words: dict[int, list[int]] = {}
         for own, (device, place) in enumerate(places.items()):
             table = {NUMBERS: numbers[own].data_ptr(), DEVICES: devices, OWN: own, SLOT: slot, SET: devices * slot}
-            # Those of several contexts leave room for the blocks that they wait for.
-            table[ADDERS] = max(1, min(MOST_ADDERS, torch.cuda.get_device_properties(place).multi_processor_count // 2))
+            table[ADDERS] = adders_on(torch.cuda.get_device_properties(place).multi_processor_count)
             table |= {MEMORIES + i: memory.data_ptr() for i, memory in enumerate(memories)}
             words = {**headers[device], **table}
             self._words[device] = [words.get(index, 0) for index in range(MOST_WORDS)]
@@ -74,12 +82,18 @@ class Channel:
     def run(self, launches: Sequence[Callable[[], None]]) -> None:
         """Launch a kernel on every device in use, on the current streams; all of them take part in one sum.
 
+        What a launch raises is raised. Behind the first one, devices do not agree any more, and the context refuses
+        everything from then on.
+
         Args:
             launches: one for each device, in device order.
 
         Raises:
-            ExecutionError: the context is closed, or a device waited in vain earlier.
+            ExecutionError: there are more or fewer, the context is closed, or a device waited in vain earlier.
         """
+        if len(launches) != len(self._words):
+            message = f"{len(launches)} launches for a channel of {len(self._words)} devices"
+            raise ExecutionError(message, "launch one kernel on each")
         issue = self._issue()
         if issue is None:
             raise ExecutionError("the context is gone", "keep it as long as its channels")

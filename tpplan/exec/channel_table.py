@@ -10,7 +10,7 @@ began it when they had read all of the one before that. So nobody writes what ha
 
 from __future__ import annotations
 
-from tpplan.exec.exchange_table import COUNTERS, MOST_WORDS
+from tpplan.exec.exchange_table import COUNTERS
 
 #: Address of the numbers of the device's next sum, one for each block of a kernel, all of which are equal.
 NUMBERS = COUNTERS + 1
@@ -23,10 +23,9 @@ ADDERS = NUMBERS + 5
 #: Addresses of the devices' memory.
 MEMORIES = NUMBERS + 6
 
-#: Most devices, and words of a kernel's own, which follow.
+#: Most devices, and where the words of a kernel's own begin.
 MOST_DEVICES = 16
 CALLERS = MEMORIES + MOST_DEVICES
-MOST_OWN = MOST_WORDS - CALLERS
 #: Most blocks of a kernel, and of those that add up.
 MOST_BLOCKS, MOST_ADDERS = 1024, 64
 #: Bytes of an element in a slot.

@@ -283,7 +283,8 @@ class TPContext(ContextMemory):
             cannot write to other devices, as on virtual ones, or there is a single device.
 
         Raises:
-            ExecutionError: this is no whole number from 1, or the context is closed.
+            ExecutionError: this is no whole number from 1, the context is closed, or is being captured and was not
+                asked for it before.
         """
         with self._guard:
             whole("channel: elements", elements, 1)

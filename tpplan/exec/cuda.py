@@ -180,12 +180,18 @@ class CudaDevices:
         """Return what kernels of callers add up by, for sums of so many elements at most; the same for the same number.
 
         There is none unless several devices, each a GPU of its own, write to each other's memory.
+
+        Raises:
+            ExecutionError: it would have to be made while a graph is being captured.
         """
         places = self._places
         if self.transport != "peer" or not 1 < len(places) == len(set(places.values())):
             return None
         with self._issuing:
             if elements not in self._channels:
+                if self.is_capturing():
+                    message = f"a channel of {elements} elements was not asked for before"
+                    raise ExecutionError(message, "ask for it once before capturing")
                 headers = {device: self._exchanges.header(device) for device in places}
                 self._channels[elements] = Channel(elements, places, headers, self._issue_all)
             return self._channels[elements]
@@ -194,11 +200,14 @@ class CudaDevices:
         """Let something be launched on every device, which wait for each other."""
         with self._issuing:
             self._turn_to_current(self._ordinals)
+            is_one_issued = False
             try:
                 for launch in launches:
                     launch()
-            except BaseException:  # between two devices, perhaps
-                self._exchanges.interrupt()
+                    is_one_issued = True
+            except BaseException:
+                if is_one_issued:
+                    self._exchanges.interrupt()
                 raise
 
     def issuing(self) -> Issuing:

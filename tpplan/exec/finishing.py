@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
 from numba.cuda import libdevice, types
 
 from tpplan.exec import ptx
 from tpplan.exec.channel_messages import first_element, sum_of_parts
+from tpplan.exec.kernels import device_function
 
 #: What becomes of a sum: it is stored, or its activation is multiplied by another.
 ADD, SILU, GELU, GELU_TANH = range(4)
@@ -21,30 +21,26 @@ _ROOT_OF_HALF, _TANH_SCALE, _TANH_CUBE = 0.7071067811865476, 0.7978845608028654,
 _WORD, _FLOAT = types.uint64, types.float32
 
 
-def _jit(function: Any) -> Any:
-    return cuda.jit(device=True, inline="always")(function)
-
-
-@_jit
+@device_function
 def silu(x: Any) -> Any:
     """Return ``x × sigmoid(x)``."""
     return x / (_FLOAT(1) + libdevice.expf(-x))
 
 
-@_jit
+@device_function
 def gelu(x: Any) -> Any:
     """Return ``x`` times the normal distribution's function of it."""
     return x * _FLOAT(0.5) * (_FLOAT(1) + libdevice.erff(x * _FLOAT(_ROOT_OF_HALF)))
 
 
-@_jit
+@device_function
 def gelu_tanh(x: Any) -> Any:
     """Return nearly that, by a hyperbolic tangent."""
     inner = _FLOAT(_TANH_SCALE) * (x + _FLOAT(_TANH_CUBE) * (x * x * x))
     return _FLOAT(0.5) * x * (_FLOAT(1) + libdevice.tanhf(inner))
 
 
-@_jit
+@device_function
 def activation(x: Any, mode: Any) -> Any:
     """Return the activation that a mode tells."""
     if mode == SILU:
@@ -66,19 +62,19 @@ def finish_of(first: Any, both: Any) -> Any:
         both: makes 32 bits of two float32.
     """
 
-    @_jit
+    @device_function
     def load_one(address: Any) -> Any:
         return first(types.uint32(ptx.load_16(address)))
 
-    @_jit
+    @device_function
     def bits_of(value: Any) -> Any:
         return both(value, value) & types.uint32(0xFFFF)
 
-    @_jit
+    @device_function
     def rounded(value: Any) -> Any:
         return first(bits_of(value))
 
-    @_jit
+    @device_function
     def finish(  # noqa: PLR0917
         s: Any, t: Any, row: Any, column: Any, y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, mode: Any
     ) -> None:
@@ -105,7 +101,7 @@ def add_up_of(first: Any, both: Any) -> Any:
         both: makes 32 bits of two float32.
     """
 
-    @_jit
+    @device_function
     def add_up(y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, rows: Any, number: Any) -> None:  # noqa: PLR0917
         element, step = first_element()
         while element < rows * size:

@@ -2,7 +2,7 @@
 
 A part of the rows goes in a round: all senders fill the next slot of their rings, then all receivers read it, while the
 senders fill the others. Events keep the rounds in order, for the copy engines know no flags. Of two slots one would
-stand idle while an event passes from device to device; of four none does.
+stand idle while an event passes from device to device.
 """
 
 from __future__ import annotations
