@@ -54,10 +54,15 @@ def little_room() -> Iterator[None]:
 def budgeted(plan: SplitPlan) -> SplitPlan:
     """Return a plan whose ledger has the workspace that its splits take, and devices that have room for it."""
     workspaces = workspace.workspace_bytes(plan.splits, plan.model.dtype, plan.request)
-    memory = tuple(DeviceMemory(i, 0, 0, size, 0, FREE) for i, size in enumerate(workspaces))
+    read = int(plan.request.strategy == "latency")  # a byte of weights, which such a plan must state
+    held = [read if size else 0 for size in workspaces]
+    memory = tuple(
+        DeviceMemory(i, byte, 0, size, 0, FREE, byte)
+        for i, (size, byte) in enumerate(zip(workspaces, held, strict=True))
+    )
     devices = [
-        evolve(device, budget_bytes=size + FREE, overhead_bytes=0)
-        for device, size in zip(plan.devices, workspaces, strict=True)
+        evolve(device, budget_bytes=size + byte + FREE, overhead_bytes=0)
+        for device, size, byte in zip(plan.devices, workspaces, held, strict=True)
     ]
     return evolve(plan, memory=memory, devices=tuple(devices))
 

@@ -104,7 +104,7 @@ def plans(draw: st.DrawFn) -> SplitPlan:
     devices, memory = [], []
     for i in range(device_count):
         overhead = draw(_bytes)
-        buckets = [draw(_bytes) for _ in range(3)] + [overhead] if i in used else [0] * 4
+        buckets = [draw(_bytes) + 1, draw(_bytes), draw(_bytes), overhead] if i in used else [0] * 4
         free = draw(_bytes) + 1
         devices.append(
             Device(
@@ -116,7 +116,7 @@ def plans(draw: st.DrawFn) -> SplitPlan:
             )
         )
         weights, cache, workspace, used_overhead = buckets
-        reads = draw(_bytes) if i in used and strategy == "latency" else 0
+        reads = draw(st.integers(1, weights + cache)) if i in used and strategy == "latency" else 0
         memory.append(DeviceMemory(i, weights, cache, workspace, used_overhead, free, reads))
     return SplitPlan(
         model=PlanModel(draw(names), draw(names), draw(_fingerprints), draw(st.sampled_from(DTYPES)), layers),

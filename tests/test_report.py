@@ -76,7 +76,7 @@ def test_shares_add_up(plan: SplitPlan) -> None:
     slack = len(plan.devices)
     if report.share_basis is ShareBasis.BUDGET:
         assert abs(sum(d.requested_share_ppm for d in report.devices) - PPM) <= slack
-    if any(entry.used_bytes for entry in plan.memory) and report.share_basis is ShareBasis.BUDGET:
+    if any(entry.used_bytes for entry in plan.memory):
         assert abs(sum(d.achieved_share_ppm for d in report.devices) - PPM) <= slack
     assert all(d.used_bytes + d.free_bytes == d.budget_bytes for d in report.devices)
     assert 0 <= report.together_ppm <= report.fullest_ppm <= PPM

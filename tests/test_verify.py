@@ -150,6 +150,12 @@ VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP028", {"request.batch": 9, "request.cache.tokens": 8}, "is 8, 9 sequences that decode together need 9 tokens"),
     ("TP029", {"memory[0].reads_bytes": 7}, "memory[0].reads_bytes: is 7 with the strategy 'balanced'"),
     ("TP029", {"request.strategy": "latency", f"memory[{UNSLICED}].reads_bytes": 7}, "is 7 on a device that holds no"),
+    ("TP029", {"request.strategy": "latency"}, "memory[0].reads_bytes: is 0, expected 1 or more, and no more than the"),
+    (
+        "TP029",
+        {"request.strategy": "latency", "memory[1].reads_bytes": 999_999_999_999_999_999},
+        "memory[1].reads_bytes: is 999999999999999999, expected 1 or more, and no more than the 5637144653 of weights",
+    ),
     ("TP026", {"model.name": "a\u202eb"}, "has the invisible character U+202E at position 1"),
     ("TP026", {"model.name": "ab\u061c"}, "has the invisible character U+061C at position 2"),
     ("TP026", {"model.name": "\U000e0041b"}, "has the invisible character U+E0041 at position 0"),

@@ -225,6 +225,7 @@ def ledger(
         total = total + wanted.common if used else Cost()
         overhead = device.overhead_bytes if used else 0
         free = device.budget_bytes - total.bytes - overhead
-        read = total.reads if reads else 0
+        # What is rounded up never exceeds what is there; who only looks rows up reads next to nothing, but something.
+        read = min(max(total.reads, 1), total.weights + total.cache) if reads and used else 0
         entries.append(DeviceMemory(index, total.weights, total.cache, total.workspace, overhead, free, read))
     return tuple(entries)

@@ -159,13 +159,18 @@ def names_readable(plan: SplitPlan) -> Iterator[Finding]:
 
 
 def reads_where_optimised(plan: SplitPlan) -> Iterator[Finding]:
-    """What a token reads is stated with the strategy latency only, and of devices that hold a slice."""
-    used = _used_devices(plan)
+    """With the strategy latency, and no other, each device that holds a slice reads some of its weights and cache."""
+    used, strategy = _used_devices(plan), plan.request.strategy
     for i, entry in enumerate(plan.memory):
-        if entry.reads_bytes and plan.request.strategy != "latency":
-            yield f"memory[{i}].reads_bytes", f"is {entry.reads_bytes} with the strategy {plan.request.strategy[:40]!r}"
-        elif entry.reads_bytes and i not in used:
-            yield f"memory[{i}].reads_bytes", f"is {entry.reads_bytes} on a device that holds no slice"
+        path, reads, most = f"memory[{i}].reads_bytes", entry.reads_bytes, entry.weights_bytes + entry.cache_bytes
+        if strategy == "latency" and i in used:
+            if not 0 < reads <= most:
+                yield path, f"is {reads}, expected 1 or more, and no more than the {most} of weights and cache"
+        elif reads:
+            where = (
+                "on a device that holds no slice" if strategy == "latency" else f"with the strategy {strategy[:40]!r}"
+            )
+            yield path, f"is {reads} {where}"
 
 
 def _numbers(plan: SplitPlan) -> Iterator[tuple[str, int, int]]:
