@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import pytest
 from hypothesis import given, settings
 
+from tests.render_cases import plain
 from tests.strategies import plans
 from tests.test_verify import ID, KV, RS, UNSLICED, VALID, edited, moved
 from tpplan import codec
@@ -16,6 +18,7 @@ from tpplan.axes import Axis, parse_layers
 from tpplan.diff import diff
 from tpplan.errors import RequestError
 from tpplan.plandiff import Bucket, BucketChange, Change, DevicePair, FieldChange, Reason
+from tpplan.render.diff import diff as diff_view
 from tpplan.verify import problems
 
 if TYPE_CHECKING:
@@ -110,6 +113,29 @@ def test_moved_cut() -> None:
     assert [m.device for m in change.memory] == [DevicePair("RTX 4090", 0, 0), DevicePair("RTX 4080", 1, 1)]
     assert change.memory[0].buckets[0] == BucketChange(Bucket.WEIGHTS, 9663676539, 9663676539 + GIB, GIB)
     assert change.total[0].delta_bytes == 0
+
+
+def test_only_what_a_token_reads() -> None:
+    """A plan that differs in nothing but reads is told with them: in the summary, the table and the document."""
+    memory = tuple(attrs.evolve(entry, reads_bytes=GIB if entry.used_bytes else 0) for entry in VALID.memory)
+    before = attrs.evolve(edited(VALID, "request.strategy", "latency"), memory=memory)
+    after = edited(before, "memory[1].reads_bytes", 3 * GIB)
+    assert problems(after) == ()
+    change = diff(before, after)
+    assert change.reasons == (Reason.PLANNING,)
+    assert change.summary == "0 of 8 splits change; device 1 RTX 4080 reads 2.00 GiB more per token"
+    assert diff(after, before).summary.endswith("device 1 RTX 4080 reads 2.00 GiB less per token")
+    (told,) = json.loads(codec.dumps(change))["memory"]
+    assert {key: told[key] for key in told if "reads" in key} == {
+        "before_reads_bytes": GIB,
+        "after_reads_bytes": 3 * GIB,
+        "delta_reads_bytes": 2 * GIB,
+    }
+    text = plain(diff_view(codec.unstructure(change)))
+    assert re.search(r"workspace +overhead +free +reads\n1 +RTX 4080 +0 +0 +0 +0 +0 +\+2.00\n", text)
+    assert re.search(r"together +0 +0 +0 +0 +0 +\+2.00\n", text)
+    moved_too = plain(diff_view(codec.unstructure(diff(VALID, with_bytes(VALID, 0, "weights_bytes", GIB)))))
+    assert "reads" not in moved_too
 
 
 def test_request_and_model() -> None:

@@ -51,8 +51,7 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
     splits = tuple(change for change in compared if change)
     memory = tuple(_memory_changes(a, b, pairs))
     reasons = {_REASONS[change.path.partition(".")[0]] for change in fields} | ({Reason.DEVICES} if devices else set())
-    reads = [[entry.reads_bytes for entry in plan.memory] for plan in (a, b)]
-    if (splits or memory or reads[0] != reads[1]) and not reasons:
+    if (splits or memory) and not reasons:
         reasons = {Reason.PLANNING}
     told = f"{len(splits)} of {len(compared)} splits change"
     return PlanDiff(
@@ -171,8 +170,9 @@ def _memory_changes(a: SplitPlan, b: SplitPlan, pairs: tuple[DevicePair, ...]) -
         before = () if pair.before is None else (a.memory[pair.before],)
         after = () if pair.after is None else (b.memory[pair.after],)
         buckets = tuple(_bucket_changes(before, after))
-        if any(bucket.delta_bytes for bucket in buckets):
-            yield MemoryChange(pair, buckets)
+        old, new = (sum(entry.reads_bytes for entry in entries) for entries in (before, after))
+        if old != new or any(bucket.delta_bytes for bucket in buckets):
+            yield MemoryChange(pair, buckets, old, new, new - old)
 
 
 def _bucket_changes(before: tuple[DeviceMemory, ...], after: tuple[DeviceMemory, ...]) -> Iterator[BucketChange]:
@@ -196,9 +196,9 @@ def _summary(
 ) -> str:
     """Say the most important in one line."""
     kinds = [device.change for device in devices]
-    moves = sorted((_largest(change) for change in memory), key=lambda move: -abs(move[1].delta_bytes))
-    moves = [move for move in moves if move[1].delta_bytes]
-    told = [_told(*move) for move in moves[:_TOLD]]
+    moves = sorted(memory, key=lambda change: (-abs(_largest(change).delta_bytes), -abs(change.delta_reads_bytes)))
+    moves = [change for change in moves if _largest(change).delta_bytes or change.delta_reads_bytes]
+    told = [_told(change) for change in moves[:_TOLD]]
     if len(moves) > _TOLD:
         told.append(f"and {len(moves) - _TOLD} more")
     parts = (
@@ -215,14 +215,17 @@ def _devices(count: int, what: str) -> str:
     return f"{count} {'device' if count == 1 else 'devices'} {what}"
 
 
-def _largest(change: MemoryChange) -> tuple[DevicePair, BucketChange]:
-    """Return a device and the bucket, other than what is free, that changes most."""
+def _largest(change: MemoryChange) -> BucketChange:
+    """Return a device's bucket, other than what is free, that changes most."""
     used = [bucket for bucket in change.buckets if bucket.bucket != Bucket.FREE]
-    return change.device, max(used, key=lambda bucket: abs(bucket.delta_bytes))
+    return max(used, key=lambda bucket: abs(bucket.delta_bytes))
 
 
-def _told(device: DevicePair, bucket: BucketChange) -> str:
-    """Say what a device gains or loses."""
+def _told(change: MemoryChange) -> str:
+    """Say what a device gains or loses, or how much more or less a token reads where that is all."""
+    device, bucket, reads = change.device, _largest(change), change.delta_reads_bytes
     where = f"device {device.after}" if device.after is not None else f"removed device {device.before}"
+    if not bucket.delta_bytes:
+        return f"{where} {device.name} reads {format_bytes(abs(reads))} {'more' if reads > 0 else 'less'} per token"
     verb = "gains" if bucket.delta_bytes > 0 else "loses"
     return f"{where} {device.name} {verb} {format_bytes(abs(bucket.delta_bytes))} of {bucket.bucket}"

@@ -154,10 +154,16 @@ class MemoryChange:
     Attributes:
         device: which.
         buckets: all five of it.
+        before_reads_bytes: of weights and cache, what one token reads in the first plan; 0 if that does not state it.
+        after_reads_bytes: in the second plan.
+        delta_reads_bytes: read more, or less if negative.
     """
 
     device: DevicePair
     buckets: tuple[BucketChange, ...]
+    before_reads_bytes: int
+    after_reads_bytes: int
+    delta_reads_bytes: int
 
 
 @frozen

@@ -115,18 +115,23 @@ def _field_line(split: dict[str, Any], field: dict[str, Any]) -> Line:
 
 
 def _memory(changes: dict[str, Any]) -> list[Line]:
-    """Return a row per device: what each bucket gains or loses."""
+    """Return a row per device: what each bucket gains or loses, and how much more or less a token reads, if it does."""
     found = changes["memory"]
     if not found:
         return []
     deltas = [[bucket["delta_bytes"] for bucket in one["buckets"]] for one in found]
     total = [bucket["delta_bytes"] for bucket in changes["total"]]
+    titles = BUCKETS
+    if any(one["delta_reads_bytes"] for one in found):
+        titles = (*BUCKETS, "reads")
+        deltas = [[*row, one["delta_reads_bytes"]] for row, one in zip(deltas, found, strict=True)]
+        total.append(sum(one["delta_reads_bytes"] for one in found))
     unit, scale = scale_for(max(abs(delta) for row in (*deltas, total) for delta in row))
     first, last = elided(len(found), _MOST_ROWS)
-    rows: list[list[Span]] = [[("", ""), ("", ""), *((bucket, "dim") for bucket in BUCKETS)]]
+    rows: list[list[Span]] = [[("", ""), ("", ""), *((title, "dim") for title in titles)]]
     rows += [[*_name_cells(found[i]["device"]), *_deltas(deltas[i], scale)] for i in (*first, *last)]
     rows.append([("", ""), ("together", "dim"), *_deltas(total, scale)])
-    lines = table(rows, "><>>>>>")
+    lines = table(rows, "><" + ">" * len(titles))
     if last:
         hidden = len(found) - len(first) - len(last)
         lines.insert(1 + len(first), line(f"   … {hidden} more devices, see --json …", "dim"))
