@@ -60,9 +60,9 @@ def plan() -> None:
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as CI does."""
+    """Run a script as CI does, which lets bash go on after what fails."""
     bash = shutil.which("bash") or "bash"
-    return subprocess.run([bash, "-e", "-c", script], capture_output=True, text=True, check=False)
+    return subprocess.run([bash, "-c", script], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.usefixtures("repository")
@@ -88,6 +88,26 @@ def test_reviewers_are_told_what_moves(repository: Path) -> None:
     summary = (repository.parent / "summary.md").read_text(encoding="utf-8")
     assert summary.startswith(f"### {PLAN}\n\n```text\nDevices\n")
     assert "device 1 GPU gains\n706.00 MiB of weights\n```\n" in summary
+
+
+@pytest.mark.usefixtures("repository")
+def test_what_cannot_be_compared_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that cannot be read, and a base that does not exist, fail the script, although others could be told."""
+    whole = Path(PLAN).read_text(encoding="utf-8")
+    other = Path("plans/llama/zzz.json")
+    shutil.copy(PLAN, other)
+    assert run("git add . && git commit -q -m more").returncode == 0
+    machine(20)
+    plan()
+    shutil.move(PLAN, other)
+    Path(PLAN).write_text("{}", encoding="utf-8")
+    done = run(TELL)
+    assert done.returncode != 0
+    assert f"{PLAN} " in done.stderr
+    Path(PLAN).write_text(whole, encoding="utf-8")
+    assert run(TELL).returncode == 0
+    monkeypatch.setenv("BASE", "nowhere")
+    assert run(TELL).returncode != 0
 
 
 @pytest.mark.usefixtures("repository")
