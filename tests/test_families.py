@@ -79,6 +79,15 @@ def test_tolerated_names_are_no_tensors_of_the_model() -> None:
         assert all(p.name.startswith((record.prefix, "lm_head.", "embed_out.")) for p in parameters)
 
 
+def test_the_language_model_in_a_wrapper_says_what_is_tolerated() -> None:
+    """Around another language model than the usual one a wrapper tolerates what that does, and its own images."""
+    record = families.tolerated("llava", "gpt_neox")
+    assert any(fnmatch("language_model.gpt_neox.layers.0.attention.rotary_emb.inv_freq", p) for p in record.ignored)
+    assert any(fnmatch("vision_tower.x.weight", pattern) for pattern in record.ignored)
+    assert families.tolerated("llava", "deepseek_v3").extra_layers
+    assert families.tolerated("llava", "llama") == families.tolerated("llava")
+
+
 def test_extra_layers_are_tolerated_where_checkpoints_have_them() -> None:
     """DeepSeek-V3 comes with a layer for predicting a second token, which its config does not count."""
     assert [name for name in families.supported() if families.tolerated(name).extra_layers] == ["deepseek_v3"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from tpplan.checkpoint import read_headers
 from tpplan.config import read_config
 from tpplan.families import spec_from_config, tolerated
+from tpplan.families.wrappers import text_part
 from tpplan.formats import read_scheme, stored_by_formula, stored_by_headers
 from tpplan.formats.storage import split_name
 from tpplan.jsontext import UNSEEN
@@ -40,7 +41,7 @@ def read_model(path: str | Path) -> ModelSpec:
     name = _name(path)
     if headers is None:
         return stored_by_formula(spec_from_config(config, name), read_scheme(config))
-    known = tolerated(spec_from_config(config, name).model_type)
+    known = tolerated(spec_from_config(config, name).model_type, text_part(config)[0])
     headers = headers.renamed(known.renamed)
     return stored_by_headers(_as_tied_as_stored(config, headers, name), read_scheme(config), headers, known)
 

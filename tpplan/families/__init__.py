@@ -46,10 +46,15 @@ def supported() -> tuple[str, ...]:
     return tuple(sorted({**FAMILIES, **WRAPPERS}))
 
 
-def tolerated(model_type: str) -> Tolerated:
-    """Return what else checkpoints of a supported ``model_type`` may hold, or leave out."""
+def tolerated(model_type: str, text: str = "") -> Tolerated:
+    """Return what else checkpoints of a supported ``model_type`` may hold, or leave out.
+
+    Args:
+        model_type: of the model.
+        text: of a wrapper, the ``model_type`` of the language model in it; the usual one by default.
+    """
     wrapper = WRAPPERS.get(model_type)
-    family = wrapper.around(FAMILIES[wrapper.text]) if wrapper else FAMILIES[model_type]
+    family = wrapper.around(FAMILIES[text or wrapper.text]) if wrapper else FAMILIES[model_type]
     return Tolerated(family.ignored, family.prefix, RENAMED if wrapper else {}, family.extra_layers)
 
 
