@@ -75,6 +75,8 @@ def test_the_name_of_a_model_on_a_hub() -> None:
 
 def test_gguf() -> None:
     """A GGUF file, and a directory of them, get an answer that says what to take instead."""
+    Path("named.gguf").mkdir()
+    assert "GGUF file" not in refused("inspect", "named.gguf")
     Path("quantised").mkdir()
     file = Path("quantised/model-Q4_K_M.gguf")
     file.write_bytes(b"GGUF\x03\x00\xff")

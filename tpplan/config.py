@@ -207,7 +207,7 @@ def read_config(path: str | Path) -> Config:
     path = Path(path)
     try:
         asked, path = path, path / "config.json" if path.is_dir() else path
-        if asked.suffix == ".gguf":
+        if asked.suffix == ".gguf" and path == asked:  # no directory, whatever its name
             raise ModelError(f"{_name(asked)} is a GGUF file, which tpplan does not read", _GGUF)
         if not path.is_file():
             what = "is not a regular file" if path.exists() else "does not exist"
