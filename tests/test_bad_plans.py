@@ -40,9 +40,24 @@ def test_edited_plans(rule: str, edits: dict[str, Any], words: str) -> None:
     assert "hint: " in done.err
     done = command("validate", "edited.json")
     assert done.code == 1
-    assert words in done.out
+    assert "".join(words.split()) in "".join(done.out.split())
     assert rule in done.out
     assert "hint: " in done.err
+
+
+def test_problems_are_wrapped_alike() -> None:
+    """Below a file's name ``validate`` and ``check`` put the same lines: rules, and what is wrong in a column."""
+    plan = edited(edited(VALID, "request.batch", 0), "devices[0].budget_bytes", 24 * 2**30 + 5)
+    Path("bad.json").write_text(codec.dumps(plan), encoding="utf-8")
+    checked = command("check", "bad.json", "--model", LLAMA_8B).out.splitlines()
+    validated = command("validate", "bad.json").out.splitlines()
+    assert (checked[0], validated[0]) == ("bad.json: not checked, 2 problems", "bad.json: 2 problems")
+    assert checked[1:] == validated[1:]
+    first, second, more = checked[1:]
+    assert first == "  TP008 at request.batch: is 0, expected 1 or more"
+    assert second.startswith("  TP020 at memory[0]: adds up to ")
+    assert more == " " * len("  TP020 ") + more.strip()
+    assert max(map(len, checked)) <= 100
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from tpplan.render.text import PLAIN_COLUMNS, abridged, line, wrapped
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tpplan.render.text import Line
 
 
@@ -14,12 +16,10 @@ def validation(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Lin
     """Lay out a :class:`~tpplan.validation.ValidationReport`."""
     lines: list[Line] = []
     for file in report["files"]:
-        count = len(file["problems"])
-        broken = f"{count} problem{'s' if count > 1 else ''}" if "error" not in file else "cannot be read"
+        broken = _count(file["problems"]) if "error" not in file else "cannot be read"
         lines.append(((f"{file['path']}: ", ""), ("valid", "good") if file["ok"] else (broken, "bad")))
         lines += _below(file["error"]["message"], columns) if "error" in file else []
-        lines += [((f"  {p['rule']} ", "bad"), (f"at {p['path'] or 'top level'}: {p['message']}", ""))
-                  for p in file["problems"]]  # fmt: skip
+        lines += _problems(file["problems"], columns)
         if file["uncanonical_line"]:
             lines.append(line(f"  non-canonical formatting at line {file['uncanonical_line']}", "warn"))
     return lines + _total([file["ok"] for file in report["files"]], "valid")
@@ -29,12 +29,29 @@ def check(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     """Lay out a :class:`~tpplan.check.CheckReport`."""
     lines: list[Line] = []
     for plan in report["plans"]:
+        problems = plan.get("error", {}).get("problems", ())
         wrong = "not checked" if "error" in plan else f"stale ({', '.join(plan['reasons'])})"
+        wrong += f", {_count(problems)}" if problems else ""
         lines.append(((f"{plan['path']}: ", ""), ("current", "good") if plan["current"] else (wrong, "bad")))
-        texts = [] if plan["current"] else [plan["message"]]
+        lines += _problems(problems, columns)
+        texts = [] if plan["current"] or problems else [plan["message"]]
         texts += [plan["diff"]["summary"]] if "diff" in plan else []
         lines += [below for text in texts for below in _below(text, columns)]
     return lines + _total([plan["current"] for plan in report["plans"]], "current")
+
+
+def _count(problems: Sequence[dict[str, Any]]) -> str:
+    return f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+
+
+def _problems(found: Sequence[dict[str, Any]], columns: int) -> list[Line]:
+    """Return problems under their file's headline: the rule, and beside it the rest, wrapped."""
+    lines: list[Line] = []
+    for problem in found:
+        rule = f"  {problem['rule']} "
+        first, *more = wrapped(f"at {problem['path'] or 'top level'}: {problem['message']}", columns - len(rule))
+        lines += [((rule, "bad"), (first, "")), *(line(" " * len(rule) + part) for part in more)]
+    return lines
 
 
 def _below(text: str, columns: int) -> list[Line]:
