@@ -69,7 +69,7 @@ def test_lanes_of_two_devices_agree(case: _Case) -> None:
             (x_RK.data_ptr(), 2 * width),
             (weight_NK.data_ptr(), 2 * width),
         )
-        told = (*to, *source, *matrix, size, width, rows, *to)
+        told: tuple[int, ...] = (*to, *source, *matrix, size, width, rows, *to)
         if name.startswith("gemv"):
             told = (*to, *source, *matrix, 4 * width, size, 4, width, rows, *to, 0, team, teams, -(-(2**16) // team))
         words[CALLERS : CALLERS + len(told)] = told
