@@ -179,7 +179,7 @@ def test_what_is_refused() -> None:
     model = model_of("mistral")
     short = model.prompts[0]
     with decoding(plan_of(model.directory, 2, request_of(), {}, seed=2), "mistral") as decoder:
-        with pytest.raises(RequestError, match="3 prompts, the plan has room for 1 to 2"):
+        with pytest.raises(RequestError, match="3 prompts, the plan has room for 2"):
             generate(decoder, [short] * 3, 1)
         with pytest.raises(RequestError, match=f"5 tokens and {LENGTH} new ones, the plan caches {LENGTH} of"):
             generate(decoder, [short], LENGTH)

@@ -55,6 +55,7 @@ def even_plan(plan: SplitPlan) -> SplitPlan | None:
     sizes = workspace_bytes(splits, plan.model.dtype, plan.request)
     return evolve(
         plan,
+        request=evolve(plan.request, strategy="balanced"),  # of latency the ledger would say what is read
         splits=splits,
         devices=tuple(
             evolve(device, budget_bytes=size + 1, overhead_bytes=0)
