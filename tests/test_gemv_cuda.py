@@ -9,6 +9,7 @@ from torch.nn import functional
 from tpplan.decoder.gemv import GATES, Gemv, Norm
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
+from tpplan.decoder.skinny import Skinny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5
@@ -28,6 +29,23 @@ def check(found: torch.Tensor, exact: torch.Tensor) -> None:
     assert (found - exact).abs().mean() <= step / 4
 
 
+def check_plain(
+    run: Gemv | Skinny, x_RK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor, exact: torch.Tensor
+) -> None:
+    """Compare products, twice the same, with a bias, and added to the middle of longer rows."""
+    rows, size = exact.shape
+    found = run.linear(x_RK, weight_NK)
+    check(found, exact)
+    assert torch.equal(found, run.linear(x_RK, weight_NK))
+    check(run.linear(x_RK, weight_NK, bias_N), exact + bias_N)
+    to_RN = torch.randn(rows, size + 3, device="cuda").to(x_RK.dtype)
+    before = to_RN.clone()
+    run.add(to_RN[:, 1:-2], x_RK, weight_NK)
+    check(to_RN[:, 1:-2], before[:, 1:-2] + exact)
+    assert torch.equal(to_RN[:, 0], before[:, 0])
+    assert torch.equal(to_RN[:, -2:], before[:, -2:])
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("size", "width"), SIZES)
 def test_products(size: int, width: int, rows: int, dtype: torch.dtype) -> None:
@@ -39,16 +57,7 @@ def test_products(size: int, width: int, rows: int, dtype: torch.dtype) -> None:
     run = kernels(dtype)
     assert run.takes(x_RK, weight_NK)
     exact = x_RK.float() @ weight_NK.float().mT
-    found = run.linear(x_RK, weight_NK)
-    check(found, exact)
-    assert torch.equal(found, run.linear(x_RK, weight_NK))
-    check(run.linear(x_RK, weight_NK, bias_N), exact + bias_N)
-    to_RN = torch.randn(rows, size + 3, device="cuda").to(dtype)
-    before = to_RN.clone()
-    run.add(to_RN[:, 1:-2], x_RK, weight_NK)
-    check(to_RN[:, 1:-2], before[:, 1:-2] + exact)
-    assert torch.equal(to_RN[:, 0], before[:, 0])
-    assert torch.equal(to_RN[:, -2:], before[:, -2:])
+    check_plain(run, x_RK, weight_NK, bias_N, exact)
     if run.takes(x_RK, weight_NK, gain_K):
         normed_RK = functional.rms_norm(x_RK, (width,), gain_K, EPS)
         check(run.linear(x_RK, weight_NK, norm=Norm(gain_K, EPS)), normed_RK.float() @ weight_NK.float().mT)

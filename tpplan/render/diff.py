@@ -121,7 +121,7 @@ def _memory(changes: dict[str, Any]) -> list[Line]:
         return []
     deltas = [[bucket["delta_bytes"] for bucket in one["buckets"]] for one in found]
     total = [bucket["delta_bytes"] for bucket in changes["total"]]
-    titles = BUCKETS
+    titles: tuple[str, ...] = BUCKETS
     if any(one["delta_reads_bytes"] for one in found):
         titles = (*BUCKETS, "reads")
         deltas = [[*row, one["delta_reads_bytes"]] for row, one in zip(deltas, found, strict=True)]
