@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch.nn import functional
@@ -9,7 +11,9 @@ from torch.nn import functional
 from tpplan.decoder.gemv import GATES, Gemv, Norm
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
-from tpplan.decoder.skinny import Skinny
+
+if TYPE_CHECKING:
+    from tpplan.decoder.skinny import Skinny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5
