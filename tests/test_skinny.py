@@ -200,7 +200,8 @@ def test_words(kernels: Skinny, some: Callable[..., torch.Tensor], rows: int) ->
     to_RN = some(rows, 30)[:, 2:28]
     expected = to_RN.addmm(x_RK, weight_NK.mT)
     if rows <= skinny.MOST_JOINT:
-        channel = SimpleNamespace(words=lambda device: [HEADER + device] * MOST_WORDS)
+        header, tail = [HEADER] * CALLERS, [HEADER] * (MOST_WORDS - CALLERS - 11)
+        channel = SimpleNamespace(words=lambda device, own: [*header, *own, *tail] if device == 0 else [])
         kernels.joint(joint_RN := to_RN.clone(), x_RK, weight_NK, channel, 0)  # type: ignore[arg-type]
         check(joint_RN, expected)
     kernels.add(to_RN, x_RK, weight_NK)

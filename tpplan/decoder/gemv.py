@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
-from tpplan.exec.channel_table import CALLERS, MOST_BLOCKS
+from tpplan.exec.channel_table import MOST_BLOCKS
 
 if TYPE_CHECKING:
     from tpplan.exec.channel import Channel
@@ -157,9 +157,7 @@ class Gemv:
         """
         plus = to_RN.data_ptr(), 2 * to_RN.stride(0)
         shape, words = self._words(to_RN, x_RK, weight_NK, plus, 0)
-        told = channel.words(device)
-        told[CALLERS : CALLERS + len(words)] = words
-        self._joint[len(x_RK) - 1](shape.blocks, shape.threads, *told)
+        self._joint[len(x_RK) - 1](shape.blocks, shape.threads, *channel.words(device, words))
 
     def gated(self, x_RK: Tensor, weight_NK: Tensor, gate: str, norm: Norm, bias_N: Tensor | None = None) -> Tensor:
         """Return the products of the matrix's second half, times the activations of its first's: ``[R, I]``.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tpplan.decoder.gemv import GATES, is_vectors
 from tpplan.decoder.launcher import DTYPES, Launcher
-from tpplan.exec.channel_table import CALLERS, MOST_BLOCKS
+from tpplan.exec.channel_table import MOST_BLOCKS
 
 if TYPE_CHECKING:
     from tpplan.exec.channel import Channel
@@ -131,10 +131,8 @@ class Skinny:
         """
         plus = to_RN.data_ptr(), 2 * to_RN.stride(0)
         blocks, threads, words = self._words(to_RN, x_RK, weight_NK, plus, joint=True)
-        told = channel.words(device)
-        told[CALLERS : CALLERS + len(words)] = words
         (launch,) = self._joint
-        launch(blocks, threads, *told)
+        launch(blocks, threads, *channel.words(device, words))
 
     def gated(self, x_RK: Tensor, weight_NK: Tensor, gate: str, bias_N: Tensor | None = None) -> Tensor:
         """Return the products of the matrix's second half, times the activations of its first's: ``[R, I]``.

@@ -10,6 +10,7 @@ import torch
 from tpplan.errors import ExecutionError
 from tpplan.exec.channel_table import (
     ADDERS,
+    CALLERS,
     DEVICES,
     ELEMENT,
     MEMORIES,
@@ -75,9 +76,16 @@ class Channel:
             self._words[device] = [words.get(index, 0) for index in range(MOST_WORDS)]
             torch.cuda.synchronize(place)  # before anybody writes there
 
-    def words(self, device: int) -> list[int]:
-        """Return what a kernel of a device is told: all words of its parameter, those of the caller's own are 0."""
-        return list(self._words[device])
+    def words(self, device: int, own: Sequence[int] = ()) -> list[int]:
+        """Return what a kernel of a device is told: all words of its parameter, those of the caller's own among them.
+
+        Args:
+            device: the plan's.
+            own: the caller's, from :data:`tpplan.exec.channel_table.CALLERS` on; the others are 0.
+        """
+        words = list(self._words[device])
+        words[CALLERS : CALLERS + len(own)] = own
+        return words
 
     def run(self, launches: Sequence[Callable[[], None]]) -> None:
         """Launch a kernel on every device in use, on the current streams; all of them take part in one sum.
