@@ -35,7 +35,7 @@ logging.set_verbosity_error()
 
 VOCAB, LENGTH, BATCH, MAX_ROWS, NEW = 203, 96, 2, 6, 64
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "intermediate_size": 72,
@@ -110,22 +110,42 @@ _KEPT: list[TemporaryDirectory[str]] = []
 def model_of(model_type: str) -> Model:
     """Make a family's model, once, and let transformers compute what is right."""
     torch.manual_seed(sum(map(ord, model_type)))
-    config = AutoConfig.for_model(**{**_SIZES, "model_type": model_type, **CONFIGS[model_type]})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = random_model(model_type, SIZES | CONFIGS[model_type])
+    _KEPT.append(TemporaryDirectory())
+    model.save_pretrained(_KEPT[-1].name)
+    return answered(model, Path(_KEPT[-1].name), NEW)
+
+
+def random_model(model_type: str, config: dict[str, Any]) -> Any:
+    """Return a model of transformers with random weights, of torch's generator."""
+    model = (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), attn_implementation="eager")
+        .float()
+        .eval()
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             spread = 0.2 if parameter.dim() > 1 else 0.3
             parameter.normal_(0 if parameter.dim() > 1 else 0.5, spread)
-    _KEPT.append(TemporaryDirectory())
-    model.save_pretrained(_KEPT[-1].name)
+    return model
+
+
+def answered(model: Any, directory: Path, new: int) -> Model:
+    """Return what a model of transformers makes of two random prompts.
+
+    Args:
+        model: in float32.
+        directory: where the decoder finds it.
+        new: tokens that follow each prompt.
+    """
     prompts = torch.randint(0, VOCAB, (5,)).tolist(), torch.randint(0, VOCAB, (13,)).tolist()
     logits, tokens = [], []
     with torch.no_grad():
         for prompt in prompts:
             logits.append(model(torch.tensor([prompt])).logits[0, -1])
-            whole = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, use_cache=True)
+            whole = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, use_cache=True)
             tokens.append(whole[0, len(prompt) :].tolist())
-    return Model(Path(_KEPT[-1].name), prompts, torch.stack(logits), tuple(tokens))
+    return Model(directory, prompts, torch.stack(logits), tuple(tokens))
 
 
 def request_of(layout: str = "reduce", kv: str = "idle", kind: str = "fp16", batch: int = BATCH) -> Request:
