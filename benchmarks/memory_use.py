@@ -21,7 +21,7 @@ MIB = 2**20
 _MOST_GROWTH = {"allocated": 4 * MIB, "used": 32 * MIB, "host": 64 * MIB}
 #: Looks from which growth can be told.
 _ENOUGH = 8
-#: Share of what was foretold by which an overhead may be off.
+#: Share of what was foretold by which an overhead may be more.
 _TOLERANCE = 0.05
 
 
@@ -116,9 +116,9 @@ def multiply(device: int) -> None:
     torch.cuda.synchronize(device)
 
 
-def is_near(planned: int, measured: int) -> bool:
-    """Tell whether an overhead is what the devices file says, more or less."""
-    return abs(measured - planned) <= _TOLERANCE * planned
+def is_enough(planned: int, measured: int) -> bool:
+    """Tell whether an overhead is no more than was planned, or little."""
+    return measured - planned <= _TOLERANCE * planned
 
 
 def _requested(device: int) -> int:

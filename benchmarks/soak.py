@@ -19,7 +19,7 @@ import torch
 from attrs import Factory, define
 
 import tpplan
-from benchmarks.memory_use import MIB, Driver, Growth, foretold, is_near, multiply
+from benchmarks.memory_use import MIB, Driver, Growth, foretold, is_enough, multiply
 from benchmarks.rows import ROOT
 from benchmarks.stress import Stress
 from tpplan import exec as tpx
@@ -247,7 +247,7 @@ def _tell_overheads(driver: Driver, overheads: list[int], problems: list[str]) -
         planned = overhead(".".join(map(str, torch.cuda.get_device_capability(i)))).bytes
         last = driver.taken(i) - torch.cuda.memory_reserved(i)
         print(f"| {i} | {planned / MIB:.0f} | {first / MIB:.0f} | {last / MIB:.0f} |")
-        if not is_near(planned, last):
+        if not is_enough(planned, last):
             problems.append(f"device {i}: the overhead is {last / MIB:.0f} MiB, planned {planned / MIB:.0f}")
 
 

@@ -42,7 +42,7 @@ def test_catalogue_gpus_bring_memory_bandwidth_capability_and_overhead() -> None
     assert devices[3] == Device(
         name="H100",
         budget_bytes=72 * GIB,
-        overhead_bytes=(771 + 64) * 2**20,
+        overhead_bytes=890 * 2**20,
         bandwidth_bytes_per_second=3350 * 10**9,
         capability="9.0",
     )
@@ -146,6 +146,16 @@ def test_catalogue_is_broad_and_plausible() -> None:
         assert 190 * 10**9 <= gpu.bandwidth_bytes_per_second <= 8000 * 10**9
         assert ("AMD" in gpu.source) == (not gpu.capability)
     assert sum(not gpu.capability for gpu in gpus) > 20
+
+
+def test_overheads_are_what_was_found_and_devices_files_take_their_sources() -> None:
+    """On H200s 886 MiB at most; what says so fits into a devices file of each generation of GPUs."""
+    assert catalogue.overhead("9.0").bytes >= 886 * 2**20
+    for capability in {gpu.capability for gpu in catalogue.gpus()}:
+        known = catalogue.overhead(capability)
+        gpu = attrs.evolve(_file().devices[0], overhead_bytes=known.bytes, overhead_source=known.source)
+        file = _file(devices=(gpu,), links=())
+        assert devices_file.loads(devices_file.dumps(file)) == file
 
 
 # Transfer rate per pin in Gbit/s and bus width, from the memory descriptions: an independent way to the number.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import soak as command
-from benchmarks.memory_use import MIB, Growth, foretold, is_near
+from benchmarks.memory_use import MIB, Growth, foretold, is_enough
 from benchmarks.soak import plan_for, soak
 from benchmarks.stress import Stress
 from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for every test here)
@@ -200,9 +200,8 @@ def test_growth_is_told_once_there_are_enough_looks() -> None:
     assert grows.problems == []
 
 
-def test_an_overhead_may_be_off_by_a_twentieth() -> None:
-    """In either direction."""
-    assert is_near(1000, 950)
-    assert is_near(1000, 1050)
-    assert not is_near(1000, 949)
-    assert not is_near(1000, 1051)
+def test_an_overhead_may_be_more_by_a_twentieth() -> None:
+    """What is less breaks no budget: how much graphs and kernels take depends on how many there are."""
+    assert is_enough(1000, 700)
+    assert is_enough(1000, 1050)
+    assert not is_enough(1000, 1051)
