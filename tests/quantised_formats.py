@@ -1,0 +1,279 @@
+"""Matrices as the tools that quantise models store them, packed from the definitions of the formats, and their values.
+
+Shapes: N outputs, K inputs, G groups of inputs that share a scale.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Packed = dict[str, Tensor]
+
+#: Which of eight neighbours AutoAWQ's GEMM version has in the nibbles of a word, lowest bits first.
+AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@frozen(kw_only=True)
+class Format(ABC):
+    """How a tool stores matrices.
+
+    Attributes:
+        biases: the dtype that it gives biases; None for the model's.
+        adds_biases: whether it gives all matrices biases, zeros where the model has none.
+        head: whether the output matrix is quantised too.
+    """
+
+    biases: torch.dtype | None = None
+    adds_biases: bool = False
+    head: bool = False
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """Return the ``quantization_config`` of a config.json."""
+
+    @abstractmethod
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """Return the tensors of a matrix by suffix, and the values that they stand for, in float32."""
+
+
+@frozen(kw_only=True)
+class Gptq(Format):
+    """GPTQ as AutoGPTQ and GPTQModel pack it: words of neighbouring inputs, and of neighbouring outputs' zeros.
+
+    Attributes:
+        bits: of a code.
+        group: inputs that share a scale; -1 for all.
+        symmetric: whether zeros are in the middle of the codes.
+        version: 1 stores zeros less one, 2 (``gptq_v2``) as they are.
+        permuted: whether groups are of inputs in the order of their activations (``desc_act``).
+        scales: their dtype; AutoGPTQ's is the model's, GPTQModel's always float16.
+        biases: as scales; AutoGPTQ's first versions add them.
+    """
+
+    bits: int = 4
+    group: int = 128
+    symmetric: bool = True
+    version: int = 1
+    permuted: bool = False
+    scales: torch.dtype = torch.float16
+    biases: torch.dtype | None = torch.float16
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`."""
+        return {
+            "quant_method": "gptq",
+            "bits": self.bits,
+            "group_size": self.group,
+            "desc_act": self.permuted,
+            "sym": self.symmetric,
+            "lm_head": self.head,
+            "checkpoint_format": "gptq" if self.version == 1 else "gptq_v2",
+            "pack_dtype": "int32",
+        }
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`."""
+        group_K = _groups(matrix_NK, self.group, permuted=self.permuted)
+        rounded = _rounded(matrix_NK, group_K, self.bits, self.scales, symmetric=self.symmetric)
+        return {
+            ".qweight": words(rounded.codes, self.bits).T.contiguous(),
+            ".qzeros": words(rounded.zeros.T - (1 if self.version == 1 else 0), self.bits),
+            ".scales": rounded.scales.T.contiguous(),
+            ".g_idx": group_K.int(),
+        }, rounded.values
+
+
+@frozen(kw_only=True)
+class Awq(Format):
+    """AWQ as AutoAWQ's GEMM version packs it, in 4 bits: words of eight outputs, and of their zeros.
+
+    Attributes:
+        group: inputs that share a scale.
+        biases: are in float16, as scales.
+    """
+
+    group: int = 128
+    biases: torch.dtype | None = torch.float16
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`."""
+        return {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": self.group,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": ["gate"],
+        }
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`."""
+        rounded = _rounded(matrix_NK, _groups(matrix_NK, self.group), 4, torch.float16, symmetric=False)
+        return {
+            ".qweight": words(rounded.codes.T, 4, AWQ_ORDER),
+            ".qzeros": words(rounded.zeros.T, 4, AWQ_ORDER),
+            ".scales": rounded.scales.T.contiguous(),
+        }, rounded.values
+
+
+@frozen(kw_only=True)
+class IntPacked(Format):
+    """Integers as compressed-tensors packs them: codes and zeros from ``-(2 ** (bits - 1))``, stored from 0.
+
+    Attributes:
+        bits: of a code.
+        group: inputs that share a scale; -1 for all (``channel``).
+        symmetric: whether there are no zeros.
+        permuted: whether groups are of inputs in the order of their activations (``actorder``).
+        scales: their dtype, as a rule the model's.
+    """
+
+    bits: int = 4
+    group: int = 128
+    symmetric: bool = True
+    permuted: bool = False
+    scales: torch.dtype = torch.bfloat16
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`."""
+        weights: dict[str, Any] = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False}
+        weights |= {"strategy": "channel"} if self.group < 0 else {"strategy": "group", "group_size": self.group}
+        return compressed("pack-quantized", weights | ({"actorder": "group"} if self.permuted else {}), None)
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`."""
+        group_K = _groups(matrix_NK, self.group, permuted=self.permuted)
+        rounded = _rounded(matrix_NK, group_K, self.bits, self.scales, symmetric=self.symmetric)
+        packed = {
+            ".weight_packed": words(rounded.codes, self.bits),
+            ".weight_scale": rounded.scales,
+            ".weight_shape": torch.tensor(matrix_NK.shape),
+        }
+        if not self.symmetric:
+            packed[".weight_zero_point"] = words(rounded.zeros.T, self.bits).T.contiguous()
+        return packed | ({".weight_g_idx": group_K.int()} if self.permuted else {}), rounded.values
+
+
+@frozen(kw_only=True)
+class Float8(Format):
+    """Floats of 8 bits, as transformers (``weight_scale_inv``) or compressed-tensors (``weight_scale``) stores them.
+
+    Attributes:
+        block: outputs and inputs that share a scale; 0 for all.
+        suffix: of the scales.
+        codes: dtype of the floats.
+        scales: dtype of the scales.
+    """
+
+    block: tuple[int, int] = (128, 128)
+    suffix: str = ".weight_scale_inv"
+    codes: torch.dtype = torch.float8_e4m3fn
+    scales: torch.dtype = torch.float32
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`."""
+        if self.suffix == ".weight_scale_inv":
+            return {
+                "quant_method": "fp8",
+                "fmt": "e4m3" if self.codes is torch.float8_e4m3fn else "e5m2",
+                "activation_scheme": "dynamic",
+                "weight_block_size": list(self.block) if any(self.block) else None,
+                "modules_to_not_convert": ["lm_head", "gate"],
+            }
+        float8 = {"num_bits": 8, "type": "float", "symmetric": True}
+        strategy = {(0, 0): "tensor", (1, 0): "channel"}.get(self.block, "block")
+        structure = {"block_structure": list(self.block)} if strategy == "block" else {}
+        inputs = {"strategy": "tensor", "dynamic": False} if strategy == "tensor" else {"strategy": "token"}
+        weights = float8 | {"dynamic": False, "strategy": strategy} | structure
+        return compressed("float-quantized", weights, float8 | {"dynamic": True} | inputs)
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`; where a matrix has one scale, compressed-tensors also stores its inputs'."""
+        rows, columns = (size or length for size, length in zip(self.block, matrix_NK.shape, strict=True))
+        blocks = [[each.abs().max() for each in torch.split(part, columns, 1)] for part in torch.split(matrix_NK, rows)]
+        top = torch.finfo(self.codes).max
+        scales = (torch.tensor(blocks) / top).to(self.scales)
+        by_NK = scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        by_NK = by_NK[: matrix_NK.shape[0], : matrix_NK.shape[1]]
+        codes_NK = (matrix_NK / by_NK).clamp(-top, top).to(self.codes)
+        packed = {".weight": codes_NK, self.suffix: scales}
+        if not any(self.block):
+            more = {".input_scale": torch.tensor([0.5])} if self.suffix == ".weight_scale" else {}
+            packed |= {self.suffix: scales.view([1] * len(more))} | more
+        return packed, codes_NK.float() * by_NK
+
+
+def compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what compressed-tensors writes into a config.json, for one group of settings."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", r"re:.*\.gate$"],
+        "config_groups": {"group_0": group},
+        "kv_cache_scheme": None,
+    }
+
+
+def words(numbers: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """Return whole numbers packed along the last dimension, lowest bits first, as ``int32``.
+
+    Args:
+        numbers: ``[..., L]``, each from 0 to below ``2 ** bits``.
+        bits: of each.
+        order: which of a word's neighbours comes first, and so on; one after the other if not given.
+    """
+    per = 32 // bits
+    each = numbers.contiguous().numpy().astype(np.uint32).reshape(*numbers.shape[:-1], -1, per)
+    shifted = each[..., list(order or range(per))] << np.arange(0, 32, bits, dtype=np.uint32)
+    return torch.from_numpy(np.bitwise_or.reduce(shifted, axis=-1).view(np.int32))
+
+
+@frozen
+class _Rounded:
+    """A matrix of whole numbers.
+
+    Attributes:
+        codes: from 0, ``[N, K]``.
+        zeros: from 1, as the first version of GPTQ has no others, ``[N, G]``.
+        scales: in the dtype that they are stored in, ``[N, G]``.
+        values: ``[N, K]``, what all this stands for, rounded once; exact where scales have 16 bits.
+    """
+
+    codes: Tensor
+    zeros: Tensor
+    scales: Tensor
+    values: Tensor
+
+
+def _groups(matrix_NK: Tensor, size: int, *, permuted: bool = False) -> Tensor:
+    """Return the group of each input: of neighbours, or of any, the same for matrices of the same shape."""
+    outputs, inputs = matrix_NK.shape
+    group_K = torch.arange(inputs) // (inputs if size < 0 else size)
+    return group_K[torch.randperm(inputs, generator=torch.Generator().manual_seed(outputs))] if permuted else group_K
+
+
+def _rounded(matrix_NK: Tensor, group_K: Tensor, bits: int, dtype: torch.dtype, *, symmetric: bool) -> _Rounded:
+    """Round a matrix to whole numbers that reach from the least to the largest element of a group."""
+    top, groups = 2**bits - 1, range(int(group_K.max()) + 1)
+    low, high = (
+        torch.stack([matrix_NK[:, group_K == group].aminmax(dim=1)[i] for group in groups], dim=1) for i in (0, 1)
+    )
+    if symmetric:
+        high = torch.maximum(-low, high)
+        low = -high
+    scales_NG = ((high - low) / top).to(dtype)
+    by_NG = scales_NG.float()
+    zeros_NG = torch.full_like(low, 2 ** (bits - 1)) if symmetric else (-low / by_NG).round().clamp(1, top)
+    codes_NK = ((matrix_NK / by_NG[:, group_K]).round() + zeros_NG[:, group_K]).clamp(0, top)
+    return _Rounded(codes_NK, zeros_NG, scales_NG, (codes_NK - zeros_NG[:, group_K]) * by_NG[:, group_K])
