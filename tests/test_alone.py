@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 
+from tpplan.errors import ExecutionError
 from tpplan.exec import alone
 
 A, B, C = (torch.device("cuda", i) for i in range(3))
@@ -56,6 +58,33 @@ def test_a_gpu_that_stands_for_two_devices_is_shared() -> None:
     alone.enter(crowded, [A, A])
     assert log == []
     alone.leave(crowded)
+
+
+class Lost(Told):
+    """Notes what it is told, and fails where it is told that it is not alone."""
+
+    def tell_alone(self, *, alone: bool) -> None:
+        """Fail, if so."""
+        super().tell_alone(alone=alone)
+        if not alone:
+            raise ExecutionError("a device failed")
+
+
+def test_who_could_not_come_has_no_seat() -> None:
+    """If somebody cannot be told, the others are told again that they are alone, and so is who comes next."""
+    log: list[tuple[str, bool]] = []
+    first, lost, late, next_one = Told(log, "first"), Lost(log, "lost"), Told(log, "late"), Told(log, "next")
+    alone.enter(first, [A])
+    alone.enter(lost, [B])
+    log.clear()
+    with pytest.raises(ExecutionError, match="failed"):
+        alone.enter(late, [A, B, C])
+    assert taken(log) == [("first", False), ("lost", False), ("first", True)]
+    alone.enter(next_one, [C])
+    assert taken(log) == [("next", True)]
+    for each in (late, lost, first, next_one):
+        alone.leave(each)
+    assert taken(log) == []
 
 
 def test_who_was_dropped_counts_no_more() -> None:

@@ -67,6 +67,23 @@ def test_a_launch_that_fails_after_another_is_the_last(monkeypatch: pytest.Monke
     devices._exchanges.interrupt.assert_called_once()
 
 
+@pytest.mark.parametrize("transport", ["peer", "events"])
+def test_devices_that_cannot_copy_to_each_other_take_part_in_nothing(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is found before kernels are loaded and other contexts are told; by the host nothing of it is asked."""
+    made = Mock()
+    monkeypatch.setattr(cuda, "Exchanges", made)
+    monkeypatch.setattr(torch.cuda, "Stream", Mock())
+    monkeypatch.setattr(torch.Tensor, "copy_", Mock(side_effect=RuntimeError("peer access")))
+    places = {i: torch.device("cpu", i) for i in range(2)}
+    with pytest.raises(RuntimeError, match="peer access"):
+        CudaDevices(memory(), places, transport=transport)
+    made.assert_not_called()
+    CudaDevices(memory(), places, transport="host")
+    made.assert_called_once()
+
+
 def test_what_is_interrupted_behind_the_launches_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host counts what it waits for there: a landing that it did not count would be taken for the next one."""
     monkeypatch.setattr(cuda, "current_device", lambda: 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,9 +11,8 @@ from tests.contexts import UNEVEN, context, little_room  # noqa: F401
 from tpplan.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import HOST, engine, resolver
-
-if TYPE_CHECKING:
-    from tpplan.exec.context import TPContext
+from tpplan.exec.context import TPContext
+from tpplan.exec.cpu import VirtualDevices
 
 SEEDS = range(12)
 
@@ -91,6 +90,16 @@ def test_a_close_from_inside_an_operation_is_refused() -> None:
         with pytest.raises(ExecutionError, match="this thread is in an operation"):
             ctx.synchronize()
     ctx.close()
+
+
+def test_a_context_that_fails_to_be_made_closes_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or others would take it for one that works on the same GPUs."""
+    closed = []
+    monkeypatch.setattr(VirtualDevices, "close", lambda _: closed.append(True))
+    monkeypatch.setattr(TPContext, "__init__", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        context(UNEVEN, "peer", None)
+    assert closed == [True]
 
 
 def test_a_close_that_fails_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ none on one GPU, and what the other waits for none on another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -42,13 +43,21 @@ _TURN = Lock()
 def enter(member: Member, places: Sequence[torch.device]) -> None:
     """Tell a new member whether it is alone, and first all that share GPUs with it that they are not.
 
+    If anybody cannot be told, it is no member, and the error is the caller's.
+
     Args:
         member: that will work there; it takes itself not to be alone.
         places: torch's device for each of its plan's; where two of them are one GPU, it is not.
     """
     with _TURN:
         _SEATS[member] = _Seat(places)
-        _tell()
+        try:
+            _tell()
+        except BaseException:
+            del _SEATS[member]
+            with suppress(Exception):  # those who were told already; the first error says more
+                _tell()
+            raise
 
 
 def leave(member: Member) -> None:

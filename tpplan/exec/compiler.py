@@ -191,7 +191,6 @@ def build(
         return area[first : first + size].view(SLOTS, -1)
 
     flags = {**{d.index: d.control[:FLAG_BYTES] for d in devices}, HOST: host.flags}
-    backend = start(Memory({d.index: d.exchange for d in devices}, host.rings, slots, flags))
     limits = Limits(
         slot_bytes=largest_message,
         stage_bytes=pinned.chunk_bytes,
@@ -199,7 +198,12 @@ def build(
         straight=straight,
         tuning=tuning or default(len(used)),
     )
-    return TPContext(plan, devices, host, Engine(backend, transport, limits, notes), max_rows=max_rows, dtype=dtype)
+    backend = start(Memory({d.index: d.exchange for d in devices}, host.rings, slots, flags))
+    try:
+        return TPContext(plan, devices, host, Engine(backend, transport, limits, notes), max_rows=max_rows, dtype=dtype)
+    except BaseException:  # as an interrupt: nobody else would close it
+        backend.close()
+        raise
 
 
 def _mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows: int, dtype: torch.dtype) -> list[str]:

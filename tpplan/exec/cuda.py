@@ -81,15 +81,16 @@ class CudaDevices:
         self._graphs = LaunchGraphs(self._ordinals)
         self._ready: dict[tuple[int, torch.dtype], ReadyProgram] = {}
         self._channels: dict[int, Channel] = {}
+        # Torch gives access when it first copies between two devices. What may fail comes before the exchanges, which
+        # other contexts count with from then on.
+        for source in places.values() if transport != "host" else ():
+            for target in places.values():
+                torch.empty(1, device=target).copy_(torch.empty(1, device=source))
         with ISSUING:
             self._exchanges = Exchanges(memory, places)
         ask = WeakMethod(self._is_busy)  # or nothing of a dropped context would go before a collector comes
         self._exchanges.landings.watch(lambda: (is_busy := ask()) is None or is_busy())
         self._issuing = Issuing(self._exchanges)
-        # Torch gives access when it first copies between two devices.
-        for source in places.values() if transport != "host" else ():
-            for target in places.values():
-                torch.empty(1, device=target).copy_(torch.empty(1, device=source))
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Issue a program.
