@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import tpplan
+from tpplan.errors import ExecutionError
 from tpplan.exec import Tuning, compiler, kernel_cache, link_driver, transports
 from tpplan.exec.environment import serialised, unreachable
 from tpplan.exec.link_report import Link, LinkReport, Mechanism, Verdict, routes
+from tpplan.exec.lower import TRANSPORTS
 from tpplan.exec.machine import Found
 from tpplan.exec.transports import Choice, choose
 
@@ -202,6 +205,19 @@ def test_an_allocator_of_somebody_else_is_not_trusted(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
     assert unreachable() == "torch allocates memory by another backend than its own"
+
+
+@pytest.mark.parametrize("transport", ["auto", *TRANSPORTS])
+def test_no_plan_is_compiled_for_a_gpu_that_is_too_old(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nothing of a context, the decoder's kernels included, ever comes to one."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (7, 5) if place.index else (8, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(compiler, "look_at", lambda _: Found("GPU", 2**40, "9.0"))
+    monkeypatch.setattr(compiler, "build", Mock(side_effect=AssertionError))
+    plan = tpplan.load(ROOT / "examples/plans/Llama-3.1-8B/2xRTX3060.json")
+    with pytest.raises(ExecutionError, match=r"run here:\n  kernels: cuda:1 has capability 7.5, they need 8.0\nhint"):
+        compiler.compile(plan, backend="cuda", transport=transport)
 
 
 def test_devices_that_cannot_run_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

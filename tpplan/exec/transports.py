@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _NEEDED = {"peer": (Mechanism.COPY, Mechanism.STORE, Mechanism.FLAG), "events": (Mechanism.COPY,), "host": ()}
 #: What kernels of ``peer`` need besides for what is larger than a slot: sums and relays read other devices' tensors.
 _STRAIGHT = {"straight": (Mechanism.LOAD,)}
-#: The first that rounds to bfloat16 in one instruction.
+#: The first that rounds two numbers to 16 bits in one instruction. The decoder's kernels, which are for a context's
+#: devices, want no newer one: for that, for products of 16 columns, and for what lanes have at most.
 _LEAST_CAPABILITY = (8, 0)
 #: Faults of links that are named.
 _NAMED = 4
