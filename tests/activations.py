@@ -45,7 +45,7 @@ class Activations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._owners = {
             _key(tensor): device
             for device in context.all_devices
-            for tensor in (context.devices[device].control, *decoder.weights[device].values())
+            for tensor in (context.devices[device].control, *decoder.weights[device].tensors.values())
         }
         self._owners |= {
             _key(tensor): device

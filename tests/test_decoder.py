@@ -104,10 +104,10 @@ def test_weights_stay_where_they_were_loaded() -> None:
         with compile_plan(plan, backend="cpu") as ctx:
             weights = load_weights(plan, directory, ctx)
             decoder = Decoder(ctx, directory, weights)
-            assert any("qkv_proj" in name for name in decoder.weights[0])
+            assert any("qkv_proj" in name for name in decoder.weights[0].tensors)
             for device in ctx.all_devices:
                 loaded = {tensor.untyped_storage().data_ptr() for tensor in weights[device].values()}
-                used = {tensor.untyped_storage().data_ptr() for tensor in decoder.weights[device].values()}
+                used = {tensor.untyped_storage().data_ptr() for tensor in decoder.weights[device].tensors.values()}
                 assert used <= loaded
 
 

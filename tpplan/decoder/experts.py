@@ -12,14 +12,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
-from torch.nn import functional
+from torch import Tensor
 
 from tpplan.decoder.layers import AT_ONCE, together
+from tpplan.decoder.products import by_torch, linear, linear_of_all, sum_of_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
+    from tpplan.decoder.products import Dense
+    from tpplan.decoder.quantised import Stacked
 
 #: Parts of all choices, of which an expert takes one at a time: most may be the same expert's.
 _PARTS: Final = 4
@@ -33,12 +35,13 @@ def choose(scores_RE: Tensor, count: int, *, normalised: bool) -> tuple[Tensor, 
     return weights_RC, experts_RC
 
 
-def up(
+def up(  # noqa: PLR0917 (one for each of what an expert takes)
     x_RD: Tensor,
-    gate_EID: Tensor,
-    up_EID: Tensor,
+    gate_EID: Tensor | Stacked,
+    up_EID: Tensor | Stacked,
     experts_RC: Tensor,
     gating: Callable[[Tensor, Tensor], Tensor],
+    dense: Dense = by_torch,
     *,
     fixed: bool,
 ) -> Tensor:
@@ -50,6 +53,7 @@ def up(
         up_EID: the other one.
         experts_RC: chosen.
         gating: makes one tensor of what both matrices make; it may write over the first.
+        dense: makes rows of a quantised matrix.
         fixed: whether no shape may depend on the choice, as in a graph.
     """
     count = len(gate_EID)
@@ -57,20 +61,25 @@ def up(
         out_NI = x_RD.new_empty(experts_RC.numel(), gate_EID.shape[1])
         for expert, choices in _by_expert(experts_RC, count):
             x = x_RD[choices // experts_RC.shape[1]]
-            gate, own = functional.linear(x, gate_EID[expert]), functional.linear(x, up_EID[expert])
+            gate, own = linear(x, gate_EID[expert], dense=dense), linear(x, up_EID[expert], dense=dense)
             out_NI[choices] = gating(gate, own)
         return torch.unflatten(out_NI, 0, experts_RC.shape)
     if experts_RC.numel() <= count:
         gate_RCI, up_RCI = (_multiply(matrix, experts_RC, x_RD[:, None]) for matrix in (gate_EID, up_EID))
         return gating(gate_RCI, up_RCI)
-    gate_REI, up_REI = (
-        torch.unflatten(functional.linear(x_RD, matrix.flatten(0, 1)), 1, (count, -1)) for matrix in (gate_EID, up_EID)
-    )
-    all_REI = gating(gate_REI, up_REI)
+    all_REI = gating(*(linear_of_all(x_RD, matrix, dense) for matrix in (gate_EID, up_EID)))
     return all_REI.gather(1, _places(experts_RC, all_REI))
 
 
-def down(h_RCI: Tensor, down_EDI: Tensor, experts_RC: Tensor, weights_RC: Tensor, *, fixed: bool) -> Tensor:
+def down(
+    h_RCI: Tensor,
+    down_EDI: Tensor | Stacked,
+    experts_RC: Tensor,
+    weights_RC: Tensor,
+    dense: Dense = by_torch,
+    *,
+    fixed: bool,
+) -> Tensor:
     """Return the weighed sum of what the experts make of ``h``, ``[R, D]``; for the arguments see :func:`up`.
 
     It writes over ``h``.
@@ -81,13 +90,13 @@ def down(h_RCI: Tensor, down_EDI: Tensor, experts_RC: Tensor, weights_RC: Tensor
         out_RD = h_RCI.new_zeros(rows, down_EDI.shape[1])
         for expert, choices in _by_expert(experts_RC, len(down_EDI)):
             rows_N = choices // chosen
-            out_RD.index_add_(0, rows_N, functional.linear(h_RCI[rows_N, choices % chosen], down_EDI[expert]))
+            out_RD.index_add_(0, rows_N, linear(h_RCI[rows_N, choices % chosen], down_EDI[expert], dense=dense))
         return out_RD
     if experts_RC.numel() <= len(down_EDI):
         return _multiply(down_EDI, experts_RC, h_RCI).sum(1)
     all_REI = h_RCI.new_zeros(rows, len(down_EDI), width)
     all_REI.scatter_(1, _places(experts_RC, all_REI), h_RCI)
-    return (all_REI.transpose(0, 1) @ down_EDI.mT).sum(0)
+    return sum_of_all(all_REI, down_EDI, dense)
 
 
 def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -103,11 +112,18 @@ def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
                 yield expert, some
 
 
-def _multiply(matrix_EOI: Tensor, experts_RC: Tensor, x_RCI: Tensor) -> Tensor:
+def _multiply(matrix_EOI: Tensor | Stacked, experts_RC: Tensor, x_RCI: Tensor) -> Tensor:
     """Multiply by copies of the chosen experts' matrices, made for some columns of the result at a time."""
-    most = max(1, AT_ONCE // (experts_RC.numel() * matrix_EOI.shape[2]))
-    parts = torch.split(matrix_EOI, most, dim=1)
-    return together([(part[experts_RC] @ x_RCI[..., None]).squeeze(-1) for part in parts], dim=2)
+    _, rows, columns = matrix_EOI.shape
+    most, found = max(1, AT_ONCE // (experts_RC.numel() * columns)), []
+    for start in range(0, rows, most):
+        end = min(start + most, rows)
+        if isinstance(matrix_EOI, Tensor):
+            part = matrix_EOI[:, start:end][experts_RC]
+        else:
+            part = matrix_EOI.chosen(experts_RC, start, end, x_RCI.dtype)
+        found.append((part @ x_RCI[..., None]).squeeze(-1))
+    return together(found, dim=2)
 
 
 def _places(experts_RC: Tensor, all_REI: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from tpplan.decoder import attention, gemv, mixture, pointwise, skinny
 from tpplan.decoder.attention import Attention
@@ -21,13 +22,13 @@ from tpplan.decoder.skinny import Skinny
 from tpplan.exec import kernel_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from torch import Tensor
+    from collections.abc import Callable, Collection, Sequence
 
     from tpplan.decoder.cache import Where
     from tpplan.decoder.heads import Heads
+    from tpplan.decoder.held import Held
     from tpplan.decoder.plain import Turn
+    from tpplan.decoder.quantised import Stacked
     from tpplan.decoder.settings import Settings
     from tpplan.exec.channel import Channel
 
@@ -112,59 +113,55 @@ class Fused(Plain):
         found = self._pointwise.norm(x_RD, weight, out)
         return super().norm(x_RD, weight, out) if found is None else found
 
-    def linear(self, x: Tensor, weights: Mapping[str, Tensor], name: str, *, bias: bool = True) -> Tensor:
+    def linear(self, x: Tensor, weights: Held, name: str, *, bias: bool = True) -> Tensor:
         """Multiply by a matrix."""
-        weight = weights[f"{name}.weight"]
-        kernels = self._of_few(x, weight)
-        if not kernels:
+        matrix = weights.matrix(name)
+        kernels = self._of_few(x, matrix) if isinstance(matrix, Tensor) else None
+        if not kernels or not isinstance(matrix, Tensor):
             return super().linear(x, weights, name, bias=bias)
-        return kernels.linear(x, weight, weights.get(f"{name}.bias") if bias else None)
+        return kernels.linear(x, matrix, weights.bias(name) if bias else None)
 
-    def add_linear(self, to: Tensor, x: Tensor, weights: Mapping[str, Tensor], name: str) -> None:
+    def add_linear(self, to: Tensor, x: Tensor, weights: Held, name: str) -> None:
         """Add to rows of the residual stream what a matrix makes of others."""
-        weight = weights[f"{name}.weight"]
-        kernels = self._of_few(x, weight)
-        if not kernels:
+        matrix, bias = weights.matrix(name), weights.bias(name)
+        kernels = self._of_few(x, matrix) if isinstance(matrix, Tensor) else None
+        if not kernels or not isinstance(matrix, Tensor):
             super().add_linear(to, x, weights, name)
             return
-        kernels.add(to, x, weight)
-        if f"{name}.bias" in weights:
-            to.add_(weights[f"{name}.bias"])
+        kernels.add(to, x, matrix)
+        if bias is not None:
+            to.add_(bias)
 
     def joint(  # noqa: PLR0917
-        self, to: Tensor, x: Tensor, weights: Mapping[str, Tensor], name: str, channel: Channel, device: int
+        self, to: Tensor, x: Tensor, weights: Held, name: str, channel: Channel, device: int
     ) -> Callable[[], None] | None:
         """Return what adds to rows of the residual stream what matrices of all devices make, in one kernel."""
-        weight = weights[f"{name}.weight"]
-        if f"{name}.bias" in weights:
+        matrix = weights.matrix(name)
+        if weights.bias(name) is not None or not isinstance(matrix, Tensor):
             return None
-        if self._gemv.takes(x, weight):
-            return partial(self._gemv.joint, to, x, weight, channel, device)
-        return partial(self._skinny.joint, to, x, weight, channel, device) if self._skinny.adds_up(x, weight) else None
+        if self._gemv.takes(x, matrix):
+            return partial(self._gemv.joint, to, x, matrix, channel, device)
+        return partial(self._skinny.joint, to, x, matrix, channel, device) if self._skinny.adds_up(x, matrix) else None
 
-    def normed(
-        self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str] = ()
-    ) -> Tensor:
+    def normed(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str] = ()) -> Tensor:
         """Multiply rows behind a norm by some matrices, ``[R, O]``."""
-        weight = weights.get(f"{fused}.weight")
-        if weight is None or not self._gemv.takes(x_RD, weight, norm):
+        matrix = weights.find(fused)
+        if not isinstance(matrix, Tensor) or not self._gemv.takes(x_RD, matrix, norm):
             return super().normed(x_RD, norm, weights, fused, names)
-        return self._gemv.linear(x_RD, weight, weights.get(f"{fused}.bias"), Norm(norm, self._eps))
+        return self._gemv.linear(x_RD, matrix, weights.bias(fused), Norm(norm, self._eps))
 
-    def gated(
-        self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str]
-    ) -> Tensor:
+    def gated(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
         """Return the gate of rows behind a norm, ``[R, I]``."""
-        weight, bias = (weights.get(f"{fused}.{what}") for what in ("weight", "bias"))
-        if weight is not None and self._gemv.takes(x_RD, weight, norm, gated=True):
-            return self._gemv.gated(x_RD, weight, self._name, Norm(norm, self._eps), bias)
-        if weight is not None and self._skinny.takes(x_RD, weight, gated=True):
-            return self._skinny.gated(self.norm(x_RD, norm), weight, self._name, bias)
+        matrix, bias = weights.find(fused), weights.bias(fused)
+        if isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, norm, gated=True):
+            return self._gemv.gated(x_RD, matrix, self._name, Norm(norm, self._eps), bias)
+        if isinstance(matrix, Tensor) and self._skinny.takes(x_RD, matrix, gated=True):
+            return self._skinny.gated(self.norm(x_RD, norm), matrix, self._name, bias)
         return super().gated(x_RD, norm, weights, fused, names)
 
-    def _of_few(self, x: Tensor, weight: Tensor) -> Gemv | Skinny | None:
+    def _of_few(self, x: Tensor, matrix: Tensor) -> Gemv | Skinny | None:
         """Return what multiplies rows by a matrix, if they are few."""
-        return next((each for each in (self._gemv, self._skinny) if each.takes(x, weight)), None)
+        return next((each for each in (self._gemv, self._skinny) if each.takes(x, matrix)), None)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """Multiply the activation of one tensor by another, and return the former, which is written over."""
@@ -175,16 +172,22 @@ class Fused(Plain):
         found = self._mixture.choose(scores_RE, count, normalised=normalised) if self._mixture else None
         return super().choose(scores_RE, count, normalised=normalised) if found is None else found
 
-    def experts_up(self, x_RD: Tensor, gate_EID: Tensor, up_EID: Tensor, choice_RC: Tensor, *, fixed: bool) -> Tensor:
+    def experts_up(
+        self, x_RD: Tensor, gate_EID: Tensor | Stacked, up_EID: Tensor | Stacked, choice_RC: Tensor, *, fixed: bool
+    ) -> Tensor:
         """Return what the experts of rows have between their matrices, ``[R, C, I]``."""
-        found = self._mixture.up(x_RD, gate_EID, up_EID, choice_RC) if self._mixture else None
+        found = None
+        if self._mixture and isinstance(gate_EID, Tensor) and isinstance(up_EID, Tensor):
+            found = self._mixture.up(x_RD, gate_EID, up_EID, choice_RC)
         return super().experts_up(x_RD, gate_EID, up_EID, choice_RC, fixed=fixed) if found is None else found
 
     def experts_down(
-        self, h_RCI: Tensor, down_EDI: Tensor, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
+        self, h_RCI: Tensor, down_EDI: Tensor | Stacked, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
     ) -> Tensor:
         """Return the weighed sum of what the experts of rows make of ``h``, ``[R, D]``."""
-        found = self._mixture.down(h_RCI, down_EDI, choice_RC, to_RD) if self._mixture else None
+        found = None
+        if self._mixture and isinstance(down_EDI, Tensor):
+            found = self._mixture.down(h_RCI, down_EDI, choice_RC, to_RD)
         return super().experts_down(h_RCI, down_EDI, choice_RC, to_RD, fixed=fixed) if found is None else found
 
     def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:

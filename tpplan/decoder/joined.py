@@ -10,19 +10,22 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from tpplan.decoder.held import Held
+from tpplan.decoder.quantised import Stacked, below
 from tpplan.errors import RequestError
+from tpplan.formats.storage import split_name
 from tpplan.weights import iter_slices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch import Tensor
-
+    from tpplan.decoder.quantised import Quantised
     from tpplan.decoder.settings import Family
     from tpplan.model import Block, ModelSpec
     from tpplan.plan import SplitPlan
-    from tpplan.weights import Weights
+    from tpplan.weights import TensorSlice, Weights
 
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -30,56 +33,82 @@ _FUSED = {
 }
 
 
-def check_weights(weights: Weights, plan: SplitPlan, model: ModelSpec) -> None:
-    """Make sure that every device has what a plan gives it of a model.
+def check_weights(weights: Weights, plan: SplitPlan, model: ModelSpec) -> dict[int, dict[str, TensorSlice]]:
+    """Make sure that every device has what a plan gives it of a model, and return what that is, by device and name.
 
     Raises:
         RequestError: tensors are missing, or have other shapes.
         ModelError: the plan is for another model.
     """
     held: dict[int, Mapping[str, Tensor]] = {}
+    slices: dict[int, dict[str, TensorSlice]] = {}
     for part in iter_slices(plan, model):
         if part.device not in held:
+            slices[part.device] = {}
             try:
                 held[part.device] = weights[part.device]
             except LookupError:
                 held[part.device] = {}
+        slices[part.device][part.name] = part
         tensor = held[part.device].get(part.name)
         if tensor is None or tensor.shape != part.shape:
             found = "is missing" if tensor is None else f"has the shape {list(tensor.shape)}, not {list(part.shape)}"
             what = f"the weights are not those of the plan for {plan.model.name}: {part.name} of device {part.device}"
             raise RequestError(f"{what} {found}", "pass what load_weights(plan, directory, context) returns")
+    return slices
 
 
-def joined(weights: Mapping[str, Tensor], blocks: Sequence[Block], family: Family) -> dict[str, Tensor]:
-    """Return a device's weights by name, those of Phi-3's kind (``qkv_proj``, ``gate_up_proj``) fused as there.
+def joined(
+    weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], blocks: Sequence[Block], family: Family
+) -> Held:
+    """Return a device's weights, those of Phi-3's kind (``qkv_proj``, ``gate_up_proj``) fused as there.
 
     Args:
         weights: by name in the checkpoint.
+        matrices: those that are quantised, from :func:`tpplan.decoder.matrices.matrices_of`.
         blocks: what is in each layer.
         family: names its experts, which become one tensor ``[E, out, in]`` under the name that has ``{expert}`` in it;
             and what its norms add to their weights.
     """
-    found, experts = dict(weights), family.experts
+    plain = (name for name in weights if name.endswith(".bias") or f"{split_name(name)[0]}.weight" not in matrices)
+    found = {name: weights[name] for name in plain}
     if family.offset:
         found |= {name: w.float() + family.offset for name, w in weights.items() if name.endswith("norm.weight")}
+    quantised, stacked = dict(matrices), {}
     for layer, block in enumerate(blocks):
         start = f"model.layers.{layer}."
         for fused, names in _FUSED.items():
-            tensors = [found[key] for name in names if (key := f"{start}{name}.weight") in found]
-            biases = [found[key] for name in names if (key := f"{start}{name}.bias") in found]
-            if len(tensors) == len(names) and (one := neighbours(tensors)) is not None:
-                found[f"{start}{fused}.weight"] = one
-                if biases:
-                    found[f"{start}{fused}.bias"] = torch.cat(biases)
-        for name in (experts.gate, experts.up, experts.down):
+            whole, stems = f"{start}{fused}", [f"{start}{name}" for name in names]
+            one = _fused([f"{stem}.weight" for stem in stems], found, quantised)
+            biases = [found[key] for stem in stems if (key := f"{stem}.bias") in found]
+            if isinstance(one, Tensor):
+                found[f"{whole}.weight"] = one
+            elif one is not None:
+                quantised[f"{whole}.weight"] = one
+            if one is not None and biases:
+                found[f"{whole}.bias"] = torch.cat(biases)
+        for name in (family.experts.gate, family.experts.up, family.experts.down):
             own = [f"{start}{name}.weight".replace("{expert}", str(i)) for i in range(block.experts)]
             if own and own[0] in found:
                 tensors = [found.pop(each) for each in own]
-                one = neighbours(tensors)
-                one = torch.cat(tensors) if one is None else one
-                found[start + name] = torch.unflatten(one, 0, (block.experts, -1))
-    return found
+                tensor = neighbours(tensors)
+                tensor = torch.cat(tensors) if tensor is None else tensor
+                found[start + name] = torch.unflatten(tensor, 0, (block.experts, -1))
+            elif own and own[0] in quantised:
+                each = [quantised.pop(one) for one in own]
+                stacked[start + name] = Stacked.of(each, neighbours)
+    return Held(found, quantised, stacked)
+
+
+def _fused(
+    names: Sequence[str], tensors: Mapping[str, Tensor], quantised: Mapping[str, Quantised]
+) -> Tensor | Quantised | None:
+    """Return matrices one below the other, if the device has them all and they follow each other in its memory."""
+    if all(name in tensors for name in names):
+        return neighbours([tensors[name] for name in names])
+    if all(name in quantised for name in names):
+        return below([quantised[name] for name in names], neighbours)
+    return None
 
 
 def neighbours(tensors: Sequence[Tensor]) -> Tensor | None:

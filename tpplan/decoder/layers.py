@@ -15,7 +15,7 @@ from torch.nn import functional
 from tpplan.exec.torch_shims import flash_attention, takes_cudnn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -27,18 +27,6 @@ _WIDENED: Final = 512
 
 #: The flash kernel takes heads of a multiple of so many elements.
 _FLASH_HEADS: Final = 8
-
-
-def linear(x: Tensor, weights: Mapping[str, Tensor], name: str, *, bias: bool = True) -> Tensor:
-    """Multiply by the matrix of this name and add its bias, if it has one and it is wanted."""
-    return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias") if bias else None)
-
-
-def add_linear(to: Tensor, x: Tensor, weights: Mapping[str, Tensor], name: str) -> None:
-    """Add to rows what :func:`linear` returns; without a bias in one kernel."""
-    to.addmm_(x, weights[f"{name}.weight"].mT)
-    if f"{name}.bias" in weights:
-        to.add_(weights[f"{name}.bias"])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:

@@ -13,12 +13,14 @@ import torch
 from torch.nn import functional
 
 from tpplan.axes import Axis
+from tpplan.config import read_config
 from tpplan.decoder.cache import Where
 from tpplan.decoder.fused import steps_on
 from tpplan.decoder.groups import Group
 from tpplan.decoder.heads import heads_of, length_of
 from tpplan.decoder.joined import check_weights, joined
 from tpplan.decoder.layers import angles
+from tpplan.decoder.matrices import matrices_of
 from tpplan.decoder.passes import Decode, Prefill
 from tpplan.decoder.prompt_graphs import graphs_of
 from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, numbers_of
@@ -26,6 +28,7 @@ from tpplan.decoder.settings import settings_of
 from tpplan.decoder.stack import Stack
 from tpplan.decoder.steps import Steps
 from tpplan.exec.program import HOST
+from tpplan.formats import read_scheme
 from tpplan.reader import read_model
 
 if TYPE_CHECKING:
@@ -87,18 +90,21 @@ class Decoder:
         request, model = context.plan.request, read_model(directory)
         self.batch = request.batch
         self.length = length_of(request)
-        self._settings = settings_of(directory, model, context.dtype)
-        check_weights(weights, context.plan, model)
+        self._settings = settings_of(directory, model)
+        slices = check_weights(weights, context.plan, model)
         self._family = self._settings.family
         scale = sqrt(model.hidden_size) if self._family.scaled_embedding else 1.0
         self._embedding_scale = torch.tensor(scale, dtype=context.dtype).item()  # rounded as in transformers
         self._head = "model.embed_tokens" if model.tied_embeddings else "lm_head"
         blocks = {layer: block for block in model.blocks for layer in block.layers}
         layers = [blocks[layer] for layer in range(model.layer_count)]
+        self.weights = {}
+        for device in context.all_devices:  # before there is a cache: who rearranges codes needs room for them
+            matrices = matrices_of(weights[device], slices[device], read_scheme(read_config(directory)))
+            self.weights[device] = joined(weights[device], matrices, layers, self._family)
         windows = [block.attention.window if block.attention else 0 for block in layers]
         kind = cache or request.cache.kind
         heads = [heads_of(context, layer, window, kind) for layer, window in enumerate(windows)]
-        self.weights = {device: joined(weights[device], layers, self._family) for device in context.all_devices}
         head_dims = {each.cache.head_dim for layer in heads for each in layer.values()}
         joint = len(context.all_devices) > 1
         experts = any(block.experts for block in layers)

@@ -15,14 +15,17 @@ from torch import Tensor
 
 from tpplan.decoder import experts
 from tpplan.decoder.heads import found_by
-from tpplan.decoder.layers import add_linear, attend, linear, rms_norm, rotate
+from tpplan.decoder.layers import attend, rms_norm, rotate
+from tpplan.decoder.products import add_linear, linear
 from tpplan.decoder.sampling import best_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from tpplan.decoder.cache import Where
     from tpplan.decoder.heads import Heads
+    from tpplan.decoder.held import Held
+    from tpplan.decoder.quantised import Quantised, Stacked
     from tpplan.exec.channel import Channel
 
 
@@ -64,16 +67,20 @@ class Plain:
         """Return rows behind a norm; see :func:`tpplan.decoder.layers.rms_norm`."""
         return rms_norm(x_RD, weight, self._eps, out)
 
-    def linear(self, x: Tensor, weights: Mapping[str, Tensor], name: str, *, bias: bool = True) -> Tensor:
-        """Multiply by a matrix; see :func:`tpplan.decoder.layers.linear`."""
-        return linear(x, weights, name, bias=bias)
+    def linear(self, x: Tensor, weights: Held, name: str, *, bias: bool = True) -> Tensor:
+        """Multiply by the matrix of this name, and add its bias, if it has one and it is wanted."""
+        return linear(x, weights.matrix(name), weights.bias(name) if bias else None, self.dense)
 
-    def add_linear(self, to: Tensor, x: Tensor, weights: Mapping[str, Tensor], name: str) -> None:
+    def add_linear(self, to: Tensor, x: Tensor, weights: Held, name: str) -> None:
         """Add to rows of the residual stream what a matrix makes of others."""
-        add_linear(to, x, weights, name)
+        add_linear(to, x, weights.matrix(name), weights.bias(name), self.dense)
+
+    def dense(self, matrix: Quantised, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Return some rows of a quantised matrix, ``[end - start, K]``: computed in float32, rounded once."""
+        return matrix.dense(start, end, dtype)
 
     def joint(  # noqa: PLR0917 (all that a product and a sum need)
-        self, to: Tensor, x: Tensor, weights: Mapping[str, Tensor], name: str, channel: Channel, device: int
+        self, to: Tensor, x: Tensor, weights: Held, name: str, channel: Channel, device: int
     ) -> Callable[[], None] | None:
         """Return what adds to rows of the residual stream what matrices of all devices make, in one kernel.
 
@@ -91,9 +98,7 @@ class Plain:
         del to, x, weights, name, channel, device
         return None
 
-    def normed(
-        self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str] = ()
-    ) -> Tensor:
+    def normed(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str] = ()) -> Tensor:
         """Multiply rows behind a norm by some matrices, side by side: ``[R, O]``.
 
         Args:
@@ -104,13 +109,11 @@ class Plain:
             names: theirs.
         """
         y_RD = self.norm(x_RD, norm)
-        if f"{fused}.weight" in weights:
+        if weights.find(fused) is not None:
             return self.linear(y_RD, weights, fused)
         return torch.cat([self.linear(y_RD, weights, name) for name in names], dim=-1)
 
-    def gated(
-        self, x_RD: Tensor, norm: Tensor, weights: Mapping[str, Tensor], fused: str, names: Sequence[str]
-    ) -> Tensor:
+    def gated(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
         """Return the gate of rows behind a norm, ``[R, I]``; of the two matrices the first has the activation."""
         gate_RI, up_RI = self.normed(x_RD, norm, weights, fused, names).chunk(2, dim=-1)
         return self.gate(gate_RI, up_RI)
@@ -129,7 +132,9 @@ class Plain:
         """
         return torch.cat(experts.choose(scores_RE, count, normalised=normalised), dim=1)
 
-    def experts_up(self, x_RD: Tensor, gate_EID: Tensor, up_EID: Tensor, choice_RC: Tensor, *, fixed: bool) -> Tensor:
+    def experts_up(
+        self, x_RD: Tensor, gate_EID: Tensor | Stacked, up_EID: Tensor | Stacked, choice_RC: Tensor, *, fixed: bool
+    ) -> Tensor:
         """Return what the experts of rows have between their matrices, ``[R, C, I]``.
 
         Args:
@@ -139,10 +144,12 @@ class Plain:
             choice_RC: what :meth:`choose` returns.
             fixed: whether no shape may depend on that.
         """
-        return experts.up(x_RD, gate_EID, up_EID, choice_RC.chunk(2, dim=1)[1].long(), self.gate, fixed=fixed)
+        return experts.up(
+            x_RD, gate_EID, up_EID, choice_RC.chunk(2, dim=1)[1].long(), self.gate, self.dense, fixed=fixed
+        )
 
     def experts_down(
-        self, h_RCI: Tensor, down_EDI: Tensor, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
+        self, h_RCI: Tensor, down_EDI: Tensor | Stacked, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
     ) -> Tensor:
         """Return the weighed sum of what the experts of rows make of ``h``, ``[R, D]``, which may be written over.
 
@@ -154,7 +161,7 @@ class Plain:
             fixed: whether no shape may depend on the choice.
         """
         weights_RC, numbers_RC = choice_RC.chunk(2, dim=1)
-        y_RD = experts.down(h_RCI, down_EDI, numbers_RC.long(), weights_RC, fixed=fixed)
+        y_RD = experts.down(h_RCI, down_EDI, numbers_RC.long(), weights_RC, self.dense, fixed=fixed)
         return y_RD if to_RD is None else to_RD.add_(y_RD)
 
     def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:

@@ -16,10 +16,10 @@ from torch.nn import functional
 from tpplan.axes import Axis
 from tpplan.config import read_config
 from tpplan.decoder.cache import check_kind
+from tpplan.decoder.matrices import check_formats
 from tpplan.errors import ModelError
 from tpplan.exec.rope import Rope
-from tpplan.exec.tensors import name_of
-from tpplan.families import DTYPES
+from tpplan.formats import read_scheme
 from tpplan.jsontext import NotJSONError, read_json
 
 if TYPE_CHECKING:
@@ -165,27 +165,21 @@ class Settings:
         )
 
 
-def settings_of(directory: str | Path, model: ModelSpec, dtype: torch.dtype) -> Settings:
+def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
     """Return the settings of a model that the decoder can compute.
 
     Args:
         directory: with its config.json.
         model: what :func:`tpplan.read_model` says of it.
-        dtype: to compute in.
 
     Raises:
         ModelError: the decoder does not know the architecture, the activation or the kind of RoPE, a number is none, or
-            weights have another dtype: they are quantised, or config.json names another than they are stored in.
+            weights are stored in a way that it does not compute with, see
+            :func:`tpplan.decoder.matrices.check_formats`.
     """
-    settings = Settings.read(read_config(directory))
-    found = [(0, parameter) for parameter in model.parameters]
-    found += [(block.layers[0], parameter) for block in model.blocks for parameter in block.parameters]
-    for layer, parameter in found:
-        if parameter.dtype != DTYPES[name_of(dtype)]:
-            name = parameter.name.replace("{layer}", str(layer)).replace("{expert}", "0")
-            what = f"{name} is stored as {parameter.dtype}, the decoder computes in {name_of(dtype)}"
-            hint = "convert the checkpoint to one dtype of 16 or 32 bits, and name it in config.json"
-            raise ModelError(f"{directory}: {what}", hint)
+    config = read_config(directory)
+    settings = Settings.read(config)
+    check_formats(model, read_scheme(config), str(directory))
     return settings
 
 
@@ -201,7 +195,7 @@ def check_model(directory: str | Path, model: ModelSpec, plan: SplitPlan) -> Non
         ModelError: see :func:`settings_of`.
         ExecutionError: the decoder has no cache of the plan's kind.
     """
-    settings_of(directory, model, getattr(torch, plan.model.dtype))
+    settings_of(directory, model)
     for split in plan.splits:
         if split.axis is Axis.KV:
             check_kind(plan.request.cache.kind, split.width)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.decoder.heads import Heads
+    from tpplan.decoder.held import Held
     from tpplan.decoder.passes import Pass
     from tpplan.decoder.settings import Settings
     from tpplan.exec.context import TPContext
@@ -42,7 +43,7 @@ class Stack:
         context: TPContext,
         settings: Settings,
         blocks: Sequence[Block],
-        weights: Mapping[int, Mapping[str, Tensor]],
+        weights: Mapping[int, Held],
         heads: Sequence[Mapping[int, Heads]],
         *,
         steps: Mapping[int, Plain],
@@ -53,7 +54,7 @@ class Stack:
             context: a compiled plan for the model.
             settings: of the model.
             blocks: what is in each layer.
-            weights: by device and name, see :func:`tpplan.decoder.joined.joined`.
+            weights: by device, see :func:`tpplan.decoder.joined.joined`.
             heads: of each layer, by device.
             steps: what computes on each device.
         """
@@ -136,7 +137,11 @@ class Stack:
         hidden = []
         for device in devices:
             weights, x_RD = self._weights[device], inputs[device]
-            hidden.append(self.steps[device].experts_up(x_RD, weights[gate], weights[up], choices[device], fixed=fixed))
+            hidden.append(
+                self.steps[device].experts_up(
+                    x_RD, weights.experts(gate), weights.experts(up), choices[device], fixed=fixed
+                )
+            )
         del inputs
         if not self._reduce:  # columns are elements × experts of a row here, so that the elements can be joined
             hidden = [h_RCI.transpose(1, 2).flatten(1) for h_RCI in hidden]
@@ -145,7 +150,9 @@ class Stack:
             devices = self.context.devices_of(Axis.RS)
         to_RD = xs[0] if len(xs) == 1 else None  # who has all of it adds it to the residual stream at once
         ys = [
-            self.steps[device].experts_down(h_RCI, self._weights[device][down], choices[device], to_RD, fixed=fixed)
+            self.steps[device].experts_down(
+                h_RCI, self._weights[device].experts(down), choices[device], to_RD, fixed=fixed
+            )
             for device, h_RCI in zip(devices, hidden, strict=True)
         ]
         return xs if len(xs) == 1 else self._add(layer, ys, Axis.EX, xs, "")

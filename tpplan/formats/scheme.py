@@ -32,6 +32,7 @@ class Scheme:
         format: its name in the table of formats, empty if the config does not suffice to know it.
         known: parameters of the format.
         group: elements that share a scale; -1 for all of a row, 0 if not given.
+        zeros_less_one: whether GPTQ stored zeros less 1, as its first format does.
         permuted: whether GPTQ quantised the rows in the order of their activations; None if not given.
         static: whether the scales of activations are stored.
         model_scales: whether scales have the dtype of the model.
@@ -45,6 +46,7 @@ class Scheme:
     format: str = ""
     known: Mapping[str, int] = field(factory=dict)
     group: int = 0
+    zeros_less_one: bool = False
     permuted: bool | None = None
     static: bool = False
     model_scales: bool = False
@@ -108,6 +110,7 @@ def _gptq(section: Config) -> Scheme:
         format="" if varied else "gptq",
         known={} if varied else {"bits": bits},
         group=0 if varied else group,
+        zeros_less_one=section.text("checkpoint_format") != "gptq_v2",
         permuted=section.flag("desc_act") if "desc_act" in section else None,
         lm_head=section.flag("lm_head"),
         only=_flat(section, "modules_in_block_to_quantize"),

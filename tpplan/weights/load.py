@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from tpplan.errors import ModelError, PlanError, RequestError
 from tpplan.exec.arena import Arena
+from tpplan.formats.storage import split_name
 from tpplan.weights.progress import progress
 from tpplan.weights.reader import Reader
 from tpplan.weights.reads import reads_of
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 #: Threads that read: enough to keep a fast disk and the links to several devices busy.
 THREADS: Final = 4
+
+#: The number of a layer in a tensor's name.
+_LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
 
 #: torch's names of the dtypes of the safetensors format; it has none of 4 and 6 bits.
 _NAMES: Final = {
@@ -79,8 +84,9 @@ class Weights:
 def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weights:
     """Load from a model's directory what each device of a plan holds.
 
-    A device's tensors are one block of its memory: the matrices in the order of :func:`iter_slices`, then the vectors,
-    each from a multiple of 64 bytes on. So the query, key and value projections of a layer follow each other.
+    A device's tensors are one block of its memory: the matrices of a layer in the order of :func:`iter_slices`, of
+    quantised ones all codes, all scales and so on, and last the vectors, each from a multiple of 64 bytes on. So the
+    query, key and value projections of a layer follow each other.
 
     Args:
         plan: to load by.
@@ -149,11 +155,17 @@ def _allocate(ctx: TPContext, parts: Mapping[int, Sequence[TensorSlice]]) -> tup
         here = ctx.devices[device]
         arena = Arena(sum(align(p.nbytes) for p in found), here.device, f"weights of device {device} ({here.name})")
         weights[device] = {}
-        for part in sorted(found, key=lambda part: len(part.whole) < 2):  # noqa: PLR2004 (no biases between matrices)
+        for part in sorted(found, key=_order):
             memory = arena.keep(part.nbytes)
             held.setdefault(part.name, []).append((part, memory))
             weights[device][part.name] = memory.view(DTYPES[part.dtype]).view(part.shape)
     return held, Weights(weights)
+
+
+def _order(part: TensorSlice) -> tuple[bool, int, str]:
+    """Return what says where a tensor lies: alike ones of a layer's matrices side by side, no biases between them."""
+    layer = _LAYER.search(part.name)
+    return len(part.whole) < 2, int(layer[1]) if layer else -1, split_name(part.name)[1]  # noqa: PLR2004 (a vector)
 
 
 def _run(reads: Iterator[Read], directory: Path, done: Callable[[int], None], *, pinned: bool) -> None:

@@ -1,0 +1,313 @@
+"""A device's quantised matrices, from the tensors in which formats store them, and in the memory of these.
+
+GPTQ and AWQ store the transposed matrix, words of several columns or rows; afterwards the codes of a row follow one
+another. Nothing grows, so that the plan's bytes stay what they are. For shapes see :mod:`tpplan.decoder.quantised`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from math import gcd
+from typing import TYPE_CHECKING, Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from tpplan.decoder.packing import AWQ, NIBBLE, WORD, packed, rearranged, unpacked
+from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.errors import ModelError, RequestError
+from tpplan.families import DTYPES
+from tpplan.formats.scheme import Scheme
+from tpplan.formats.storage import split_name
+from tpplan.weights import TensorSlice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tpplan.model import ModelSpec
+
+#: What codes whose memory was rearranged know: their matrix, or None until that is done.
+_MADE: Final = "tpplan_matrix"
+
+
+@frozen
+class _Layout:
+    """Where the tensors of a format have the matrix.
+
+    Attributes:
+        codes: the suffix of the codes.
+        scales: of their scales, ``[N, G]`` or transposed.
+        zeros: of their zeros, likewise, of which words have those of several rows.
+        groups: of the group of each column.
+        transposed: whether rows of the matrix are columns of these tensors.
+        packs_rows: whether a word has the codes of several rows, not of several columns.
+        order: of the codes in a word, see :func:`tpplan.decoder.packing.unpacked`.
+    """
+
+    codes: str = ".qweight"
+    scales: str = ".scales"
+    zeros: str = ".qzeros"
+    groups: str = ".g_idx"
+    transposed: bool = True
+    packs_rows: bool = False
+    order: tuple[int, ...] | None = None
+
+    @property
+    def suffixes(self) -> frozenset[str]:
+        """Those of all tensors of a matrix."""
+        return frozenset({self.codes, self.scales, self.zeros, self.groups})
+
+
+_LAYOUTS: Final = {
+    "gptq": _Layout(),
+    "awq": _Layout(packs_rows=True, order=AWQ),
+    "compressed-tensors": _Layout(
+        ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx", transposed=False
+    ),
+}
+
+
+_FLOAT_METHODS: Final = ("fp8", "compressed-tensors")
+#: What belongs to codes that are floats; scales of activations, which are not rounded here, are not used.
+_FLOATS: Final = ("F8_E4M3", "F8_E5M2")
+_SCALES: Final = (".weight_scale_inv", ".weight_scale")
+_UNUSED: Final = frozenset({
+    ".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".input_scale_ub", ".weight_shape"
+})  # fmt: skip
+
+
+def check_formats(model: ModelSpec, scheme: Scheme, source: str) -> None:
+    """Make sure that the decoder computes with all tensors of a model as they are stored.
+
+    Args:
+        model: from :func:`tpplan.read_model`.
+        scheme: of its checkpoint.
+        source: names the model.
+
+    Raises:
+        ModelError: one is stored in another way.
+    """
+    layout = _LAYOUTS.get(scheme.method)
+    bits = scheme.known.get("bits", NIBBLE)
+    is_told = scheme.format or scheme.method == "compressed-tensors"
+    ints = layout.suffixes if layout and is_told and bits in (NIBBLE, 2 * NIBBLE) else frozenset()
+    found = [(0, parameter) for parameter in model.parameters]
+    found += [(block.layers[0], parameter) for block in model.blocks for parameter in block.parameters]
+    for layer, parameter in found:
+        suffix = split_name(parameter.name)[1]
+        is_float = scheme.method in _FLOAT_METHODS and (
+            suffix in _SCALES or (parameter.dtype in _FLOATS and suffix == ".weight")
+        )
+        if parameter.dtype == DTYPES[model.dtype] or suffix in ints or suffix in _UNUSED or is_float:
+            continue
+        name = parameter.name.replace("{layer}", str(layer)).replace("{expert}", "0")
+        if not scheme.method:
+            what = f"{name} is stored as {parameter.dtype}, the decoder computes in {model.dtype}"
+            hint = "convert the checkpoint to one dtype of 16 or 32 bits, and name it in config.json"
+        else:
+            what = f"the decoder does not compute with {name} ({parameter.dtype}), weights are {model.weight_format}"
+            hint = "it takes GPTQ and AWQ (version gemm) of 4 and 8 bits, compressed-tensors alike, and FP8"
+        raise ModelError(f"{source}: {what}", hint)
+
+
+@frozen
+class _Stored:
+    """A matrix on one device, as its format stores it.
+
+    Attributes:
+        name: of the matrix, without a suffix.
+        tensors: by suffix.
+        slices: which part of the stored tensors these are.
+        scheme: of the checkpoint.
+    """
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    slices: Mapping[str, TensorSlice]
+    scheme: Scheme
+
+    def numbers(self, suffix: str, dim: int, per: int = 1) -> Tensor:
+        """Return which rows, columns or groups of the whole matrix a tensor has, of which each element packs some."""
+        part = self.slices[suffix]
+        ranges = part.ranges if part.dim == dim else [(0, part.whole[dim])]
+        return torch.cat([torch.arange(start * per, end * per) for start, end in ranges])
+
+
+def matrices_of(
+    weights: Mapping[str, Tensor], slices: Mapping[str, TensorSlice], scheme: Scheme
+) -> dict[str, Quantised]:
+    """Return the quantised matrices of a device by name, ``….weight``.
+
+    The memory of the tensors that store whole numbers is rearranged, once, however often this is called.
+
+    Args:
+        weights: by name in the checkpoint, contiguous.
+        slices: which part of the stored tensors these are.
+        scheme: of the checkpoint, one of :data:`tpplan.decoder.settings.METHODS`.
+
+    Raises:
+        ModelError: groups or blocks cannot be told.
+        RequestError: an earlier call was interrupted.
+    """
+    stems: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        stem, suffix = split_name(name)
+        stems.setdefault(stem, {})[suffix] = tensor
+    found: dict[str, Quantised] = {}
+    layout = _LAYOUTS.get(scheme.method)
+    for stem, tensors in stems.items():
+        stored = _Stored(stem, tensors, {suffix: slices[stem + suffix] for suffix in tensors}, scheme)
+        weight = tensors.get(".weight")
+        if layout and layout.codes in tensors:
+            found[f"{stem}.weight"] = _once(tensors[layout.codes], stem, partial(_ints, stored, layout))
+        elif weight is not None and weight.dtype.is_floating_point and weight.dtype.itemsize == 1:
+            found[f"{stem}.weight"] = _floats(stored)
+    return found
+
+
+def _once(codes: Tensor, name: str, make: Callable[[], IntMatrix]) -> IntMatrix:
+    """Return what was made of some codes, or make it.
+
+    Raises:
+        RequestError: who began to make it did not end.
+    """
+    if not hasattr(codes, _MADE):
+        setattr(codes, _MADE, None)
+        setattr(codes, _MADE, make())
+    found: IntMatrix | None = getattr(codes, _MADE)
+    if found is None:
+        raise RequestError(f"{name} was left half rearranged", "load the weights again")
+    return found
+
+
+def _ints(stored: _Stored, layout: _Layout) -> IntMatrix:
+    """Rearrange a matrix of whole numbers.
+
+    Raises:
+        ModelError: its groups cannot be told.
+    """
+    words, scales, zeros = (stored.tensors.get(suffix) for suffix in (layout.codes, layout.scales, layout.zeros))
+    if words is None or scales is None:
+        raise ModelError(f"{stored.name} has no {layout.scales}", "fetch the checkpoint again")
+    out, into = (1, 0) if layout.transposed else (0, 1)
+    bits, group = _bits_and_group(stored, layout, into)
+    per = WORD // bits
+    rows = stored.numbers(layout.codes, out, per if layout.packs_rows else 1)
+    columns = stored.numbers(layout.codes, into, 1 if layout.packs_rows else per)
+    held = stored.numbers(layout.scales, into)
+    groups = columns // group
+    if layout.groups in stored.tensors:
+        places = _places(columns, stored.numbers(layout.groups, 0))
+        groups = stored.tensors[layout.groups].cpu().long()[places]
+    groups = _places(groups, held)
+    step = gcd(group, int(columns[0]))
+    some = groups[::step]
+    ordered = torch.equal(some.repeat_interleave(step)[: len(groups)], groups)
+    some = some if ordered else torch.arange(len(held))
+    scales = scales.mT if layout.transposed else scales
+    values = _some(scales, _places(rows, stored.numbers(layout.scales, out)), some)
+    if zeros is not None:
+        wide = unpacked(zeros, bits, out, layout.order)
+        wide = _some(
+            wide.mT if layout.transposed else wide, _places(rows, stored.numbers(layout.zeros, out, per)), some
+        )
+        in_words = bits == NIBBLE and not wide.numel() % (WORD // NIBBLE)
+        zeros = _kept(zeros, packed(wide.flatten(), range(WORD // NIBBLE)) if in_words else wide)
+
+    def part(words: Tensor, start: int, end: int) -> Tensor:
+        by = per if layout.packs_rows else 1
+        own = words.narrow(out, start // by, (end - start) // by)
+        codes = unpacked(own, bits, out if layout.packs_rows else into, layout.order)
+        return codes.mT.contiguous() if layout.transposed else codes
+
+    return IntMatrix(
+        codes=rearranged(words, (len(rows), len(columns)), bits, part),
+        scales=_kept(stored.tensors[layout.scales], values),
+        zeros=zeros,
+        plus=int(stored.scheme.zeros_less_one),
+        group=step if ordered else group,
+        bits=bits,
+        columns=None if ordered else groups.to(words.device),
+    )
+
+
+def _bits_and_group(stored: _Stored, layout: _Layout, into: int) -> tuple[int, int]:
+    """Return the bits of a code and the columns of a group.
+
+    Raises:
+        ModelError: they cannot be told.
+    """
+    whole, count = stored.slices[layout.codes].whole, stored.slices[layout.scales].whole[into]
+    shape = stored.tensors.get(".weight_shape")
+    bits = stored.scheme.known.get("bits") or (whole[into] * WORD // int(shape[-1]) if shape is not None else 0)
+    if bits not in (NIBBLE, 2 * NIBBLE):
+        raise ModelError(f"{stored.name} has codes of {bits} bits", "the decoder computes with 4 and 8")
+    width = whole[into] * (1 if layout.packs_rows else WORD // bits)
+    group = stored.scheme.parameters(width).get("group", 0)
+    if not group and not width % count:
+        group = width // count
+    if not group or -(-width // group) != count:
+        what = f"{stored.name} has {count} scales for {width} columns"
+        raise ModelError(what, "name the group_size in config.json")
+    return bits, group
+
+
+def _floats(stored: _Stored) -> Float8Matrix:
+    """Return a matrix of floats of 8 bits, with a scale for each of its blocks.
+
+    Raises:
+        ModelError: blocks cannot be told.
+    """
+    codes = stored.tensors[".weight"]
+    suffix = next((each for each in _SCALES if each in stored.tensors), "")
+    if not suffix:
+        raise ModelError(f"{stored.name} has no scale", "fetch the checkpoint again")
+    scales, part = stored.tensors[suffix], stored.slices[suffix]
+    height, width = stored.slices[".weight"].whole
+    if part.whole in {(), (1,)} and height > 1:
+        return Float8Matrix(codes, scales.view(1, 1), len(codes), codes.shape[1])
+    if len(part.whole) == 1 or part.whole == (height, 1):
+        return Float8Matrix(codes, scales.view(-1, 1), 1, codes.shape[1])
+    known, sizes = stored.scheme.known, []
+    for size, count, key in ((height, part.whole[0], "rows"), (width, part.whole[1], "columns")):
+        block = known.get(key) or (0 if size % count else size // count)
+        if not block or -(-size // block) != count:
+            raise ModelError(
+                f"{stored.name} has {count} scales for {size} {key}", "name the block's size in config.json"
+            )
+        sizes.append(block)
+    for dim in (0, 1):
+        own, block = stored.numbers(".weight", dim), sizes[dim]
+        starts = [start for start, _ in stored.slices[".weight"].ranges] if stored.slices[".weight"].dim == dim else []
+        lengths = [end - start for start, end in stored.slices[".weight"].ranges[:-1]] if starts else []
+        sizes[dim] = gcd(block, *starts, *lengths)
+        some = _places((own // block)[:: sizes[dim]], stored.numbers(suffix, dim))
+        scales = scales.index_select(dim, some.to(scales.device)) if not _is_all(some, scales.shape[dim]) else scales
+    return Float8Matrix(codes, scales, *sizes)
+
+
+def _places(asked: Tensor, held: Tensor) -> Tensor:
+    """Return where numbers are among those that are there, which ascend."""
+    return torch.searchsorted(held, asked.contiguous())
+
+
+def _is_all(some: Tensor, size: int) -> bool:
+    return len(some) == size and torch.equal(some, torch.arange(size))
+
+
+def _some(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return some rows and columns of a matrix, mostly all."""
+    if not _is_all(rows, len(values)):
+        values = values[rows.to(values.device)]
+    return values if _is_all(columns, values.shape[1]) else values[:, columns.to(values.device)]
+
+
+def _kept(memory: Tensor, values: Tensor) -> Tensor:
+    """Write values over a tensor that is no longer needed, where they have room, and return them there."""
+    values = values.clone(memory_format=torch.contiguous_format)
+    if values.nbytes > memory.nbytes:
+        return values
+    to = memory.view(-1).view(torch.uint8)[: values.nbytes].view(values.dtype).view(values.shape)
+    return to.copy_(values)

@@ -1,0 +1,85 @@
+"""Products of rows and matrices by torch; of quantised matrices some rows at a time are made 16-bit, or 32-bit, first.
+
+Shapes: R rows, K columns of a matrix, N rows of it, E experts, O rows of each, I columns of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tpplan.decoder.quantised import Matrix, Quantised, Stacked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: Makes some rows of a matrix, from the first to the one before the second number.
+Dense = Callable[[Quantised, int, int, torch.dtype], Tensor]
+
+#: Elements of a quantised matrix that are made at a time: of 16 bits, 8 MiB.
+_AT_ONCE: Final = 2**22
+
+
+def by_torch(matrix: Quantised, start: int, end: int, dtype: torch.dtype) -> Tensor:
+    """Make some rows of a matrix as it says itself."""
+    return matrix.dense(start, end, dtype)
+
+
+def linear(x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None = None, dense: Dense = by_torch) -> Tensor:
+    """Multiply rows by a matrix, and add a bias: ``[R, N]``.
+
+    Args:
+        x_RK: rows.
+        matrix_NK: the matrix.
+        bias_N: if there is one.
+        dense: makes rows of a quantised matrix.
+    """
+    if isinstance(matrix_NK, Tensor):
+        return functional.linear(x_RK, matrix_NK, bias_N)
+    y_RN = x_RK.new_empty((len(x_RK), len(matrix_NK)))
+    for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, dense):
+        if bias_N is None:
+            torch.mm(x_RK, some_NK.mT, out=y_RN[:, start:end])
+        else:
+            torch.addmm(bias_N[start:end], x_RK, some_NK.mT, out=y_RN[:, start:end])
+    return y_RN
+
+
+def add_linear(to_RN: Tensor, x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None, dense: Dense = by_torch) -> None:
+    """Add to rows what :func:`linear` returns; without a bias in one kernel for each piece."""
+    if isinstance(matrix_NK, Tensor):
+        to_RN.addmm_(x_RK, matrix_NK.mT)
+    else:
+        for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, dense):
+            to_RN[:, start:end].addmm_(x_RK, some_NK.mT)
+    if bias_N is not None:
+        to_RN.add_(bias_N)
+
+
+def linear_of_all(x_RK: Tensor, matrix_EOI: Tensor | Stacked, dense: Dense = by_torch) -> Tensor:
+    """Multiply rows by the matrices of all experts: ``[R, E, O]``."""
+    matrix = matrix_EOI.flatten(0, 1) if isinstance(matrix_EOI, Tensor) else matrix_EOI.matrix
+    return torch.unflatten(linear(x_RK, matrix, dense=dense), 1, (len(matrix_EOI), -1))
+
+
+def sum_of_all(x_REI: Tensor, matrix_EOI: Tensor | Stacked, dense: Dense = by_torch) -> Tensor:
+    """Add up the products of rows by the matrices of all experts: ``[R, O]``."""
+    if isinstance(matrix_EOI, Tensor):
+        return (x_REI.transpose(0, 1) @ matrix_EOI.mT).sum(0)
+    y_RO = linear(x_REI[:, 0], matrix_EOI[0], dense=dense)
+    for expert in range(1, len(matrix_EOI)):
+        add_linear(y_RO, x_REI[:, expert], matrix_EOI[expert], None, dense)
+    return y_RO
+
+
+def _pieces(matrix: Quantised, dtype: torch.dtype, dense: Dense) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield some rows of a matrix at a time, and which these are."""
+    rows, columns = matrix.shape
+    step = max(1, _AT_ONCE // columns)
+    for start in range(0, rows, step):
+        end = min(start + step, rows)
+        yield start, end, dense(matrix, start, end, dtype)

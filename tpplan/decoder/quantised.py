@@ -1,0 +1,240 @@
+"""Matrices whose elements are codes and scales, as the decoder multiplies by them.
+
+Shapes: N rows of a matrix (outputs), K columns (inputs), G groups of columns that share a scale, W words of 32 bits, E
+experts.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, Self
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from tpplan.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Join = Callable[[Sequence[Tensor]], Tensor | None]
+
+#: Which of eight columns are in the nibbles of a word, lowest bits first: pairs of neighbours are 16 bits apart.
+ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+
+#: Bits of a nibble, and nibbles of a word.
+_BITS, _WORD = 4, 8
+
+
+@frozen(eq=False)
+class IntMatrix:
+    """A matrix of whole numbers of 4 or 8 bits: an element is its code less its group's zero, times its group's scale.
+
+    Attributes:
+        codes: of 8 bits ``uint8 [N, K]``; of 4 bits ``int32 [N, W]``, eight of a row in a word, in :data:`ORDER`.
+        scales: ``[N, G]``, in 16 or 32 bits.
+        zeros: ``uint8 [N, G]``, or all of them as nibbles of ``int32 [W]``, row after row, lowest bits first; None if
+            all are in the middle of the codes.
+        plus: is added to each of them.
+        group: columns that share a scale.
+        bits: of a code.
+        columns: the group of each column, ``[K]``; None if neighbours share one.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    plus: int
+    group: int
+    bits: int
+    columns: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self.codes), self.codes.shape[1] * (_WORD if self.bits == _BITS else 1)
+
+    def part(self, start: int, end: int) -> Self:
+        """Return some rows, which are copied nowhere; those before them have whole words of zeros."""
+        zeros = self.zeros
+        if zeros is not None:
+            per = 1 if zeros.dtype == torch.uint8 else self.scales.shape[1]
+            by = 1 if zeros.dtype == torch.uint8 else _WORD
+            zeros = zeros[start * per // by : -(-end * per // by)]
+        return evolve(self, codes=self.codes[start:end], scales=self.scales[start:end], zeros=zeros)
+
+    def dense(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Return some rows ``[end - start, K]``: computed in float32, rounded once."""
+        return self.chosen(torch.arange(start, end, device=self.codes.device), dtype)
+
+    def chosen(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows of these numbers, ``[..., K]``; see :meth:`dense`."""
+        codes = self.codes[rows]
+        if self.bits == _BITS:
+            codes = torch.stack([codes >> _BITS * ORDER.index(i) & 15 for i in range(_WORD)], dim=-1).flatten(-2)
+        scales, zeros = self._by_column(self.scales[rows].float()), self._by_column(self._zeros(rows))
+        return ((codes - zeros) * scales).to(dtype)
+
+    def _by_column(self, values: Tensor) -> Tensor:
+        """Return what groups have for each of their columns."""
+        if self.columns is not None:
+            return values[..., self.columns]
+        return values.repeat_interleave(self.group, dim=-1)[..., : self.shape[1]]
+
+    def _zeros(self, rows: Tensor) -> Tensor:
+        count = self.scales.shape[1]
+        if self.zeros is None:
+            return torch.full((*rows.shape, count), 1 << (self.bits - 1), device=rows.device)
+        if self.zeros.dtype == torch.uint8:
+            return self.zeros[rows].int() + self.plus
+        at = rows[..., None] * count + torch.arange(count, device=rows.device)
+        return (self.zeros[at // _WORD] >> (_BITS * (at % _WORD)).int() & 15) + self.plus
+
+
+@frozen(eq=False)
+class Float8Matrix:
+    """A matrix of floats of 8 bits: an element is its code times the scale of its block.
+
+    Attributes:
+        codes: ``[N, K]``, of torch's dtypes.
+        scales: one for each block, rows of blocks after one another; in 16 or 32 bits.
+        rows: of a block.
+        columns: of a block.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    rows: int
+    columns: int
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self.codes), self.codes.shape[1]
+
+    def part(self, start: int, end: int) -> Self:
+        """Return some rows, which are copied nowhere; they are whole blocks."""
+        return evolve(self, codes=self.codes[start:end], scales=self.scales[start // self.rows : -(-end // self.rows)])
+
+    def dense(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Return some rows ``[end - start, K]``: computed in float32, rounded once."""
+        return self.chosen(torch.arange(start, end, device=self.codes.device), dtype)
+
+    def chosen(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows of these numbers, ``[..., K]``; see :meth:`dense`."""
+        codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)  # which torch does not index
+        scales = self.scales[rows // self.rows].float().repeat_interleave(self.columns, dim=-1)
+        return (codes.float() * scales[..., : self.shape[1]]).to(dtype)
+
+
+Quantised = IntMatrix | Float8Matrix
+Matrix = Tensor | Quantised
+
+
+@frozen(eq=False)
+class Stacked:
+    """The quantised matrices of a layer's experts, one below the other.
+
+    Attributes:
+        matrix: all of them.
+        count: of experts.
+    """
+
+    matrix: Quantised
+    count: int
+
+    @classmethod
+    def of(cls, matrices: Sequence[Quantised], join: Join) -> Self:
+        """Put matrices one below the other, see :func:`below`; they are copied where they cannot be joined.
+
+        Raises:
+            ModelError: they are of different kinds.
+        """
+        one = below(matrices, join) or below(matrices, lambda tensors: torch.cat(list(tensors)))
+        if one is None:
+            raise ModelError("experts of a layer are quantised in several ways", "convert all of them alike")
+        return cls(one, len(matrices))
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, and rows and columns of each."""
+        rows, columns = self.matrix.shape
+        return self.count, rows // self.count, columns
+
+    def __getitem__(self, expert: int) -> Quantised:
+        rows = self.shape[1]
+        return self.matrix.part(expert * rows, (expert + 1) * rows)
+
+    def chosen(self, experts: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Return some rows of the matrices of these experts, ``[..., end - start, K]``."""
+        rows = experts[..., None] * self.shape[1] + torch.arange(start, end, device=experts.device)
+        return self.matrix.chosen(rows, dtype)
+
+
+def below(matrices: Sequence[Quantised], join: Join) -> Quantised | None:
+    """Return matrices of the same kind one below the other, as one; None if they cannot be.
+
+    Args:
+        matrices: with the same columns.
+        join: makes one tensor of several along the first dimension, or None if it cannot.
+    """
+    if all(isinstance(each, IntMatrix) for each in matrices):
+        return _ints_below([each for each in matrices if isinstance(each, IntMatrix)], join)
+    if all(isinstance(each, Float8Matrix) for each in matrices):
+        return _floats_below([each for each in matrices if isinstance(each, Float8Matrix)], join)
+    return None
+
+
+def _ints_below(matrices: Sequence[IntMatrix], join: Join) -> IntMatrix | None:
+    for a, b in pairwise(matrices):
+        if (a.bits, a.group, a.plus, a.codes.shape[1]) != (b.bits, b.group, b.plus, b.codes.shape[1]):
+            return None
+        if (a.columns is None) != (b.columns is None) or (a.zeros is None) != (b.zeros is None):
+            return None
+        if a.columns is not None and b.columns is not None and not torch.equal(a.columns, b.columns):
+            return None
+    codes, scales = join([each.codes for each in matrices]), join([each.scales for each in matrices])
+    given = [each.zeros for each in matrices if each.zeros is not None]
+    if any(each.zeros is not None and _is_ragged(each) for each in matrices[:-1]):
+        return None
+    zeros = join(given) if given else None
+    if codes is None or scales is None or (given and zeros is None):
+        return None
+    return evolve(matrices[0], codes=codes, scales=scales, zeros=zeros)
+
+
+def _is_ragged(matrix: IntMatrix) -> bool:
+    """Tell whether the zeros of a matrix end within a word."""
+    return matrix.zeros is not None and matrix.zeros.dtype != torch.uint8 and bool(matrix.scales.numel() % _WORD)
+
+
+def _floats_below(matrices: Sequence[Float8Matrix], join: Join) -> Float8Matrix | None:
+    if any(
+        (a.columns, a.codes.shape[1], a.codes.dtype) != (b.columns, b.codes.shape[1], b.codes.dtype)
+        for a, b in pairwise(matrices)
+    ):
+        return None
+    codes = join([each.codes for each in matrices])
+    rows = {each.rows for each in matrices}
+    if len(rows) == 1 and not any(len(each) % each.rows for each in matrices[:-1]):
+        scales = join([each.scales for each in matrices])
+        scales = torch.cat([each.scales for each in matrices]) if scales is None else scales
+        (height,) = rows
+    else:  # blocks do not follow each other: a scale for each row
+        scales = torch.cat([_by_row(each) for each in matrices])
+        height = 1
+    return None if codes is None else evolve(matrices[0], codes=codes, scales=scales, rows=height)
+
+
+def _by_row(matrix: Float8Matrix) -> Tensor:
+    return matrix.scales.repeat_interleave(matrix.rows, dim=0)[: len(matrix)]
