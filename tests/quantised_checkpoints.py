@@ -33,7 +33,7 @@ _LARGE: Final[dict[str, Any]] = {
     "moe_intermediate_size": 256,
     "num_hidden_layers": 2,
     "head_dim": 64,
-    "vocab_size": 208,
+    "vocab_size": 224,
 }
 
 #: What else a family has here.
