@@ -16,7 +16,7 @@ from tests.decoder_cases import CONFIGS, plan_of
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
 from tpplan.axes import bounds_of
-from tpplan.decoder import Decoder, Prompt, cache, layers
+from tpplan.decoder import Decoder, Prompt, layer_cache, layers
 from tpplan.decoder.sampling import likeliest
 from tpplan.exec import compile as compile_plan
 from tpplan.memory import demands
@@ -88,7 +88,7 @@ def taken(directory: Path, plan: SplitPlan, kinds: int = 1000, at_once: int = 2*
     with (
         compile_plan(plan, backend="cpu", scratch=False) as context,
         patch.object(layers, "AT_ONCE", at_once),
-        patch.object(cache, "AT_ONCE", at_once),
+        patch.object(layer_cache, "AT_ONCE", at_once),
         patch.object(layers, "_WIDENED", 16),
     ):
         decoder = Decoder(context, directory, load_weights(plan, directory, context))

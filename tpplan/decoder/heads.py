@@ -9,7 +9,8 @@ import torch
 from attrs import field, frozen
 
 from tpplan.axes import Axis
-from tpplan.decoder.cache import LayerCache, Store
+from tpplan.decoder.cache import Store
+from tpplan.decoder.layer_cache import LayerCache
 from tpplan.decoder.layers import some_of, takes_flash, together
 
 if TYPE_CHECKING:
