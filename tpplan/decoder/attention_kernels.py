@@ -4,9 +4,10 @@ The places of a cache that a token sees are cut into tiles of 16. A block has su
 turns; eight query heads that read one KV head are the rows of their matrix instruction. Softmax is done on the way
 (Milakov and Gimelshein, arXiv 1805.02867), in float32; weights go to the matrix instruction as a sum of two numbers of
 16 bits, which is nearly as good as float32. What warps have found is merged in shared memory, and what blocks have
-found by the last of them that is ready (Dao et al., Flash-Decoding, 2023). Two blocks share a multiprocessor, so that
-one reads while the other begins or ends: queries lie in shared memory, for registers are what keeps tiles on their way.
-How many blocks have something to do depends on how many places the token sees, which is in the device's memory.
+found by the last of them that is ready (Dao et al., Flash-Decoding, 2023), see :mod:`tpplan.decoder.attention_parts`.
+Two blocks share a multiprocessor, so that one reads while the other begins or ends: queries lie in shared memory, for
+registers are what keeps tiles on their way. How many blocks have something to do depends on how many places the token
+sees, which is in the device's memory.
 Caches of 8 bits become float16 in registers, see :mod:`tpplan.exec.cache_tiles`, and so do the queries then.
 """
 
@@ -18,11 +19,10 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
+from tpplan.decoder.attention_parts import QUERIES, is_last, parts_of
 from tpplan.exec import cache_tiles, ptx, tiles
 from tpplan.exec.kernels import Kernel, device_function
 
-#: Query heads of a block.
-QUERIES = 8
 #: Places of a tile.
 TILE = 16
 #: Elements of the heads of which a block has 8 warps.
@@ -31,8 +31,6 @@ WIDE = 128
 _NAME = re.compile("ATTENTION_(?P<dtype>BF16|F16)_(?P<size>[0-9]+)(_(?P<kind>Q8|FP8))?(?P<capped>_CAPPED)?")
 _WORD, _FLOAT, _HALF = types.uint64, types.float32, types.uint32
 _EVERY = 0xFFFFFFFF
-#: Floats between the rows of an array in shared memory, more than they have: four lanes write to four of them at once.
-_APART = 4
 #: Words that a block keeps in shared memory.
 _KEPT = 6
 
@@ -59,18 +57,6 @@ def _capped(x: Any, cap: Any) -> Any:
 def _at(elements: Any, scales: Any, offset: Any) -> Any:
     """Return where elements of a cache and their scales begin, behind so many bytes of the former."""
     return elements + offset, scales + offset // _WORD(cache_tiles.SHARING)
-
-
-@device_function
-def _times(sums: Any, share: Any) -> Any:
-    return sums[0] * share, sums[1] * share, sums[2] * share, sums[3] * share
-
-
-@device_function
-def _plus_part(weight: Any, sums: Any, share: Any, other: Any, part: Any) -> Any:
-    """Add what a block has found, which counts so much."""
-    found = sums[0] + share * part[0], sums[1] + share * part[1], sums[2] + share * part[2], sums[3] + share * part[3]
-    return weight + share * other, found
 
 
 def attention(  # noqa: C901, PLR0915 (of the functions in it)
@@ -107,11 +93,11 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
     rounded = _OF_KINDS[dtype][2]
     load_queries = tiles.loads(size, 64, clear=True)
     read_keys, read_values, wide, of_queries = reader.keys, reader.values, reader.wide, reader.queries
-    width = -(-head_dim // 64) * 64
+    merging = parts_of(head_dim, warps, rounded)
+    merge, gather, rows, block = merging.merge, merging.gather, merging.rows, merging.block
+    width, pairs, pitch = merging.width, merging.pairs, merging.pitch
     scores, weighed, zeros = tiles.scores(multiply), tiles.weighed(multiply), tiles.zeros(width // 4)
-    pairs, threads, pitch = width // 2, 32 * warps, width + _APART
-    rows, block = warps * QUERIES, 4 * QUERIES * (width + 2)
-    floats = rows * pitch
+    threads, floats = 32 * warps, rows * pitch
 
     @device_function
     def row_of(place: Any, last: Any) -> Any:
@@ -133,13 +119,6 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         v1 = read_values(base, row_of(place + _HALF(1), last), start, second)
         v2 = read_values(base, row_of(place + _HALF(8), last), start, second)
         return v0, v1, v2, read_values(base, row_of(place + _HALF(9), last), start, second)
-
-    @device_function
-    def store(row: Any, pair: Any, x: Any, y: Any) -> None:
-        """Write two elements of a head."""
-        at = pair // _WORD(32) * _WORD(128) + pair % _WORD(8) * _WORD(16) + pair // _WORD(8) % _WORD(4) * _WORD(4)
-        if at < _WORD(size):
-            ptx.store_32(row + at, rounded(x, y))
 
     @device_function
     def walk(query: Any, own: Any, k: Any, v: Any, tile: Any, end: Any, last: Any, factor: Any, cap: Any) -> Any:
@@ -193,96 +172,6 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
                 v0, v1, v2, v3 = values_of(v, at + _HALF(2 * t), last, g)
             else:
                 k0, k1 = keys_of(k, at + _HALF(g), last, t)
-
-    @device_function
-    def merge(found: Any, peaks: Any, totals: Any, used: Any, row: Any, own: Any, count: Any) -> None:
-        """Write what so many warps, or sets of them, have found for so many queries.
-
-        It goes to the row, or if there is none, as it is to the block's own part.
-        """
-        index = _WORD(cuda.threadIdx.x)
-        while index < count * _WORD(pairs):
-            which, pair = index // _WORD(pairs), index % _WORD(pairs)
-            peak, weight, x, y = _FLOAT(float("-inf")), _FLOAT(0), _FLOAT(0), _FLOAT(0)
-            for other in range(warps):
-                if other < used:
-                    peak = ptx.larger(peak, peaks[_WORD(other) * _WORD(QUERIES) + which])
-            for other in range(warps):
-                at = _WORD(other) * _WORD(QUERIES) + which
-                there = other < used
-                shrunk = ptx.exp2(peaks[at] - peak) if there else _FLOAT(0)
-                weight += shrunk * totals[at] if there else _FLOAT(0)
-                at = at * _WORD(pitch) + pair
-                x += shrunk * found[at] if there else _FLOAT(0)
-                y += shrunk * found[at + _WORD(pairs)] if there else _FLOAT(0)
-            if row:
-                share = ptx.inverse(weight)
-                store(row + which * _WORD(size), pair, x * share, y * share)
-            else:
-                ptx.store_64(own + index * _WORD(8), ptx.bits_of(x), ptx.bits_of(y))
-                if pair == 0:
-                    at = own + _WORD(4 * QUERIES * width) + which * _WORD(8)
-                    ptx.store_64(at, ptx.bits_of(peak), ptx.bits_of(weight))
-            index += _WORD(threads)
-
-    @device_function
-    def part(partial: Any, vector: Any, which: Any, other: Any, ready: Any) -> Any:
-        """Return four floats that a block has found, and of their query its peak and its weight.
-
-        It is the last block if there is none of this number, and then does not count.
-        """
-        first = partial + min(other, ready - _WORD(1)) * _WORD(block)
-        a, b, c, d = ptx.load_128(first + vector * _WORD(16))
-        peak, weight = ptx.load_64(first + _WORD(4 * QUERIES * width) + which * _WORD(8))
-        peak = ptx.float_of(peak) if other < ready else _FLOAT(float("-inf"))
-        return peak, ptx.float_of(weight), (ptx.float_of(a), ptx.float_of(b), ptx.float_of(c), ptx.float_of(d))
-
-    @device_function
-    def gather(partial: Any, found: Any, peaks: Any, totals: Any, ready: Any, count: Any, ways: Any) -> None:
-        """Add up what blocks have found, in so many ways of blocks, for which there may be more threads than vectors.
-
-        What ways have found is left where warps leave theirs.
-        """
-        vectors = count * _WORD(width // 4)
-        way = _WORD(_HALF(cuda.threadIdx.x) // _HALF(vectors))
-        vector = _WORD(cuda.threadIdx.x) - way * vectors
-        while vector < vectors and way < ways:
-            which, other = vector // _WORD(width // 4), way
-            peak, weight, sums = _FLOAT(float("-inf")), _FLOAT(0), (_FLOAT(0), _FLOAT(0), _FLOAT(0), _FLOAT(0))
-            while other < ready:
-                p0, w0, s0 = part(partial, vector, which, other, ready)
-                p1, w1, s1 = part(partial, vector, which, other + ways, ready)
-                p2, w2, s2 = part(partial, vector, which, other + _WORD(2) * ways, ready)
-                p3, w3, s3 = part(partial, vector, which, other + _WORD(3) * ways, ready)
-                p4, w4, s4 = part(partial, vector, which, other + _WORD(4) * ways, ready)
-                p5, w5, s5 = part(partial, vector, which, other + _WORD(5) * ways, ready)
-                higher = ptx.larger(ptx.larger(ptx.larger(p0, p1), ptx.larger(p2, p3)), ptx.larger(p4, p5))
-                higher = ptx.larger(peak, higher)
-                shrunk = ptx.exp2(peak - higher)
-                peak, weight, sums = higher, weight * shrunk, _times(sums, shrunk)
-                weight, sums = _plus_part(weight, sums, ptx.exp2(p0 - peak), w0, s0)
-                weight, sums = _plus_part(weight, sums, ptx.exp2(p1 - peak), w1, s1)
-                weight, sums = _plus_part(weight, sums, ptx.exp2(p2 - peak), w2, s2)
-                weight, sums = _plus_part(weight, sums, ptx.exp2(p3 - peak), w3, s3)
-                weight, sums = _plus_part(weight, sums, ptx.exp2(p4 - peak), w4, s4)
-                weight, sums = _plus_part(weight, sums, ptx.exp2(p5 - peak), w5, s5)
-                other += _WORD(6) * ways
-            row = way * _WORD(QUERIES) + which
-            peaks[row], totals[row] = peak, weight  # which threads of a query have alike
-            at = row * _WORD(pitch) + vector % _WORD(width // 4) * _WORD(2)
-            found[at], found[at + _WORD(pairs)], found[at + _WORD(1)], found[at + _WORD(pairs + 1)] = sums
-            vector += _WORD(threads)
-
-    @device_function
-    def is_last(address: Any, turn: Any, ready: Any) -> Any:
-        """Tell whether all other blocks have left their parts, which it then sees, as they see this block's."""
-        cuda.syncthreads()
-        if cuda.threadIdx.x == 0:
-            ptx.near_fence()  # for all threads of the block, whose barrier this one has passed
-            turn[0] = ptx.next_turn(address, _HALF(ready - _WORD(1)))
-            ptx.near_fence()
-        cuda.syncthreads()
-        return _WORD(turn[0]) == ready - _WORD(1)
 
     def attend(  # type: ignore[no-untyped-def]
         q, q_pitch, k, v, kv_pitch, k_scales, v_scales, positions, out, out_pitch, partial, turns, length, group,
