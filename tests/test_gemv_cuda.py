@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5
+_FEW = 64
 SIZES = [(1536, 4096), (4096, 3584), (4, 8), (5, 16), (7, 264), (130, 896), (1001, 2304), (34, 14336), (2053, 256)]
 
 
@@ -26,11 +27,14 @@ def kernels(dtype: torch.dtype) -> Gemv:
 
 
 def check(found: torch.Tensor, exact: torch.Tensor) -> None:
-    """Compare with a result that is not rounded: a step of 16 bits of the largest, as roundings between may make."""
+    """Compare with a result that is not rounded: a step of 16 bits of the largest, as roundings between may make.
+
+    Of many elements most are nearer; of few, one may be as far off as rounding once may put it.
+    """
     assert found.isfinite().all()
     step = torch.finfo(found.dtype).eps * exact.abs().max()
     assert (found - exact).abs().max() <= step
-    assert (found - exact).abs().mean() <= step / 4
+    assert (found - exact).abs().mean() <= step / (4 if found.numel() > _FEW else 2)
 
 
 def check_plain(
