@@ -201,7 +201,7 @@ class _Builder:
         assert not start % size, "not at a multiple"
         assert any(start in some and start + size - 1 in some for some in self._allowed), "not the kernel's"
         memory: Any = (ctypes.c_char * size).from_address(start)
-        return np.frombuffer(memory, np.uint16 if size == 2 else np.uint32)
+        return np.frombuffer(memory, {1: np.uint8, 2: np.uint16}.get(size, np.uint32))
 
     def _run(self, text: str, values: list[Any]) -> Any:
         name, _, _ = text.partition(" ")
@@ -236,7 +236,7 @@ class _Builder:
 _VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.u32")
 #: Bytes of accesses.
 _SIZES = {
-    f"{way}{kind}.global.u{8 * size}": size for way in ("ld", "st") for kind in ("", ".volatile") for size in (2, 4)
+    f"{way}{kind}.global.u{8 * size}": size for way in ("ld", "st") for kind in ("", ".volatile") for size in (1, 2, 4)
 }
 #: Of others.
 _BITS: dict[str, Callable[..., Any]] = {
