@@ -184,8 +184,22 @@ def check(model: Model, plan: SplitPlan, transport: str, new: int = NEW, *, back
         for sequence, prompt in enumerate(model.prompts):
             logits = context.gather(decoder.prefill(prompt, sequence), Axis.VC).tensor
             torch.testing.assert_close(logits[0], model.logits[sequence], atol=1e-4, rtol=1e-4)
+        for logits in read_and_stepped(decoder, model.prompts):
+            torch.testing.assert_close(logits, model.logits, atol=1e-4, rtol=1e-4)
         found = list(zip(*generate(decoder, model.prompts, new), strict=True))
         assert [list(tokens) for tokens in found] == [tokens[:new] for tokens in model.tokens]
+
+
+def read_and_stepped(decoder: Decoder, prompts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of what follows prompts, ``[B, V]``: of reading them, and of a step with their last tokens."""
+    context = decoder.context
+    read = decoder.read([Prompt(prompt, i) for i, prompt in enumerate(prompts)])
+    found = context.gather(read, Axis.VC).tensor.float()
+    decoder.read([Prompt(prompt[:-1], i) for i, prompt in enumerate(prompts)])
+    latest = torch.tensor([[prompt[-1] for prompt in prompts], [len(prompt) - 1 for prompt in prompts]])
+    places = [device.device for device in context.devices.values()]
+    tokens, positions = ([numbers.to(place) for place in places] for numbers in latest)
+    return found, context.gather(decoder.decode(tokens, positions), Axis.VC).tensor.float()
 
 
 def check_sixteen_bits(
@@ -203,17 +217,22 @@ def check_sixteen_bits(
     """
     loaded = AutoModelForCausalLM.from_pretrained(model.directory, dtype=dtype, attn_implementation="eager")
     loaded.save_pretrained(directory)
+    check_losses(model, loaded, plan_of(directory, devices, request_of(layout), {}, seed=3), directory, backend)
+
+
+def check_losses(model: Model, loaded: Any, plan: SplitPlan, directory: Path, backend: str) -> None:
+    """Compare what a model in 16 bits loses in a decoder with what it loses in transformers.
+
+    Args:
+        model: in 32 bits.
+        loaded: the model of transformers in 16 bits.
+        plan: of the decoder's.
+        directory: which has it.
+        backend: to run on.
+    """
     with torch.no_grad():
         reference = torch.stack([loaded(torch.tensor([prompt])).logits[0, -1].float() for prompt in model.prompts])
-    plan = plan_of(directory, devices, request_of(layout), {}, seed=3)
     with compile_plan(plan, backend=backend, scratch=False) as context:
         decoder = Decoder(context, directory, load_weights(plan, directory, context))
-        read = decoder.read([Prompt(prompt, i) for i, prompt in enumerate(model.prompts)])
-        decoder.read([Prompt(prompt[:-1], i) for i, prompt in enumerate(model.prompts)])
-        latest = torch.tensor([[prompt[-1] for prompt in model.prompts], [len(prompt) - 1 for prompt in model.prompts]])
-        places = [device.device for device in context.devices.values()]
-        tokens, positions = ([numbers.to(place) for place in places] for numbers in latest)
-        stepped = decoder.decode(tokens, positions)
-        for logits in (read, stepped):
-            found = context.gather(logits, Axis.VC).tensor.float()
+        for found in read_and_stepped(decoder, model.prompts):
             assert 0 < (found - model.logits).norm() < 2 * (reference - model.logits).norm()

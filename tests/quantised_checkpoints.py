@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Tokens that follow each prompt.
-NEW: Final = 8
+NEW: Final = 6
 
 #: So that groups of 32 to 128 can be cut, and blocks of 128 too where a family says how wide its heads are; and so that
 #: an output matrix can be packed.
@@ -51,7 +51,7 @@ FORMATS: Final[dict[str, Format]] = {
     "gptq 4 g64 asym": Gptq(group=64, symmetric=False),
     "gptq 4 asym, one group": Gptq(group=-1, symmetric=False),
     "gptq 4 g96 asym, ragged": Gptq(group=96, symmetric=False),
-    "gptq 4 g32, scales of the model": Gptq(group=32, scales=torch.float32, biases=None),
+    "gptq 4 g32, scales of the model": Gptq(group=32, scales=torch.float32),
     "gptq 4 g32, biases of zeros": Gptq(group=32, adds_biases=True),
     "gptq 4 g32 and the head": Gptq(group=32, head=True),
     "gptq_v2 4 g32 asym": Gptq(group=32, symmetric=False, version=2),
@@ -117,14 +117,26 @@ def write(source: Path, form: Format, directory: Path, twin: Path) -> None:
             packed, values[name] = form.store(tensor)
             stored |= {stem + suffix: part for suffix, part in packed.items()}
             if form.adds_biases:
-                stored.setdefault(f"{stem}.bias", torch.zeros(len(tensor), dtype=form.biases))
+                stored.setdefault(f"{stem}.bias", torch.zeros(len(tensor)))
         else:
-            stored[name] = tensor.to(form.biases) if kind == "bias" and form.biases else tensor
-            values[name] = stored[name].float()
+            stored[name] = values[name] = tensor
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for to, tensors, more in ((directory, stored, {"quantization_config": form.config()}), (twin, values, {})):
         (to / "config.json").write_text(json.dumps(config | more), encoding="utf-8")
         save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+
+
+def halve(source: Path, directory: Path, dtype: torch.dtype) -> None:
+    """Round what is not quantised of a checkpoint to 16 bits; scales stay as they are."""
+    tensors = {
+        name: tensor.to(dtype) if tensor.dtype is torch.float32 and name.endswith((".weight", ".bias")) else tensor
+        for name, tensor in saved_values(source).items()
+    }
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(
+        json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}), encoding="utf-8"
+    )
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @cache

@@ -27,12 +27,10 @@ class Format(ABC):
     """How a tool stores matrices.
 
     Attributes:
-        biases: the dtype that it gives biases; None for the model's.
         adds_biases: whether it gives all matrices biases, zeros where the model has none.
         head: whether the output matrix is quantised too.
     """
 
-    biases: torch.dtype | None = None
     adds_biases: bool = False
     head: bool = False
 
@@ -56,7 +54,7 @@ class Gptq(Format):
         version: 1 stores zeros less one, 2 (``gptq_v2``) as they are.
         permuted: whether groups are of inputs in the order of their activations (``desc_act``).
         scales: their dtype; AutoGPTQ's is the model's, GPTQModel's always float16.
-        biases: as scales; AutoGPTQ's first versions add them.
+        adds_biases: AutoGPTQ's first versions do.
     """
 
     bits: int = 4
@@ -65,7 +63,6 @@ class Gptq(Format):
     version: int = 1
     permuted: bool = False
     scales: torch.dtype = torch.float16
-    biases: torch.dtype | None = torch.float16
 
     def config(self) -> dict[str, Any]:
         """See :class:`Format`."""
@@ -98,11 +95,9 @@ class Awq(Format):
 
     Attributes:
         group: inputs that share a scale.
-        biases: are in float16, as scales.
     """
 
     group: int = 128
-    biases: torch.dtype | None = torch.float16
 
     def config(self) -> dict[str, Any]:
         """See :class:`Format`."""

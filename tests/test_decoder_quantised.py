@@ -1,0 +1,140 @@
+"""The decoder of quantised models against transformers, which computes with the values that codes stand for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+import tpplan
+from tests.checkpoints import LLAMA, llama_layers, llama_outside, write_checkpoint
+from tests.decoder_cases import check, check_losses, plan_of, request_of
+from tests.format_cases import CASES, awq, gptq, gptq_config
+from tests.quantised_checkpoints import FAMILIES, FORMATS, NEW, halve, quantised
+from tests.quantised_formats import IntPacked
+from tests.weight_plans import fine_units
+from tpplan.decoder.settings import check_model
+from tpplan.errors import ModelError
+from tpplan.plan import KV_MODES, LAYOUTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.checkpoints import Tensors
+    from tpplan.plan import SplitPlan
+
+__all__ = ["fine_units"]  # a fixture
+
+#: Devices, layout and transport of plans that are cut at random.
+CUTS = [(1, "reduce", "events"), (3, "reduce", "peer"), (2, "gather", "host")]
+
+#: A few formats of each kind, for every family.
+SOME = [
+    "gptq_v2 4 g32 asym",
+    "gptq 8 g64 asym desc_act",
+    "awq g32",
+    "int 8 channel",
+    "fp8 block of 64x32",
+    "fp8 compressed channel",
+]
+
+
+def _plan(directory: Path, form: str, devices: int, layout: str, seed: int, *, kv: str = "idle") -> SplitPlan:
+    """Return a plan that cuts a model at random, in the layout gather where groups of inputs are anywhere."""
+    stored = FORMATS[form]
+    if tpplan.read_model(directory).gather_only or (isinstance(stored, IntPacked) and stored.permuted):
+        layout = "gather"
+    return plan_of(directory, devices, request_of(layout, kv), {}, seed)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: "-".join(map(str, cut)))
+@pytest.mark.parametrize("form", FORMATS)
+def test_formats(form: str, cut: tuple[int, str, str]) -> None:
+    """Logits of prompts and of a step, and tokens, of every format, however a plan cuts its groups and blocks."""
+    devices, layout, transport = cut
+    model, _ = quantised("llama", form)
+    check(model, _plan(model.directory, form, devices, layout, seed=devices), transport, NEW)
+
+
+@pytest.mark.parametrize("cut", CUTS[1:], ids=lambda cut: "-".join(map(str, cut)))
+@pytest.mark.parametrize("form", SOME)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
+def test_families(family: str, form: str, cut: tuple[int, str, str]) -> None:
+    """Biases, matrices that the checkpoint has fused, and experts, are quantised as other models' matrices are."""
+    devices, layout, transport = cut
+    model, _ = quantised(family, form)
+    check(model, _plan(model.directory, form, devices, layout, seed=7), transport, NEW)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    family=st.sampled_from(list(FAMILIES)),
+    form=st.sampled_from([form for form in FORMATS if not FORMATS[form].head]),
+    devices=st.integers(1, 3),
+    layout=st.sampled_from(LAYOUTS),
+    kv=st.sampled_from(KV_MODES),
+    seed=st.integers(0, 2**16),
+)
+def test_any_plan(*, family: str, form: str, devices: int, layout: str, kv: str, seed: int) -> None:
+    """Whatever a plan leaves to its devices, they say what transformers does."""
+    model, _ = quantised(family, form)
+    check(model, _plan(model.directory, form, devices, layout, seed, kv=kv), "events", NEW)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("llama", "gptq 4 g64 asym"), ("qwen2", "awq g128"), ("mixtral", "int 8 g64 asym"), ("phi3", "fp8 block")],
+)
+def test_sixteen_bits_lose_what_they_lose_in_transformers(
+    family: str, form: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Codes become 16 bits as transformers has their values, and all else is computed in these, too."""
+    model, twin = quantised(family, form)
+    halve(model.directory, tmp_path, dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(twin, dtype=dtype, attn_implementation="eager")
+    check_losses(model, loaded, _plan(tmp_path, form, 2, "reduce", seed=3), tmp_path, "cpu")
+
+
+def _refused(directory: Path) -> ModelError:
+    model = tpplan.read_model(directory)
+    plan = tpplan.plan(model, tpplan.parse_devices("1GiB"), max_rows=1)
+    with pytest.raises(ModelError) as error:
+        check_model(directory, model, plan)
+    return error.value
+
+
+_GEMV = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}
+
+
+def _mxfp4(inputs: int, outputs: int, _layer: int) -> Tensors:
+    return {"_blocks": ("U8", (outputs, inputs // 32, 16)), "_scales": ("U8", (outputs, inputs // 32))}
+
+
+_DYNAMIC = gptq_config(dynamic={"+:.*down_proj": {"bits": 8}})
+
+
+@pytest.mark.parametrize(
+    ("quantization", "matrix", "what"),
+    [
+        *((CASES[case][0], CASES[case][1], name) for case, name in (
+            ("exl2", "EXL2"), ("exl3", "EXL3"), ("nf4", "NF4"), ("int8", "LLM.int8"),
+            ("gptq 2 bits", "GPTQ 2-bit"), ("gptq 3 bits", "GPTQ 3-bit"),
+        )),
+        (_GEMV, awq, "AWQ"),
+        (_DYNAMIC, gptq(), "GPTQ"),
+        ({"quant_method": "mxfp4"}, _mxfp4, "MXFP4"),
+    ],
+)  # fmt: skip
+def test_formats_that_are_refused(tmp_path: Path, quantization: dict[str, Any], matrix: Any, what: str) -> None:
+    """Before anything is loaded, a tensor is named, the format, and what the decoder takes."""
+    config = LLAMA | {"quantization_config": quantization}
+    error = _refused(write_checkpoint(tmp_path, config, llama_outside() | llama_layers(matrix)))
+    assert "model.layers.0.self_attn.q_proj" in error.message
+    assert what in error.message
+    for known in ("GPTQ", "AWQ", "gemm", "compressed-tensors", "FP8"):
+        assert known in error.hint
