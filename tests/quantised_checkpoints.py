@@ -42,7 +42,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen2": {},
     "gemma2": {},
     "phi3": {},
-    "mixtral": {"num_local_experts": 3},
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 3},  # where no rounding chooses others
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 
