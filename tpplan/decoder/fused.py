@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tpplan.decoder import attention, gemv, mixture, pointwise, skinny
+from tpplan.decoder import attention, dense, gemv, mixture, pointwise, skinny
 from tpplan.decoder.attention import Attention
+from tpplan.decoder.dense import Dense
 from tpplan.decoder.gemv import Gemv, Norm
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.layers import some_of, together
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.held import Held
     from tpplan.decoder.plain import Turn
-    from tpplan.decoder.quantised import Stacked
+    from tpplan.decoder.quantised import Quantised, Stacked
     from tpplan.decoder.settings import Settings
     from tpplan.exec.channel import Channel
 
@@ -43,6 +44,7 @@ def steps_on(
     kernels: bool = True,
     joint: bool = False,
     experts: bool = False,
+    codes: Collection[str] = (),
 ) -> Plain:
     """Return what computes the steps of layers on a device: by kernels where there are any.
 
@@ -55,15 +57,22 @@ def steps_on(
         kernels: whether there shall be any.
         joint: whether also those that add up what several devices have.
         experts: whether layers have any.
+        codes: what quantised matrices are made of, of :data:`tpplan.decoder.dense.KINDS`.
     """
     if kernels and has_kernels(place, dtype):
-        return Fused(place, dtype, settings, head_dims, kind, joint=joint, experts=experts)
+        return Fused(place, dtype, settings, head_dims, kind, joint=joint, experts=experts, codes=codes)
     return Plain(settings.norm_eps, settings.activation)
 
 
 def has_kernels(place: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether there are kernels for activations of a dtype on a device."""
     return place.type == "cuda" and dtype in DTYPES and not kernel_cache.lacks()
+
+
+def codes_of(weights: Held) -> list[str]:
+    """Return what quantised matrices of a device are made of, of :data:`tpplan.decoder.dense.KINDS`."""
+    matrices = [*weights.quantised.values(), *(each.matrix for each in weights.stacked.values())]
+    return sorted({dense.kind_of(each) for each in matrices}.intersection(dense.KINDS))
 
 
 class Fused(Plain):
@@ -79,6 +88,7 @@ class Fused(Plain):
         *,
         joint: bool = False,
         experts: bool = False,
+        codes: Collection[str] = (),
     ) -> None:
         """Load the kernels.
 
@@ -90,6 +100,7 @@ class Fused(Plain):
             kind: of the cache.
             joint: whether also those that add up what several devices have.
             experts: whether layers have any.
+            codes: what quantised matrices are made of, of :data:`tpplan.decoder.dense.KINDS`.
         """
         super().__init__(settings.norm_eps, settings.activation)
         self.joint_rows = skinny.MOST_JOINT if joint else 0
@@ -100,6 +111,7 @@ class Fused(Plain):
         names += [*gemv.joint_names_of(dtype), skinny.joint_name_of(dtype)] if joint else ()
         names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
         names += mixture.names_of(dtype) if experts else ()
+        names += dense.names_of(dtype, codes)
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for name in names)  # all at the same time
         self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name, kind)
@@ -107,6 +119,7 @@ class Fused(Plain):
         self._skinny = Skinny(place, dtype, joint=joint)
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._mixture = Mixture(place, dtype, self._name) if experts else None
+        self._dense = Dense(place, dtype, codes)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """Return rows behind a norm."""
@@ -131,6 +144,14 @@ class Fused(Plain):
         kernels.add(to, x, matrix)
         if bias is not None:
             to.add_(bias)
+
+    def dense(self, matrix: Quantised, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Return some rows of a quantised matrix."""
+        if not self._dense.takes(matrix):
+            return super().dense(matrix, start, end, dtype)
+        out_RK = torch.empty(end - start, matrix.shape[1], dtype=dtype, device=matrix.codes.device)
+        self._dense(matrix, start, end, out_RK)
+        return out_RK
 
     def joint(  # noqa: PLR0917
         self, to: Tensor, x: Tensor, weights: Held, name: str, channel: Channel, device: int

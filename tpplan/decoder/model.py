@@ -15,7 +15,7 @@ from torch.nn import functional
 from tpplan.axes import Axis
 from tpplan.config import read_config
 from tpplan.decoder.cache import Where
-from tpplan.decoder.fused import steps_on
+from tpplan.decoder.fused import codes_of, steps_on
 from tpplan.decoder.groups import Group
 from tpplan.decoder.heads import heads_of, length_of
 from tpplan.decoder.joined import check_weights, joined
@@ -118,6 +118,7 @@ class Decoder:
                 kernels=kernels,
                 joint=joint,
                 experts=experts,
+                codes=codes_of(self.weights[device]),
             )
             for device in context.all_devices
         }
