@@ -25,6 +25,7 @@ from benchmarks.decode_options import numbers_of, parser_of
 from benchmarks.decode_order import CUTS, Order
 from benchmarks.decode_rows import HEAD, Row, cells, compared, reason
 from benchmarks.random_checkpoint import room_for, size_of, write
+from benchmarks.random_codes import quantised
 from benchmarks.rows import ROOT
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def checkpoint(config: Mapping[str, Any], folder: str, *, asked: bool) -> Iterat
         directory.mkdir(parents=True, exist_ok=True)
         is_there, path = any(directory.glob("*.safetensors")), directory / "config.json"
         if (asked or not is_there) and path.exists() and json.loads(path.read_text(encoding="utf-8")) != config:
-            sys.exit(f"{path} is of another model or size\nhint: leave out --config and --layers, or name a new folder")
+            hint = "leave out --config, --layers and --quantise, or name a new folder"
+            sys.exit(f"{path} is of another model or size\nhint: {hint}")
         if not is_there:
             write(directory, config)
         yield directory
@@ -110,7 +112,8 @@ def checkpoint_of(wanted: argparse.Namespace) -> AbstractContextManager[Path]:
     """Make the checkpoint that options ask for, see :func:`benchmarks.decode_options.parser_of`."""
     config = json.loads(Path(wanted.config or MODEL).read_text(encoding="utf-8"))
     config |= {"num_hidden_layers": wanted.layers} if wanted.layers else {}
-    return checkpoint(config, wanted.folder, asked=bool(wanted.config or wanted.layers))
+    config = quantised(config, wanted.quantise)
+    return checkpoint(config, wanted.folder, asked=bool(wanted.config or wanted.layers or wanted.quantise))
 
 
 def main() -> None:
@@ -127,8 +130,9 @@ def main() -> None:
     began = time.perf_counter()
     with checkpoint_of(wanted) as directory:
         made = time.perf_counter() - began
-        layers = tpplan.read_model(directory).layer_count
-        print(f"{machine}; checkpoint of {layers} layers ready after {made:.1f} s\n", file=notes)
+        model = tpplan.read_model(directory)
+        ready = f"checkpoint of {model.layer_count} layers, {model.weight_format}, ready after {made:.1f} s"
+        print(f"{machine}; {ready}\n", file=notes)
         print(HEAD, file=notes, flush=True)
         order = Order(
             directory=str(directory),
@@ -142,7 +146,8 @@ def main() -> None:
         for who, one in runs(order, wanted.gpus, wanted.cuts, wanted.peers):
             execute(who, one, wanted.watchdog, tell)
     if wanted.json:
-        print(json.dumps({"machine": machine, "layers": layers, "rows": [*map(asdict, rows)]}))
+        about = {"machine": machine, "layers": model.layer_count, "weights": model.weight_format}
+        print(json.dumps({**about, "rows": [*map(asdict, rows)]}))
     sys.exit(any(row.value is None for row in rows))
 
 
@@ -171,10 +176,13 @@ def _wanted() -> argparse.Namespace:
     add("--batches", type=numbers_of, default=(1, 8, 64), help="sequences that decode together (default 1,8,64)")
     add("--tokens", type=int, default=64, help="steps that are timed (default 64)")
     add("--prefill", type=int, default=4096, help="tokens of the long prompt (default 4096)")
-    add("--peers", type=_names(*PEERS), default=PEERS, help="others, of nccl,transformers (default both)")
+    add("--peers", type=_names(*PEERS), help="others, of nccl,transformers (default both, nccl if quantised)")
     add("--eager", action="store_true", help="read prompts once more, without graphs where they have some")
     add("--json", action="store_true", help="print one JSON document; the table goes to standard error")
-    return parser.parse_args()
+    wanted = parser.parse_args()
+    if wanted.peers is None:
+        wanted.peers = PEERS[:1] if wanted.quantise else PEERS  # transformers needs packages for codes
+    return wanted
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import argparse
 
 import torch
 
+from benchmarks.random_codes import METHODS
+
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Return a parser of the options that these commands have in common."""
@@ -14,6 +16,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     add("--gpus", type=numbers_of, default=(1, 2), help="how many, one after the other (default 1,2)")
     add("--layers", type=int, default=0, help="of the model (default: all that it has)")
     add("--config", default="", help="config.json of another model than Llama-3.1-8B")
+    add("--quantise", choices=[*METHODS], default="", help="how its matrices are stored (default: dense)")
     add("--folder", default="", help="where the checkpoint is made, or any is already; it stays there")
     add("--backend", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--watchdog", type=float, default=180, help="seconds after which one run is ended (default 180)")

@@ -1,4 +1,4 @@
-"""A checkpoint of random weights, written as fast as the disk takes it.
+"""A checkpoint of random weights, quantised if asked for, written as fast as the disk takes it.
 
 Run it as ``python -m benchmarks.random_checkpoint CONFIG DIRECTORY``.
 """
@@ -12,6 +12,8 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
@@ -19,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tpplan
+from benchmarks.random_codes import METHODS, block_of, constant_of, kind_of, quantised
 from tpplan.errors import TpplanError
 from tpplan.weights import iter_slices
-from tpplan.weights.load import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
 #: Random values, over and over. Odd, so that no two rows of a matrix are equal, and no two tokens tie.
 _BLOCK = 2**25 + 1
-_DEVIATION = 0.02
 _THREADS = min(16, os.cpu_count() or 1)
 #: Memory as a file system, and the share of what is free there that a checkpoint may take.
 _MEMORY, _SHARE = Path("/dev/shm"), 0.8  # noqa: S108 (only asked for its room)
@@ -43,12 +44,11 @@ def write(directory: Path, config: Mapping[str, Any], seed: int = 1) -> int:
 
     Args:
         directory: that is there.
-        config: of a family whose tensors all have its dtype.
+        config: of a family whose tensors all have its dtype, or of :func:`benchmarks.random_codes.quantised`.
         seed: of the weights.
     """
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    tensors = _tensors(directory)
-    dtype = DTYPES[tensors[0].dtype]
+    tensors = sorted(_tensors(directory), key=kind_of)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, end = [], 0
     for tensor in tensors:
@@ -59,17 +59,19 @@ def write(directory: Path, config: Mapping[str, Any], seed: int = 1) -> int:
     text += b" " * (-len(text) % 8)
     path, data = directory / "model.safetensors.partial", 8 + len(text)
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    block = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(seed)).mul_(_DEVIATION).to(dtype)
-    size = block.nbytes
     with path.open("r+b") as file:
         file.truncate(data + end)
-    with ThreadPoolExecutor(_THREADS) as threads:
-        pieces = [(start, min(size, end - start)) for start in range(0, end, size)]
-        list(threads.map(lambda piece: _put(path, data + piece[0], block, piece[1]), pieces))
-    for tensor, start in zip(tensors, starts, strict=True):
-        if len(tensor.whole) == 1:
-            ones = torch.ones(tensor.whole, dtype=dtype)
-            _put(path, data + start, ones, ones.nbytes)
+    normal = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(seed))
+    places = {tensor.name: start for tensor, start in zip(tensors, starts, strict=True)}
+    for kind, each in groupby(tensors, kind_of):
+        alike = list(each)
+        if kind:
+            first, last = places[alike[0].name], places[alike[-1].name] + alike[-1].nbytes
+            _fill(path, block_of(kind, normal), data + first, data + last)
+        else:
+            for tensor in alike:
+                values = constant_of(tensor, config)
+                _put(path, values, data + places[tensor.name], values.nbytes)
     path.rename(directory / "model.safetensors")
     return end
 
@@ -112,10 +114,17 @@ def _tensors(directory: Path) -> Sequence[TensorSlice]:
     return list(iter_slices(plan, model))
 
 
-def _put(path: Path, start: int, values: torch.Tensor, size: int) -> None:
+def _fill(path: Path, block: torch.Tensor, start: int, end: int) -> None:
+    """Write a block into a file again and again, by several threads."""
+    places = range(start, end, block.nbytes)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        list(threads.map(partial(_put, path, block), places, (min(block.nbytes, end - place) for place in places)))
+
+
+def _put(path: Path, values: torch.Tensor, start: int, size: int) -> None:
     with path.open("r+b", buffering=0) as file:
         file.seek(start)
-        bytes_left = values.view(torch.uint8).numpy().data[:size]
+        bytes_left = values.view(-1).view(torch.uint8).numpy().data[:size]
         while bytes_left:
             bytes_left = bytes_left[file.write(bytes_left) :]
 
@@ -126,6 +135,7 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="config.json of the model")
     parser.add_argument("directory", type=Path, help="that gets config.json and model.safetensors")
     parser.add_argument("--layers", type=int, default=0, help="of the model (default: all that it has)")
+    parser.add_argument("--quantise", choices=[*METHODS], default="", help="how matrices are stored (default: dense)")
     asked = parser.parse_args()
     made = asked.directory / "config.json"
     if made.exists():
@@ -134,6 +144,8 @@ def main() -> None:
         config = json.loads(asked.config.read_text(encoding="utf-8"))
         if asked.layers and isinstance(config, dict):
             config["num_hidden_layers"] = asked.layers
+        if isinstance(config, dict):
+            config = quantised(config, asked.quantise)
         asked.directory.mkdir(parents=True, exist_ok=True)
         print(f"{write(asked.directory, config):,} bytes of weights in {asked.directory}")
     except (OSError, ValueError, TpplanError) as error:

@@ -11,9 +11,13 @@ import torch
 
 import tpplan
 from benchmarks import bench_decode, random_checkpoint
+from benchmarks.random_codes import quantised
 from tests.bench_decode_cases import CONFIG, different, order
 from tests.checkpoints import saved_values
 from tests.weight_plans import fine_units
+from tpplan.decoder import Decoder
+from tpplan.exec import compile as compile_plan
+from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from benchmarks.decode_order import Order
@@ -35,6 +39,32 @@ def test_a_checkpoint_has_what_its_config_says(order: Order) -> None:
     assert different(values["lm_head.weight"]) == 203
 
 
+@pytest.mark.parametrize(
+    ("method", "name"), [("awq", "AWQ 4-bit"), ("gptq", "GPTQ 4-bit"), ("fp8", "FP8 block 128x128")]
+)
+def test_a_quantised_checkpoint_has_codes_of_such_matrices(tmp_path: Path, method: str, name: str) -> None:
+    """What its codes stand for has the same deviation and is as much below 0 as above; all else is as it is else."""
+    config = quantised(CONFIG | {"hidden_size": 256, "intermediate_size": 384}, method)
+    random_checkpoint.write(tmp_path, config)
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+    model, values = tpplan.read_model(tmp_path), saved_values(tmp_path)
+    assert model.weight_format.startswith(name)
+    assert random_checkpoint.size_of(config) == model.weight_bytes == sum(value.nbytes for value in values.values())
+    assert (values["model.norm.weight"] == 1).all()
+    assert (values["lm_head.weight"].std() / 0.02 - 1).abs() < 0.1
+    plan = tpplan.plan(model, [tpplan.Device(name="one", budget_bytes=2**40)], max_rows=1)
+    with compile_plan(plan, backend="cpu") as context:
+        held = Decoder(context, tmp_path, load_weights(plan, tmp_path, context)).weights[0]
+    for stem, (rows, columns) in {"self_attn.o_proj": (256, 64), "mlp.down_proj": (256, 384)}.items():
+        matrix = held.matrix(f"model.layers.1.{stem}")
+        assert not isinstance(matrix, torch.Tensor)
+        dense = matrix.dense(0, rows, torch.float32)
+        assert dense.shape == (rows, columns)
+        assert (dense.std() / 0.02 - 1).abs() < 0.1
+        assert dense.mean().abs() < 0.001
+        assert different(dense) == rows
+
+
 def test_a_checkpoint_larger_than_the_block_goes_on_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of an odd length is repeated without a gap, and rows differ all the same."""
     monkeypatch.setattr(random_checkpoint, "_BLOCK", 1001)
@@ -53,7 +83,7 @@ def test_another_models_folder_is_left_alone(asked: bool, is_there: bool, tmp_pa
         (tmp_path / "model.safetensors").unlink()
     other = CONFIG | {"num_hidden_layers": 1}
     with (
-        pytest.raises(SystemExit, match="of another model or size\nhint: leave out --config and --layers"),
+        pytest.raises(SystemExit, match="of another model or size\nhint: leave out --config, --layers and --quantise"),
         bench_decode.checkpoint(other, str(tmp_path), asked=asked),
     ):
         pass
@@ -87,6 +117,10 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     config = CONFIG | {"num_hidden_layers": 1}
     assert json.loads((made / "config.json").read_text(encoding="utf-8")) == config
     assert capsys.readouterr().out == f"{random_checkpoint.size_of(config):,} bytes of weights in {made}\n"
+    monkeypatch.setattr("sys.argv", [*arguments[:2], str(tmp_path / "codes"), "--quantise", "awq"])
+    random_checkpoint.main()
+    assert tpplan.read_model(tmp_path / "codes").weight_format.startswith("AWQ")
+    monkeypatch.setattr("sys.argv", arguments)
     with pytest.raises(SystemExit):
         random_checkpoint.main()
     assert "has a config.json already" in capsys.readouterr().err

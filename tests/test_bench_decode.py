@@ -8,11 +8,13 @@ import pytest
 import torch
 from attrs import evolve
 
-from benchmarks import bench_decode, decode_memory, decode_run, transformers_run
+import tpplan
+from benchmarks import bench_decode, decode_memory, decode_run, random_checkpoint, transformers_run
 from benchmarks.decode_memory import Buckets
 from benchmarks.decode_order import CUTS, Order
 from benchmarks.decode_rows import Part, Row, cells, compared
-from tests.bench_decode_cases import generated, order
+from benchmarks.random_codes import quantised
+from tests.bench_decode_cases import CONFIG, TOKENS, generated, order
 from tests.weight_plans import fine_units
 
 if TYPE_CHECKING:
@@ -80,6 +82,19 @@ def test_the_limit_is_the_slowest_devices_weights(order: Order, monkeypatch: pyt
     read = [memory.weights_bytes - rows_of[memory.device] * 64 * 4 for memory in plan.memory]
     assert len(read) == 2
     assert limit == pytest.approx(3 * 1e6 / max(read))
+
+
+def test_a_step_of_a_quantised_model_reads_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limit is their bytes and those of scales and zeros, and everything is measured as of another model."""
+    random_checkpoint.write(tmp_path, quantised(CONFIG, "awq"))
+    monkeypatch.setattr(decode_run, "_bandwidth", lambda _: 1e6)
+    rows: list[Row] = []
+    order = Order(directory=str(tmp_path), gpus=1, backend="cpu", batches=(2,), tokens=TOKENS, prefill=40)
+    decode_run.measure(order, rows.append)
+    assert all(row.value for row in rows)
+    (decoded,) = (row for row in rows if row.what == "decode, batch 2")
+    assert decoded.limit == pytest.approx(2 * 1e6 / (tpplan.read_model(tmp_path).weight_bytes - 203 * 64 * 4))
+    assert list(decoded.tokens) == generated(order, order.plan())
 
 
 def test_a_part_that_fails_leaves_the_others(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:

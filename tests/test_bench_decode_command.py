@@ -59,6 +59,25 @@ def test_the_command_prints_a_document(
     assert (folder / "model.safetensors").stat() == before
 
 
+def test_the_command_quantises(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The document says how weights are stored."""
+    assert _command(monkeypatch, tmp_path, "--json", "--quantise", "gptq") == 0
+    assert json.loads(capsys.readouterr().out)["weights"].startswith("GPTQ 4-bit")
+
+
+def test_transformers_does_not_run_codes_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wants other packages for them."""
+    for options, peers in (
+        ([], ("nccl", "transformers")),
+        (["--quantise", "awq"], ("nccl",)),
+        (["--quantise", "awq", "--peers", "transformers"], ("transformers",)),
+    ):
+        monkeypatch.setattr("sys.argv", ["bench_decode", *options])
+        assert bench_decode._wanted().peers == peers
+
+
 def test_a_checkpoint_of_many_files_is_taken_as_it_is(
     order: Order, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
