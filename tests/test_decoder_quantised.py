@@ -15,7 +15,6 @@ from tests.checkpoints import LLAMA, llama_layers, llama_outside, write_checkpoi
 from tests.decoder_cases import check, check_losses, plan_of, request_of
 from tests.format_cases import CASES, awq, gptq, gptq_config
 from tests.quantised_checkpoints import FAMILIES, FORMATS, NEW, halve, quantised
-from tests.quantised_formats import IntPacked
 from tests.weight_plans import fine_units
 from tpplan.decoder.settings import check_model
 from tpplan.errors import ModelError
@@ -45,8 +44,7 @@ SOME = [
 
 def _plan(directory: Path, form: str, devices: int, layout: str, seed: int, *, kv: str = "idle") -> SplitPlan:
     """Return a plan that cuts a model at random, in the layout gather where groups of inputs are anywhere."""
-    stored = FORMATS[form]
-    if tpplan.read_model(directory).gather_only or (isinstance(stored, IntPacked) and stored.permuted):
+    if tpplan.read_model(directory).gather_only:
         layout = "gather"
     return plan_of(directory, devices, request_of(layout, kv), {}, seed)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import LLAMA, Tensors, llama_layers, llama_outside, tensor_bytes, write_checkpoint
-from tests.format_cases import BLOCK, awq, exl2, exl3, fp8_block, gptq, gptq_config, make, nf4, parameter
+from tests.format_cases import BLOCK, awq, exl2, exl3, fp8_block, gptq, gptq_config, int_packed, make, nf4, parameter
 from tpplan.axes import Axis
 from tpplan.devices import parse_devices
 from tpplan.memory import demands
@@ -97,6 +97,12 @@ GATHER_ONLY: dict[str, tuple[dict[str, Any] | None, Matrix, str]] = {
     "gptq, unknown order, no g_idx": (None, gptq(g_idx=False), ""),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64}, awq, ""),
     "exl3": ({"quant_method": "exl3"}, exl3, ""),
+    "int": (None, int_packed, ""),
+    "int, act order": (
+        None,
+        lambda inputs, outputs, layer: int_packed(inputs, outputs, layer) | {".weight_g_idx": ("I32", (inputs,))},
+        "weight_g_idx where inputs are in another order",
+    ),
 }
 
 

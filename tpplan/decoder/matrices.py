@@ -201,7 +201,10 @@ def _ints(stored: _Stored, layout: _Layout) -> IntMatrix:
     if layout.groups in stored.tensors:
         places = _places(columns, stored.numbers(layout.groups, 0))
         groups = stored.tensors[layout.groups].cpu().long()[places]
-    groups = _places(groups, held)
+    groups, wanted = _places(groups, held), groups
+    if not torch.equal(held[groups.clamp(max=len(held) - 1)], wanted):
+        what = f"{stored.name} has columns whose scales are those of other devices' columns: its rows are permuted"
+        raise ModelError(what, "plan again with --layout gather")
     step = gcd(group, int(columns[0]))
     some = groups[::step]
     ordered = torch.equal(some.repeat_interleave(step)[: len(groups)], groups)

@@ -78,8 +78,7 @@ def store(parameter: Parameter, name: str, scheme: Scheme, found: Mapping[str, T
             return None
         fits.append((suffix, dtype, *fit))
     whole = known.get("group", 0) >= inputs
-    permuted = name == "gptq" and not whole and ".g_idx" in found and scheme.permuted is not False
-    gather_only = form.gather_only or (_PERMUTED[scheme.permuted] if permuted else "")
+    gather_only = form.gather_only or ("" if whole else _permutation(name, scheme, found))
     stem = split_name(parameter.name)[0]
     parameters = tuple(
         evolve(
@@ -101,6 +100,13 @@ class _Filled(dict[str, int]):
 
     def __missing__(self, key: str) -> str:
         return f"{{{key}}}"
+
+
+def _permutation(name: str, scheme: Scheme, found: Mapping[str, Tensor | str]) -> str:
+    """Return why neighbouring inputs of a matrix may have scales of anywhere; empty if they have not."""
+    if name == "int-packed" and ".weight_g_idx" in found:
+        return "compressed-tensors stores weight_g_idx where inputs are in another order than their groups"
+    return _PERMUTED[scheme.permuted] if name == "gptq" and ".g_idx" in found and scheme.permuted is not False else ""
 
 
 _PERMUTED: Final = {
