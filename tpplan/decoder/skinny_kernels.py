@@ -15,10 +15,11 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
+from tpplan.decoder.tile_sums import TILE, tile_sums
 from tpplan.exec import ptx, tiles
-from tpplan.exec.channel_messages import begin_sum, end_sum, send_part
+from tpplan.exec.channel_messages import begin_sum, end_sum
 from tpplan.exec.channel_table import CALLERS
-from tpplan.exec.finishing import ADD, add_up_of, finish_of
+from tpplan.exec.finishing import ADD, add_up_of
 from tpplan.exec.kernels import Kernel, device_function
 from tpplan.exec.ptx import word
 
@@ -26,8 +27,6 @@ from tpplan.exec.ptx import word
 MOST_WARPS = 16
 #: Columns that a warp reads at a time.
 STEP = 64
-#: Matrix rows of a tile; of a gate half of them are what is gated.
-TILE = 16
 
 #: Registers of what a lane has of a matrix row or a row: two vectors.
 _PART = 8
@@ -129,7 +128,7 @@ def _matrix_rows(weight: Any, pitch: Any, first: Any, size: Any, mode: Any) -> A
     return weight + low * pitch, weight + high * pitch
 
 
-def _skinny(  # noqa: C901, PLR0915 (the kernel)
+def _skinny(  # noqa: C901 (the kernel)
     name: str, eights: int, first: Any, both: Any, multiply: Any, *, joint: bool = False
 ) -> Kernel:
     """Make a kernel for up to so many rows.
@@ -153,38 +152,10 @@ def _skinny(  # noqa: C901, PLR0915 (the kernel)
         joint: whether the products of all devices are added up, see :mod:`tpplan.exec.channel_messages`; there is no
             mode then, and the words are the caller's.
     """
-    pitch_of_sums = 8 * eights + 1  # so that lanes are in different banks
-    kept = TILE * pitch_of_sums
-    half, floats = MOST_WARPS * kept, 2 * MOST_WARPS * kept
-    products, zeros, finish = _products(multiply), tiles.zeros(4 * eights), finish_of(first, both)
+    products, zeros, add_up = _products(multiply), tiles.zeros(4 * eights), add_up_of(first, both)
     rows_of, look = _rows_of(eights)
-    add_up = add_up_of(first, both)
-
-    @device_function
-    def finish_all(
-        sums: Any, buffer: Any, start: Any, y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, rows: Any,
-        mode: Any, number: Any,
-    ) -> None:  # fmt: skip
-        """Add up what warps have found for a tile, and store what becomes of it, or send it."""
-        bits = _WORD(4) if mode == ADD else _WORD(3)
-        index, total = _WORD(cuda.threadIdx.x), rows << bits
-        while index < total:
-            row = index >> bits
-            member = index - (row << bits)
-            place = buffer + member * _WORD(pitch_of_sums) + row
-            s = t = _FLOAT(0)
-            end = place + (_WORD(cuda.blockDim.x) >> _WORD(5)) * _WORD(kept)
-            while place < end:
-                s += sums[place]
-                if mode != ADD:
-                    t += sums[place + _WORD(8 * pitch_of_sums)]
-                place += _WORD(kept)
-            if joint:
-                if start + member < size:
-                    send_part(row * size + start + member, s, number)
-            elif start + member < size:
-                finish(s, t, row, start + member, y, y_pitch, plus, plus_pitch, size, mode)
-            index += _WORD(cuda.blockDim.x)
+    found = tile_sums(first, both, eights, MOST_WARPS, joint=joint)
+    keep, finish, floats, kept, half = found.keep, found.finish, found.floats, found.warp, found.half
 
     @device_function
     def multiply_rows(
@@ -222,10 +193,9 @@ def _skinny(  # noqa: C901, PLR0915 (the kernel)
                 v, q = _ask(low, high, far + again + own, last), look(at, far + again + own, last)
             near = far
             if far == _WORD(0):
-                to = buffer + warp * _WORD(kept) + g * _WORD(pitch_of_sums) + t * _WORD(2)
-                tiles.keep(sums, totals, to, _WORD(1), _WORD(8 * pitch_of_sums))
+                keep(sums, totals, buffer + warp * _WORD(kept), g, t)
                 cuda.syncthreads()
-                finish_all(sums, buffer, start, y, y_pitch, plus, plus_pitch, size, rows, mode, number)
+                finish(sums, buffer, start, y, y_pitch, plus, plus_pitch, size, rows, mode, number)
                 # The next tile's sums go elsewhere: not all threads may have read these.
                 totals, start, buffer = zeros(), ahead, _WORD(half) - buffer
 
