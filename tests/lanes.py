@@ -184,6 +184,34 @@ class _Builder:
         return _Value(np.uint64(int(_raw(a)) + int(_raw(b))))
 
     @staticmethod
+    def shl(a: Any, b: Any) -> _Value:
+        return _Value(np.uint32(int(_raw(a)) << int(_raw(b)) & 0xFFFFFFFF))
+
+    @staticmethod
+    def lshr(a: Any, b: Any) -> _Value:
+        return _Value(np.uint32(int(_raw(a)) >> int(_raw(b))))
+
+    @staticmethod
+    def and_(a: Any, b: Any) -> _Value:
+        return _Value(np.uint32(int(_raw(a)) & int(_raw(b))))
+
+    @staticmethod
+    def or_(a: Any, b: Any) -> _Value:
+        return _Value(np.uint32(int(_raw(a)) | int(_raw(b))))
+
+    @staticmethod
+    def fadd(a: Any, b: Any) -> _Value:
+        return _Value(np.float32(_raw(a)) + np.float32(_raw(b)))
+
+    @staticmethod
+    def fsub(a: Any, b: Any) -> _Value:
+        return _Value(np.float32(_raw(a)) - np.float32(_raw(b)))
+
+    @staticmethod
+    def fmul(a: Any, b: Any) -> _Value:
+        return _Value(np.float32(_raw(a)) * np.float32(_raw(b)))
+
+    @staticmethod
     def gep(array: _Value, indices: Sequence[_Value]) -> tuple[Any, int]:
         return array.raw, int(indices[0].raw)
 
@@ -247,6 +275,11 @@ _BITS: dict[str, Callable[..., Any]] = {
     "high_f16": lambda word: _of_f16(word)[1],
     "two_f16": _to_f16,
     "bits_of": lambda value: np.array(value).view(np.uint32 if isinstance(value, np.floating) else np.float32)[()],
+    "float_of": lambda word: np.array([word], np.uint32).view(np.float32)[0],
+    "active": lambda: np.uint32(0xFFFFFFFF),
+    "of_first": lambda value: _told(value)[0],
+    "of_quarter": lambda value, lane: _told(value)[_ME.thread % _LANES & ~3 | int(lane)],
+    "shifted": lambda bits, count: np.uint32(int(bits) >> int(count) % 32),
     "largest_of_warp": lambda value: max(_told(value)),
     "nanoseconds": lambda: np.uint64(monotonic_ns()),
     "word": lambda index: _ME.words[int(index)],

@@ -42,6 +42,7 @@ _MODULES = {
     "experts": "tpplan.decoder.experts_kernels",
     "gemv": "tpplan.decoder.gemv_kernels",
     "landing": "tpplan.exec.landing_kernels",
+    "packed": "tpplan.decoder.packed_kernels",
     "packet": "tpplan.exec.packet_kernels",
     "pointwise": "tpplan.decoder.pointwise_kernels",
     "skinny": "tpplan.decoder.skinny_kernels",
