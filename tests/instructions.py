@@ -1,0 +1,256 @@
+"""What the instructions of kernels do, told by the text of their PTX, on the CPU.
+
+Global memory is the CPU's, of which kernels may touch what tests allow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from inspect import signature
+from time import monotonic_ns, sleep
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from attrs import define
+from llvmlite import ir
+
+from tests.warps import LANES, ME, multiplied, told
+from tpplan.exec import ptx
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+#: Seconds that a lane sleeps which reads the same again.
+_PAUSE = 0.01
+
+
+def _of_bf16(word: Any) -> tuple[Any, Any]:
+    low, high = np.array([int(word) << 16 & 0xFFFFFFFF, int(word) & 0xFFFF0000], np.uint32).view(np.float32)
+    return low, high
+
+
+def _of_f16(word: Any) -> tuple[Any, Any]:
+    low, high = np.array([word], np.uint32).view(np.float16).astype(np.float32)
+    return low, high
+
+
+def _to_bf16(low: Any, high: Any) -> Any:
+    bits = np.array([low, high], np.float32).view(np.uint32).astype(np.uint64)
+    a, b = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)  # to nearest, ties to even
+    return np.uint32(int(a) | int(b) << 16)
+
+
+def _to_f16(low: Any, high: Any) -> Any:
+    return np.array([low, high], np.float32).astype(np.float16).view(np.uint32)[0]
+
+
+@define
+class _Value:
+    """What LLVM has, as far as writers of instructions ask.
+
+    Attributes:
+        raw: the number or numbers.
+    """
+
+    raw: Any
+
+    @property
+    def type(self) -> Any:
+        """Its kind, which knows how many numbers there are."""
+        return _Several(len(self.raw)) if isinstance(self.raw, tuple) else ir.IntType(64)
+
+
+@define
+class _Several:
+    """A kind of tuples.
+
+    Attributes:
+        count: of elements.
+    """
+
+    count: int
+
+
+class _Kind:
+    """A type of numba's, of which nothing is wanted."""
+
+    return_type = None
+    args = (None,) * 9
+
+    def __call__(self, *_: Any) -> _Kind:
+        return self
+
+
+def _raw(value: Any) -> Any:
+    return value.constant if isinstance(value, ir.Constant) else value.raw
+
+
+class _Builder:
+    """Does at once what is written with it."""
+
+    def __init__(self, allowed: Sequence[range]) -> None:
+        self._allowed = allowed
+
+    @staticmethod
+    def extract_value(value: _Value, index: int) -> _Value:
+        return _Value(value.raw[index])
+
+    @staticmethod
+    def add(a: Any, b: Any) -> _Value:
+        return _Value(np.uint64(int(_raw(a)) + int(_raw(b))))
+
+    @staticmethod
+    def shl(a: Any, b: Any) -> _Value:
+        return _Value(np.uint32(int(_raw(a)) << int(_raw(b)) & 0xFFFFFFFF))
+
+    @staticmethod
+    def lshr(a: Any, b: Any) -> _Value:
+        return _Value(np.uint32(int(_raw(a)) >> int(_raw(b))))
+
+    @staticmethod
+    def and_(a: Any, b: Any) -> _Value:
+        return _Value(np.uint32(int(_raw(a)) & int(_raw(b))))
+
+    @staticmethod
+    def or_(a: Any, b: Any) -> _Value:
+        return _Value(np.uint32(int(_raw(a)) | int(_raw(b))))
+
+    @staticmethod
+    def fadd(a: Any, b: Any) -> _Value:
+        return _Value(np.float32(_raw(a)) + np.float32(_raw(b)))
+
+    @staticmethod
+    def fsub(a: Any, b: Any) -> _Value:
+        return _Value(np.float32(_raw(a)) - np.float32(_raw(b)))
+
+    @staticmethod
+    def fmul(a: Any, b: Any) -> _Value:
+        return _Value(np.float32(_raw(a)) * np.float32(_raw(b)))
+
+    @staticmethod
+    def gep(array: _Value, indices: Sequence[_Value]) -> tuple[Any, int]:
+        return array.raw, int(indices[0].raw)
+
+    @staticmethod
+    def store(value: _Value, to: tuple[Any, int]) -> None:
+        array, index = to
+        assert 0 <= index < len(array)
+        array[index] = _raw(value)
+
+    def call(self, function: Any, values: Sequence[Any], attrs: Any = ()) -> _Value:  # noqa: ARG002
+        return _Value(self._run(function.asm, [_raw(value) for value in values]))
+
+    def _at(self, address: Any, size: int) -> Any:
+        start = int(address)
+        assert not start % size, "not at a multiple"
+        assert any(start in some and start + size - 1 in some for some in self._allowed), "not the kernel's"
+        memory: Any = (ctypes.c_char * size).from_address(start)
+        return np.frombuffer(memory, {1: np.uint8, 2: np.uint16}.get(size, np.uint32))
+
+    def _run(self, text: str, values: list[Any]) -> Any:
+        name, _, _ = text.partition(" ")
+        if name.startswith("ld.volatile"):
+            if ME.polled == values[0]:
+                sleep(_PAUSE)  # somebody else has to write it
+            ME.polled = values[0]
+        if name.startswith("mma.sync"):
+            return multiplied(_of_bf16 if ".bf16." in name else _of_f16, values)
+        if vector := _VECTOR.fullmatch(name):
+            count = int(vector[1])
+            at = self._at(values[0], 4 * count)
+            at[: len(values) - 1] = values[1:]
+            return tuple(at)
+        if name in _SIZES:
+            at = self._at(values[0], _SIZES[name])
+            at[: len(values) - 1] = values[1:]
+            return at[0]
+        if ".volatile.global.u64 " in text:
+            both = self._at(values[0], 8).view(np.uint64)
+            both[: len(values) // 2] = sum(int(value) << 32 * i for i, value in enumerate(values[1:]))
+            found = int(both[0])  # once, as others may write meanwhile
+            return np.uint32(found & 0xFFFFFFFF), np.uint32(found >> 32)
+        for each, run in _BITS.items():
+            if text == _TEXTS[each]:
+                return run(*values)
+        assert name.startswith(("griddepcontrol", ".pragma")), text
+        return None
+
+
+#: Accesses of several words.
+_VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.u32")
+#: Bytes of accesses.
+_SIZES = {
+    f"{way}{kind}.global.u{8 * size}": size for way in ("ld", "st") for kind in ("", ".volatile") for size in (1, 2, 4)
+}
+#: Of others.
+_BITS: dict[str, Callable[..., Any]] = {
+    "low_bf16": lambda word: _of_bf16(word)[0],
+    "high_bf16": lambda word: _of_bf16(word)[1],
+    "two_bf16": _to_bf16,
+    "low_f16": lambda word: _of_f16(word)[0],
+    "high_f16": lambda word: _of_f16(word)[1],
+    "two_f16": _to_f16,
+    "bits_of": lambda value: np.array(value).view(np.uint32 if isinstance(value, np.floating) else np.float32)[()],
+    "float_of": lambda word: np.array([word], np.uint32).view(np.float32)[0],
+    "active": lambda: np.uint32(0xFFFFFFFF),
+    "of_first": lambda value: told(value)[0],
+    "of_quarter": lambda value, lane: told(value)[ME.thread % LANES & ~3 | int(lane)],
+    "shifted": lambda bits, count: np.uint32(int(bits) >> int(count) % 32),
+    "largest_of_warp": lambda value: max(told(value)),
+    "nanoseconds": lambda: np.uint64(monotonic_ns()),
+    "word": lambda index: ME.words[int(index)],
+}
+
+
+class _Reader:
+    """Finds the text of an intrinsic's instruction."""
+
+    @staticmethod
+    def call(function: Any, values: Any, attrs: Any = ()) -> Any:  # noqa: ARG004
+        raise _FoundError(function.asm)
+
+
+class _FoundError(Exception):
+    """Has the text."""
+
+
+def _text_of(intrinsic: Any) -> str:
+    _, codegen = intrinsic._defn(None, *[_Kind()] * (len(signature(intrinsic._defn).parameters) - 1))
+    try:
+        codegen(None, _Reader(), None, ())
+    except _FoundError as found:
+        return str(found)
+    raise AssertionError
+
+
+def _defined(intrinsic: Any, count: int) -> Any:
+    try:
+        return intrinsic._defn(None, *[_Kind()] * count)
+    except TypeError:
+        return intrinsic._defn(None, *[_Kind()] * (count + 1))
+
+
+_TEXTS = {name: _text_of(getattr(ptx, name)) for name in _BITS}
+
+
+_CONTEXT = SimpleNamespace(
+    get_dummy_value=lambda: None,
+    make_tuple=lambda _builder, _kind, values: _Value(
+        tuple(np.float32(_raw(v)) if isinstance(v, ir.Constant) else _raw(v) for v in values)
+    ),
+    make_array=lambda _kind: lambda _context, _builder, value: SimpleNamespace(data=value),
+)
+
+
+def doer(allowed: Sequence[range]) -> Callable[..., Any]:
+    """Return what does an intrinsic, given it and its arguments, in a kernel that may touch these addresses."""
+    builder = _Builder(allowed)
+
+    def do(intrinsic: Any, *values: Any) -> Any:
+        signature, codegen = _defined(intrinsic, len(values))
+        got = codegen(_CONTEXT, builder, signature, [_Value(value) for value in values])
+        return None if got is None else got.raw
+
+    return do
