@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import tpplan
-from tests.checkpoints import LLAMA, llama_layers, llama_outside, write_checkpoint
-from tests.decoder_cases import check, check_losses, plan_of, request_of
+from tests.checkpoints import LLAMA, llama_layers, llama_outside, saved_values, write_checkpoint
+from tests.decoder_cases import check, check_losses, plan_of, read_and_stepped, request_of
 from tests.format_cases import CASES, awq, gptq, gptq_config
 from tests.quantised_checkpoints import FAMILIES, FORMATS, NEW, halve, quantised
 from tests.weight_plans import fine_units
+from tpplan.decoder import Decoder
 from tpplan.decoder.settings import check_model
 from tpplan.errors import ModelError
+from tpplan.exec import compile as compile_plan
 from tpplan.plan import KV_MODES, LAYOUTS
+from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,3 +141,26 @@ def test_formats_that_are_refused(tmp_path: Path, quantization: dict[str, Any], 
     assert what in error.message
     for known in ("GPTQ", "AWQ", "gemm", "compressed-tensors", "FP8"):
         assert known in error.hint
+
+
+def test_biases_of_other_floats(tmp_path: Path) -> None:
+    """GPTQ's packers store biases as float16, whatever the model's dtype is, and zeros where there is none."""
+    model, _ = quantised("qwen2", "gptq 4 g64 asym")
+    tensors = saved_values(model.directory)
+    biases = {name: tensor for name, tensor in tensors.items() if name.endswith(".bias")}
+    found = []
+    for name, stored in (
+        ("float32", {name: bias.half().float() for name, bias in biases.items()}),
+        ("float16", {name: bias.half() for name, bias in biases.items()}),
+        ("none", {name: bias.half() for name, bias in biases.items() if bias.any()}),
+    ):
+        directory = shutil.copytree(model.directory, tmp_path / name)
+        kept = {key: tensor for key, tensor in tensors.items() if key not in biases}
+        save_file(kept | stored, directory / "model.safetensors", metadata={"format": "pt"})
+        plan = _plan(directory, "gptq 4 g64 asym", 2, "reduce", seed=5)
+        with compile_plan(plan, backend="cpu") as ctx:
+            decoder = Decoder(ctx, directory, load_weights(plan, directory, ctx))
+            assert any(name.endswith("qkv_proj.bias") for name in decoder.weights[0].tensors)
+            assert not any(name.endswith("o_proj.bias") for name in decoder.weights[0].tensors)
+            found.append(read_and_stepped(decoder, [[1, 2, 3], [4, 5]])[0])
+    assert all(torch.equal(found[0], other) for other in found[1:])

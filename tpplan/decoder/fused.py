@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tpplan.decoder import attention, dense, gemv, mixture, pointwise, skinny
+from tpplan.decoder import attention, dense, gemv, mixture, packed, pointwise, skinny
 from tpplan.decoder.attention import Attention
 from tpplan.decoder.dense import Dense
 from tpplan.decoder.gemv import Gemv, Norm
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.layers import some_of, together
 from tpplan.decoder.mixture import Mixture
+from tpplan.decoder.packed import Packed
 from tpplan.decoder.plain import Plain
 from tpplan.decoder.pointwise import Places, Pointwise
+from tpplan.decoder.quantised import IntMatrix
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.decoder.skinny import Skinny
 from tpplan.exec import kernel_cache
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
     from tpplan.decoder.quantised import Quantised, Stacked
     from tpplan.decoder.settings import Settings
     from tpplan.exec.channel import Channel
+
+
+#: Codes that kernels of few rows read as they are, of :data:`tpplan.decoder.dense.KINDS`.
+_PACKED = "4"
 
 
 def steps_on(
@@ -112,6 +118,7 @@ class Fused(Plain):
         names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
         names += mixture.names_of(dtype) if experts else ()
         names += dense.names_of(dtype, codes)
+        names += packed.names_of(dtype) if _PACKED in codes else ()
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for name in names)  # all at the same time
         self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name, kind)
@@ -120,6 +127,7 @@ class Fused(Plain):
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._mixture = Mixture(place, dtype, self._name) if experts else None
         self._dense = Dense(place, dtype, codes)
+        self._packed = Packed(place, dtype) if _PACKED in codes else None
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """Return rows behind a norm."""
@@ -128,20 +136,26 @@ class Fused(Plain):
 
     def linear(self, x: Tensor, weights: Held, name: str, *, bias: bool = True) -> Tensor:
         """Multiply by a matrix."""
-        matrix = weights.matrix(name)
-        kernels = self._of_few(x, matrix) if isinstance(matrix, Tensor) else None
-        if not kernels or not isinstance(matrix, Tensor):
-            return super().linear(x, weights, name, bias=bias)
-        return kernels.linear(x, matrix, weights.bias(name) if bias else None)
+        matrix, own = weights.matrix(name), weights.bias(name) if bias else None
+        if isinstance(matrix, Tensor):
+            kernels = self._of_few(x, matrix)
+            found = kernels.linear(x, matrix, own) if kernels else None
+        elif isinstance(matrix, IntMatrix) and self._packed and self._packed.takes(x, matrix):
+            found = self._packed.linear(x, matrix, own)
+        else:
+            found = None
+        return super().linear(x, weights, name, bias=bias) if found is None else found
 
     def add_linear(self, to: Tensor, x: Tensor, weights: Held, name: str) -> None:
         """Add to rows of the residual stream what a matrix makes of others."""
         matrix, bias = weights.matrix(name), weights.bias(name)
-        kernels = self._of_few(x, matrix) if isinstance(matrix, Tensor) else None
-        if not kernels or not isinstance(matrix, Tensor):
+        if isinstance(matrix, Tensor) and (kernels := self._of_few(x, matrix)):
+            kernels.add(to, x, matrix)
+        elif isinstance(matrix, IntMatrix) and self._packed and self._packed.takes(x, matrix):
+            self._packed.add(to, x, matrix)
+        else:
             super().add_linear(to, x, weights, name)
             return
-        kernels.add(to, x, matrix)
         if bias is not None:
             to.add_(bias)
 
@@ -178,6 +192,8 @@ class Fused(Plain):
             return self._gemv.gated(x_RD, matrix, self._name, Norm(norm, self._eps), bias)
         if isinstance(matrix, Tensor) and self._skinny.takes(x_RD, matrix, gated=True):
             return self._skinny.gated(self.norm(x_RD, norm), matrix, self._name, bias)
+        if isinstance(matrix, IntMatrix) and self._packed and self._packed.takes(x_RD, matrix, gated=True):
+            return self._packed.gated(self.norm(x_RD, norm), matrix, self._name, bias)
         return super().gated(x_RD, norm, weights, fused, names)
 
     def _of_few(self, x: Tensor, matrix: Tensor) -> Gemv | Skinny | None:

@@ -59,7 +59,11 @@ def check_weights(weights: Weights, plan: SplitPlan, model: ModelSpec) -> dict[i
 
 
 def joined(
-    weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], blocks: Sequence[Block], family: Family
+    weights: Mapping[str, Tensor],
+    matrices: Mapping[str, Quantised],
+    blocks: Sequence[Block],
+    family: Family,
+    dtype: torch.dtype,
 ) -> Held:
     """Return a device's weights, those of Phi-3's kind (``qkv_proj``, ``gate_up_proj``) fused as there.
 
@@ -69,9 +73,9 @@ def joined(
         blocks: what is in each layer.
         family: names its experts, which become one tensor ``[E, out, in]`` under the name that has ``{expert}`` in it;
             and what its norms add to their weights.
+        dtype: of the biases of quantised matrices, whichever they are stored in.
     """
-    plain = (name for name in weights if name.endswith(".bias") or f"{split_name(name)[0]}.weight" not in matrices)
-    found = {name: weights[name] for name in plain}
+    found = _tensors(weights, matrices, dtype)
     if family.offset:
         found |= {name: w.float() + family.offset for name, w in weights.items() if name.endswith("norm.weight")}
     quantised, stacked = dict(matrices), {}
@@ -98,6 +102,27 @@ def joined(
                 each = [quantised.pop(one) for one in own]
                 stacked[start + name] = Stacked.of(each, neighbours)
     return Held(found, quantised, stacked)
+
+
+def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors that store no codes, without biases that are all 0: some packers add one to every matrix."""
+    found = {}
+    for name, tensor in weights.items():
+        stem, suffix = split_name(name)
+        if f"{stem}.weight" not in matrices:
+            found[name] = tensor
+        elif suffix == ".bias" and any(weights[each].any() for each in _biases(stem) if each in weights):
+            found[name] = tensor.to(dtype)
+    return found
+
+
+def _biases(stem: str) -> list[str]:
+    """Return the biases of what a module is fused with, and its own."""
+    for names in _FUSED.values():
+        for own in names:
+            if stem.endswith(f".{own}"):
+                return [f"{stem.removesuffix(own)}{name}.bias" for name in names]
+    return [f"{stem}.bias"]
 
 
 def _fused(

@@ -100,7 +100,10 @@ def check_formats(model: ModelSpec, scheme: Scheme, source: str) -> None:
         is_float = scheme.method in _FLOAT_METHODS and (
             suffix in _SCALES or (parameter.dtype in _FLOATS and suffix == ".weight")
         )
-        if parameter.dtype == DTYPES[model.dtype] or suffix in ints or suffix in _UNUSED or is_float:
+        is_bias = (
+            suffix == ".bias" and scheme.method in _LAYOUTS
+        )  # of which packers make 16-bit floats, whatever it was
+        if parameter.dtype == DTYPES[model.dtype] or suffix in ints or suffix in _UNUSED or is_float or is_bias:
             continue
         name = parameter.name.replace("{layer}", str(layer)).replace("{expert}", "0")
         if not scheme.method:

@@ -101,7 +101,7 @@ class Decoder:
         self.weights = {}
         for device in context.all_devices:  # before there is a cache: who rearranges codes needs room for them
             matrices = matrices_of(weights[device], slices[device], read_scheme(read_config(directory)))
-            self.weights[device] = joined(weights[device], matrices, layers, self._family)
+            self.weights[device] = joined(weights[device], matrices, layers, self._family, context.dtype)
         windows = [block.attention.window if block.attention else 0 for block in layers]
         kind = cache or request.cache.kind
         heads = [heads_of(context, layer, window, kind) for layer, window in enumerate(windows)]
