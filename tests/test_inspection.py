@@ -26,6 +26,7 @@ KEYS = [
     "experts",
     "parameters",
     "weight_bytes",
+    "weight_format",
     "cache_bytes_per_token",
     "max_context",
     "max_context_cache_bytes",
@@ -73,7 +74,7 @@ def test_screen() -> None:
     """People see the same numbers with their units."""
     out = command("inspect", MODELS / "Llama-3.1-8B").out
     assert out.startswith("LlamaForCausalLM  llama\n")
-    for words in ("8.03 billion", "14.96 GiB", "32 query heads", "8 KV heads of 128", "16.00 GiB for 131072 tokens"):
+    for words in ("8.03 billion", "14.96 GiB in BF16", "32 query heads", "8 KV heads of 128", "16.00 GiB for 131072 tokens"):
         assert words in out
     assert "Cache per token\n" in out
 

@@ -51,6 +51,7 @@ class Inspection:
         experts: routed experts, 0 without them.
         parameters: as the unquantised model has them.
         weight_bytes: of all tensors as they are stored.
+        weight_format: how most of them are stored: ``BF16``, ``AWQ 4-bit g128``, …
         cache_bytes_per_token: what one more token takes, while no sliding window is full.
         max_context: tokens per sequence that the model was made for.
         max_context_cache_bytes: what one sequence of so many tokens takes, of sliding windows what they keep.
@@ -70,6 +71,7 @@ class Inspection:
     experts: int
     parameters: int
     weight_bytes: int
+    weight_format: str
     cache_bytes_per_token: CacheCosts
     max_context: int
     max_context_cache_bytes: CacheCosts
@@ -94,6 +96,7 @@ def inspect(model: ModelSpec) -> Inspection:
         experts=max((block.experts for block in model.blocks), default=0),
         parameters=model.parameter_count,
         weight_bytes=model.weight_bytes,
+        weight_format=model.weight_format,
         cache_bytes_per_token=CacheCosts(**{kind: cache_bytes_per_token(model, kind) for kind in CACHE_KINDS}),
         max_context=model.max_context,
         max_context_cache_bytes=CacheCosts(

@@ -20,7 +20,7 @@ def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line
     tied = "tied to the embedding" if d["tied_embeddings"] else "apart from the embedding"
     rows = [
         ("parameters", f"{d['parameters']:,}", _count(d["parameters"])),
-        ("weights", f"{d['weight_bytes']:,} bytes", format_bytes(d["weight_bytes"])),
+        ("weights", f"{d['weight_bytes']:,} bytes", f"{format_bytes(d['weight_bytes'])} in {d['weight_format']}"),
         ("layers", str(d["layers"]), ""),
         ("hidden size", str(d["hidden_size"]), ""),
         ("intermediate size", str(d["intermediate_size"]), f"{d['experts']} experts" if d["experts"] else ""),
