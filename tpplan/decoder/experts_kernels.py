@@ -1,10 +1,7 @@
 """Kernels for the experts of few rows: which experts rows are sent to, and products with these experts' matrices.
 
-A row and one of its experts are a pair. A product reads the matrices where they are, in the time that reading them
-takes: a team of warps shares out the columns of four matrix rows at a time, as in
-:mod:`tpplan.decoder.dot_products`, whose ways of asking and adding these are. Pairs that have an expert in common go
-through its matrices at the same time, so that all but the first find them in the cache. Everything is added in float32,
-in a fixed order.
+A product reads the matrices where they are, in the time that reading them takes: a lane has 16 bytes of four matrix
+rows at a time, see :mod:`tpplan.decoder.pair_products`.
 """
 
 from __future__ import annotations
@@ -14,22 +11,16 @@ from typing import Any
 from numba import cuda
 from numba.cuda import libdevice, types
 
-from tpplan.decoder.dot_products import ask, collected, dot, eight_of, over_warp, zeros
+from tpplan.decoder.dot_products import ask, dot, eight_of, over_warp
+from tpplan.decoder.pair_products import BLOCK_WARPS, pair_products
 from tpplan.exec import ptx
-from tpplan.exec.finishing import ADD, finish_of
 from tpplan.exec.kernels import Kernel, device_function
 
-#: Experts that a row can choose from, and that it can choose: a lane has 16 of the ones, and one of the others.
-MOST_EXPERTS, MOST_CHOSEN = 512, 32
+#: Experts that a row can choose from: a lane has 16 of them.
+MOST_EXPERTS = 512
 
-#: Warps of a block, of which a multiprocessor shall have registers for two.
-BLOCK_WARPS = 8
 #: Columns of a lane: 16 bytes.
 _LANE = 8
-#: Batches whose sums a warp keeps until they are stored.
-_KEPT = 32
-#: Lengths of an array in shared memory.
-_SUMS = BLOCK_WARPS * _KEPT * 4
 #: Experts whose scores a warp takes at a time: each lane those of four.
 _FEW = 128
 
@@ -133,71 +124,12 @@ def _choose(name: str, first: Any) -> Kernel:  # noqa: C901 (four functions)
     return Kernel(name, choose, 7)
 
 
-def _finish_of(first: Any, both: Any) -> Any:
-    """Make what adds up what the warps of a team have found for some batches, and stores what comes of it.
-
-    Args:
-        first: makes a float32 of the first element in 32 bits.
-        both: makes 32 bits of two float32.
-    """
-    store = finish_of(first, both)
-
-    @device_function
-    def finish(
-        sums: Any, base: Any, warps: Any, index: Any, step: Any, slots: Any, batch: Any, stride: Any, batches: Any,
-        group: Any, y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, mode: Any,
-    ) -> None:  # fmt: skip
-        bits = _WORD(2) if mode == ADD else _WORD(1)  # four sums of a batch, or two gates and what they are for
-        while index < slots << bits:
-            slot = index >> bits
-            value = index - (slot << bits)
-            place, number = base + slot * _WORD(4) + value, batch + slot * stride
-            s = t = _FLOAT(0)
-            i = _WORD(0)
-            while i < warps:
-                s += sums[place]
-                if mode != ADD:
-                    t += sums[place + _WORD(2)]
-                place += _WORD(4 * _KEPT)
-                i += _WORD(1)
-            if number < batches:
-                store(s, t, group, (number << bits) + value, y, y_pitch, plus, plus_pitch, _WORD(0), mode)
-            index += step
-
-    return finish
-
-
-@device_function
-def _apart(count: Any, width: Any) -> Any:
-    """Return a quotient and what is left."""
-    quotient = _BITS(count // width)
-    return quotient, _BITS(count - quotient * width)
-
-
-@device_function
-def _onward(pair: Any, column: Any, pairs: Any, columns: Any, width: Any) -> Any:
-    """Return the place that is so many pairs and columns further on."""
-    pair, column = _BITS(pair + pairs), _BITS(column + columns)
-    return (_BITS(pair + _BITS(1)), _BITS(column - width)) if column >= width else (pair, column)
-
-
-def _product(name: str, first: Any, second: Any, both: Any) -> Kernel:  # noqa: C901, PLR0915 (the kernel)
+def _product(name: str, first: Any, second: Any, both: Any) -> Kernel:
     """Make a kernel that multiplies pairs' rows by their experts' matrices.
 
-    The second dimension of its grid are groups of pairs: of one, for gates and what they are for, or all of a row,
-    whose products are weighed and added. Its words:
-
-    - y, its pitch: address, and bytes from one group's to the next.
-    - x, its pitch: address, and bytes from one row, or where products are added from one pair, to the next.
-    - weight: address of the experts' matrices; bytes from one to the next, from one row of it to the next, and to the
-      second two rows of four: what a gate is for, or the second next.
-    - choices, chosen: address of what tells of each row weights and experts, see ``experts_choose``; and how many.
-    - many: pairs of a group.
-    - width: columns of a matrix.
-    - batches: of a group, each of which is four rows of a matrix: two gates and what they are for, or four.
-    - plus, its pitch: as y, what is added; or 0.
-    - mode: what follows the product.
-    - team, teams: warps that share a batch, and such of a block.
+    Its words are those of :func:`tpplan.decoder.pair_products.pair_products`; of the experts' matrices it is told the
+    address, and the bytes from one to the next, from one row of it to the next, and to the second two rows of four:
+    what a gate is for, or the second next.
 
     Args:
         name: of the kernel.
@@ -205,10 +137,14 @@ def _product(name: str, first: Any, second: Any, both: Any) -> Kernel:  # noqa: 
         second: the same of the second.
         both: makes 32 bits of two float32.
     """
-    eight, collect, finish = eight_of(first, second), collected(1), _finish_of(first, both)
+    eight = eight_of(first, second)
 
     @device_function
-    def use(totals: Any, w: Any, address: Any, factor: Any) -> Any:
+    def ask_rows(address: Any, column: Any, more: Any) -> Any:
+        return ask(address + _WORD(column) * _WORD(2), more[0], more[1])
+
+    @device_function
+    def use(totals: Any, w: Any, address: Any, factor: Any, _: Any) -> Any:
         """Add what 16 bytes of a row and of four matrix rows make, so many times."""
         x, none = eight(ptx.load_128(address)), _FLOAT(0)
         return (
@@ -218,83 +154,18 @@ def _product(name: str, first: Any, second: Any, both: Any) -> Kernel:  # noqa: 
             totals[3] + factor * dot(none, eight(w[3]), x),
         )
 
-    @device_function
-    def look_up(tables: Any, thread: Any, first: Any, weight: Any, of_expert: Any, x: Any, x_pitch: Any,
-                choices: Any, chosen: Any, mode: Any) -> None:  # fmt: skip
-        """Find a pair's matrices, its row, and how much it counts."""
-        matrices, rows, factors = tables
-        pair = first + _WORD(thread)
-        row = _WORD(_BITS(pair) // _BITS(chosen))
-        at = choices + _WORD(4) * (pair + row * chosen)
-        factor, expert = ptx.float_of(ptx.load_32(at)), ptx.float_of(ptx.load_32(at + _WORD(4) * chosen))
-        matrices[thread] = weight + _WORD(_BITS(expert)) * of_expert
-        rows[thread] = x + (pair if mode == ADD else row) * x_pitch
-        factors[thread] = factor if mode == ADD else _FLOAT(1)
+    multiply = pair_products(_LANE, ask_rows, use, first, both)
 
-    def multiply(  # type: ignore[no-untyped-def] # noqa: C901, PLR0915
+    def product(  # type: ignore[no-untyped-def]
         y, y_pitch, x, x_pitch, weight, of_expert, pitch, half, choices, chosen, many, width, batches, plus, plus_pitch,
         mode, team, teams,
     ):  # fmt: skip
-        sums = cuda.shared.array(_SUMS, _FLOAT)
-        matrices, rows = cuda.shared.array(MOST_CHOSEN, _WORD), cuda.shared.array(MOST_CHOSEN, _WORD)
-        factors = cuda.shared.array(MOST_CHOSEN, _FLOAT)
-        thread, group = _BITS(cuda.threadIdx.x), _WORD(cuda.blockIdx.y)
-        lane, warp = _BITS(thread & _BITS(31)), _BITS(thread >> _BITS(5))
-        mine, member = _apart(warp, _BITS(team))
-        # Columns of all pairs of a group follow each other: a lane's first are 8 of them, and 8 that are a step behind.
-        pairs, columns, step = _BITS(many), _BITS(width), _BITS(_BITS(team) * _BITS(32 * _LANE))
-        begin, twice = _BITS((member * _BITS(32) + lane) * _BITS(_LANE)), _BITS(step + step)
-        p0, c0 = _apart(begin, columns)
-        p1, c1 = _apart(_BITS(begin + step), columns)
-        pairs_on, columns_on = _apart(twice, columns)
-        rounds, _ = _apart(_BITS(pairs * columns + twice - _BITS(1)), twice)
-        of_batch = pitch * (_WORD(4) if mode == ADD else _WORD(2))
-        lead, stride = _WORD(cuda.blockIdx.x) * teams, _WORD(cuda.gridDim.x) * teams
-        phase, offset = lead + _WORD(mine), min(lead + _WORD(mine), batches - _WORD(1)) * of_batch
-        last = _BITS(pairs - _BITS(1))
+        multiply(
+            y, y_pitch, x, x_pitch, weight, of_expert, pitch, choices, chosen, many, width, batches, plus, plus_pitch,
+            mode, team, teams, (pitch, half),
+        )  # fmt: skip
 
-        ptx.after_earlier()
-        if thread < pairs:
-            tables = matrices, rows, factors
-            look_up(tables, thread, group * many, weight, of_expert, x, x_pitch, choices, chosen, mode)
-        cuda.syncthreads()
-        w = ask(matrices[min(p0, last)] + offset + _WORD(c0) * _WORD(2), pitch, half)
-        v = ask(matrices[min(p1, last)] + offset + _WORD(c1) * _WORD(2), pitch, half)
-        totals, done, slots = zeros(), _BITS(0), _WORD(0)
-        p, c, q, d = p0, c0, p1, c1  # where both are
-        while lead < batches:
-            done = _BITS(done + _BITS(1))
-            ends = done == rounds
-            ahead = lead + stride if ends else lead
-            offset = (ahead + _WORD(mine)) * of_batch
-            until = pairs if ahead + _WORD(mine) < batches else _BITS(0)
-            if p < pairs:
-                totals = use(totals, w, rows[p] + _WORD(c) * _WORD(2), factors[p])
-            p, c = (p0, c0) if ends else _onward(p, c, pairs_on, columns_on, columns)
-            if p < until:
-                w = ask(matrices[p] + offset + _WORD(c) * _WORD(2), pitch, half)
-            if q < pairs:
-                totals = use(totals, v, rows[q] + _WORD(d) * _WORD(2), factors[q])
-            q, d = (p1, c1) if ends else _onward(q, d, pairs_on, columns_on, columns)
-            if q < until:
-                v = ask(matrices[q] + offset + _WORD(d) * _WORD(2), pitch, half)
-            if ends:
-                s = collect((totals,), _WORD(lane))
-                if lane & _BITS(7) == _BITS(0):
-                    sums[(_WORD(warp) * _WORD(_KEPT) + slots) * _WORD(4) + _WORD(lane >> _BITS(3))] = s
-                totals, done, lead = zeros(), _BITS(0), ahead
-                slots += _WORD(1)
-                if slots == _WORD(_KEPT) or lead >= batches:
-                    cuda.syncthreads()
-                    finish(
-                        sums, _WORD(mine) * team * _WORD(4 * _KEPT), team, _WORD(member * _BITS(32) + lane),
-                        team * _WORD(32), slots, phase, stride, batches, group, y, y_pitch, plus, plus_pitch, mode,
-                    )  # fmt: skip
-                    phase, slots = lead + _WORD(mine), _WORD(0)
-                    if lead < batches:
-                        cuda.syncthreads()
-
-    return Kernel(name, multiply, 18, bounds=(32 * BLOCK_WARPS, 2))
+    return Kernel(name, product, 18, bounds=(32 * BLOCK_WARPS, 2))
 
 
 _BF16 = (ptx.low_bf16, ptx.high_bf16, ptx.two_bf16)
