@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from tests.cuda_cases import GPUS, plan_for
+from tests.packed_cases import int_matrix
 from tpplan import exec as tpx
-from tpplan.decoder import gemv, skinny
+from tpplan.decoder import gemv, packed, skinny
 from tpplan.decoder.gemv import Gemv
+from tpplan.decoder.packed import Packed
+from tpplan.decoder.quantised import IntMatrix, Matrix
 from tpplan.decoder.skinny import MOST_JOINT, Skinny
 from tpplan.errors import ExecutionError
 from tpplan.exec import exchanges, kernel_cache
@@ -25,19 +28,28 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.multi_gpu
 #: Columns of the residual stream, and of each device's part of a matrix.
 _SIZE, _WIDTHS = 4096, (1024, 3584, 8, 520)
-#: Rows, and columns of a product.
-CASES = [(1, _SIZE), (2, _SIZE), (1, 5), (2, 1001), (2, 4), (3, _SIZE), (8, 1001), (5, 5), (8, _SIZE)]
+#: Rows, and columns of a product; and whether matrices are of 4-bit codes.
+CASES = [
+    *((rows, size, False) for rows, size in [
+        (1, _SIZE), (2, _SIZE), (1, 5), (2, 1001), (2, 4), (3, _SIZE), (8, 1001), (5, 5), (8, _SIZE),
+    ]),
+    *((rows, size, True) for rows, size in [(1, _SIZE), (2, 1001), (3, 5), (8, _SIZE)]),
+]  # fmt: skip
+
+
+def _dense(matrix: Matrix) -> torch.Tensor:
+    return matrix.float() if isinstance(matrix, torch.Tensor) else matrix.dense(0, len(matrix), torch.float32)
 
 
 class Products:
     """Matrices whose columns several GPUs have, rows for them, and streams that their products are added to."""
 
-    def __init__(self, context: tpx.TPContext, cases: Sequence[tuple[int, int]], seed: int = 0) -> None:
+    def __init__(self, context: tpx.TPContext, cases: Sequence[tuple[int, int, bool]], seed: int = 0) -> None:
         """Make random ones.
 
         Args:
             context: on the first GPUs.
-            cases: rows of each, and columns of the product.
+            cases: rows of each, columns of the product, and whether matrices are of codes.
             seed: for all.
         """
         torch.manual_seed(seed)
@@ -50,20 +62,24 @@ class Products:
         capability = torch.cuda.get_device_capability(self.places[0])
         names = chain(*gemv.names_of(dtype), gemv.joint_names_of(dtype))
         names = chain(names, skinny.names_of(dtype), [skinny.joint_name_of(dtype)])
+        names = chain(names, packed.names_of(dtype), packed.joint_names_of(dtype))
         kernel_cache.prepare((name, capability) for name in names)
         self._gemvs = [Gemv(place, dtype, joint=True) for place in self.places]
         self._skinnies = [Skinny(place, dtype, joint=True) for place in self.places]
-        self._sides = []
+        self._packed = [Packed(place, dtype, joint=True) for place in self.places]
+        self._sides: list[list[tuple[torch.Tensor, Matrix]]] = []
         self._exact = []
         self.streams = []
         self._starts = []
-        for rows, size in cases:
-            pairs = [
-                (torch.randn(rows, width).to(place, dtype), (torch.randn(size, width) / width**0.5).to(place, dtype))
-                for width, place in zip(_WIDTHS, self.places, strict=False)
-            ]
+        for rows, size, is_coded in cases:
+            pairs: list[tuple[torch.Tensor, Matrix]] = []
+            for width, place in zip(_WIDTHS, self.places, strict=False):
+                own = -(-width // 128) * 128 if is_coded else width
+                weight = (torch.randn(size, own) / own**0.5).to(place, dtype)
+                matrix = int_matrix(size, own, 128, torch.float16, 1, str(place)) if is_coded else weight
+                pairs.append((torch.randn(rows, own).to(place, dtype), matrix))
             start = torch.randn(rows, size).to(self.places[0], dtype)
-            parts = [(x.float() @ weight.float().mT).to(self.places[0]) for x, weight in pairs]
+            parts = [(x.float() @ _dense(matrix).mT).to(self.places[0]) for x, matrix in pairs]
             self._sides.append(pairs)
             self._exact.append(sum(parts, start.float()))
             self._starts.append(start)
@@ -71,9 +87,14 @@ class Products:
 
     def launch(self, case: int, device: int) -> None:
         """Launch the kernel of one device."""
-        to, (x, weight) = self.streams[case][device], self._sides[case][device]
-        kernels = self._gemvs if len(x) <= gemv.MOST_ROWS else self._skinnies
-        kernels[device].joint(to, x, weight, self._channel, device)
+        to, (x, matrix) = self.streams[case][device], self._sides[case][device]
+        if isinstance(matrix, torch.Tensor):
+            kernels = self._gemvs if len(x) <= gemv.MOST_ROWS else self._skinnies
+            kernels[device].joint(to, x, matrix, self._channel, device)
+        else:
+            assert isinstance(matrix, IntMatrix)
+            assert self._packed[device].adds_up(x, matrix)
+            self._packed[device].joint(to, x, matrix, self._channel, device)
 
     def run(self, case: int, devices: int | None = None) -> None:
         """Add a product to its streams, on all devices or the first ones."""

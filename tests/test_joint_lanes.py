@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpplan.decoder.launcher import DTYPES
+from tests.packed_cases import int_matrix
+from tpplan.decoder.launcher import DTYPES, bits_of
+from tpplan.decoder.quantised import IntMatrix
 from tpplan.exec.channel import adders_on
 from tpplan.exec.channel_table import (
     ADDERS,
@@ -23,10 +25,22 @@ from tpplan.exec.exchange_table import BLOCKS, COUNTERS, DEADLINE, MOST_WORDS
 
 lanes = pytest.importorskip("tests.lanes")
 gemv_kernels = pytest.importorskip("tpplan.decoder.gemv_kernels")
+packed_kernels = pytest.importorskip("tpplan.decoder.packed_kernels")
 skinny_kernels = pytest.importorskip("tpplan.decoder.skinny_kernels")
 
 #: Kernel, rows, columns of the result, columns of each device's matrix, warps, blocks, number of the sum.
 _Case = tuple[str, int, int, tuple[int, int], tuple[int, int], int, int]
+
+
+def _matrix(name: str, size: int, width: int, dtype: torch.dtype) -> torch.Tensor | IntMatrix:
+    """Return what a kernel multiplies by."""
+    if name.startswith("packed"):
+        return int_matrix(size, width, 128, torch.float16, 1)
+    return torch.randn(size, width).div(width**0.5).to(dtype)
+
+
+def _dense(matrix: torch.Tensor | IntMatrix) -> torch.Tensor:
+    return matrix.float() if isinstance(matrix, torch.Tensor) else matrix.dense(0, len(matrix), torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # of the last number, as is meant
@@ -35,6 +49,8 @@ _Case = tuple[str, int, int, tuple[int, int], tuple[int, int], int, int]
     [
         ("skinny_joint_bf16_8", 3, 37, (136, 72), (2, 1), 2, 6),
         ("skinny_joint_f16_8", 8, 21, (64, 8), (1, 1), 1, 2**32 - 1),
+        ("packed_joint_bf16_8", 5, 37, (640, 128), (2, 1), 2, 6),
+        ("packed_joint_f16_8", 8, 21, (256, 384), (1, 1), 1, 2**32 - 1),
         ("gemv_joint_bf16_1", 1, 9, (264, 520), (2, 1), 2, 6),
         ("gemv_joint_f16_2", 2, 7, (264, 8), (1, 2), 1, 2**32 - 1),
         ("gemv_joint_bf16_2", 2, 13, (776, 520), (2, 2), 2, 7),
@@ -45,11 +61,10 @@ def test_lanes_of_two_devices_agree(case: _Case) -> None:
     name, rows, size, widths, (team, teams), blocks, number = case
     torch.manual_seed(size)
     dtype = {text: each for each, text in DTYPES.items()}[name.split("_")[2]]
-    kernel = getattr(skinny_kernels if name.startswith("skinny") else gemv_kernels, name.upper())
-    matrices = [
-        (torch.randn(rows, width).to(dtype), (torch.randn(size, width) / width**0.5).to(dtype)) for width in widths
-    ]
-    parts = [x_RK.float() @ weight_NK.float().mT for x_RK, weight_NK in matrices]
+    modules = {"gemv": gemv_kernels, "packed": packed_kernels, "skinny": skinny_kernels}
+    kernel = getattr(modules[name.partition("_")[0]], name.upper())
+    matrices = [(torch.randn(rows, width).to(dtype), _matrix(name, size, width, dtype)) for width in widths]
+    parts = [x_RK.float() @ _dense(matrix).mT for x_RK, matrix in matrices]
     start_RN, elements, parity = torch.randn(rows, size).to(dtype), rows * size + 5, number % 2
     memories = [torch.zeros(2, 2, elements, 2, dtype=torch.int32) for _ in matrices]  # sets, slots
     sent = [memory[parity, :, : rows * size] for memory in memories]
@@ -57,23 +72,27 @@ def test_lanes_of_two_devices_agree(case: _Case) -> None:
     sent[1][0, :, 0], sent[1][0, :, 1] = parts[0].flatten().view(torch.int32), tag  # as of the device that runs later
     counters, streams = torch.tensor([0, 1], dtype=torch.int32).repeat_interleave(BLOCKS), []  # of failures, alone
     for own in (1, 0):
-        to_RN, (x_RK, weight_NK), width = start_RN.clone(), matrices[own], widths[own]
+        to_RN, (x_RK, matrix), width = start_RN.clone(), matrices[own], widths[own]
         numbers = torch.full((MOST_BLOCKS,), tag.item(), dtype=torch.int32)
         words = [0] * MOST_WORDS
         words[DEADLINE], words[COUNTERS], words[NUMBERS] = 60 * 10**9, counters.data_ptr(), numbers.data_ptr()
         words[ADDERS] = 1  # block, before which the others run
         words[DEVICES], words[OWN], words[SLOT], words[SET] = 2, own, 8 * elements, 16 * elements
         words[MEMORIES : MEMORIES + 2] = [memory.data_ptr() for memory in memories]
-        to, source, matrix = (
-            (to_RN.data_ptr(), 2 * size),
-            (x_RK.data_ptr(), 2 * width),
-            (weight_NK.data_ptr(), 2 * width),
-        )
-        told: tuple[int, ...] = (*to, *source, *matrix, size, width, rows, *to)
+        to, source = (to_RN.data_ptr(), 2 * size), (x_RK.data_ptr(), 2 * width)
+        touched = [x_RK, to_RN, numbers, counters, *memories]
+        if isinstance(matrix, IntMatrix):
+            assert matrix.zeros is not None
+            held = [matrix.codes, matrix.scales, matrix.zeros]
+            of_matrix = (*(each.data_ptr() for each in held), matrix.scales.shape[1], 7, 1, bits_of(1.0), 2)
+        else:
+            held = [matrix]
+            of_matrix = (matrix.data_ptr(), 2 * width)
+        told: tuple[int, ...] = (*to, *source, *of_matrix, size, width, rows, *to)
         if name.startswith("gemv"):
-            told = (*to, *source, *matrix, 4 * width, size, 4, width, rows, *to, 0, team, teams, -(-(2**16) // team))
+            told = (*to, *source, *of_matrix, 4 * width, size, 4, width, rows, *to, 0, team, teams, -(-(2**16) // team))
         words[CALLERS : CALLERS + len(told)] = told
-        lanes.run(kernel, blocks, 32 * team * teams, words, (x_RK, weight_NK, to_RN, numbers, counters, *memories))
+        lanes.run(kernel, blocks, 32 * team * teams, words, [*touched, *held])
         assert (numbers == (number + 1 if number + 1 < 2**32 else 2)).all()
         streams.append(to_RN)
     for sets, slots in zip(memories, sent, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,16 +22,36 @@ from tpplan.decoder.packed import Packed, shape_of
 from tpplan.decoder.quantised import IntMatrix
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec import kernel_cache
+from tpplan.exec.channel_table import CALLERS, MOST_BLOCKS
+from tpplan.exec.exchange_table import MOST_WORDS
 
 PROCESSORS = 132
-#: Of a multiprocessor, for up to eight rows and up to sixteen.
-WARPS = {"8": 16, "16": 12}
+#: Of a multiprocessor, for up to eight rows and up to sixteen; and of a block.
+WARPS, MOST_WARPS = {8: 16, 16: 8}, 8
+#: Steps that a warp has on their way, at most.
+DEEP = {8: 4, 16: 2}
+#: What channels of tests tell kernels.
+HEADER = 77
 #: Kernels, each with generations of GPUs that it is compiled for: they differ by dtype in little.
 KERNELS = [
     *(("packed_bf16_8", each) for each in CAPABILITIES),
     ("packed_bf16_16", (9, 0)),
     ("packed_f16_8", (9, 0)),
     ("packed_f16_16", CAPABILITIES[-1]),
+    ("packed_joint_bf16_8", (9, 0)),
+    ("packed_joint_f16_8", CAPABILITIES[-1]),
+]
+SIZES = [
+    (1536, 4096),
+    (4096, 1024),
+    (4096, 3584),
+    (4096, 14336),
+    (6144, 4096),
+    (7168, 4096),
+    (28672, 4096),
+    (1, 128),
+    (48, 896),
+    (10560, 640),
 ]
 FORMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -40,14 +61,16 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
     """Codes are read 16 bytes at a time, first before the wait; nothing spills, and registers are enough for warps."""
     text = kernel_cache.ptx(name, capability)
     assert f".visible .entry {name}(" in text
-    _, kind, rows = name.split("_")
+    kind, count = name.split("_")[-2:]
+    rows = int(count)
     multiply = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-    # of four steps, codes and ones
-    assert text.count(multiply) == text.count("mma.sync") == (128 if rows == "16" else 64)
+    # of every step for eight rows, eight with ones and eight with codes, or with twice as many
+    assert text.count(multiply) == text.count("mma.sync") == (64 if rows == 8 else 2 * 2 * (8 + 16))
     assert "ld.global.nc.L1::no_allocate.v4.u32" in text
     if capability >= kernel_cache.OVERLAPS:
-        waits = text.index("griddepcontrol.wait")
-        assert text.rindex("ld.volatile.global.v4.u32") < waits < text.index("ld.global.v4.u32")
+        waits, later = text.index("griddepcontrol.wait"), ["ld.global.v4.u32", "ld.global.u16", "st.global.u16"]
+        later += ["ld.volatile.global.u32", "st.volatile.global.u64", "st.global.u32"] if "_joint_" in name else []
+        assert text.rindex("ld.volatile.global.v4.u32") < waits < min(map(text.index, later))
     assert ".f64" not in text
     assert ".local" not in text
     code, log = kernel_cache.assemble(text, capability)
@@ -57,17 +80,30 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
 
 
-@pytest.mark.parametrize("warps", WARPS.values())
-@pytest.mark.parametrize(
-    ("tiles", "steps"), [(96, 32), (256, 8), (256, 28), (256, 112), (384, 32), (448, 32), (1792, 32), (1, 1), (3, 7)]
-)
-def test_all_of_a_matrix_has_warps_at_once(tiles: int, steps: int, warps: int) -> None:
+@pytest.mark.parametrize("rows", WARPS)
+@pytest.mark.parametrize(("size", "width"), SIZES)
+def test_all_of_a_matrix_has_warps_at_once(size: int, width: int, rows: int) -> None:
     """No block waits for another to end, none has nothing to do, and none has a warp without steps."""
-    blocks, size, run = shape_of(tiles, steps, PROCESSORS, warps)
-    assert 0 < blocks <= tiles
-    assert blocks * size <= PROCESSORS * warps
-    assert 0 < run <= 4
-    assert (size - 1) * run < steps
+    blocks, warps, run = shape_of(size, width, PROCESSORS, rows)
+    assert 0 < blocks <= min(-(-size // (2 * rows)), MOST_BLOCKS)
+    assert blocks * warps <= PROCESSORS * WARPS[rows]
+    assert 0 < warps <= MOST_WARPS
+    assert 0 < run <= DEEP[rows]
+    assert (warps - 1) * run * 128 < width
+
+
+@pytest.mark.parametrize(
+    ("size", "width", "few", "many"),  # blocks and warps for up to eight rows, and for more
+    [
+        (6144, 4096, (384, 4), (192, 4)), (4096, 4096, (256, 8), (128, 8)), (28672, 4096, (528, 4), (132, 8)),
+        (4096, 14336, (256, 7), (128, 8)), (1536, 4096, (96, 8), (48, 8)), (4096, 1024, (256, 4), (128, 4)),
+        (7168, 4096, (448, 4), (224, 4)), (4096, 3584, (256, 7), (128, 7)),
+    ],
+)  # fmt: skip
+def test_blocks_are_as_many_as_were_fastest(size: int, width: int, few: tuple[int, int], many: tuple[int, int]) -> None:
+    """On a GPU of so many multiprocessors; none of up to eight rows needs the room of a whole one, as it may wait."""
+    assert shape_of(size, width, PROCESSORS, 8)[:2] == few
+    assert shape_of(size, width, PROCESSORS, 9)[:2] == many
 
 
 def _words(  # noqa: PLR0917
@@ -89,10 +125,22 @@ def _words(  # noqa: PLR0917
         ("bf16_8", 8, 16, 512, 128, torch.bfloat16, None, 1, 1, 4, 0),  # nothing is left over
         ("bf16_8", 3, 37, 640, 128, torch.float16, 1, 2, 2, 2, 0),  # two tiles of a block; a warp's last step is not
         ("f16_8", 5, 1, 128, 128, torch.float32, 0, 2, 1, 1, 0),  # a warp has nothing
-        ("f16_16", 13, 53, 1152, 1152, torch.float16, None, 2, 1, 3, 0),  # one group; four tiles, two rounds of steps
+        (
+            "f16_16",
+            13,
+            69,
+            1152,
+            1152,
+            torch.float16,
+            None,
+            2,
+            1,
+            2,
+            0,
+        ),  # one group; three tiles, three rounds of steps
         ("bf16_16", 16, 19, 896, 256, torch.bfloat16, 1, 3, 1, 2, 1),
         ("f16_8", 7, 9, 1408, 128, torch.float16, 1, 1, 2, 4, 2),
-        ("bf16_16", 9, 8, 384, 128, torch.float32, 0, 1, 1, 4, 3),
+        ("bf16_16", 9, 8, 384, 128, torch.float32, 0, 1, 1, 1, 3),
     ],
 )
 @pytest.mark.parametrize("plus", [False, True])
@@ -121,24 +169,29 @@ def test_lanes_agree(
 class FakeLauncher:
     """Does what a kernel does, by its words."""
 
-    def __init__(self, name: str, place: torch.device) -> None:
+    def __init__(self, name: str, place: torch.device, *, is_array: bool = False) -> None:
         """Take any device."""
-        family, dtype, count = name.split("_")
+        family, *joint, dtype, count = name.split("_")
         assert family == "packed"
+        assert joint == (["joint"] if is_array else [])
         assert place.type == "cuda"
-        self._warps = WARPS[count]
+        self._is_joint = is_array
         self._most, self._dtype = int(count), {text: each for each, text in DTYPES.items()}[dtype]
 
     def __call__(self, blocks: int, threads: int, *words: int) -> None:
-        """Do it."""
+        """Do it, of what is joint by a device alone."""
+        if self._is_joint:
+            assert words[0] == HEADER
+            assert len(words) == MOST_WORDS
+            words = (*words[CALLERS : CALLERS + 17], 0)
         y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, zero, run, size, width, rows = words[:15]
         plus, plus_pitch, mode = words[15:]
         assert self._most - 8 < rows <= self._most
-        assert 0 < threads <= 32 * self._warps
+        assert 0 < threads <= 32 * MOST_WARPS
         assert not threads % 32
-        assert 0 < run <= 4
+        assert 0 < run <= DEEP[self._most]
         count = 2 * size if mode else size
-        assert 0 < blocks <= -(-count // 16)
+        assert 0 < blocks <= -(-count // (2 * self._most))
         dtype = {each: kind for kind, each in FORMS.items()}[form]
         matrix = IntMatrix(
             memory(codes, (count, width // 8), (width // 2, 4), torch.int32),
@@ -161,7 +214,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(packed, "Launcher", FakeLauncher)
     found = SimpleNamespace(multi_processor_count=PROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    return Packed(torch.device("cuda", 0), request.param)
+    return Packed(torch.device("cuda", 0), request.param, joint=True)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
@@ -169,6 +222,8 @@ def test_words(kernels: Packed, rows: int) -> None:
     """Products, with a bias, a sum or a gate, are told to a kernel of so many rows, whatever scales and zeros are."""
     torch.manual_seed(rows)
     dtype = kernels._dtype
+    header, tail = [HEADER] * CALLERS, [HEADER] * (MOST_WORDS - CALLERS - 17)
+    channel: Any = SimpleNamespace(words=lambda device, own: [*header, *own, *tail] if device == 0 else [])
     for scales, plus, group in product(FORMS, [None, 0, 1], [128, 384]):
         x_RK, bias_N = torch.randn(rows, 392).to(dtype)[:, :384], torch.randn(26).to(dtype)
         matrix = int_matrix(26, 384, group, scales, plus)
@@ -184,6 +239,10 @@ def test_words(kernels: Packed, rows: int) -> None:
         expected = to_RN.float() + exact
         kernels.add(to_RN, x_RK, matrix)
         check(to_RN, expected)
+        if kernels.adds_up(x_RK, matrix):
+            expected = to_RN.float() + exact
+            kernels.joint(to_RN, x_RK, matrix, channel, 0)
+            check(to_RN, expected)
         for name, act in ACTIVATIONS.items():
             if name in GATES:
                 gate, up = functional.linear(x_RK.float(), dense_NK, bias_N.float()).chunk(2, dim=-1)
@@ -212,3 +271,10 @@ def test_what_is_not_taken(kernels: Packed) -> None:
     assert not kernels.takes(x_RK, evolve(matrix, columns=torch.zeros(512, dtype=torch.int32)))
     assert not kernels.takes(x_RK, evolve(matrix, codes=torch.zeros(24, 512, dtype=torch.uint8), bits=8))
     assert not kernels.takes(x_RK[:, :128], int_matrix(24, 128, 128, torch.float16, None).part(1, 24))
+    assert kernels.takes(x_RK[:, :128], odd := int_matrix(25, 128, 128, torch.float16, 1))
+    assert not kernels.takes(x_RK[:, :128], evolve(odd, scales=odd.scales.clone()))  # read in pairs
+    assert kernels.takes(x_RK[:, :128], evolve(odd, scales=odd.scales.float()))
+    assert not kernels.takes(x_RK, evolve(matrix, scales=matrix.scales.T.contiguous().T))
+    assert not kernels.takes(x_RK, evolve(matrix, zeros=torch.zeros(24, 4, dtype=torch.uint8)))
+    assert kernels.adds_up(x_RK[:8], matrix)
+    assert not kernels.adds_up(x_RK[:9], matrix)

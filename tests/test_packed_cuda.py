@@ -9,7 +9,7 @@ from tests.packed_cases import int_matrix
 from tests.test_gemv_cuda import check
 from tpplan.decoder.gemv import GATES
 from tpplan.decoder.launcher import DTYPES
-from tpplan.decoder.packed import Packed
+from tpplan.decoder.packed import MOST_JOINT, Packed
 from tpplan.decoder.settings import ACTIVATIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
@@ -36,6 +36,7 @@ def test_products(case: tuple[int, int, int, torch.dtype, int | None], rows: int
     bias_N = torch.randn(size, device="cuda").to(dtype)
     run = Packed(torch.device("cuda", 0), dtype)
     assert run.takes(x_RK, matrix)
+    assert run.adds_up(x_RK, matrix) == (rows <= MOST_JOINT)
     exact = (x_RK.double() @ matrix.dense(0, size, torch.float32).double().mT).float()
     found = run.linear(x_RK, matrix)
     check(found, exact)
