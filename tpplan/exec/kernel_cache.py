@@ -38,6 +38,7 @@ _LOG = logging.getLogger(__name__)
 #: Modules of kernels, by how the names of these begin; those of sums are in ``kernels``.
 _MODULES = {
     "attention": "tpplan.decoder.attention_kernels",
+    "coded": "tpplan.decoder.coded_experts_kernels",
     "dense": "tpplan.decoder.dense_kernels",
     "experts": "tpplan.decoder.experts_kernels",
     "gemv": "tpplan.decoder.gemv_kernels",
