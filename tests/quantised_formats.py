@@ -252,10 +252,11 @@ class _Rounded:
 
 
 def _groups(matrix_NK: Tensor, size: int, *, permuted: bool = False) -> Tensor:
-    """Return the group of each input: of neighbours, or of any, the same for matrices of the same shape."""
-    outputs, inputs = matrix_NK.shape
+    """Return the group of each input: of neighbours, or of any, other ones for each matrix."""
+    inputs = matrix_NK.shape[1]
     group_K = torch.arange(inputs) // (inputs if size < 0 else size)
-    return group_K[torch.randperm(inputs, generator=torch.Generator().manual_seed(outputs))] if permuted else group_K
+    seed = int(matrix_NK[0, 0].view(torch.int32)) & 0xFFFF
+    return group_K[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))] if permuted else group_K
 
 
 def _rounded(matrix_NK: Tensor, group_K: Tensor, bits: int, dtype: torch.dtype, *, symmetric: bool) -> _Rounded:

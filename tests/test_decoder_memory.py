@@ -14,9 +14,11 @@ import tpplan
 from tests.activations import activations
 from tests.decoder_cases import CONFIGS, plan_of
 from tests.flash_cases import flash_calls
+from tests.quantised_checkpoints import quantised
 from tests.weight_plans import fine_units
 from tpplan.axes import bounds_of
-from tpplan.decoder import Decoder, Prompt, layer_cache, layers
+from tpplan.decoder import Decoder, Prompt, layer_cache, layers, products
+from tpplan.decoder import quantised as quantised_matrices
 from tpplan.decoder.sampling import likeliest
 from tpplan.exec import compile as compile_plan
 from tpplan.memory import demands
@@ -160,3 +162,16 @@ def test_prompts_that_attend_at_once_do_too(layout: str, tmp_path: Path, flash_c
                     decoder.read([Prompt([*range(_ROWS // _BATCH)], i, 0 if graphs else 9 * i) for i in range(_BATCH)])
             assert all(0.4 < counted.peak[device] / room[device] <= 1 for device in context.all_devices)
     assert flash_calls
+
+
+@pytest.mark.parametrize("form", ["gptq 4 g64 asym", "int 8 channel", "fp8 block"])
+def test_quantised_weights_take_no_more(form: str) -> None:
+    """Of matrices parts are made at a time that are a twentieth of the scratch, as in a model of 8B parameters."""
+    taken_by = []
+    model, twin = quantised("llama", form)
+    for directory in (twin, model.directory):
+        plan = planned(directory, "reduce", (1,), Cache("fp16", _BATCH * _LENGTH))
+        with patch.object(products, "_AT_ONCE", 2**13), patch.object(quantised_matrices, "_AT_ONCE", 2**10):
+            taken_by.append(taken(directory, plan)[0])
+    dense, codes = taken_by
+    assert codes <= dense

@@ -62,8 +62,6 @@ class Dense:
         (size, width), (rows, columns) = matrix.shape, _block_of(matrix)
         if kind_of(matrix) not in self._launchers or matrix.scales.dtype not in _SCALES:
             return False
-        if isinstance(matrix, IntMatrix) and matrix.columns is not None:
-            return False
         if (width | min(columns, width)) % _COLUMNS or matrix.codes.data_ptr() % (4 if kind_of(matrix) == "4" else 8):
             return False
         return _has_quotients(rows, size) and _has_quotients(columns // _COLUMNS, width // _COLUMNS)

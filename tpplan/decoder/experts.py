@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tpplan.decoder.layers import AT_ONCE, together
 from tpplan.decoder.products import by_torch, linear, linear_of_all, sum_of_all
+from tpplan.decoder.quantised import Stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tpplan.decoder.products import Dense
-    from tpplan.decoder.quantised import Stacked
 
 #: Parts of all choices, of which an expert takes one at a time: most may be the same expert's.
 _PARTS: Final = 4
@@ -115,6 +115,8 @@ def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
 def _multiply(matrix_EOI: Tensor | Stacked, experts_RC: Tensor, x_RCI: Tensor) -> Tensor:
     """Multiply by copies of the chosen experts' matrices, made for some columns of the result at a time."""
     _, rows, columns = matrix_EOI.shape
+    if isinstance(matrix_EOI, Stacked):
+        x_RCI = matrix_EOI.ordered(x_RCI, experts_RC)
     most, found = max(1, AT_ONCE // (experts_RC.numel() * columns)), []
     for start in range(0, rows, most):
         end = min(start + most, rows)

@@ -44,6 +44,7 @@ class _Layout:
         transposed: whether rows of the matrix are columns of these tensors.
         packs_rows: whether a word has the codes of several rows, not of several columns.
         order: of the codes in a word, see :func:`tpplan.decoder.packing.unpacked`.
+        bits: of a code.
     """
 
     codes: str = ".qweight"
@@ -53,6 +54,7 @@ class _Layout:
     transposed: bool = True
     packs_rows: bool = False
     order: tuple[int, ...] | None = None
+    bits: tuple[int, ...] = (NIBBLE, 2 * NIBBLE)
 
     @property
     def suffixes(self) -> frozenset[str]:
@@ -62,14 +64,13 @@ class _Layout:
 
 _LAYOUTS: Final = {
     "gptq": _Layout(),
-    "awq": _Layout(packs_rows=True, order=AWQ),
+    "awq": _Layout(packs_rows=True, order=AWQ, bits=(NIBBLE,)),
     "compressed-tensors": _Layout(
         ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx", transposed=False
     ),
 }
 
 
-_FLOAT_METHODS: Final = ("fp8", "compressed-tensors")
 #: What belongs to codes that are floats; scales of activations, which are not rounded here, are not used.
 _FLOATS: Final = ("F8_E4M3", "F8_E5M2")
 _SCALES: Final = (".weight_scale_inv", ".weight_scale")
@@ -90,19 +91,15 @@ def check_formats(model: ModelSpec, scheme: Scheme, source: str) -> None:
         ModelError: one is stored in another way.
     """
     layout = _LAYOUTS.get(scheme.method)
-    bits = scheme.known.get("bits", NIBBLE)
     is_told = scheme.format or scheme.method == "compressed-tensors"
-    ints = layout.suffixes if layout and is_told and bits in (NIBBLE, 2 * NIBBLE) else frozenset()
+    ints = layout.suffixes if layout and is_told and scheme.known.get("bits", NIBBLE) in layout.bits else frozenset()
     found = [(0, parameter) for parameter in model.parameters]
     found += [(block.layers[0], parameter) for block in model.blocks for parameter in block.parameters]
     for layer, parameter in found:
         suffix = split_name(parameter.name)[1]
-        is_float = scheme.method in _FLOAT_METHODS and (
-            suffix in _SCALES or (parameter.dtype in _FLOATS and suffix == ".weight")
-        )
-        is_bias = (
-            suffix == ".bias" and scheme.method in _LAYOUTS
-        )  # of which packers make 16-bit floats, whatever it was
+        is_float = suffix in _SCALES or (suffix == ".weight" and parameter.dtype in _FLOATS)
+        # Packers make biases of 16-bit floats, whatever the model has.
+        is_bias = suffix == ".bias" and layout is not None
         if parameter.dtype == DTYPES[model.dtype] or suffix in ints or suffix in _UNUSED or is_float or is_bias:
             continue
         name = parameter.name.replace("{layer}", str(layer)).replace("{expert}", "0")
@@ -111,7 +108,7 @@ def check_formats(model: ModelSpec, scheme: Scheme, source: str) -> None:
             hint = "convert the checkpoint to one dtype of 16 or 32 bits, and name it in config.json"
         else:
             what = f"the decoder does not compute with {name} ({parameter.dtype}), weights are {model.weight_format}"
-            hint = "it takes GPTQ and AWQ (version gemm) of 4 and 8 bits, compressed-tensors alike, and FP8"
+            hint = "it takes GPTQ and compressed-tensors of 4 and 8 bits, AWQ of 4 (version gemm), and FP8"
         raise ModelError(f"{source}: {what}", hint)
 
 
@@ -174,10 +171,9 @@ def _once(codes: Tensor, name: str, make: Callable[[], IntMatrix]) -> IntMatrix:
     """Return what was made of some codes, or make it.
 
     Raises:
-        RequestError: who began to make it did not end.
+        RequestError: who began to write over them did not end.
     """
     if not hasattr(codes, _MADE):
-        setattr(codes, _MADE, None)
         setattr(codes, _MADE, make())
     found: IntMatrix | None = getattr(codes, _MADE)
     if found is None:
@@ -199,44 +195,71 @@ def _ints(stored: _Stored, layout: _Layout) -> IntMatrix:
     per = WORD // bits
     rows = stored.numbers(layout.codes, out, per if layout.packs_rows else 1)
     columns = stored.numbers(layout.codes, into, 1 if layout.packs_rows else per)
-    held = stored.numbers(layout.scales, into)
-    groups = columns // group
-    if layout.groups in stored.tensors:
-        places = _places(columns, stored.numbers(layout.groups, 0))
-        groups = stored.tensors[layout.groups].cpu().long()[places]
-    groups, wanted = _places(groups, held), groups
-    if not torch.equal(held[groups.clamp(max=len(held) - 1)], wanted):
-        what = f"{stored.name} has columns whose scales are those of other devices' columns: its rows are permuted"
-        raise ModelError(what, "plan again with --layout gather")
-    step = gcd(group, int(columns[0]))
-    some = groups[::step]
-    ordered = torch.equal(some.repeat_interleave(step)[: len(groups)], groups)
-    some = some if ordered else torch.arange(len(held))
-    scales = scales.mT if layout.transposed else scales
-    values = _some(scales, _places(rows, stored.numbers(layout.scales, out)), some)
+    some, step, order = _groups(stored, layout, columns, stored.numbers(layout.scales, into), group)
+    values = scales.mT if layout.transposed else scales
+    values = _some(values, _places(rows, stored.numbers(layout.scales, out)), some)
+    wide = None
     if zeros is not None:
         wide = unpacked(zeros, bits, out, layout.order)
-        wide = _some(
-            wide.mT if layout.transposed else wide, _places(rows, stored.numbers(layout.zeros, out, per)), some
-        )
-        in_words = bits == NIBBLE and not wide.numel() % (WORD // NIBBLE)
-        zeros = _kept(zeros, packed(wide.flatten(), range(WORD // NIBBLE)) if in_words else wide)
+        wide = wide.mT if layout.transposed else wide
+        wide = _some(wide, _places(rows, stored.numbers(layout.zeros, out, per)), some)
+        if bits == NIBBLE and not wide.numel() % (WORD // NIBBLE):
+            wide = packed(wide.flatten(), range(WORD // NIBBLE))
 
     def part(words: Tensor, start: int, end: int) -> Tensor:
         by = per if layout.packs_rows else 1
         own = words.narrow(out, start // by, (end - start) // by)
         codes = unpacked(own, bits, out if layout.packs_rows else into, layout.order)
-        return codes.mT.contiguous() if layout.transposed else codes
+        codes = codes.mT if layout.transposed else codes
+        return codes.contiguous() if order is None else codes[:, order]
 
+    setattr(words, _MADE, None)  # from here on it is written over
     return IntMatrix(
         codes=rearranged(words, (len(rows), len(columns)), bits, part),
-        scales=_kept(stored.tensors[layout.scales], values),
-        zeros=zeros,
+        scales=_kept(scales, values),
+        zeros=None if zeros is None or wide is None else _kept(zeros, wide),
         plus=int(stored.scheme.zeros_less_one),
-        group=step if ordered else group,
+        group=step,
         bits=bits,
-        columns=None if ordered else groups.to(words.device),
+        columns=None if order is None else _kept(stored.tensors[layout.groups], order.int()),
     )
+
+
+def _groups(
+    stored: _Stored, layout: _Layout, columns: Tensor, held: Tensor, group: int
+) -> tuple[Tensor, int, Tensor | None]:
+    """Return which of the groups that there are columns have, one after the other.
+
+    Args:
+        stored: the matrix.
+        layout: of its format.
+        columns: the numbers of its columns.
+        held: of groups.
+        group: columns of each, in the whole matrix.
+
+    Returns:
+        The places of groups; how many columns each has here; and the order that brings its columns together, if they
+        are not.
+
+    Raises:
+        ModelError: they have groups that are not there, or groups are not alike.
+    """
+    groups, order = columns // group, None
+    if layout.groups in stored.tensors:
+        index = stored.tensors[layout.groups]
+        groups = index.cpu().long()[_places(columns, stored.numbers(layout.groups, 0))]
+    places = _places(groups, held).clamp(max=len(held) - 1)
+    if not torch.equal(held[places], groups):
+        what = f"{stored.name} has columns whose scales are those of other devices' columns: its rows are permuted"
+        raise ModelError(what, "plan again with --layout gather")
+    if not torch.equal(groups, columns // group):
+        order = places.argsort(stable=True)
+        places = places[order]
+    step = gcd(group, int(columns[0]))
+    some = places[::step]
+    if not torch.equal(some.repeat_interleave(step)[: len(places)], places):
+        raise ModelError(f"{stored.name} has groups of other sizes than {group}", "quantise it again")
+    return some, step, None if order is None else order.to(stored.tensors[layout.codes].device)
 
 
 def _bits_and_group(stored: _Stored, layout: _Layout, into: int) -> tuple[int, int]:
@@ -248,8 +271,8 @@ def _bits_and_group(stored: _Stored, layout: _Layout, into: int) -> tuple[int, i
     whole, count = stored.slices[layout.codes].whole, stored.slices[layout.scales].whole[into]
     shape = stored.tensors.get(".weight_shape")
     bits = stored.scheme.known.get("bits") or (whole[into] * WORD // int(shape[-1]) if shape is not None else 0)
-    if bits not in (NIBBLE, 2 * NIBBLE):
-        raise ModelError(f"{stored.name} has codes of {bits} bits", "the decoder computes with 4 and 8")
+    if bits not in layout.bits:
+        raise ModelError(f"{stored.name} has codes of {bits} bits", f"the decoder computes with {layout.bits}")
     width = whole[into] * (1 if layout.packs_rows else WORD // bits)
     group = stored.scheme.parameters(width).get("group", 0)
     if not group and not width % count:
@@ -278,7 +301,7 @@ def _floats(stored: _Stored) -> Float8Matrix:
         return Float8Matrix(codes, scales.view(-1, 1), 1, codes.shape[1])
     known, sizes = stored.scheme.known, []
     for size, count, key in ((height, part.whole[0], "rows"), (width, part.whole[1], "columns")):
-        block = known.get(key) or (0 if size % count else size // count)
+        block = known.get(key) or (size if count == 1 else 0)
         if not block or -(-size // block) != count:
             raise ModelError(
                 f"{stored.name} has {count} scales for {size} {key}", "name the block's size in config.json"

@@ -98,10 +98,13 @@ class Decoder:
         self._head = "model.embed_tokens" if model.tied_embeddings else "lm_head"
         blocks = {layer: block for block in model.blocks for layer in block.layers}
         layers = [blocks[layer] for layer in range(model.layer_count)]
+        scheme = read_scheme(read_config(directory))
         self.weights = {}
         for device in context.all_devices:  # before there is a cache: who rearranges codes needs room for them
-            matrices = matrices_of(weights[device], slices[device], read_scheme(read_config(directory)))
+            matrices = matrices_of(weights[device], slices[device], scheme)
             self.weights[device] = joined(weights[device], matrices, layers, self._family, context.dtype)
+            if matrices and context.devices[device].device.type == "cuda":
+                torch.cuda.empty_cache()  # of what rearranging took
         windows = [block.attention.window if block.attention else 0 for block in layers]
         kind = cache or request.cache.kind
         heads = [heads_of(context, layer, window, kind) for layer, window in enumerate(windows)]

@@ -20,7 +20,7 @@ WORD: Final = 32
 NIBBLE: Final = 4
 
 #: Codes that are unpacked at a time; each takes some bytes meanwhile.
-_AT_ONCE: Final = 2**22
+_AT_ONCE: Final = 2**20
 
 #: Where AWQ has the first of eight codes, the second, and so on.
 AWQ: Final = tuple(ORDER.index(i) for i in range(8))
@@ -35,9 +35,12 @@ def unpacked(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = N
         dim: the dimension that grows: along it the codes of a word follow each other.
         order: where in a word the first is, the second, and so on, lowest bits first; in their order if not given.
     """
-    places = order or range(WORD // bits)
-    codes = torch.stack([words >> bits * place & (1 << bits) - 1 for place in places], dim=dim + 1)
-    return codes.to(torch.uint8).flatten(dim, dim + 1)
+    codes = words.movedim(dim, -1).contiguous().view(torch.uint8)
+    if bits == NIBBLE:
+        codes = torch.stack((codes & 15, codes >> NIBBLE), dim=-1).flatten(-2)
+    if order:
+        codes = torch.unflatten(codes, -1, (-1, len(order)))[..., list(order)].flatten(-2)
+    return codes.movedim(-1, dim)
 
 
 def packed(codes: Tensor, order: Sequence[int]) -> Tensor:
@@ -47,11 +50,8 @@ def packed(codes: Tensor, order: Sequence[int]) -> Tensor:
         codes: one in a byte.
         order: which of eight the lowest bits have, and so on.
     """
-    eights = torch.unflatten(codes, -1, (-1, len(order)))
-    words = torch.zeros_like(eights[..., 0], dtype=torch.int32)
-    for place, number in enumerate(order):
-        words |= eights[..., number].int() << NIBBLE * place
-    return words
+    eights = torch.unflatten(codes, -1, (-1, len(order)))[..., list(order)]
+    return (eights[..., ::2] | eights[..., 1::2] << NIBBLE).flatten(-2).view(torch.int32)
 
 
 def rearranged(words: Tensor, size: tuple[int, int], bits: int, some: Callable[[Tensor, int, int], Tensor]) -> Tensor:

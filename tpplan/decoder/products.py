@@ -40,7 +40,7 @@ def linear(x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None = None, dense:
     """
     if isinstance(matrix_NK, Tensor):
         return functional.linear(x_RK, matrix_NK, bias_N)
-    y_RN = x_RK.new_empty((len(x_RK), len(matrix_NK)))
+    x_RK, y_RN = matrix_NK.ordered(x_RK), x_RK.new_empty((len(x_RK), len(matrix_NK)))
     for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, dense):
         if bias_N is None:
             torch.mm(x_RK, some_NK.mT, out=y_RN[:, start:end])
@@ -54,6 +54,7 @@ def add_linear(to_RN: Tensor, x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | 
     if isinstance(matrix_NK, Tensor):
         to_RN.addmm_(x_RK, matrix_NK.mT)
     else:
+        x_RK = matrix_NK.ordered(x_RK)
         for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, dense):
             to_RN[:, start:end].addmm_(x_RK, some_NK.mT)
     if bias_N is not None:
@@ -62,6 +63,8 @@ def add_linear(to_RN: Tensor, x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | 
 
 def linear_of_all(x_RK: Tensor, matrix_EOI: Tensor | Stacked, dense: Dense = by_torch) -> Tensor:
     """Multiply rows by the matrices of all experts: ``[R, E, O]``."""
+    if isinstance(matrix_EOI, Stacked) and matrix_EOI.columns is not None:
+        return torch.stack([linear(x_RK, matrix_EOI[i], dense=dense) for i in range(len(matrix_EOI))], dim=1)
     matrix = matrix_EOI.flatten(0, 1) if isinstance(matrix_EOI, Tensor) else matrix_EOI.matrix
     return torch.unflatten(linear(x_RK, matrix, dense=dense), 1, (len(matrix_EOI), -1))
 

@@ -25,6 +25,8 @@ ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 #: Bits of a nibble, and nibbles of a word.
 _BITS, _WORD = 4, 8
+#: Elements that torch makes at a time: each takes up to 29 bytes meanwhile.
+_AT_ONCE: Final = 2**18
 
 
 @frozen(eq=False)
@@ -39,7 +41,7 @@ class IntMatrix:
         plus: is added to each of them.
         group: columns that share a scale.
         bits: of a code.
-        columns: the group of each column, ``[K]``; None if neighbours share one.
+        columns: which of the inputs each column is, ``[K]``; None if they are in order.
     """
 
     codes: Tensor
@@ -67,22 +69,28 @@ class IntMatrix:
             zeros = zeros[start * per // by : -(-end * per // by)]
         return evolve(self, codes=self.codes[start:end], scales=self.scales[start:end], zeros=zeros)
 
+    def ordered(self, x: Tensor) -> Tensor:
+        """Return inputs, along the last dimension, in the order of the columns."""
+        return x if self.columns is None else x.index_select(-1, self.columns)
+
     def dense(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return some rows ``[end - start, K]``: computed in float32, rounded once."""
         return self.chosen(torch.arange(start, end, device=self.codes.device), dtype)
 
     def chosen(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the rows of these numbers, ``[..., K]``; see :meth:`dense`."""
+        return _in_parts(rows, self.shape[1], dtype, self._values)
+
+    def _values(self, rows: Tensor) -> Tensor:
+        """Return rows in float32."""
         codes = self.codes[rows]
         if self.bits == _BITS:
             codes = torch.stack([codes >> _BITS * ORDER.index(i) & 15 for i in range(_WORD)], dim=-1).flatten(-2)
         scales, zeros = self._by_column(self.scales[rows].float()), self._by_column(self._zeros(rows))
-        return ((codes - zeros) * scales).to(dtype)
+        return (codes - zeros) * scales
 
     def _by_column(self, values: Tensor) -> Tensor:
         """Return what groups have for each of their columns."""
-        if self.columns is not None:
-            return values[..., self.columns]
         return values.repeat_interleave(self.group, dim=-1)[..., : self.shape[1]]
 
     def _zeros(self, rows: Tensor) -> Tensor:
@@ -123,15 +131,33 @@ class Float8Matrix:
         """Return some rows, which are copied nowhere; they are whole blocks."""
         return evolve(self, codes=self.codes[start:end], scales=self.scales[start // self.rows : -(-end // self.rows)])
 
+    def ordered(self, x: Tensor) -> Tensor:
+        """Return inputs, along the last dimension, in the order of the columns."""
+        return x
+
     def dense(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return some rows ``[end - start, K]``: computed in float32, rounded once."""
         return self.chosen(torch.arange(start, end, device=self.codes.device), dtype)
 
     def chosen(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the rows of these numbers, ``[..., K]``; see :meth:`dense`."""
+        return _in_parts(rows, self.shape[1], dtype, self._values)
+
+    def _values(self, rows: Tensor) -> Tensor:
+        """Return rows in float32."""
         codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)  # which torch does not index
         scales = self.scales[rows // self.rows].float().repeat_interleave(self.columns, dim=-1)
-        return (codes.float() * scales[..., : self.shape[1]]).to(dtype)
+        return codes.float() * scales[..., : self.shape[1]]
+
+
+def _in_parts(rows: Tensor, width: int, dtype: torch.dtype, values: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return rows of a matrix, so few of which are made at a time that it takes little memory beside them."""
+    flat = rows.flatten()
+    out = torch.empty(len(flat), width, dtype=dtype, device=rows.device)
+    step = max(1, _AT_ONCE // width)
+    for to, some in zip(torch.split(out, step), torch.split(flat, step), strict=True):
+        to.copy_(values(some))
+    return out.view(*rows.shape, width)
 
 
 Quantised = IntMatrix | Float8Matrix
@@ -145,10 +171,12 @@ class Stacked:
     Attributes:
         matrix: all of them.
         count: of experts.
+        columns: which of the inputs each column of an expert's matrix is, ``[E, K]``; None if they are in order.
     """
 
     matrix: Quantised
     count: int
+    columns: Tensor | None = None
 
     @classmethod
     def of(cls, matrices: Sequence[Quantised], join: Join) -> Self:
@@ -157,10 +185,13 @@ class Stacked:
         Raises:
             ModelError: they are of different kinds.
         """
+        columns = [each.columns for each in matrices if isinstance(each, IntMatrix) and each.columns is not None]
+        if len(columns) == len(matrices):  # other ones for each
+            matrices = [evolve(each, columns=None) for each in matrices if isinstance(each, IntMatrix)]
         one = below(matrices, join) or below(matrices, lambda tensors: torch.cat(list(tensors)))
         if one is None:
             raise ModelError("experts of a layer are quantised in several ways", "convert all of them alike")
-        return cls(one, len(matrices))
+        return cls(one, len(matrices), torch.stack(columns).long() if columns else None)
 
     def __len__(self) -> int:
         return self.count
@@ -173,10 +204,17 @@ class Stacked:
 
     def __getitem__(self, expert: int) -> Quantised:
         rows = self.shape[1]
-        return self.matrix.part(expert * rows, (expert + 1) * rows)
+        found = self.matrix.part(expert * rows, (expert + 1) * rows)
+        if self.columns is None or not isinstance(found, IntMatrix):
+            return found
+        return evolve(found, columns=self.columns[expert])
+
+    def ordered(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Return inputs ``[..., K]`` of experts, whose numbers are ``[...]``, in the order of their columns."""
+        return x if self.columns is None else x.expand(*experts.shape, -1).gather(-1, self.columns[experts])
 
     def chosen(self, experts: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Return some rows of the matrices of these experts, ``[..., end - start, K]``."""
+        """Return some rows of the matrices of these experts, ``[..., end - start, K]``, columns as they are."""
         rows = experts[..., None] * self.shape[1] + torch.arange(start, end, device=experts.device)
         return self.matrix.chosen(rows, dtype)
 
@@ -203,19 +241,17 @@ def _ints_below(matrices: Sequence[IntMatrix], join: Join) -> IntMatrix | None:
             return None
         if a.columns is not None and b.columns is not None and not torch.equal(a.columns, b.columns):
             return None
-    codes, scales = join([each.codes for each in matrices]), join([each.scales for each in matrices])
-    given = [each.zeros for each in matrices if each.zeros is not None]
-    if any(each.zeros is not None and _is_ragged(each) for each in matrices[:-1]):
+    codes, given = join([each.codes for each in matrices]), [each.zeros for each in matrices if each.zeros is not None]
+    if codes is None or len({each.dtype for each in given}) > 1:
         return None
-    zeros = join(given) if given else None
-    if codes is None or scales is None or (given and zeros is None):
-        return None
+    scales, zeros = _joined([each.scales for each in matrices], join), _joined(given, join) if given else None
     return evolve(matrices[0], codes=codes, scales=scales, zeros=zeros)
 
 
-def _is_ragged(matrix: IntMatrix) -> bool:
-    """Tell whether the zeros of a matrix end within a word."""
-    return matrix.zeros is not None and matrix.zeros.dtype != torch.uint8 and bool(matrix.scales.numel() % _WORD)
+def _joined(tensors: Sequence[Tensor], join: Join) -> Tensor:
+    """Join what is so small that it may be copied."""
+    found = join(tensors)
+    return torch.cat(list(tensors)) if found is None else found
 
 
 def _floats_below(matrices: Sequence[Float8Matrix], join: Join) -> Float8Matrix | None:
@@ -227,8 +263,7 @@ def _floats_below(matrices: Sequence[Float8Matrix], join: Join) -> Float8Matrix 
     codes = join([each.codes for each in matrices])
     rows = {each.rows for each in matrices}
     if len(rows) == 1 and not any(len(each) % each.rows for each in matrices[:-1]):
-        scales = join([each.scales for each in matrices])
-        scales = torch.cat([each.scales for each in matrices]) if scales is None else scales
+        scales = _joined([each.scales for each in matrices], join)
         (height,) = rows
     else:  # blocks do not follow each other: a scale for each row
         scales = torch.cat([_by_row(each) for each in matrices])

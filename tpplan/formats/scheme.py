@@ -161,14 +161,26 @@ def _compressed(section: Config) -> Scheme:
     weights = weights if isinstance(weights, dict) else {}
     float8 = weights.get("type") == "float" and weights.get("num_bits") == 8 and group.get("targets") == ["Linear"]  # noqa: PLR2004
     strategy = weights.get("strategy")
+    bits, size, block = (_counts(weights.get(key)) for key in ("num_bits", "group_size", "block_structure"))
+    known = dict(zip(("rows", "columns"), block, strict=False))
+    known |= {} if float8 else dict(zip(("bits",), bits, strict=False))
     return Scheme(
         method="compressed-tensors",
         format=f"fp8-{strategy}" if float8 and strategy in ("tensor", "channel") else "",
+        known=known,
+        group=-1 if strategy == "channel" else next(iter(size), 0) if strategy == "group" else 0,
         static=isinstance(inputs, dict) and inputs.get("dynamic") is False,
         model_scales=True,
         skipped=_skipped(section, "ignore"),
         source=section.source,
     )
+
+
+def _counts(value: object) -> list[int]:
+    """Return a positive whole number, or some; none if it is something else."""
+    values: list[object] = value if isinstance(value, list) else [value]
+    counts = [each for each in values if isinstance(each, int) and not isinstance(each, bool) and each > 0]
+    return counts if len(counts) == len(values) else []
 
 
 def _flat(section: Config, key: str) -> tuple[str, ...]:
