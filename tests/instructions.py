@@ -16,7 +16,7 @@ import numpy as np
 from attrs import define
 from llvmlite import ir
 
-from tests.warps import LANES, ME, multiplied, told
+from tests.warps import ME, multiplied, told
 from tpplan.exec import ptx
 
 if TYPE_CHECKING:
@@ -192,11 +192,11 @@ _BITS: dict[str, Callable[..., Any]] = {
     "low_f16": lambda word: _of_f16(word)[0],
     "high_f16": lambda word: _of_f16(word)[1],
     "two_f16": _to_f16,
+    "two_highs": lambda low, high: np.uint32(int(low) >> 16 | int(high) >> 16 << 16),
     "bits_of": lambda value: np.array(value).view(np.uint32 if isinstance(value, np.floating) else np.float32)[()],
     "float_of": lambda word: np.array([word], np.uint32).view(np.float32)[0],
     "active": lambda: np.uint32(0xFFFFFFFF),
     "of_first": lambda value: told(value)[0],
-    "of_quarter": lambda value, lane: told(value)[ME.thread % LANES & ~3 | int(lane)],
     "shifted": lambda bits, count: np.uint32(int(bits) >> int(count) % 32),
     "largest_of_warp": lambda value: max(told(value)),
     "nanoseconds": lambda: np.uint64(monotonic_ns()),

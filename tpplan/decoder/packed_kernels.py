@@ -14,7 +14,7 @@ from numba import cuda
 from numba.cuda import types
 
 from tpplan.decoder.packed_products import BF16, F16, Floats, products_of
-from tpplan.decoder.packed_scales import matrix_rows
+from tpplan.decoder.packed_scales import chosen, matrix_rows
 from tpplan.decoder.tile_sums import TILE, tile_sums
 from tpplan.exec import ptx, tiles
 from tpplan.exec.channel_messages import begin_sum, end_sum
@@ -161,10 +161,10 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
             there, then = _BITS(far + begin), _BITS(0)
             if there < width32 and following < size32:
                 then = _BITS(min(_BITS(there + long), width32) - there)
-            scale, zero = made(s, form, base, left > mine)
+            pieces = made(s, form, base, left > mine)
             if then > _BITS(0):
                 s = ask_scales(scales, zeros, marks, _BITS(min(_BITS(there + mine), last) >> _BITS(bits)), form)
-            its_scales, its_zeros = told(0, scale, zero)
+            its_scales, its_zeros = told(pieces, chosen(0, g, t))
             totals = products(totals, w0, p, its_scales, its_zeros, kept_mask)
             if then > _BITS(0):
                 w0 = ask(places, there)
@@ -173,7 +173,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
                     p = look(at, _BITS(here + _BITS(2 * STEP)))
             elif left > _BITS(STEP):
                 p = look(at, _BITS(here + _BITS(STEP)))
-            its_scales, its_zeros = told(1, scale, zero)
+            its_scales, its_zeros = told(pieces, chosen(1, g, t))
             if run > _WORD(1):
                 totals = products(totals, w1, q if is_deep else p, its_scales, its_zeros, kept_mask)
             if then > _BITS(STEP):
@@ -181,7 +181,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
             if is_deep:
                 if left > _BITS(3 * STEP):
                     q = look(at, _BITS(here + _BITS(3 * STEP)))
-                its_scales, its_zeros = told(2, scale, zero)
+                its_scales, its_zeros = told(pieces, chosen(2, g, t))
                 if run > _WORD(2):
                     totals = products(totals, w2, p, its_scales, its_zeros, kept_mask)
                 if then > _BITS(2 * STEP):
@@ -189,7 +189,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
             if then > _BITS(0):
                 p = look(at, there)
             if is_deep:
-                its_scales, its_zeros = told(3, scale, zero)
+                its_scales, its_zeros = told(pieces, chosen(3, g, t))
                 if run > _WORD(3):
                     totals = products(totals, w3, q, its_scales, its_zeros, kept_mask)
                 if then > _BITS(3 * STEP):

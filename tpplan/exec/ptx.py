@@ -158,8 +158,6 @@ inverse = _instruction("rcp.approx.ftz.f32 $0, $1;", "f32", "f32")
 larger = _instruction("max.f32 $0, $1, $2;", "f32", "f32 f32")
 #: Of what all threads of a warp have, in all of them (sm_80).
 largest_of_warp = _instruction("redux.sync.max.u32 $0, $1, 0xffffffff;", "u32", "u32", whole=True)
-#: What one of four lanes side by side has, by its number, in all of them.
-of_quarter = _instruction("shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;", "f32", "f32 u32", whole=True)
 #: What the first lane has, in all of them: the compiler knows then that it is the same.
 of_first = _instruction("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "u32", "u32", whole=True)
 #: Lanes of the warp that are here: where all are, ones that the compiler does not know of.
@@ -170,6 +168,7 @@ shifted = _instruction("shf.r.wrap.b32 $0, $1, 0, $2;", "u32", "u32 u32")
 #: The low, and the high 16 bits of two registers.
 emit_lows = emitter("prmt.b32 $0, $1, $2, 0x5410;", "u32", "u32 u32")
 emit_highs = emitter("prmt.b32 $0, $1, $2, 0x7632;", "u32", "u32 u32")
+two_highs = _instruction("prmt.b32 $0, $1, $2, 0x7632;", "u32", "u32 u32")
 
 
 def _multiply(kind: str) -> Emitter:
