@@ -11,6 +11,7 @@ from tpplan.decoder import experts, skinny
 from tpplan.decoder.cache import KERNEL_KINDS, Store
 from tpplan.decoder.gemv import MOST_ROWS
 from tpplan.decoder.layers import rms_norm
+from tpplan.decoder.quantised import IntMatrix
 from tpplan.decoder.settings import ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.decoder.gemv import Norm
+    from tpplan.decoder.quantised import Stacked
 
 
 class FakeChannel:
@@ -151,9 +153,10 @@ class FakeMixture:
 
     calls: Counter[str] = Counter()  # noqa: RUF012
 
-    def __init__(self, place: torch.device, dtype: torch.dtype, activation: str) -> None:
+    def __init__(self, place: torch.device, dtype: torch.dtype, activation: str, *, coded: bool = False) -> None:
         """Take any device."""
         assert isinstance(place, torch.device)
+        self._coded = coded
         self._dtype, self._act = dtype, ACTIVATIONS[activation]
 
     def choose(self, scores: Tensor, count: int, *, normalised: bool) -> Tensor:
@@ -162,24 +165,31 @@ class FakeMixture:
         self.calls["choose"] += 1
         return torch.cat(experts.choose(scores, count, normalised=normalised), dim=1)
 
-    def up(self, x: Tensor, gate: Tensor, up: Tensor, choice: Tensor) -> Tensor | None:
+    def up(self, x: Tensor, gate: Tensor | Stacked, up: Tensor | Stacked, choice: Tensor) -> Tensor | None:
         """Multiply by matrices of what is chosen."""
-        assert x.dtype == gate.dtype == up.dtype == self._dtype
-        if choice.numel() > 2 * len(gate):
+        assert x.dtype == self._dtype
+        if choice.numel() > 2 * len(gate) or not all(self._is_known(each) for each in (gate, up)):
             return None
         self.calls["up"] += 1
         numbers = choice.chunk(2, dim=1)[1].long()
         return experts.up(x, gate, up, numbers, lambda one, other: self._act(one).mul_(other), fixed=True)
 
-    def down(self, h: Tensor, down: Tensor, choice: Tensor, to: Tensor | None = None) -> Tensor | None:
+    def down(self, h: Tensor, down: Tensor | Stacked, choice: Tensor, to: Tensor | None = None) -> Tensor | None:
         """Multiply by the last ones, and add up."""
-        assert h.dtype == down.dtype == self._dtype
-        if choice.numel() > 2 * len(down):
+        assert h.dtype == self._dtype
+        if choice.numel() > 2 * len(down) or not self._is_known(down):
             return None
         self.calls["down" if to is None else "down and add"] += 1
         weights, numbers = choice.chunk(2, dim=1)
         found = experts.down(h, down, numbers.long(), weights, fixed=True)
         return found if to is None else to.add_(found)
+
+    def _is_known(self, matrix: Tensor | Stacked) -> bool:
+        """Tell whether there would be a kernel for a matrix: of 16 bits, or if that was asked for of codes."""
+        if isinstance(matrix, torch.Tensor):
+            assert matrix.dtype == self._dtype
+            return True
+        return self._coded and isinstance(matrix.matrix, IntMatrix) and matrix.matrix.bits == 4
 
 
 class FakeAttention:

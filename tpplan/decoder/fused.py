@@ -116,7 +116,7 @@ class Fused(Plain):
         names = [*pointwise.names_of(dtype, self._name, kind), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
         names += [*gemv.joint_names_of(dtype), skinny.joint_name_of(dtype)] if joint else ()
         names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
-        names += mixture.names_of(dtype) if experts else ()
+        names += mixture.names_of(dtype, coded=_PACKED in codes) if experts else ()
         names += dense.names_of(dtype, codes)
         names += packed.names_of(dtype) if _PACKED in codes else ()
         capability = torch.cuda.get_device_capability(place)
@@ -125,7 +125,7 @@ class Fused(Plain):
         self._gemv = Gemv(place, dtype, joint=joint)
         self._skinny = Skinny(place, dtype, joint=joint)
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
-        self._mixture = Mixture(place, dtype, self._name) if experts else None
+        self._mixture = Mixture(place, dtype, self._name, coded=_PACKED in codes) if experts else None
         self._dense = Dense(place, dtype, codes)
         self._packed = Packed(place, dtype) if _PACKED in codes else None
 
@@ -141,7 +141,7 @@ class Fused(Plain):
             kernels = self._of_few(x, matrix)
             found = kernels.linear(x, matrix, own) if kernels else None
         elif isinstance(matrix, IntMatrix) and self._packed and self._packed.takes(x, matrix):
-            found = self._packed.linear(x, matrix, own)
+            found = self._packed.linear(matrix.ordered(x), matrix, own)
         else:
             found = None
         return super().linear(x, weights, name, bias=bias) if found is None else found
@@ -152,7 +152,7 @@ class Fused(Plain):
         if isinstance(matrix, Tensor) and (kernels := self._of_few(x, matrix)):
             kernels.add(to, x, matrix)
         elif isinstance(matrix, IntMatrix) and self._packed and self._packed.takes(x, matrix):
-            self._packed.add(to, x, matrix)
+            self._packed.add(to, matrix.ordered(x), matrix)
         else:
             super().add_linear(to, x, weights, name)
             return
@@ -193,7 +193,7 @@ class Fused(Plain):
         if isinstance(matrix, Tensor) and self._skinny.takes(x_RD, matrix, gated=True):
             return self._skinny.gated(self.norm(x_RD, norm), matrix, self._name, bias)
         if isinstance(matrix, IntMatrix) and self._packed and self._packed.takes(x_RD, matrix, gated=True):
-            return self._packed.gated(self.norm(x_RD, norm), matrix, self._name, bias)
+            return self._packed.gated(matrix.ordered(self.norm(x_RD, norm)), matrix, self._name, bias)
         return super().gated(x_RD, norm, weights, fused, names)
 
     def _of_few(self, x: Tensor, matrix: Tensor) -> Gemv | Skinny | None:
@@ -213,18 +213,14 @@ class Fused(Plain):
         self, x_RD: Tensor, gate_EID: Tensor | Stacked, up_EID: Tensor | Stacked, choice_RC: Tensor, *, fixed: bool
     ) -> Tensor:
         """Return what the experts of rows have between their matrices, ``[R, C, I]``."""
-        found = None
-        if self._mixture and isinstance(gate_EID, Tensor) and isinstance(up_EID, Tensor):
-            found = self._mixture.up(x_RD, gate_EID, up_EID, choice_RC)
+        found = self._mixture.up(x_RD, gate_EID, up_EID, choice_RC) if self._mixture else None
         return super().experts_up(x_RD, gate_EID, up_EID, choice_RC, fixed=fixed) if found is None else found
 
     def experts_down(
         self, h_RCI: Tensor, down_EDI: Tensor | Stacked, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
     ) -> Tensor:
         """Return the weighed sum of what the experts of rows make of ``h``, ``[R, D]``."""
-        found = None
-        if self._mixture and isinstance(down_EDI, Tensor):
-            found = self._mixture.down(h_RCI, down_EDI, choice_RC, to_RD)
+        found = self._mixture.down(h_RCI, down_EDI, choice_RC, to_RD) if self._mixture else None
         return super().experts_down(h_RCI, down_EDI, choice_RC, to_RD, fixed=fixed) if found is None else found
 
     def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
