@@ -118,7 +118,8 @@ class Fused(Plain):
         names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
         names += mixture.names_of(dtype, coded=_PACKED in codes) if experts else ()
         names += dense.names_of(dtype, codes)
-        names += packed.names_of(dtype) if _PACKED in codes else ()
+        if _PACKED in codes:
+            names += [*packed.names_of(dtype), *(packed.joint_names_of(dtype) if joint else ())]
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for name in names)  # all at the same time
         self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name, kind)
@@ -127,7 +128,7 @@ class Fused(Plain):
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._mixture = Mixture(place, dtype, self._name, coded=_PACKED in codes) if experts else None
         self._dense = Dense(place, dtype, codes)
-        self._packed = Packed(place, dtype) if _PACKED in codes else None
+        self._packed = Packed(place, dtype, joint=joint) if _PACKED in codes else None
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """Return rows behind a norm."""
@@ -172,8 +173,12 @@ class Fused(Plain):
     ) -> Callable[[], None] | None:
         """Return what adds to rows of the residual stream what matrices of all devices make, in one kernel."""
         matrix = weights.matrix(name)
-        if weights.bias(name) is not None or not isinstance(matrix, Tensor):
+        if weights.bias(name) is not None:
             return None
+        if not isinstance(matrix, Tensor):
+            if not isinstance(matrix, IntMatrix) or not self._packed or not self._packed.adds_up(x, matrix):
+                return None
+            return partial(self._packed.joint, to, matrix.ordered(x), matrix, channel, device)
         if self._gemv.takes(x, matrix):
             return partial(self._gemv.joint, to, x, matrix, channel, device)
         return partial(self._skinny.joint, to, x, matrix, channel, device) if self._skinny.adds_up(x, matrix) else None

@@ -1,6 +1,6 @@
-"""Products of up to sixteen rows and a matrix of 4-bit codes, with a gate or a sum behind, in one kernel.
+"""Products of few rows and a matrix of 4-bit codes, with a gate or a sum behind, in one kernel for every sixteen.
 
-Shapes are written at the end of a name: R rows (up to 16), K columns of the matrix, N rows of it, I intermediate.
+Shapes are written at the end of a name: R rows (up to 64), K columns of the matrix, N rows of it, I intermediate.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tpplan.exec.channel_table import MOST_BLOCKS
 if TYPE_CHECKING:
     from tpplan.exec.channel import Channel
 
-#: Rows that kernels take; and those that add up the products of several devices.
-MOST_ROWS: Final = 16
+#: Rows that are taken, sixteen by each kernel; and by those that add up the products of several devices.
+MOST_ROWS: Final = 64
 MOST_JOINT: Final = 8
 
-#: Rows of one instruction, columns of a step, matrix rows of a tile for every eight rows, bits of a code.
-_EIGHT, _STEP, _TILE, _NIBBLE = 8, 128, 16, 4
+#: Rows of one instruction, of a kernel, columns of a step, matrix rows of a tile for every eight rows, bits of a code.
+_EIGHT, _SIXTEEN, _STEP, _TILE, _NIBBLE = 8, 16, 128, 16, 4
 #: What kernels call the dtypes of scales.
 _FORMS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 #: A power of two that no columns are more than.
@@ -108,10 +108,11 @@ class Packed:
     def takes(self, x_RK: Tensor, weight: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix.
 
-        It is faster than to make 16-bit floats of the codes for torch to multiply by, of all matrices measured.
+        It is faster than to make 16-bit floats of the codes for torch to multiply by, of all matrices measured, even if
+        the codes are read again for every sixteen rows.
 
         Args:
-            x_RK: rows.
+            x_RK: rows, in the order of the columns.
             weight: ``[N, K]``.
             gated: whether there is a gate behind.
         """
@@ -161,8 +162,11 @@ class Packed:
         return h_RI
 
     def _run(self, y: Tensor, x: Tensor, weight: IntMatrix, plus: tuple[int, int], mode: int) -> None:
-        blocks, threads, words = self._words(y, x, weight, plus)
-        self._alone[len(x) > _EIGHT](blocks, threads, *words, mode)
+        to, pitch = plus
+        for start in range(0, len(x), _SIXTEEN):
+            some = slice(start, start + _SIXTEEN)
+            blocks, threads, words = self._words(y[some], x[some], weight, (to + start * pitch, pitch))
+            self._alone[len(x[some]) > _EIGHT](blocks, threads, *words, mode)
 
     def _words(
         self, y: Tensor, x: Tensor, weight: IntMatrix, plus: tuple[int, int]
@@ -188,7 +192,6 @@ def _is_read(weight: Matrix, *, gated: bool) -> bool:
     end = (scales.storage_offset() + scales.numel()) * scales.itemsize
     return (
         weight.bits == _NIBBLE
-        and weight.columns is None
         and weight.codes.is_contiguous()
         and size > 0
         and not (gated and size % 2)
