@@ -171,7 +171,7 @@ def test_quantised_weights_take_no_more(form: str) -> None:
     model, twin = quantised("llama", form)
     for directory in (twin, model.directory):
         plan = planned(directory, "reduce", (1,), Cache("fp16", _BATCH * _LENGTH))
-        with patch.object(products, "_AT_ONCE", 2**13), patch.object(quantised_matrices, "_AT_ONCE", 2**10):
+        with patch.object(products, "AT_ONCE", 2**13), patch.object(quantised_matrices, "_AT_ONCE", 2**10):
             taken_by.append(taken(directory, plan)[0])
     dense, codes = taken_by
     assert codes <= dense

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from tpplan.decoder.layers import AT_ONCE, together
-from tpplan.decoder.products import by_torch, linear, linear_of_all, sum_of_all
+from tpplan.decoder.products import Making, linear, linear_of_all, sum_of_all
 from tpplan.decoder.quantised import Stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tpplan.decoder.products import Dense
 
 #: Parts of all choices, of which an expert takes one at a time: most may be the same expert's.
 _PARTS: Final = 4
+
+_BY_TORCH: Final = Making()
 
 
 def choose(scores_RE: Tensor, count: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -41,7 +42,7 @@ def up(  # noqa: PLR0917 (one for each of what an expert takes)
     up_EID: Tensor | Stacked,
     experts_RC: Tensor,
     gating: Callable[[Tensor, Tensor], Tensor],
-    dense: Dense = by_torch,
+    making: Making = _BY_TORCH,
     *,
     fixed: bool,
 ) -> Tensor:
@@ -53,7 +54,7 @@ def up(  # noqa: PLR0917 (one for each of what an expert takes)
         up_EID: the other one.
         experts_RC: chosen.
         gating: makes one tensor of what both matrices make; it may write over the first.
-        dense: makes rows of a quantised matrix.
+        making: of rows of quantised matrices.
         fixed: whether no shape may depend on the choice, as in a graph.
     """
     count = len(gate_EID)
@@ -61,13 +62,13 @@ def up(  # noqa: PLR0917 (one for each of what an expert takes)
         out_NI = x_RD.new_empty(experts_RC.numel(), gate_EID.shape[1])
         for expert, choices in _by_expert(experts_RC, count):
             x = x_RD[choices // experts_RC.shape[1]]
-            gate, own = linear(x, gate_EID[expert], dense=dense), linear(x, up_EID[expert], dense=dense)
+            gate, own = linear(x, gate_EID[expert], making=making), linear(x, up_EID[expert], making=making)
             out_NI[choices] = gating(gate, own)
         return torch.unflatten(out_NI, 0, experts_RC.shape)
     if experts_RC.numel() <= count:
         gate_RCI, up_RCI = (_multiply(matrix, experts_RC, x_RD[:, None]) for matrix in (gate_EID, up_EID))
         return gating(gate_RCI, up_RCI)
-    all_REI = gating(*(linear_of_all(x_RD, matrix, dense) for matrix in (gate_EID, up_EID)))
+    all_REI = gating(*(linear_of_all(x_RD, matrix, making) for matrix in (gate_EID, up_EID)))
     return all_REI.gather(1, _places(experts_RC, all_REI))
 
 
@@ -76,7 +77,7 @@ def down(
     down_EDI: Tensor | Stacked,
     experts_RC: Tensor,
     weights_RC: Tensor,
-    dense: Dense = by_torch,
+    making: Making = _BY_TORCH,
     *,
     fixed: bool,
 ) -> Tensor:
@@ -90,13 +91,13 @@ def down(
         out_RD = h_RCI.new_zeros(rows, down_EDI.shape[1])
         for expert, choices in _by_expert(experts_RC, len(down_EDI)):
             rows_N = choices // chosen
-            out_RD.index_add_(0, rows_N, linear(h_RCI[rows_N, choices % chosen], down_EDI[expert], dense=dense))
+            out_RD.index_add_(0, rows_N, linear(h_RCI[rows_N, choices % chosen], down_EDI[expert], making=making))
         return out_RD
     if experts_RC.numel() <= len(down_EDI):
         return _multiply(down_EDI, experts_RC, h_RCI).sum(1)
     all_REI = h_RCI.new_zeros(rows, len(down_EDI), width)
     all_REI.scatter_(1, _places(experts_RC, all_REI), h_RCI)
-    return sum_of_all(all_REI, down_EDI, dense)
+    return sum_of_all(all_REI, down_EDI, making)
 
 
 def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:

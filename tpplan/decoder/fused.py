@@ -19,6 +19,7 @@ from tpplan.decoder.mixture import Mixture
 from tpplan.decoder.packed import Packed
 from tpplan.decoder.plain import Plain
 from tpplan.decoder.pointwise import Places, Pointwise
+from tpplan.decoder.products import AT_ONCE
 from tpplan.decoder.quantised import IntMatrix
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.decoder.skinny import Skinny
@@ -51,6 +52,7 @@ def steps_on(
     joint: bool = False,
     experts: bool = False,
     codes: Collection[str] = (),
+    at_once: int = AT_ONCE,
 ) -> Plain:
     """Return what computes the steps of layers on a device: by kernels where there are any.
 
@@ -64,10 +66,13 @@ def steps_on(
         joint: whether also those that add up what several devices have.
         experts: whether layers have any.
         codes: what quantised matrices are made of, of :data:`tpplan.decoder.dense.KINDS`.
+        at_once: elements of them that are made at a time.
     """
     if kernels and has_kernels(place, dtype):
-        return Fused(place, dtype, settings, head_dims, kind, joint=joint, experts=experts, codes=codes)
-    return Plain(settings.norm_eps, settings.activation)
+        return Fused(
+            place, dtype, settings, head_dims, kind, joint=joint, experts=experts, codes=codes, at_once=at_once
+        )
+    return Plain(settings.norm_eps, settings.activation, at_once)
 
 
 def has_kernels(place: torch.device, dtype: torch.dtype) -> bool:
@@ -95,6 +100,7 @@ class Fused(Plain):
         joint: bool = False,
         experts: bool = False,
         codes: Collection[str] = (),
+        at_once: int = AT_ONCE,
     ) -> None:
         """Load the kernels.
 
@@ -107,8 +113,9 @@ class Fused(Plain):
             joint: whether also those that add up what several devices have.
             experts: whether layers have any.
             codes: what quantised matrices are made of, of :data:`tpplan.decoder.dense.KINDS`.
+            at_once: elements of them that are made at a time.
         """
-        super().__init__(settings.norm_eps, settings.activation)
+        super().__init__(settings.norm_eps, settings.activation, at_once)
         self.joint_rows = skinny.MOST_JOINT if joint else 0
         self._name = next(name for name, each in ACTIVATIONS.items() if each is settings.activation)
         cap = settings.attention_cap
@@ -160,13 +167,12 @@ class Fused(Plain):
         if bias is not None:
             to.add_(bias)
 
-    def dense(self, matrix: Quantised, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Return some rows of a quantised matrix."""
-        if not self._dense.takes(matrix):
-            return super().dense(matrix, start, end, dtype)
-        out_RK = torch.empty(end - start, matrix.shape[1], dtype=dtype, device=matrix.codes.device)
-        self._dense(matrix, start, end, out_RK)
-        return out_RK
+    def make(self, matrix: Quantised, start: int, out_RK: Tensor) -> None:
+        """Make rows of a quantised matrix, from a number on."""
+        if self._dense.takes(matrix):
+            self._dense(matrix, start, start + len(out_RK), out_RK)
+        else:
+            super().make(matrix, start, out_RK)
 
     def joint(  # noqa: PLR0917
         self, to: Tensor, x: Tensor, weights: Held, name: str, channel: Channel, device: int

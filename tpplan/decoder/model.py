@@ -22,6 +22,7 @@ from tpplan.decoder.joined import check_weights, joined
 from tpplan.decoder.layers import angles
 from tpplan.decoder.matrices import matrices_of
 from tpplan.decoder.passes import Decode, Prefill
+from tpplan.decoder.products import made_at_once
 from tpplan.decoder.prompt_graphs import graphs_of
 from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, numbers_of
 from tpplan.decoder.settings import settings_of
@@ -30,6 +31,7 @@ from tpplan.decoder.steps import Steps
 from tpplan.exec.program import HOST
 from tpplan.formats import read_scheme
 from tpplan.reader import read_model
+from tpplan.workspace import areas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,6 +113,7 @@ class Decoder:
         head_dims = {each.cache.head_dim for layer in heads for each in layer.values()}
         joint = len(context.all_devices) > 1
         experts = any(block.experts for block in layers)
+        room = areas(context.plan.splits, context.plan.model.dtype, request)
         steps = {
             device: steps_on(
                 context.devices[device].device,
@@ -122,6 +125,7 @@ class Decoder:
                 joint=joint,
                 experts=experts,
                 codes=codes_of(self.weights[device]),
+                at_once=made_at_once(room[device].scratch_bytes // context.dtype.itemsize),
             )
             for device in context.all_devices
         }

@@ -16,7 +16,7 @@ from torch import Tensor
 from tpplan.decoder import experts
 from tpplan.decoder.heads import found_by
 from tpplan.decoder.layers import attend, rms_norm, rotate
-from tpplan.decoder.products import add_linear, linear
+from tpplan.decoder.products import AT_ONCE, Making, add_linear, by_torch, linear
 from tpplan.decoder.sampling import best_of
 
 if TYPE_CHECKING:
@@ -53,13 +53,15 @@ class Plain:
 
     joint_rows = 0
 
-    def __init__(self, eps: float, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, eps: float, activation: Callable[[Tensor], Tensor], at_once: int = AT_ONCE) -> None:
         """Know a model.
 
         Args:
             eps: what norms add to the mean square.
             activation: of gates; it writes over what it is given.
+            at_once: elements of quantised matrices that are made at a time.
         """
+        self._making = Making(self.make, at_once)
         self._eps = eps
         self._activation = activation
 
@@ -69,15 +71,15 @@ class Plain:
 
     def linear(self, x: Tensor, weights: Held, name: str, *, bias: bool = True) -> Tensor:
         """Multiply by the matrix of this name, and add its bias, if it has one and it is wanted."""
-        return linear(x, weights.matrix(name), weights.bias(name) if bias else None, self.dense)
+        return linear(x, weights.matrix(name), weights.bias(name) if bias else None, self._making)
 
     def add_linear(self, to: Tensor, x: Tensor, weights: Held, name: str) -> None:
         """Add to rows of the residual stream what a matrix makes of others."""
-        add_linear(to, x, weights.matrix(name), weights.bias(name), self.dense)
+        add_linear(to, x, weights.matrix(name), weights.bias(name), self._making)
 
-    def dense(self, matrix: Quantised, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Return some rows of a quantised matrix, ``[end - start, K]``: computed in float32, rounded once."""
-        return matrix.dense(start, end, dtype)
+    def make(self, matrix: Quantised, start: int, out_RK: Tensor) -> None:
+        """Make rows of a quantised matrix, from a number on: computed in float32, rounded once."""
+        by_torch(matrix, start, out_RK)
 
     def joint(  # noqa: PLR0917 (all that a product and a sum need)
         self, to: Tensor, x: Tensor, weights: Held, name: str, channel: Channel, device: int
@@ -145,7 +147,7 @@ class Plain:
             fixed: whether no shape may depend on that.
         """
         return experts.up(
-            x_RD, gate_EID, up_EID, choice_RC.chunk(2, dim=1)[1].long(), self.gate, self.dense, fixed=fixed
+            x_RD, gate_EID, up_EID, choice_RC.chunk(2, dim=1)[1].long(), self.gate, self._making, fixed=fixed
         )
 
     def experts_down(
@@ -161,7 +163,7 @@ class Plain:
             fixed: whether no shape may depend on the choice.
         """
         weights_RC, numbers_RC = choice_RC.chunk(2, dim=1)
-        y_RD = experts.down(h_RCI, down_EDI, numbers_RC.long(), weights_RC, self.dense, fixed=fixed)
+        y_RD = experts.down(h_RCI, down_EDI, numbers_RC.long(), weights_RC, self._making, fixed=fixed)
         return y_RD if to_RD is None else to_RD.add_(y_RD)
 
     def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import torch
+from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,31 +18,53 @@ from tpplan.decoder.quantised import Matrix, Quantised, Stacked
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Makes some rows of a matrix, from the first to the one before the second number.
-Dense = Callable[[Quantised, int, int, torch.dtype], Tensor]
+#: Elements of a quantised matrix that are made at a time, at least and at most: of 16 bits, 8 and 16 MiB. Products by
+#: less of a matrix keep a GPU less busy, more does not help.
+AT_ONCE: Final = 2**22
+_MOST_AT_ONCE: Final = 2**23
+#: Of the elements that a plan has scratch for, no more than one in so many.
+_SHARE: Final = 8
 
-#: Elements of a quantised matrix that are made at a time: of 16 bits, 8 MiB.
-_AT_ONCE: Final = 2**22
+
+def made_at_once(room: int) -> int:
+    """Return how many elements are made at a time, where a plan has scratch for so many."""
+    return max(AT_ONCE, min(_MOST_AT_ONCE, room // _SHARE))
 
 
-def by_torch(matrix: Quantised, start: int, end: int, dtype: torch.dtype) -> Tensor:
+def by_torch(matrix: Quantised, start: int, out_RK: Tensor) -> None:
     """Make some rows of a matrix as it says itself."""
-    return matrix.dense(start, end, dtype)
+    out_RK.copy_(matrix.dense(start, start + len(out_RK), out_RK.dtype))
 
 
-def linear(x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None = None, dense: Dense = by_torch) -> Tensor:
+@frozen
+class Making:
+    """How rows of quantised matrices are made.
+
+    Attributes:
+        rows: writes rows of a matrix from a number on to a tensor, ``[R, K]``.
+        at_once: elements that are made at a time.
+    """
+
+    rows: Callable[[Quantised, int, Tensor], None] = by_torch
+    at_once: int = AT_ONCE
+
+
+_BY_TORCH: Final = Making()
+
+
+def linear(x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None = None, making: Making = _BY_TORCH) -> Tensor:
     """Multiply rows by a matrix, and add a bias: ``[R, N]``.
 
     Args:
         x_RK: rows.
         matrix_NK: the matrix.
         bias_N: if there is one.
-        dense: makes rows of a quantised matrix.
+        making: of a quantised matrix.
     """
     if isinstance(matrix_NK, Tensor):
         return functional.linear(x_RK, matrix_NK, bias_N)
     x_RK, y_RN = matrix_NK.ordered(x_RK), x_RK.new_empty((len(x_RK), len(matrix_NK)))
-    for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, dense):
+    for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, making):
         if bias_N is None:
             torch.mm(x_RK, some_NK.mT, out=y_RN[:, start:end])
         else:
@@ -49,40 +72,44 @@ def linear(x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None = None, dense:
     return y_RN
 
 
-def add_linear(to_RN: Tensor, x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None, dense: Dense = by_torch) -> None:
+def add_linear(
+    to_RN: Tensor, x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None, making: Making = _BY_TORCH
+) -> None:
     """Add to rows what :func:`linear` returns; without a bias in one kernel for each piece."""
     if isinstance(matrix_NK, Tensor):
         to_RN.addmm_(x_RK, matrix_NK.mT)
     else:
         x_RK = matrix_NK.ordered(x_RK)
-        for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, dense):
+        for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, making):
             to_RN[:, start:end].addmm_(x_RK, some_NK.mT)
     if bias_N is not None:
         to_RN.add_(bias_N)
 
 
-def linear_of_all(x_RK: Tensor, matrix_EOI: Tensor | Stacked, dense: Dense = by_torch) -> Tensor:
+def linear_of_all(x_RK: Tensor, matrix_EOI: Tensor | Stacked, making: Making = _BY_TORCH) -> Tensor:
     """Multiply rows by the matrices of all experts: ``[R, E, O]``."""
     if isinstance(matrix_EOI, Stacked) and matrix_EOI.columns is not None:
-        return torch.stack([linear(x_RK, matrix_EOI[i], dense=dense) for i in range(len(matrix_EOI))], dim=1)
+        return torch.stack([linear(x_RK, matrix_EOI[i], making=making) for i in range(len(matrix_EOI))], dim=1)
     matrix = matrix_EOI.flatten(0, 1) if isinstance(matrix_EOI, Tensor) else matrix_EOI.matrix
-    return torch.unflatten(linear(x_RK, matrix, dense=dense), 1, (len(matrix_EOI), -1))
+    return torch.unflatten(linear(x_RK, matrix, making=making), 1, (len(matrix_EOI), -1))
 
 
-def sum_of_all(x_REI: Tensor, matrix_EOI: Tensor | Stacked, dense: Dense = by_torch) -> Tensor:
+def sum_of_all(x_REI: Tensor, matrix_EOI: Tensor | Stacked, making: Making = _BY_TORCH) -> Tensor:
     """Add up the products of rows by the matrices of all experts: ``[R, O]``."""
     if isinstance(matrix_EOI, Tensor):
         return (x_REI.transpose(0, 1) @ matrix_EOI.mT).sum(0)
-    y_RO = linear(x_REI[:, 0], matrix_EOI[0], dense=dense)
+    y_RO = linear(x_REI[:, 0], matrix_EOI[0], making=making)
     for expert in range(1, len(matrix_EOI)):
-        add_linear(y_RO, x_REI[:, expert], matrix_EOI[expert], None, dense)
+        add_linear(y_RO, x_REI[:, expert], matrix_EOI[expert], None, making)
     return y_RO
 
 
-def _pieces(matrix: Quantised, dtype: torch.dtype, dense: Dense) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield some rows of a matrix at a time, and which these are."""
+def _pieces(matrix: Quantised, dtype: torch.dtype, making: Making) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield some rows of a matrix at a time, where the last were, and which these are."""
     rows, columns = matrix.shape
-    step = max(1, _AT_ONCE // columns)
+    step = min(rows, max(1, making.at_once // columns))
+    some = torch.empty(step, columns, dtype=dtype, device=matrix.codes.device)
     for start in range(0, rows, step):
         end = min(start + step, rows)
-        yield start, end, dense(matrix, start, end, dtype)
+        making.rows(matrix, start, some[: end - start])
+        yield start, end, some[: end - start]

@@ -26,7 +26,7 @@ ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 #: Bits of a nibble, and nibbles of a word.
 _BITS, _WORD = 4, 8
 #: Elements that torch makes at a time: each takes up to 29 bytes meanwhile.
-_AT_ONCE: Final = 2**18
+_AT_ONCE: Final = 2**19
 
 
 @frozen(eq=False)
