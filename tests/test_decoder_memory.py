@@ -166,7 +166,7 @@ def test_prompts_that_attend_at_once_do_too(layout: str, tmp_path: Path, flash_c
 
 @pytest.mark.parametrize("form", ["gptq 4 g64 asym", "int 8 channel", "fp8 block"])
 def test_quantised_weights_take_no_more(form: str) -> None:
-    """Of matrices parts are made at a time that are a twentieth of the scratch, as in a model of 8B parameters."""
+    """Of matrices parts are made at a time that are an eighth of the scratch."""
     taken_by = []
     model, twin = quantised("llama", form)
     for directory in (twin, model.directory):

@@ -19,6 +19,9 @@ from tests.format_cases import CASES, awq, gptq, gptq_config
 from tests.quantised_checkpoints import FAMILIES, FORMATS, NEW, halve, quantised
 from tests.weight_plans import fine_units
 from tpplan.decoder import Decoder
+from tpplan.decoder.joined import neighbours
+from tpplan.decoder.products import linear, linear_of_all
+from tpplan.decoder.quantised import IntMatrix, Stacked
 from tpplan.decoder.settings import check_model
 from tpplan.errors import ModelError
 from tpplan.exec import compile as compile_plan
@@ -164,3 +167,21 @@ def test_biases_of_other_floats(tmp_path: Path) -> None:
             assert not any(name.endswith("o_proj.bias") for name in decoder.weights[0].tensors)
             found.append(read_and_stepped(decoder, [[1, 2, 3], [4, 5]])[0])
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_experts_of_which_some_are_permuted() -> None:
+    """One whose inputs are in order is multiplied as the others are, which have orders of their own."""
+    torch.manual_seed(8)
+    orders = [None, torch.randperm(64).int()]
+    codes = [torch.randint(-(2**31), 2**31 - 1, (8, 8), dtype=torch.int32) for _ in orders]
+    each = [
+        IntMatrix(code, torch.rand(8, 2), None, 0, 32, 4, columns=order)
+        for code, order in zip(codes, orders, strict=True)
+    ]
+    stacked, x_RK = Stacked.of(each, neighbours), torch.randn(3, 64)
+    assert torch.equal(linear_of_all(x_RK, stacked), torch.stack([linear(x_RK, one) for one in each], dim=1))
+    chosen = torch.tensor([[1], [0], [1]])
+    dense = stacked.chosen(chosen, 0, 8, torch.float32)
+    found = (dense @ stacked.ordered(x_RK[:, None], chosen)[..., None]).squeeze(-1)
+    expected = torch.stack([linear(x_RK[i : i + 1], each[one]) for i, one in enumerate((1, 0, 1))])
+    torch.testing.assert_close(found, expected)

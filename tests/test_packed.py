@@ -219,7 +219,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return Packed(torch.device("cuda", 0), request.param, joint=True)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 35, 64])
 def test_words(kernels: Packed, rows: int) -> None:
     """Products, with a bias, a sum or a gate, are told to a kernel of so many rows, whatever scales and zeros are."""
     torch.manual_seed(rows)

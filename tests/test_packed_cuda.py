@@ -51,7 +51,7 @@ def test_products(case: tuple[int, int, int, torch.dtype, int | None], rows: int
 
 
 @pytest.mark.parametrize("name", GATES)
-@pytest.mark.parametrize("rows", [1, 8, 13])
+@pytest.mark.parametrize("rows", [1, 8, 13, 35])
 @pytest.mark.parametrize(("size", "width"), [(7168, 4096), (6, 384), (1002, 2304)])
 def test_gates(size: int, width: int, rows: int, name: str, dtype: torch.dtype) -> None:
     """The products, the activations and what comes of both are rounded, as torch's are."""

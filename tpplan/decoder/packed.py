@@ -193,6 +193,7 @@ def _is_read(weight: Matrix, *, gated: bool) -> bool:
     return (
         weight.bits == _NIBBLE
         and weight.codes.is_contiguous()
+        and not weight.codes.data_ptr() % 16
         and size > 0
         and not (gated and size % 2)
         and not width % _STEP

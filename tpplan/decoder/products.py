@@ -91,7 +91,10 @@ def add_linear(
 def linear_of_all(x_RK: Tensor, matrix_EOI: Tensor | Stacked, making: Making = _BY_TORCH) -> Tensor:
     """Multiply rows by the matrices of all experts: ``[R, E, O]``."""
     if isinstance(matrix_EOI, Stacked) and matrix_EOI.columns is not None:
-        return torch.stack([linear(x_RK, matrix_EOI[i], making=making) for i in range(len(matrix_EOI))], dim=1)
+        y_REO = x_RK.new_empty(len(x_RK), *matrix_EOI.shape[:2])
+        for expert in range(len(matrix_EOI)):
+            y_REO[:, expert] = linear(x_RK, matrix_EOI[expert], making=making)
+        return y_REO
     matrix = matrix_EOI.flatten(0, 1) if isinstance(matrix_EOI, Tensor) else matrix_EOI.matrix
     return torch.unflatten(linear(x_RK, matrix, making=making), 1, (len(matrix_EOI), -1))
 

@@ -185,13 +185,16 @@ class Stacked:
         Raises:
             ModelError: they are of different kinds.
         """
-        columns = [each.columns for each in matrices if isinstance(each, IntMatrix) and each.columns is not None]
-        if len(columns) == len(matrices):  # other ones for each
-            matrices = [evolve(each, columns=None) for each in matrices if isinstance(each, IntMatrix)]
+        ints = [each for each in matrices if isinstance(each, IntMatrix)]
+        columns: list[Tensor] = []
+        if any(each.columns is not None for each in ints):  # other ones for each
+            order = torch.arange(ints[0].shape[1], dtype=torch.int32, device=ints[0].codes.device)
+            columns = [order if each.columns is None else each.columns for each in ints]
+            matrices = [evolve(each, columns=None) for each in ints]
         one = below(matrices, join) or below(matrices, lambda tensors: torch.cat(list(tensors)))
         if one is None:
             raise ModelError("experts of a layer are quantised in several ways", "convert all of them alike")
-        return cls(one, len(matrices), torch.stack(columns).long() if columns else None)
+        return cls(one, len(matrices), torch.stack(columns) if columns else None)
 
     def __len__(self) -> int:
         return self.count
@@ -211,7 +214,7 @@ class Stacked:
 
     def ordered(self, x: Tensor, experts: Tensor) -> Tensor:
         """Return inputs ``[..., K]`` of experts, whose numbers are ``[...]``, in the order of their columns."""
-        return x if self.columns is None else x.expand(*experts.shape, -1).gather(-1, self.columns[experts])
+        return x if self.columns is None else x.expand(*experts.shape, -1).gather(-1, self.columns[experts].long())
 
     def chosen(self, experts: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return some rows of the matrices of these experts, ``[..., end - start, K]``, columns as they are."""
