@@ -74,7 +74,13 @@ def test_screen() -> None:
     """People see the same numbers with their units."""
     out = command("inspect", MODELS / "Llama-3.1-8B").out
     assert out.startswith("LlamaForCausalLM  llama\n")
-    for words in ("8.03 billion", "14.96 GiB in BF16", "32 query heads", "8 KV heads of 128", "16.00 GiB for 131072 tokens"):
+    for words in (
+        "8.03 billion",
+        "14.96 GiB in BF16",
+        "32 query heads",
+        "8 KV heads of 128",
+        "16.00 GiB for 131072 tokens",
+    ):
         assert words in out
     assert "Cache per token\n" in out
 
