@@ -11,6 +11,7 @@ import torch
 
 from tpplan.decoder.launcher import DTYPES, Launcher
 from tpplan.decoder.quantised import IntMatrix, Quantised
+from tpplan.decoder.scale_kinds import FORMS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 KINDS: Final = ("4", "8", "e4m3", "e5m2")
 
 _FLOATS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-#: Dtypes of scales, in the order in which kernels are told them.
-_SCALES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 #: Rows and columns of a thread, bytes of an element of the result, threads of a warp, and of a block, at most.
 _ROWS, _COLUMNS, _ITEM, _WARP, _THREADS = 4, 8, 2, 32, 256
@@ -60,7 +59,7 @@ class Dense:
     def takes(self, matrix: Quantised) -> bool:
         """Return whether there is a kernel for a matrix: columns are in eights, each of which shares a scale."""
         (size, width), (rows, columns) = matrix.shape, _block_of(matrix)
-        if kind_of(matrix) not in self._launchers or matrix.scales.dtype not in _SCALES:
+        if kind_of(matrix) not in self._launchers or str(matrix.scales.dtype) not in FORMS:
             return False
         if (width | min(columns, width)) % _COLUMNS or matrix.codes.data_ptr() % (4 if kind_of(matrix) == "4" else 8):
             return False
@@ -90,7 +89,7 @@ class Dense:
             end,
             units,
             scales.data_ptr(),
-            _SCALES.index(scales.dtype),
+            FORMS[str(scales.dtype)],
             scales.shape[1],
             _fraction(rows, size),
             _fraction(columns // _COLUMNS, units),

@@ -12,6 +12,7 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
+from tpplan.decoder.scale_kinds import F16, F32
 from tpplan.exec import ptx
 from tpplan.exec.kernels import Kernel, device_function
 
@@ -19,8 +20,6 @@ from tpplan.exec.kernels import Kernel, device_function
 _ROWS = 4
 #: Bits behind the point of a fraction.
 _POINT = 31
-#: Kinds of scales: 16 bits, the first 16 bits of a float32, or all of them.
-_F16, _F32 = 0, 2
 
 _WORD, _HALF, _FLOAT = types.uint64, types.uint32, types.float32
 _low, _high = ptx.low_f16, ptx.high_f16
@@ -141,7 +140,7 @@ _scales_16, _scales_32, _zero_bytes = _each(_scale_16), _each(_scale_32), _each(
 
 @device_function
 def _scales(blocks: Any, scales: Any, kind: Any) -> Any:
-    return _scales_32(blocks, scales) if kind == _HALF(_F32) else _scales_16(blocks, scales)
+    return _scales_32(blocks, scales) if kind == _HALF(F32) else _scales_16(blocks, scales)
 
 
 @device_function
@@ -158,9 +157,9 @@ def _zero_in(byte: Any, block: Any, packed: Any, plus: Any) -> Any:
 
 @device_function
 def _float_of(bits: Any, kind: Any) -> Any:
-    if kind == _HALF(_F16):
+    if kind == _HALF(F16):
         return _low(bits)
-    return ptx.float_of(bits) if kind == _HALF(_F32) else ptx.low_bf16(bits)
+    return ptx.float_of(bits) if kind == _HALF(F32) else ptx.low_bf16(bits)
 
 
 _floats = _each(_float_of)
@@ -175,7 +174,7 @@ def _dense(name: str, both: Any, size: int, load: Any, codes_of: Any, zero_of: A
     - codes, their pitch: those of the matrix's first row; no kernel that may still run writes them, scales or zeros.
     - start, end: rows of the matrix.
     - units: eights of columns.
-    - scales, kind: one for each block, row after row of blocks, see :data:`_F16`.
+    - scales, kind: one for each block, row after row of blocks, see :mod:`tpplan.decoder.scale_kinds`.
     - per_row: blocks beside each other.
     - row, column: fractions that rows and units are multiplied by to find their blocks.
     - zeros, packed: in bytes, one for each scale, or two if ``packed`` is 1; none are 0.
