@@ -15,7 +15,7 @@ from tests.pointwise_cases import memory, number
 from tests.test_kernels import _registers
 from tests.test_mixture import PROCESSORS
 from tpplan.decoder import experts, mixture
-from tpplan.decoder.gemv import GATES
+from tpplan.decoder.few_rows import GATES
 from tpplan.decoder.launcher import DTYPES, bits_of
 from tpplan.decoder.mixture import Mixture
 from tpplan.decoder.quantised import IntMatrix, Stacked

@@ -8,7 +8,7 @@ import torch
 from tests.test_coded_experts import Case, gating_of, matrices
 from tests.test_mixture_cuda import check
 from tpplan.decoder import experts
-from tpplan.decoder.gemv import GATES
+from tpplan.decoder.few_rows import GATES
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.mixture import Mixture
 

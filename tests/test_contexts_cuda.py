@@ -47,7 +47,7 @@ class _Chain:
         for _ in range(_LAYERS):
             sums = self.context.all_reduce(xs)
             steps = zip(self._gemvs, sums, self._weights, self._norms, strict=True)
-            xs = tuple(gemv.linear(x, weight, norm=norm) for gemv, x, weight, norm in steps)
+            xs = tuple(gemv.normed(x, weight, norm) for gemv, x, weight, norm in steps)
         for out, x in zip(self.out, xs, strict=True):
             out.copy_(x)
 

@@ -11,7 +11,8 @@ from torch.nn import functional
 from tests.pointwise_cases import memory, number
 from tests.test_kernels import CAPABILITIES, _registers
 from tpplan.decoder import gemv
-from tpplan.decoder.gemv import GATES, Gemv, Norm, shape_of
+from tpplan.decoder.few_rows import GATES
+from tpplan.decoder.gemv import Gemv, Norm, shape_of
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec import kernel_cache
@@ -132,8 +133,8 @@ def test_words(kernels: Gemv, rows: int) -> None:
     def check(found: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
 
-    assert kernels.takes(x_RK, weight_NK, norm.weight, gated=True)
-    check(kernels.linear(x_RK, weight_NK, bias_N, norm), functional.linear(normed_RK, weight_NK, bias_N))
+    assert kernels.takes(x_RK, weight_NK, gated=True, norm=norm.weight)
+    check(kernels.normed(x_RK, weight_NK, norm, bias_N), functional.linear(normed_RK, weight_NK, bias_N))
     check(kernels.linear(x_RK, weight_NK), functional.linear(x_RK, weight_NK))
     to_RN = some(kernels, rows, 26)
     expected = to_RN.addmm(x_RK, weight_NK.mT)
@@ -142,16 +143,18 @@ def test_words(kernels: Gemv, rows: int) -> None:
     for name, act in ACTIVATIONS.items():
         if name in GATES:
             gate, up = functional.linear(normed_RK, weight_NK, bias_N).chunk(2, dim=-1)
-            check(kernels.gated(x_RK, weight_NK, name, norm, bias_N), act(gate.clone()) * up)
+            check(kernels.normed_gated(x_RK, weight_NK, name, norm, bias_N), act(gate.clone()) * up)
+            gate, up = functional.linear(x_RK, weight_NK, bias_N).chunk(2, dim=-1)
+            check(kernels.gated(x_RK, weight_NK, name, bias_N), act(gate.clone()) * up)
 
 
 def test_what_is_not_taken(kernels: Gemv) -> None:
     """Many rows, other dtypes and strides, and what torch does faster, are left to torch."""
     x_RK, weight_NK, norm_K = some(kernels, 2, 4096), some(kernels, 8, 4096), some(kernels, 8200)
-    assert kernels.takes(x_RK, weight_NK, norm_K[:4096])
-    assert not kernels.takes(some(kernels, 3, 4096), weight_NK, norm_K[:4096])
+    assert kernels.takes(x_RK, weight_NK, norm=norm_K[:4096])
+    assert not kernels.takes(some(kernels, 3, 4096), weight_NK, norm=norm_K[:4096])
     for odd_K in (norm_K[1:4097], norm_K[:4096].float(), norm_K[:8192:2]):
-        assert not kernels.takes(x_RK, weight_NK, odd_K)
+        assert not kernels.takes(x_RK, weight_NK, norm=odd_K)
     assert not kernels.takes(some(kernels, 3, 4096), weight_NK)
     assert kernels.takes(x_RK, weight_NK)
     assert not kernels.takes(x_RK[:0], weight_NK)
@@ -163,5 +166,5 @@ def test_what_is_not_taken(kernels: Gemv) -> None:
     assert not kernels.takes(x_RK[:, 1:9], weight_NK[:, :8])
     assert not kernels.takes(x_RK[:, :2048], weight_NK[:, ::2])
     wide = some(kernels, 2, 8200)
-    assert not kernels.takes(wide, some(kernels, 4, 8200), norm_K)
+    assert not kernels.takes(wide, some(kernels, 4, 8200), norm=norm_K)
     assert kernels.takes(wide, some(kernels, 4, 8200))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tpplan.decoder.gemv import GATES, Gemv, Norm
+from tpplan.decoder.few_rows import GATES
+from tpplan.decoder.gemv import Gemv, Norm
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
 
@@ -66,9 +67,9 @@ def test_products(size: int, width: int, rows: int, dtype: torch.dtype) -> None:
     assert run.takes(x_RK, weight_NK)
     exact = x_RK.float() @ weight_NK.float().mT
     check_plain(run, x_RK, weight_NK, bias_N, exact)
-    if run.takes(x_RK, weight_NK, gain_K):
+    if run.takes(x_RK, weight_NK, norm=gain_K):
         normed_RK = functional.rms_norm(x_RK, (width,), gain_K, EPS)
-        check(run.linear(x_RK, weight_NK, norm=Norm(gain_K, EPS)), normed_RK.float() @ weight_NK.float().mT)
+        check(run.normed(x_RK, weight_NK, Norm(gain_K, EPS)), normed_RK.float() @ weight_NK.float().mT)
 
 
 @pytest.mark.parametrize("name", GATES)
@@ -81,18 +82,21 @@ def test_gates(size: int, width: int, rows: int, name: str, dtype: torch.dtype) 
     weight_NK = (torch.randn(size, width, device="cuda") / width**0.5).to(dtype)
     bias_N, gain_K = (torch.randn(count, device="cuda").to(dtype) for count in (size, width))
     run = kernels(dtype)
-    rows_RK = functional.rms_norm(x_RK, (width,), gain_K, EPS)
-    exact = rows_RK.float() @ weight_NK.float().mT + bias_N
-    gate, up = exact.to(dtype).chunk(2, dim=-1)
-    expected = ACTIVATIONS[name](gate.clone()) * up
-    found = run.gated(x_RK, weight_NK, name, Norm(gain_K, EPS), bias_N)
-    assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
-    assert (found != expected).float().mean() < 0.25
+    normed_RK = functional.rms_norm(x_RK, (width,), gain_K, EPS)
+    for rows_RK, found in (
+        (x_RK, run.gated(x_RK, weight_NK, name, bias_N)),
+        (normed_RK, run.normed_gated(x_RK, weight_NK, name, Norm(gain_K, EPS), bias_N)),
+    ):
+        exact = rows_RK.float() @ weight_NK.float().mT + bias_N
+        gate, up = exact.to(dtype).chunk(2, dim=-1)
+        expected = ACTIVATIONS[name](gate.clone()) * up
+        assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
+        assert (found != expected).float().mean() < 0.25
 
 
 def test_norms_are_those_of_torch(dtype: torch.dtype) -> None:
     """Through a matrix of ones on the diagonal the norm comes out, to the bit."""
     x_RK = 3 * torch.randn(2, 4096, device="cuda").to(dtype)
     gain_K, one_KK = torch.randn(4096, device="cuda").to(dtype), torch.eye(4096, device="cuda").to(dtype)
-    found = kernels(dtype).linear(x_RK, one_KK, norm=Norm(gain_K, EPS))
+    found = kernels(dtype).normed(x_RK, one_KK, Norm(gain_K, EPS))
     assert (found == functional.rms_norm(x_RK, (4096,), gain_K, EPS)).float().mean() > 0.999

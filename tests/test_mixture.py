@@ -15,7 +15,7 @@ from tests.test_decoder_memory import made, planned
 from tests.test_kernels import CAPABILITIES, _registers
 from tests.weight_plans import fine_units
 from tpplan.decoder import Decoder, experts, fused, mixture
-from tpplan.decoder.gemv import GATES
+from tpplan.decoder.few_rows import GATES
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.mixture import Mixture
 from tpplan.decoder.settings import ACTIVATIONS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tpplan.decoder import experts
-from tpplan.decoder.gemv import GATES
+from tpplan.decoder.few_rows import GATES
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.mixture import Mixture
 from tpplan.decoder.settings import ACTIVATIONS

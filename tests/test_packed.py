@@ -16,7 +16,7 @@ from tests.pointwise_cases import memory, number
 from tests.test_kernels import CAPABILITIES, _registers
 from tests.test_skinny import acted
 from tpplan.decoder import packed
-from tpplan.decoder.gemv import GATES
+from tpplan.decoder.few_rows import GATES
 from tpplan.decoder.launcher import DTYPES, bits_of
 from tpplan.decoder.packed import Packed, shape_of
 from tpplan.decoder.quantised import IntMatrix

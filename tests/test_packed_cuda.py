@@ -7,7 +7,7 @@ import torch
 
 from tests.packed_cases import int_matrix
 from tests.test_gemv_cuda import check
-from tpplan.decoder.gemv import GATES
+from tpplan.decoder.few_rows import GATES
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.packed import MOST_JOINT, Packed
 from tpplan.decoder.settings import ACTIVATIONS

@@ -12,7 +12,7 @@ from torch.nn import functional
 from tests.pointwise_cases import memory
 from tests.test_kernels import CAPABILITIES, _registers
 from tpplan.decoder import skinny
-from tpplan.decoder.gemv import GATES
+from tpplan.decoder.few_rows import GATES
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.decoder.skinny import Skinny, shape_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.test_gemv_cuda import check_plain
-from tpplan.decoder.gemv import GATES
+from tpplan.decoder.few_rows import GATES
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.decoder.skinny import MOST_JOINT, Skinny

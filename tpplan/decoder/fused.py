@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from tpplan.decoder.packed import Packed
 from tpplan.decoder.plain import Plain
 from tpplan.decoder.pointwise import Places, Pointwise
 from tpplan.decoder.products import AT_ONCE
-from tpplan.decoder.quantised import IntMatrix
+from tpplan.decoder.quantised import ordered
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.decoder.skinny import Skinny
 from tpplan.exec import kernel_cache
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from tpplan.decoder.cache import Where
+    from tpplan.decoder.few_rows import FewRows
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.held import Held
     from tpplan.decoder.plain import Turn
-    from tpplan.decoder.quantised import Quantised, Stacked
+    from tpplan.decoder.quantised import Matrix, Quantised, Stacked
     from tpplan.decoder.settings import Settings
     from tpplan.exec.channel import Channel
 
@@ -131,11 +132,12 @@ class Fused(Plain):
         kernel_cache.prepare((name, capability) for name in names)  # all at the same time
         self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name, kind)
         self._gemv = Gemv(place, dtype, joint=joint)
-        self._skinny = Skinny(place, dtype, joint=joint)
+        self._few: list[FewRows[Any]] = [self._gemv, Skinny(place, dtype, joint=joint)]
+        if _PACKED in codes:
+            self._few.append(Packed(place, dtype, joint=joint))
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._mixture = Mixture(place, dtype, self._name, coded=_PACKED in codes) if experts else None
         self._dense = Dense(place, dtype, codes)
-        self._packed = Packed(place, dtype, joint=joint) if _PACKED in codes else None
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """Return rows behind a norm."""
@@ -145,27 +147,19 @@ class Fused(Plain):
     def linear(self, x: Tensor, weights: Held, name: str, *, bias: bool = True) -> Tensor:
         """Multiply by a matrix."""
         matrix, own = weights.matrix(name), weights.bias(name) if bias else None
-        if isinstance(matrix, Tensor):
-            kernels = self._of_few(x, matrix)
-            found = kernels.linear(x, matrix, own) if kernels else None
-        elif isinstance(matrix, IntMatrix) and self._packed and self._packed.takes(x, matrix):
-            found = self._packed.linear(matrix.ordered(x), matrix, own)
-        else:
-            found = None
-        return super().linear(x, weights, name, bias=bias) if found is None else found
+        if kernels := self._of_few(x, matrix):
+            return kernels.linear(ordered(x, matrix), matrix, own)
+        return super().linear(x, weights, name, bias=bias)
 
     def add_linear(self, to: Tensor, x: Tensor, weights: Held, name: str) -> None:
         """Add to rows of the residual stream what a matrix makes of others."""
         matrix, bias = weights.matrix(name), weights.bias(name)
-        if isinstance(matrix, Tensor) and (kernels := self._of_few(x, matrix)):
-            kernels.add(to, x, matrix)
-        elif isinstance(matrix, IntMatrix) and self._packed and self._packed.takes(x, matrix):
-            self._packed.add(to, matrix.ordered(x), matrix)
+        if kernels := self._of_few(x, matrix):
+            kernels.add(to, ordered(x, matrix), matrix)
+            if bias is not None:
+                to.add_(bias)
         else:
             super().add_linear(to, x, weights, name)
-            return
-        if bias is not None:
-            to.add_(bias)
 
     def make(self, matrix: Quantised, start: int, out_RK: Tensor) -> None:
         """Make rows of a quantised matrix, from a number on."""
@@ -179,37 +173,30 @@ class Fused(Plain):
     ) -> Callable[[], None] | None:
         """Return what adds to rows of the residual stream what matrices of all devices make, in one kernel."""
         matrix = weights.matrix(name)
-        if weights.bias(name) is not None:
+        kernels = next((each for each in self._few if each.adds_up(x, matrix)), None)
+        if kernels is None or weights.bias(name) is not None:
             return None
-        if not isinstance(matrix, Tensor):
-            if not isinstance(matrix, IntMatrix) or not self._packed or not self._packed.adds_up(x, matrix):
-                return None
-            return partial(self._packed.joint, to, matrix.ordered(x), matrix, channel, device)
-        if self._gemv.takes(x, matrix):
-            return partial(self._gemv.joint, to, x, matrix, channel, device)
-        return partial(self._skinny.joint, to, x, matrix, channel, device) if self._skinny.adds_up(x, matrix) else None
+        return partial(kernels.joint, to, ordered(x, matrix), matrix, channel, device)
 
     def normed(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str] = ()) -> Tensor:
         """Multiply rows behind a norm by some matrices, ``[R, O]``."""
         matrix = weights.find(fused)
-        if not isinstance(matrix, Tensor) or not self._gemv.takes(x_RD, matrix, norm):
-            return super().normed(x_RD, norm, weights, fused, names)
-        return self._gemv.linear(x_RD, matrix, weights.bias(fused), Norm(norm, self._eps))
+        if isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, norm=norm):
+            return self._gemv.normed(x_RD, matrix, Norm(norm, self._eps), weights.bias(fused))
+        return super().normed(x_RD, norm, weights, fused, names)
 
     def gated(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
         """Return the gate of rows behind a norm, ``[R, I]``."""
         matrix, bias = weights.find(fused), weights.bias(fused)
-        if isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, norm, gated=True):
-            return self._gemv.gated(x_RD, matrix, self._name, Norm(norm, self._eps), bias)
-        if isinstance(matrix, Tensor) and self._skinny.takes(x_RD, matrix, gated=True):
-            return self._skinny.gated(self.norm(x_RD, norm), matrix, self._name, bias)
-        if isinstance(matrix, IntMatrix) and self._packed and self._packed.takes(x_RD, matrix, gated=True):
-            return self._packed.gated(matrix.ordered(self.norm(x_RD, norm)), matrix, self._name, bias)
+        if isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, gated=True, norm=norm):
+            return self._gemv.normed_gated(x_RD, matrix, self._name, Norm(norm, self._eps), bias)
+        if matrix is not None and (kernels := self._of_few(x_RD, matrix, gated=True)):
+            return kernels.gated(ordered(self.norm(x_RD, norm), matrix), matrix, self._name, bias)
         return super().gated(x_RD, norm, weights, fused, names)
 
-    def _of_few(self, x: Tensor, matrix: Tensor) -> Gemv | Skinny | None:
+    def _of_few(self, x: Tensor, matrix: Matrix, *, gated: bool = False) -> FewRows[Any] | None:
         """Return what multiplies rows by a matrix, if they are few."""
-        return next((each for each in (self._gemv, self._skinny) if each.takes(x, matrix)), None)
+        return next((each for each in self._few if each.takes(x, matrix, gated=gated)), None)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """Multiply the activation of one tensor by another, and return the former, which is written over."""

@@ -12,17 +12,16 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from tpplan.decoder.few_rows import GATES, FewRows, bias_of, is_vectors
 from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
 from tpplan.exec.channel_table import MOST_BLOCKS
 
 if TYPE_CHECKING:
+    from tpplan.decoder.quantised import Matrix
     from tpplan.exec.channel import Channel
 
 #: Rows that a kernel takes: of more, what multiplies by tensor cores is faster, with a kernel for the norm before too.
 MOST_ROWS: Final = 2
-
-#: What the kernels call the activations of :data:`tpplan.decoder.settings.ACTIVATIONS`.
-GATES: Final = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
 
 #: Bytes of rows that are normed in shared memory, at most.
 _NORMED: Final = 2**15
@@ -97,11 +96,8 @@ def joint_names_of(dtype: torch.dtype) -> list[str]:
     return [f"gemv_joint_{DTYPES[dtype]}_{count}" for count in (1, 2)]
 
 
-class Gemv:
-    """Kernels for one device and dtype.
-
-    They are right for what :meth:`takes` accepts, and unchecked.
-    """
+class Gemv(FewRows[Tensor]):
+    """Kernels for one device and dtype."""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
         """Load them.
@@ -116,73 +112,55 @@ class Gemv:
         self._joint = [Launcher(name, place, is_array=True) for name in joint_names_of(dtype)] if joint else []
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
-    def takes(self, x_RK: Tensor, weight_NK: Tensor, norm: Tensor | None = None, *, gated: bool = False) -> bool:
+    def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False, norm: Tensor | None = None) -> bool:
         """Return whether there is a kernel for rows and a matrix, and it is not slower than torch.
 
         Args:
             x_RK: rows.
-            weight_NK: the matrix.
-            norm: the weights of the norm before, if there is one.
+            matrix_NK: the matrix.
             gated: whether there is a gate behind.
+            norm: the weights of the norm before, if there is one.
         """
         rows, width = x_RK.shape
-        if not 0 < rows <= MOST_ROWS or len(weight_NK) < _FOUR or (gated and len(weight_NK) % 2):
+        if not 0 < rows <= MOST_ROWS or len(matrix_NK) < _FOUR or (gated and len(matrix_NK) % 2):
             return False
         if norm is not None:
             is_there = norm.dtype is self._dtype and norm.is_contiguous() and not norm.data_ptr() % _VECTOR
             if not is_there or rows * width * _ITEM > _NORMED:
                 return False
-        return all(is_vectors(each, self._dtype) for each in (x_RK, weight_NK))
+        return isinstance(matrix_NK, Tensor) and all(is_vectors(each, self._dtype) for each in (x_RK, matrix_NK))
 
-    def linear(self, x_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, norm: Norm | None = None) -> Tensor:
-        """Return ``functional.linear`` of rows, normed first if there is a norm: ``[R, N]``, rounded once."""
-        y_RN = x_RK.new_empty((len(x_RK), len(weight_NK)))
-        plus = (0, 0) if bias_N is None else (bias_N.data_ptr(), 0)
-        self._run(y_RN, x_RK, weight_NK, plus, norm, 0)
+    def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
+        """Return whether there is a kernel for rows and a matrix that saves a sum of devices."""
+        return self.takes(x_RK, matrix_NK)
+
+    def normed(self, x_RK: Tensor, matrix_NK: Tensor, norm: Norm, bias_N: Tensor | None = None) -> Tensor:
+        """Return what ``linear`` does of rows behind a norm."""
+        y_RN = x_RK.new_empty((len(x_RK), len(matrix_NK)))
+        self._run(y_RN, x_RK, matrix_NK, bias_of(bias_N), 0, norm)
         return y_RN
 
-    def add(self, to_RN: Tensor, x_RK: Tensor, weight_NK: Tensor) -> None:
-        """Add a product to rows, where they are, and round once, as ``addmm_`` does."""
-        self._run(to_RN, x_RK, weight_NK, (to_RN.data_ptr(), 2 * to_RN.stride(0)), None, 0)
-
-    def joint(self, to_RN: Tensor, x_RK: Tensor, weight_NK: Tensor, channel: Channel, device: int) -> None:
-        """Add to rows, where they are, what all devices' products add up to, and round once.
-
-        Args:
-            to_RN: rows, the same on all devices.
-            x_RK: the device's columns of what is multiplied.
-            weight_NK: its columns of the matrix.
-            channel: by which they are added up; every device launches such a kernel, by :meth:`Channel.run`.
-            device: the plan's.
-        """
-        plus = to_RN.data_ptr(), 2 * to_RN.stride(0)
-        shape, words = self._words(to_RN, x_RK, weight_NK, plus, 0)
-        self._joint[len(x_RK) - 1](shape.blocks, shape.threads, *channel.words(device, words))
-
-    def gated(self, x_RK: Tensor, weight_NK: Tensor, gate: str, norm: Norm, bias_N: Tensor | None = None) -> Tensor:
-        """Return the products of the matrix's second half, times the activations of its first's: ``[R, I]``.
-
-        Products, activations and what comes of both are rounded, as they are where each is a kernel.
-
-        Args:
-            x_RK: rows.
-            weight_NK: gate and up projection, one below the other.
-            gate: the activation, of :data:`GATES`.
-            norm: of the rows, before all.
-            bias_N: of both.
-        """
-        h_RI = x_RK.new_empty((len(x_RK), len(weight_NK) // 2))
-        plus = (0, 0) if bias_N is None else (bias_N.data_ptr(), 0)
-        self._run(h_RI, x_RK, weight_NK, plus, norm, GATES[gate])
+    def normed_gated(
+        self, x_RK: Tensor, matrix_NK: Tensor, gate: str, norm: Norm, bias_N: Tensor | None = None
+    ) -> Tensor:
+        """Return what ``gated`` does of rows behind a norm."""
+        h_RI = x_RK.new_empty((len(x_RK), len(matrix_NK) // 2))
+        self._run(h_RI, x_RK, matrix_NK, bias_of(bias_N), GATES[gate], norm)
         return h_RI
 
     def _run(  # noqa: PLR0917
-        self, y: Tensor, x: Tensor, weight: Tensor, plus: tuple[int, int], norm: Norm | None, mode: int
+        self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], mode: int, norm: Norm | None = None
     ) -> None:
-        shape, words = self._words(y, x, weight, plus, mode)
+        shape, words = self._words(y, x, matrix, plus, mode)
         kernels = self._plain if norm is None else self._normed
         gain, eps = (0, 0) if norm is None else (norm.weight.data_ptr(), bits_of(norm.eps))
         kernels[len(x) - 1](shape.blocks, shape.threads, *words, gain, eps)
+
+    def _run_joint(  # noqa: PLR0917
+        self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], channel: Channel, device: int
+    ) -> None:
+        shape, words = self._words(y, x, matrix, plus, 0)
+        self._joint[len(x) - 1](shape.blocks, shape.threads, *channel.words(device, words))
 
     def _words(
         self, y: Tensor, x: Tensor, weight: Tensor, plus: tuple[int, int], mode: int
@@ -197,10 +175,3 @@ class Gemv:
             weight.data_ptr(), pitch, pitch * (size if mode else 2), size, per, width, rows, *plus, mode,
             shape.team, shape.teams, -(-(2**16) // shape.team),
         )  # fmt: skip
-
-
-def is_vectors(matrix: Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether rows of a matrix are of 16 bytes each, at multiples of them."""
-    if matrix.dtype is not dtype or matrix.stride(1) != 1 or not matrix.shape[1]:
-        return False
-    return not (matrix.data_ptr() | matrix.stride(0) * _ITEM | matrix.shape[1] * _ITEM) % _VECTOR

@@ -11,7 +11,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from tpplan.decoder.gemv import GATES, shape_of
+from tpplan.decoder.few_rows import GATES
+from tpplan.decoder.gemv import shape_of
 from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
 from tpplan.decoder.quantised import IntMatrix, Stacked
 
@@ -57,7 +58,7 @@ class Mixture:
         Args:
             place: a CUDA device.
             dtype: of rows, and of matrices that are not codes, of 16 bits.
-            activation: of gates, one of :data:`tpplan.decoder.gemv.GATES`.
+            activation: of gates, one of :data:`tpplan.decoder.few_rows.GATES`.
             coded: whether there are matrices of 4-bit codes.
         """
         self._choose, self._product, *more = (Launcher(name, place) for name in names_of(dtype, coded=coded))

@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.gemv import GATES, is_vectors
+from tpplan.decoder.few_rows import FewRows, is_vectors
 from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
 from tpplan.decoder.quantised import IntMatrix, Matrix
 from tpplan.exec.channel_table import MOST_BLOCKS
@@ -86,11 +86,8 @@ def joint_names_of(dtype: torch.dtype) -> list[str]:
     return [f"packed_joint_{DTYPES[dtype]}_{_EIGHT}"]
 
 
-class Packed:
-    """Kernels for one device and dtype.
-
-    They are right for what :meth:`takes` accepts, and unchecked.
-    """
+class Packed(FewRows[IntMatrix]):
+    """Kernels for one device and dtype."""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
         """Load them.
@@ -105,80 +102,48 @@ class Packed:
         self._dtype = dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
-    def takes(self, x_RK: Tensor, weight: Matrix, *, gated: bool = False) -> bool:
+    def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix.
 
         It is faster than to make 16-bit floats of the codes for torch to multiply by, of all matrices measured, even if
         the codes are read again for every sixteen rows.
 
         Args:
-            x_RK: rows, in the order of the columns.
-            weight: ``[N, K]``.
+            x_RK: rows.
+            matrix_NK: the matrix.
             gated: whether there is a gate behind.
         """
-        return 0 < len(x_RK) <= MOST_ROWS and is_vectors(x_RK, self._dtype) and _is_read(weight, gated=gated)
+        return 0 < len(x_RK) <= MOST_ROWS and is_vectors(x_RK, self._dtype) and _is_read(matrix_NK, gated=gated)
 
-    def adds_up(self, x_RK: Tensor, weight: Matrix) -> bool:
+    def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
         """Return whether there is a kernel for rows and a matrix that saves a sum of devices."""
-        return len(x_RK) <= MOST_JOINT and self.takes(x_RK, weight)
+        return len(x_RK) <= MOST_JOINT and self.takes(x_RK, matrix_NK)
 
-    def linear(self, x_RK: Tensor, weight: IntMatrix, bias_N: Tensor | None = None) -> Tensor:
-        """Return ``functional.linear`` of rows: ``[R, N]``, rounded once."""
-        y_RN = x_RK.new_empty((len(x_RK), len(weight)))
-        self._run(y_RN, x_RK, weight, (0, 0) if bias_N is None else (bias_N.data_ptr(), 0), 0)
-        return y_RN
-
-    def add(self, to_RN: Tensor, x_RK: Tensor, weight: IntMatrix) -> None:
-        """Add a product to rows, where they are, and round once, as ``addmm_`` does."""
-        self._run(to_RN, x_RK, weight, (to_RN.data_ptr(), 2 * to_RN.stride(0)), 0)
-
-    def joint(self, to_RN: Tensor, x_RK: Tensor, weight: IntMatrix, channel: Channel, device: int) -> None:
-        """Add to rows, where they are, what all devices' products add up to, and round once, as GEMV does.
-
-        Args:
-            to_RN: rows, the same on all devices.
-            x_RK: the device's columns of what is multiplied.
-            weight: its columns of the matrix, of which :meth:`adds_up` is true.
-            channel: by which they are added up; every device launches such a kernel, by :meth:`Channel.run`.
-            device: the plan's.
-        """
-        blocks, threads, words = self._words(to_RN, x_RK, weight, (to_RN.data_ptr(), 2 * to_RN.stride(0)))
-        (launch,) = self._joint
-        launch(blocks, threads, *channel.words(device, words))
-
-    def gated(self, x_RK: Tensor, weight: IntMatrix, gate: str, bias_N: Tensor | None = None) -> Tensor:
-        """Return the products of the matrix's second half, times the activations of its first's: ``[R, I]``.
-
-        Products, activations and what comes of both are rounded, as they are where each is a kernel.
-
-        Args:
-            x_RK: rows.
-            weight: gate and up projection, one below the other.
-            gate: the activation, of :data:`tpplan.decoder.gemv.GATES`.
-            bias_N: of both.
-        """
-        h_RI = x_RK.new_empty((len(x_RK), len(weight) // 2))
-        self._run(h_RI, x_RK, weight, (0, 0) if bias_N is None else (bias_N.data_ptr(), 0), GATES[gate])
-        return h_RI
-
-    def _run(self, y: Tensor, x: Tensor, weight: IntMatrix, plus: tuple[int, int], mode: int) -> None:
+    def _run(self, y: Tensor, x: Tensor, matrix: IntMatrix, plus: tuple[int, int], mode: int) -> None:
         to, pitch = plus
         for start in range(0, len(x), _SIXTEEN):
             some = slice(start, start + _SIXTEEN)
-            blocks, threads, words = self._words(y[some], x[some], weight, (to + start * pitch, pitch))
+            blocks, threads, words = self._words(y[some], x[some], matrix, (to + start * pitch, pitch))
             self._alone[len(x[some]) > _EIGHT](blocks, threads, *words, mode)
 
+    def _run_joint(  # noqa: PLR0917
+        self, y: Tensor, x: Tensor, matrix: IntMatrix, plus: tuple[int, int], channel: Channel, device: int
+    ) -> None:
+        blocks, threads, words = self._words(y, x, matrix, plus)
+        (launch,) = self._joint
+        launch(blocks, threads, *channel.words(device, words))
+
     def _words(
-        self, y: Tensor, x: Tensor, weight: IntMatrix, plus: tuple[int, int]
+        self, y: Tensor, x: Tensor, matrix: IntMatrix, plus: tuple[int, int]
     ) -> tuple[int, int, tuple[int, ...]]:
         """Return how many blocks share a matrix, the threads of each, and what all kernels are told."""
-        (rows, width), zeros = x.shape, weight.zeros
-        blocks, warps, run = shape_of(len(weight), width, self._processors, rows)
+        (rows, width), zeros = x.shape, matrix.zeros
+        blocks, warps, run = shape_of(len(matrix), width, self._processors, rows)
         words = (
             y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0),
-            weight.codes.data_ptr(), weight.scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
-            weight.scales.shape[1], _ALL if weight.group >= width else weight.group.bit_length() - 1,
-            _FORMS[weight.scales.dtype], bits_of(8.0 if zeros is None else float(weight.plus)), run,
+            matrix.codes.data_ptr(), matrix.scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
+            matrix.scales.shape[1], _ALL if matrix.group >= width else matrix.group.bit_length() - 1,
+            _FORMS[matrix.scales.dtype], bits_of(8.0 if zeros is None else float(matrix.plus)), run,
             y.shape[1], width, rows, *plus,
         )  # fmt: skip
         return blocks, 32 * warps, words

@@ -164,6 +164,11 @@ Quantised = IntMatrix | Float8Matrix
 Matrix = Tensor | Quantised
 
 
+def ordered(x: Tensor, matrix: Matrix) -> Tensor:
+    """Return inputs, along the last dimension, in the order of a matrix's columns."""
+    return x if isinstance(matrix, Tensor) else matrix.ordered(x)
+
+
 @frozen(eq=False)
 class Stacked:
     """The quantised matrices of a layer's experts, one below the other.

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from tpplan.decoder.gemv import GATES, is_vectors
+from tpplan.decoder.few_rows import FewRows, is_vectors
 from tpplan.decoder.launcher import DTYPES, Launcher
 from tpplan.exec.channel_table import MOST_BLOCKS
 
 if TYPE_CHECKING:
+    from tpplan.decoder.quantised import Matrix
     from tpplan.exec.channel import Channel
 
 #: Rows that kernels take; and those that add up the products of several devices, for more of which sums are faster.
@@ -65,11 +66,8 @@ def joint_name_of(dtype: torch.dtype) -> str:
     return f"skinny_joint_{DTYPES[dtype]}_{_EIGHT}"
 
 
-class Skinny:
-    """Kernels for one device and dtype.
-
-    They are right for what :meth:`takes` accepts, and unchecked.
-    """
+class Skinny(FewRows[Tensor]):
+    """Kernels for one device and dtype."""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
         """Load them.
@@ -84,83 +82,53 @@ class Skinny:
         self._dtype = dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
-    def takes(self, x_RK: Tensor, weight_NK: Tensor, *, gated: bool = False) -> bool:
+    def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix, and it is not slower than torch.
 
         It is where a block has one tile, or two if that saves a kernel for the gate.
 
         Args:
             x_RK: rows.
-            weight_NK: the matrix.
+            matrix_NK: the matrix.
             gated: whether there is a gate behind.
         """
-        share = weight_NK.numel() * _ITEM / self._processors
-        if share > _MOST_SHARE or (len(x_RK) > _EIGHT and share < _LEAST_SHARE):
+        (size, width), rows = matrix_NK.shape, len(x_RK)
+        share = size * width * _ITEM / self._processors
+        if share > _MOST_SHARE or (rows > _EIGHT and share < _LEAST_SHARE):
             return False
-        if len(weight_NK) > (4 if gated else 2) * self._processors * _TILE or (gated and len(weight_NK) % 2):
+        if size > (4 if gated else 2) * self._processors * _TILE or (gated and size % 2):
             return False
-        return len(x_RK) <= MOST_ROWS and self._reads(x_RK, weight_NK)
+        return rows <= MOST_ROWS and self._reads(x_RK, matrix_NK)
 
-    def adds_up(self, x_RK: Tensor, weight_NK: Tensor) -> bool:
+    def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
         """Return whether there is a kernel for rows and a matrix that saves a sum of devices."""
-        return len(x_RK) <= MOST_JOINT and self._reads(x_RK, weight_NK)
+        return len(x_RK) <= MOST_JOINT and self._reads(x_RK, matrix_NK)
 
-    def _reads(self, x_RK: Tensor, weight_NK: Tensor) -> bool:
+    def _reads(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
         """Return whether there is something to multiply, which kernels can read."""
-        return bool(len(x_RK) and len(weight_NK)) and all(is_vectors(each, self._dtype) for each in (x_RK, weight_NK))
+        if not isinstance(matrix_NK, Tensor) or not len(x_RK) or not len(matrix_NK):
+            return False
+        return all(is_vectors(each, self._dtype) for each in (x_RK, matrix_NK))
 
-    def linear(self, x_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        """Return ``functional.linear`` of rows: ``[R, N]``, rounded once."""
-        y_RN = x_RK.new_empty((len(x_RK), len(weight_NK)))
-        self._run(y_RN, x_RK, weight_NK, (0, 0) if bias_N is None else (bias_N.data_ptr(), 0), 0)
-        return y_RN
+    def _run(self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], mode: int) -> None:
+        blocks, threads, words = self._words(y, x, matrix, plus)
+        self._alone[len(x) > _EIGHT](blocks, threads, *words, mode)
 
-    def add(self, to_RN: Tensor, x_RK: Tensor, weight_NK: Tensor) -> None:
-        """Add a product to rows, where they are, and round once, as ``addmm_`` does."""
-        self._run(to_RN, x_RK, weight_NK, (to_RN.data_ptr(), 2 * to_RN.stride(0)), 0)
-
-    def joint(self, to_RN: Tensor, x_RK: Tensor, weight_NK: Tensor, channel: Channel, device: int) -> None:
-        """Add to rows, where they are, what all devices' products add up to, and round once, as GEMV does.
-
-        Args:
-            to_RN: rows, the same on all devices.
-            x_RK: the device's columns of what is multiplied.
-            weight_NK: its columns of the matrix, of which :meth:`adds_up` is true.
-            channel: by which they are added up; every device launches such a kernel, by :meth:`Channel.run`.
-            device: the plan's.
-        """
-        plus = to_RN.data_ptr(), 2 * to_RN.stride(0)
-        blocks, threads, words = self._words(to_RN, x_RK, weight_NK, plus, joint=True)
+    def _run_joint(  # noqa: PLR0917
+        self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], channel: Channel, device: int
+    ) -> None:
+        blocks, threads, words = self._words(y, x, matrix, plus, joint=True)
         (launch,) = self._joint
         launch(blocks, threads, *channel.words(device, words))
 
-    def gated(self, x_RK: Tensor, weight_NK: Tensor, gate: str, bias_N: Tensor | None = None) -> Tensor:
-        """Return the products of the matrix's second half, times the activations of its first's: ``[R, I]``.
-
-        Products, activations and what comes of both are rounded, as they are where each is a kernel.
-
-        Args:
-            x_RK: rows.
-            weight_NK: gate and up projection, one below the other.
-            gate: the activation, of :data:`tpplan.decoder.gemv.GATES`.
-            bias_N: of both.
-        """
-        h_RI = x_RK.new_empty((len(x_RK), len(weight_NK) // 2))
-        self._run(h_RI, x_RK, weight_NK, (0, 0) if bias_N is None else (bias_N.data_ptr(), 0), GATES[gate])
-        return h_RI
-
-    def _run(self, y: Tensor, x: Tensor, weight: Tensor, plus: tuple[int, int], mode: int) -> None:
-        blocks, threads, words = self._words(y, x, weight, plus)
-        self._alone[len(x) > _EIGHT](blocks, threads, *words, mode)
-
     def _words(
-        self, y: Tensor, x: Tensor, weight: Tensor, plus: tuple[int, int], *, joint: bool = False
+        self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], *, joint: bool = False
     ) -> tuple[int, int, tuple[int, ...]]:
         """Return how many blocks share a matrix, the threads of each, and what all kernels are told."""
         rows, width = x.shape
-        blocks, warps = shape_of(-(-len(weight) // _TILE), width, self._processors, rows, joint=joint)
+        blocks, warps = shape_of(-(-len(matrix) // _TILE), width, self._processors, rows, joint=joint)
         words = (
             y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0),
-            weight.data_ptr(), 2 * weight.stride(0), y.shape[1], width, rows, *plus,
+            matrix.data_ptr(), 2 * matrix.stride(0), y.shape[1], width, rows, *plus,
         )  # fmt: skip
         return blocks, 32 * warps, words
