@@ -118,6 +118,15 @@ class _Builder:
         return _Value(np.uint32(int(_raw(a)) | int(_raw(b))))
 
     @staticmethod
+    def icmp_unsigned(way: str, a: Any, b: Any) -> _Value:
+        assert way == "=="
+        return _Value(int(_raw(a)) == int(_raw(b)))
+
+    @staticmethod
+    def select(which: _Value, one: _Value, other: _Value) -> _Value:
+        return one if which.raw else other
+
+    @staticmethod
     def fadd(a: Any, b: Any) -> _Value:
         return _Value(np.float32(_raw(a)) + np.float32(_raw(b)))
 
@@ -151,12 +160,24 @@ class _Builder:
 
     def _run(self, text: str, values: list[Any]) -> Any:
         name, _, _ = text.partition(" ")
+        if name.startswith("mma.sync"):
+            return multiplied(_of_bf16 if ".bf16." in name else _of_f16, values)
+        if ".global." in text:
+            return self._access(name, text, values)
+        if permuted := _PERMUTED.fullmatch(text):
+            given = np.array(values, np.uint32).view(np.uint8)
+            return given[[int(each, 16) for each in reversed(permuted[1])]].view(np.uint32)[0]
+        for each, run in _BITS.items():
+            if text == _TEXTS[each]:
+                return run(*values)
+        assert name.startswith(("griddepcontrol", ".pragma")), text
+        return None
+
+    def _access(self, name: str, text: str, values: list[Any]) -> Any:
         if name.startswith("ld.volatile"):
             if ME.polled == values[0]:
                 sleep(_PAUSE)  # somebody else has to write it
             ME.polled = values[0]
-        if name.startswith("mma.sync"):
-            return multiplied(_of_bf16 if ".bf16." in name else _of_f16, values)
         if vector := _VECTOR.fullmatch(name):
             count = int(vector[1])
             at = self._at(values[0], 4 * count)
@@ -166,20 +187,22 @@ class _Builder:
             at = self._at(values[0], _SIZES[name])
             at[: len(values) - 1] = values[1:]
             return at[0]
-        if ".volatile.global.u64 " in text:
-            both = self._at(values[0], 8).view(np.uint64)
-            both[: len(values) // 2] = sum(int(value) << 32 * i for i, value in enumerate(values[1:]))
-            found = int(both[0])  # once, as others may write meanwhile
-            return np.uint32(found & 0xFFFFFFFF), np.uint32(found >> 32)
-        for each, run in _BITS.items():
-            if text == _TEXTS[each]:
-                return run(*values)
-        assert name.startswith(("griddepcontrol", ".pragma")), text
-        return None
+        if guarded := _GUARDED.search(text):
+            bits = int(guarded[1]) if values[1] else 16 if guarded[2] else 0
+            return np.uint32(self._at(values[0], bits // 8)[0] if bits else 0)
+        assert ".volatile.global.u64 " in text, text
+        both = self._at(values[0], 8).view(np.uint64)
+        both[: len(values) // 2] = sum(int(value) << 32 * i for i, value in enumerate(values[1:]))
+        found = int(both[0])  # once, as others may write meanwhile
+        return np.uint32(found & 0xFFFFFFFF), np.uint32(found >> 32)
 
 
 #: Accesses of several words.
 _VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.u32")
+#: Loads of some bits if something is there, and maybe of 16 if not.
+_GUARDED = re.compile(r"@p ld\.global\.u(\d+) \$0, \[\$1\];( @!p ld\.global\.u16)?")
+#: Which bytes of two words make one, the highest first.
+_PERMUTED = re.compile(r"prmt\.b32 \$0, \$1, \$2, 0x([0-7]{4});")
 #: Bytes of accesses.
 _SIZES = {
     f"{way}{kind}.global.u{8 * size}": size for way in ("ld", "st") for kind in ("", ".volatile") for size in (1, 2, 4)
@@ -192,7 +215,6 @@ _BITS: dict[str, Callable[..., Any]] = {
     "low_f16": lambda word: _of_f16(word)[0],
     "high_f16": lambda word: _of_f16(word)[1],
     "two_f16": _to_f16,
-    "two_highs": lambda low, high: np.uint32(int(low) >> 16 | int(high) >> 16 << 16),
     "bits_of": lambda value: np.array(value).view(np.uint32 if isinstance(value, np.floating) else np.float32)[()],
     "float_of": lambda word: np.array([word], np.uint32).view(np.float32)[0],
     "active": lambda: np.uint32(0xFFFFFFFF),

@@ -105,12 +105,26 @@ store_64 = _instruction("st.global.v2.u32 [$0], {$1,$2};", "", "u64 u32 u32", me
 load_8 = _instruction("ld.global.u8 $0, [$1];", "u16", "u64", memory=True)
 store_8 = _instruction("st.global.u8 [$0], $1;", "", "u64 u16", memory=True)
 #: 16 bytes, at a multiple of 16.
-load_128 = _instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
+_LOAD_128 = "ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64"
+load_128, emit_load_128 = _instruction(*_LOAD_128, memory=True), emitter(*_LOAD_128, memory=True)
 store_128 = _instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
 #: The same of what is read once, and written by no kernel that may still run, such as weights.
 stream_128 = _instruction(
     "ld.global.nc.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True
 )
+#: 32 bits if the last number is not 0, else 16.
+load_32_or_16 = _instruction(
+    "{ .reg .pred p; setp.ne.u64 p, $2, 0; @p ld.global.u32 $0, [$1]; @!p ld.global.u16 $0, [$1]; }",
+    "u32", "u64 u64", memory=True,
+)  # fmt: skip
+#: 32 or 8 bits if the last number is not 0; else there is nothing, and 0 is found.
+load_32_if, load_8_if = (
+    _instruction(
+        f"{{ .reg .pred p; setp.ne.u64 p, $2, 0; mov.b32 $0, 0; @p ld.global.{kind} $0, [$1]; }}",
+        "u32", "u64 u64", memory=True,
+    )
+    for kind in ("u32", "u8")
+)  # fmt: skip
 #: 16 bytes of an array in shared memory, by :func:`shared_address` and a multiple of 16.
 shared_load_128 = _instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
 shared_store_128 = _instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
@@ -144,14 +158,20 @@ roll = _instruction(".pragma \\22nounroll\\22;", "", "", memory=True)
 nanoseconds = _instruction("mov.u64 $0, %globaltimer;", "u64", "", memory=True)
 
 #: Two 16-bit floats lie in one register, the first of them in its low half.
-low_bf16 = _instruction("{ .reg .b32 b; shl.b32 b, $1, 16; mov.b32 $0, b; }", "f32", "u32")
-high_bf16 = _instruction("{ .reg .b32 b; and.b32 b, $1, 0xffff0000; mov.b32 $0, b; }", "f32", "u32")
+_LOW_BF16 = "{ .reg .b32 b; shl.b32 b, $1, 16; mov.b32 $0, b; }", "f32", "u32"
+_HIGH_BF16 = "{ .reg .b32 b; and.b32 b, $1, 0xffff0000; mov.b32 $0, b; }", "f32", "u32"
+_LOW_F16 = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "f32", "u32"
+_HIGH_F16 = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }", "f32", "u32"
+_FLOAT_OF = "mov.b32 $0, $1;", "f32", "u32"
+low_bf16, high_bf16 = _instruction(*_LOW_BF16), _instruction(*_HIGH_BF16)
 two_bf16 = _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", "u32", "f32 f32")
-low_f16 = _instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "f32", "u32")
-high_f16 = _instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }", "f32", "u32")
+low_f16, high_f16 = _instruction(*_LOW_F16), _instruction(*_HIGH_F16)
 two_f16 = _instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", "f32 f32")
-float_of = _instruction("mov.b32 $0, $1;", "f32", "u32")
+float_of = _instruction(*_FLOAT_OF)
 bits_of = _instruction("mov.b32 $0, $1;", "u32", "f32")
+emit_low_bf16, emit_high_bf16 = emitter(*_LOW_BF16), emitter(*_HIGH_BF16)
+emit_low_f16, emit_high_f16 = emitter(*_LOW_F16), emitter(*_HIGH_F16)
+emit_float_of = emitter(*_FLOAT_OF)
 #: 2 to a power, to two units of the last place; 0 of minus infinity.
 exp2 = _instruction("ex2.approx.ftz.f32 $0, $1;", "f32", "f32")
 inverse = _instruction("rcp.approx.ftz.f32 $0, $1;", "f32", "f32")
@@ -168,7 +188,15 @@ shifted = _instruction("shf.r.wrap.b32 $0, $1, 0, $2;", "u32", "u32 u32")
 #: The low, and the high 16 bits of two registers.
 emit_lows = emitter("prmt.b32 $0, $1, $2, 0x5410;", "u32", "u32 u32")
 emit_highs = emitter("prmt.b32 $0, $1, $2, 0x7632;", "u32", "u32 u32")
+#: A byte of the first, from the lowest on, below the highest one of the second, which has no others.
+emit_bytes = tuple(emitter(f"prmt.b32 $0, $1, $2, 0x744{i};", "u32", "u32 u32") for i in range(4))
 two_highs = _instruction("prmt.b32 $0, $1, $2, 0x7632;", "u32", "u32 u32")
+#: The first, and the last, two bytes of a register, each below a byte of another one.
+emit_first_bytes = emitter("prmt.b32 $0, $1, $2, 0x5140;", "u32", "u32 u32")
+emit_last_bytes = emitter("prmt.b32 $0, $1, $2, 0x7362;", "u32", "u32 u32")
+#: Of pairs of 16-bit floats, rounded once; subnormals are what they are.
+emit_fma_bf16 = emitter("fma.rn.bf16x2 $0, $1, $2, $3;", "u32", "u32 u32 u32")
+emit_add_f16 = emitter("add.rn.f16x2 $0, $1, $2;", "u32", "u32 u32")
 
 
 def _multiply(kind: str) -> Emitter:
