@@ -130,8 +130,8 @@ def test_every_float_and_every_zero(make: Callable[..., torch.Tensor]) -> None:
 )
 def test_fractions(block: int, count: int) -> None:
     """Numbers are multiplied by them, rather than divided by the size of a block."""
-    assert dense._has_quotients(block, count)
-    fraction = dense._fraction(block, count)
+    assert dense.has_quotients(block, count)
+    fraction = dense.fraction_of(block, count)
     assert fraction < 2**32
     for near in range(0, count, max(1, count // 50)):
         for number in (near, near // block * block, near // block * block - 1, count - 1):

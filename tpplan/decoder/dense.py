@@ -58,12 +58,12 @@ class Dense:
 
     def takes(self, matrix: Quantised) -> bool:
         """Return whether there is a kernel for a matrix: columns are in eights, each of which shares a scale."""
-        (size, width), (rows, columns) = matrix.shape, _block_of(matrix)
+        (size, width), (rows, columns) = matrix.shape, block_of(matrix)
         if kind_of(matrix) not in self._launchers or str(matrix.scales.dtype) not in FORMS:
             return False
         if (width | min(columns, width)) % _COLUMNS or matrix.codes.data_ptr() % (4 if kind_of(matrix) == "4" else 8):
             return False
-        return _has_quotients(rows, size) and _has_quotients(columns // _COLUMNS, width // _COLUMNS)
+        return has_quotients(rows, size) and has_quotients(columns // _COLUMNS, width // _COLUMNS)
 
     def __call__(self, matrix: Quantised, start: int, end: int, out_RK: Tensor) -> None:
         """Make some rows, as the matrix's own ``dense`` does: computed in float32, rounded once.
@@ -74,7 +74,7 @@ class Dense:
             end: the one behind the last.
             out_RK: where they go, in the kernels' dtype, rows at multiples of 16 bytes.
         """
-        (size, width), (rows, columns), scales = matrix.shape, _block_of(matrix), matrix.scales
+        (size, width), (rows, columns), scales = matrix.shape, block_of(matrix), matrix.scales
         units = width // _COLUMNS
         blocks = -(-units // _THREADS)
         threads = -(-units // (blocks * _WARP)) * _WARP
@@ -91,13 +91,13 @@ class Dense:
             scales.data_ptr(),
             FORMS[str(scales.dtype)],
             scales.shape[1],
-            _fraction(rows, size),
-            _fraction(columns // _COLUMNS, units),
+            fraction_of(rows, size),
+            fraction_of(columns // _COLUMNS, units),
             *_zeros_of(matrix),
         )
 
 
-def _block_of(matrix: Quantised) -> tuple[int, int]:
+def block_of(matrix: Quantised) -> tuple[int, int]:
     """Return the rows and columns that share a scale."""
     return (1, matrix.group) if isinstance(matrix, IntMatrix) else (matrix.rows, matrix.columns)
 
@@ -111,11 +111,11 @@ def _zeros_of(matrix: Quantised) -> tuple[int, int, int]:
     return matrix.zeros.data_ptr(), matrix.zeros.dtype != torch.uint8, matrix.plus
 
 
-def _has_quotients(block: int, count: int) -> bool:
+def has_quotients(block: int, count: int) -> bool:
     """Return whether all numbers below a count can be multiplied instead of divided by the size of a block."""
     return block >= count or block * count <= _ONE
 
 
-def _fraction(block: int, count: int) -> int:
+def fraction_of(block: int, count: int) -> int:
     """Return what numbers below a count are multiplied by instead of divided by the size of a block."""
     return -(-_ONE // block) if block < count else 0
