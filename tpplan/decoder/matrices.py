@@ -145,7 +145,7 @@ def matrices_of(
     Args:
         weights: by name in the checkpoint, contiguous.
         slices: which part of the stored tensors these are.
-        scheme: of the checkpoint, one of :data:`tpplan.decoder.settings.METHODS`.
+        scheme: of the checkpoint, of which :func:`check_formats` accepts its matrices.
 
     Raises:
         ModelError: groups or blocks cannot be told.

@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional
 
 from tpplan.axes import Axis
-from tpplan.config import read_config
 from tpplan.decoder.cache import Where
 from tpplan.decoder.fused import codes_of, steps_on
 from tpplan.decoder.groups import Group
@@ -29,7 +28,6 @@ from tpplan.decoder.settings import settings_of
 from tpplan.decoder.stack import Stack
 from tpplan.decoder.steps import Steps
 from tpplan.exec.program import HOST
-from tpplan.formats import read_scheme
 from tpplan.reader import read_model
 from tpplan.workspace import areas
 
@@ -100,10 +98,9 @@ class Decoder:
         self._head = "model.embed_tokens" if model.tied_embeddings else "lm_head"
         blocks = {layer: block for block in model.blocks for layer in block.layers}
         layers = [blocks[layer] for layer in range(model.layer_count)]
-        scheme = read_scheme(read_config(directory))
         self.weights = {}
         for device in context.all_devices:  # before there is a cache: who rearranges codes needs room for them
-            matrices = matrices_of(weights[device], slices[device], scheme)
+            matrices = matrices_of(weights[device], slices[device], self._settings.scheme)
             self.weights[device] = joined(weights[device], matrices, layers, self._family, context.dtype)
             if matrices and context.devices[device].device.type == "cuda":
                 torch.cuda.empty_cache()  # of what rearranging took

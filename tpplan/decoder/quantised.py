@@ -6,6 +6,7 @@ experts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Self
 
@@ -30,7 +31,58 @@ _AT_ONCE: Final = 2**19
 
 
 @frozen(eq=False)
-class IntMatrix:
+class _Coded(ABC):
+    """A matrix of codes, and scales that many of them share.
+
+    Attributes:
+        codes: of rows below each other.
+        scales: in 16 or 32 bits.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """Return inputs, along the last dimension, in the order of the columns."""
+        return x
+
+    def write(self, start: int, out_RK: Tensor) -> None:
+        """Write rows from a number on: computed in float32, rounded once."""
+        self._write(torch.arange(start, start + len(out_RK), device=self.codes.device), out_RK)
+
+    def dense(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Return some rows ``[end - start, K]``; see :meth:`write`."""
+        out_RK = torch.empty(end - start, self.shape[1], dtype=dtype, device=self.codes.device)
+        self.write(start, out_RK)
+        return out_RK
+
+    def chosen(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows of these numbers, ``[..., K]``; see :meth:`write`."""
+        out_RK = torch.empty(rows.numel(), self.shape[1], dtype=dtype, device=rows.device)
+        self._write(rows.flatten(), out_RK)
+        return out_RK.view(*rows.shape, -1)
+
+    def _write(self, rows: Tensor, out_RK: Tensor) -> None:
+        """Write the rows of these numbers, so few at a time that it takes little memory beside them."""
+        step = max(1, _AT_ONCE // self.shape[1])
+        for to, some in zip(torch.split(out_RK, step), torch.split(rows, step), strict=True):
+            to.copy_(self._values(some))
+
+    @abstractmethod
+    def _values(self, rows: Tensor) -> Tensor:
+        """Return rows in float32."""
+
+
+@frozen(eq=False)
+class IntMatrix(_Coded):
     """A matrix of whole numbers of 4 or 8 bits: an element is its code less its group's zero, times its group's scale.
 
     Attributes:
@@ -44,16 +96,11 @@ class IntMatrix:
         columns: which of the inputs each column is, ``[K]``; None if they are in order.
     """
 
-    codes: Tensor
-    scales: Tensor
     zeros: Tensor | None
     plus: int
     group: int
     bits: int
     columns: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.codes)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,16 +120,7 @@ class IntMatrix:
         """Return inputs, along the last dimension, in the order of the columns."""
         return x if self.columns is None else x.index_select(-1, self.columns)
 
-    def dense(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Return some rows ``[end - start, K]``: computed in float32, rounded once."""
-        return self.chosen(torch.arange(start, end, device=self.codes.device), dtype)
-
-    def chosen(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows of these numbers, ``[..., K]``; see :meth:`dense`."""
-        return _in_parts(rows, self.shape[1], dtype, self._values)
-
     def _values(self, rows: Tensor) -> Tensor:
-        """Return rows in float32."""
         codes = self.codes[rows]
         if self.bits == _BITS:
             codes = torch.stack([codes >> _BITS * ORDER.index(i) & 15 for i in range(_WORD)], dim=-1).flatten(-2)
@@ -104,7 +142,7 @@ class IntMatrix:
 
 
 @frozen(eq=False)
-class Float8Matrix:
+class Float8Matrix(_Coded):
     """A matrix of floats of 8 bits: an element is its code times the scale of its block.
 
     Attributes:
@@ -114,13 +152,8 @@ class Float8Matrix:
         columns: of a block.
     """
 
-    codes: Tensor
-    scales: Tensor
     rows: int
     columns: int
-
-    def __len__(self) -> int:
-        return len(self.codes)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -131,33 +164,10 @@ class Float8Matrix:
         """Return some rows, which are copied nowhere; they are whole blocks."""
         return evolve(self, codes=self.codes[start:end], scales=self.scales[start // self.rows : -(-end // self.rows)])
 
-    def ordered(self, x: Tensor) -> Tensor:
-        """Return inputs, along the last dimension, in the order of the columns."""
-        return x
-
-    def dense(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Return some rows ``[end - start, K]``: computed in float32, rounded once."""
-        return self.chosen(torch.arange(start, end, device=self.codes.device), dtype)
-
-    def chosen(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows of these numbers, ``[..., K]``; see :meth:`dense`."""
-        return _in_parts(rows, self.shape[1], dtype, self._values)
-
     def _values(self, rows: Tensor) -> Tensor:
-        """Return rows in float32."""
         codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)  # which torch does not index
         scales = self.scales[rows // self.rows].float().repeat_interleave(self.columns, dim=-1)
         return codes.float() * scales[..., : self.shape[1]]
-
-
-def _in_parts(rows: Tensor, width: int, dtype: torch.dtype, values: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return rows of a matrix, so few of which are made at a time that it takes little memory beside them."""
-    flat = rows.flatten()
-    out = torch.empty(len(flat), width, dtype=dtype, device=rows.device)
-    step = max(1, _AT_ONCE // width)
-    for to, some in zip(torch.split(out, step), torch.split(flat, step), strict=True):
-        to.copy_(values(some))
-    return out.view(*rows.shape, width)
 
 
 Quantised = IntMatrix | Float8Matrix

@@ -19,7 +19,7 @@ from tpplan.decoder.cache import check_kind
 from tpplan.decoder.matrices import check_formats
 from tpplan.errors import ModelError
 from tpplan.exec.rope import Rope
-from tpplan.formats import read_scheme
+from tpplan.formats import Scheme, read_scheme
 from tpplan.jsontext import NotJSONError, read_json
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ class Settings:
         logit_cap: the same for the logits.
         normalised: whether the weights of a token's experts add up to 1.
         rope: how heads are turned.
+        scheme: how the checkpoint stores matrices.
     """
 
     family: Family
@@ -135,6 +136,7 @@ class Settings:
     logit_cap: float | None
     normalised: bool
     rope: Rope
+    scheme: Scheme
 
     @classmethod
     def read(cls, config: Config) -> Self:
@@ -162,6 +164,7 @@ class Settings:
             logit_cap=_number(config, "final_logit_softcapping", family.logit_cap),
             normalised=normalised,
             rope=_rope(config),
+            scheme=read_scheme(config),
         )
 
 
@@ -179,7 +182,7 @@ def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
     """
     config = read_config(directory)
     settings = Settings.read(config)
-    check_formats(model, read_scheme(config), str(directory))
+    check_formats(model, settings.scheme, str(directory))
     return settings
 
 
