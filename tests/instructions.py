@@ -127,6 +127,10 @@ class _Builder:
         return one if which.raw else other
 
     @staticmethod
+    def xor(a: Any, b: Any) -> _Value:
+        return _Value(np.uint32(int(_raw(a)) ^ int(_raw(b))))
+
+    @staticmethod
     def fadd(a: Any, b: Any) -> _Value:
         return _Value(np.float32(_raw(a)) + np.float32(_raw(b)))
 
@@ -167,6 +171,9 @@ class _Builder:
         if permuted := _PERMUTED.fullmatch(text):
             given = np.array(values, np.uint32).view(np.uint8)
             return given[[int(each, 16) for each in reversed(permuted[1])]].view(np.uint32)[0]
+        if name in _OF_PAIRS:
+            of, to, run_one = _OF_PAIRS[name]
+            return to(*(run_one(*each) for each in zip(*map(of, values), strict=True)))
         for each, run in _BITS.items():
             if text == _TEXTS[each]:
                 return run(*values)
@@ -206,6 +213,12 @@ _PERMUTED = re.compile(r"prmt\.b32 \$0, \$1, \$2, 0x([0-7]{4});")
 #: Bytes of accesses.
 _SIZES = {
     f"{way}{kind}.global.u{8 * size}": size for way in ("ld", "st") for kind in ("", ".volatile") for size in (1, 2, 4)
+}
+#: What is done with each of two 16-bit floats, exactly.
+_OF_PAIRS = {
+    "fma.rn.bf16x2": (_of_bf16, _to_bf16, lambda a, b, c: np.float64(a) * b + c),
+    "fma.rn.f16x2": (_of_f16, _to_f16, lambda a, b, c: np.float64(a) * b + c),
+    "add.rn.f16x2": (_of_f16, _to_f16, lambda a, b: np.float64(a) + b),
 }
 #: Of others.
 _BITS: dict[str, Callable[..., Any]] = {

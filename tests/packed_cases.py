@@ -1,16 +1,24 @@
-"""Matrices of codes for tests of the kernels that multiply by them."""
+"""Matrices of codes for tests of the kernels that multiply by them; products are about as large as what is multiplied.
+
+Scales and zeros end where their memory does, but for the rest of a word of 32 bits.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from tpplan.decoder.quantised import IntMatrix
+from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
+
+#: What kernels call the dtypes of scales.
+FORMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+#: Warps of a multiprocessor, for up to eight rows and up to sixteen.
+WARPS = {8: 16, 16: 8}
 
 
 def int_matrix(  # noqa: PLR0917
-    size: int, width: int, group: int, dtype: torch.dtype, plus: int | None, device: str = "cpu"
+    size: int, width: int, group: int, dtype: torch.dtype, plus: int | None, device: str = "cpu", *, bits: int = 4
 ) -> IntMatrix:
-    """Return a random matrix of 4-bit codes whose products are about as large as what is multiplied.
+    """Return a random matrix of whole numbers.
 
     Args:
         size: rows.
@@ -19,14 +27,63 @@ def int_matrix(  # noqa: PLR0917
         dtype: of scales.
         plus: is added to stored zeros; None if there are none.
         device: where it is.
+        bits: of a code, 4 or 8.
     """
     groups = -(-width // group)
+    scales = _scales((size, groups), width**0.5 * 2 ** (bits - 1), dtype, device)
+    codes = _words(size, width * bits // 32, device=device)
+    zeros = None if plus is None else _words(-(-size * groups * bits // 32), device=device)
+    if bits == 4:
+        return IntMatrix(codes, scales, zeros, plus or 0, group, bits)
+    zeros = zeros if zeros is None else zeros.view(torch.uint8)[: size * groups].view(size, groups)
+    return IntMatrix(codes.view(torch.uint8), scales, zeros, plus or 0, group, bits)
 
-    def words(*shape: int) -> torch.Tensor:
-        return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=device)
 
-    room = torch.empty(size * groups + 32, dtype=dtype, device=device)  # of whole words
-    scales = room[: size * groups].view(size, groups)
-    scales.copy_((torch.rand(size, groups, device=device) + 0.5) / width**0.5 / 8)
-    zeros = None if plus is None else words(-(-size * groups // 8))
-    return IntMatrix(words(size, width // 8), scales, zeros, plus or 0, group, 4)
+def float_matrix(
+    size: int, width: int, block: tuple[int, int], dtype: torch.dtype, device: str = "cpu"
+) -> Float8Matrix:
+    """Return a random matrix of floats of 8 bits: of all that are numbers, most of which are small.
+
+    Args:
+        size: rows.
+        width: columns.
+        block: rows and columns that share a scale.
+        dtype: of scales.
+        device: where it is.
+    """
+    codes = torch.randn(size, width, device=device).mul_(4).to(torch.float8_e4m3fn).view(torch.uint8)
+    some = torch.arange(256, dtype=torch.uint8, device=device)
+    some = some[some & 127 < 0x68][: codes.numel()]  # not the largest, beside which others would be nothing
+    codes.view(-1)[: len(some)] = some
+    height, columns = block
+    scales = _scales((-(-size // height), -(-width // columns)), width**0.5 * 4, dtype, device)
+    return Float8Matrix(codes.view(torch.float8_e4m3fn), scales, height, columns)
+
+
+def matrix_of(  # noqa: PLR0917
+    kind: str, size: int, width: int, group: int, dtype: torch.dtype, plus: int | None, device: str = "cpu"
+) -> Quantised:
+    """Return a random matrix of a kind of codes, of :data:`tpplan.decoder.packed.STEPS`.
+
+    Args:
+        kind: of them.
+        size: rows.
+        width: columns.
+        group: columns that share a scale.
+        dtype: of scales.
+        plus: is added to stored zeros, None if there are none; of floats the rows that share a scale, None if one does.
+        device: where it is.
+    """
+    if kind == "e4m3":
+        return float_matrix(size, width, (plus or 1, group), dtype, device)
+    return int_matrix(size, width, group, dtype, plus, device, bits=int(kind))
+
+
+def _scales(shape: tuple[int, int], by: float, dtype: torch.dtype, device: str) -> torch.Tensor:
+    count = shape[0] * shape[1]
+    room = torch.empty(-(-count * dtype.itemsize // 4), dtype=torch.int32, device=device).view(dtype)
+    return room[:count].view(shape).copy_((torch.rand(shape, device=device) + 0.5) / by)
+
+
+def _words(*shape: int, device: str) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=device)

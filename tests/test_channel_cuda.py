@@ -62,11 +62,11 @@ class Products:
         capability = torch.cuda.get_device_capability(self.places[0])
         names = chain(*gemv.names_of(dtype), gemv.joint_names_of(dtype))
         names = chain(names, skinny.names_of(dtype), [skinny.joint_name_of(dtype)])
-        names = chain(names, packed.names_of(dtype), packed.joint_names_of(dtype))
+        names = chain(names, packed.names_of(dtype, ["4"]), packed.names_of(dtype, ["4"], joint=True))
         kernel_cache.prepare((name, capability) for name in names)
         self._gemvs = [Gemv(place, dtype, joint=True) for place in self.places]
         self._skinnies = [Skinny(place, dtype, joint=True) for place in self.places]
-        self._packed = [Packed(place, dtype, joint=True) for place in self.places]
+        self._packed = [Packed(place, dtype, ["4"], joint=True) for place in self.places]
         self._sides: list[list[tuple[torch.Tensor, Matrix]]] = []
         self._exact = []
         self.streams = []

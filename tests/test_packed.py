@@ -1,4 +1,4 @@
-"""Products with matrices of 4-bit codes: the kernels' machine code, what their source does, the words they are told."""
+"""Products with matrices of codes: which are taken, who has a part of one, and the words that kernels are told."""
 
 from __future__ import annotations
 
@@ -11,37 +11,25 @@ import torch
 from attrs import evolve
 from torch.nn import functional
 
-from tests.packed_cases import int_matrix
+from tests.packed_cases import FORMS, WARPS, float_matrix, int_matrix, matrix_of
 from tests.pointwise_cases import memory, number
-from tests.test_kernels import CAPABILITIES, _registers
 from tests.test_skinny import acted
 from tpplan.decoder import packed
 from tpplan.decoder.few_rows import GATES
-from tpplan.decoder.launcher import DTYPES, bits_of
-from tpplan.decoder.packed import Packed, shape_of
-from tpplan.decoder.quantised import IntMatrix
+from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.packed import STEPS, Packed, names_of, shape_of
+from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
 from tpplan.decoder.settings import ACTIVATIONS
-from tpplan.exec import kernel_cache
 from tpplan.exec.channel_table import CALLERS, MOST_BLOCKS
 from tpplan.exec.exchange_table import MOST_WORDS
 
 PROCESSORS = 132
-#: Of a multiprocessor, for up to eight rows and up to sixteen; and of a block.
-WARPS, MOST_WARPS = {8: 16, 16: 8}, 8
+#: Of a block.
+MOST_WARPS = 8
 #: Steps that a warp has on their way, at most.
 DEEP = {8: 4, 16: 2}
 #: What channels of tests tell kernels.
 HEADER = 77
-#: Kernels, each with generations of GPUs that it is compiled for: they differ by dtype in little.
-KERNELS = [
-    *(("packed_bf16_8", each) for each in CAPABILITIES),
-    *(("packed_bf16_16", each) for each in CAPABILITIES[:2]),
-    ("packed_f16_8", (9, 0)),
-    ("packed_f16_16", CAPABILITIES[-1]),
-    ("packed_joint_f16_8", CAPABILITIES[0]),
-    ("packed_joint_bf16_8", (9, 0)),
-    ("packed_joint_f16_8", CAPABILITIES[-1]),
-]
 SIZES = [
     (1536, 4096),
     (4096, 1024),
@@ -54,39 +42,13 @@ SIZES = [
     (48, 896),
     (10560, 640),
 ]
-FORMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-
-
-@pytest.mark.parametrize(("name", "capability"), KERNELS)
-def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int]) -> None:
-    """Codes are read 16 bytes at a time, first before the wait; nothing spills, and registers are enough for warps."""
-    text = kernel_cache.ptx(name, capability)
-    assert f".visible .entry {name}(" in text
-    kind, count = name.split("_")[-2:]
-    rows = int(count)
-    multiply = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-    # of every step for eight rows, eight with ones and eight with codes, or with twice as many; and those of scales
-    products, scales = (64, 4) if rows == 8 else (2 * 2 * (8 + 16), 2 * 2)
-    assert text.count(multiply) == products + (scales if kind == "bf16" else 0)
-    assert text.count("mma.sync") == products + scales
-    assert "ld.global.nc.L1::no_allocate.v4.u32" in text
-    if capability >= kernel_cache.OVERLAPS:
-        waits, later = text.index("griddepcontrol.wait"), ["ld.global.v4.u32", "ld.global.u16", "st.global.u16"]
-        later += ["ld.volatile.global.u32", "st.volatile.global.u64", "st.global.u32"] if "_joint_" in name else []
-        assert text.rindex("ld.volatile.global.v4.u32") < waits < min(map(text.index, later))
-    assert ".f64" not in text
-    assert ".local" not in text
-    code, log = kernel_cache.assemble(text, capability)
-    assert code[:4] == b"\x7fELF"
-    assert _registers(log) * 32 * WARPS[rows] <= 2**16
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
 
 
 @pytest.mark.parametrize("rows", WARPS)
 @pytest.mark.parametrize(("size", "width"), SIZES)
 def test_all_of_a_matrix_has_warps_at_once(size: int, width: int, rows: int) -> None:
     """No block waits for another to end, none has nothing to do, and none has a warp without steps."""
-    blocks, warps, run = shape_of(size, width, PROCESSORS, rows)
+    blocks, warps, run = shape_of(size, width // 128, PROCESSORS, rows)
     assert 0 < blocks <= min(-(-size // (2 * rows)), MOST_BLOCKS)
     assert blocks * warps <= PROCESSORS * WARPS[rows]
     assert 0 < warps <= MOST_WARPS
@@ -104,68 +66,8 @@ def test_all_of_a_matrix_has_warps_at_once(size: int, width: int, rows: int) -> 
 )  # fmt: skip
 def test_blocks_are_as_many_as_were_fastest(size: int, width: int, few: tuple[int, int], many: tuple[int, int]) -> None:
     """On a GPU of so many multiprocessors; none of up to eight rows needs the room of a whole one, as it may wait."""
-    assert shape_of(size, width, PROCESSORS, 8)[:2] == few
-    assert shape_of(size, width, PROCESSORS, 9)[:2] == many
-
-
-def _words(  # noqa: PLR0917
-    y: torch.Tensor, x: torch.Tensor, matrix: IntMatrix, run: int, plus: tuple[int, int], mode: int
-) -> list[int]:
-    """Return what a kernel is told."""
-    zeros, width = matrix.zeros, x.shape[1]
-    return [
-        y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), matrix.codes.data_ptr(), matrix.scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(), matrix.scales.shape[1],
-        31 if matrix.group >= width else matrix.group.bit_length() - 1, FORMS[matrix.scales.dtype],
-        bits_of(8.0 if zeros is None else float(matrix.plus)), run, y.shape[1], width, len(x), *plus, mode,
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "case",  # kernel, rows, columns of the result, columns, group, scales, plus, warps, blocks, run, mode
-    [
-        ("bf16_8", 8, 16, 512, 128, torch.bfloat16, None, 1, 1, 4, 0),  # nothing is left over
-        ("bf16_8", 3, 37, 640, 128, torch.float16, 1, 2, 2, 2, 0),  # two tiles of a block; a warp's last step is not
-        ("f16_8", 5, 1, 128, 128, torch.float32, 0, 2, 1, 1, 0),  # a warp has nothing
-        (
-            "f16_16",
-            13,
-            69,
-            1152,
-            1152,
-            torch.float16,
-            None,
-            2,
-            1,
-            2,
-            0,
-        ),  # one group; three tiles, three rounds of steps
-        ("bf16_16", 16, 19, 896, 256, torch.bfloat16, 1, 3, 1, 2, 1),
-        ("f16_8", 7, 9, 1408, 128, torch.float16, 1, 1, 2, 4, 2),
-        ("bf16_16", 9, 8, 384, 128, torch.float32, 0, 1, 1, 1, 3),
-    ],
-)
-@pytest.mark.parametrize("plus", [False, True])
-def test_lanes_agree(
-    case: tuple[str, int, int, int, int, torch.dtype, int | None, int, int, int, int], plus: bool
-) -> None:
-    """What the source does lane by lane is the product, and reaches for nothing beside the matrices."""
-    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.packed_kernels")
-    name, rows, size, width, group, scales, offset, warps, blocks, run, mode = case
-    torch.manual_seed(size)
-    dtype = {text: each for each, text in DTYPES.items()}[name.split("_", maxsplit=1)[0]]
-    count = 2 * size if mode else size
-    matrix = int_matrix(count, width, group, scales, offset)
-    x_RK = torch.randn(rows, width + 16).to(dtype)[:, 8:-8]
-    plus_RN, y_RN = torch.randn(rows, count).to(dtype), torch.full((rows, size + 3), 9, dtype=dtype)
-    words = _words(y_RN[:, :size], x_RK, matrix, run, (plus_RN.data_ptr(), 2 * count) if plus else (0, 0), mode)
-    touched = [x_RK, matrix.codes, matrix.scales, plus_RN, y_RN, *([] if matrix.zeros is None else [matrix.zeros])]
-    lanes.run(getattr(kernels, f"PACKED_{name.upper()}"), blocks, 32 * warps, words, touched)
-    exact_RN = x_RK.double() @ matrix.dense(0, count, torch.float32).double().mT + (plus_RN if plus else 0)
-    expected_RN = acted(exact_RN.to(dtype), mode) if mode else exact_RN.to(dtype)
-    step = torch.finfo(dtype).eps
-    torch.testing.assert_close(y_RN[:, :size], expected_RN, atol=2 * step, rtol=2 * step)
-    assert (y_RN[:, size:] == 9).all()
+    assert shape_of(size, width // 128, PROCESSORS, 8)[:2] == few
+    assert shape_of(size, width // 128, PROCESSORS, 9)[:2] == many
 
 
 class FakeLauncher:
@@ -173,7 +75,7 @@ class FakeLauncher:
 
     def __init__(self, name: str, place: torch.device, *, is_array: bool = False) -> None:
         """Take any device."""
-        family, *joint, dtype, count = name.split("_")
+        family, *joint, dtype, self._kind, count = name.split("_")
         assert family == "packed"
         assert joint == (["joint"] if is_array else [])
         assert place.type == "cuda"
@@ -186,7 +88,7 @@ class FakeLauncher:
             assert words[0] == HEADER
             assert len(words) == MOST_WORDS
             words = (*words[CALLERS : CALLERS + 17], 0)
-        y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, zero, run, size, width, rows = words[:15]
+        y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, more, run, size, width, rows = words[:15]
         plus, plus_pitch, mode = words[15:]
         assert self._most - 8 < rows <= self._most
         assert 0 < threads <= 32 * MOST_WARPS
@@ -195,13 +97,22 @@ class FakeLauncher:
         count = 2 * size if mode else size
         assert 0 < blocks <= -(-count // (2 * self._most))
         dtype = {each: kind for kind, each in FORMS.items()}[form]
-        matrix = IntMatrix(
-            memory(codes, (count, width // 8), (width // 2, 4), torch.int32),
-            memory(scales, (count, groups), (dtype.itemsize * groups, dtype.itemsize), dtype),
-            memory(zeros, (-(-count * groups // 8),), (4,), torch.int32) if zeros else None,
-            int(number(zero)), min(1 << bits, width), 4,
-        )  # fmt: skip
-        assert zeros or number(zero) == 8
+        columns, height = min(1 << bits, width), min(1 << more, count) if self._kind == "e4m3" else 1
+        shape, item = (-(-count // height), groups), dtype.itemsize
+        matrix: Quantised
+        of_scales = memory(scales, shape, (item * groups, item), dtype)
+        if self._kind == "4":
+            of_codes = memory(codes, (count, width // 8), (width // 2, 4), torch.int32)
+            of_zeros = memory(zeros, (-(-count * groups // 8),), (4,), torch.int32) if zeros else None
+        else:
+            of_codes = memory(codes, (count, width), (width, 1), torch.uint8)
+            of_zeros = memory(zeros, (count, groups), (groups, 1), torch.uint8) if zeros else None
+        if self._kind == "e4m3":
+            assert not zeros
+            matrix = Float8Matrix(of_codes.view(torch.float8_e4m3fn), of_scales, height, columns)
+        else:
+            matrix = IntMatrix(of_codes, of_scales, of_zeros, int(number(more)), columns, int(self._kind))
+            assert zeros or number(more) == 2 ** (matrix.bits - 1)
         rows_RK = memory(x, (rows, width), (x_pitch, 2), self._dtype)
         found = rows_RK.float() @ matrix.dense(0, count, torch.float32).mT
         if plus:
@@ -216,7 +127,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(packed, "Launcher", FakeLauncher)
     found = SimpleNamespace(multi_processor_count=PROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    return Packed(torch.device("cuda", 0), request.param, joint=True)
+    return Packed(torch.device("cuda", 0), request.param, ["e5m2", *STEPS], joint=True)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 35, 64])
@@ -226,9 +137,9 @@ def test_words(kernels: Packed, rows: int) -> None:
     dtype = kernels._dtype
     header, tail = [HEADER] * CALLERS, [HEADER] * (MOST_WORDS - CALLERS - 17)
     channel: Any = SimpleNamespace(words=lambda device, own: [*header, *own, *tail] if device == 0 else [])
-    for scales, plus, group in product(FORMS, [None, 0, 1], [128, 384]):
+    for kind, scales, plus, group in product(STEPS, FORMS, [None, 0, 1], [128, 384]):
         x_RK, bias_N = torch.randn(rows, 392).to(dtype)[:, :384], torch.randn(26).to(dtype)
-        matrix = int_matrix(26, 384, group, scales, plus)
+        matrix = matrix_of(kind, 26, 384, group, scales, plus)
         dense_NK = matrix.dense(0, 26, torch.float32)
 
         def check(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -271,7 +182,6 @@ def test_what_is_not_taken(kernels: Packed) -> None:
     assert not kernels.takes(x_RK, int_matrix(24, 512, 384, torch.float16, 1))
     assert not kernels.takes(x_RK[:, :320], int_matrix(24, 320, 320, torch.float16, 1))
     assert kernels.takes(x_RK, evolve(matrix, columns=torch.zeros(512, dtype=torch.int32)))
-    assert not kernels.takes(x_RK, evolve(matrix, codes=torch.zeros(24, 512, dtype=torch.uint8), bits=8))
     assert not kernels.takes(x_RK[:, :128], int_matrix(24, 128, 128, torch.float16, None).part(1, 24))
     assert kernels.takes(x_RK[:, :128], odd := int_matrix(25, 128, 128, torch.float16, 1))
     assert not kernels.takes(x_RK[:, :128], evolve(odd, scales=odd.scales.clone()))  # read in pairs
@@ -280,3 +190,45 @@ def test_what_is_not_taken(kernels: Packed) -> None:
     assert not kernels.takes(x_RK, evolve(matrix, zeros=torch.zeros(24, 4, dtype=torch.uint8)))
     assert kernels.adds_up(x_RK[:8], matrix)
     assert not kernels.adds_up(x_RK[:9], matrix)
+
+
+def test_matrices_of_bytes_are_taken(kernels: Packed) -> None:
+    """Whole numbers, and floats of blocks that powers of two are the size of; steps are of 64 columns."""
+    x_RK, f32 = torch.randn(16, 576).to(kernels._dtype), torch.float32
+    eight = int_matrix(24, 576, 64, f32, 1, bits=8)
+    assert kernels.takes(x_RK, eight)
+    assert kernels.takes(x_RK, eight, gated=True)
+    assert kernels.takes(x_RK, int_matrix(24, 576, 576, f32, None, bits=8))
+    assert not kernels.takes(x_RK, int_matrix(24, 576, 32, f32, None, bits=8))
+    assert not kernels.takes(x_RK[:, :544], int_matrix(24, 544, 544, f32, None, bits=8))
+    assert kernels.takes(x_RK, eight.part(4, 24))
+    assert not kernels.takes(x_RK, eight.part(1, 24))  # zeros are not at a word
+    odd = int_matrix(25, 576, 64, f32, 0, bits=8)
+    assert odd.zeros is not None
+    assert kernels.takes(x_RK, odd)
+    assert not kernels.takes(x_RK, evolve(odd, zeros=odd.zeros.clone()))  # nor do they fill one
+    assert not kernels.takes(x_RK, evolve(eight, zeros=torch.zeros(27, dtype=torch.int32)))
+    for block in ((128, 128), (1, 576), (1, 64), (24, 576), (100, 1000), (16, 512)):
+        assert kernels.takes(x_RK, float_matrix(24, 576, block, f32))
+    for block in ((12, 128), (1, 32), (1, 192), (128, 96)):
+        assert not kernels.takes(x_RK, float_matrix(24, 576, block, f32))
+    floats = float_matrix(24, 576, (24, 576), torch.bfloat16)
+    assert kernels.takes(x_RK, floats)
+    assert not kernels.takes(x_RK, evolve(floats, scales=floats.scales.clone()))  # half a word
+    assert not kernels.takes(x_RK, evolve(floats, codes=floats.codes.to(torch.float8_e5m2)))
+    assert not kernels.takes(x_RK, evolve(floats, scales=floats.scales.double()))
+    assert kernels.adds_up(x_RK[:8], floats)
+    assert not kernels.adds_up(x_RK[:9], floats)
+
+
+def test_kinds_that_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not compiled, loaded or taken."""
+    monkeypatch.setattr(packed, "Launcher", FakeLauncher)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
+    kernels = Packed(torch.device("cuda", 0), torch.float16, ["e4m3"])
+    x_RK = torch.randn(1, 128).half()
+    assert kernels.takes(x_RK, float_matrix(16, 128, (1, 128), torch.float32))
+    assert not kernels.takes(x_RK, int_matrix(16, 128, 128, torch.float32, None))
+    assert names_of(torch.float16, ["e4m3", "e5m2"]) == ["packed_f16_e4m3_8", "packed_f16_e4m3_16"]
+    assert names_of(torch.bfloat16, ["8"], joint=True) == ["packed_joint_bf16_8_8"]
+    assert not names_of(torch.bfloat16, ["e5m2"])

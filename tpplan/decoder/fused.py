@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from tpplan.exec.channel import Channel
 
 
-#: Codes that kernels of few rows read as they are, of :data:`tpplan.decoder.dense.KINDS`.
-_PACKED = "4"
+#: Codes that kernels of experts read as they are, of :data:`tpplan.decoder.dense.KINDS`.
+_CODED = "4"
 
 
 def steps_on(
@@ -124,19 +124,18 @@ class Fused(Plain):
         names = [*pointwise.names_of(dtype, self._name, kind), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
         names += [*gemv.joint_names_of(dtype), skinny.joint_name_of(dtype)] if joint else ()
         names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
-        names += mixture.names_of(dtype, coded=_PACKED in codes) if experts else ()
-        names += dense.names_of(dtype, codes)
-        if _PACKED in codes:
-            names += [*packed.names_of(dtype), *(packed.joint_names_of(dtype) if joint else ())]
+        names += mixture.names_of(dtype, coded=_CODED in codes) if experts else ()
+        names += [*dense.names_of(dtype, codes), *packed.names_of(dtype, codes)]
+        names += packed.names_of(dtype, codes, joint=True) if joint else ()
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for name in names)  # all at the same time
         self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name, kind)
         self._gemv = Gemv(place, dtype, joint=joint)
         self._few: list[FewRows[Any]] = [self._gemv, Skinny(place, dtype, joint=joint)]
-        if _PACKED in codes:
-            self._few.append(Packed(place, dtype, joint=joint))
+        if packed.names_of(dtype, codes):
+            self._few.append(Packed(place, dtype, codes, joint=joint))
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
-        self._mixture = Mixture(place, dtype, self._name, coded=_PACKED in codes) if experts else None
+        self._mixture = Mixture(place, dtype, self._name, coded=_CODED in codes) if experts else None
         self._dense = Dense(place, dtype, codes)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

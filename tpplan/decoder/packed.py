@@ -1,4 +1,4 @@
-"""Products of few rows and a matrix of 4-bit codes, with a gate or a sum behind, in one kernel for every sixteen.
+"""Products of few rows and a matrix of codes, with a gate or a sum behind, in one kernel for every sixteen.
 
 Shapes are written at the end of a name: R rows (up to 64), K columns of the matrix, N rows of it, I intermediate.
 """
@@ -12,23 +12,30 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from tpplan.decoder.dense import block_of, kind_of
 from tpplan.decoder.few_rows import FewRows, is_vectors
 from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
-from tpplan.decoder.quantised import IntMatrix, Matrix
+from tpplan.decoder.quantised import IntMatrix, Matrix, Quantised
+from tpplan.decoder.scale_kinds import FORMS
 from tpplan.exec.channel_table import MOST_BLOCKS
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from tpplan.exec.channel import Channel
 
 #: Rows that are taken, sixteen by each kernel; and by those that add up the products of several devices.
 MOST_ROWS: Final = 64
 MOST_JOINT: Final = 8
 
-#: Rows of one instruction, of a kernel, columns of a step, matrix rows of a tile for every eight rows, bits of a code.
-_EIGHT, _SIXTEEN, _STEP, _TILE, _NIBBLE = 8, 16, 128, 16, 4
-#: What kernels call the dtypes of scales.
-_FORMS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-#: A power of two that no columns are more than.
+#: Kinds of codes that there are kernels for, of :data:`tpplan.decoder.dense.KINDS`, and columns of a step.
+STEPS: Final = {"4": 128, "8": 64, "e4m3": 64}
+
+#: Rows of one instruction, of a kernel, and matrix rows of a tile for every eight rows.
+_EIGHT, _SIXTEEN, _TILE = 8, 16, 16
+#: Dtypes of their zeros.
+_ZEROS: Final = {"4": torch.int32, "8": torch.uint8}
+#: A power of two that no rows and columns are more than.
 _ALL: Final = 31
 
 
@@ -53,7 +60,7 @@ _FORM_OF: Final = (_Form(16, 4, {2: 9, 3: 13, 4: 15}), _Form(8, 2, {1: 9, 2: 16}
 
 
 @cache
-def shape_of(size: int, width: int, processors: int, rows: int) -> tuple[int, int, int]:
+def shape_of(size: int, steps: int, processors: int, rows: int) -> tuple[int, int, int]:
     """Return how many blocks share a matrix, the warps of each, and the steps that a warp has on their way.
 
     All blocks are on the GPU from the start, as many on each multiprocessor as let all be done with their tiles first.
@@ -62,12 +69,12 @@ def shape_of(size: int, width: int, processors: int, rows: int) -> tuple[int, in
 
     Args:
         size: rows of the matrix.
-        width: columns.
+        steps: of its columns.
         processors: of the GPU.
         rows: that it is multiplied by.
     """
     form = _FORM_OF[rows > _EIGHT]
-    tiles, steps = -(-size // (_TILE * (1 + (rows > _EIGHT)))), width // _STEP
+    tiles = -(-size // (_TILE * (1 + (rows > _EIGHT))))
     together = min(form.turns, key=lambda count: -(-tiles // (count * processors)) * form.turns[count])
     most = form.warps // together
     run = min(form.deep, steps, max(2, -(-steps // most)))
@@ -76,29 +83,42 @@ def shape_of(size: int, width: int, processors: int, rows: int) -> tuple[int, in
     return min(processors * together, tiles, MOST_BLOCKS), warps, run
 
 
-def names_of(dtype: torch.dtype) -> list[str]:
-    """Return the names of the kernels for a dtype: for up to eight rows, and up to sixteen."""
-    return [f"packed_{DTYPES[dtype]}_{rows}" for rows in (_EIGHT, 2 * _EIGHT)]
+def names_of(dtype: torch.dtype, kinds: Collection[str], *, joint: bool = False) -> list[str]:
+    """Return the names of kernels for a dtype.
+
+    Args:
+        dtype: of rows.
+        kinds: of codes; of some there are none.
+        joint: whether of those that add up the products of several devices, which are for up to eight rows; the others
+            are for these and for up to sixteen.
+    """
+    family, counts = ("packed_joint", (_EIGHT,)) if joint else ("packed", (_EIGHT, _SIXTEEN))
+    return [f"{family}_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in counts]
 
 
-def joint_names_of(dtype: torch.dtype) -> list[str]:
-    """Return the names of what adds up the products of several devices."""
-    return [f"packed_joint_{DTYPES[dtype]}_{_EIGHT}"]
+class Packed(FewRows[Quantised]):
+    """Kernels for one device and dtype.
 
+    A code of e4m3 that is no number counts as 480.
+    """
 
-class Packed(FewRows[IntMatrix]):
-    """Kernels for one device and dtype."""
-
-    def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
+    def __init__(self, place: torch.device, dtype: torch.dtype, kinds: Collection[str], *, joint: bool = False) -> None:
         """Load them.
 
         Args:
             place: a CUDA device.
             dtype: of rows, of 16 bits.
+            kinds: of codes; of some there are none.
             joint: whether also those that add up the products of several devices.
         """
-        self._alone = [Launcher(name, place) for name in names_of(dtype)]
-        self._joint = [Launcher(name, place, is_array=True) for name in joint_names_of(dtype)] if joint else []
+        self._alone = {
+            kind: [Launcher(name, place) for name in names_of(dtype, [kind])] for kind in kinds if kind in STEPS
+        }
+        self._joint = {
+            kind: Launcher(name, place, is_array=True)
+            for kind in (self._alone if joint else ())
+            for name in names_of(dtype, [kind], joint=True)
+        }
         self._dtype = dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
@@ -113,59 +133,79 @@ class Packed(FewRows[IntMatrix]):
             matrix_NK: the matrix.
             gated: whether there is a gate behind.
         """
+        if isinstance(matrix_NK, Tensor) or kind_of(matrix_NK) not in self._alone:
+            return False
         return 0 < len(x_RK) <= MOST_ROWS and is_vectors(x_RK, self._dtype) and _is_read(matrix_NK, gated=gated)
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
         """Return whether there is a kernel for rows and a matrix that saves a sum of devices."""
         return len(x_RK) <= MOST_JOINT and self.takes(x_RK, matrix_NK)
 
-    def _run(self, y: Tensor, x: Tensor, matrix: IntMatrix, plus: tuple[int, int], mode: int) -> None:
-        to, pitch = plus
+    def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:
+        (to, pitch), kernels = plus, self._alone[kind_of(matrix)]
         for start in range(0, len(x), _SIXTEEN):
             some = slice(start, start + _SIXTEEN)
             blocks, threads, words = self._words(y[some], x[some], matrix, (to + start * pitch, pitch))
-            self._alone[len(x[some]) > _EIGHT](blocks, threads, *words, mode)
+            kernels[len(x[some]) > _EIGHT](blocks, threads, *words, mode)
 
     def _run_joint(  # noqa: PLR0917
-        self, y: Tensor, x: Tensor, matrix: IntMatrix, plus: tuple[int, int], channel: Channel, device: int
+        self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], channel: Channel, device: int
     ) -> None:
         blocks, threads, words = self._words(y, x, matrix, plus)
-        (launch,) = self._joint
-        launch(blocks, threads, *channel.words(device, words))
+        self._joint[kind_of(matrix)](blocks, threads, *channel.words(device, words))
 
     def _words(
-        self, y: Tensor, x: Tensor, matrix: IntMatrix, plus: tuple[int, int]
+        self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int]
     ) -> tuple[int, int, tuple[int, ...]]:
         """Return how many blocks share a matrix, the threads of each, and what all kernels are told."""
-        (rows, width), zeros = x.shape, matrix.zeros
-        blocks, warps, run = shape_of(len(matrix), width, self._processors, rows)
+        (size, width), (height, columns), scales = matrix.shape, block_of(matrix), matrix.scales
+        blocks, warps, run = shape_of(size, width // STEPS[kind_of(matrix)], self._processors, len(x))
+        if not isinstance(matrix, IntMatrix):
+            zeros, more = 0, _power_of(height, size)
+        elif matrix.zeros is None:
+            zeros, more = 0, bits_of(float(1 << (matrix.bits - 1)))
+        else:
+            zeros, more = matrix.zeros.data_ptr(), bits_of(float(matrix.plus))
         words = (
-            y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0),
-            matrix.codes.data_ptr(), matrix.scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
-            matrix.scales.shape[1], _ALL if matrix.group >= width else matrix.group.bit_length() - 1,
-            _FORMS[matrix.scales.dtype], bits_of(8.0 if zeros is None else float(matrix.plus)), run,
-            y.shape[1], width, rows, *plus,
+            y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), matrix.codes.data_ptr(), scales.data_ptr(),
+            zeros, scales.shape[1], _power_of(columns, width), FORMS[str(scales.dtype)], more, run,
+            y.shape[1], width, len(x), *plus,
         )  # fmt: skip
         return blocks, 32 * warps, words
 
 
-def _is_read(weight: Matrix, *, gated: bool) -> bool:
-    """Return whether kernels can read a matrix: scales are read in words, of which the last may be half behind them."""
-    if not isinstance(weight, IntMatrix):
-        return False
-    (size, width), group, scales, zeros = weight.shape, weight.group, weight.scales, weight.zeros
-    end = (scales.storage_offset() + scales.numel()) * scales.itemsize
+def _is_read(matrix: Quantised, *, gated: bool) -> bool:
+    """Return whether kernels can read a matrix of a kind that there are kernels for."""
+    (size, width), (height, columns), kind = matrix.shape, block_of(matrix), kind_of(matrix)
+    zeros = matrix.zeros if isinstance(matrix, IntMatrix) else None
     return (
-        weight.bits == _NIBBLE
-        and weight.codes.is_contiguous()
-        and not weight.codes.data_ptr() % 16
+        matrix.codes.is_contiguous()
+        and not matrix.codes.data_ptr() % 16
         and size > 0
         and not (gated and size % 2)
-        and not width % _STEP
-        and (group >= width or (group >= _STEP and not group & (group - 1)))
-        and scales.dtype in _FORMS
-        and scales.is_contiguous()
-        and not scales.data_ptr() % 4
-        and -(-end // 4) * 4 <= scales.untyped_storage().nbytes()
-        and (zeros is None or (zeros.dtype == torch.int32 and zeros.is_contiguous()))
+        and not width % STEPS[kind]
+        and min(columns, width) >= STEPS[kind]
+        and _has_power(columns, width)
+        and _has_power(height, size)
+        and str(matrix.scales.dtype) in FORMS
+        and _is_words(matrix.scales)
+        and (zeros is None or (zeros.dtype is _ZEROS[kind] and _is_words(zeros)))
     )
+
+
+def _is_words(tensor: Tensor) -> bool:
+    """Return whether a tensor can be read in words of 32 bits, of which a part of the last may be behind it."""
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    return (
+        tensor.is_contiguous() and not tensor.data_ptr() % 4 and -(-end // 4) * 4 <= tensor.untyped_storage().nbytes()
+    )
+
+
+def _has_power(block: int, count: int) -> bool:
+    """Return whether numbers below a count need only be moved to be divided by the size of a block."""
+    return block >= count or not block & (block - 1)
+
+
+def _power_of(block: int, count: int) -> int:
+    """Return by how many bits."""
+    return _ALL if block >= count else block.bit_length() - 1

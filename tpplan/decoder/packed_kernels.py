@@ -1,9 +1,19 @@
-"""Kernels that multiply up to sixteen rows by a matrix of 4-bit codes, in the time that reading the codes takes.
+"""Kernels that multiply up to sixteen rows by a matrix of codes, in the time that reading the codes takes.
 
-Tensor cores multiply, as in :mod:`tpplan.decoder.skinny_kernels`. A step is 128 columns: lane 4 g + t has columns 32 t
-to 32 t + 31 of matrix rows g and g + 8, 16 bytes each, and of row g. A warp has up to four steps that follow each other
-on their way, and no other warp has these; of more than eight rows, two steps of tiles that are twice as high, because
-these rows are read for each tile. What warps have found is added up in a fixed order.
+Tensor cores multiply, as in :mod:`tpplan.decoder.skinny_kernels`. A step is 64 bytes of a matrix row: 128 columns of 4
+bits, or 64 of 8. Of it lane 4 g + t has
+
+================  ====================  ====================
+of                columns of 4 bits     columns of 8 bits
+================  ====================  ====================
+matrix row g      32 t to 32 t + 31     16 t to 16 t + 15
+matrix row g + 8  the same              the same
+row g             the same              the same
+================  ====================  ====================
+
+A warp has up to four steps that follow each other on their way, and no other warp has these; of more than eight rows,
+two steps of tiles that are twice as high, because these rows are read for each tile. What warps have found is added up
+in a fixed order.
 """
 
 from __future__ import annotations
@@ -13,7 +23,8 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.decoder.packed_products import BF16, F16, Floats, products_of
+from tpplan.decoder.packed_codes import BF16_4, BF16_8, BF16_E4M3, F16_4, F16_8, F16_E4M3, Codes
+from tpplan.decoder.packed_products import products_of
 from tpplan.decoder.packed_scales import chosen, matrix_rows
 from tpplan.decoder.tile_sums import TILE, tile_sums
 from tpplan.exec import ptx, tiles
@@ -25,42 +36,45 @@ from tpplan.exec.ptx import word
 
 #: Warps of a block, at most.
 MOST_WARPS = 8
-#: Columns of a step.
-STEP = 128
-
 #: Rows of an instruction.
 _EIGHT = 8
 _WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 
 
-def _asking_by(load: Any, tall: int) -> Any:
+def _asking_by(load: Any, kind: Codes, tall: int) -> Any:
     """Make what asks for the codes that a lane has of its matrix rows."""
+    halvings = kind.halvings
 
     @device_function
     def ask_two(at: Any, column: Any) -> Any:
-        half = _WORD(column) >> _WORD(1)
-        return load(at[0] + half) + load(at[1] + half)
+        to = _WORD(column) >> _WORD(halvings)
+        return load(at[0] + to) + load(at[1] + to)
 
     @device_function
     def ask_four(at: Any, column: Any) -> Any:
-        half = _WORD(column) >> _WORD(1)
-        return load(at[0] + half) + load(at[1] + half) + load(at[2] + half) + load(at[3] + half)
+        to = _WORD(column) >> _WORD(halvings)
+        return load(at[0] + to) + load(at[1] + to) + load(at[2] + to) + load(at[3] + to)
 
     return {1: ask_two, 2: ask_four}[tall]
 
 
 @device_function
-def _quarter(row: Any) -> Any:
-    """Return what a lane has of a row in a step."""
-    first, second = ptx.load_128(row) + ptx.load_128(row + _WORD(16)), ptx.load_128(row + _WORD(32))
-    return first + second + ptx.load_128(row + _WORD(48))
+def _two_vectors(at: Any) -> Any:
+    return ptx.load_128(at) + ptx.load_128(at + _WORD(16))
 
 
-def _rows_of(eights: int) -> tuple[Any, Any]:
+@device_function
+def _four_vectors(at: Any) -> Any:
+    first, second = ptx.load_128(at) + ptx.load_128(at + _WORD(16)), ptx.load_128(at + _WORD(32))
+    return first + second + ptx.load_128(at + _WORD(48))
+
+
+def _rows_of(kind: Codes, eights: int) -> tuple[Any, Any]:
     """Make what returns a lane's rows, one of each eight, and what asks for what it has of them.
 
     A row that there is not is the last one.
     """
+    quarter = {8: _two_vectors, 16: _four_vectors}[kind.part]
 
     @device_function
     def row_of(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
@@ -76,17 +90,17 @@ def _rows_of(eights: int) -> tuple[Any, Any]:
 
     @device_function
     def look_at_one(at: Any, column: Any) -> Any:
-        return _quarter(at[0] + _WORD(column) * _WORD(2))
+        return quarter(at[0] + _WORD(column) * _WORD(2))
 
     @device_function
     def look_at_two(at: Any, column: Any) -> Any:
-        return _quarter(at[0] + _WORD(column) * _WORD(2)) + _quarter(at[1] + _WORD(column) * _WORD(2))
+        return quarter(at[0] + _WORD(column) * _WORD(2)) + quarter(at[1] + _WORD(column) * _WORD(2))
 
     return {1: (of_eight, look_at_one), 2: (of_sixteen, look_at_two)}[eights]
 
 
 def _packed(  # noqa: C901, PLR0915 (the kernel)
-    name: str, kind: Floats, eights: int, *, joint: bool = False
+    name: str, kind: Codes, eights: int, *, joint: bool = False
 ) -> Kernel:
     """Make a kernel for up to so many rows.
 
@@ -95,60 +109,64 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
     - y, its pitch: where the result goes.
     - x, its pitch: rows.
     - codes, scales, zeros: of the matrix, which no kernel that may still run writes; zeros may be 0.
-    - groups, bits: scales of a matrix row, and the power of two that their columns are.
-    - form: the kind of scales, see :mod:`tpplan.decoder.packed_scales`.
-    - plus_zero: a float32: what is added to stored zeros, or all of them if none are.
+    - groups, bits: scales beside each other, and the power of two that their columns are.
+    - form: the kind of scales, see :mod:`tpplan.decoder.scale_kinds`.
+    - more: of whole numbers a float32, which is added to stored zeros, or is all of them if none are; of floats the
+      power of two that the rows are that share a scale.
     - run: steps that a warp has on their way, up to four; of more than eight rows up to two.
     - size: columns of the result.
-    - width: columns of the matrix, a multiple of 128.
+    - width: columns of the matrix, whole steps.
     - rows: how many.
     - plus, its pitch, mode: see :func:`tpplan.exec.finishing.finish_of`.
 
     Args:
         name: of it.
-        kind: of rows.
+        kind: of codes and rows.
         eights: of rows: 1 or 2; a tile has 16 matrix rows for each.
         joint: whether the products of all devices are added up, see :mod:`tpplan.exec.channel_messages`; there is no
             mode then, and the words are the caller's.
     """
-    found = tile_sums(kind.first, kind.both, eights, MOST_WARPS, tall=eights, joint=joint)
+    first, both = kind.floats.first, kind.floats.both
+    found = tile_sums(first, both, eights, MOST_WARPS, tall=eights, joint=joint)
     keep, finish, floats, kept, half = found.keep, found.finish, found.floats, found.warp, found.half
-    own_rows = matrix_rows(eights)
+    own_rows = matrix_rows(kind, eights)
     numbers_of, places_of, marks_of, ask_scales = own_rows.numbers, own_rows.places, own_rows.marks, own_rows.ask
     made, told = own_rows.made, own_rows.told
-    (rows_of, look), products, add_up = _rows_of(eights), products_of(kind), add_up_of(kind.first, kind.both)
-    ask, ask_now = _asking_by(ptx.stream_128, eights), _asking_by(ptx.poll_128, eights)
+    (rows_of, look), products, add_up = _rows_of(kind, eights), products_of(kind), add_up_of(first, both)
+    ask, ask_now = _asking_by(ptx.stream_128, kind, eights), _asking_by(ptx.poll_128, kind, eights)
     is_deep = eights == 1  # four steps are on their way, and a lane has its part of the rows of two
-    zeros_of, number, mask = tiles.zeros(4 * eights * eights), kind.number, kind.mask
+    zeros_of, number, mask = tiles.zeros(4 * eights * eights), kind.base or 0, kind.mask
+    step, halvings, part, has_zeros = kind.step, kind.halvings, 4 * kind.part, kind.base is not None
 
     @device_function
     def multiply_rows(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
-        y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, plus_zero, run, size, width, rows,
+        y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, more, run, size, width, rows,
         plus, plus_pitch, mode,
     ):  # fmt: skip
         sums = cuda.shared.array(floats, _FLOAT)
         lane, warp = _WORD(cuda.threadIdx.x) & _WORD(31), _WORD(ptx.of_first(_BITS(cuda.threadIdx.x >> 5)))
         g, t = lane >> _WORD(2), lane & _WORD(3)
-        long, width32, size32 = _BITS(run * _WORD(STEP)), _BITS(width), _BITS(size)
+        long, width32, size32 = _BITS(run * _WORD(step)), _BITS(width), _BITS(size)
         begin, wide = _BITS(_BITS(warp) * long), _BITS(_BITS(cuda.blockDim.x >> 5) * long)
-        last, own, mine = _BITS(width32 - _BITS(STEP)), codes + t * _WORD(16), _BITS(t * _WORD(STEP))
-        pitch, base = width >> _WORD(1), _FLOAT(number) + ptx.float_of(_BITS(plus_zero))
+        last, own, mine = _BITS(width32 - _BITS(step)), codes + t * _WORD(16), _BITS(t * _WORD(step))
+        pitch = width >> _WORD(halvings)
+        base = _FLOAT(number) + ptx.float_of(_BITS(more)) if has_zeros else _FLOAT(0)
         per = _BITS(TILE * eights) if mode == ADD else _BITS(TILE // 2 * eights)
         start, stride = _BITS(_BITS(cuda.blockIdx.x) * per), _BITS(_BITS(cuda.gridDim.x) * per)
         numbers = numbers_of(_WORD(start) + g, size, mode)
-        places, marks = places_of(numbers, own, pitch), marks_of(numbers, groups)
+        places, marks = places_of(numbers, own, pitch), marks_of(numbers, groups, more)
         w0 = ask_now(places, min(begin, last))
-        w1 = ask_now(places, min(_BITS(begin + _BITS(STEP)), last))
+        w1 = ask_now(places, min(_BITS(begin + _BITS(step)), last))
         if is_deep:
-            w2 = ask_now(places, min(_BITS(begin + _BITS(2 * STEP)), last))
-            w3 = ask_now(places, min(_BITS(begin + _BITS(3 * STEP)), last))
+            w2 = ask_now(places, min(_BITS(begin + _BITS(2 * step)), last))
+            w3 = ask_now(places, min(_BITS(begin + _BITS(3 * step)), last))
         s = ask_scales(scales, zeros, marks, _BITS(min(_BITS(begin + mine), last) >> _BITS(bits)), form)
         ptx.after_earlier()
         turn, is_alone = begin_sum() if joint else (_BITS(0), _BITS(0))
-        at = rows_of(x + t * _WORD(64), x_pitch, g, rows)
+        at = rows_of(x + t * _WORD(part), x_pitch, g, rows)
         p = look(at, min(begin, last))
         if is_deep:
-            q = look(at, min(_BITS(begin + _BITS(STEP)), last))
+            q = look(at, min(_BITS(begin + _BITS(step)), last))
         totals, near, buffer = zeros_of(), _BITS(0), _BITS(0)
         kept_mask = _BITS(_BITS(~ptx.active()) + _BITS(mask))  # a register, of which the compiler makes no constants
         while start < size32:
@@ -157,7 +175,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
             if far >= width32:
                 following, far = _BITS(start + stride), _BITS(0)
                 numbers = numbers_of(_WORD(following) + g, size, mode)
-                places, marks = places_of(numbers, own, pitch), marks_of(numbers, groups)
+                places, marks = places_of(numbers, own, pitch), marks_of(numbers, groups, more)
             there, then = _BITS(far + begin), _BITS(0)
             if there < width32 and following < size32:
                 then = _BITS(min(_BITS(there + long), width32) - there)
@@ -169,33 +187,33 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
             if then > _BITS(0):
                 w0 = ask(places, there)
             if is_deep:
-                if left > _BITS(2 * STEP):
-                    p = look(at, _BITS(here + _BITS(2 * STEP)))
-            elif left > _BITS(STEP):
-                p = look(at, _BITS(here + _BITS(STEP)))
+                if left > _BITS(2 * step):
+                    p = look(at, _BITS(here + _BITS(2 * step)))
+            elif left > _BITS(step):
+                p = look(at, _BITS(here + _BITS(step)))
             its_scales, its_zeros = told(pieces, chosen(1, g, t))
             if run > _WORD(1):
                 totals = products(totals, w1, q if is_deep else p, its_scales, its_zeros, kept_mask)
-            if then > _BITS(STEP):
-                w1 = ask(places, _BITS(there + _BITS(STEP)))
+            if then > _BITS(step):
+                w1 = ask(places, _BITS(there + _BITS(step)))
             if is_deep:
-                if left > _BITS(3 * STEP):
-                    q = look(at, _BITS(here + _BITS(3 * STEP)))
+                if left > _BITS(3 * step):
+                    q = look(at, _BITS(here + _BITS(3 * step)))
                 its_scales, its_zeros = told(pieces, chosen(2, g, t))
                 if run > _WORD(2):
                     totals = products(totals, w2, p, its_scales, its_zeros, kept_mask)
-                if then > _BITS(2 * STEP):
-                    w2 = ask(places, _BITS(there + _BITS(2 * STEP)))
+                if then > _BITS(2 * step):
+                    w2 = ask(places, _BITS(there + _BITS(2 * step)))
             if then > _BITS(0):
                 p = look(at, there)
             if is_deep:
                 its_scales, its_zeros = told(pieces, chosen(3, g, t))
                 if run > _WORD(3):
                     totals = products(totals, w3, q, its_scales, its_zeros, kept_mask)
-                if then > _BITS(3 * STEP):
-                    w3 = ask(places, _BITS(there + _BITS(3 * STEP)))
-                if then > _BITS(STEP):
-                    q = look(at, _BITS(there + _BITS(STEP)))
+                if then > _BITS(3 * step):
+                    w3 = ask(places, _BITS(there + _BITS(3 * step)))
+                if then > _BITS(step):
+                    q = look(at, _BITS(there + _BITS(step)))
             near = far
             if far == _BITS(0):
                 keep(sums, totals, _WORD(buffer) + warp * _WORD(kept), g, t)
@@ -208,11 +226,11 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
             add_up(y, y_pitch, plus, plus_pitch, size, rows, turn)
 
     def alone(  # type: ignore[no-untyped-def]
-        y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, plus_zero, run, size, width, rows,
+        y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, more, run, size, width, rows,
         plus, plus_pitch, mode,
     ):  # fmt: skip
         multiply_rows(
-            y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, plus_zero, run, size, width, rows,
+            y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, more, run, size, width, rows,
             plus, plus_pitch, mode,
         )  # fmt: skip
 
@@ -228,9 +246,21 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
     return Kernel(name, together, 1, bounds=bounds) if joint else Kernel(name, alone, 18, bounds=bounds)
 
 
-PACKED_BF16_8 = _packed("packed_bf16_8", BF16, 1)
-PACKED_BF16_16 = _packed("packed_bf16_16", BF16, 2)
-PACKED_F16_8 = _packed("packed_f16_8", F16, 1)
-PACKED_F16_16 = _packed("packed_f16_16", F16, 2)
-PACKED_JOINT_BF16_8 = _packed("packed_joint_bf16_8", BF16, 1, joint=True)
-PACKED_JOINT_F16_8 = _packed("packed_joint_f16_8", F16, 1, joint=True)
+PACKED_BF16_4_8 = _packed("packed_bf16_4_8", BF16_4, 1)
+PACKED_BF16_4_16 = _packed("packed_bf16_4_16", BF16_4, 2)
+PACKED_JOINT_BF16_4_8 = _packed("packed_joint_bf16_4_8", BF16_4, 1, joint=True)
+PACKED_BF16_8_8 = _packed("packed_bf16_8_8", BF16_8, 1)
+PACKED_BF16_8_16 = _packed("packed_bf16_8_16", BF16_8, 2)
+PACKED_JOINT_BF16_8_8 = _packed("packed_joint_bf16_8_8", BF16_8, 1, joint=True)
+PACKED_BF16_E4M3_8 = _packed("packed_bf16_e4m3_8", BF16_E4M3, 1)
+PACKED_BF16_E4M3_16 = _packed("packed_bf16_e4m3_16", BF16_E4M3, 2)
+PACKED_JOINT_BF16_E4M3_8 = _packed("packed_joint_bf16_e4m3_8", BF16_E4M3, 1, joint=True)
+PACKED_F16_4_8 = _packed("packed_f16_4_8", F16_4, 1)
+PACKED_F16_4_16 = _packed("packed_f16_4_16", F16_4, 2)
+PACKED_JOINT_F16_4_8 = _packed("packed_joint_f16_4_8", F16_4, 1, joint=True)
+PACKED_F16_8_8 = _packed("packed_f16_8_8", F16_8, 1)
+PACKED_F16_8_16 = _packed("packed_f16_8_16", F16_8, 2)
+PACKED_JOINT_F16_8_8 = _packed("packed_joint_f16_8_8", F16_8, 1, joint=True)
+PACKED_F16_E4M3_8 = _packed("packed_f16_e4m3_8", F16_E4M3, 1)
+PACKED_F16_E4M3_16 = _packed("packed_f16_e4m3_16", F16_E4M3, 2)
+PACKED_JOINT_F16_E4M3_8 = _packed("packed_joint_f16_e4m3_8", F16_E4M3, 1, joint=True)

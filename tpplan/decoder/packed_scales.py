@@ -1,27 +1,40 @@
-"""Scales and zeros of matrices of 4-bit codes, and the matrix rows of a lane, as kernels find them.
+"""Scales and zeros of matrices of codes, and the matrix rows of a lane, as kernels find them.
 
-A lane has matrix rows g and g + 8 of every 16, or a gate and what it is for. Of the scales and zeros of a matrix row,
-lane t asks for those of step t, for the three beside it too. These get them by tensor cores, exactly: each
-is a sum of 16-bit floats, which is multiplied by ones, and what other lanes have by zeros. Shuffles would do as well,
-but before sm_90 make the assembler keep much else in memory.
+Lane 4 g + t has matrix rows g and g + 8 of every 16, or gate g and what it is for. It asks for their scales and zeros
+of step t only, of the four steps that a warp may have on their way. The lanes of a matrix row tell each other by tensor
+cores, exactly: a scale is a sum of three bfloat16, base and zero together are one; these are multiplied by ones, and
+what other lanes have by zeros:
+
+==========  =================  =====================================================================================
+registers   of                 are
+==========  =================  =====================================================================================
+left 0, 2   matrix row g       of step t: first and second piece of the scale; its third piece, and base with zero
+left 1, 3   matrix row g + 8   the same
+right 0, 1  column g           where t is the step: 1, 1 and 1, 0 if g is even; 0, 0 and 0, 1 if not; else zeros
+sums 0, 1   matrix row g       of the step: the scale, and base with zero
+sums 2, 3   matrix row g + 8   the same
+==========  =================  =====================================================================================
+
+Shuffles would do as well, but before sm_90 make the assembler keep much else in memory.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
+from tpplan.decoder.scale_kinds import BF16, F16, F32
 from tpplan.decoder.tile_sums import TILE
 from tpplan.exec import ptx
 from tpplan.exec.finishing import ADD
 from tpplan.exec.kernels import device_function
 
-#: Kinds of scales.
-BF16, F16, F32 = range(3)
+if TYPE_CHECKING:
+    from tpplan.decoder.packed_codes import Codes
 
 #: In bfloat16.
 _ONE = 0x3F80
@@ -36,8 +49,9 @@ class MatrixRows:
     Attributes:
         numbers: returns them, given the first row of the tile and g, the columns of the result, and the mode.
         places: returns their addresses, given the first one's and the bytes of a row.
-        marks: returns where the scales of each begin, given how many a row has.
-        ask: asks for scales and zeros, given where they are, the marks, a group and the kind of scales.
+        marks: returns where the scales of each begin, given how many a row of blocks has, and the power of two that
+            the rows of a block are, which matters of floats only.
+        ask: asks for scales and zeros, given where they are, the marks, a group, and the kind of scales.
         made: returns the pieces of scales, and bases with zeros, of what was asked for; scales are 0 of no step.
         told: returns those of a step, which one of four lanes has, given pieces and what :func:`chosen` returns.
     """
@@ -58,39 +72,56 @@ def _pair(first: Any, size: Any, mode: Any) -> Any:
 
 
 @device_function
-def _scale_at(scales: Any, zeros: Any, index: Any, form: Any) -> Any:
-    """Ask for the words that a scale and its zero are in; return them and the bits before them."""
-    at = _BITS(index << _BITS(2)) if form == _WORD(F32) else _BITS(index << _BITS(1))
-    scale, zero = ptx.load_32(scales + _WORD(_BITS(at & _BITS(0xFFFFFFFC)))), _BITS(0)
-    if zeros:
-        zero = ptx.load_32(zeros + _WORD(_BITS(_BITS(index >> _BITS(3)) << _BITS(2))))
-    return scale, zero, index
+def _mark_of_row(row: Any, groups: Any, _: Any) -> Any:
+    return _BITS(row * groups)
 
 
 @device_function
-def _scale_of(found: Any, form: Any, base: Any, is_there: Any) -> Any:
-    """Return a scale, and base and zero together."""
-    index = found[2]
-    bits = found[0] if form == _WORD(F32) else ptx.shifted(found[0], _BITS(index << _BITS(4)))
-    if form == _WORD(BF16):
-        scale = ptx.low_bf16(bits)
-    elif form == _WORD(F16):
-        scale = ptx.low_f16(bits)
-    else:
-        scale = ptx.float_of(bits)
-    code = _BITS(ptx.shifted(found[1], _BITS(index << _BITS(2))) & _BITS(15))
-    return scale if is_there else _FLOAT(0), base + _FLOAT(code)
+def _mark_of_block(row: Any, groups: Any, rows: Any) -> Any:
+    return _BITS((row >> rows) * groups)
 
 
-@device_function
-def _pieces_of(found: Any, form: Any, base: Any, is_there: Any) -> Any:
-    """Return a scale in three pieces, and base and zero together: each a bfloat16, exactly, two in a register."""
-    scale, zero = _scale_of(found, form, base, is_there)
-    first = ptx.bits_of(scale)
-    rest = scale - ptx.high_bf16(first)
-    second = ptx.bits_of(rest)
-    third = ptx.bits_of(rest - ptx.high_bf16(second))
-    return ptx.two_highs(first, second), ptx.two_highs(third, ptx.bits_of(zero))
+def _scale_by(kind: Codes) -> tuple[Any, Any]:
+    """Make what asks for a scale and its zero, and what makes pieces of them."""
+    has_zeros, size, factor = kind.base is not None, kind.bits.bit_length() - 1, kind.factor
+    zeros_of_word, mask = 5 - size, (1 << kind.bits) - 1
+
+    @device_function
+    def ask(scales: Any, zeros: Any, index: Any, form: Any) -> Any:
+        """Ask for the words that they are in; return these and the index."""
+        at = _BITS(index << _BITS(2)) if form == _WORD(F32) else _BITS(index << _BITS(1))
+        scale, zero = ptx.load_32(scales + _WORD(_BITS(at & _BITS(0xFFFFFFFC)))), _BITS(0)
+        if has_zeros and zeros:
+            zero = ptx.load_32(zeros + _WORD(_BITS(_BITS(index >> _BITS(zeros_of_word)) << _BITS(2))))
+        return scale, zero, index
+
+    @device_function
+    def scale_of(found: Any, form: Any, base: Any, is_there: Any) -> Any:
+        """Return a scale, and base and zero together."""
+        index = found[2]
+        bits = found[0] if form == _WORD(F32) else ptx.shifted(found[0], _BITS(index << _BITS(4)))
+        if form == _WORD(BF16):
+            scale = ptx.low_bf16(bits)
+        elif form == _WORD(F16):
+            scale = ptx.low_f16(bits)
+        else:
+            scale = ptx.float_of(bits)
+        scale = scale * _FLOAT(factor) if is_there else _FLOAT(0)
+        if has_zeros:
+            return scale, base + _FLOAT(_BITS(ptx.shifted(found[1], _BITS(index << _BITS(size))) & _BITS(mask)))
+        return scale, _FLOAT(0)
+
+    @device_function
+    def pieces_of(found: Any, form: Any, base: Any, is_there: Any) -> Any:
+        """Return a scale in three pieces, and base and zero together: each a bfloat16, exactly, two in a register."""
+        scale, zero = scale_of(found, form, base, is_there)
+        first = ptx.bits_of(scale)
+        rest = scale - ptx.high_bf16(first)
+        second = ptx.bits_of(rest)
+        third = ptx.bits_of(rest - ptx.high_bf16(second))
+        return ptx.two_highs(first, second), ptx.two_highs(third, ptx.bits_of(zero))
+
+    return ask, pieces_of
 
 
 @device_function
@@ -117,12 +148,15 @@ def _spread(typingctx: Any, pieces: Any, first: Any, second: Any) -> Any:  # noq
     return types.UniTuple(types.float32, 4)(pieces, first, second), codegen
 
 
-def matrix_rows(tall: int) -> MatrixRows:  # noqa: C901 (of two heights)
+def matrix_rows(kind: Codes, tall: int) -> MatrixRows:  # noqa: C901 (of two heights)
     """Return what knows a lane's matrix rows.
 
     Args:
+        kind: of codes.
         tall: times that a tile has 16 matrix rows: 1 or 2.
     """
+    mark = _mark_of_block if kind.base is None else _mark_of_row
+    ask, pieces_of = _scale_by(kind)
 
     @device_function
     def pair_of(first: Any, size: Any, mode: Any) -> Any:
@@ -142,26 +176,24 @@ def matrix_rows(tall: int) -> MatrixRows:  # noqa: C901 (of two heights)
         return at + own[0] * pitch, at + own[1] * pitch, at + own[2] * pitch, at + own[3] * pitch
 
     @device_function
-    def two_marks(own: Any, groups: Any) -> Any:
-        return _BITS(own[0] * groups), _BITS(own[1] * groups)
+    def two_marks(own: Any, groups: Any, rows: Any) -> Any:
+        return mark(own[0], groups, rows), mark(own[1], groups, rows)
 
     @device_function
-    def four_marks(own: Any, groups: Any) -> Any:
-        return _BITS(own[0] * groups), _BITS(own[1] * groups), _BITS(own[2] * groups), _BITS(own[3] * groups)
+    def four_marks(own: Any, groups: Any, rows: Any) -> Any:
+        return two_marks(own[:2], groups, rows) + two_marks(own[2:], groups, rows)
 
     @device_function
-    def ask_two(scales: Any, zeros: Any, own: Any, group: Any, kind: Any) -> Any:
-        return _scale_at(scales, zeros, _BITS(own[0] + group), kind) + _scale_at(
-            scales, zeros, _BITS(own[1] + group), kind
-        )
+    def ask_two(scales: Any, zeros: Any, own: Any, group: Any, form: Any) -> Any:
+        return ask(scales, zeros, _BITS(own[0] + group), form) + ask(scales, zeros, _BITS(own[1] + group), form)
 
     @device_function
-    def ask_four(scales: Any, zeros: Any, own: Any, group: Any, kind: Any) -> Any:
-        return ask_two(scales, zeros, own[:2], group, kind) + ask_two(scales, zeros, own[2:], group, kind)
+    def ask_four(scales: Any, zeros: Any, own: Any, group: Any, form: Any) -> Any:
+        return ask_two(scales, zeros, own[:2], group, form) + ask_two(scales, zeros, own[2:], group, form)
 
     @device_function
     def pieces_two(found: Any, form: Any, base: Any, is_there: Any) -> Any:
-        a, b = _pieces_of(found[:3], form, base, is_there), _pieces_of(found[3:], form, base, is_there)
+        a, b = pieces_of(found[:3], form, base, is_there), pieces_of(found[3:], form, base, is_there)
         return a[0], b[0], a[1], b[1]
 
     @device_function
