@@ -6,6 +6,7 @@ Global memory is the CPU's, of which kernels may touch what tests allow.
 from __future__ import annotations
 
 import ctypes
+import operator
 import re
 from inspect import signature
 from time import monotonic_ns, sleep
@@ -16,7 +17,7 @@ import numpy as np
 from attrs import define
 from llvmlite import ir
 
-from tests.warps import ME, multiplied, told
+from tests.warps import ME, address_of, multiplied, told, words_at, write_words
 from tpplan.exec import ptx
 
 if TYPE_CHECKING:
@@ -118,9 +119,12 @@ class _Builder:
         return _Value(np.uint32(int(_raw(a)) | int(_raw(b))))
 
     @staticmethod
+    def mul(a: Any, b: Any) -> _Value:
+        return _Value(np.uint64(int(_raw(a)) * int(_raw(b))))
+
+    @staticmethod
     def icmp_unsigned(way: str, a: Any, b: Any) -> _Value:
-        assert way == "=="
-        return _Value(int(_raw(a)) == int(_raw(b)))
+        return _Value({"==": operator.eq, "<": operator.lt}[way](int(_raw(a)), int(_raw(b))))
 
     @staticmethod
     def select(which: _Value, one: _Value, other: _Value) -> _Value:
@@ -166,6 +170,8 @@ class _Builder:
         name, _, _ = text.partition(" ")
         if name.startswith("mma.sync"):
             return multiplied(_of_bf16 if ".bf16." in name else _of_f16, values)
+        if name in _SHARED:
+            return _SHARED[name](values, self._at)
         if ".global." in text:
             return self._access(name, text, values)
         if permuted := _PERMUTED.fullmatch(text):
@@ -177,7 +183,7 @@ class _Builder:
         for each, run in _BITS.items():
             if text == _TEXTS[each]:
                 return run(*values)
-        assert name.startswith(("griddepcontrol", ".pragma")), text
+        assert name.startswith(("griddepcontrol", ".pragma", "fence")), text
         return None
 
     def _access(self, name: str, text: str, values: list[Any]) -> Any:
@@ -187,9 +193,14 @@ class _Builder:
             ME.polled = values[0]
         if vector := _VECTOR.fullmatch(name):
             count = int(vector[1])
-            at = self._at(values[0], 4 * count)
+            at = self._at(values[0], 4 * count).view(np.float32 if name.endswith("f32") else np.uint32)
             at[: len(values) - 1] = values[1:]
             return tuple(at)
+        if name == "atom.global.inc.u32":
+            counter = self._at(values[0], 4)
+            found = counter[0]
+            counter[0] = 0 if found >= values[1] else found + 1
+            return found
         if name in _SIZES:
             at = self._at(values[0], _SIZES[name])
             at[: len(values) - 1] = values[1:]
@@ -205,7 +216,13 @@ class _Builder:
 
 
 #: Accesses of several words.
-_VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.u32")
+_VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.[uf]32")
+#: What is done with shared memory, given values, and what finds global memory.
+_SHARED: dict[str, Callable[..., Any]] = {
+    "ld.shared.v4.u32": lambda values, _: tuple(words_at(values[0])),
+    "cp.async.cg.shared.global": lambda values, memory: write_words(values[0], memory(values[1], 16)),
+    "cp.async.wait_all;": lambda *_: None,
+}
 #: Loads of some bits if something is there, and maybe of 16 if not.
 _GUARDED = re.compile(r"@p ld\.global\.u(\d+) \$0, \[\$1\];( @!p ld\.global\.u16)?")
 #: Which bytes of two words make one, the highest first.
@@ -215,7 +232,7 @@ _SIZES = {
     f"{way}{kind}.global.u{8 * size}": size for way in ("ld", "st") for kind in ("", ".volatile") for size in (1, 2, 4)
 }
 #: What is done with each of two 16-bit floats, exactly.
-_OF_PAIRS = {
+_OF_PAIRS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
     "fma.rn.bf16x2": (_of_bf16, _to_bf16, lambda a, b, c: np.float64(a) * b + c),
     "fma.rn.f16x2": (_of_f16, _to_f16, lambda a, b, c: np.float64(a) * b + c),
     "add.rn.f16x2": (_of_f16, _to_f16, lambda a, b: np.float64(a) + b),
@@ -284,6 +301,8 @@ def doer(allowed: Sequence[range]) -> Callable[..., Any]:
     builder = _Builder(allowed)
 
     def do(intrinsic: Any, *values: Any) -> Any:
+        if intrinsic is ptx.shared_address:
+            return address_of(*values)
         signature, codegen = _defined(intrinsic, len(values))
         got = codegen(_CONTEXT, builder, signature, [_Value(value) for value in values])
         return None if got is None else got.raw
