@@ -10,13 +10,14 @@ from torch import Tensor
 
 from tpplan.decoder import experts, skinny
 from tpplan.decoder.cache import KERNEL_KINDS, Store
+from tpplan.decoder.dense import kind_of
 from tpplan.decoder.gemv import MOST_ROWS
 from tpplan.decoder.layers import rms_norm
-from tpplan.decoder.quantised import IntMatrix
+from tpplan.decoder.mixture import KINDS
 from tpplan.decoder.settings import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from tpplan.decoder.gemv import Norm
     from tpplan.decoder.quantised import Matrix, Stacked
@@ -158,10 +159,10 @@ class FakeMixture:
 
     calls: Counter[str] = Counter()  # noqa: RUF012
 
-    def __init__(self, place: torch.device, dtype: torch.dtype, activation: str, *, coded: bool = False) -> None:
+    def __init__(self, place: torch.device, dtype: torch.dtype, activation: str, codes: Collection[str] = ()) -> None:
         """Take any device."""
         assert isinstance(place, torch.device)
-        self._coded = coded
+        self._codes = {kind for kind in KINDS if kind in codes}
         self._dtype, self._act = dtype, ACTIVATIONS[activation]
 
     def choose(self, scores: Tensor, count: int, *, normalised: bool) -> Tensor:
@@ -194,7 +195,7 @@ class FakeMixture:
         if isinstance(matrix, torch.Tensor):
             assert matrix.dtype == self._dtype
             return True
-        return self._coded and isinstance(matrix.matrix, IntMatrix) and matrix.matrix.bits == 4
+        return kind_of(matrix.matrix) in self._codes
 
 
 class FakeAttention:

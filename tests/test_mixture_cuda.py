@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
+from tests.experts_cases import check_gates, check_products
 from tpplan.decoder import experts
 from tpplan.decoder.few_rows import GATES
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.mixture import Mixture
-from tpplan.decoder.settings import ACTIVATIONS
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 #: Experts, hidden, and the device's part of an expert's width.
@@ -24,15 +19,6 @@ SIZES = [(8, 4096, 3584), (128, 2048, 192), (64, 2048, 768), (9, 72, 40), (40, 5
 def kernels(dtype: torch.dtype, activation: str = "silu") -> Mixture:
     """Return those of the first GPU."""
     return Mixture(torch.device("cuda", 0), dtype, activation)
-
-
-def check(found: Tensor | None, exact: Tensor) -> None:
-    """Compare with a result that is not rounded: a step of 16 bits of the largest, as roundings between may make."""
-    assert found is not None
-    assert found.isfinite().all()
-    step = torch.finfo(found.dtype).eps * exact.abs().max()
-    assert (found - exact).abs().max() <= 2 * step
-    assert (found - exact).abs().mean() <= step / 4
 
 
 @pytest.mark.parametrize("normalised", [True, False])
@@ -71,44 +57,12 @@ def test_products(count: int, hidden: int, width: int, rows: int, chosen: int, d
     x_RD = torch.randn(rows, hidden + 8, device="cuda").to(dtype)[:, :hidden]
     gate_EID, up_EID = ((torch.randn(count, width, hidden, device="cuda") / hidden**0.5).to(dtype) for _ in range(2))
     down_EDI = (torch.randn(count, hidden, width, device="cuda") / width**0.5).to(dtype)
-    run = kernels(dtype)
-    choice_RC = run.choose(torch.randn(rows, count, device="cuda").to(dtype), chosen, normalised=True)
-    assert choice_RC is not None
-    weights_RC, numbers_RC = choice_RC[:, :chosen], choice_RC[:, chosen:].long()
-
-    def gating(gate: Tensor, up: Tensor) -> Tensor:
-        return ACTIVATIONS["silu"](gate) * up
-
-    h_RCI = run.up(x_RD, gate_EID, up_EID, choice_RC)
-    assert h_RCI is not None
-    check(h_RCI, experts.up(x_RD.float(), gate_EID.float(), up_EID.float(), numbers_RC, gating, fixed=True))
-    again_RCI = run.up(x_RD, gate_EID, up_EID, choice_RC)
-    assert again_RCI is not None
-    assert torch.equal(h_RCI, again_RCI)
-    exact_RD = experts.down(h_RCI.float(), down_EDI.float(), numbers_RC, weights_RC, fixed=True)
-    check(run.down(h_RCI, down_EDI, choice_RC), exact_RD)
-    to_RD = torch.randn(rows, hidden + 3, device="cuda").to(dtype)
-    before = to_RD.clone()
-    run.down(h_RCI, down_EDI, choice_RC, to_RD[:, 1:-2])
-    check(to_RD[:, 1:-2], before[:, 1:-2] + exact_RD)
-    assert torch.equal(to_RD[:, 0], before[:, 0])
-    assert torch.equal(to_RD[:, -2:], before[:, -2:])
+    check_products(kernels(dtype), (gate_EID, up_EID, down_EDI), x_RD, chosen)
 
 
 @pytest.mark.parametrize("name", GATES)
 def test_gates(name: str, dtype: torch.dtype) -> None:
     """The products, the activations and what comes of both are rounded, as torch's are."""
     torch.manual_seed(3)
-    x_RD = torch.randn(3, 512, device="cuda").to(dtype)
     gate_EID, up_EID = ((torch.randn(16, 264, 512, device="cuda") / 16).to(dtype) for _ in range(2))
-    choice_RC = torch.tensor([[0.5, 0.5, 3, 11], [0.5, 0.5, 3, 0], [0.5, 0.5, 15, 3]], device="cuda")
-
-    def gating(gate: Tensor, up: Tensor) -> Tensor:
-        return ACTIVATIONS[name](gate.to(dtype)) * up.to(dtype)
-
-    found = kernels(dtype, name).up(x_RD, gate_EID, up_EID, choice_RC)
-    assert found is not None
-    numbers_RC = choice_RC[:, 2:].long()
-    expected = experts.up(x_RD.float(), gate_EID.float(), up_EID.float(), numbers_RC, gating, fixed=True)
-    assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
-    assert (found != expected).float().mean() < 0.25
+    check_gates(kernels(dtype, name), name, gate_EID, up_EID, dtype)

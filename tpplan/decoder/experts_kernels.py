@@ -11,16 +11,15 @@ from typing import Any
 from numba import cuda
 from numba.cuda import libdevice, types
 
-from tpplan.decoder.dot_products import ask, dot, eight_of, over_warp
-from tpplan.decoder.pair_products import BLOCK_WARPS, pair_products
+from tpplan.decoder.dot_products import ask, over_warp
+from tpplan.decoder.lane_products import of_halves, products_of
+from tpplan.decoder.pair_products import BLOCK_WARPS, FORMATS, Format, pair_products
 from tpplan.exec import ptx
 from tpplan.exec.kernels import Kernel, device_function
 
 #: Experts that a row can choose from: a lane has 16 of them.
 MOST_EXPERTS = 512
 
-#: Columns of a lane: 16 bytes.
-_LANE = 8
 #: Experts whose scores a warp takes at a time: each lane those of four.
 _FEW = 128
 
@@ -124,7 +123,7 @@ def _choose(name: str, first: Any) -> Kernel:  # noqa: C901 (four functions)
     return Kernel(name, choose, 7)
 
 
-def _product(name: str, first: Any, second: Any, both: Any) -> Kernel:
+def _product(name: str, rows: Format) -> Kernel:
     """Make a kernel that multiplies pairs' rows by their experts' matrices.
 
     Its words are those of :func:`tpplan.decoder.pair_products.pair_products`; of the experts' matrices it is told the
@@ -133,11 +132,10 @@ def _product(name: str, first: Any, second: Any, both: Any) -> Kernel:
 
     Args:
         name: of the kernel.
-        first: makes a float32 of the first element in 32 bits.
-        second: the same of the second.
-        both: makes 32 bits of two float32.
+        rows: what these and matrices are made of.
     """
-    eight = eight_of(first, second)
+    elements = of_halves(*rows.emit)
+    products = products_of(elements, *rows.emit)
 
     @device_function
     def ask_rows(address: Any, column: Any, more: Any) -> Any:
@@ -146,15 +144,10 @@ def _product(name: str, first: Any, second: Any, both: Any) -> Kernel:
     @device_function
     def use(totals: Any, w: Any, address: Any, factor: Any, _: Any) -> Any:
         """Add what 16 bytes of a row and of four matrix rows make, so many times."""
-        x, none = eight(ptx.load_128(address)), _FLOAT(0)
-        return (
-            totals[0] + factor * dot(none, eight(w[0]), x),
-            totals[1] + factor * dot(none, eight(w[1]), x),
-            totals[2] + factor * dot(none, eight(w[2]), x),
-            totals[3] + factor * dot(none, eight(w[3]), x),
-        )
+        a, b, c, d = products(w, address, None)
+        return totals[0] + factor * a, totals[1] + factor * b, totals[2] + factor * c, totals[3] + factor * d
 
-    multiply = pair_products(_LANE, ask_rows, use, first, both)
+    multiply = pair_products(elements.columns, ask_rows, use, rows)
 
     def product(  # type: ignore[no-untyped-def]
         y, y_pitch, x, x_pitch, weight, of_expert, pitch, half, choices, chosen, many, width, batches, plus, plus_pitch,
@@ -168,9 +161,7 @@ def _product(name: str, first: Any, second: Any, both: Any) -> Kernel:
     return Kernel(name, product, 18, bounds=(32 * BLOCK_WARPS, 2))
 
 
-_BF16 = (ptx.low_bf16, ptx.high_bf16, ptx.two_bf16)
-_F16 = (ptx.low_f16, ptx.high_f16, ptx.two_f16)
 EXPERTS_CHOOSE_BF16 = _choose("experts_choose_bf16", ptx.low_bf16)
 EXPERTS_CHOOSE_F16 = _choose("experts_choose_f16", ptx.low_f16)
-EXPERTS_PRODUCT_BF16 = _product("experts_product_bf16", *_BF16)
-EXPERTS_PRODUCT_F16 = _product("experts_product_f16", *_F16)
+EXPERTS_PRODUCT_BF16 = _product("experts_product_bf16", FORMATS["bf16"])
+EXPERTS_PRODUCT_F16 = _product("experts_product_f16", FORMATS["f16"])

@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from tpplan.exec.channel import Channel
 
 
-#: Codes that kernels of experts read as they are, of :data:`tpplan.decoder.dense.KINDS`.
-_CODED = "4"
-
-
 def steps_on(
     place: torch.device,
     dtype: torch.dtype,
@@ -124,7 +120,7 @@ class Fused(Plain):
         names = [*pointwise.names_of(dtype, self._name, kind), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
         names += [*gemv.joint_names_of(dtype), skinny.joint_name_of(dtype)] if joint else ()
         names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
-        names += mixture.names_of(dtype, coded=_CODED in codes) if experts else ()
+        names += mixture.names_of(dtype, codes) if experts else ()
         names += [*dense.names_of(dtype, codes), *packed.names_of(dtype, codes)]
         names += packed.names_of(dtype, codes, joint=True) if joint else ()
         capability = torch.cuda.get_device_capability(place)
@@ -135,7 +131,7 @@ class Fused(Plain):
         if packed.names_of(dtype, codes):
             self._few.append(Packed(place, dtype, codes, joint=joint))
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
-        self._mixture = Mixture(place, dtype, self._name, coded=_CODED in codes) if experts else None
+        self._mixture = Mixture(place, dtype, self._name, codes) if experts else None
         self._dense = Dense(place, dtype, codes)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

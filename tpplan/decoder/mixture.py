@@ -6,15 +6,23 @@ an expert's width.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
+from tpplan.decoder.chosen import Readable, readable
 from tpplan.decoder.few_rows import GATES
 from tpplan.decoder.gemv import shape_of
-from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
-from tpplan.decoder.quantised import IntMatrix, Stacked
+from tpplan.decoder.launcher import DTYPES, Launcher
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from tpplan.decoder.quantised import Stacked
+
+#: Kinds of codes that kernels read, of :data:`tpplan.decoder.dense.KINDS`.
+KINDS: Final = ("4", "8", "e4m3")
 
 #: As the kernels have them: experts to choose from, and those that a row can choose.
 _MOST_EXPERTS: Final = 512
@@ -27,23 +35,18 @@ _FLOAT: Final = 4
 _VECTOR, _FOUR = 16, 4
 #: Groups of pairs that a grid has, at most.
 _MOST_GROUPS: Final = 2**16 - 1
-#: Of 4-bit codes: bits of one, columns in 16 bytes, and those of a matrix, at most.
-_NIBBLE, _UNIT, _WIDEST = 4, 32, 2**20
-#: What the kernel calls the dtypes of scales.
-_FORMS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-#: By what fractions are multiplied to be whole.
-_ONE: Final = 2**31
 
 
-def names_of(dtype: torch.dtype, *, coded: bool = False) -> list[str]:
+def names_of(dtype: torch.dtype, codes: Collection[str] = ()) -> list[str]:
     """Return the names of the kernels for a dtype: what chooses, and what multiplies.
 
     Args:
         dtype: of rows.
-        coded: whether also what multiplies by matrices of 4-bit codes.
+        codes: what matrices are made of; there are no kernels for kinds that are not in :data:`KINDS`.
     """
-    names = ["experts_choose", "experts_product", *(["coded_product"] if coded else [])]
-    return [f"{name}_{DTYPES[dtype]}" for name in names]
+    name = DTYPES[dtype]
+    kinds = [f"coded_product_{name}_{kind}" for kind in KINDS if kind in codes]
+    return [f"experts_choose_{name}", f"experts_product_{name}", *kinds]
 
 
 class Mixture:
@@ -52,17 +55,17 @@ class Mixture:
     Choices are ``[R, 2 × C]`` in float32: of each row the weights of its experts, then their numbers.
     """
 
-    def __init__(self, place: torch.device, dtype: torch.dtype, activation: str, *, coded: bool = False) -> None:
+    def __init__(self, place: torch.device, dtype: torch.dtype, activation: str, codes: Collection[str] = ()) -> None:
         """Load them.
 
         Args:
             place: a CUDA device.
             dtype: of rows, and of matrices that are not codes, of 16 bits.
             activation: of gates, one of :data:`tpplan.decoder.few_rows.GATES`.
-            coded: whether there are matrices of 4-bit codes.
+            codes: what quantised matrices are made of.
         """
-        self._choose, self._product, *more = (Launcher(name, place) for name in names_of(dtype, coded=coded))
-        self._coded = more[0] if more else None
+        self._choose, self._product, *more = (Launcher(name, place) for name in names_of(dtype, codes))
+        self._coded = dict(zip((kind for kind in KINDS if kind in codes), more, strict=True))
         self._dtype, self._mode = dtype, GATES[activation]
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
@@ -100,14 +103,12 @@ class Mixture:
             up_EID: the other one, which lies in the same way.
             choice_RC: of the rows.
         """
-        chosen = choice_RC.shape[1] // 2
-        if not self._takes(gate_EID, choice_RC) or not self._is_vectors(x_RD):
+        gate, up = self._readable(gate_EID, choice_RC), self._readable(up_EID, choice_RC)
+        if gate is None or gate != up or not self._is_vectors(x_RD):
             return None
-        if not self._takes(up_EID, choice_RC) or not _are_alike(gate_EID, up_EID):
-            return None
-        h_RCI = x_RD.new_empty(len(x_RD), chosen, gate_EID.shape[1])
+        h_RCI = x_RD.new_empty(len(x_RD), choice_RC.shape[1] // 2, gate.size)
         target, rows = (h_RCI.data_ptr(), _ITEM * h_RCI.stride(1)), (x_RD.data_ptr(), _ITEM * x_RD.stride(0))
-        self._run(target, rows, gate_EID, up_EID, choice_RC, mode=self._mode)
+        self._run(target, rows, choice_RC, gate, up)
         return h_RCI
 
     def down(
@@ -123,31 +124,30 @@ class Mixture:
             choice_RC: of the rows.
             to_RD: rows that the sum is added to, where they are, before it is rounded; they are returned then.
         """
-        if not self._takes(down_EDI, choice_RC) or h_RCI.dtype is not self._dtype:
+        down = self._readable(down_EDI, choice_RC)
+        if down is None or h_RCI.dtype is not self._dtype:
             return None
         if to_RD is not None and (to_RD.dtype is not self._dtype or to_RD.stride(1) != 1):
             return None
         h_RCI = h_RCI.contiguous()  # whose strides say nothing where there is one expert of a row
         if h_RCI.data_ptr() % _VECTOR:
             return None
-        y_RD = h_RCI.new_empty(len(h_RCI), down_EDI.shape[1]) if to_RD is None else to_RD
+        y_RD = h_RCI.new_empty(len(h_RCI), down.size) if to_RD is None else to_RD
         target, pairs = (y_RD.data_ptr(), _ITEM * y_RD.stride(0)), (h_RCI.data_ptr(), _ITEM * h_RCI.shape[2])
         plus = (0, 0) if to_RD is None else target
-        self._run(target, pairs, down_EDI, down_EDI, choice_RC, plus=plus)
+        self._run(target, pairs, choice_RC, down, plus=plus)
         return y_RD
 
-    def _takes(self, matrix_EOI: Tensor | Stacked, choice_RC: Tensor) -> bool:
-        """Tell whether a kernel takes experts' matrices and choices: for more, torch reads all experts once."""
+    def _readable(self, matrix_EOI: Tensor | Stacked, choice_RC: Tensor) -> Readable | None:
+        """Return experts' matrices if a kernel takes them and choices: for more, torch reads all experts once."""
         pairs, chosen = choice_RC.numel() // 2, choice_RC.shape[1] // 2
         if not 0 < pairs <= min(len(matrix_EOI), _MOST_GROUPS) or chosen > _MOST_CHOSEN:
-            return False
+            return None
         if choice_RC.dtype is not torch.float32 or not choice_RC.is_contiguous() or matrix_EOI.shape[1] % _FOUR:
-            return False
-        if isinstance(matrix_EOI, Tensor):
-            return self._is_vectors(matrix_EOI)
-        if self._coded is None or matrix_EOI.columns is not None:
-            return False
-        return isinstance(matrix_EOI.matrix, IntMatrix) and _is_coded(matrix_EOI.matrix)
+            return None
+        if isinstance(matrix_EOI, Tensor) and not self._is_vectors(matrix_EOI):
+            return None
+        return readable(matrix_EOI, self._coded)
 
     def _is_vectors(self, tensor: Tensor) -> bool:
         """Tell whether the last dimension is of 16 bytes each, at multiples of them."""
@@ -157,77 +157,24 @@ class Mixture:
         places = [tensor.data_ptr(), *(_ITEM * count for count in (*steps, tensor.shape[-1]))]
         return not any(place % _VECTOR for place in places)
 
-    def _run(
+    def _run(  # noqa: PLR0917
         self,
         target: tuple[int, int],
         source: tuple[int, int],
-        matrix_EOI: Tensor | Stacked,
-        other_EOI: Tensor | Stacked,
         choice_RC: Tensor,
-        *,
+        matrix: Readable,
+        up: Readable | None = None,
         plus: tuple[int, int] = (0, 0),
-        mode: int = 0,
     ) -> None:
-        """Multiply by matrices of experts, and others by which gates are multiplied, if there is such a mode."""
+        """Multiply by matrices of experts, which are those of gates if there are others."""
         rows, chosen = choice_RC.shape[0], choice_RC.shape[1] // 2
-        groups, many, per = (rows * chosen, 1, 2) if mode else (rows, chosen, 4)
-        _, size, width = matrix_EOI.shape
-        batches = size // per
-        vectors = many * width if isinstance(matrix_EOI, Tensor) else many * width * _NIBBLE // (8 * _ITEM)
-        shape = shape_of(groups * batches, vectors, self._processors)
+        groups, many, per = (rows * chosen, 1, 2) if up else (rows, chosen, 4)
+        batches = matrix.size // per
+        shape = shape_of(groups * batches, many * matrix.row // _ITEM, self._processors)
         blocks = max(1, min(shape.blocks // groups, -(-batches // shape.teams)))
-        grid, threads = (blocks, groups, 1), 32 * shape.team * shape.teams
-        choices = choice_RC.data_ptr(), chosen, many, width, batches, *plus, mode, shape.team, shape.teams
-        if isinstance(matrix_EOI, Tensor) and isinstance(other_EOI, Tensor):
-            of_expert, pitch, _ = (_ITEM * step for step in matrix_EOI.stride())
-            half = other_EOI.data_ptr() - matrix_EOI.data_ptr() if mode else 2 * pitch
-            self._product(grid, threads, *target, *source, matrix_EOI.data_ptr(), of_expert, pitch, half, *choices)
-            return
-        one, other = (each.matrix for each in (matrix_EOI, other_EOI) if isinstance(each, Stacked))
-        if self._coded and isinstance(one, IntMatrix) and isinstance(other, IntMatrix):
-            words = one.codes.data_ptr(), size, other.codes.data_ptr() - one.codes.data_ptr() if mode else width
-            more = _scales_and_zeros(one, other, is_gate=bool(mode))
-            self._coded(grid, threads, *target, *source, *words, *choices, *more)
-
-
-def _is_coded(matrix: IntMatrix) -> bool:
-    """Tell whether a kernel takes a matrix: 4-bit codes, of which 16 bytes share a scale and a zero."""
-    (_, width), group, zeros = matrix.shape, matrix.group, matrix.zeros
-    tensors = [matrix.codes, matrix.scales, *([] if zeros is None else [zeros])]
-    return (
-        matrix.bits == _NIBBLE
-        and matrix.columns is None
-        and matrix.scales.dtype in _FORMS
-        and (zeros is None or zeros.dtype is torch.int32)
-        and 0 < width <= _WIDEST
-        and not width % _UNIT
-        and (group >= width or not group % _UNIT)
-        and all(each.is_contiguous() and not each.data_ptr() % 4 for each in tensors)
-        and not matrix.codes.data_ptr() % _VECTOR
-    )
-
-
-def _are_alike(one_EOI: Tensor | Stacked, other_EOI: Tensor | Stacked) -> bool:
-    """Tell whether matrices that a kernel takes lie in the same way."""
-    if isinstance(one_EOI, Tensor):
-        return isinstance(other_EOI, Tensor) and one_EOI.stride() == other_EOI.stride()
-    if isinstance(other_EOI, Tensor):
-        return False
-    one, other = (
-        (x.shape, x.group, x.plus, x.zeros is None, x.scales.dtype)
-        for x in (one_EOI.matrix, other_EOI.matrix)
-        if isinstance(x, IntMatrix)
-    )
-    return one == other
-
-
-def _scales_and_zeros(one: IntMatrix, other: IntMatrix, *, is_gate: bool) -> tuple[int, ...]:
-    """Return what a kernel is told of these of a matrix, and of another if the first makes gates."""
-    groups, form = one.scales.shape[1], _FORMS[one.scales.dtype]
-    inverse = 0 if groups == 1 else -(-_ONE // (one.group // _UNIT))
-    zeros, others = (0 if each.zeros is None else each.zeros.data_ptr() for each in (one, other))
-    halves = (other.scales.data_ptr() - one.scales.data_ptr(), others - zeros, groups, 0) if is_gate else (
-        0, 0, groups, 2 * groups
-    )  # fmt: skip
-    offset = bits_of(8.0 if one.zeros is None else float(one.plus))
-    return one.scales.data_ptr(), form, zeros, *halves, inverse, offset
+        words, more = matrix.words(up)
+        (self._coded[matrix.kind] if matrix.kind else self._product)(
+            (blocks, groups, 1), 32 * shape.team * shape.teams, *target, *source, *words,
+            choice_RC.data_ptr(), chosen, many, matrix.width, batches, *plus, self._mode if up else 0,
+            shape.team, shape.teams, *more,
+        )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attrs import frozen
 from numba import cuda
 from numba.cuda import types
 
@@ -30,14 +31,30 @@ _SUMS = BLOCK_WARPS * _KEPT * 4
 _WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 
 
-def _finish_of(first: Any, both: Any) -> Any:
-    """Make what adds up what the warps of a team have found for some batches, and stores what comes of it.
+@frozen
+class Format:
+    """What elements of rows and results of 16 bits are.
 
-    Args:
+    Attributes:
         first: makes a float32 of the first element in 32 bits.
         both: makes 32 bits of two float32.
+        emit: writes what the former does, and the same of the second element, for intrinsics.
     """
-    store = finish_of(first, both)
+
+    first: Any
+    both: Any
+    emit: tuple[ptx.Emitter, ptx.Emitter]
+
+
+FORMATS = {
+    "bf16": Format(ptx.low_bf16, ptx.two_bf16, (ptx.emit_low_bf16, ptx.emit_high_bf16)),
+    "f16": Format(ptx.low_f16, ptx.two_f16, (ptx.emit_low_f16, ptx.emit_high_f16)),
+}
+
+
+def _finish_of(rows: Format) -> Any:
+    """Make what adds up what the warps of a team have found for some batches, and stores what comes of it."""
+    store = finish_of(rows.first, rows.both)
 
     @device_function
     def finish(
@@ -78,7 +95,7 @@ def _onward(pair: Any, column: Any, pairs: Any, columns: Any, width: Any) -> Any
     return (_BITS(pair + _BITS(1)), _BITS(column - width)) if column >= width else (pair, column)
 
 
-def pair_products(lane_columns: int, ask: Any, use: Any, first: Any, both: Any) -> Any:  # noqa: C901, PLR0915 (a kernel)
+def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any:  # noqa: C901, PLR0915 (a kernel)
     """Make what multiplies pairs' rows by their experts' matrices, and is all of a kernel.
 
     The second dimension of its grid are groups of pairs: of one, for gates and what they are for, or all of a row,
@@ -102,10 +119,9 @@ def pair_products(lane_columns: int, ask: Any, use: Any, first: Any, both: Any) 
         ask: asks for these of a batch, given where its first row begins, the first column, and ``more``.
         use: adds to four sums what they and a row make, given the sums, what ``ask`` returned, the address of the row's
             columns, what the products are multiplied by, and ``more``.
-        first: makes a float32 of the first element in 32 bits.
-        both: makes 32 bits of two float32.
+        rows_of: what these and results are made of.
     """
-    collect, finish = collected(1), _finish_of(first, both)
+    collect, finish = collected(1), _finish_of(rows_of)
 
     @device_function
     def look_up(tables: Any, thread: Any, first: Any, matrix: Any, of_expert: Any, x: Any, x_pitch: Any,
@@ -139,8 +155,9 @@ def pair_products(lane_columns: int, ask: Any, use: Any, first: Any, both: Any) 
         pairs_on, columns_on = _apart(twice, columns)
         rounds, _ = _apart(_BITS(pairs * columns + twice - _BITS(1)), twice)
         of_batch = of_row * (_WORD(4) if mode == ADD else _WORD(2))
-        lead, stride = _WORD(cuda.blockIdx.x) * teams, _WORD(cuda.gridDim.x) * teams
-        phase, offset = lead + _WORD(mine), min(lead + _WORD(mine), batches - _WORD(1)) * of_batch
+        count, lead = _BITS(batches), _BITS(_BITS(cuda.blockIdx.x) * _BITS(teams))
+        stride, phase = _BITS(_BITS(cuda.gridDim.x) * _BITS(teams)), _BITS(lead + mine)
+        offset = _WORD(min(phase, _BITS(count - _BITS(1)))) * of_batch
         last = _BITS(pairs - _BITS(1))
 
         ptx.after_earlier()
@@ -150,14 +167,14 @@ def pair_products(lane_columns: int, ask: Any, use: Any, first: Any, both: Any) 
         cuda.syncthreads()
         w = ask(matrices[min(p0, last)] + offset, c0, more)
         v = ask(matrices[min(p1, last)] + offset, c1, more)
-        totals, done, slots = zeros(), _BITS(0), _WORD(0)
+        totals, done, slots = zeros(), _BITS(0), _BITS(0)
         p, c, q, d = p0, c0, p1, c1  # where both are
-        while lead < batches:
+        while lead < count:
             done = _BITS(done + _BITS(1))
             ends = done == rounds
-            ahead = lead + stride if ends else lead
-            offset = (ahead + _WORD(mine)) * of_batch
-            until = pairs if ahead + _WORD(mine) < batches else _BITS(0)
+            ahead = _BITS(lead + stride) if ends else lead
+            offset = _WORD(_BITS(ahead + mine)) * of_batch
+            until = pairs if _BITS(ahead + mine) < count else _BITS(0)
             if p < pairs:
                 totals = use(totals, w, rows[p] + _WORD(c) * _WORD(2), factors[p], more)
             p, c = (p0, c0) if ends else _onward(p, c, pairs_on, columns_on, columns)
@@ -171,17 +188,18 @@ def pair_products(lane_columns: int, ask: Any, use: Any, first: Any, both: Any) 
             if ends:
                 s = collect((totals,), _WORD(lane))
                 if lane & _BITS(7) == _BITS(0):
-                    sums[(_WORD(warp) * _WORD(_KEPT) + slots) * _WORD(4) + _WORD(lane >> _BITS(3))] = s
+                    sums[_BITS((warp * _BITS(_KEPT) + slots) * _BITS(4) + (lane >> _BITS(3)))] = s
                 totals, done, lead = zeros(), _BITS(0), ahead
-                slots += _WORD(1)
-                if slots == _WORD(_KEPT) or lead >= batches:
+                slots = _BITS(slots + _BITS(1))
+                if slots == _BITS(_KEPT) or lead >= count:
                     cuda.syncthreads()
                     finish(
                         sums, _WORD(mine) * team * _WORD(4 * _KEPT), team, _WORD(member * _BITS(32) + lane),
-                        team * _WORD(32), slots, phase, stride, batches, group, y, y_pitch, plus, plus_pitch, mode,
+                        team * _WORD(32), _WORD(slots), _WORD(phase), _WORD(stride), batches, group, y, y_pitch,
+                        plus, plus_pitch, mode,
                     )  # fmt: skip
-                    phase, slots = lead + _WORD(mine), _WORD(0)
-                    if lead < batches:
+                    phase, slots = _BITS(lead + mine), _BITS(0)
+                    if lead < count:
                         cuda.syncthreads()
 
     return multiply

@@ -1,0 +1,156 @@
+"""Matrices of codes of experts, and what kernels make of any experts, beside what torch does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve, frozen
+
+from tests.packed_cases import int_matrix
+from tpplan.decoder import experts
+from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised, Stacked
+from tpplan.decoder.settings import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from tpplan.decoder.mixture import Mixture
+
+    Experts = Tensor | Stacked
+
+#: The middle of the numbers of random e4m3, in their squares.
+_ROOT_OF_SQUARES = 110
+
+
+@frozen
+class Case:
+    """Experts of a layer.
+
+    Attributes:
+        kind: of codes.
+        count: of experts.
+        hidden: rows of the matrices back.
+        width: of an expert.
+        block: rows and columns that share a scale.
+        scales: the dtype of these.
+        plus: is added to stored zeros; None if there are none.
+    """
+
+    kind: str
+    count: int
+    hidden: int
+    width: int
+    block: tuple[int, int]
+    scales: torch.dtype
+    plus: int | None = None
+
+    def matrices(self, device: str = "cpu") -> tuple[Stacked, Stacked, Stacked]:
+        """Return those of gates, what they are for, and back; what gates are for lies behind them."""
+        size = self.count * self.width
+        both = self.matrix(2 * size, self.hidden, device)
+        three = both.part(0, size), both.part(size, 2 * size), self.matrix(self.count * self.hidden, self.width, device)
+        gate, up, down = (Stacked(each, self.count) for each in three)
+        return gate, up, down
+
+    def matrix(self, size: int, width: int, device: str) -> Quantised:
+        """Return a random matrix whose products are about as large as what is multiplied."""
+        rows, columns = self.block
+        if self.kind == "4":
+            return int_matrix(size, width, columns, self.scales, self.plus, device)
+        codes = torch.randint(256, (size, width), dtype=torch.uint8, device=device)
+        shape = -(-size // rows), -(-width // columns)
+        scales = (torch.rand(shape, device=device) + 0.5) / width**0.5
+        if self.kind == "8":
+            zeros = torch.randint(100, 156, shape, dtype=torch.uint8, device=device)
+            own = None if self.plus is None else zeros
+            return IntMatrix(codes, (scales / 64).to(self.scales), own, self.plus or 0, columns, 8)
+        codes[codes & 127 == 127] = 126  # no NaN
+        return Float8Matrix(codes.view(torch.float8_e4m3fn), (scales / _ROOT_OF_SQUARES).to(self.scales), rows, columns)
+
+    def with_(self, **changes: Any) -> Case:
+        """Return another one."""
+        return evolve(self, **changes)
+
+
+def gating_of(act: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what multiplies rounded gates and what they are for."""
+
+    def gating(gate: Tensor, up: Tensor) -> Tensor:
+        return ACTIVATIONS[act](gate.to(dtype)) * up.to(dtype)
+
+    return gating
+
+
+def chosen_of(rows: int, chosen: int, count: int) -> Tensor:
+    """Return choices of rows."""
+    numbers_RC = torch.stack([torch.randperm(count)[:chosen] for _ in range(rows)])
+    return torch.cat((torch.rand(rows, chosen), numbers_RC.float()), dim=1)
+
+
+def parts(matrix: Quantised) -> list[Tensor]:
+    """Return the tensors of a matrix."""
+    zeros = matrix.zeros if isinstance(matrix, IntMatrix) else None
+    return [matrix.codes, matrix.scales, *([] if zeros is None else [zeros])]
+
+
+def check(found: Tensor | None, exact: Tensor) -> None:
+    """Compare with a result that is not rounded: a step of 16 bits of the largest, as roundings between may make."""
+    assert found is not None
+    assert found.isfinite().all()
+    step = torch.finfo(found.dtype).eps * exact.abs().max()
+    assert (found - exact).abs().max() <= 2 * step
+    assert (found - exact).abs().mean() <= step / 4
+
+
+def check_products(run: Mixture, three: tuple[Experts, Experts, Experts], x_RD: Tensor, chosen: int) -> None:
+    """Multiply rows by their own experts' matrices, and add what comes of it to rows that are parts of longer ones.
+
+    Args:
+        run: the kernels.
+        three: matrices of gates, what they are for, and back.
+        x_RD: rows.
+        chosen: experts of each.
+    """
+    (gate_EID, up_EID, down_EDI), (rows, hidden), dtype = three, x_RD.shape, x_RD.dtype
+    choice_RC = run.choose(torch.randn(rows, len(gate_EID), device=x_RD.device).to(dtype), chosen, normalised=True)
+    assert choice_RC is not None
+    weights_RC, numbers_RC = choice_RC[:, :chosen], choice_RC[:, chosen:].long()
+    gate, up, down = (each.float() if isinstance(each, torch.Tensor) else each for each in three)
+    h_RCI = run.up(x_RD, gate_EID, up_EID, choice_RC)
+    check(h_RCI, experts.up(x_RD.float(), gate, up, numbers_RC, gating_of("silu", torch.float32), fixed=True))
+    assert h_RCI is not None
+    again_RCI = run.up(x_RD, gate_EID, up_EID, choice_RC)
+    assert again_RCI is not None
+    assert torch.equal(h_RCI, again_RCI)
+    exact_RD = experts.down(h_RCI.float(), down, numbers_RC, weights_RC, fixed=True)
+    check(run.down(h_RCI, down_EDI, choice_RC), exact_RD)
+    to_RD = torch.randn(rows, hidden + 3, device=x_RD.device).to(dtype)
+    before = to_RD.clone()
+    run.down(h_RCI, down_EDI, choice_RC, to_RD[:, 1:-2])
+    check(to_RD[:, 1:-2], before[:, 1:-2] + exact_RD)
+    assert torch.equal(to_RD[:, 0], before[:, 0])
+    assert torch.equal(to_RD[:, -2:], before[:, -2:])
+
+
+def check_gates(run: Mixture, name: str, gate_EID: Experts, up_EID: Experts, dtype: torch.dtype) -> None:
+    """Compare gates of three rows with torch's, which are rounded at the same places; for most rows they are equal.
+
+    Args:
+        run: kernels on a GPU.
+        name: the activation.
+        gate_EID: matrices of 16 experts.
+        up_EID: what they are for.
+        dtype: of rows.
+    """
+    x_RD = torch.randn(3, gate_EID.shape[2], device="cuda").to(dtype)
+    choice_RC = torch.tensor([[0.5, 0.5, 3, 11], [0.5, 0.5, 3, 0], [0.5, 0.5, 15, 3]], device="cuda")
+    found = run.up(x_RD, gate_EID, up_EID, choice_RC)
+    assert found is not None
+    numbers_RC, gating = choice_RC[:, 2:].long(), gating_of(name, dtype)
+    gate, up = (each.float() if isinstance(each, torch.Tensor) else each for each in (gate_EID, up_EID))
+    expected = experts.up(x_RD.float(), gate, up, numbers_RC, gating, fixed=True).float()
+    assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
+    assert (found != expected).float().mean() < 0.25
