@@ -174,17 +174,7 @@ class _Builder:
             return _SHARED[name](values, self._at)
         if ".global." in text:
             return self._access(name, text, values)
-        if permuted := _PERMUTED.fullmatch(text):
-            given = np.array(values, np.uint32).view(np.uint8)
-            return given[[int(each, 16) for each in reversed(permuted[1])]].view(np.uint32)[0]
-        if name in _OF_PAIRS:
-            of, to, run_one = _OF_PAIRS[name]
-            return to(*(run_one(*each) for each in zip(*map(of, values), strict=True)))
-        for each, run in _BITS.items():
-            if text == _TEXTS[each]:
-                return run(*values)
-        assert name.startswith(("griddepcontrol", ".pragma", "fence")), text
-        return None
+        return _computed(name, text, values)
 
     def _access(self, name: str, text: str, values: list[Any]) -> Any:
         if name.startswith("ld.volatile"):
@@ -213,6 +203,20 @@ class _Builder:
         both[: len(values) // 2] = sum(int(value) << 32 * i for i, value in enumerate(values[1:]))
         found = int(both[0])  # once, as others may write meanwhile
         return np.uint32(found & 0xFFFFFFFF), np.uint32(found >> 32)
+
+
+def _computed(name: str, text: str, values: list[Any]) -> Any:
+    if permuted := _PERMUTED.fullmatch(text):
+        given = np.array(values, np.uint32).view(np.uint8)
+        return given[[int(each, 16) for each in reversed(permuted[1])]].view(np.uint32)[0]
+    if name in _OF_PAIRS:
+        of, to, run_one = _OF_PAIRS[name]
+        return to(*(run_one(*each) for each in zip(*map(of, values), strict=True)))
+    for each, run in _BITS.items():
+        if text == _TEXTS[each]:
+            return run(*values)
+    assert name.startswith(("griddepcontrol", ".pragma", "fence")), text
+    return None
 
 
 #: Accesses of several words.
