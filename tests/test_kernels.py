@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
@@ -111,6 +112,17 @@ def test_a_flag_follows_what_has_landed() -> None:
         assert ".local" not in text
         _, log = kernel_cache.assemble(text, capability)
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+
+
+def test_shared_scopes_change_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What numba does not copy makes no difference, and numba is as it was afterwards."""
+    from numba.cuda.core.ir import Scope  # noqa: PLC0415 (which takes long)
+
+    shared = kernel_cache.ptx("dense_bf16_4", (9, 0))
+    assert not hasattr(Scope, "__deepcopy__")
+    monkeypatch.setattr(kernel_cache, "_scopes_shared", nullcontext)
+    copied = kernel_cache.ptx("dense_bf16_4", (9, 0))
+    assert shared.partition(".entry")[2] == copied.partition(".entry")[2]  # before it are numbers of compilations
 
 
 def test_a_kernel_on_disk_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

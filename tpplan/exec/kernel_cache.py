@@ -12,18 +12,20 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from tpplan.errors import InternalError, TpplanError
 from tpplan.files import cache_folder, save_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 #: Most matrices that one launch adds up: a part of each of eight devices, and a residual.
 MOST_SOURCES = 9
@@ -35,6 +37,8 @@ OVERLAPS = (9, 0)
 _ENOUGH = 2
 
 _LOG = logging.getLogger(__name__)
+#: Held by who changes how numba copies scopes.
+_SCOPES = Lock()
 #: Modules of kernels, by how the names of these begin; those of sums are in ``kernels``.
 _MODULES = {
     "attention": "tpplan.decoder.attention_kernels",
@@ -182,7 +186,8 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     from tpplan.exec.ptx import PARAMETER, without_overlap  # noqa: PLC0415
 
     kernel = getattr(import_module(_module(name)), name.upper())
-    text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability, launch_bounds=kernel.bounds)
+    with _scopes_shared():
+        text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability, launch_bounds=kernel.bounds)
     mangled = text.partition(".visible .entry ")[2].partition("(")[0]
     text = str(text.replace(mangled, name))
     if capability < OVERLAPS:
@@ -193,6 +198,25 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     if text.count(f"{name}_param_0") != 1 or declared not in text:
         raise InternalError(f"{name}: numba has written {declared} in another way")
     return text.replace(declared, f".param .align 8 .b8 {PARAMETER}[{8 * MOST_WORDS}]")
+
+
+@contextmanager
+def _scopes_shared() -> Iterator[None]:
+    """Let what numba inlines, statement by statement, share its scope.
+
+    Copies of all variables for each mention of one took half of the time of most kernels; what is compiled is the same.
+    """
+    try:
+        from numba.cuda.core.ir import Scope  # noqa: PLC0415 (a second to import)
+    except ImportError:  # where another version has it
+        yield
+        return
+    with _SCOPES:
+        Scope.__deepcopy__ = lambda self, _: self
+        try:
+            yield
+        finally:
+            del Scope.__deepcopy__
 
 
 def _path(name: str, capability: tuple[int, int]) -> Path:
