@@ -55,6 +55,7 @@ def _patches(allowed: Sequence[range]) -> Iterator[Any]:
     yield patch.object(cuda, "gridsize", lambda _: ME.block.count[0] * ME.block.size)
     yield patch.object(cuda, "shared", SimpleNamespace(array=shared_array))
     yield patch.object(cuda, "syncthreads", meet)
+    yield patch.object(cuda, "syncwarp", lambda: told(None))
     yield patch.object(cuda, "shfl_xor_sync", lambda _, value, bit: told(value)[ME.thread % LANES ^ bit])
     yield patch.object(libdevice, "expf", np.exp)
     yield patch.object(libdevice, "tanhf", np.tanh)

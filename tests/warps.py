@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: Of a warp.
 LANES = 32
+#: Bytes from the address of an array in shared memory to the next one's.
+_APART = 2**20
 #: Of a thread: its block and its number there, the arrays that it asked for, how often it met the others, what its
 #: kernel is told, and where it polled last.
 ME = local()
@@ -136,6 +138,31 @@ def shared_array(count: int, dtype: Any, alignment: int = 0) -> Any:
     """Return the next array of the block, which the first thread makes that comes."""
     ME.arrays += 1
     return ME.block.arrays.setdefault(ME.arrays, Shared(count, type(dtype(0))))
+
+
+def address_of(array: Shared) -> Any:
+    """Return the address of an array of the block, among those of shared memory."""
+    return np.uint64(next(number for number, each in ME.block.arrays.items() if each is array) * _APART)
+
+
+def _found(address: Any) -> tuple[Shared, int]:
+    """Return the array that 16 bytes are in, and the number of the first word."""
+    number, start = divmod(int(address), _APART)
+    assert not start % 16, "not at a multiple"
+    return ME.block.arrays[number], start // 4
+
+
+def words_at(address: Any) -> list[Any]:
+    """Return the four words there."""
+    array, start = _found(address)
+    return [array[start + i] for i in range(4)]
+
+
+def write_words(address: Any, words: Sequence[Any]) -> None:
+    """Write four words there."""
+    array, start = _found(address)
+    for i, word in enumerate(words):
+        array[start + i] = word
 
 
 def meet() -> None:
