@@ -14,6 +14,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from tests import quantised_checkpoints as checkpoints
 from tests import test_decoder_memory
 from tests.decoder_cases import CONFIGS, LENGTH, MAX_ROWS, model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
@@ -176,21 +177,21 @@ def test_the_smallest_graph_is_taken(flash_calls: FlashCalls, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "room", "devices", "expected"),
+    ("max_rows", "room", "most", "expected"),
     [
-        (2048, 32768, 4, [128, 256, 512, 1024, 2048]),
-        (2048, 32768, 1, [128, 256, 512]),
-        (1000, 32768, 1, [250, 500]),
-        (1000, 32768, 2, [250, 500, 1000]),
-        (2048, 600, 2, [128, 256, 512, 1024]),
-        (2048, 50, 2, [128]),
-        (50, 2048, 1, [50]),
-        (300, 100, 2, [150]),
+        (2048, 32768, None, [128, 256, 512, 1024, 2048]),
+        (2048, 32768, 512, [128, 256, 512]),
+        (1000, 32768, 512, [250, 500]),
+        (1000, 32768, None, [250, 500, 1000]),
+        (2048, 600, None, [128, 256, 512, 1024]),
+        (2048, 50, None, [128]),
+        (50, 2048, 512, [50]),
+        (300, 100, None, [150]),
     ],
 )
-def test_sizes(max_rows: int, room: int, devices: int, expected: list[int]) -> None:
-    """Each is half of the next, all that a cache has room for fits, and on one device there are no large ones."""
-    assert prompt_graphs.sizes_of(max_rows, room, devices) == expected
+def test_sizes(max_rows: int, room: int, most: int | None, expected: list[int]) -> None:
+    """Each is half of the next, all that a cache has room for fits, and there are none larger than asked for."""
+    assert prompt_graphs.sizes_of(max_rows, room, most) == expected
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
@@ -245,26 +246,33 @@ def test_caches_and_devices_without_the_kernel_have_no_graph(
 
 
 @pytest.mark.parametrize(
-    ("places", "graphs", "expected"),
+    ("places", "graphs", "quantised", "expected"),
     [
-        (["cuda:0", "cuda:1"], None, (250, 500, 1000)),
-        (["cuda:0", "cuda:1"], False, None),
-        (["cuda:0"], None, (250, 500)),
-        (["cuda:0"], False, None),
-        (["cpu", "cpu"], None, None),
-        (["cpu", "cpu"], True, (250, 500, 1000)),
+        (["cuda:0", "cuda:1"], None, False, (250, 500, 1000)),
+        (["cuda:0", "cuda:1"], False, False, None),
+        (["cuda:0"], None, False, (250, 500)),
+        (["cuda:0"], None, True, (250, 500, 1000)),
+        (["cuda:0"], False, False, None),
+        (["cpu", "cpu"], None, False, None),
+        (["cpu", "cpu"], True, False, (250, 500, 1000)),
     ],
 )
 @pytest.mark.usefixtures("flash_calls")
 def test_graphs_are_for_gpus(
-    places: list[str], graphs: bool | None, expected: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+    places: list[str],
+    graphs: bool | None,
+    quantised: bool,
+    expected: tuple[int, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Unless a decoder is told that it shall have them, or shall not; a single one has none of large passes."""
+    """Unless a decoder is told that it shall have them, or shall not; a single one has large ones of many pieces."""
     monkeypatch.setattr(prompt_graphs, "PromptGraphs", lambda _, sizes: tuple(sizes))
     devices: dict[int, Any] = {i: SimpleNamespace(device=torch.device(place)) for i, place in enumerate(places)}
     request = evolve(request_of(batch=6), max_rows=1000)
-    with compile_plan(plan_of(model_of("llama").directory, 2, request, {}, seed=1), backend="cpu") as context:
-        decoder = made(context, "llama", graphs=False)
+    directory = checkpoints.quantised("llama", "awq g32")[1] if quantised else model_of("llama").directory
+    with compile_plan(plan_of(directory, 2, request, {}, seed=1), backend="cpu") as context:
+        weights = load_weights(context.plan, directory, context)
+        decoder = Decoder(context, directory, weights, cache="fp32", graphs=False)
         with patch.object(context, "devices", devices):
             found: object = prompt_graphs.graphs_of(decoder, None, graphs=graphs)
     assert found == expected

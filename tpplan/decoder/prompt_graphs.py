@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 #: No graph is of half as many rows: they would take GPUs nearly as long, since these read all weights for any number.
 _SMALLEST: Final = 128
-#: Rows of a graph on a single GPU: of larger passes the host issues all work before they end.
+#: Rows of a graph on a single GPU: of larger passes the host issues all work before they end. It does not where
+#: matrices are quantised, each of which is many pieces.
 _MOST_ALONE: Final = 512
 
 
@@ -39,7 +40,8 @@ def graphs_of(decoder: Decoder, cap: float | None, *, graphs: bool | None = None
     wanted = places[0].type == "cuda" if graphs is None else graphs
     if not wanted or not is_fixed(decoder.stack, cap, length):
         return None
-    return PromptGraphs(decoder, sizes_of(context.max_rows, decoder.batch * length, len(places)))
+    ahead = len(places) == 1 and not any(weights.quantised for weights in decoder.weights.values())
+    return PromptGraphs(decoder, sizes_of(context.max_rows, decoder.batch * length, _MOST_ALONE if ahead else None))
 
 
 def is_fixed(stack: Stack, cap: float | None, length: int) -> bool:
@@ -57,17 +59,17 @@ def is_fixed(stack: Stack, cap: float | None, length: int) -> bool:
     return not stack.has_experts and all(each.attend_at_once(length, cap) for each in heads)
 
 
-def sizes_of(max_rows: int, room: int, devices: int) -> list[int]:
+def sizes_of(max_rows: int, room: int, most: int | None = None) -> list[int]:
     """Return the rows of each graph, in ascending order: as many as a plan allows, half of them, and so on.
 
     Args:
         max_rows: of a pass.
         room: tokens that the cache holds: where half as many rows are enough for all, there is no graph of more.
-        devices: in use.
+        most: rows of a graph, if there is a limit.
     """
     sizes, size = [], max_rows
     while True:
-        if (devices > 1 or size <= _MOST_ALONE) and size // 2 < max(room, _SMALLEST):
+        if (most is None or size <= most) and size // 2 < max(room, _SMALLEST):
             sizes.append(size)
         size //= 2
         if size < _SMALLEST:
