@@ -207,8 +207,9 @@ class _Builder:
 
 def _computed(name: str, text: str, values: list[Any]) -> Any:
     if permuted := _PERMUTED.fullmatch(text):
-        given = np.array(values, np.uint32).view(np.uint8)
-        return given[[int(each, 16) for each in reversed(permuted[1])]].view(np.uint32)[0]
+        given, chosen = np.array(values, np.uint32).view(np.uint8), [int(each, 16) for each in reversed(permuted[1])]
+        found = [given[each] if each < 8 else given[each & 7] // 128 * 255 for each in chosen]
+        return np.array(found, np.uint8).view(np.uint32)[0]
     if name in _OF_PAIRS:
         of, to, run_one = _OF_PAIRS[name]
         return to(*(run_one(*each) for each in zip(*map(of, values), strict=True)))
@@ -229,8 +230,8 @@ _SHARED: dict[str, Callable[..., Any]] = {
 }
 #: Loads of some bits if something is there, and maybe of 16 if not.
 _GUARDED = re.compile(r"@p ld\.global\.u(\d+) \$0, \[\$1\];( @!p ld\.global\.u16)?")
-#: Which bytes of two words make one, the highest first.
-_PERMUTED = re.compile(r"prmt\.b32 \$0, \$1, \$2, 0x([0-7]{4});")
+#: Which bytes of two words make one, the highest first; of those of a number from 8 on the first bit, eight times.
+_PERMUTED = re.compile(r"prmt\.b32 \$0, \$1, (?:\$2|0), 0x([0-9a-f]{4});")
 #: Bytes of accesses.
 _SIZES = {
     f"{way}{kind}.global.u{8 * size}": size for way in ("ld", "st") for kind in ("", ".volatile") for size in (1, 2, 4)

@@ -14,19 +14,18 @@ from tpplan.exec import kernel_cache
 
 #: Kernels, each with generations of GPUs that it is compiled for: they differ by dtype in little.
 KERNELS = [
-    *(("packed_bf16_4_8", each) for each in CAPABILITIES),
-    *(("packed_bf16_4_16", each) for each in CAPABILITIES[:2]),
+    ("packed_bf16_4_8", CAPABILITIES[0]),
     ("packed_f16_4_8", (9, 0)),
+    ("packed_bf16_4_8", CAPABILITIES[-1]),
+    ("packed_bf16_4_16", (9, 0)),
     ("packed_f16_4_16", CAPABILITIES[-1]),
     ("packed_joint_f16_4_8", CAPABILITIES[0]),
-    ("packed_joint_bf16_4_8", (9, 0)),
     ("packed_joint_f16_4_8", CAPABILITIES[-1]),
-    ("packed_bf16_e4m3_8", (9, 0)),
+    ("packed_bf16_e4m3_8", CAPABILITIES[0]),
     ("packed_bf16_e4m3_16", CAPABILITIES[-1]),
-    ("packed_joint_bf16_e4m3_8", CAPABILITIES[0]),
-    ("packed_bf16_8_8", (9, 0)),
-    ("packed_bf16_8_16", CAPABILITIES[0]),
-    ("packed_joint_f16_8_8", CAPABILITIES[-1]),
+    ("packed_joint_bf16_e4m3_8", (9, 0)),
+    ("packed_bf16_8_8", CAPABILITIES[-1]),
+    ("packed_f16_8_16", (9, 0)),
 ]
 
 

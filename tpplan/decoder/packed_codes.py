@@ -116,12 +116,6 @@ def _before(builder: Any, word: Any, byte: int) -> list[Any]:
     return [*ptx.emit_first_bytes(builder, [word, above]), *ptx.emit_last_bytes(builder, [word, above])]
 
 
-def _behind(builder: Any, word: Any) -> list[Any]:
-    """Return pairs of bytes, each above a byte of zeros."""
-    none = ir.Constant(_INT, 0)
-    return [*ptx.emit_first_bytes(builder, [none, word]), *ptx.emit_last_bytes(builder, [none, word])]
-
-
 def _bytes_bf16(builder: Any, word: Any, _: Any) -> list[Any]:
     """Return codes less 128: of seven bits s and the first one f, it is 128 + s - 256 + 128 f.
 
@@ -144,24 +138,29 @@ def _bytes_f16(builder: Any, word: Any, _: Any) -> list[Any]:
     ]
 
 
-def _moved(builder: Any, both: Any, bits: int) -> Any:
-    """Return a pair with all but the signs so many bits lower."""
-    size = builder.lshr(builder.and_(both, _pair(0x7F00)), ir.Constant(_INT, bits))
-    return builder.or_(size, builder.and_(both, _pair(0x8000)))
+def _signed(builder: Any, word: Any, bits: int) -> list[Any]:
+    """Return pairs of bytes: the first bit of each where it belongs, the others so many bits above the end.
+
+    The first bit is put above each eight times before all is moved; the mask has one of these, and nothing of the other
+    half of the word.
+    """
+    mask, by = _pair(0x8000 | 0x7F << bits), ir.Constant(_INT, bits)
+    pairs = [*ptx.emit_first_signed(builder, [word]), *ptx.emit_last_signed(builder, [word])]
+    return [builder.and_(builder.shl(both, by), mask) for both in pairs]
 
 
 def _e4m3_bf16(builder: Any, word: Any, _: Any) -> list[Any]:
     """Return the floats; tensor cores may take subnormals for zeros, a multiplication with an addition does not."""
     return [
         each
-        for both in _behind(builder, word)
-        for each in ptx.emit_fma_bf16(builder, [_moved(builder, both, 4), _pair(0x7B80), _pair(0x8000)])
+        for both in _signed(builder, word, 4)
+        for each in ptx.emit_fma_bf16(builder, [both, _pair(0x7B80), _pair(0x8000)])
     ]
 
 
 def _e4m3_f16(builder: Any, word: Any, _: Any) -> list[Any]:
     """Return a 256th of each float; tensor cores take subnormals of 16 bits as they are."""
-    return [_moved(builder, both, 1) for both in _behind(builder, word)]
+    return _signed(builder, word, 7)
 
 
 _BF16 = Floats(0x3F803F80, ptx.emit_multiply_bf16, ptx.low_bf16, ptx.two_bf16)

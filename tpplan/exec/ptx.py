@@ -99,6 +99,7 @@ _TYPERS = {0: _typer_of_0, 1: _typer_of_1, 2: _typer_of_2, 3: _typer_of_3, 5: _t
 load_16 = _instruction("ld.global.u16 $0, [$1];", "u16", "u64", memory=True)
 store_16 = _instruction("st.global.u16 [$0], $1;", "", "u64 u16", memory=True)
 load_32 = _instruction("ld.global.u32 $0, [$1];", "u32", "u64", memory=True)
+emit_load_32 = emitter("ld.global.u32 $0, [$1];", "u32", "u64", memory=True)
 store_32 = _instruction("st.global.u32 [$0], $1;", "", "u64 u32", memory=True)
 load_64 = _instruction("ld.global.v2.u32 {$0,$1}, [$2];", "u32 u32", "u64", memory=True)
 store_64 = _instruction("st.global.v2.u32 [$0], {$1,$2};", "", "u64 u32 u32", memory=True)
@@ -127,7 +128,14 @@ load_32_if, load_8_if = (
 )  # fmt: skip
 #: 16 bytes of an array in shared memory, by :func:`shared_address` and a multiple of 16.
 shared_load_128 = _instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
+emit_shared_load_128 = emitter("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u32", memory=True)
 shared_store_128 = _instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
+#: Copies 16 bytes there without registers; what a thread has copied so is there behind the second one.
+copy_128 = _instruction("cp.async.cg.shared.global [$0], [$1], 16;", "", "u32 u64", memory=True)
+copied = _instruction("cp.async.wait_all;", "", "", memory=True)
+#: Four float32, at a multiple of 16.
+emit_load_floats = emitter("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", "f32 f32 f32 f32", "u64", memory=True)
+emit_store_floats = emitter("st.global.v4.f32 [$0], {$1,$2,$3,$4};", "", "u64 f32 f32 f32 f32", memory=True)
 
 #: What another device writes or reads while the kernel runs; the compiler neither keeps nor repeats it.
 poll_32 = _instruction("ld.volatile.global.u32 $0, [$1];", "u32", "u64", memory=True)
@@ -194,8 +202,12 @@ two_highs = _instruction("prmt.b32 $0, $1, $2, 0x7632;", "u32", "u32 u32")
 #: The first, and the last, two bytes of a register, each below a byte of another one.
 emit_first_bytes = emitter("prmt.b32 $0, $1, $2, 0x5140;", "u32", "u32 u32")
 emit_last_bytes = emitter("prmt.b32 $0, $1, $2, 0x7362;", "u32", "u32 u32")
+#: The same, each below eight times its first bit.
+emit_first_signed = emitter("prmt.b32 $0, $1, 0, 0x9180;", "u32", "u32")
+emit_last_signed = emitter("prmt.b32 $0, $1, 0, 0xb3a2;", "u32", "u32")
 #: Of pairs of 16-bit floats, rounded once; subnormals are what they are.
 emit_fma_bf16 = emitter("fma.rn.bf16x2 $0, $1, $2, $3;", "u32", "u32 u32 u32")
+emit_fma_f16 = emitter("fma.rn.f16x2 $0, $1, $2, $3;", "u32", "u32 u32 u32")
 emit_add_f16 = emitter("add.rn.f16x2 $0, $1, $2;", "u32", "u32 u32")
 
 
