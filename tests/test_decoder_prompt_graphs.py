@@ -269,10 +269,10 @@ def test_graphs_are_for_gpus(
     monkeypatch.setattr(prompt_graphs, "PromptGraphs", lambda _, sizes: tuple(sizes))
     devices: dict[int, Any] = {i: SimpleNamespace(device=torch.device(place)) for i, place in enumerate(places)}
     request = evolve(request_of(batch=6), max_rows=1000)
-    directory = checkpoints.quantised("llama", "awq g32")[1] if quantised else model_of("llama").directory
-    with compile_plan(plan_of(directory, 2, request, {}, seed=1), backend="cpu") as context:
-        weights = load_weights(context.plan, directory, context)
-        decoder = Decoder(context, directory, weights, cache="fp32", graphs=False)
+    model = checkpoints.quantised("llama", "awq g32")[0] if quantised else model_of("llama")
+    with compile_plan(plan_of(model.directory, 2, request, {}, seed=1), backend="cpu") as context:
+        weights = load_weights(context.plan, model.directory, context)
+        decoder = Decoder(context, model.directory, weights, cache="fp32", graphs=False)
         with patch.object(context, "devices", devices):
             found: object = prompt_graphs.graphs_of(decoder, None, graphs=graphs)
     assert found == expected
