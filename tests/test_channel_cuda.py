@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from tests.cuda_cases import GPUS, plan_for
-from tests.packed_cases import int_matrix
+from tests.packed_cases import matrix_of
 from tpplan import exec as tpx
 from tpplan.decoder import gemv, packed, skinny
 from tpplan.decoder.gemv import Gemv
-from tpplan.decoder.packed import Packed
-from tpplan.decoder.quantised import IntMatrix, Matrix
+from tpplan.decoder.packed import STEPS, Packed
+from tpplan.decoder.quantised import Matrix
 from tpplan.decoder.skinny import MOST_JOINT, Skinny
 from tpplan.errors import ExecutionError
 from tpplan.exec import exchanges, kernel_cache
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.multi_gpu
 #: Columns of the residual stream, and of each device's part of a matrix.
 _SIZE, _WIDTHS = 4096, (1024, 3584, 8, 520)
-#: Rows, and columns of a product; and whether matrices are of 4-bit codes.
+#: Rows, and columns of a product; and what matrices are made of, if of codes.
 CASES = [
-    *((rows, size, False) for rows, size in [
+    *((rows, size, "") for rows, size in [
         (1, _SIZE), (2, _SIZE), (1, 5), (2, 1001), (2, 4), (3, _SIZE), (8, 1001), (5, 5), (8, _SIZE),
     ]),
-    *((rows, size, True) for rows, size in [(1, _SIZE), (2, 1001), (3, 5), (8, _SIZE)]),
+    *((rows, size, "4") for rows, size in [(1, _SIZE), (2, 1001), (3, 5), (8, _SIZE)]),
+    *((rows, size, "e4m3") for rows, size in [(1, _SIZE), (8, 1001)]),
+    (4, _SIZE, "8"),
 ]  # fmt: skip
 
 
@@ -44,12 +46,12 @@ def _dense(matrix: Matrix) -> torch.Tensor:
 class Products:
     """Matrices whose columns several GPUs have, rows for them, and streams that their products are added to."""
 
-    def __init__(self, context: tpx.TPContext, cases: Sequence[tuple[int, int, bool]], seed: int = 0) -> None:
+    def __init__(self, context: tpx.TPContext, cases: Sequence[tuple[int, int, str]], seed: int = 0) -> None:
         """Make random ones.
 
         Args:
             context: on the first GPUs.
-            cases: rows of each, columns of the product, and whether matrices are of codes.
+            cases: rows of each, columns of the product, and what matrices are made of, if of codes.
             seed: for all.
         """
         torch.manual_seed(seed)
@@ -62,21 +64,21 @@ class Products:
         capability = torch.cuda.get_device_capability(self.places[0])
         names = chain(*gemv.names_of(dtype), gemv.joint_names_of(dtype))
         names = chain(names, skinny.names_of(dtype), [skinny.joint_name_of(dtype)])
-        names = chain(names, packed.names_of(dtype, ["4"]), packed.names_of(dtype, ["4"], joint=True))
+        names = chain(names, packed.names_of(dtype, STEPS), packed.names_of(dtype, STEPS, joint=True))
         kernel_cache.prepare((name, capability) for name in names)
         self._gemvs = [Gemv(place, dtype, joint=True) for place in self.places]
         self._skinnies = [Skinny(place, dtype, joint=True) for place in self.places]
-        self._packed = [Packed(place, dtype, ["4"], joint=True) for place in self.places]
+        self._packed = [Packed(place, dtype, STEPS, joint=True) for place in self.places]
         self._sides: list[list[tuple[torch.Tensor, Matrix]]] = []
         self._exact = []
         self.streams = []
         self._starts = []
-        for rows, size, is_coded in cases:
+        for rows, size, kind in cases:
             pairs: list[tuple[torch.Tensor, Matrix]] = []
             for width, place in zip(_WIDTHS, self.places, strict=False):
-                own = -(-width // 128) * 128 if is_coded else width
+                own = -(-width // 128) * 128 if kind else width
                 weight = (torch.randn(size, own) / own**0.5).to(place, dtype)
-                matrix = int_matrix(size, own, 128, torch.float16, 1, str(place)) if is_coded else weight
+                matrix = matrix_of(kind, size, own, 128, torch.float16, 1, str(place)) if kind else weight
                 pairs.append((torch.randn(rows, own).to(place, dtype), matrix))
             start = torch.randn(rows, size).to(self.places[0], dtype)
             parts = [(x.float() @ _dense(matrix).mT).to(self.places[0]) for x, matrix in pairs]
@@ -92,7 +94,6 @@ class Products:
             kernels = self._gemvs if len(x) <= gemv.MOST_ROWS else self._skinnies
             kernels[device].joint(to, x, matrix, self._channel, device)
         else:
-            assert isinstance(matrix, IntMatrix)
             assert self._packed[device].adds_up(x, matrix)
             self._packed[device].joint(to, x, matrix, self._channel, device)
 

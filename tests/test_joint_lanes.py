@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.packed_cases import int_matrix
+from tests.packed_cases import matrix_of
 from tpplan.decoder.launcher import DTYPES, bits_of
-from tpplan.decoder.quantised import IntMatrix
+from tpplan.decoder.quantised import IntMatrix, Matrix
 from tpplan.exec.channel import adders_on
 from tpplan.exec.channel_table import (
     ADDERS,
@@ -32,14 +32,14 @@ skinny_kernels = pytest.importorskip("tpplan.decoder.skinny_kernels")
 _Case = tuple[str, int, int, tuple[int, int], tuple[int, int], int, int]
 
 
-def _matrix(name: str, size: int, width: int, dtype: torch.dtype) -> torch.Tensor | IntMatrix:
+def _matrix(name: str, size: int, width: int, dtype: torch.dtype) -> Matrix:
     """Return what a kernel multiplies by."""
     if name.startswith("packed"):
-        return int_matrix(size, width, 128, torch.float16, 1)
+        return matrix_of(name.split("_")[3], size, width, 128, torch.float16, 1)
     return torch.randn(size, width).div(width**0.5).to(dtype)
 
 
-def _dense(matrix: torch.Tensor | IntMatrix) -> torch.Tensor:
+def _dense(matrix: Matrix) -> torch.Tensor:
     return matrix.float() if isinstance(matrix, torch.Tensor) else matrix.dense(0, len(matrix), torch.float32)
 
 
@@ -51,6 +51,7 @@ def _dense(matrix: torch.Tensor | IntMatrix) -> torch.Tensor:
         ("skinny_joint_f16_8", 8, 21, (64, 8), (1, 1), 1, 2**32 - 1),
         ("packed_joint_bf16_4_8", 5, 37, (640, 128), (2, 1), 2, 6),
         ("packed_joint_f16_4_8", 8, 21, (256, 384), (1, 1), 1, 2**32 - 1),
+        ("packed_joint_bf16_e4m3_8", 3, 18, (256, 128), (1, 1), 1, 7),
         ("gemv_joint_bf16_1", 1, 9, (264, 520), (2, 1), 2, 6),
         ("gemv_joint_f16_2", 2, 7, (264, 8), (1, 2), 1, 2**32 - 1),
         ("gemv_joint_bf16_2", 2, 13, (776, 520), (2, 2), 2, 7),
@@ -81,13 +82,16 @@ def test_lanes_of_two_devices_agree(case: _Case) -> None:
         words[MEMORIES : MEMORIES + 2] = [memory.data_ptr() for memory in memories]
         to, source = (to_RN.data_ptr(), 2 * size), (x_RK.data_ptr(), 2 * width)
         touched = [x_RK, to_RN, numbers, counters, *memories]
-        if isinstance(matrix, IntMatrix):
-            assert matrix.zeros is not None
-            held = [matrix.codes, matrix.scales, matrix.zeros]
-            of_matrix = (*(each.data_ptr() for each in held), matrix.scales.shape[1], 7, 1, bits_of(1.0), 2)
-        else:
+        of_matrix: tuple[int, ...]
+        if isinstance(matrix, torch.Tensor):
             held = [matrix]
             of_matrix = (matrix.data_ptr(), 2 * width)
+        else:
+            zeros = matrix.zeros if isinstance(matrix, IntMatrix) else None
+            held = [matrix.codes, matrix.scales, *([] if zeros is None else [zeros])]
+            where = 0 if zeros is None else zeros.data_ptr()
+            of_matrix = (matrix.codes.data_ptr(), matrix.scales.data_ptr(), where, matrix.scales.shape[1], 7, 1)
+            of_matrix = (*of_matrix, 0 if zeros is None else bits_of(1.0), 2)
         told: tuple[int, ...] = (*to, *source, *of_matrix, size, width, rows, *to)
         if name.startswith("gemv"):
             told = (*to, *source, *of_matrix, 4 * width, size, 4, width, rows, *to, 0, team, teams, -(-(2**16) // team))
