@@ -17,13 +17,14 @@ from tpplan import exec as tpx
 from tpplan.decoder import gemv, packed, skinny
 from tpplan.decoder.gemv import Gemv
 from tpplan.decoder.packed import STEPS, Packed
-from tpplan.decoder.quantised import Matrix
 from tpplan.decoder.skinny import MOST_JOINT, Skinny
 from tpplan.errors import ExecutionError
 from tpplan.exec import exchanges, kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tpplan.decoder.quantised import Matrix
 
 pytestmark = pytest.mark.multi_gpu
 #: Columns of the residual stream, and of each device's part of a matrix.
