@@ -70,7 +70,7 @@ class Readable:
 
 
 def readable(matrix_EOI: Tensor | Stacked, kinds: Collection[str]) -> Readable | None:
-    """Return matrices as kernels read them; None if they do not.
+    """Return matrices as kernels read them; None if they do not. What is no number in e4m3 counts as 480.
 
     Args:
         matrix_EOI: tensors are of 16 bits, and of whole vectors.
