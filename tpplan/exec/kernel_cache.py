@@ -55,6 +55,7 @@ _MODULES = {
     "straight": "tpplan.exec.straight_kernels",
     "sum": "tpplan.exec.kernels",
     "turn": "tpplan.decoder.turn_kernels",
+    "wide": "tpplan.decoder.wide_kernels",
 }
 _OWN = [module for module in _MODULES.values() if module.startswith("tpplan.exec.")]
 #: What a module of kernels takes from others of the executor and the decoder; the plan half has nothing for kernels.

@@ -1,0 +1,178 @@
+"""Products of 17 to 64 rows and a matrix of codes, with a gate or a sum behind, in one kernel that reads these once.
+
+Shapes are written at the end of a name: R rows, K columns of the matrix, N rows of it, I intermediate.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from tpplan.decoder.dense import block_of, kind_of
+from tpplan.decoder.few_rows import FewRows, is_vectors
+from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
+from tpplan.decoder.packed import STEPS, _is_read, _power_of
+from tpplan.decoder.quantised import IntMatrix, Matrix, Quantised
+from tpplan.decoder.scale_kinds import FORMS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from tpplan.exec.channel import Channel
+
+#: Rows that are taken, at least and at most.
+FEWEST_ROWS: Final = 17
+MOST_ROWS: Final = 64
+
+#: Of each kernel: rows, and warps that a multiprocessor has registers for.
+_WARPS: Final = {32: 16, 48: 12, 64: 8}
+#: Matrix rows of a warp, and bytes of what it leaves for each row.
+_STRIP, _LEFT = 32, 128
+#: Warps of a block, blocks that share columns, at most.
+_MOST_WARPS, _MOST_SPLITS = 8, 16
+#: Warps of a multiprocessor that hide what each waits for.
+_ENOUGH = 6
+#: What takes as long as a step of a warp: in steps of a warp to leave what it has found and to add that up; and to wait
+#: for the last one to be ready.
+_LEAVING, _WAITING = 2, 8
+
+
+@cache
+def shape_of(strips: int, steps: int, processors: int, warps: int) -> tuple[int, int, int]:
+    """Return how many blocks have all strips of a matrix, how many share their columns, and the warps of each.
+
+    Those that share columns are all on the GPU from the start.
+
+    Args:
+        strips: 32 rows of the matrix each, half of them gates if there are any.
+        steps: of its columns.
+        processors: of the GPU.
+        warps: that each of these has registers for.
+    """
+
+    def cost(shape: tuple[int, int, int]) -> tuple[float, int]:
+        tiles, splits, size = shape
+        rounds = -(-tiles * splits // processors)
+        hidden = min(rounds, warps // size) * size
+        time = rounds * size * (-(-steps // splits) + (_LEAVING if splits > 1 else 0)) * max(1, _ENOUGH / hidden)
+        return time + (_WAITING if splits > 1 else 0), -size
+
+    every = ((-(-strips // size), splits, size) for size in range(2, _MOST_WARPS + 1) for splits in _splits(steps))
+    return min((each for each in every if each[1] == 1 or _at_once(each, processors, warps)), key=cost)
+
+
+def _splits(steps: int) -> range:
+    return range(1, min(steps, _MOST_SPLITS) + 1)
+
+
+def _at_once(shape: tuple[int, int, int], processors: int, warps: int) -> bool:
+    tiles, splits, size = shape
+    return tiles * splits <= warps // size * processors
+
+
+def names_of(dtype: torch.dtype, kinds: Collection[str]) -> list[str]:
+    """Return the names of kernels for a dtype.
+
+    Args:
+        dtype: of rows.
+        kinds: of codes; of some there are none.
+    """
+    return [f"wide_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in _WARPS]
+
+
+def scratch_bytes(processors: int) -> int:
+    """Return the bytes of what blocks leave for each other, on a GPU of so many multiprocessors."""
+    return processors * (max(warps * rows for rows, warps in _WARPS.items()) * _LEFT + 4 * max(_WARPS.values()))
+
+
+class Wide(FewRows[Quantised]):
+    """Kernels for one device and dtype.
+
+    A code of e4m3 that is no number counts as 480. Elements of the matrix are rounded to 16 bits, and so are scales. At
+    a time one of these kernels may run.
+    """
+
+    def __init__(self, place: torch.device, dtype: torch.dtype, kinds: Collection[str]) -> None:
+        """Load them, and take :func:`scratch_bytes` of memory.
+
+        Args:
+            place: a CUDA device.
+            dtype: of rows, of 16 bits.
+            kinds: of codes; of some there are none.
+        """
+        self._kernels = {
+            kind: dict(zip(_WARPS, (Launcher(name, place) for name in names_of(dtype, [kind])), strict=True))
+            for kind in kinds
+            if kind in STEPS
+        }
+        self._dtype = dtype
+        self._processors = torch.cuda.get_device_properties(place).multi_processor_count
+        self._turns = torch.zeros(self._processors * max(_WARPS.values()), dtype=torch.int32, device=place)
+        left = scratch_bytes(self._processors) - self._turns.nbytes
+        self._parts = torch.empty(left, dtype=torch.uint8, device=place)
+
+    def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
+        """Return whether there is a kernel for rows and a matrix.
+
+        Args:
+            x_RK: rows.
+            matrix_NK: the matrix.
+            gated: whether there is a gate behind.
+        """
+        if isinstance(matrix_NK, Tensor) or kind_of(matrix_NK) not in self._kernels:
+            return False
+        if not FEWEST_ROWS <= len(x_RK) <= MOST_ROWS or len(matrix_NK) % (4 if gated else 2):
+            return False
+        return is_vectors(x_RK, self._dtype) and _is_read(matrix_NK, gated=gated)
+
+    def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:  # noqa: ARG002 (as others do)
+        """Return that none saves a sum of devices."""
+        return False
+
+    def linear(self, x_RK: Tensor, matrix_NK: Quantised, bias_N: Tensor | None = None) -> Tensor:
+        """Return ``functional.linear`` of rows: ``[R, N]``, rounded once."""
+        return super().linear(x_RK, matrix_NK, _in_pairs(bias_N))
+
+    def gated(self, x_RK: Tensor, matrix_NK: Quantised, gate: str, bias_N: Tensor | None = None) -> Tensor:
+        """Return the products of the matrix's second half, times the activations of its first's: ``[R, I]``."""
+        return super().gated(x_RK, matrix_NK, gate, _in_pairs(bias_N))
+
+    def add(self, to_RN: Tensor, x_RK: Tensor, matrix_NK: Quantised) -> None:
+        """Add a product to rows, where they are, and round once, as ``addmm_`` does."""
+        if not (to_RN.data_ptr() | 2 * to_RN.stride(0)) % 4:
+            super().add(to_RN, x_RK, matrix_NK)
+            return
+        found_RN = to_RN.clone(memory_format=torch.contiguous_format)  # elements are read and written in pairs
+        super().add(found_RN, x_RK, matrix_NK)
+        to_RN.copy_(found_RN)
+
+    def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:
+        (size, width), (height, columns), scales = matrix.shape, block_of(matrix), matrix.scales
+        rows, kind = next(each for each in _WARPS if len(x) <= each), kind_of(matrix)
+        # A strip has as many matrix rows with a gate as without.
+        tiles, splits, warps = shape_of(-(-size // _STRIP), width // STEPS[kind], self._processors, _WARPS[rows])
+        if not isinstance(matrix, IntMatrix):
+            zeros, more = 0, _power_of(height, size)
+        elif matrix.zeros is None:
+            zeros, more = 0, bits_of(float(1 << (matrix.bits - 1)))
+        else:
+            zeros, more = matrix.zeros.data_ptr(), bits_of(float(matrix.plus))
+        self._kernels[kind][rows](
+            (tiles, splits, 1), 32 * warps,
+            y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), matrix.codes.data_ptr(), scales.data_ptr(),
+            zeros, scales.shape[1], _power_of(columns, width), FORMS[str(scales.dtype)], more,
+            self._parts.data_ptr(), self._turns.data_ptr(), y.shape[1], width, len(x), *plus, mode,
+        )  # fmt: skip
+
+    def _run_joint(  # noqa: PLR0917
+        self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], channel: Channel, device: int
+    ) -> None:
+        raise NotImplementedError
+
+
+def _in_pairs(bias_N: Tensor | None) -> Tensor | None:
+    """Return a bias where elements can be read in pairs."""
+    return bias_N if bias_N is None or not bias_N.data_ptr() % 4 else bias_N.clone()

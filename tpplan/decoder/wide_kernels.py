@@ -1,0 +1,316 @@
+"""Kernels that multiply 17 to 64 rows by a matrix of codes, which are read and made floats once.
+
+Tensor cores multiply, as in :mod:`tpplan.decoder.packed_kernels`. A warp has 32 matrix rows, which are a strip, and all
+rows; the warps of a block have strips that follow each other, and share what they have of the rows: two steps in shared
+memory, of which the second is copied while they multiply by the first. Codes go straight to registers, two steps ahead.
+
+Where a matrix has too few strips for all multiprocessors, several blocks have its columns. Each leaves what it has
+found of a strip in memory, and the warp that is the last one adds that up, in the blocks' order.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from numba import cuda
+from numba.cuda import types
+
+from tpplan.decoder import packed_codes
+from tpplan.decoder.scale_kinds import BF16, F32
+from tpplan.decoder.wide_products import OWN, STRIP, products_of
+from tpplan.decoder.wide_sums import PER_EIGHT, begun, leave, turned, with_left
+from tpplan.exec import ptx, tiles
+from tpplan.exec.finishing import ADD, activation
+from tpplan.exec.kernels import Kernel, device_function
+
+if TYPE_CHECKING:
+    from tpplan.decoder.packed_codes import Codes
+
+#: Rows of an instruction, and bytes of a vector.
+_EIGHT, _VECTOR = 8, 16
+#: Lanes that have the same matrix rows.
+_LANES = 4
+#: Steps in shared memory.
+_STAGES = 2
+#: 32 bits of a warp for each step in shared memory: scales of its matrix rows, and bases with zeros.
+_SCALES = 2 * STRIP
+#: What multiplies pairs and adds others, and makes float32 of the first and of the second of a pair.
+_OF_PAIRS = {
+    "bf16": (ptx.emit_fma_bf16, ptx.emit_low_bf16, ptx.emit_high_bf16),
+    "f16": (ptx.emit_fma_f16, ptx.emit_low_f16, ptx.emit_high_f16),
+}
+_NAME = re.compile("WIDE_(?P<kind>(BF16|F16)_(4|8|E4M3))_(?P<rows>32|48|64)")
+_WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
+
+
+@device_function
+def _pairs(low: Any, size: Any, mode: Any) -> Any:
+    """Return the first of a lane's two pairs of matrix rows: one in each half of a strip, or of gates and of others.
+
+    The last pair there is stands for those behind it.
+    """
+    first = min(low, size - _WORD(2))
+    return first, (min(low + _WORD(STRIP // 2), size - _WORD(2)) if mode == ADD else first + size)
+
+
+def _scale_by(kind: Codes) -> tuple[Any, Any]:
+    """Make what asks for a scale and its zero, and what makes floats of them, base and zero together."""
+    size, factor, has_zeros = kind.bits.bit_length() - 1, kind.factor, kind.base is not None
+    zeros_of_word, mask = 5 - size, (1 << kind.bits) - 1
+
+    @device_function
+    def ask(scales: Any, zeros: Any, index: Any, form: Any) -> Any:
+        """Ask for the words that they are in; return these and the index."""
+        at = _BITS(index << _BITS(2)) if form == _WORD(F32) else _BITS(index << _BITS(1))
+        scale, zero = ptx.load_32(scales + _WORD(_BITS(at & _BITS(0xFFFFFFFC)))), _BITS(0)
+        if has_zeros and zeros:
+            zero = ptx.load_32(zeros + _WORD(_BITS(_BITS(index >> _BITS(zeros_of_word)) << _BITS(2))))
+        return scale, zero, index
+
+    @device_function
+    def floats(found: Any, form: Any, base: Any) -> Any:
+        index = found[2]
+        bits = found[0] if form == _WORD(F32) else ptx.shifted(found[0], _BITS(index << _BITS(4)))
+        if form == _WORD(F32):
+            scale = ptx.float_of(bits)
+        else:
+            scale = ptx.low_bf16(bits) if form == _WORD(BF16) else ptx.low_f16(bits)
+        zero = _BITS(ptx.shifted(found[1], _BITS(index << _BITS(size))) & _BITS(mask))
+        return scale * _FLOAT(factor), base + _FLOAT(zero)
+
+    return ask, floats
+
+
+def _asking_by(load: Any) -> Any:
+    """Make what asks for the codes that a lane has of its pairs of matrix rows, so many bytes behind an address."""
+
+    @device_function
+    def ask(places: Any, offset: Any) -> Any:
+        a, c, pitch = places
+        first, second = a + _WORD(offset), c + _WORD(offset)
+        return load(first) + load(first + pitch) + load(second) + load(second + pitch)
+
+    return ask
+
+
+_ask, _ask_now = _asking_by(ptx.stream_128), _asking_by(ptx.poll_128)
+
+
+def _store_by(kind: Codes) -> Any:
+    """Make what stores sums of eight rows, or gates times what these are for, from a row on."""
+    first, both, half = kind.floats.first, kind.floats.both, STRIP // 2
+
+    @device_function
+    def gated(s: Any, t: Any, u: Any, v: Any, mode: Any) -> Any:
+        """Return the activations of two sums, times two others; all are rounded."""
+        gates, ups, move = both(s, t), both(u, v), _BITS(16)
+        acted = both(activation(first(gates), mode), activation(first(_BITS(gates >> move)), mode))
+        return both(first(acted) * first(ups), first(_BITS(acted >> move)) * first(_BITS(ups >> move)))
+
+    @device_function
+    def store(sums: Any, y: Any, pitch: Any, row: Any, rows: Any, column: Any, size: Any, mode: Any) -> None:
+        at = y + row * pitch + column * _WORD(2)
+        is_second = row + _WORD(1) < rows
+        if mode != ADD:
+            a, b = gated(sums[0], sums[2], sums[4], sums[6], mode), gated(sums[1], sums[3], sums[5], sums[7], mode)
+        else:
+            a, b = both(sums[0], sums[2]), both(sums[1], sums[3])
+            if column + _WORD(half) < size:
+                ptx.store_32(at + _WORD(2 * half), both(sums[4], sums[6]))
+                if is_second:
+                    ptx.store_32(at + pitch + _WORD(2 * half), both(sums[5], sums[7]))
+        if column < size:
+            ptx.store_32(at, a)
+            if is_second:
+                ptx.store_32(at + pitch, b)
+
+    return store
+
+
+def wide(  # noqa: C901, PLR0915 (the kernel)
+    name: str, kind: Codes, eights: int, warps: int, *, deep: int = 2
+) -> Kernel:
+    """Make a kernel for up to so many rows.
+
+    Its grid: as many blocks as have all strips; blocks that share their columns. Its words:
+
+    - y, its pitch: where the result goes, all multiples of 4.
+    - x, its pitch: rows.
+    - codes, scales, zeros: of the matrix, which no kernel that may still run writes; zeros may be 0.
+    - groups, bits: scales of a matrix row, and the power of two that their columns are.
+    - form: the kind of scales, see :mod:`tpplan.decoder.scale_kinds`.
+    - more: a float32: what is added to stored zeros, or all of them if none are; of floats, the power of two that the
+      matrix rows of a block are, which share their scales.
+    - parts: address of what blocks leave: for each strip and block 128 bytes for every row, if blocks share columns.
+    - turns: address of 32 bits for each strip; zero, and zero again afterwards.
+    - size: columns of the result, of which there are an even number.
+    - width: columns of the matrix, a multiple of a step's.
+    - rows: how many.
+    - plus, its pitch, mode: see :func:`tpplan.exec.finishing.finish_of`; multiples of 4.
+
+    Args:
+        name: of it.
+        kind: of codes.
+        eights: of rows.
+        warps: of a block, at most.
+        deep: steps of codes that a warp has on their way: 2 or 3.
+    """
+    step, row_bytes, own_bytes = kind.step, 2 * kind.step, _LANES * _VECTOR
+    chunks, stage, kept, part = row_bytes // _VECTOR, eights * _EIGHT * row_bytes, warps * _SCALES, 1024 * eights
+    chunk_bits, per_lane, words = chunks.bit_length() - 1, chunks // _LANES, 2 * (stage // 4 + kept)
+    fma, low_of, high_of = _OF_PAIRS[name.split("_")[1]]
+    products, zeros_of = products_of(kind, fma, eights), tiles.zeros(PER_EIGHT * eights)
+    begin, store, (ask_one, floats) = begun(eights, low_of, high_of), _store_by(kind), _scale_by(kind)
+    both, mask, number, has_zeros, is_deep = (
+        kind.floats.both,
+        kind.mask,
+        kind.base or 0,
+        kind.base is not None,
+        deep > _STAGES,
+    )
+
+    @device_function
+    def copies(x: Any, pitch: Any) -> Any:
+        """Return the row of which a thread copies a vector of each step, and others below it; from where, and to where.
+
+        Vector 4 i + t of a row is the one that lane t needs i-th; of odd rows the other four of each eight come first.
+        """
+        thread = _WORD(cuda.threadIdx.x)
+        row, place = thread >> _WORD(chunk_bits), thread & _WORD(chunks - 1)
+        chunk = (place & _WORD(_LANES - 1)) * _WORD(per_lane) + (place >> _WORD(2))
+        to = row * _WORD(row_bytes) + (place ^ ((row & _WORD(1)) << _WORD(2))) * _WORD(_VECTOR)
+        return _BITS(row), x + row * pitch + chunk * _WORD(_VECTOR), _BITS(to)
+
+    @device_function
+    def fill(copied: Any, offset: Any, to: Any, pitch: Any, rows: Any) -> None:
+        """Ask for a step of rows."""
+        row, at, there = copied
+        at, there, block = at + _WORD(offset), _BITS(there + to), _BITS(cuda.blockDim.x)
+        while row < _BITS(rows):
+            ptx.roll()
+            ptx.copy_128(there, at)
+            more = _BITS(block >> _BITS(chunk_bits))
+            row, at, there = _BITS(row + more), at + _WORD(more) * pitch, _BITS(there + _BITS(block * _BITS(_VECTOR)))
+
+    @device_function
+    def put(room: Any, start: Any, found: Any, form: Any, base: Any) -> None:
+        """Write the scale of a lane's matrix row, and what it is less than a float, each twice in 32 bits."""
+        scale, zero = floats(found, form, base)
+        room[start], room[_BITS(start + _BITS(STRIP))] = both(scale, scale), both(-zero, -zero)
+
+    @device_function
+    def ask_scale(of: Any, k: Any) -> Any:
+        scales, zeros, mark, bits, form = of
+        return ask_one(scales, zeros, _BITS(mark + _BITS(_BITS(k * _BITS(step)) >> _BITS(bits))), form)
+
+    @device_function
+    def advance(
+        sums: Any, codes: Any, asked: Any, k: Any, end: Any, which: Any, shared: Any, rows: Any, of: Any
+    ) -> Any:
+        """Multiply by a step, of which all is asked for, and ask for others."""
+        room, address, even, own, kept_mask = shared
+        copied, x_pitch, count = rows
+        places, scales, base = of
+        ptx.copied()
+        cuda.syncthreads()
+        after, other = _BITS(k + _BITS(1)), _BITS(_BITS(1) - which)
+        if after < end:
+            to = _BITS(address + _BITS(other * _BITS(stage)))
+            fill(copied, _BITS(after * _BITS(row_bytes)), to, x_pitch, count)
+            put(room, _BITS(own + _BITS(other * _BITS(kept))), asked, scales[4], base)
+            asked = ask_scale(scales, min(_BITS(after + _BITS(1)), _BITS(end - _BITS(1))))
+        start = _BITS(address + _BITS(which * _BITS(stage)))
+        # All lanes write scales at their own places; four of them read those of the same four matrix rows.
+        of_four = _BITS(_BITS(own & _BITS(~(OWN - 1) & 0xFFFFFFFF)) + _BITS(which * _BITS(kept)))
+        own_scales = _BITS(address + _BITS(of_four << _BITS(2)))
+        sums = products(sums, codes, _BITS(start + even), _BITS(start + (even ^ _BITS(64))), own_scales, kept_mask)
+        if _BITS(k + _BITS(deep)) < end:
+            codes = _ask(places, _BITS(_BITS(k + _BITS(deep)) * _BITS(own_bytes)))
+        return sums, codes, asked
+
+    def multiply_rows(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
+        y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, more, parts, turns, size, width, rows,
+        plus, plus_pitch, mode,
+    ):  # fmt: skip
+        room = cuda.shared.array(words, _BITS, alignment=128)
+        lane, warp = _WORD(cuda.threadIdx.x) & _WORD(31), _WORD(ptx.of_first(_BITS(cuda.threadIdx.x >> 5)))
+        g, t = lane >> _WORD(2), lane & _WORD(3)
+        strip = _WORD(cuda.blockIdx.x) * (_WORD(cuda.blockDim.x) >> _WORD(5)) + warp
+        first = strip * (_WORD(STRIP) if mode == ADD else _WORD(STRIP // 2))
+        steps, splits, split = _BITS(width // _WORD(step)), _BITS(cuda.gridDim.y), _BITS(cuda.blockIdx.y)
+        k, end = _BITS(_BITS(steps * split) // splits), _BITS(_BITS(steps * _BITS(split + _BITS(1))) // splits)
+        last = _BITS(end - _BITS(1))
+        pitch, own_codes = _WORD(steps) * _WORD(own_bytes), codes + t * _WORD(_VECTOR)
+        low, high = _pairs(first + (g << _WORD(1)), size, mode)
+        places = own_codes + low * pitch, own_codes + high * pitch, pitch
+        # Of the four lanes that have the same matrix rows, each has the scale of one.
+        own_row = (low if t < _WORD(2) else high) + (t & _WORD(1))
+        w0 = _ask_now(places, _BITS(k * _BITS(own_bytes)))
+        w1 = _ask_now(places, _BITS(min(_BITS(k + _BITS(1)), last) * _BITS(own_bytes)))
+        if is_deep:
+            w2 = _ask_now(places, _BITS(min(_BITS(k + _BITS(2)), last) * _BITS(own_bytes)))
+        base = _FLOAT(number) + ptx.float_of(_BITS(more))
+        of_scales = scales, zeros, _BITS((own_row if has_zeros else own_row >> more) * groups), bits, form
+        now, asked = ask_scale(of_scales, k), ask_scale(of_scales, min(_BITS(k + _BITS(1)), last))
+        address, own = _BITS(ptx.shared_address(room)), _BITS(_WORD(2 * stage // 4) + warp * _WORD(_SCALES) + lane)
+        even = _BITS(g * _WORD(row_bytes) + ((g & _WORD(1)) << _WORD(6)) + t * _WORD(_VECTOR))
+        put(room, own, now, form, base)
+        ptx.after_earlier()
+        copied = copies(x, x_pitch)
+        fill(copied, _BITS(k * _BITS(row_bytes)), address, x_pitch, rows)
+        column, sums = first + (g << _WORD(1)), zeros_of()
+        if plus != _WORD(0) and split == _BITS(0):
+            sums = begin(plus, plus_pitch, t << _WORD(1), rows - _WORD(1), low * _WORD(2), high * _WORD(2))
+        kept_mask = _BITS(_BITS(~ptx.active()) + _BITS(mask))  # a register, of which the compiler makes no constants
+        shared, of_rows, of, which = (
+            (room, address, even, own, kept_mask),
+            (copied, x_pitch, rows),
+            (places, of_scales, base),
+            0,
+        )
+        while k < end:
+            sums, w0, asked = advance(sums, w0, asked, k, end, which, shared, of_rows, of)
+            k, which = _BITS(k + _BITS(1)), _BITS(_BITS(1) - which)
+            if k < end:
+                sums, w1, asked = advance(sums, w1, asked, k, end, which, shared, of_rows, of)
+                k, which = _BITS(k + _BITS(1)), _BITS(_BITS(1) - which)
+            if is_deep and k < end:
+                sums, w2, asked = advance(sums, w2, asked, k, end, which, shared, of_rows, of)
+                k, which = _BITS(k + _BITS(1)), _BITS(_BITS(1) - which)
+        if splits > _BITS(1):
+            strip_parts, mine = parts + strip * _WORD(splits) * _WORD(part) + lane * _WORD(_VECTOR), _BITS(0)
+            leave(strip_parts + _WORD(split) * _WORD(part), sums)
+            ptx.near_fence()
+            cuda.syncwarp()
+            if lane == _WORD(0):
+                mine = ptx.next_turn(turns + strip * _WORD(4), _BITS(splits - _BITS(1)))
+            mine = ptx.of_first(mine)
+            ptx.near_fence()
+            if mine != _BITS(splits - _BITS(1)):
+                return
+            sums = zeros_of()
+            while splits > _BITS(0):
+                ptx.roll()
+                sums = with_left(sums, strip_parts)
+                strip_parts, splits = strip_parts + _WORD(part), _BITS(splits - _BITS(1))
+        row = t << _WORD(1)
+        while row < rows:
+            ptx.roll()
+            store(sums, y, y_pitch, row, rows, column, size, mode)
+            sums, row = turned(sums), row + _WORD(_EIGHT)
+
+    return Kernel(name, multiply_rows, 19, bounds=(32 * warps, 1))
+
+
+#: Warps that a multiprocessor has registers for, by eights of rows.
+WARPS = {4: 16, 6: 12, 8: 8}
+
+
+def __getattr__(name: str) -> Kernel:
+    """Return the kernel of a dtype of rows, a kind of codes and a number of rows, such as ``WIDE_BF16_E4M3_64``."""
+    found = _NAME.fullmatch(name)
+    if not found:
+        raise AttributeError(name)
+    eights = int(found["rows"]) // _EIGHT
+    return wide(name.lower(), getattr(packed_codes, found["kind"]), eights, WARPS[eights])
