@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +13,21 @@ from attrs import evolve
 from torch.nn import functional
 
 from tests.packed_cases import FORMS, WARPS, float_matrix, int_matrix, matrix_of
-from tests.pointwise_cases import memory, number
+from tests.pointwise_cases import launches, memory, number
 from tests.test_skinny import acted
-from tpplan.decoder import packed
+from tpplan.decoder import dense, packed
 from tpplan.decoder.few_rows import GATES
+from tpplan.decoder.fused import Fused
+from tpplan.decoder.held import Held
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.packed import STEPS, Packed, names_of, shape_of
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
 from tpplan.decoder.settings import ACTIVATIONS
+from tpplan.exec import kernel_cache
 from tpplan.exec.channel_table import CALLERS, MOST_BLOCKS
 from tpplan.exec.exchange_table import MOST_WORDS
+
+__all__ = ["launches"]  # a fixture
 
 PROCESSORS = 132
 #: Of a block.
@@ -71,10 +77,17 @@ def test_blocks_are_as_many_as_were_fastest(size: int, width: int, few: tuple[in
 
 
 class FakeLauncher:
-    """Does what a kernel does, by its words."""
+    """Does what a kernel does, by its words, and counts.
+
+    Attributes:
+        calls: of all launchers, by kernel.
+    """
+
+    calls: Counter[str] = Counter()  # noqa: RUF012 (of all, as said)
 
     def __init__(self, name: str, place: torch.device, *, is_array: bool = False) -> None:
         """Take any device."""
+        self._name = name
         family, *joint, dtype, self._kind, count = name.split("_")
         assert family == "packed"
         assert joint == (["joint"] if is_array else [])
@@ -84,6 +97,7 @@ class FakeLauncher:
 
     def __call__(self, blocks: int, threads: int, *words: int) -> None:
         """Do it, of what is joint by a device alone."""
+        self.calls[self._name] += 1
         if self._is_joint:
             assert words[0] == HEADER
             assert len(words) == MOST_WORDS
@@ -160,6 +174,32 @@ def test_words(kernels: Packed, rows: int) -> None:
             if name in GATES:
                 gate, up = functional.linear(x_RK.float(), dense_NK, bias_N.float()).chunk(2, dim=-1)
                 check(kernels.gated(x_RK, matrix, name, bias_N), act(gate.clone()) * up)
+
+
+@pytest.mark.usefixtures("launches")
+def test_biases_behind_sums(kernels: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer adds them, whatever its codes are; then no kernel adds up what several GPUs have."""
+    dtype, names = kernels._dtype, list[str]()
+    monkeypatch.setattr(dense, "Launcher", lambda *_: None)
+    monkeypatch.setattr(kernel_cache, "prepare", lambda asked: names.extend([name for name, _ in asked]))
+    settings: Any = SimpleNamespace(norm_eps=1e-5, activation=ACTIVATIONS["silu"], attention_cap=None)
+    layer = Fused(torch.device("cuda", 0), dtype, settings, (), "fp16", joint=True, codes=[*STEPS])
+    channel: Any = None
+    for kind in STEPS:
+        x_RK, to_RN, bias_N = torch.randn(3, 256).to(dtype), torch.randn(3, 16).to(dtype), torch.randn(16).to(dtype)
+        matrix = matrix_of(kind, 16, 256, 128, dtype, 1)
+        held = Held({"o.bias": bias_N}, {"o.weight": matrix})
+        exact = x_RK.float() @ matrix.dense(0, 16, torch.float32).mT + bias_N
+        FakeLauncher.calls.clear()
+        torch.testing.assert_close(layer.linear(x_RK, held, "o").float(), exact, atol=0.03, rtol=0.02)
+        expected = to_RN.float() + exact
+        layer.add_linear(to_RN, x_RK, held, "o")
+        torch.testing.assert_close(to_RN.float(), expected, atol=0.03, rtol=0.02)
+        its_names = [name for joint in (False, True) for name in names_of(dtype, [kind], joint=joint)]
+        assert {*its_names} <= {*names}
+        assert FakeLauncher.calls == {its_names[0]: 2}
+        assert layer.joint(to_RN, x_RK, held, "o", channel, 0) is None
+        assert layer.joint(to_RN, x_RK, Held({}, held.quantised), "o", channel, 0)
 
 
 def test_what_is_not_taken(kernels: Packed) -> None:
