@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: Kernels, each with a generation of GPUs that it is compiled for, and bytes that the assembler may keep in memory.
 KERNELS = [
     ("bf16_4", (9, 0), 0),
-    ("f16_4", (8, 0), 64),
+    ("f16_4", (8, 0), 80),
     ("bf16_8", (8, 0), 64),
     ("f16_8", (12, 0), 0),
     ("f16_e4m3", (9, 0), 0),

@@ -44,30 +44,39 @@ def _nothing() -> Any:
 
 
 @device_function
+def _wide(a: Any, b: Any) -> Any:
+    """Multiply numbers of 32 bits: one instruction."""
+    return _WORD(_BITS(a)) * _WORD(_BITS(b))
+
+
+@device_function
 def _times(number: Any, fraction: Any) -> Any:
-    return (_WORD(_BITS(number)) * _WORD(_BITS(fraction))) >> _WORD(_POINT)
+    return _BITS(_wide(number, fraction) >> _WORD(_POINT))
 
 
 @device_function
 def _by_row(place: Any, group: Any, told: Any) -> Any:
     """Return the numbers of the scales of four rows that each have their own."""
     _, _, _, groups, ahead, _, _ = told
-    first, further = place * groups + group, ahead * groups
-    return first, first + groups, first + further, first + further + groups
+    first, further = _BITS(place * groups + group), _BITS(ahead * groups)
+    second, third = _BITS(first + groups), _BITS(first + further)
+    return first, second, third, _BITS(third + groups)
 
 
 @device_function
 def _by_block(place: Any, group: Any, told: Any) -> Any:
     """Return the numbers of the scales of four rows, of which blocks share one."""
     _, _, _, groups, ahead, row, _ = told
-    one, third = place + _WORD(1), place + ahead
-    a, b = _times(place, row) * groups + group, _times(one, row) * groups + group
-    return a, b, _times(third, row) * groups + group, _times(third + _WORD(1), row) * groups + group
+    second, third = _BITS(place + _BITS(1)), _BITS(place + ahead)
+    a, b = _times(place, row), _times(second, row)
+    c, d = _times(third, row), _times(_BITS(third + _BITS(1)), row)
+    one, other = _BITS(a * groups + group), _BITS(b * groups + group)
+    return one, other, _BITS(c * groups + group), _BITS(d * groups + group)
 
 
 @device_function
 def _scale_at(scales: Any, index: Any, wide: Any) -> Any:
-    return ptx.load_32_or_16(scales + (index << (_WORD(1) + wide)), wide)
+    return ptx.load_32_or_16(scales + _wide(index, _WORD(2) + wide + wide), wide)
 
 
 @device_function
@@ -81,27 +90,28 @@ def _scales_at(indexes: Any, told: Any) -> Any:
 
 @device_function
 def _nibble_at(zeros: Any, index: Any, is_there: Any) -> Any:
-    return ptx.load_32_if(zeros + ((index >> _WORD(3)) << _WORD(2)), is_there)
+    return ptx.load_32_if(zeros + _wide(_BITS(index >> _BITS(3)), 4), is_there)
 
 
 @device_function
 def _byte_at(zeros: Any, index: Any, is_there: Any) -> Any:
-    return ptx.load_8_if(zeros + index, is_there)
+    return ptx.load_8_if(zeros + _WORD(index), is_there)
 
 
 @device_function
-def _number(bits: Any) -> Any:
-    return ptx.float_of(_BITS(bits | _BITS(BITS_OF_BASES[0]))) - _FLOAT(BASES[0])
+def _number(bits: Any, less: Any) -> Any:
+    """Return a whole number less another, which has the base in it."""
+    return ptx.float_of(_BITS(bits | _BITS(BITS_OF_BASES[0]))) - less
 
 
 @device_function
-def _nibble(word: Any, index: Any) -> Any:
-    return _number(_BITS(ptx.shifted(word, _BITS(index << _BITS(2))) & _BITS(15)))
+def _nibble(word: Any, index: Any, less: Any) -> Any:
+    return _number(_BITS(ptx.shifted(word, _BITS(index << _BITS(2))) & _BITS(15)), less)
 
 
 @device_function
-def _byte(word: Any, _: Any) -> Any:
-    return _number(word)
+def _byte(word: Any, _: Any, less: Any) -> Any:
+    return _number(word, less)
 
 
 def _zeros_by(load: Any, value: Any) -> tuple[Any, Any]:
@@ -109,7 +119,7 @@ def _zeros_by(load: Any, value: Any) -> tuple[Any, Any]:
 
     Args:
         load: asks for what a zero is in, given its number.
-        value: makes a float32 of it.
+        value: makes a float32 of it, less another.
     """
 
     @device_function
@@ -117,17 +127,17 @@ def _zeros_by(load: Any, value: Any) -> tuple[Any, Any]:
         (a, b, c, d), (zeros, half, _) = indexes, told
         further = zeros + half
         one, other = load(zeros, a, zeros), load(zeros, b, zeros)
-        return (one, other, load(further, c, zeros), load(further, d, zeros)), _BITS(a)
+        return (one, other, load(further, c, zeros), load(further, d, zeros)), a
 
     @device_function
     def less(sums: Any, found: Any, told: Any, of_scales: Any) -> Any:
         (p, q, r, s), index = found
         _, _, _, groups, ahead, _, _ = of_scales
-        offset, x = ptx.float_of(_BITS(told[2])), sums[4]
-        second, third = _BITS(index + _BITS(groups)), _BITS(index + _BITS(ahead * groups))
-        a, b = sums[0] - (value(p, index) + offset) * x, sums[1] - (value(q, second) + offset) * x
-        c, fourth = sums[2] - (value(r, third) + offset) * x, _BITS(third + _BITS(groups))
-        return a, b, c, sums[3] - (value(s, fourth) + offset) * x
+        base, x = _FLOAT(BASES[0]) - ptx.float_of(_BITS(told[2])), sums[4]  # exact
+        second, third = _BITS(index + groups), _BITS(index + ahead * groups)
+        a, b = sums[0] - value(p, index, base) * x, sums[1] - value(q, second, base) * x
+        c, fourth = sums[2] - value(r, third, base) * x, _BITS(third + groups)
+        return a, b, c, sums[3] - value(s, fourth, base) * x
 
     return ask_zeros, less
 
@@ -164,7 +174,7 @@ def _product(name: str, kind: str, rows: Format) -> Kernel:
 
     - scales, half: address, and bytes to those of what a gate is for, or 0.
     - form: what they are, of :mod:`tpplan.decoder.scale_kinds`.
-    - groups: scales beside each other.
+    - groups: scales beside each other; of all rows there are fewer than 2 ** 32.
     - ahead: 2 where the second two rows of four are the next ones, 0 where they are of another matrix.
     - row: of floats, the fraction that the numbers of rows are multiplied by to find their blocks.
     - inverse: the same of 16 bytes beside each other; or 0 if there is one group.
@@ -185,8 +195,8 @@ def _product(name: str, kind: str, rows: Format) -> Kernel:
     def ask_rows(place: Any, column: Any, more: Any) -> Any:
         """Ask for codes, scales and zeros; a place is the number of a row."""
         (codes, pitch, half), of_scales, of_zeros, _ = more
-        w = ask(codes + place * pitch + _WORD(_BITS(column >> _BITS(per_byte))), pitch, half)
-        indexes = numbers(place, _times(column >> _BITS(unit), of_scales[6]), of_scales)
+        w = ask(codes + _wide(place, pitch) + _WORD(_BITS(column >> _BITS(per_byte))), pitch, half)
+        indexes = numbers(_BITS(place), _times(column >> _BITS(unit), of_scales[6]), of_scales)
         return w, _scales_at(indexes, of_scales), ask_zeros(indexes, of_zeros)
 
     @device_function
@@ -208,10 +218,8 @@ def _product(name: str, kind: str, rows: Format) -> Kernel:
         y, y_pitch, x, x_pitch, codes, size, half, choices, chosen, many, width, batches, plus, plus_pitch,
         mode, team, teams, scales, scales_half, form, groups, ahead, row, inverse, zeros, zeros_half, offset,
     ):  # fmt: skip
-        more = (
-            (codes, width >> _WORD(per_byte), half), (scales, scales_half, form, groups, ahead, row, inverse),
-            (zeros, zeros_half, offset), kept_of(),
-        )  # fmt: skip
+        of_scales = scales, scales_half, form, _BITS(groups), _BITS(ahead), row, inverse
+        more = (codes, width >> _WORD(per_byte), half), of_scales, (zeros, zeros_half, offset), kept_of()
         multiply(
             y, y_pitch, x, x_pitch, _WORD(0), size, _WORD(1), choices, chosen, many, width, batches, plus, plus_pitch,
             mode, team, teams, more,
