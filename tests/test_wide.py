@@ -1,0 +1,148 @@
+"""Products of many rows with matrices of codes: which are taken, who has a part of one, and the words of kernels."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.packed_cases import FORMS, float_matrix, int_matrix, matrix_of
+from tests.test_packed import PROCESSORS, SIZES
+from tests.test_packed import FakeLauncher as FewLauncher
+from tests.test_wide_kernels import WARPS
+from tpplan.decoder import wide
+from tpplan.decoder.few_rows import GATES
+from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.packed import STEPS
+from tpplan.decoder.settings import ACTIVATIONS
+from tpplan.decoder.wide import Wide, names_of, scratch_bytes, shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: Rows of a kernel that there is a smaller one for.
+FEWER = {32: 16, 48: 32, 64: 48}
+
+
+@pytest.mark.parametrize("most", WARPS)
+@pytest.mark.parametrize(("size", "width"), SIZES)
+def test_blocks_have_all_of_a_matrix(size: int, width: int, most: int) -> None:
+    """None has nothing to do, and what those that share columns leave has room."""
+    strips, steps = -(-size // 32), width // 128
+    tiles, splits, warps = shape_of(strips, steps, PROCESSORS, WARPS[most])
+    assert (tiles - 1) * warps < strips <= tiles * warps
+    assert 0 < splits <= steps
+    assert 0 < warps <= WARPS[most]
+    left = 128 * most * tiles * splits * warps + 4 * tiles * warps
+    assert splits == 1 or left <= scratch_bytes(PROCESSORS)
+
+
+@pytest.mark.parametrize(("size", "width"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
+def test_large_matrices_are_shared_out_evenly(size: int, width: int) -> None:
+    """On a GPU of so many multiprocessors no one has a tenth more than its part."""
+    strips, steps = size // 32, width // 128
+    tiles, splits, warps = shape_of(strips, steps, PROCESSORS, 8)
+    busiest = -(-tiles * splits // PROCESSORS) * warps * -(-steps // splits)
+    assert busiest <= 1.1 * strips * steps / PROCESSORS
+
+
+class FakeLauncher:
+    """Does what a kernel does, by its words, as kernels of few rows do."""
+
+    def __init__(self, name: str, place: torch.device) -> None:
+        """Take any device."""
+        family, dtype, self._kind, count = name.split("_")
+        assert family == "wide"
+        self._most = int(count)
+        self._few = {most: FewLauncher(f"packed_{dtype}_{self._kind}_{most}", place) for most in (8, 16)}
+
+    def __call__(self, blocks: tuple[int, int, int], threads: int, *words: int) -> None:
+        """Do it."""
+        y, y_pitch, x, x_pitch, *matrix, parts, turns, size, width, rows, plus, pitch, mode = words
+        tiles, splits, depth = blocks
+        warps, count = threads // 32, 2 * size if mode else size
+        assert FEWER[self._most] < rows <= self._most
+        assert (tiles - 1) * warps * 32 < count <= tiles * warps * 32
+        assert 0 < splits <= width // STEPS[self._kind]
+        assert depth == 1
+        assert not threads % 32
+        assert not parts % 16
+        assert not turns % 4
+        assert not size % 2
+        assert not any(word % 4 for word in (y, y_pitch, plus, pitch))
+        for start in range(0, rows, 16):
+            some = min(16, rows - start)
+            few = self._few[8 if some <= 8 else 16]
+            to, at, more = y + start * y_pitch, x + start * x_pitch, plus + start * pitch
+            few(1, 32, to, y_pitch, at, x_pitch, *matrix, 1, size, width, some, more, pitch, mode)
+
+
+def _without_place(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda size, **told: make(size, dtype=told["dtype"])
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wide:
+    """Return kernels of a device that is not there."""
+    monkeypatch.setattr(wide, "Launcher", FakeLauncher)
+    found = SimpleNamespace(multi_processor_count=PROCESSORS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", _without_place(torch.zeros))
+        patch.setattr(torch, "empty", _without_place(torch.empty))
+        made = Wide(torch.device("cuda", 0), request.param, ["e5m2", *STEPS])
+    assert made._parts.nbytes + made._turns.nbytes == scratch_bytes(PROCESSORS)
+    return made
+
+
+@pytest.mark.parametrize("rows", [17, 32, 33, 48, 64])
+def test_words(kernels: Wide, rows: int) -> None:
+    """Products, with a bias, a sum or a gate, are told to a kernel of so many rows, wherever their elements are."""
+    torch.manual_seed(rows)
+    dtype = kernels._dtype
+    for kind, scales, plus, group in product(STEPS, FORMS, [None, 1], [128, 384]):
+        x_RK, bias_N = torch.randn(rows, 392).to(dtype)[:, :384], torch.randn(29).to(dtype)[1:]
+        matrix = matrix_of(kind, 28, 384, group, scales, plus)
+        dense_NK = matrix.dense(0, 28, torch.float32)
+
+        def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+            torch.testing.assert_close(found.float(), expected.float(), atol=0.03, rtol=0.02)
+
+        assert kernels.takes(x_RK, matrix, gated=True)
+        exact = x_RK.float() @ dense_NK.mT
+        check(kernels.linear(x_RK, matrix), exact)
+        check(kernels.linear(x_RK, matrix, bias_N), exact + bias_N)
+        for first in (1, 2):
+            to_RN = torch.randn(rows, 32).to(dtype)
+            before = to_RN.clone()
+            kernels.add(to_RN[:, first : first + 28], x_RK, matrix)
+            check(to_RN[:, first : first + 28], before[:, first : first + 28] + exact)
+            assert torch.equal(to_RN[:, :first], before[:, :first])
+        for name, act in ACTIVATIONS.items():
+            if name in GATES:
+                gate, up = functional.linear(x_RK.float(), dense_NK, bias_N.float()).chunk(2, dim=-1)
+                check(kernels.gated(x_RK, matrix, name, bias_N), act(gate.clone()) * up)
+
+
+def test_what_is_not_taken(kernels: Wide) -> None:
+    """Few rows and very many, odd numbers of columns of the result, and what kernels of few rows do not take."""
+    dtype = kernels._dtype
+    x_RK, matrix = torch.randn(64, 512).to(dtype), int_matrix(24, 512, 128, torch.float16, 1)
+    assert kernels.takes(x_RK, matrix)
+    assert kernels.takes(x_RK[:17], matrix, gated=True)
+    assert not kernels.takes(x_RK[:16], matrix)
+    assert not kernels.takes(torch.randn(65, 512).to(dtype), matrix)
+    assert not kernels.takes(x_RK.float(), matrix)
+    assert not kernels.takes(x_RK, torch.randn(24, 512).to(dtype))
+    assert not kernels.takes(x_RK, int_matrix(25, 512, 128, torch.float16, 1))
+    assert kernels.takes(x_RK, int_matrix(26, 512, 128, torch.float16, 1))
+    assert not kernels.takes(x_RK, int_matrix(26, 512, 128, torch.float16, 1), gated=True)
+    assert not kernels.takes(x_RK, int_matrix(24, 512, 64, torch.float16, 1))
+    assert kernels.takes(x_RK, float_matrix(24, 512, (16, 128), torch.float32))
+    assert not kernels.takes(x_RK, float_matrix(24, 512, (12, 128), torch.float32))
+    assert not kernels.adds_up(x_RK[:17], matrix)
+    assert names_of(torch.float16, ["e4m3", "e5m2"]) == ["wide_f16_e4m3_32", "wide_f16_e4m3_48", "wide_f16_e4m3_64"]

@@ -1,0 +1,91 @@
+"""Products of many rows and a matrix of codes on a real GPU, rounded where torch rounds with a matrix of 16 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.packed_cases import matrix_of
+from tests.test_gemv_cuda import check
+from tpplan.decoder.few_rows import GATES
+from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.packed import STEPS
+from tpplan.decoder.settings import ACTIVATIONS
+from tpplan.decoder.wide import Wide
+
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
+#: As those of few rows.
+CASES = [
+    ("4", 1536, 4096, 128, torch.bfloat16, None),
+    ("4", 4096, 3584, 128, torch.float16, 1),
+    ("4", 2, 128, 128, torch.float16, 0),
+    ("4", 332, 1408, 128, torch.float32, 1),
+    ("4", 1002, 2304, 256, torch.float16, 0),
+    ("4", 34, 14336, 14336, torch.float32, None),
+    ("4", 28672, 4096, 128, torch.bfloat16, 1),
+    ("8", 1536, 4096, 128, torch.float16, 1),
+    ("8", 332, 1344, 64, torch.float32, 0),
+    ("e4m3", 1536, 4096, 128, torch.float32, 128),
+    ("e4m3", 332, 1344, 128, torch.bfloat16, 16),
+    ("e4m3", 34, 14336, 14336, torch.float32, 34),
+]
+
+
+@pytest.mark.parametrize("rows", [17, 32, 33, 48, 64])
+@pytest.mark.parametrize("case", CASES)
+def test_products(case: tuple[str, int, int, int, torch.dtype, int | None], rows: int, dtype: torch.dtype) -> None:
+    """Plain ones, the same every time, with a bias, and added to what is there; rows may be parts of longer ones."""
+    kind, size, width, *_ = case
+    torch.manual_seed(size + rows)
+    matrix = matrix_of(*case, device="cuda")
+    x_RK = torch.randn(rows, width + 8, device="cuda").to(dtype)[:, :width]
+    bias_N = torch.randn(size + 1, device="cuda").to(dtype)[1:]
+    run = Wide(torch.device("cuda", 0), dtype, [kind])
+    assert run.takes(x_RK, matrix)
+    exact = (x_RK.double() @ matrix.dense(0, size, torch.float32).double().mT).float()
+    found = run.linear(x_RK, matrix)
+    check(found, exact)
+    for _ in range(3):
+        assert torch.equal(found, run.linear(x_RK, matrix))
+    check(run.linear(x_RK, matrix, bias_N), exact + bias_N)
+    for first in (1, 2):  # elements are read and written in pairs
+        to_RN = torch.randn(rows, size + 4, device="cuda").to(dtype)
+        before, end = to_RN.clone(), first + size
+        run.add(to_RN[:, first:end], x_RK, matrix)
+        check(to_RN[:, first:end], before[:, first:end] + exact)
+        assert torch.equal(to_RN[:, :first], before[:, :first])
+        assert torch.equal(to_RN[:, end:], before[:, end:])
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("rows", [17, 48, 64])
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize(("size", "width"), [(7168, 4096), (4, 384), (1000, 2304)])
+def test_gates(  # noqa: PLR0917
+    size: int, width: int, kind: str, rows: int, name: str, dtype: torch.dtype
+) -> None:
+    """The products, the activations and what comes of both are rounded, as torch's are."""
+    torch.manual_seed(size + rows)
+    matrix = matrix_of(kind, size, width, 128, torch.float16, 1, device="cuda")
+    x_RK = torch.randn(rows, width, device="cuda").to(dtype)
+    bias_N = torch.randn(size, device="cuda").to(dtype)
+    exact = (x_RK.double() @ matrix.dense(0, size, torch.float32).double().mT).float() + bias_N
+    gate, up = exact.to(dtype).chunk(2, dim=-1)
+    expected = ACTIVATIONS[name](gate.clone()) * up
+    found = Wide(torch.device("cuda", 0), dtype, [kind]).gated(x_RK, matrix, name, bias_N)
+    assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
+    assert (found - expected).abs().mean() <= torch.finfo(dtype).eps * expected.abs().max() / 4
+
+
+def test_graphs_are_replayed(dtype: torch.dtype) -> None:
+    """Blocks that share columns take turns anew each time, and kernels that follow each other use the same memory."""
+    matrix = matrix_of("4", 4096, 4096, 128, torch.float16, 1, device="cuda")
+    x_RK = torch.randn(64, 4096, device="cuda").to(dtype)
+    run = Wide(torch.device("cuda", 0), dtype, ["4"])
+    expected, graph = run.linear(x_RK, matrix), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [run.linear(x_RK, matrix) for _ in range(3)]
+    for _ in range(5):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(each, expected) for each in found)
