@@ -1,6 +1,6 @@
 """Matrices of codes for tests of the kernels that multiply by them; products are about as large as what is multiplied.
 
-Scales and zeros end where their memory does, but for the rest of a word of 32 bits.
+Scales and zeros end where their memory does; those of 4-bit codes fill whole words, which kernels read.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ def int_matrix(  # noqa: PLR0917
     groups = -(-width // group)
     scales = _scales((size, groups), width**0.5 * 2 ** (bits - 1), dtype, device)
     codes = _words(size, width * bits // 32, device=device)
-    zeros = None if plus is None else _words(-(-size * groups * bits // 32), device=device)
-    if bits == 4:
-        return IntMatrix(codes, scales, zeros, plus or 0, group, bits)
-    zeros = zeros if zeros is None else zeros.view(torch.uint8)[: size * groups].view(size, groups)
-    return IntMatrix(codes.view(torch.uint8), scales, zeros, plus or 0, group, bits)
+    if bits == 8:
+        zeros = None if plus is None else torch.randint(256, (size, groups), dtype=torch.uint8, device=device)
+        return IntMatrix(codes.view(torch.uint8), scales, zeros, plus or 0, group, bits)
+    words = scales.new_empty(-(-scales.nbytes // 4) * 4 // dtype.itemsize)
+    words[: scales.numel()] = scales.view(-1)
+    zeros = None if plus is None else _words(-(-size * groups // 8), device=device)
+    return IntMatrix(codes, words[: scales.numel()].view(size, groups), zeros, plus or 0, group, bits)
 
 
 def float_matrix(
@@ -80,9 +82,7 @@ def matrix_of(  # noqa: PLR0917
 
 
 def _scales(shape: tuple[int, int], by: float, dtype: torch.dtype, device: str) -> torch.Tensor:
-    count = shape[0] * shape[1]
-    room = torch.empty(-(-count * dtype.itemsize // 4), dtype=torch.int32, device=device).view(dtype)
-    return room[:count].view(shape).copy_((torch.rand(shape, device=device) + 0.5) / by)
+    return ((torch.rand(shape, device=device) + 0.5) / by).to(dtype)
 
 
 def _words(*shape: int, device: str) -> torch.Tensor:

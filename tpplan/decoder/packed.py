@@ -188,17 +188,16 @@ def _is_read(matrix: Quantised, *, gated: bool) -> bool:
         and _has_power(columns, width)
         and _has_power(height, size)
         and str(matrix.scales.dtype) in FORMS
-        and _is_words(matrix.scales)
-        and (zeros is None or (zeros.dtype is _ZEROS[kind] and _is_words(zeros)))
+        and matrix.scales.is_contiguous()
+        and (kind != "4" or _is_words(matrix.scales))
+        and (zeros is None or (zeros.dtype is _ZEROS[kind] and zeros.is_contiguous()))
     )
 
 
 def _is_words(tensor: Tensor) -> bool:
     """Return whether a tensor can be read in words of 32 bits, of which a part of the last may be behind it."""
     end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
-    return (
-        tensor.is_contiguous() and not tensor.data_ptr() % 4 and -(-end // 4) * 4 <= tensor.untyped_storage().nbytes()
-    )
+    return not tensor.data_ptr() % 4 and -(-end // 4) * 4 <= tensor.untyped_storage().nbytes()
 
 
 def _has_power(block: int, count: int) -> bool:

@@ -81,25 +81,56 @@ def _mark_of_block(row: Any, groups: Any, rows: Any) -> Any:
     return _BITS((row >> rows) * groups)
 
 
+@device_function
+def _ask_words(scales: Any, zeros: Any, index: Any, form: Any) -> Any:
+    """Ask for the words that a scale and its zero of 4 bits are in; return these and the index."""
+    at = _BITS(index << _BITS(2)) if form == _WORD(F32) else _BITS(index << _BITS(1))
+    scale, zero = ptx.load_32(scales + _WORD(_BITS(at & _BITS(0xFFFFFFFC)))), _BITS(0)
+    if zeros:
+        zero = ptx.load_32(zeros + _WORD(_BITS(_BITS(index >> _BITS(3)) << _BITS(2))))
+    return scale, zero, index
+
+
+@device_function
+def _of_words(found: Any, form: Any) -> Any:
+    """Return the bits of a scale, and the zero."""
+    scale, zero, index = found
+    bits = scale if form == _WORD(F32) else ptx.shifted(scale, _BITS(index << _BITS(4)))
+    return bits, _BITS(ptx.shifted(zero, _BITS(index << _BITS(2))) & _BITS(15))
+
+
+@device_function
+def _ask_scale(scales: Any, _: Any, index: Any, form: Any) -> Any:
+    """Ask for a scale, which may be the only one; return it, no zero, and the index."""
+    is_wide = _WORD(1) if form == _WORD(F32) else _WORD(0)
+    return ptx.load_32_or_16(scales + (_WORD(index) << (_WORD(1) + is_wide)), is_wide), _BITS(0), index
+
+
+@device_function
+def _ask_both(scales: Any, zeros: Any, index: Any, form: Any) -> Any:
+    """Ask for its zero of 8 bits too."""
+    scale, _, _ = _ask_scale(scales, zeros, index, form)
+    return scale, ptx.load_8_if(zeros + _WORD(index), zeros), index
+
+
+@device_function
+def _as_they_are(found: Any, _: Any) -> Any:
+    return found[0], found[1]
+
+
 def _scale_by(kind: Codes) -> tuple[Any, Any]:
     """Make what asks for a scale and its zero, and what makes pieces of them."""
-    has_zeros, size, factor = kind.base is not None, kind.bits.bit_length() - 1, kind.factor
-    zeros_of_word, mask = 5 - size, (1 << kind.bits) - 1
-
-    @device_function
-    def ask(scales: Any, zeros: Any, index: Any, form: Any) -> Any:
-        """Ask for the words that they are in; return these and the index."""
-        at = _BITS(index << _BITS(2)) if form == _WORD(F32) else _BITS(index << _BITS(1))
-        scale, zero = ptx.load_32(scales + _WORD(_BITS(at & _BITS(0xFFFFFFFC)))), _BITS(0)
-        if has_zeros and zeros:
-            zero = ptx.load_32(zeros + _WORD(_BITS(_BITS(index >> _BITS(zeros_of_word)) << _BITS(2))))
-        return scale, zero, index
+    has_zeros, factor = kind.base is not None, kind.factor
+    ask, bits_of = {
+        (4, True): (_ask_words, _of_words),
+        (8, True): (_ask_both, _as_they_are),
+        (8, False): (_ask_scale, _as_they_are),
+    }[kind.bits, has_zeros]
 
     @device_function
     def scale_of(found: Any, form: Any, base: Any, is_there: Any) -> Any:
         """Return a scale, and base and zero together."""
-        index = found[2]
-        bits = found[0] if form == _WORD(F32) else ptx.shifted(found[0], _BITS(index << _BITS(4)))
+        bits, zero = bits_of(found, form)
         if form == _WORD(BF16):
             scale = ptx.low_bf16(bits)
         elif form == _WORD(F16):
@@ -107,9 +138,7 @@ def _scale_by(kind: Codes) -> tuple[Any, Any]:
         else:
             scale = ptx.float_of(bits)
         scale = scale * _FLOAT(factor) if is_there else _FLOAT(0)
-        if has_zeros:
-            return scale, base + _FLOAT(_BITS(ptx.shifted(found[1], _BITS(index << _BITS(size))) & _BITS(mask)))
-        return scale, _FLOAT(0)
+        return scale, base + _FLOAT(zero) if has_zeros else _FLOAT(0)
 
     @device_function
     def pieces_of(found: Any, form: Any, base: Any, is_there: Any) -> Any:
