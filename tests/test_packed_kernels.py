@@ -46,7 +46,7 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
     assert text.count("mma.sync") == products + scales
     assert "ld.global.nc.L1::no_allocate.v4.u32" in text
     if capability >= kernel_cache.OVERLAPS:
-        waits, later = text.index("griddepcontrol.wait"), ["ld.global.v4.u32", "ld.global.u16", "st.global.u16"]
+        waits, later = text.index("griddepcontrol.wait"), ["ld.global.v4.u32", "\tld.global.u16", "st.global.u16"]
         later += ["ld.volatile.global.u32", "st.volatile.global.u64", "st.global.u32"] if "_joint_" in name else []
         assert text.rindex("ld.volatile.global.v4.u32") < waits < min(map(text.index, later))
     assert ".f64" not in text
