@@ -14,13 +14,12 @@ from tpplan.decoder.quantised import IntMatrix
 from tpplan.exec import kernel_cache
 
 #: Warps of a multiprocessor, by rows.
-WARPS = {32: 16, 48: 12, 64: 8}
+WARPS = {32: 16, 48: 8, 64: 8}
 #: Kernels, each with a generation of GPUs that it is compiled for: they differ by dtype in little.
 KERNELS = [
     ("wide_bf16_4_64", CAPABILITIES[0]),
-    ("wide_bf16_4_64", (9, 0)),
     ("wide_f16_4_64", CAPABILITIES[-1]),
-    ("wide_bf16_4_32", CAPABILITIES[-1]),
+    ("wide_bf16_4_32", (9, 0)),
     ("wide_bf16_e4m3_48", (9, 0)),
 ]
 
@@ -94,3 +93,18 @@ def test_lanes_agree(case: _Case, plus: bool) -> None:
     assert (y_RN[:, size:] == 9).all()
     assert not turns.any()
     assert parts.isnan().all() == (splits == 1)
+
+
+@pytest.mark.parametrize("kind", ["4", "8", "e4m3"])
+def test_elements_are_rounded_once_if_asked(kind: str) -> None:
+    """What single ones are multiplied by is what the matrix itself makes of its codes, whatever their scales are."""
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.wide_kernels")
+    codes, dtype = pytest.importorskip("tpplan.decoder.packed_codes"), torch.bfloat16
+    matrix = matrix_of(kind, 32, 128, 128, torch.float32, 1)
+    x_RK, y_RN = torch.eye(17, 128, dtype=dtype), torch.empty(17, 32, dtype=dtype)
+    told = _words(y_RN, x_RK, matrix, 0, (0, 0), 0)
+    zeros = matrix.zeros if isinstance(matrix, IntMatrix) else None
+    touched = [x_RK, matrix.codes, matrix.scales, y_RN, *([] if zeros is None else [zeros])]
+    kernel = kernels.wide(f"wide_bf16_{kind}_32", getattr(codes, f"BF16_{kind.upper()}"), 4, 16, exact=True)
+    lanes.run(kernel, (1, 1), 32, [*told[:11], 0, 0, *told[12:]], touched)
+    assert torch.equal(y_RN, matrix.dense(0, 32, dtype)[:, :17].mT)

@@ -28,7 +28,7 @@ FEWEST_ROWS: Final = 17
 MOST_ROWS: Final = 64
 
 #: Of each kernel: rows, and warps that a multiprocessor has registers for.
-_WARPS: Final = {32: 16, 48: 12, 64: 8}
+_WARPS: Final = {32: 16, 48: 8, 64: 8}
 #: Matrix rows of a warp, and bytes of what it leaves for each row.
 _STRIP, _LEFT = 32, 128
 #: Warps of a block, blocks that share columns, at most.

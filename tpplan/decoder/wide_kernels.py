@@ -17,7 +17,7 @@ from numba import cuda
 from numba.cuda import types
 
 from tpplan.decoder import packed_codes
-from tpplan.decoder.scale_kinds import BF16, F32
+from tpplan.decoder.packed_scales import _scale_by
 from tpplan.decoder.wide_products import OWN, STRIP, products_of
 from tpplan.decoder.wide_sums import PER_EIGHT, begun, leave, turned, with_left
 from tpplan.exec import ptx, tiles
@@ -33,8 +33,8 @@ _EIGHT, _VECTOR = 8, 16
 _LANES = 4
 #: Steps in shared memory.
 _STAGES = 2
-#: 32 bits of a warp for each step in shared memory: scales of its matrix rows, and bases with zeros.
-_SCALES = 2 * STRIP
+#: Words of a warp for each step in shared memory: scales of its matrix rows, bases with zeros, and rests of scales.
+_SCALES = 3 * STRIP
 #: What multiplies pairs and adds others, and makes float32 of the first and of the second of a pair.
 _OF_PAIRS = {
     "bf16": (ptx.emit_fma_bf16, ptx.emit_low_bf16, ptx.emit_high_bf16),
@@ -52,34 +52,6 @@ def _pairs(low: Any, size: Any, mode: Any) -> Any:
     """
     first = min(low, size - _WORD(2))
     return first, (min(low + _WORD(STRIP // 2), size - _WORD(2)) if mode == ADD else first + size)
-
-
-def _scale_by(kind: Codes) -> tuple[Any, Any]:
-    """Make what asks for a scale and its zero, and what makes floats of them, base and zero together."""
-    size, factor, has_zeros = kind.bits.bit_length() - 1, kind.factor, kind.base is not None
-    zeros_of_word, mask = 5 - size, (1 << kind.bits) - 1
-
-    @device_function
-    def ask(scales: Any, zeros: Any, index: Any, form: Any) -> Any:
-        """Ask for the words that they are in; return these and the index."""
-        at = _BITS(index << _BITS(2)) if form == _WORD(F32) else _BITS(index << _BITS(1))
-        scale, zero = ptx.load_32(scales + _WORD(_BITS(at & _BITS(0xFFFFFFFC)))), _BITS(0)
-        if has_zeros and zeros:
-            zero = ptx.load_32(zeros + _WORD(_BITS(_BITS(index >> _BITS(zeros_of_word)) << _BITS(2))))
-        return scale, zero, index
-
-    @device_function
-    def floats(found: Any, form: Any, base: Any) -> Any:
-        index = found[2]
-        bits = found[0] if form == _WORD(F32) else ptx.shifted(found[0], _BITS(index << _BITS(4)))
-        if form == _WORD(F32):
-            scale = ptx.float_of(bits)
-        else:
-            scale = ptx.low_bf16(bits) if form == _WORD(BF16) else ptx.low_f16(bits)
-        zero = _BITS(ptx.shifted(found[1], _BITS(index << _BITS(size))) & _BITS(mask))
-        return scale * _FLOAT(factor), base + _FLOAT(zero)
-
-    return ask, floats
 
 
 def _asking_by(load: Any) -> Any:
@@ -129,7 +101,7 @@ def _store_by(kind: Codes) -> Any:
 
 
 def wide(  # noqa: C901, PLR0915 (the kernel)
-    name: str, kind: Codes, eights: int, warps: int, *, deep: int = 2
+    name: str, kind: Codes, eights: int, warps: int, *, deep: int = 2, exact: bool = False
 ) -> Kernel:
     """Make a kernel for up to so many rows.
 
@@ -155,20 +127,16 @@ def wide(  # noqa: C901, PLR0915 (the kernel)
         eights: of rows.
         warps: of a block, at most.
         deep: steps of codes that a warp has on their way: 2 or 3.
+        exact: whether elements are rounded once, and not scales before.
     """
     step, row_bytes, own_bytes = kind.step, 2 * kind.step, _LANES * _VECTOR
     chunks, stage, kept, part = row_bytes // _VECTOR, eights * _EIGHT * row_bytes, warps * _SCALES, 1024 * eights
     chunk_bits, per_lane, words = chunks.bit_length() - 1, chunks // _LANES, 2 * (stage // 4 + kept)
     fma, low_of, high_of = _OF_PAIRS[name.split("_")[1]]
-    products, zeros_of = products_of(kind, fma, eights), tiles.zeros(PER_EIGHT * eights)
-    begin, store, (ask_one, floats) = begun(eights, low_of, high_of), _store_by(kind), _scale_by(kind)
-    both, mask, number, has_zeros, is_deep = (
-        kind.floats.both,
-        kind.mask,
-        kind.base or 0,
-        kind.base is not None,
-        deep > _STAGES,
-    )
+    products, zeros_of = products_of(kind, fma, eights, exact=exact), tiles.zeros(PER_EIGHT * eights)
+    begin, store, (ask_one, pieces_of) = begun(eights, low_of, high_of), _store_by(kind), _scale_by(kind)
+    first_of, both, mask = kind.floats.first, kind.floats.both, kind.mask
+    number, has_zeros, is_deep = kind.base or 0, kind.base is not None, deep > _STAGES
 
     @device_function
     def copies(x: Any, pitch: Any) -> Any:
@@ -196,8 +164,13 @@ def wide(  # noqa: C901, PLR0915 (the kernel)
     @device_function
     def put(room: Any, start: Any, found: Any, form: Any, base: Any) -> None:
         """Write the scale of a lane's matrix row, and what it is less than a float, each twice in 32 bits."""
-        scale, zero = floats(found, form, base)
-        room[start], room[_BITS(start + _BITS(STRIP))] = both(scale, scale), both(-zero, -zero)
+        a, b = pieces_of(found, form, base, True)  # noqa: FBT003 (it is there)
+        scale, zero = ptx.low_bf16(a) + ptx.high_bf16(a) + ptx.low_bf16(b), ptx.high_bf16(b)
+        pair = both(scale, scale)
+        room[start], room[_BITS(start + _BITS(STRIP))] = pair, both(-zero, -zero)
+        if exact:
+            rest = scale - first_of(pair)
+            room[_BITS(start + _BITS(2 * STRIP))] = both(rest, rest)
 
     @device_function
     def ask_scale(of: Any, k: Any) -> Any:
@@ -304,7 +277,7 @@ def wide(  # noqa: C901, PLR0915 (the kernel)
 
 
 #: Warps that a multiprocessor has registers for, by eights of rows.
-WARPS = {4: 16, 6: 12, 8: 8}
+WARPS = {4: 16, 6: 8, 8: 8}
 
 
 def __getattr__(name: str) -> Kernel:
