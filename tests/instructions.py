@@ -17,7 +17,7 @@ import numpy as np
 from attrs import define
 from llvmlite import ir
 
-from tests.warps import ME, address_of, multiplied, told, words_at, write_words
+from tests.warps import ME, address_of, copy_words, end_copies, multiplied, told, wait_for_copies, words_at
 from tpplan.exec import ptx
 
 if TYPE_CHECKING:
@@ -225,8 +225,10 @@ _VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.[
 #: What is done with shared memory, given values, and what finds global memory.
 _SHARED: dict[str, Callable[..., Any]] = {
     "ld.shared.v4.u32": lambda values, _: tuple(words_at(values[0])),
-    "cp.async.cg.shared.global": lambda values, memory: write_words(values[0], memory(values[1], 16)),
-    "cp.async.wait_all;": lambda *_: None,
+    "cp.async.cg.shared.global": lambda values, memory: copy_words(values[0], memory(values[1], 16)),
+    "cp.async.commit_group;": lambda *_: end_copies(),
+    "cp.async.wait_group": lambda *_: wait_for_copies(3),
+    "cp.async.wait_all;": lambda *_: (end_copies(), wait_for_copies()),
 }
 #: Loads of some bits if something is there, and maybe of 16 if not.
 _GUARDED = re.compile(r"@p ld\.global\.u(\d+) \$0, \[\$1\];( @!p ld\.global\.u16)?")

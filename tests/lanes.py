@@ -111,6 +111,7 @@ def _running(threads: int, allowed: Sequence[torch.Tensor]) -> Iterator[Callable
 
     def lane(kernel: Kernel, block: Block, thread: int, numbers: list[Any]) -> None:
         ME.block, ME.thread, ME.arrays, ME.met, ME.words, ME.polled = block, thread, 0, 0, numbers, None
+        ME.copies = [[]]
         try:
             kernel.function(*numbers[: kernel.arguments])
         except BaseException:

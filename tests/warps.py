@@ -19,7 +19,7 @@ LANES = 32
 #: Bytes from the address of an array in shared memory to the next one's.
 _APART = 2**20
 #: Of a thread: its block and its number there, the arrays that it asked for, how often it met the others, what its
-#: kernel is told, and where it polled last.
+#: kernel is told, where it polled last, and groups of what it copies.
 ME = local()
 
 
@@ -163,6 +163,23 @@ def write_words(address: Any, words: Sequence[Any]) -> None:
     array, start = _found(address)
     for i, word in enumerate(words):
         array[start + i] = word
+
+
+def copy_words(address: Any, words: Sequence[Any]) -> None:
+    """Write four words there when this thread waits for them."""
+    ME.copies[-1].append((address, list(words)))
+
+
+def end_copies() -> None:
+    """Begin another group of copies."""
+    ME.copies.append([])
+
+
+def wait_for_copies(but: int = 0) -> None:
+    """Do what this thread copies, except for the last groups that it has ended."""
+    while len(ME.copies) - 1 > but:
+        for each in ME.copies.pop(0):
+            write_words(*each)
 
 
 def meet() -> None:

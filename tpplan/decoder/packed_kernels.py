@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attrs import frozen
 from numba import cuda
 from numba.cuda import types
 
@@ -38,24 +39,89 @@ from tpplan.exec.ptx import word
 MOST_WARPS = 8
 #: Rows of an instruction.
 _EIGHT = 8
+#: In shared memory: bytes of a warp's step, of one of a lane's two matrix rows in it, and words of all steps of a warp.
+_STEP_BYTES, _ROW_BYTES, _WARP_WORDS = 1024, 512, 1024
 _WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 
 
-def _asking_by(load: Any, kind: Codes, tall: int) -> Any:
-    """Make what asks for the codes that a lane has of its matrix rows."""
+@frozen
+class _Way:
+    """How a lane's codes of a step are asked for, and where they are until they are needed.
+
+    All take where the warp's are in shared memory, and the number of a step among those on their way.
+
+    Attributes:
+        first: asks for those of a step, before all else, given its first column.
+        ask: the same later, if there is such a step, in the place of those asked for before.
+        take: returns those asked for.
+    """
+
+    first: Any
+    ask: Any
+    take: Any
+
+
+def _by_registers(kind: Codes) -> _Way:
+    """Return how codes of four matrix rows come into registers."""
+    halvings = kind.halvings
+
+    def loading(load: Any) -> Any:
+        @device_function
+        def four(at: Any, column: Any) -> Any:
+            to = _WORD(column) >> _WORD(halvings)
+            return load(at[0] + to) + load(at[1] + to) + load(at[2] + to) + load(at[3] + to)
+
+        return four
+
+    load_now, load = loading(ptx.poll_128), loading(ptx.stream_128)
+
+    @device_function
+    def first(_: Any, number: Any, at: Any, column: Any) -> Any:  # noqa: ARG001
+        return load_now(at, column)
+
+    @device_function
+    def ask(_: Any, number: Any, at: Any, column: Any, is_there: Any, codes: Any) -> Any:  # noqa: ARG001
+        return load(at, column) if is_there else codes
+
+    @device_function
+    def take(_: Any, number: Any, codes: Any) -> Any:  # noqa: ARG001
+        return codes
+
+    return _Way(first, ask, take)
+
+
+def _by_shared_memory(kind: Codes) -> _Way:
+    """Return how codes of two matrix rows are copied into shared memory, by each lane what it needs itself.
+
+    Of loads into registers the assembler makes all of a tile together, when the last step before is done: then nothing
+    is on its way for as long as products take.
+    """
     halvings = kind.halvings
 
     @device_function
-    def ask_two(at: Any, column: Any) -> Any:
-        to = _WORD(column) >> _WORD(halvings)
-        return load(at[0] + to) + load(at[1] + to)
+    def first(room: Any, number: Any, at: Any, column: Any) -> Any:
+        to, place = _WORD(column) >> _WORD(halvings), room + _WORD(_STEP_BYTES * number)
+        ptx.copy_128(_BITS(place), at[0] + to)
+        ptx.copy_128(_BITS(place + _WORD(_ROW_BYTES)), at[1] + to)
+        ptx.end_copies()
+        return number
 
     @device_function
-    def ask_four(at: Any, column: Any) -> Any:
-        to = _WORD(column) >> _WORD(halvings)
-        return load(at[0] + to) + load(at[1] + to) + load(at[2] + to) + load(at[3] + to)
+    def ask(room: Any, number: Any, at: Any, column: Any, is_there: Any, codes: Any) -> Any:
+        if is_there:
+            to, place = _WORD(column) >> _WORD(halvings), room + _WORD(_STEP_BYTES * number)
+            ptx.copy_128(_BITS(place), at[0] + to)
+            ptx.copy_128(_BITS(place + _WORD(_ROW_BYTES)), at[1] + to)
+        ptx.end_copies()
+        return codes
 
-    return {1: ask_two, 2: ask_four}[tall]
+    @device_function
+    def take(room: Any, number: Any, _: Any) -> Any:
+        ptx.copied_but_three()
+        place = room + _WORD(_STEP_BYTES * number)
+        return ptx.shared_load_128(place) + ptx.shared_load_128(place + _WORD(_ROW_BYTES))
+
+    return _Way(first, ask, take)
 
 
 @device_function
@@ -133,8 +199,9 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
     numbers_of, places_of, marks_of, ask_scales = own_rows.numbers, own_rows.places, own_rows.marks, own_rows.ask
     made, told = own_rows.made, own_rows.told
     (rows_of, look), products, add_up = _rows_of(kind, eights), products_of(kind), add_up_of(first, both)
-    ask, ask_now = _asking_by(ptx.stream_128, kind, eights), _asking_by(ptx.poll_128, kind, eights)
     is_deep = eights == 1  # four steps are on their way, and a lane has its part of the rows of two
+    way, words = (_by_shared_memory(kind), MOST_WARPS * _WARP_WORDS) if is_deep else (_by_registers(kind), 4)
+    ask_first, ask, take = way.first, way.ask, way.take
     zeros_of, number, mask = tiles.zeros(4 * eights * eights), kind.base or 0, kind.mask
     step, halvings, part, has_zeros = kind.step, kind.halvings, 4 * kind.part, kind.base is not None
 
@@ -143,7 +210,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
         y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, more, run, size, width, rows,
         plus, plus_pitch, mode,
     ):  # fmt: skip
-        sums = cuda.shared.array(floats, _FLOAT)
+        sums, on_their_way = cuda.shared.array(floats, _FLOAT), cuda.shared.array(words, _BITS, alignment=16)
         lane, warp = _WORD(cuda.threadIdx.x) & _WORD(31), _WORD(ptx.of_first(_BITS(cuda.threadIdx.x >> 5)))
         g, t = lane >> _WORD(2), lane & _WORD(3)
         long, width32, size32 = _BITS(run * _WORD(step)), _BITS(width), _BITS(size)
@@ -155,11 +222,12 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
         start, stride = _BITS(_BITS(cuda.blockIdx.x) * per), _BITS(_BITS(cuda.gridDim.x) * per)
         numbers = numbers_of(_WORD(start) + g, size, mode)
         places, marks = places_of(numbers, own, pitch), marks_of(numbers, groups, more)
-        w0 = ask_now(places, min(begin, last))
-        w1 = ask_now(places, min(_BITS(begin + _BITS(step)), last))
+        room = ptx.shared_address(on_their_way) + warp * _WORD(4 * _WARP_WORDS) + lane * _WORD(16)
+        w0 = ask_first(room, 0, places, min(begin, last))
+        w1 = ask_first(room, 1, places, min(_BITS(begin + _BITS(step)), last))
         if is_deep:
-            w2 = ask_now(places, min(_BITS(begin + _BITS(2 * step)), last))
-            w3 = ask_now(places, min(_BITS(begin + _BITS(3 * step)), last))
+            w2 = ask_first(room, 2, places, min(_BITS(begin + _BITS(2 * step)), last))
+            w3 = ask_first(room, 3, places, min(_BITS(begin + _BITS(3 * step)), last))
         s = ask_scales(scales, zeros, marks, _BITS(min(_BITS(begin + mine), last) >> _BITS(bits)), form)
         ptx.after_earlier()
         turn, is_alone = begin_sum() if joint else (_BITS(0), _BITS(0))
@@ -183,35 +251,34 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
             if then > _BITS(0):
                 s = ask_scales(scales, zeros, marks, _BITS(min(_BITS(there + mine), last) >> _BITS(bits)), form)
             its_scales, its_zeros = told(pieces, chosen(0, g, t))
-            totals = products(totals, w0, p, its_scales, its_zeros, kept_mask)
-            if then > _BITS(0):
-                w0 = ask(places, there)
+            totals = products(totals, take(room, 0, w0), p, its_scales, its_zeros, kept_mask)
+            w0 = ask(room, 0, places, there, then > _BITS(0), w0)
             if is_deep:
                 if left > _BITS(2 * step):
                     p = look(at, _BITS(here + _BITS(2 * step)))
             elif left > _BITS(step):
                 p = look(at, _BITS(here + _BITS(step)))
             its_scales, its_zeros = told(pieces, chosen(1, g, t))
+            codes_1 = take(room, 1, w1)
             if run > _WORD(1):
-                totals = products(totals, w1, q if is_deep else p, its_scales, its_zeros, kept_mask)
-            if then > _BITS(step):
-                w1 = ask(places, _BITS(there + _BITS(step)))
+                totals = products(totals, codes_1, q if is_deep else p, its_scales, its_zeros, kept_mask)
+            w1 = ask(room, 1, places, _BITS(there + _BITS(step)), then > _BITS(step), w1)
             if is_deep:
                 if left > _BITS(3 * step):
                     q = look(at, _BITS(here + _BITS(3 * step)))
                 its_scales, its_zeros = told(pieces, chosen(2, g, t))
+                codes_2 = take(room, 2, w2)
                 if run > _WORD(2):
-                    totals = products(totals, w2, p, its_scales, its_zeros, kept_mask)
-                if then > _BITS(2 * step):
-                    w2 = ask(places, _BITS(there + _BITS(2 * step)))
+                    totals = products(totals, codes_2, p, its_scales, its_zeros, kept_mask)
+                w2 = ask(room, 2, places, _BITS(there + _BITS(2 * step)), then > _BITS(2 * step), w2)
             if then > _BITS(0):
                 p = look(at, there)
             if is_deep:
                 its_scales, its_zeros = told(pieces, chosen(3, g, t))
+                codes_3 = take(room, 3, w3)
                 if run > _WORD(3):
-                    totals = products(totals, w3, q, its_scales, its_zeros, kept_mask)
-                if then > _BITS(3 * step):
-                    w3 = ask(places, _BITS(there + _BITS(3 * step)))
+                    totals = products(totals, codes_3, q, its_scales, its_zeros, kept_mask)
+                w3 = ask(room, 3, places, _BITS(there + _BITS(3 * step)), then > _BITS(3 * step), w3)
                 if then > _BITS(step):
                     q = look(at, _BITS(there + _BITS(step)))
             near = far

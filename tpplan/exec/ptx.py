@@ -133,6 +133,9 @@ shared_store_128 = _instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "", "u6
 #: Copies 16 bytes there without registers; what a thread has copied so is there behind the second one.
 copy_128 = _instruction("cp.async.cg.shared.global [$0], [$1], 16;", "", "u32 u64", memory=True)
 copied = _instruction("cp.async.wait_all;", "", "", memory=True)
+#: Makes a group of what a thread has copied so since the last one; and waits for all groups but the last three.
+end_copies = _instruction("cp.async.commit_group;", "", "", memory=True)
+copied_but_three = _instruction("cp.async.wait_group 3;", "", "", memory=True)
 #: Four float32, at a multiple of 16.
 emit_load_floats = emitter("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", "f32 f32 f32 f32", "u64", memory=True)
 emit_store_floats = emitter("st.global.v4.f32 [$0], {$1,$2,$3,$4};", "", "u64 f32 f32 f32 f32", memory=True)
