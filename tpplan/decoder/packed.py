@@ -135,7 +135,7 @@ class Packed(FewRows[Quantised]):
         """
         if isinstance(matrix_NK, Tensor) or kind_of(matrix_NK) not in self._alone:
             return False
-        return 0 < len(x_RK) <= MOST_ROWS and is_vectors(x_RK, self._dtype) and _is_read(matrix_NK, gated=gated)
+        return 0 < len(x_RK) <= MOST_ROWS and is_vectors(x_RK, self._dtype) and is_read(matrix_NK, gated=gated)
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
         """Return whether there is a kernel for rows and a matrix that saves a sum of devices."""
@@ -161,20 +161,20 @@ class Packed(FewRows[Quantised]):
         (size, width), (height, columns), scales = matrix.shape, block_of(matrix), matrix.scales
         blocks, warps, run = shape_of(size, width // STEPS[kind_of(matrix)], self._processors, len(x))
         if not isinstance(matrix, IntMatrix):
-            zeros, more = 0, _power_of(height, size)
+            zeros, more = 0, power_of(height, size)
         elif matrix.zeros is None:
             zeros, more = 0, bits_of(float(1 << (matrix.bits - 1)))
         else:
             zeros, more = matrix.zeros.data_ptr(), bits_of(float(matrix.plus))
         words = (
             y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), matrix.codes.data_ptr(), scales.data_ptr(),
-            zeros, scales.shape[1], _power_of(columns, width), FORMS[str(scales.dtype)], more, run,
+            zeros, scales.shape[1], power_of(columns, width), FORMS[str(scales.dtype)], more, run,
             y.shape[1], width, len(x), *plus,
         )  # fmt: skip
         return blocks, 32 * warps, words
 
 
-def _is_read(matrix: Quantised, *, gated: bool) -> bool:
+def is_read(matrix: Quantised, *, gated: bool) -> bool:
     """Return whether kernels can read a matrix of a kind that there are kernels for."""
     (size, width), (height, columns), kind = matrix.shape, block_of(matrix), kind_of(matrix)
     zeros = matrix.zeros if isinstance(matrix, IntMatrix) else None
@@ -205,6 +205,6 @@ def _has_power(block: int, count: int) -> bool:
     return block >= count or not block & (block - 1)
 
 
-def _power_of(block: int, count: int) -> int:
+def power_of(block: int, count: int) -> int:
     """Return by how many bits."""
     return _ALL if block >= count else block.bit_length() - 1

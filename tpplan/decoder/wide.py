@@ -14,7 +14,7 @@ from torch import Tensor
 from tpplan.decoder.dense import block_of, kind_of
 from tpplan.decoder.few_rows import FewRows, is_vectors
 from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
-from tpplan.decoder.packed import STEPS, _is_read, _power_of
+from tpplan.decoder.packed import STEPS, is_read, power_of
 from tpplan.decoder.quantised import IntMatrix, Matrix, Quantised
 from tpplan.decoder.scale_kinds import FORMS
 
@@ -126,7 +126,7 @@ class Wide(FewRows[Quantised]):
             return False
         if not FEWEST_ROWS <= len(x_RK) <= MOST_ROWS or len(matrix_NK) % (4 if gated else 2):
             return False
-        return is_vectors(x_RK, self._dtype) and _is_read(matrix_NK, gated=gated)
+        return is_vectors(x_RK, self._dtype) and is_read(matrix_NK, gated=gated)
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:  # noqa: ARG002 (as others do)
         """Return that none saves a sum of devices."""
@@ -155,7 +155,7 @@ class Wide(FewRows[Quantised]):
         # A strip has as many matrix rows with a gate as without.
         tiles, splits, warps = shape_of(-(-size // _STRIP), width // STEPS[kind], self._processors, _WARPS[rows])
         if not isinstance(matrix, IntMatrix):
-            zeros, more = 0, _power_of(height, size)
+            zeros, more = 0, power_of(height, size)
         elif matrix.zeros is None:
             zeros, more = 0, bits_of(float(1 << (matrix.bits - 1)))
         else:
@@ -163,7 +163,7 @@ class Wide(FewRows[Quantised]):
         self._kernels[kind][rows](
             (tiles, splits, 1), 32 * warps,
             y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), matrix.codes.data_ptr(), scales.data_ptr(),
-            zeros, scales.shape[1], _power_of(columns, width), FORMS[str(scales.dtype)], more,
+            zeros, scales.shape[1], power_of(columns, width), FORMS[str(scales.dtype)], more,
             self._parts.data_ptr(), self._turns.data_ptr(), y.shape[1], width, len(x), *plus, mode,
         )  # fmt: skip
 

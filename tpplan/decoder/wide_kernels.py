@@ -17,7 +17,7 @@ from numba import cuda
 from numba.cuda import types
 
 from tpplan.decoder import packed_codes
-from tpplan.decoder.packed_scales import _scale_by
+from tpplan.decoder.packed_scales import scale_by
 from tpplan.decoder.wide_products import OWN, STRIP, products_of
 from tpplan.decoder.wide_sums import PER_EIGHT, begun, leave, turned, with_left
 from tpplan.exec import ptx, tiles
@@ -134,7 +134,7 @@ def wide(  # noqa: C901, PLR0915 (the kernel)
     chunk_bits, per_lane, words = chunks.bit_length() - 1, chunks // _LANES, 2 * (stage // 4 + kept)
     fma, low_of, high_of = _OF_PAIRS[name.split("_")[1]]
     products, zeros_of = products_of(kind, fma, eights, exact=exact), tiles.zeros(PER_EIGHT * eights)
-    begin, store, (ask_one, pieces_of) = begun(eights, low_of, high_of), _store_by(kind), _scale_by(kind)
+    begin, store, (ask_one, pieces_of) = begun(eights, low_of, high_of), _store_by(kind), scale_by(kind)
     first_of, both, mask = kind.floats.first, kind.floats.both, kind.mask
     number, has_zeros, is_deep = kind.base or 0, kind.base is not None, deep > _STAGES
 
