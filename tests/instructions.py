@@ -228,7 +228,7 @@ _SHARED: dict[str, Callable[..., Any]] = {
     "cp.async.cg.shared.global": lambda values, memory: copy_words(values[0], memory(values[1], 16)),
     "cp.async.commit_group;": lambda *_: end_copies(),
     "cp.async.wait_group": lambda *_: wait_for_copies(3),
-    "cp.async.wait_all;": lambda *_: (end_copies(), wait_for_copies()),
+    "cp.async.wait_all;": lambda *_: wait_for_copies(),
 }
 #: Loads of some bits if something is there, and maybe of 16 if not.
 _GUARDED = re.compile(r"@p ld\.global\.u(\d+) \$0, \[\$1\];( @!p ld\.global\.u16)?")

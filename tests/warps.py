@@ -175,11 +175,13 @@ def end_copies() -> None:
     ME.copies.append([])
 
 
-def wait_for_copies(but: int = 0) -> None:
-    """Do what this thread copies, except for the last groups that it has ended."""
+def wait_for_copies(but: int = -1) -> None:
+    """Do what this thread copies: all of it, or all groups that it has ended but the last ones."""
     while len(ME.copies) - 1 > but:
         for each in ME.copies.pop(0):
             write_words(*each)
+    if not ME.copies:
+        end_copies()
 
 
 def meet() -> None:

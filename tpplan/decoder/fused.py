@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tpplan.decoder import attention, dense, gemv, mixture, packed, pointwise, skinny
+from tpplan.decoder import attention, dense, gemv, mixture, packed, pointwise, skinny, wide
 from tpplan.decoder.attention import Attention
 from tpplan.decoder.dense import Dense
 from tpplan.decoder.gemv import Gemv, Norm
@@ -23,6 +23,7 @@ from tpplan.decoder.products import AT_ONCE
 from tpplan.decoder.quantised import ordered
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.decoder.skinny import Skinny
+from tpplan.decoder.wide import Wide
 from tpplan.exec import kernel_cache
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Fused(Plain):
         names += [*gemv.joint_names_of(dtype), skinny.joint_name_of(dtype)] if joint else ()
         names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
         names += mixture.names_of(dtype, codes) if experts else ()
-        names += [*dense.names_of(dtype, codes), *packed.names_of(dtype, codes)]
+        names += [*dense.names_of(dtype, codes), *packed.names_of(dtype, codes), *wide.names_of(dtype, codes)]
         names += packed.names_of(dtype, codes, joint=True) if joint else ()
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for name in names)  # all at the same time
@@ -129,7 +130,7 @@ class Fused(Plain):
         self._gemv = Gemv(place, dtype, joint=joint)
         self._few: list[FewRows[Any]] = [self._gemv, Skinny(place, dtype, joint=joint)]
         if packed.names_of(dtype, codes):
-            self._few.append(Packed(place, dtype, codes, joint=joint))
+            self._few += [Packed(place, dtype, codes, joint=joint), Wide(place, dtype, codes)]
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._mixture = Mixture(place, dtype, self._name, codes) if experts else None
         self._dense = Dense(place, dtype, codes)

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
     from tpplan.exec.channel import Channel
 
-#: Rows that are taken, sixteen by each kernel; and by those that add up the products of several devices.
-MOST_ROWS: Final = 64
+#: Rows that are taken; and by those that add up the products of several devices.
+MOST_ROWS: Final = 16
 MOST_JOINT: Final = 8
 
 #: Kinds of codes that there are kernels for, of :data:`tpplan.decoder.dense.KINDS`, and columns of a step.
 STEPS: Final = {"4": 128, "8": 64, "e4m3": 64}
 
-#: Rows of one instruction, of a kernel, and matrix rows of a tile for every eight rows.
-_EIGHT, _SIXTEEN, _TILE = 8, 16, 16
+#: Rows of one instruction, and matrix rows of a tile for every eight rows.
+_EIGHT, _TILE = 8, 16
 #: Dtypes of their zeros.
 _ZEROS: Final = {"4": torch.int32, "8": torch.uint8}
 #: A power of two that no rows and columns are more than.
@@ -44,7 +44,7 @@ class _Form:
     """What blocks of a kernel are, measured on an H200.
 
     Attributes:
-        warps: that a multiprocessor has registers for.
+        warps: of a multiprocessor.
         deep: steps that a warp has on their way, at most; at least two, if there are.
         turns: by the blocks on a multiprocessor, what it takes until each has gone through a tile, in proportion.
     """
@@ -55,8 +55,8 @@ class _Form:
 
 
 #: Of up to eight rows, and up to sixteen. A single block on a multiprocessor was never the best for the former; three
-#: or four were not for the latter.
-_FORM_OF: Final = (_Form(16, 4, {2: 9, 3: 13, 4: 15}), _Form(8, 2, {1: 9, 2: 16}))
+#: were not for the latter, and of four the codes on their way leave too little of the cache to eight rows.
+_FORM_OF: Final = (_Form(16, 4, {2: 9, 3: 13}), _Form(8, 2, {1: 9, 2: 16}))
 
 
 @cache
@@ -64,8 +64,6 @@ def shape_of(size: int, steps: int, processors: int, rows: int) -> tuple[int, in
     """Return how many blocks share a matrix, the warps of each, and the steps that a warp has on their way.
 
     All blocks are on the GPU from the start, as many on each multiprocessor as let all be done with their tiles first.
-    For all that was measured (eight matrices of a model with 4,096 columns and of its quarters, 1 to 16 rows), this is
-    within 1 % of the best number.
 
     Args:
         size: rows of the matrix.
@@ -92,7 +90,7 @@ def names_of(dtype: torch.dtype, kinds: Collection[str], *, joint: bool = False)
         joint: whether of those that add up the products of several devices, which are for up to eight rows; the others
             are for these and for up to sixteen.
     """
-    family, counts = ("packed_joint", (_EIGHT,)) if joint else ("packed", (_EIGHT, _SIXTEEN))
+    family, counts = ("packed_joint", (MOST_JOINT,)) if joint else ("packed", (_EIGHT, MOST_ROWS))
     return [f"{family}_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in counts]
 
 
@@ -125,8 +123,7 @@ class Packed(FewRows[Quantised]):
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix.
 
-        It is faster than to make 16-bit floats of the codes for torch to multiply by, of all matrices measured, even if
-        the codes are read again for every sixteen rows.
+        It is faster than to make 16-bit floats of the codes for torch to multiply by, of all matrices measured.
 
         Args:
             x_RK: rows.
@@ -142,11 +139,8 @@ class Packed(FewRows[Quantised]):
         return len(x_RK) <= MOST_JOINT and self.takes(x_RK, matrix_NK)
 
     def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:
-        (to, pitch), kernels = plus, self._alone[kind_of(matrix)]
-        for start in range(0, len(x), _SIXTEEN):
-            some = slice(start, start + _SIXTEEN)
-            blocks, threads, words = self._words(y[some], x[some], matrix, (to + start * pitch, pitch))
-            kernels[len(x[some]) > _EIGHT](blocks, threads, *words, mode)
+        blocks, threads, words = self._words(y, x, matrix, plus)
+        self._alone[kind_of(matrix)][len(x) > _EIGHT](blocks, threads, *words, mode)
 
     def _run_joint(  # noqa: PLR0917
         self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], channel: Channel, device: int
