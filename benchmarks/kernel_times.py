@@ -19,6 +19,7 @@ KINDS: Final = {
     "attention": re.compile(r".*(flash|fmha|cudnn|sdpa|attention).*"),
     "matrices": re.compile(
         r".*(gemm|gemv|skinny|cutlass|cublas|nvjet|splitk|aten\.(addmm|baddbmm|bmm|linear|mm)_?$).*"
+        r"|(coded_product|dense|experts_product|packed|wide)_.*"
     ),
     "copies and fills": re.compile(
         r".*(copy|fill|memcpy|memset|catarray|aten\.(cat|clone|stack|(new_)?zeros|zero_)).*"
