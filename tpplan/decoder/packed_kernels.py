@@ -27,7 +27,7 @@ from numba.cuda import types
 from tpplan.decoder.packed_codes import BF16_4, BF16_8, BF16_E4M3, F16_4, F16_8, F16_E4M3, Codes
 from tpplan.decoder.packed_products import products_of
 from tpplan.decoder.packed_scales import chosen, matrix_rows
-from tpplan.decoder.tile_sums import TILE, tile_sums
+from tpplan.decoder.tile_sums import TILE, rows_of, tile_sums
 from tpplan.exec import ptx, tiles
 from tpplan.exec.channel_messages import begin_sum, end_sum
 from tpplan.exec.channel_table import CALLERS
@@ -37,8 +37,8 @@ from tpplan.exec.ptx import word
 
 #: Warps of a block, at most.
 MOST_WARPS = 8
-#: Rows of an instruction, and bits of a byte.
-_EIGHT, _BYTE = 8, 8
+#: Bits of a code that is a byte.
+_BYTE = 8
 #: In shared memory: bytes of a warp's step, of one of a lane's two matrix rows in it, and words of all steps of a warp.
 _STEP_BYTES, _ROW_BYTES, _WARP_WORDS = 1024, 512, 1024
 _WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
@@ -146,24 +146,9 @@ def _four_vectors(at: Any) -> Any:
     return first + second + ptx.load_128(at + _WORD(48))
 
 
-def _rows_of(kind: Codes, eights: int) -> tuple[Any, Any]:
-    """Make what returns a lane's rows, one of each eight, and what asks for what it has of them.
-
-    A row that there is not is the last one.
-    """
+def _looking_at(kind: Codes, eights: int) -> Any:
+    """Make what asks for what a lane has of its rows, one of each eight."""
     quarter = {8: _two_vectors, 16: _four_vectors}[kind.part]
-
-    @device_function
-    def row_of(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
-        return x + min(g, rows - _WORD(1)) * pitch
-
-    @device_function
-    def of_eight(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
-        return (row_of(x, pitch, g, rows),)
-
-    @device_function
-    def of_sixteen(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
-        return row_of(x, pitch, g, rows), row_of(x, pitch, g + _WORD(_EIGHT), rows)
 
     @device_function
     def look_at_one(at: Any, column: Any) -> Any:
@@ -173,7 +158,7 @@ def _rows_of(kind: Codes, eights: int) -> tuple[Any, Any]:
     def look_at_two(at: Any, column: Any) -> Any:
         return quarter(at[0] + _WORD(column) * _WORD(2)) + quarter(at[1] + _WORD(column) * _WORD(2))
 
-    return {1: (of_eight, look_at_one), 2: (of_sixteen, look_at_two)}[eights]
+    return {1: look_at_one, 2: look_at_two}[eights]
 
 
 def _packed(  # noqa: C901, PLR0915 (the kernel)
@@ -209,7 +194,8 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
     own_rows = matrix_rows(kind, eights)
     numbers_of, places_of, marks_of, ask_scales = own_rows.numbers, own_rows.places, own_rows.marks, own_rows.ask
     made, told = own_rows.made, own_rows.told
-    (rows_of, look), products, add_up = _rows_of(kind, eights), products_of(kind), add_up_of(first, both)
+    row_places, look = rows_of(eights), _looking_at(kind, eights)
+    products, add_up = products_of(kind), add_up_of(first, both)
     is_deep = eights == 1  # four steps are on their way, and a lane has its part of the rows of two
     step, halvings, part, has_zeros = kind.step, kind.halvings, 4 * kind.part, kind.base is not None
     is_shared = is_deep and not (kind.bits == _BYTE and has_zeros)
@@ -243,7 +229,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
         s = ask_scales(scales, zeros, marks, _BITS(min(_BITS(begin + mine), last) >> _BITS(bits)), form)
         ptx.after_earlier()
         turn, is_alone = begin_sum() if joint else (_BITS(0), _BITS(0))
-        at = rows_of(x + t * _WORD(part), x_pitch, g, rows)
+        at = row_places(x + t * _WORD(part), x_pitch, g, rows)
         p = look(at, min(begin, last))
         if is_deep:
             q = look(at, min(_BITS(begin + _BITS(step)), last))

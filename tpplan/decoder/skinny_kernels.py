@@ -15,7 +15,7 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from tpplan.decoder.tile_sums import TILE, tile_sums
+from tpplan.decoder.tile_sums import TILE, rows_of, tile_sums
 from tpplan.exec import ptx, tiles
 from tpplan.exec.channel_messages import begin_sum, end_sum
 from tpplan.exec.channel_table import CALLERS
@@ -87,26 +87,12 @@ def _vector(row: Any, column: Any, last: Any) -> Any:
     )
 
 
-def _rows_of(eights: int) -> tuple[Any, Any]:
-    """Make what returns a lane's rows, one of each eight, and what asks for what it has of them.
-
-    A row that there is not is the last one.
+def _looking_at(eights: int) -> Any:
+    """Make what asks for what a lane has of its rows, one of each eight.
 
     Args:
         eights: of rows: 1 or 2.
     """
-
-    @device_function
-    def row_of(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
-        return x + min(g, rows - _WORD(1)) * pitch
-
-    @device_function
-    def of_eight(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
-        return (row_of(x, pitch, g, rows),)
-
-    @device_function
-    def of_sixteen(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
-        return row_of(x, pitch, g, rows), row_of(x, pitch, g + _WORD(8), rows)
 
     @device_function
     def look_at_one(at: Any, column: Any, last: Any) -> Any:
@@ -117,7 +103,7 @@ def _rows_of(eights: int) -> tuple[Any, Any]:
         first = _vector(at[0], column, last) + _vector(at[0], column + _WORD(32), last)
         return first + _vector(at[1], column, last) + _vector(at[1], column + _WORD(32), last)
 
-    return {1: (of_eight, look_at_one), 2: (of_sixteen, look_at_two)}[eights]
+    return {1: look_at_one, 2: look_at_two}[eights]
 
 
 @device_function
@@ -153,7 +139,7 @@ def _skinny(  # noqa: C901 (the kernel)
             mode then, and the words are the caller's.
     """
     products, zeros, add_up = _products(multiply), tiles.zeros(4 * eights), add_up_of(first, both)
-    rows_of, look = _rows_of(eights)
+    row_places, look = rows_of(eights), _looking_at(eights)
     found = tile_sums(first, both, eights, MOST_WARPS, joint=joint)
     keep, finish, floats, kept, half = found.keep, found.finish, found.floats, found.warp, found.half
 
@@ -174,7 +160,7 @@ def _skinny(  # noqa: C901 (the kernel)
         v = _ask_now(low, high, again + own, last)
         ptx.after_earlier()
         number, is_alone = begin_sum() if joint else (types.uint32(0), types.uint32(0))
-        at = rows_of(x, x_pitch, g, rows)
+        at = row_places(x, x_pitch, g, rows)
         p, q = look(at, begin + own, last), look(at, again + own, last)
         totals, near, buffer = zeros(), _WORD(0), _WORD(0)
         while start < size:

@@ -24,6 +24,30 @@ _HALF = TILE // 2
 _WORD, _FLOAT = types.uint64, types.float32
 
 
+def rows_of(eights: int) -> Any:
+    """Make what returns the addresses of a lane's rows, one of each eight; a row that there is not is the last one.
+
+    It takes the first one's, the bytes of a row, the lane's number among eight, and how many rows there are.
+
+    Args:
+        eights: of rows: 1 or 2.
+    """
+
+    @device_function
+    def row_of(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
+        return x + min(g, rows - _WORD(1)) * pitch
+
+    @device_function
+    def of_eight(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
+        return (row_of(x, pitch, g, rows),)
+
+    @device_function
+    def of_sixteen(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
+        return row_of(x, pitch, g, rows), row_of(x, pitch, g + _WORD(_HALF), rows)
+
+    return {1: of_eight, 2: of_sixteen}[eights]
+
+
 @frozen
 class TileSums:
     """Where sums are, and what becomes of them.
