@@ -30,24 +30,34 @@ FEWER = {32: 16, 48: 32, 64: 48}
 
 @pytest.mark.parametrize("most", WARPS)
 @pytest.mark.parametrize(("size", "width"), SIZES)
-def test_blocks_have_all_of_a_matrix(size: int, width: int, most: int) -> None:
-    """None has nothing to do, and what those that share columns leave has room."""
+def test_blocks_share_all_of_a_matrix(size: int, width: int, most: int) -> None:
+    """None has nothing to do, all have registers at once, and what they leave has room and is soon added up."""
     strips, steps = -(-size // 32), width // 128
-    tiles, splits, warps = shape_of(strips, steps, PROCESSORS, WARPS[most])
-    assert (tiles - 1) * warps < strips <= tiles * warps
-    assert 0 < splits <= steps
-    assert 0 < warps <= WARPS[most]
-    left = 128 * most * tiles * splits * warps + 4 * tiles * warps
-    assert splits == 1 or left <= scratch_bytes(PROCESSORS)
+    blocks, warps = shape_of(strips, steps, PROCESSORS, WARPS[most])
+    tiles = -(-strips // warps)
+    assert 0 < blocks <= tiles * min(steps, 16)
+    assert 0 < blocks * warps <= PROCESSORS * WARPS[most]
+    assert blocks * warps * (2 * 128 * most + 4) <= scratch_bytes(PROCESSORS)
 
 
-@pytest.mark.parametrize(("size", "width"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
-def test_large_matrices_are_shared_out_evenly(size: int, width: int) -> None:
-    """On a GPU of so many multiprocessors no one has a tenth more than its part."""
+@pytest.mark.parametrize(
+    ("size", "width", "shapes"),
+    [
+        (6144, 4096, [(256, 6), (256, 6), (132, 8)]),
+        (4096, 4096, [(128, 8)] * 3),
+        (28672, 4096, [(264, 8), (264, 6), (132, 8)]),
+        (4096, 14336, [(264, 6), (264, 6), (128, 8)]),
+        (4096, 2048, [(128, 8)] * 3),
+        (768, 4096, [(48, 8)] * 3),
+    ],
+)
+def test_matrices_are_shared_evenly(size: int, width: int, shapes: list[tuple[int, int]]) -> None:
+    """As is fastest on a GPU of so many multiprocessors, of which none has much more than its part if all have any."""
     strips, steps = size // 32, width // 128
-    tiles, splits, warps = shape_of(strips, steps, PROCESSORS, 8)
-    busiest = -(-tiles * splits // PROCESSORS) * warps * -(-steps // splits)
-    assert busiest <= 1.1 * strips * steps / PROCESSORS
+    assert [shape_of(strips, steps, PROCESSORS, warps) for warps in WARPS.values()] == shapes
+    for blocks, warps in shapes:
+        busiest = -(-blocks // PROCESSORS) * warps * -(-(-(-strips // warps) * steps) // blocks)
+        assert busiest <= 1.11 * strips * steps / min(blocks, PROCESSORS)
 
 
 class FakeLauncher:
@@ -60,15 +70,12 @@ class FakeLauncher:
         self._most = int(count)
         self._few = {most: FewLauncher(f"packed_{dtype}_{self._kind}_{most}", place) for most in (8, 16)}
 
-    def __call__(self, blocks: tuple[int, int, int], threads: int, *words: int) -> None:
+    def __call__(self, blocks: int, threads: int, *words: int) -> None:
         """Do it."""
         y, y_pitch, x, x_pitch, *matrix, parts, turns, size, width, rows, plus, pitch, mode = words
-        tiles, splits, depth = blocks
-        warps, count = threads // 32, 2 * size if mode else size
+        tiles = -(-(2 * size if mode else size) // threads)  # as a thread has a matrix row
         assert FEWER[self._most] < rows <= self._most
-        assert (tiles - 1) * warps * 32 < count <= tiles * warps * 32
-        assert 0 < splits <= width // STEPS[self._kind]
-        assert depth == 1
+        assert 0 < blocks <= tiles * width // STEPS[self._kind]
         assert not threads % 32
         assert not parts % 16
         assert not turns % 4
@@ -101,11 +108,11 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("rows", [17, 32, 33, 48, 64])
 def test_words(kernels: Wide, rows: int) -> None:
-    """Products, with a bias, a sum or a gate, are told to a kernel of so many rows, wherever their elements are."""
+    """Products, with a bias, a sum or a gate, are told to a kernel of so many rows."""
     torch.manual_seed(rows)
     dtype = kernels._dtype
     for kind, scales, plus, group in product(STEPS, FORMS, [None, 1], [128, 384]):
-        x_RK, bias_N = torch.randn(rows, 392).to(dtype)[:, :384], torch.randn(29).to(dtype)[1:]
+        x_RK, bias_N = torch.randn(rows, 392).to(dtype)[:, :384], torch.randn(28).to(dtype)
         matrix = matrix_of(kind, 28, 384, group, scales, plus)
         dense_NK = matrix.dense(0, 28, torch.float32)
 
@@ -116,16 +123,26 @@ def test_words(kernels: Wide, rows: int) -> None:
         exact = x_RK.float() @ dense_NK.mT
         check(kernels.linear(x_RK, matrix), exact)
         check(kernels.linear(x_RK, matrix, bias_N), exact + bias_N)
-        for first in (1, 2):
-            to_RN = torch.randn(rows, 32).to(dtype)
-            before = to_RN.clone()
-            kernels.add(to_RN[:, first : first + 28], x_RK, matrix)
-            check(to_RN[:, first : first + 28], before[:, first : first + 28] + exact)
-            assert torch.equal(to_RN[:, :first], before[:, :first])
+        to_RN = torch.randn(rows, 32).to(dtype)
+        before = to_RN.clone()
+        kernels.add(to_RN[:, 2:30], x_RK, matrix)
+        check(to_RN[:, 2:30], before[:, 2:30] + exact)
+        assert torch.equal(to_RN[:, :2], before[:, :2])
         for name, act in ACTIVATIONS.items():
             if name in GATES:
                 gate, up = functional.linear(x_RK.float(), dense_NK, bias_N.float()).chunk(2, dim=-1)
                 check(kernels.gated(x_RK, matrix, name, bias_N), act(gate.clone()) * up)
+
+
+def test_elements_are_in_pairs(kernels: Wide) -> None:
+    """A bias or rows of which kernels cannot read and write two elements at once are refused."""
+    dtype = kernels._dtype
+    x_RK, matrix = torch.randn(17, 128).to(dtype), int_matrix(24, 128, 128, torch.float16, 1)
+    for to_RN in (torch.randn(17, 28).to(dtype)[:, 1:25], torch.randn(17, 25).to(dtype)[:, :24]):
+        with pytest.raises(ValueError, match="multiples of 4"):
+            kernels.add(to_RN, x_RK, matrix)
+    with pytest.raises(ValueError, match="multiples of 4"):
+        kernels.linear(x_RK, matrix, torch.randn(25).to(dtype)[1:])
 
 
 def test_what_is_not_taken(kernels: Wide) -> None:

@@ -10,17 +10,17 @@ from tests.test_kernels import CAPABILITIES, _registers
 from tests.test_packed_kernels import _words
 from tests.test_skinny import acted
 from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.packed import STEPS
 from tpplan.decoder.quantised import IntMatrix
 from tpplan.exec import kernel_cache
 
 #: Warps of a multiprocessor, by rows.
-WARPS = {32: 16, 48: 8, 64: 8}
+WARPS = {32: 16, 48: 12, 64: 8}
 #: Kernels, each with a generation of GPUs that it is compiled for: they differ by dtype in little.
 KERNELS = [
-    ("wide_bf16_4_64", CAPABILITIES[0]),
-    ("wide_f16_4_64", CAPABILITIES[-1]),
+    ("wide_bf16_e4m3_48", CAPABILITIES[0]),
     ("wide_bf16_4_32", (9, 0)),
-    ("wide_bf16_e4m3_48", (9, 0)),
+    ("wide_f16_4_64", CAPABILITIES[-1]),
 ]
 
 
@@ -49,28 +49,28 @@ def test_codes_are_made_floats_once(name: str, capability: tuple[int, int]) -> N
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
 
 
-#: Kernel, rows, columns of the result, columns, those that share a scale, scales, plus, warps, blocks that share
-#: columns, mode.
-_Case = tuple[str, int, int, int, int, torch.dtype, int | None, int, int, int]
+#: Kernel, rows, columns of the result, columns, those that share a scale, scales, plus, warps, blocks, mode, what is
+#: added.
+_Case = tuple[str, int, int, int, int, torch.dtype, int | None, int, int, int, bool]
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        ("bf16_4_32", 17, 34, 256, 128, torch.bfloat16, None, 1, 1, 0),  # two blocks, of which one has a single pair
-        ("f16_4_32", 32, 64, 640, 256, torch.float16, 1, 2, 2, 0),  # three steps of one block, two of the other
-        ("bf16_4_64", 64, 18, 384, 384, torch.float32, 0, 1, 3, 1),  # a step of each block; two strips, with gates
-        ("f16_4_48", 41, 32, 128, 128, torch.float16, 1, 2, 1, 2),
-        ("bf16_8_48", 35, 30, 128, 64, torch.bfloat16, 0, 2, 2, 0),  # a warp has nothing
-        ("f16_e4m3_32", 19, 14, 192, 64, torch.float32, 16, 1, 1, 3),
-        ("bf16_e4m3_32", 24, 40, 128, 128, torch.float16, 1, 1, 1, 0),
+        ("bf16_4_32", 17, 34, 384, 128, torch.bfloat16, None, 1, 2, 0, True),  # a tile of each block, one of a pair
+        ("bf16_4_32", 20, 66, 384, 128, torch.float16, 1, 1, 5, 0, True),  # blocks with parts of two tiles
+        ("f16_4_32", 18, 96, 384, 256, torch.float16, 1, 2, 3, 0, False),  # a warp has nothing
+        ("bf16_4_64", 64, 18, 384, 384, torch.float32, 0, 1, 4, 1, True),  # parts of gates
+        ("f16_4_48", 41, 32, 128, 128, torch.float16, 1, 2, 1, 2, False),
+        ("bf16_8_48", 35, 30, 192, 64, torch.bfloat16, 0, 1, 3, 0, True),  # a step of each block
+        ("f16_e4m3_32", 19, 14, 192, 64, torch.float32, 16, 1, 2, 3, False),
+        ("bf16_e4m3_32", 24, 72, 192, 192, torch.float16, 1, 1, 1, 0, True),  # all tiles of a block
     ],
 )
-@pytest.mark.parametrize("plus", [False, True])
-def test_lanes_agree(case: _Case, plus: bool) -> None:
+def test_lanes_agree(case: _Case) -> None:
     """What the source does lane by lane is the product, and reaches for nothing beside the matrices."""
     lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.wide_kernels")
-    name, rows, size, width, group, scales, offset, warps, splits, mode = case
+    name, rows, size, width, group, scales, offset, warps, blocks, mode, plus = case
     torch.manual_seed(size)
     floats, kind, most = name.split("_")
     dtype = {text: each for each, text in DTYPES.items()}[floats]
@@ -79,32 +79,19 @@ def test_lanes_agree(case: _Case, plus: bool) -> None:
     zeros = matrix.zeros if isinstance(matrix, IntMatrix) else None
     x_RK = torch.randn(rows, width + 16).to(dtype)[:, 8:-8]
     plus_RN, y_RN = torch.randn(rows, count).to(dtype), torch.full((rows, size + 4), 9, dtype=dtype)
-    tiles = -(-count // (32 * warps))
-    parts = torch.full((tiles * warps * splits, int(most), 32), torch.nan)
-    turns = torch.zeros(tiles * warps, dtype=torch.int32)
+    parts = torch.full((2 * blocks * warps, int(most), 32), torch.nan)
+    turns = torch.zeros(blocks * warps, dtype=torch.int32)
     told = _words(y_RN[:, :size], x_RK, matrix, 0, (plus_RN.data_ptr(), 2 * count) if plus else (0, 0), mode)
     words = [*told[:11], parts.data_ptr(), turns.data_ptr(), *told[12:]]
     touched = [x_RK, matrix.codes, matrix.scales, plus_RN, y_RN, parts, turns, *([] if zeros is None else [zeros])]
-    lanes.run(getattr(kernels, f"WIDE_{name.upper()}"), (tiles, splits), 32 * warps, words, touched)
+    lanes.run(getattr(kernels, f"WIDE_{name.upper()}"), blocks, 32 * warps, words, touched)
     exact_RN = x_RK.double() @ matrix.dense(0, count, torch.float32).double().mT + (plus_RN if plus else 0)
     expected_RN = acted(exact_RN.to(dtype), mode) if mode else exact_RN.to(dtype)
     step = 2 * torch.finfo(dtype).eps * expected_RN.abs().max().item()
     torch.testing.assert_close(y_RN[:, :size], expected_RN, atol=step, rtol=0)
     assert (y_RN[:, size:] == 9).all()
     assert not turns.any()
-    assert parts.isnan().all() == (splits == 1)
-
-
-@pytest.mark.parametrize("kind", ["4", "8", "e4m3"])
-def test_elements_are_rounded_once_if_asked(kind: str) -> None:
-    """What single ones are multiplied by is what the matrix itself makes of its codes, whatever their scales are."""
-    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.wide_kernels")
-    codes, dtype = pytest.importorskip("tpplan.decoder.packed_codes"), torch.bfloat16
-    matrix = matrix_of(kind, 32, 128, 128, torch.float32, 1)
-    x_RK, y_RN = torch.eye(17, 128, dtype=dtype), torch.empty(17, 32, dtype=dtype)
-    told = _words(y_RN, x_RK, matrix, 0, (0, 0), 0)
-    zeros = matrix.zeros if isinstance(matrix, IntMatrix) else None
-    touched = [x_RK, matrix.codes, matrix.scales, y_RN, *([] if zeros is None else [zeros])]
-    kernel = kernels.wide(f"wide_bf16_{kind}_32", getattr(codes, f"BF16_{kind.upper()}"), 4, 16, exact=True)
-    lanes.run(kernel, (1, 1), 32, [*told[:11], 0, 0, *told[12:]], touched)
-    assert torch.equal(y_RN, matrix.dense(0, 32, dtype)[:, :17].mT)
+    tiles, steps = -(-count // (32 * warps)), width // STEPS[kind]
+    edges = {block * tiles * steps // blocks for block in range(blocks)} | {tile * steps for tile in range(tiles)}
+    whole = sum(not edges & {*range(start + 1, start + steps)} for start in range(0, tiles * steps, steps))
+    assert (~parts.isnan()).flatten(1).any(1).sum() == warps * (len(edges) - whole)

@@ -28,49 +28,35 @@ FEWEST_ROWS: Final = 17
 MOST_ROWS: Final = 64
 
 #: Of each kernel: rows, and warps that a multiprocessor has registers for.
-_WARPS: Final = {32: 16, 48: 8, 64: 8}
-#: Matrix rows of a warp, and bytes of what it leaves for each row.
-_STRIP, _LEFT = 32, 128
-#: Warps of a block, blocks that share columns, at most.
+_WARPS: Final = {32: 16, 48: 12, 64: 8}
+#: Matrix rows of a warp, and bytes of what it leaves for each row; how often it may.
+_STRIP, _LEFT, _TIMES = 32, 128, 2
+#: Warps of a block, and blocks that have steps of the same matrix rows, at most.
 _MOST_WARPS, _MOST_SPLITS = 8, 16
-#: Warps of a multiprocessor that hide what each waits for.
-_ENOUGH = 6
-#: What takes as long as a step of a warp: in steps of a warp to leave what it has found and to add that up; and to wait
-#: for the last one to be ready.
-_LEAVING, _WAITING = 2, 8
+#: Steps of each warp that make more warps worth while, and strips for each multiprocessor that make yet more so.
+_MANY_STEPS, _MANY_STRIPS = 5, 2
 
 
 @cache
-def shape_of(strips: int, steps: int, processors: int, warps: int) -> tuple[int, int, int]:
-    """Return how many blocks have all strips of a matrix, how many share their columns, and the warps of each.
+def shape_of(strips: int, steps: int, processors: int, warps: int) -> tuple[int, int]:
+    """Return how many blocks share all steps of a matrix evenly, and the warps of each.
 
-    Those that share columns are all on the GPU from the start.
+    Two blocks of a multiprocessor hide what each waits for, but leave more for others to add up; so do large blocks.
 
     Args:
         strips: 32 rows of the matrix each, half of them gates if there are any.
         steps: of its columns.
         processors: of the GPU.
-        warps: that each of these has registers for.
+        warps: that each of these has registers for, at least those of a block.
     """
-
-    def cost(shape: tuple[int, int, int]) -> tuple[float, int]:
-        tiles, splits, size = shape
-        rounds = -(-tiles * splits // processors)
-        hidden = min(rounds, warps // size) * size
-        time = rounds * size * (-(-steps // splits) + (_LEAVING if splits > 1 else 0)) * max(1, _ENOUGH / hidden)
-        return time + (_WAITING if splits > 1 else 0), -size
-
-    every = ((-(-strips // size), splits, size) for size in range(2, _MOST_WARPS + 1) for splits in _splits(steps))
-    return min((each for each in every if each[1] == 1 or _at_once(each, processors, warps)), key=cost)
-
-
-def _splits(steps: int) -> range:
-    return range(1, min(steps, _MOST_SPLITS) + 1)
-
-
-def _at_once(shape: tuple[int, int, int], processors: int, warps: int) -> bool:
-    tiles, splits, size = shape
-    return tiles * splits <= warps // size * processors
+    together, size = 1, _MOST_WARPS
+    if warps > size and strips * steps >= _MANY_STEPS * size * processors:
+        together, size = 2, min(size if strips >= _MANY_STRIPS * processors else size - 2, warps // 2)
+    tiles = -(-strips // size)
+    blocks = min(together * processors, tiles * min(steps, _MOST_SPLITS))
+    longest = -(-tiles * steps // blocks)
+    even = blocks // tiles * tiles  # so many that none has parts of two tiles, where that takes no longer
+    return even if even * longest >= tiles * steps else blocks, size
 
 
 def names_of(dtype: torch.dtype, kinds: Collection[str]) -> list[str]:
@@ -84,8 +70,9 @@ def names_of(dtype: torch.dtype, kinds: Collection[str]) -> list[str]:
 
 
 def scratch_bytes(processors: int) -> int:
-    """Return the bytes of what blocks leave for each other, on a GPU of so many multiprocessors."""
-    return processors * (max(warps * rows for rows, warps in _WARPS.items()) * _LEFT + 4 * max(_WARPS.values()))
+    """Return the bytes of what blocks leave for each other, on a GPU of so many multiprocessors: 144 KiB for each."""
+    left = _TIMES * _LEFT * max(warps * rows for rows, warps in _WARPS.items())
+    return processors * (left + 4 * max(_WARPS.values()))
 
 
 class Wide(FewRows[Quantised]):
@@ -132,28 +119,14 @@ class Wide(FewRows[Quantised]):
         """Return that none saves a sum of devices."""
         return False
 
-    def linear(self, x_RK: Tensor, matrix_NK: Quantised, bias_N: Tensor | None = None) -> Tensor:
-        """Return ``functional.linear`` of rows: ``[R, N]``, rounded once."""
-        return super().linear(x_RK, matrix_NK, _in_pairs(bias_N))
-
-    def gated(self, x_RK: Tensor, matrix_NK: Quantised, gate: str, bias_N: Tensor | None = None) -> Tensor:
-        """Return the products of the matrix's second half, times the activations of its first's: ``[R, I]``."""
-        return super().gated(x_RK, matrix_NK, gate, _in_pairs(bias_N))
-
-    def add(self, to_RN: Tensor, x_RK: Tensor, matrix_NK: Quantised) -> None:
-        """Add a product to rows, where they are, and round once, as ``addmm_`` does."""
-        if not (to_RN.data_ptr() | 2 * to_RN.stride(0)) % 4:
-            super().add(to_RN, x_RK, matrix_NK)
-            return
-        found_RN = to_RN.clone(memory_format=torch.contiguous_format)  # elements are read and written in pairs
-        super().add(found_RN, x_RK, matrix_NK)
-        to_RN.copy_(found_RN)
-
     def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:
         (size, width), (height, columns), scales = matrix.shape, block_of(matrix), matrix.scales
+        if any(word % 4 for word in (y.data_ptr(), 2 * y.stride(0), *plus)):
+            msg = "biases and rows of results begin at multiples of 4 bytes"
+            raise ValueError(msg)
         rows, kind = next(each for each in _WARPS if len(x) <= each), kind_of(matrix)
         # A strip has as many matrix rows with a gate as without.
-        tiles, splits, warps = shape_of(-(-size // _STRIP), width // STEPS[kind], self._processors, _WARPS[rows])
+        blocks, warps = shape_of(-(-size // _STRIP), width // STEPS[kind], self._processors, _WARPS[rows])
         if not isinstance(matrix, IntMatrix):
             zeros, more = 0, power_of(height, size)
         elif matrix.zeros is None:
@@ -161,7 +134,7 @@ class Wide(FewRows[Quantised]):
         else:
             zeros, more = matrix.zeros.data_ptr(), bits_of(float(matrix.plus))
         self._kernels[kind][rows](
-            (tiles, splits, 1), 32 * warps,
+            blocks, 32 * warps,
             y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), matrix.codes.data_ptr(), scales.data_ptr(),
             zeros, scales.shape[1], power_of(columns, width), FORMS[str(scales.dtype)], more,
             self._parts.data_ptr(), self._turns.data_ptr(), y.shape[1], width, len(x), *plus, mode,
@@ -171,8 +144,3 @@ class Wide(FewRows[Quantised]):
         self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], channel: Channel, device: int
     ) -> None:
         raise NotImplementedError
-
-
-def _in_pairs(bias_N: Tensor | None) -> Tensor | None:
-    """Return a bias where elements can be read in pairs."""
-    return bias_N if bias_N is None or not bias_N.data_ptr() % 4 else bias_N.clone()

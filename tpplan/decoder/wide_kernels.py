@@ -4,8 +4,9 @@ Tensor cores multiply, as in :mod:`tpplan.decoder.packed_kernels`. A warp has 32
 rows; the warps of a block have strips that follow each other, and share what they have of the rows: two steps in shared
 memory, of which the second is copied while they multiply by the first. Codes go straight to registers, two steps ahead.
 
-Where a matrix has too few strips for all multiprocessors, several blocks have its columns. Each leaves what it has
-found of a strip in memory, and the warp that is the last one adds that up, in the blocks' order.
+The strips of a block's warps are a tile, of as many steps as there are of columns. Tiles follow each other, and every
+block has as many of all their steps as others, or one more. Of a tile that several blocks have, each leaves in memory
+what it has found, and of those with the same strip the last warp adds that up, in the blocks' order. None waits.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 _EIGHT, _VECTOR = 8, 16
 #: Lanes that have the same matrix rows.
 _LANES = 4
-#: Steps in shared memory.
+#: Steps in shared memory, and steps of codes on their way.
 _STAGES = 2
-#: Words of a warp for each step in shared memory: scales of its matrix rows, bases with zeros, and rests of scales.
-_SCALES = 3 * STRIP
+#: Words of a warp for each step in shared memory: scales of its matrix rows, and bases with zeros.
+_SCALES = 2 * STRIP
 #: What multiplies pairs and adds others, and makes float32 of the first and of the second of a pair.
 _OF_PAIRS = {
     "bf16": (ptx.emit_fma_bf16, ptx.emit_low_bf16, ptx.emit_high_bf16),
@@ -100,12 +101,10 @@ def _store_by(kind: Codes) -> Any:
     return store
 
 
-def wide(  # noqa: C901, PLR0915 (the kernel)
-    name: str, kind: Codes, eights: int, warps: int, *, deep: int = 2, exact: bool = False
-) -> Kernel:
+def _wide(name: str, kind: Codes, eights: int, warps: int) -> Kernel:  # noqa: C901, PLR0915 (the kernel)
     """Make a kernel for up to so many rows.
 
-    Its grid: as many blocks as have all strips; blocks that share their columns. Its words:
+    Its grid: at most as many blocks as tiles have steps. Its words:
 
     - y, its pitch: where the result goes, all multiples of 4.
     - x, its pitch: rows.
@@ -114,8 +113,9 @@ def wide(  # noqa: C901, PLR0915 (the kernel)
     - form: the kind of scales, see :mod:`tpplan.decoder.scale_kinds`.
     - more: a float32: what is added to stored zeros, or all of them if none are; of floats, the power of two that the
       matrix rows of a block are, which share their scales.
-    - parts: address of what blocks leave: for each strip and block 128 bytes for every row, if blocks share columns.
-    - turns: address of 32 bits for each strip; zero, and zero again afterwards.
+    - parts: address of what blocks leave, a multiple of 16: twice 128 bytes for each of their warps and every row that
+      there may be.
+    - turns: address of 32 bits for each warp of all blocks; zero, and zero again afterwards.
     - size: columns of the result, of which there are an even number.
     - width: columns of the matrix, a multiple of a step's.
     - rows: how many.
@@ -125,18 +125,16 @@ def wide(  # noqa: C901, PLR0915 (the kernel)
         name: of it.
         kind: of codes.
         eights: of rows.
-        warps: of a block, at most.
-        deep: steps of codes that a warp has on their way: 2 or 3.
-        exact: whether elements are rounded once, and not scales before.
+        warps: that a multiprocessor must have registers for, and a block at most.
     """
     step, row_bytes, own_bytes = kind.step, 2 * kind.step, _LANES * _VECTOR
     chunks, stage, kept, part = row_bytes // _VECTOR, eights * _EIGHT * row_bytes, warps * _SCALES, 1024 * eights
-    chunk_bits, per_lane, words = chunks.bit_length() - 1, chunks // _LANES, 2 * (stage // 4 + kept)
+    chunk_bits, per_lane, all_rows = chunks.bit_length() - 1, chunks // _LANES, _STAGES * stage // 4
+    words = all_rows + _STAGES * kept
     fma, low_of, high_of = _OF_PAIRS[name.split("_")[1]]
-    products, zeros_of = products_of(kind, fma, eights, exact=exact), tiles.zeros(PER_EIGHT * eights)
+    products, zeros_of = products_of(kind, fma, eights), tiles.zeros(PER_EIGHT * eights)
     begin, store, (ask_one, pieces_of) = begun(eights, low_of, high_of), _store_by(kind), scale_by(kind)
-    first_of, both, mask = kind.floats.first, kind.floats.both, kind.mask
-    number, has_zeros, is_deep = kind.base or 0, kind.base is not None, deep > _STAGES
+    both, mask, number, has_zeros = kind.floats.both, kind.mask, kind.base or 0, kind.base is not None
 
     @device_function
     def copies(x: Any, pitch: Any) -> Any:
@@ -166,11 +164,7 @@ def wide(  # noqa: C901, PLR0915 (the kernel)
         """Write the scale of a lane's matrix row, and what it is less than a float, each twice in 32 bits."""
         a, b = pieces_of(found, form, base, True)  # noqa: FBT003 (it is there)
         scale, zero = ptx.low_bf16(a) + ptx.high_bf16(a) + ptx.low_bf16(b), ptx.high_bf16(b)
-        pair = both(scale, scale)
-        room[start], room[_BITS(start + _BITS(STRIP))] = pair, both(-zero, -zero)
-        if exact:
-            rest = scale - first_of(pair)
-            room[_BITS(start + _BITS(2 * STRIP))] = both(rest, rest)
+        room[start], room[_BITS(start + _BITS(STRIP))] = both(scale, scale), both(-zero, -zero)
 
     @device_function
     def ask_scale(of: Any, k: Any) -> Any:
@@ -198,8 +192,8 @@ def wide(  # noqa: C901, PLR0915 (the kernel)
         of_four = _BITS(_BITS(own & _BITS(~(OWN - 1) & 0xFFFFFFFF)) + _BITS(which * _BITS(kept)))
         own_scales = _BITS(address + _BITS(of_four << _BITS(2)))
         sums = products(sums, codes, _BITS(start + even), _BITS(start + (even ^ _BITS(64))), own_scales, kept_mask)
-        if _BITS(k + _BITS(deep)) < end:
-            codes = _ask(places, _BITS(_BITS(k + _BITS(deep)) * _BITS(own_bytes)))
+        if _BITS(k + _BITS(_STAGES)) < end:
+            codes = _ask(places, _BITS(_BITS(k + _BITS(_STAGES)) * _BITS(own_bytes)))
         return sums, codes, asked
 
     def multiply_rows(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
@@ -209,75 +203,85 @@ def wide(  # noqa: C901, PLR0915 (the kernel)
         room = cuda.shared.array(words, _BITS, alignment=128)
         lane, warp = _WORD(cuda.threadIdx.x) & _WORD(31), _WORD(ptx.of_first(_BITS(cuda.threadIdx.x >> 5)))
         g, t = lane >> _WORD(2), lane & _WORD(3)
-        strip = _WORD(cuda.blockIdx.x) * (_WORD(cuda.blockDim.x) >> _WORD(5)) + warp
-        first = strip * (_WORD(STRIP) if mode == ADD else _WORD(STRIP // 2))
-        steps, splits, split = _BITS(width // _WORD(step)), _BITS(cuda.gridDim.y), _BITS(cuda.blockIdx.y)
-        k, end = _BITS(_BITS(steps * split) // splits), _BITS(_BITS(steps * _BITS(split + _BITS(1))) // splits)
-        last = _BITS(end - _BITS(1))
-        pitch, own_codes = _WORD(steps) * _WORD(own_bytes), codes + t * _WORD(_VECTOR)
-        low, high = _pairs(first + (g << _WORD(1)), size, mode)
-        places = own_codes + low * pitch, own_codes + high * pitch, pitch
-        # Of the four lanes that have the same matrix rows, each has the scale of one.
-        own_row = (low if t < _WORD(2) else high) + (t & _WORD(1))
-        w0 = _ask_now(places, _BITS(k * _BITS(own_bytes)))
-        w1 = _ask_now(places, _BITS(min(_BITS(k + _BITS(1)), last) * _BITS(own_bytes)))
-        if is_deep:
-            w2 = _ask_now(places, _BITS(min(_BITS(k + _BITS(2)), last) * _BITS(own_bytes)))
-        base = _FLOAT(number) + ptx.float_of(_BITS(more))
-        of_scales = scales, zeros, _BITS((own_row if has_zeros else own_row >> more) * groups), bits, form
-        now, asked = ask_scale(of_scales, k), ask_scale(of_scales, min(_BITS(k + _BITS(1)), last))
-        address, own = _BITS(ptx.shared_address(room)), _BITS(_WORD(2 * stage // 4) + warp * _WORD(_SCALES) + lane)
+        team, blocks, block = _BITS(cuda.blockDim.x >> 5), _BITS(cuda.gridDim.x), _BITS(cuda.blockIdx.x)
+        one, of_strip = _BITS(1), _BITS(STRIP) if mode == ADD else _BITS(STRIP // 2)
+        of_tile, steps = _BITS(team * of_strip), _BITS(width // _WORD(step))
+        total = _BITS(_BITS(_BITS(_BITS(size) + of_tile - one) // of_tile) * steps)
+        # Steps of all tiles are counted as those of one: the next that this block has, and where others have the rest.
+        unit, until = _BITS(_BITS(block * total) // blocks), _BITS(_BITS(_BITS(block + one) * total) // blocks)
+        address, own = _BITS(ptx.shared_address(room)), _BITS(_WORD(all_rows) + warp * _WORD(_SCALES) + lane)
         even = _BITS(g * _WORD(row_bytes) + ((g & _WORD(1)) << _WORD(6)) + t * _WORD(_VECTOR))
-        put(room, own, now, form, base)
-        ptx.after_earlier()
-        copied = copies(x, x_pitch)
-        fill(copied, _BITS(k * _BITS(row_bytes)), address, x_pitch, rows)
-        column, sums = first + (g << _WORD(1)), zeros_of()
-        if plus != _WORD(0) and split == _BITS(0):
-            sums = begin(plus, plus_pitch, t << _WORD(1), rows - _WORD(1), low * _WORD(2), high * _WORD(2))
+        base = _FLOAT(number) + ptx.float_of(_BITS(more))
+        pitch, own_codes = _WORD(steps) * _WORD(own_bytes), codes + t * _WORD(_VECTOR)
         kept_mask = _BITS(_BITS(~ptx.active()) + _BITS(mask))  # a register, of which the compiler makes no constants
-        shared, of_rows, of, which = (
-            (room, address, even, own, kept_mask),
-            (copied, x_pitch, rows),
-            (places, of_scales, base),
-            0,
-        )
-        while k < end:
-            sums, w0, asked = advance(sums, w0, asked, k, end, which, shared, of_rows, of)
-            k, which = _BITS(k + _BITS(1)), _BITS(_BITS(1) - which)
-            if k < end:
-                sums, w1, asked = advance(sums, w1, asked, k, end, which, shared, of_rows, of)
-                k, which = _BITS(k + _BITS(1)), _BITS(_BITS(1) - which)
-            if is_deep and k < end:
-                sums, w2, asked = advance(sums, w2, asked, k, end, which, shared, of_rows, of)
-                k, which = _BITS(k + _BITS(1)), _BITS(_BITS(1) - which)
-        if splits > _BITS(1):
-            strip_parts, mine = parts + strip * _WORD(splits) * _WORD(part) + lane * _WORD(_VECTOR), _BITS(0)
-            leave(strip_parts + _WORD(split) * _WORD(part), sums)
-            ptx.near_fence()
-            cuda.syncwarp()
-            if lane == _WORD(0):
-                mine = ptx.next_turn(turns + strip * _WORD(4), _BITS(splits - _BITS(1)))
-            mine = ptx.of_first(mine)
-            ptx.near_fence()
-            if mine != _BITS(splits - _BITS(1)):
-                return
-            sums = zeros_of()
-            while splits > _BITS(0):
-                ptx.roll()
-                sums = with_left(sums, strip_parts)
-                strip_parts, splits = strip_parts + _WORD(part), _BITS(splits - _BITS(1))
-        row = t << _WORD(1)
-        while row < rows:
+        copied = copies(x, x_pitch)
+        shared, of_rows = (room, address, even, own, kept_mask), (copied, x_pitch, rows)
+        while unit < until:
             ptx.roll()
-            store(sums, y, y_pitch, row, rows, column, size, mode)
-            sums, row = turned(sums), row + _WORD(_EIGHT)
+            tile = _BITS(unit // steps)
+            start = _BITS(tile * steps)
+            k, end = _BITS(unit - start), min(steps, _BITS(until - start))
+            last, is_first = _BITS(end - one), k == _BITS(0)
+            column = _WORD(_BITS(_BITS(_BITS(tile * team) + _BITS(warp)) * of_strip)) + (g << _WORD(1))
+            low, high = _pairs(column, size, mode)
+            places = own_codes + low * pitch, own_codes + high * pitch, pitch
+            # Of the four lanes that have the same matrix rows, each has the scale of one.
+            own_row = (low if t < _WORD(2) else high) + (t & _WORD(1))
+            next_one = min(_BITS(k + one), last)
+            w0 = _ask_now(places, _BITS(k * _BITS(own_bytes)))
+            w1 = _ask_now(places, _BITS(next_one * _BITS(own_bytes)))
+            of_scales = scales, zeros, _BITS((own_row if has_zeros else own_row >> more) * groups), bits, form
+            now, asked = ask_scale(of_scales, k), ask_scale(of_scales, next_one)
+            ptx.after_earlier()
+            fill(copied, _BITS(k * _BITS(row_bytes)), address, x_pitch, rows)
+            put(room, own, now, form, base)
+            sums = zeros_of()
+            if plus != _WORD(0) and is_first:
+                sums = begin(plus, plus_pitch, t << _WORD(1), rows - _WORD(1), low * _WORD(2), high * _WORD(2))
+            of, which = (places, of_scales, base), _BITS(0)
+            while k < end:
+                sums, w0, asked = advance(sums, w0, asked, k, end, which, shared, of_rows, of)
+                k, which = _BITS(k + one), _BITS(one - which)
+                if k < end:
+                    sums, w1, asked = advance(sums, w1, asked, k, end, which, shared, of_rows, of)
+                    k, which = _BITS(k + one), _BITS(one - which)
+            is_mine = is_first and end == steps
+            if not is_mine:
+                # The blocks that have the first step of the tile and the last one.
+                begins = _BITS(_BITS(_BITS(_BITS(start + one) * blocks) - one) // total)
+                ends = _BITS(_BITS(_BITS(_BITS(start + steps) * blocks) - one) // total)
+                # A block leaves at most two: of a tile that others have begun, and behind it of one that it begins.
+                own_part, pitch_part = parts + warp * _WORD(part) + lane * _WORD(_VECTOR), _WORD(team) * _WORD(part)
+                leave(own_part + (_WORD(block + block) + _WORD(is_first)) * pitch_part, sums)
+                ptx.near_fence()
+                cuda.syncwarp()
+                turn, others = _BITS(0), _BITS(ends - begins)
+                if lane == _WORD(0):
+                    turn = ptx.next_turn(turns + (_WORD(begins) * _WORD(team) + warp) * _WORD(4), others)
+                turn = ptx.of_first(turn)
+                ptx.near_fence()
+                is_mine = turn == others
+                if is_mine:
+                    sums, place = zeros_of(), _BITS(begins + begins + one)
+                    while begins <= ends:
+                        ptx.roll()
+                        sums = with_left(sums, own_part + _WORD(place) * pitch_part)
+                        begins = _BITS(begins + one)
+                        place = _BITS(begins + begins)
+            if is_mine:
+                row = t << _WORD(1)
+                while row < rows:
+                    ptx.roll()
+                    store(sums, y, y_pitch, row, rows, column, size, mode)
+                    sums, row = turned(sums), row + _WORD(_EIGHT)
+            unit = _BITS(start + end)
+            cuda.syncthreads()  # as the next step is written over the last one
 
     return Kernel(name, multiply_rows, 19, bounds=(32 * warps, 1))
 
 
 #: Warps that a multiprocessor has registers for, by eights of rows.
-WARPS = {4: 16, 6: 8, 8: 8}
+_WARPS = {4: 16, 6: 12, 8: 8}
 
 
 def __getattr__(name: str) -> Kernel:
@@ -286,4 +290,4 @@ def __getattr__(name: str) -> Kernel:
     if not found:
         raise AttributeError(name)
     eights = int(found["rows"]) // _EIGHT
-    return wide(name.lower(), getattr(packed_codes, found["kind"]), eights, WARPS[eights])
+    return _wide(name.lower(), getattr(packed_codes, found["kind"]), eights, _WARPS[eights])

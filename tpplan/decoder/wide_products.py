@@ -34,9 +34,7 @@ _INT = ir.IntType(32)
 _NOTHING = 0x80008000
 
 
-def products_of(  # noqa: C901 (the instructions)
-    kind: Codes, fma: ptx.Emitter, eights: int, *, exact: bool = False
-) -> Any:
+def products_of(kind: Codes, fma: ptx.Emitter, eights: int) -> Any:  # noqa: C901 (the instructions)
     """Return an intrinsic that adds the products of a warp's matrix rows and all rows, of one step.
 
     It takes the sums so far, see :mod:`tpplan.decoder.wide_sums`, and the lane's codes. Then where in shared memory its
@@ -47,7 +45,6 @@ def products_of(  # noqa: C901 (the instructions)
         kind: of codes.
         fma: writes what multiplies pairs and adds others.
         eights: of rows.
-        exact: whether there are rests of scales too, behind the bases, so that elements are rounded once.
     """
     one, nothing = ir.Constant(_INT, kind.floats.one), ir.Constant(_INT, _NOTHING)
     multiply, part = kind.floats.multiply, kind.part
@@ -62,7 +59,6 @@ def products_of(  # noqa: C901 (the instructions)
 
         scales = vector(scales_at, 0)
         bases = vector(scales_at, 4 * STRIP) if kind.base is not None else []
-        rests = vector(scales_at, 8 * STRIP) if exact else []
 
         def floats(row: int, index: int) -> list[Any]:
             """Return the 16-bit floats of the columns in a vector of a row."""
@@ -71,8 +67,7 @@ def products_of(  # noqa: C901 (the instructions)
             for word in codes[_CODES * row + count * index : _CODES * row + count * (index + 1)]:
                 for pair in kind.pairs(builder, word, mask):
                     code = fma(builder, [pair, one, bases[row]])[0] if bases else pair
-                    rest = fma(builder, [code, rests[row], nothing])[0] if rests else nothing
-                    found += fma(builder, [code, scales[row], rest])
+                    found += fma(builder, [code, scales[row], nothing])
             return found
 
         for index in range(part // _VECTOR):
