@@ -58,7 +58,7 @@ _Case = tuple[str, int, int, int, int, torch.dtype, int | None, int, int, int, b
     "case",
     [
         ("bf16_4_32", 17, 34, 384, 128, torch.bfloat16, None, 1, 2, 0, True),  # a tile of each block, one of a pair
-        ("bf16_4_32", 20, 66, 384, 128, torch.float16, 1, 1, 5, 0, True),  # blocks with parts of two tiles
+        ("bf16_4_32", 20, 66, 256, 128, torch.float16, 1, 1, 4, 0, True),  # a block with parts of two tiles
         ("f16_4_32", 18, 96, 384, 256, torch.float16, 1, 2, 3, 0, False),  # a warp has nothing
         ("bf16_4_64", 64, 18, 384, 384, torch.float32, 0, 1, 4, 1, True),  # parts of gates
         ("f16_4_48", 41, 32, 128, 128, torch.float16, 1, 2, 1, 2, False),
