@@ -170,6 +170,8 @@ class _Builder:
         name, _, _ = text.partition(" ")
         if name.startswith("mma.sync"):
             return multiplied(_of_bf16 if ".bf16." in name else _of_f16, values)
+        if name == "cp.async.wait_group":
+            return wait_for_copies(int(text.removeprefix(name).removesuffix(";")))
         if name in _SHARED:
             return _SHARED[name](values, self._at)
         if ".global." in text:
@@ -227,7 +229,6 @@ _SHARED: dict[str, Callable[..., Any]] = {
     "ld.shared.v4.u32": lambda values, _: tuple(words_at(values[0])),
     "cp.async.cg.shared.global": lambda values, memory: copy_words(values[0], memory(values[1], 16)),
     "cp.async.commit_group;": lambda *_: end_copies(),
-    "cp.async.wait_group": lambda *_: wait_for_copies(3),
     "cp.async.wait_all;": lambda *_: wait_for_copies(),
 }
 #: Loads of some bits if something is there, and maybe of 16 if not.

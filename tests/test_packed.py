@@ -21,7 +21,7 @@ from tpplan.decoder.fused import Fused
 from tpplan.decoder.held import Held
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.packed import STEPS, Packed, names_of, shape_of
-from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised, below
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec import kernel_cache
 from tpplan.exec.channel_table import CALLERS, MOST_BLOCKS
@@ -74,6 +74,7 @@ def test_blocks_are_as_many_as_were_fastest(size: int, width: int, few: tuple[in
     """On a GPU of so many multiprocessors; none of up to eight rows needs the room of a whole one, as it may wait."""
     assert shape_of(size, width // 128, PROCESSORS, 8)[:2] == few
     assert shape_of(size, width // 128, PROCESSORS, 9)[:2] == many
+    assert shape_of(size, width // 128, PROCESSORS, 8, 2)[0] <= 2 * PROCESSORS  # where shared memory is small
 
 
 class FakeLauncher:
@@ -139,7 +140,7 @@ class FakeLauncher:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Packed:
     """Return kernels of a device that is not there."""
     monkeypatch.setattr(packed, "Launcher", FakeLauncher)
-    found = SimpleNamespace(multi_processor_count=PROCESSORS)
+    found = SimpleNamespace(multi_processor_count=PROCESSORS, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     return Packed(torch.device("cuda", 0), request.param, ["e5m2", *STEPS], joint=True)
 
@@ -258,10 +259,22 @@ def test_matrices_of_bytes_are_taken(kernels: Packed) -> None:
     assert not kernels.adds_up(x_RK[:9], floats)
 
 
+def test_scales_of_whole_matrices_below_each_other(kernels: Packed) -> None:
+    """Of a gate and what it is for, each with one scale, whatever their rows are."""
+    parts = [float_matrix(24, 128, (24, 128), torch.float32) for _ in range(2)]
+    found = below(parts, lambda tensors: torch.cat(list(tensors)))
+    assert found is not None
+    assert kernels.takes(torch.randn(3, 128).to(kernels._dtype), found, gated=True)
+    dense = [part.dense(0, 24, torch.float32) for part in parts]
+    assert torch.equal(found.dense(0, 48, torch.float32), torch.cat(dense))
+
+
 def test_kinds_that_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not compiled, loaded or taken."""
     monkeypatch.setattr(packed, "Launcher", FakeLauncher)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1, major=8, minor=9)
+    )
     kernels = Packed(torch.device("cuda", 0), torch.float16, ["e4m3"])
     x_RK = torch.randn(1, 128).half()
     assert kernels.takes(x_RK, float_matrix(16, 128, (1, 128), torch.float32))

@@ -25,13 +25,17 @@ KERNELS = [
     ("packed_bf16_e4m3_16", CAPABILITIES[-1]),
     ("packed_joint_bf16_e4m3_8", (9, 0)),
     ("packed_bf16_8_8", CAPABILITIES[-1]),
+    ("packed_joint_f16_8_8", CAPABILITIES[0]),
     ("packed_f16_8_16", (9, 0)),
 ]
 
 
 @pytest.mark.parametrize(("name", "capability"), KERNELS)
 def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int]) -> None:
-    """Codes are read 16 bytes at a time, first before the wait; nothing spills, and registers are enough for warps."""
+    """Codes are read 16 bytes at a time, first before the wait; nothing spills, and registers are enough for warps.
+
+    Of up to eight rows they are copied into shared memory, where products wait for all but the last three steps.
+    """
     text = kernel_cache.ptx(name, capability)
     assert f".visible .entry {name}(" in text
     dtype, kind, count = name.removeprefix("packed_").removeprefix("joint_").split("_")
@@ -44,11 +48,19 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
     products, scales = steps * 4 * (2 if kind == "4" else 1) * eights * (eights + ones), steps * eights
     assert text.count(multiply) == products + (scales if dtype == "bf16" else 0)
     assert text.count("mma.sync") == products + scales
-    assert "ld.global.nc.L1::no_allocate.v4.u32" in text
+    is_shared = rows == 8 and kind != "8"
+    early, more = (
+        ("cp.async.cg.shared.global", "cp.async.wait_group 3;")
+        if is_shared
+        else ("ld.volatile.global.v4.u32", "ld.global.nc.L1::no_allocate.v4.u32")
+    )
+    assert more in text
     if capability >= kernel_cache.OVERLAPS:
         waits, later = text.index("griddepcontrol.wait"), ["ld.global.v4.u32", "\tld.global.u16", "st.global.u16"]
         later += ["ld.volatile.global.u32", "st.volatile.global.u64", "st.global.u32"] if "_joint_" in name else []
-        assert text.rindex("ld.volatile.global.v4.u32") < waits < min(map(text.index, later))
+        first = text.rindex(early, 0, waits)
+        assert first < waits < min(map(text.index, later))
+        assert (text.find(early, waits) > 0) == is_shared
     assert ".f64" not in text
     assert ".local" not in text
     code, log = kernel_cache.assemble(text, capability)

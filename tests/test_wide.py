@@ -19,7 +19,7 @@ from tpplan.decoder.few_rows import GATES
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.packed import STEPS
 from tpplan.decoder.settings import ACTIVATIONS
-from tpplan.decoder.wide import Wide, names_of, scratch_bytes, shape_of
+from tpplan.decoder.wide import Wide, bytes_of, names_of, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ def test_blocks_share_all_of_a_matrix(size: int, width: int, most: int) -> None:
     tiles = -(-strips // warps)
     assert 0 < blocks <= tiles * min(steps, 16)
     assert 0 < blocks * warps <= PROCESSORS * WARPS[most]
-    assert blocks * warps * (2 * 128 * most + 4) <= scratch_bytes(PROCESSORS)
+    assert bytes_of(blocks, warps, most) <= 19 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", _without_place(torch.zeros))
-        patch.setattr(torch, "empty", _without_place(torch.empty))
-        made = Wide(torch.device("cuda", 0), request.param, ["e5m2", *STEPS])
-    assert made._parts.nbytes + made._turns.nbytes == scratch_bytes(PROCESSORS)
-    return made
+        return Wide(torch.device("cuda", 0), request.param, ["e5m2", *STEPS])
 
 
 @pytest.mark.parametrize("rows", [17, 32, 33, 48, 64])
@@ -161,5 +158,4 @@ def test_what_is_not_taken(kernels: Wide) -> None:
     assert not kernels.takes(x_RK, int_matrix(24, 512, 64, torch.float16, 1))
     assert kernels.takes(x_RK, float_matrix(24, 512, (16, 128), torch.float32))
     assert not kernels.takes(x_RK, float_matrix(24, 512, (12, 128), torch.float32))
-    assert not kernels.adds_up(x_RK[:17], matrix)
     assert names_of(torch.float16, ["e4m3", "e5m2"]) == ["wide_f16_e4m3_32", "wide_f16_e4m3_48", "wide_f16_e4m3_64"]

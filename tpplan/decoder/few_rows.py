@@ -42,10 +42,6 @@ class FewRows(ABC, Generic[M]):
             gated: whether there is a gate behind.
         """
 
-    @abstractmethod
-    def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is a kernel for rows and a matrix that saves a sum of devices."""
-
     def linear(self, x_RK: Tensor, matrix_NK: M, bias_N: Tensor | None = None) -> Tensor:
         """Return ``functional.linear`` of rows: ``[R, N]``, rounded once."""
         y_RN = x_RK.new_empty((len(x_RK), len(matrix_NK)))
@@ -71,18 +67,6 @@ class FewRows(ABC, Generic[M]):
         self._run(h_RI, x_RK, matrix_NK, bias_of(bias_N), GATES[gate])
         return h_RI
 
-    def joint(self, to_RN: Tensor, x_RK: Tensor, matrix_NK: M, channel: Channel, device: int) -> None:
-        """Add to rows, where they are, what all devices' products add up to, and round once.
-
-        Args:
-            to_RN: rows, the same on all devices.
-            x_RK: the device's columns of what is multiplied.
-            matrix_NK: its columns of the matrix, of which :meth:`adds_up` is true.
-            channel: by which they are added up; every device launches such a kernel, by :meth:`Channel.run`.
-            device: the plan's.
-        """
-        self._run_joint(to_RN, x_RK, matrix_NK, _rows(to_RN), channel, device)
-
     @abstractmethod
     def _run(self, y: Tensor, x: Tensor, matrix: M, plus: tuple[int, int], mode: int) -> None:
         """Write products.
@@ -94,6 +78,26 @@ class FewRows(ABC, Generic[M]):
             plus: what is added: an address, and the bytes from one row to the next.
             mode: 0, or one of :data:`GATES`.
         """
+
+
+class JointRows(FewRows[M]):
+    """Such kernels, of which some add up the products of several devices."""
+
+    @abstractmethod
+    def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
+        """Return whether there is a kernel for rows and a matrix that saves a sum of devices."""
+
+    def joint(self, to_RN: Tensor, x_RK: Tensor, matrix_NK: M, channel: Channel, device: int) -> None:
+        """Add to rows, where they are, what all devices' products add up to, and round once.
+
+        Args:
+            to_RN: rows, the same on all devices.
+            x_RK: the device's columns of what is multiplied.
+            matrix_NK: its columns of the matrix, of which :meth:`adds_up` is true.
+            channel: by which they are added up; every device launches such a kernel, by :meth:`Channel.run`.
+            device: the plan's.
+        """
+        self._run_joint(to_RN, x_RK, matrix_NK, _rows(to_RN), channel, device)
 
     @abstractmethod
     def _run_joint(  # noqa: PLR0917

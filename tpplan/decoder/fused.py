@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from tpplan.decoder.cache import Where
-    from tpplan.decoder.few_rows import FewRows
+    from tpplan.decoder.few_rows import FewRows, JointRows
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.held import Held
     from tpplan.decoder.plain import Turn
@@ -128,9 +128,11 @@ class Fused(Plain):
         kernel_cache.prepare((name, capability) for name in names)  # all at the same time
         self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name, kind)
         self._gemv = Gemv(place, dtype, joint=joint)
-        self._few: list[FewRows[Any]] = [self._gemv, Skinny(place, dtype, joint=joint)]
+        self._joint: list[JointRows[Any]] = [self._gemv, Skinny(place, dtype, joint=joint)]
+        self._few: list[FewRows[Any]] = [*self._joint]
         if packed.names_of(dtype, codes):
-            self._few += [Packed(place, dtype, codes, joint=joint), Wide(place, dtype, codes)]
+            self._joint.append(Packed(place, dtype, codes, joint=joint))
+            self._few = [*self._joint, Wide(place, dtype, codes)]
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._mixture = Mixture(place, dtype, self._name, codes) if experts else None
         self._dense = Dense(place, dtype, codes)
@@ -169,7 +171,7 @@ class Fused(Plain):
     ) -> Callable[[], None] | None:
         """Return what adds to rows of the residual stream what matrices of all devices make, in one kernel."""
         matrix = weights.matrix(name)
-        kernels = next((each for each in self._few if each.adds_up(x, matrix)), None)
+        kernels = next((each for each in self._joint if each.adds_up(x, matrix)), None)
         if kernels is None or weights.bias(name) is not None:
             return None
         return partial(kernels.joint, to, ordered(x, matrix), matrix, channel, device)

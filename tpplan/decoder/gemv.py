@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.few_rows import GATES, FewRows, bias_of, is_vectors
+from tpplan.decoder.few_rows import GATES, JointRows, bias_of, is_vectors
 from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
 from tpplan.exec.channel_table import MOST_BLOCKS
 
@@ -96,7 +96,7 @@ def joint_names_of(dtype: torch.dtype) -> list[str]:
     return [f"gemv_joint_{DTYPES[dtype]}_{count}" for count in (1, 2)]
 
 
-class Gemv(FewRows[Tensor]):
+class Gemv(JointRows[Tensor]):
     """Kernels for one device and dtype."""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:

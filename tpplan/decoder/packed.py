@@ -1,6 +1,6 @@
-"""Products of few rows and a matrix of codes, with a gate or a sum behind, in one kernel for every sixteen.
+"""Products of few rows and a matrix of codes, with a gate or a sum behind, in one kernel.
 
-Shapes are written at the end of a name: R rows (up to 64), K columns of the matrix, N rows of it, I intermediate.
+Shapes are written at the end of a name: R rows (up to 16), K columns of the matrix, N rows of it, I intermediate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.dense import block_of, kind_of
-from tpplan.decoder.few_rows import FewRows, is_vectors
+from tpplan.decoder.few_rows import JointRows, is_vectors
 from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
 from tpplan.decoder.quantised import IntMatrix, Matrix, Quantised
 from tpplan.decoder.scale_kinds import FORMS
@@ -57,10 +57,12 @@ class _Form:
 #: Of up to eight rows, and up to sixteen. A single block on a multiprocessor was never the best for the former; three
 #: were not for the latter, and of four the codes on their way leave too little of the cache to eight rows.
 _FORM_OF: Final = (_Form(16, 4, {2: 9, 3: 13}), _Form(8, 2, {1: 9, 2: 16}))
+#: Where multiprocessors have 100 KiB of shared memory, which is room for two blocks of up to eight rows.
+_SMALL: Final = frozenset({(8, 6), (8, 9), (12, 0), (12, 1)})
 
 
 @cache
-def shape_of(size: int, steps: int, processors: int, rows: int) -> tuple[int, int, int]:
+def shape_of(size: int, steps: int, processors: int, rows: int, most: int = 3) -> tuple[int, int, int]:
     """Return how many blocks share a matrix, the warps of each, and the steps that a warp has on their way.
 
     All blocks are on the GPU from the start, as many on each multiprocessor as let all be done with their tiles first.
@@ -70,14 +72,16 @@ def shape_of(size: int, steps: int, processors: int, rows: int) -> tuple[int, in
         steps: of its columns.
         processors: of the GPU.
         rows: that it is multiplied by.
+        most: blocks that a multiprocessor has room for.
     """
     form = _FORM_OF[rows > _EIGHT]
     tiles = -(-size // (_TILE * (1 + (rows > _EIGHT))))
-    together = min(form.turns, key=lambda count: -(-tiles // (count * processors)) * form.turns[count])
-    most = form.warps // together
-    run = min(form.deep, steps, max(2, -(-steps // most)))
+    counts = (count for count in form.turns if count <= most)
+    together = min(counts, key=lambda count: -(-tiles // (count * processors)) * form.turns[count])
+    room = form.warps // together
+    run = min(form.deep, steps, max(2, -(-steps // room)))
     count = -(-steps // run)
-    warps = count if count <= most else min(range(most, most // 2, -1), key=lambda each: -(-count // each) * each)
+    warps = count if count <= room else min(range(room, room // 2, -1), key=lambda each: -(-count // each) * each)
     return min(processors * together, tiles, MOST_BLOCKS), warps, run
 
 
@@ -94,7 +98,7 @@ def names_of(dtype: torch.dtype, kinds: Collection[str], *, joint: bool = False)
     return [f"{family}_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in counts]
 
 
-class Packed(FewRows[Quantised]):
+class Packed(JointRows[Quantised]):
     """Kernels for one device and dtype.
 
     A code of e4m3 that is no number counts as 480.
@@ -118,7 +122,8 @@ class Packed(FewRows[Quantised]):
             for name in names_of(dtype, [kind], joint=True)
         }
         self._dtype = dtype
-        self._processors = torch.cuda.get_device_properties(place).multi_processor_count
+        found = torch.cuda.get_device_properties(place)
+        self._processors, self._most = found.multi_processor_count, 2 if (found.major, found.minor) in _SMALL else 3
 
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix.
@@ -153,7 +158,8 @@ class Packed(FewRows[Quantised]):
     ) -> tuple[int, int, tuple[int, ...]]:
         """Return how many blocks share a matrix, the threads of each, and what all kernels are told."""
         (size, width), (height, columns), scales = matrix.shape, block_of(matrix), matrix.scales
-        blocks, warps, run = shape_of(size, width // STEPS[kind_of(matrix)], self._processors, len(x))
+        steps = width // STEPS[kind_of(matrix)]
+        blocks, warps, run = shape_of(size, steps, self._processors, len(x), self._most)
         if not isinstance(matrix, IntMatrix):
             zeros, more = 0, power_of(height, size)
         elif matrix.zeros is None:

@@ -51,7 +51,7 @@ class _Way:
     All take where the warp's are in shared memory, and the number of a step among those on their way.
 
     Attributes:
-        first: asks for those of a step, before all else, given its first column.
+        first: asks for those of a step, before all else, given its first column and whether a warp has so many.
         ask: the same later, if there is such a step, in the place of those asked for before.
         take: returns those asked for.
     """
@@ -86,7 +86,7 @@ def _by_registers(kind: Codes, tall: int) -> _Way:
     load_now, load = loading(ptx.poll_128), loading(ptx.stream_128)
 
     @device_function
-    def first(_: Any, number: Any, at: Any, column: Any) -> Any:  # noqa: ARG001
+    def first(_: Any, number: Any, at: Any, column: Any, is_there: Any) -> Any:  # noqa: ARG001
         return load_now(at, column)
 
     @device_function
@@ -110,20 +110,17 @@ def _by_shared_memory(kind: Codes) -> _Way:
     halvings = kind.halvings
 
     @device_function
-    def first(room: Any, number: Any, at: Any, column: Any) -> Any:
-        to, place = _WORD(column) >> _WORD(halvings), room + _WORD(_STEP_BYTES * number)
-        ptx.copy_128(_BITS(place), at[0] + to)
-        ptx.copy_128(_BITS(place + _WORD(_ROW_BYTES)), at[1] + to)
-        ptx.end_copies()
-        return number
-
-    @device_function
-    def ask(room: Any, number: Any, at: Any, column: Any, is_there: Any, codes: Any) -> Any:
+    def first(room: Any, number: Any, at: Any, column: Any, is_there: Any) -> Any:
         if is_there:
             to, place = _WORD(column) >> _WORD(halvings), room + _WORD(_STEP_BYTES * number)
             ptx.copy_128(_BITS(place), at[0] + to)
             ptx.copy_128(_BITS(place + _WORD(_ROW_BYTES)), at[1] + to)
         ptx.end_copies()
+        return number
+
+    @device_function
+    def ask(room: Any, number: Any, at: Any, column: Any, is_there: Any, codes: Any) -> Any:
+        first(room, number, at, column, is_there)
         return codes
 
     @device_function
@@ -221,11 +218,11 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
         numbers = numbers_of(_WORD(start) + g, size, mode)
         places, marks = places_of(numbers, own, pitch), marks_of(numbers, groups, more)
         room = ptx.shared_address(on_their_way) + warp * _WORD(4 * _WARP_WORDS) + lane * _WORD(16)
-        w0 = ask_first(room, 0, places, min(begin, last))
-        w1 = ask_first(room, 1, places, min(_BITS(begin + _BITS(step)), last))
+        w0 = ask_first(room, 0, places, min(begin, last), run > _WORD(0))
+        w1 = ask_first(room, 1, places, min(_BITS(begin + _BITS(step)), last), run > _WORD(1))
         if is_deep:
-            w2 = ask_first(room, 2, places, min(_BITS(begin + _BITS(2 * step)), last))
-            w3 = ask_first(room, 3, places, min(_BITS(begin + _BITS(3 * step)), last))
+            w2 = ask_first(room, 2, places, min(_BITS(begin + _BITS(2 * step)), last), run > _WORD(2))
+            w3 = ask_first(room, 3, places, min(_BITS(begin + _BITS(3 * step)), last), run > _WORD(3))
         s = ask_scales(scales, zeros, marks, _BITS(min(_BITS(begin + mine), last) >> _BITS(bits)), form)
         ptx.after_earlier()
         turn, is_alone = begin_sum() if joint else (_BITS(0), _BITS(0))

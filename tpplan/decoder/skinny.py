@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from tpplan.decoder.few_rows import FewRows, is_vectors
+from tpplan.decoder.few_rows import JointRows, is_vectors
 from tpplan.decoder.launcher import DTYPES, Launcher
 from tpplan.exec.channel_table import MOST_BLOCKS
 
@@ -66,7 +66,7 @@ def joint_name_of(dtype: torch.dtype) -> str:
     return f"skinny_joint_{DTYPES[dtype]}_{_EIGHT}"
 
 
-class Skinny(FewRows[Tensor]):
+class Skinny(JointRows[Tensor]):
     """Kernels for one device and dtype."""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:

@@ -21,7 +21,6 @@ from tpplan.decoder.scale_kinds import FORMS
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from tpplan.exec.channel import Channel
 
 #: Rows that are taken, at least and at most.
 FEWEST_ROWS: Final = 17
@@ -69,10 +68,9 @@ def names_of(dtype: torch.dtype, kinds: Collection[str]) -> list[str]:
     return [f"wide_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in _WARPS]
 
 
-def scratch_bytes(processors: int) -> int:
-    """Return the bytes of what blocks leave for each other, on a GPU of so many multiprocessors: 144 KiB for each."""
-    left = _TIMES * _LEFT * max(warps * rows for rows, warps in _WARPS.items())
-    return processors * (left + 4 * max(_WARPS.values()))
+def bytes_of(blocks: int, warps: int, rows: int) -> int:
+    """Return the bytes of what blocks leave for each other: up to 19 MiB on a GPU of 132 multiprocessors."""
+    return _TIMES * _LEFT * blocks * warps * rows
 
 
 class Wide(FewRows[Quantised]):
@@ -83,7 +81,7 @@ class Wide(FewRows[Quantised]):
     """
 
     def __init__(self, place: torch.device, dtype: torch.dtype, kinds: Collection[str]) -> None:
-        """Load them, and take :func:`scratch_bytes` of memory.
+        """Load them.
 
         Args:
             place: a CUDA device.
@@ -98,8 +96,6 @@ class Wide(FewRows[Quantised]):
         self._dtype = dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
         self._turns = torch.zeros(self._processors * max(_WARPS.values()), dtype=torch.int32, device=place)
-        left = scratch_bytes(self._processors) - self._turns.nbytes
-        self._parts = torch.empty(left, dtype=torch.uint8, device=place)
 
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix.
@@ -115,10 +111,6 @@ class Wide(FewRows[Quantised]):
             return False
         return is_vectors(x_RK, self._dtype) and is_read(matrix_NK, gated=gated)
 
-    def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:  # noqa: ARG002 (as others do)
-        """Return that none saves a sum of devices."""
-        return False
-
     def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:
         (size, width), (height, columns), scales = matrix.shape, block_of(matrix), matrix.scales
         if any(word % 4 for word in (y.data_ptr(), 2 * y.stride(0), *plus)):
@@ -127,6 +119,7 @@ class Wide(FewRows[Quantised]):
         rows, kind = next(each for each in _WARPS if len(x) <= each), kind_of(matrix)
         # A strip has as many matrix rows with a gate as without.
         blocks, warps = shape_of(-(-size // _STRIP), width // STEPS[kind], self._processors, _WARPS[rows])
+        parts = torch.empty(bytes_of(blocks, warps, rows), dtype=torch.uint8, device=x.device)
         if not isinstance(matrix, IntMatrix):
             zeros, more = 0, power_of(height, size)
         elif matrix.zeros is None:
@@ -137,10 +130,5 @@ class Wide(FewRows[Quantised]):
             blocks, 32 * warps,
             y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), matrix.codes.data_ptr(), scales.data_ptr(),
             zeros, scales.shape[1], power_of(columns, width), FORMS[str(scales.dtype)], more,
-            self._parts.data_ptr(), self._turns.data_ptr(), y.shape[1], width, len(x), *plus, mode,
+            parts.data_ptr(), self._turns.data_ptr(), y.shape[1], width, len(x), *plus, mode,
         )  # fmt: skip
-
-    def _run_joint(  # noqa: PLR0917
-        self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], channel: Channel, device: int
-    ) -> None:
-        raise NotImplementedError
