@@ -5,9 +5,15 @@ Scales and zeros end where their memory does; those of 4-bit codes fill whole wo
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.settings import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from tpplan.decoder.few_rows import FewRows
 
 #: What kernels call the dtypes of scales.
 FORMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -79,6 +85,28 @@ def matrix_of(  # noqa: PLR0917
     if kind == "e4m3":
         return float_matrix(size, width, (plus or 1, group), dtype, device)
     return int_matrix(size, width, group, dtype, plus, device, bits=int(kind))
+
+
+def gates_of(  # noqa: PLR0917
+    kernels: FewRows[Quantised], size: int, width: int, kind: str, rows: int, name: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what kernels of a GPU make of a matrix and its gate, and what torch does, where all is rounded as there.
+
+    Args:
+        kernels: of the first GPU.
+        size: rows of the matrix.
+        width: columns.
+        kind: of codes.
+        rows: that it is multiplied by.
+        name: of the activation.
+        dtype: of the rows.
+    """
+    torch.manual_seed(size + rows)
+    matrix = matrix_of(kind, size, width, 128, torch.float16, 1, device="cuda")
+    x_RK, bias_N = torch.randn(rows, width, device="cuda").to(dtype), torch.randn(size, device="cuda").to(dtype)
+    exact = (x_RK.double() @ matrix.dense(0, size, torch.float32).double().mT).float() + bias_N
+    gate, up = exact.to(dtype).chunk(2, dim=-1)
+    return kernels.gated(x_RK, matrix, name, bias_N), ACTIVATIONS[name](gate.clone()) * up
 
 
 def _scales(shape: tuple[int, int], by: float, dtype: torch.dtype, device: str) -> torch.Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.packed_cases import matrix_of
+from tests.packed_cases import gates_of, matrix_of
 from tests.test_gemv_cuda import check
 from tpplan.decoder.launcher import DTYPES
-from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.decoder.wide import Wide
 
 pytestmark = pytest.mark.gpu
@@ -61,14 +60,8 @@ def test_gates(  # noqa: PLR0917
     size: int, width: int, kind: str, rows: int, name: str, dtype: torch.dtype
 ) -> None:
     """The products, the activations and what comes of both are rounded, as torch's are."""
-    torch.manual_seed(size + rows)
-    matrix = matrix_of(kind, size, width, 128, torch.float16, 1, device="cuda")
-    x_RK = torch.randn(rows, width, device="cuda").to(dtype)
-    bias_N = torch.randn(size, device="cuda").to(dtype)
-    exact = (x_RK.double() @ matrix.dense(0, size, torch.float32).double().mT).float() + bias_N
-    gate, up = exact.to(dtype).chunk(2, dim=-1)
-    expected = ACTIVATIONS[name](gate.clone()) * up
-    found = Wide(torch.device("cuda", 0), dtype, [kind]).gated(x_RK, matrix, name, bias_N)
+    kernels = Wide(torch.device("cuda", 0), dtype, [kind])
+    found, expected = gates_of(kernels, size, width, kind, rows, name, dtype)
     assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
     assert (found - expected).abs().mean() <= torch.finfo(dtype).eps * expected.abs().max() / 4
 

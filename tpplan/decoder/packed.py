@@ -157,21 +157,29 @@ class Packed(JointRows[Quantised]):
         self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int]
     ) -> tuple[int, int, tuple[int, ...]]:
         """Return how many blocks share a matrix, the threads of each, and what all kernels are told."""
-        (size, width), (height, columns), scales = matrix.shape, block_of(matrix), matrix.scales
+        size, width = matrix.shape
         steps = width // STEPS[kind_of(matrix)]
         blocks, warps, run = shape_of(size, steps, self._processors, len(x), self._most)
-        if not isinstance(matrix, IntMatrix):
-            zeros, more = 0, power_of(height, size)
-        elif matrix.zeros is None:
-            zeros, more = 0, bits_of(float(1 << (matrix.bits - 1)))
-        else:
-            zeros, more = matrix.zeros.data_ptr(), bits_of(float(matrix.plus))
         words = (
-            y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), matrix.codes.data_ptr(), scales.data_ptr(),
-            zeros, scales.shape[1], power_of(columns, width), FORMS[str(scales.dtype)], more, run,
+            y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), *words_of(matrix), run,
             y.shape[1], width, len(x), *plus,
         )  # fmt: skip
         return blocks, 32 * warps, words
+
+
+def words_of(matrix: Quantised) -> tuple[int, ...]:
+    """Return what kernels are told of a matrix: codes, scales and zeros, groups and their columns, and more."""
+    (size, width), (height, columns), scales = matrix.shape, block_of(matrix), matrix.scales
+    if not isinstance(matrix, IntMatrix):
+        zeros, more = 0, _power_of(height, size)
+    elif matrix.zeros is None:
+        zeros, more = 0, bits_of(float(1 << (matrix.bits - 1)))
+    else:
+        zeros, more = matrix.zeros.data_ptr(), bits_of(float(matrix.plus))
+    columns = _power_of(columns, width)
+    return (
+        matrix.codes.data_ptr(), scales.data_ptr(), zeros, scales.shape[1], columns, FORMS[str(scales.dtype)], more
+    )  # fmt: skip
 
 
 def is_read(matrix: Quantised, *, gated: bool) -> bool:
@@ -205,6 +213,6 @@ def _has_power(block: int, count: int) -> bool:
     return block >= count or not block & (block - 1)
 
 
-def power_of(block: int, count: int) -> int:
+def _power_of(block: int, count: int) -> int:
     """Return by how many bits."""
     return _ALL if block >= count else block.bit_length() - 1

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from tpplan.decoder.dense import block_of, kind_of
+from tpplan.decoder.dense import kind_of
 from tpplan.decoder.few_rows import FewRows, is_vectors
-from tpplan.decoder.launcher import DTYPES, Launcher, bits_of
-from tpplan.decoder.packed import STEPS, is_read, power_of
-from tpplan.decoder.quantised import IntMatrix, Matrix, Quantised
-from tpplan.decoder.scale_kinds import FORMS
+from tpplan.decoder.launcher import DTYPES, Launcher
+from tpplan.decoder.packed import STEPS, is_read, words_of
+from tpplan.decoder.quantised import Matrix, Quantised
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -112,23 +111,16 @@ class Wide(FewRows[Quantised]):
         return is_vectors(x_RK, self._dtype) and is_read(matrix_NK, gated=gated)
 
     def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:
-        (size, width), (height, columns), scales = matrix.shape, block_of(matrix), matrix.scales
         if any(word % 4 for word in (y.data_ptr(), 2 * y.stride(0), *plus)):
             msg = "biases and rows of results begin at multiples of 4 bytes"
             raise ValueError(msg)
-        rows, kind = next(each for each in _WARPS if len(x) <= each), kind_of(matrix)
+        (size, width), kind = matrix.shape, kind_of(matrix)
+        rows = next(each for each in _WARPS if len(x) <= each)
         # A strip has as many matrix rows with a gate as without.
         blocks, warps = shape_of(-(-size // _STRIP), width // STEPS[kind], self._processors, _WARPS[rows])
         parts = torch.empty(bytes_of(blocks, warps, rows), dtype=torch.uint8, device=x.device)
-        if not isinstance(matrix, IntMatrix):
-            zeros, more = 0, power_of(height, size)
-        elif matrix.zeros is None:
-            zeros, more = 0, bits_of(float(1 << (matrix.bits - 1)))
-        else:
-            zeros, more = matrix.zeros.data_ptr(), bits_of(float(matrix.plus))
         self._kernels[kind][rows](
             blocks, 32 * warps,
-            y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), matrix.codes.data_ptr(), scales.data_ptr(),
-            zeros, scales.shape[1], power_of(columns, width), FORMS[str(scales.dtype)], more,
+            y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), *words_of(matrix),
             parts.data_ptr(), self._turns.data_ptr(), y.shape[1], width, len(x), *plus, mode,
         )  # fmt: skip
