@@ -14,7 +14,7 @@ from tests.packed_cases import FORMS, float_matrix, int_matrix, matrix_of
 from tests.test_packed import PROCESSORS, SIZES
 from tests.test_packed import FakeLauncher as FewLauncher
 from tests.test_wide_kernels import WARPS
-from tpplan.decoder import wide
+from tpplan.decoder import packed, wide
 from tpplan.decoder.few_rows import GATES
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.packed import STEPS
@@ -116,7 +116,7 @@ def test_words(kernels: Wide, rows: int) -> None:
         def check(found: torch.Tensor, expected: torch.Tensor) -> None:
             torch.testing.assert_close(found.float(), expected.float(), atol=0.03, rtol=0.02)
 
-        assert kernels.takes(x_RK, matrix, gated=True)
+        assert kernels.takes(x_RK, matrix, gated=True) == (scales is torch.float16 or dtype is not torch.float16)
         exact = x_RK.float() @ dense_NK.mT
         check(kernels.linear(x_RK, matrix), exact)
         check(kernels.linear(x_RK, matrix, bias_N), exact + bias_N)
@@ -129,6 +129,18 @@ def test_words(kernels: Wide, rows: int) -> None:
             if name in GATES:
                 gate, up = functional.linear(x_RK.float(), dense_NK, bias_N.float()).chunk(2, dim=-1)
                 check(kernels.gated(x_RK, matrix, name, bias_N), act(gate.clone()) * up)
+
+
+@pytest.mark.parametrize(("rows", "who"), [(16, "few"), (17, "many"), (64, "many"), (65, "torch")])
+def test_who_takes_rows(kernels: Wide, rows: int, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of codes that all can read: kernels of few rows, those of more, or torch."""
+    monkeypatch.setattr(packed, "Launcher", lambda *_: None)
+    place = SimpleNamespace(multi_processor_count=PROCESSORS, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
+    few = packed.Packed(torch.device("cuda", 0), kernels._dtype, [*STEPS])
+    x_RK, matrix = torch.randn(rows, 512).to(kernels._dtype), int_matrix(24, 512, 128, torch.float16, 1)
+    assert few.takes(x_RK, matrix) == (who == "few")
+    assert kernels.takes(x_RK, matrix) == (who == "many")
 
 
 def test_elements_are_in_pairs(kernels: Wide) -> None:
@@ -156,6 +168,7 @@ def test_what_is_not_taken(kernels: Wide) -> None:
     assert kernels.takes(x_RK, int_matrix(26, 512, 128, torch.float16, 1))
     assert not kernels.takes(x_RK, int_matrix(26, 512, 128, torch.float16, 1), gated=True)
     assert not kernels.takes(x_RK, int_matrix(24, 512, 64, torch.float16, 1))
-    assert kernels.takes(x_RK, float_matrix(24, 512, (16, 128), torch.float32))
+    rounded = dtype is torch.float16  # to which scales of other dtypes may be too small
+    assert kernels.takes(x_RK, float_matrix(24, 512, (16, 128), torch.float32)) != rounded
     assert not kernels.takes(x_RK, float_matrix(24, 512, (12, 128), torch.float32))
     assert names_of(torch.float16, ["e4m3", "e5m2"]) == ["wide_f16_e4m3_32", "wide_f16_e4m3_48", "wide_f16_e4m3_64"]

@@ -12,6 +12,7 @@ from tests.test_skinny import acted
 from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.packed import STEPS
 from tpplan.decoder.quantised import IntMatrix
+from tpplan.decoder.wide import bytes_of
 from tpplan.exec import kernel_cache
 
 #: Warps of a multiprocessor, by rows.
@@ -79,7 +80,7 @@ def test_lanes_agree(case: _Case) -> None:
     zeros = matrix.zeros if isinstance(matrix, IntMatrix) else None
     x_RK = torch.randn(rows, width + 16).to(dtype)[:, 8:-8]
     plus_RN, y_RN = torch.randn(rows, count).to(dtype), torch.full((rows, size + 4), 9, dtype=dtype)
-    parts = torch.full((2 * blocks * warps, int(most), 32), torch.nan)
+    parts = torch.full((bytes_of(blocks, warps, int(most)) // 4,), torch.nan).view(-1, int(most), 32)
     turns = torch.zeros(blocks * warps, dtype=torch.int32)
     told = _words(y_RN[:, :size], x_RK, matrix, 0, (plus_RN.data_ptr(), 2 * count) if plus else (0, 0), mode)
     words = [*told[:11], parts.data_ptr(), turns.data_ptr(), *told[12:]]

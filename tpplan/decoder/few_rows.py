@@ -81,7 +81,7 @@ class FewRows(ABC, Generic[M]):
 
 
 class JointRows(FewRows[M]):
-    """Such kernels, of which some add up the products of several devices."""
+    """Kernels of few rows, of which some add up the products of several devices."""
 
     @abstractmethod
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:

@@ -279,6 +279,8 @@ def _floats_below(matrices: Sequence[Float8Matrix], join: Join) -> Float8Matrix 
     ):
         return None
     codes = join([each.codes for each in matrices])
+    if codes is None:
+        return None
     rows = {each.rows for each in matrices}
     height = rows.pop() if len(rows) == 1 else 0
     if height.bit_count() == 1 and not any(len(each) % height for each in matrices[:-1]):
@@ -286,7 +288,7 @@ def _floats_below(matrices: Sequence[Float8Matrix], join: Join) -> Float8Matrix 
     else:  # blocks do not follow each other, or kernels do not find them: a scale for each row
         scales = torch.cat([_by_row(each) for each in matrices])
         height = 1
-    return None if codes is None else evolve(matrices[0], codes=codes, scales=scales, rows=height)
+    return evolve(matrices[0], codes=codes, scales=scales, rows=height)
 
 
 def _by_row(matrix: Float8Matrix) -> Tensor:

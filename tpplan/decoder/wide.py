@@ -27,8 +27,8 @@ MOST_ROWS: Final = 64
 
 #: Of each kernel: rows, and warps that a multiprocessor has registers for.
 _WARPS: Final = {32: 16, 48: 12, 64: 8}
-#: Matrix rows of a warp, and bytes of what it leaves for each row; how often it may.
-_STRIP, _LEFT, _TIMES = 32, 128, 2
+#: Matrix rows of a warp, bytes of what it leaves for each row, and how many such parts a block may leave.
+_STRIP, _ROW_BYTES, _MOST_PARTS = 32, 128, 2
 #: Warps of a block, and blocks that have steps of the same matrix rows, at most.
 _MOST_WARPS, _MOST_SPLITS = 8, 16
 #: Steps of each warp that make more warps worth while, and strips for each multiprocessor that make yet more so.
@@ -45,7 +45,7 @@ def shape_of(strips: int, steps: int, processors: int, warps: int) -> tuple[int,
         strips: 32 rows of the matrix each, half of them gates if there are any.
         steps: of its columns.
         processors: of the GPU.
-        warps: that each of these has registers for, at least those of a block.
+        warps: that each of these has registers for, at least eight.
     """
     together, size = 1, _MOST_WARPS
     if warps > size and strips * steps >= _MANY_STEPS * size * processors:
@@ -69,14 +69,14 @@ def names_of(dtype: torch.dtype, kinds: Collection[str]) -> list[str]:
 
 def bytes_of(blocks: int, warps: int, rows: int) -> int:
     """Return the bytes of what blocks leave for each other: up to 19 MiB on a GPU of 132 multiprocessors."""
-    return _TIMES * _LEFT * blocks * warps * rows
+    return _MOST_PARTS * _ROW_BYTES * blocks * warps * rows
 
 
 class Wide(FewRows[Quantised]):
     """Kernels for one device and dtype.
 
-    A code of e4m3 that is no number counts as 480. Elements of the matrix are rounded to 16 bits, and so are scales. At
-    a time one of these kernels may run.
+    A code of e4m3 that is no number counts as 480. Elements of the matrix are rounded to 16 bits, and so are scales.
+    Launches of one object have to follow each other, because their blocks count in the same memory who is the last.
     """
 
     def __init__(self, place: torch.device, dtype: torch.dtype, kinds: Collection[str]) -> None:
@@ -97,7 +97,9 @@ class Wide(FewRows[Quantised]):
         self._turns = torch.zeros(self._processors * max(_WARPS.values()), dtype=torch.int32, device=place)
 
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
-        """Return whether there is a kernel for rows and a matrix.
+        """Return whether there is a kernel for rows and a matrix, which is not slower than codes made 16-bit for torch.
+
+        Scales become numbers of the rows' dtype, for which those that are not of float16 may be too small.
 
         Args:
             x_RK: rows.
@@ -105,6 +107,8 @@ class Wide(FewRows[Quantised]):
             gated: whether there is a gate behind.
         """
         if isinstance(matrix_NK, Tensor) or kind_of(matrix_NK) not in self._kernels:
+            return False
+        if self._dtype is torch.float16 and matrix_NK.scales.dtype is not torch.float16:
             return False
         if not FEWEST_ROWS <= len(x_RK) <= MOST_ROWS or len(matrix_NK) % (4 if gated else 2):
             return False
