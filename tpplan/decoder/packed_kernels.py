@@ -12,8 +12,8 @@ row g             the same              the same
 ================  ====================  ====================
 
 A warp has up to four steps that follow each other on their way, mostly into shared memory, and no other warp has these;
-of more than eight rows, two steps of tiles that are twice as high, because these rows are read for each tile. What warps have found is added up
-in a fixed order.
+of more than eight rows, two steps of tiles that are twice as high, because these rows are read for each tile. What
+warps have found is added up in a fixed order.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ def _by_registers(kind: Codes, tall: int) -> _Way:
 def _by_shared_memory(kind: Codes) -> _Way:
     """Return how codes of two matrix rows are copied into shared memory, by each lane what it needs itself.
 
-    The assembler moves loads into registers behind all products of the tile before, so that nothing is on its way during
-    these. On an H200 a gate of 28,672 x 4,096 takes 33 us by registers and 27 by shared memory, of e4m3 52 and 37; but
-    of whole numbers of 8 bits 42 and 44.
+    The assembler moves loads into registers behind all products of the tile before, so that nothing is on its way
+    during these. On an H200 a gate of 28,672 x 4,096 takes 33 us by registers and 27 by shared memory, of e4m3 52 and
+    37; but of whole numbers of 8 bits 42 and 44.
     """
     halvings = kind.halvings
 
