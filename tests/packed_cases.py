@@ -8,7 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from attrs import frozen
 
+from tests.test_skinny import acted
+from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
 from tpplan.decoder.settings import ACTIVATIONS
 
@@ -85,6 +88,60 @@ def matrix_of(  # noqa: PLR0917
     if kind == "e4m3":
         return float_matrix(size, width, (plus or 1, group), dtype, device)
     return int_matrix(size, width, group, dtype, plus, device, bits=int(kind))
+
+
+@frozen
+class Product:
+    """What a kernel is run on lane by lane, and what has to come of it.
+
+    Attributes:
+        matrix: of codes.
+        rows: ``[R, K]``, which are parts of longer ones.
+        plus: what is added: an address and the bytes of a row, both 0 if nothing is.
+        out: where the result goes, ``[R, N]`` with columns behind it that stay 9.
+        expected: the result, ``[R, N]``.
+        touched: what the kernel may read and write.
+    """
+
+    matrix: Quantised
+    rows: torch.Tensor
+    plus: tuple[int, int]
+    out: torch.Tensor
+    expected: torch.Tensor
+    touched: list[torch.Tensor]
+
+
+def product_of(  # noqa: PLR0917
+    name: str, rows: int, size: int, width: int, group: int, scales: torch.dtype, more: int | None, mode: int,
+    behind: int, *, plus: bool,
+) -> Product:  # fmt: skip
+    """Draw one; see :func:`matrix_of`.
+
+    Args:
+        name: of the kernel, which begins with the dtype of rows and the kind of codes.
+        rows: that are multiplied.
+        size: columns of the result.
+        width: columns of the matrix.
+        group: columns that share a scale.
+        scales: their dtype.
+        more: what is added to stored zeros, or rows that share a scale too.
+        mode: 0, or the activation of a gate, whose matrix has twice as many rows.
+        behind: columns behind the result.
+        plus: whether something is added.
+    """
+    torch.manual_seed(size)
+    floats, kind, _ = name.split("_")
+    dtype = {text: each for each, text in DTYPES.items()}[floats]
+    count = 2 * size if mode else size
+    matrix = matrix_of(kind, count, width, group, scales, more)
+    zeros = matrix.zeros if isinstance(matrix, IntMatrix) else None
+    x_RK = torch.randn(rows, width + 16).to(dtype)[:, 8:-8]
+    plus_RN, y_RN = torch.randn(rows, count).to(dtype), torch.full((rows, size + behind), 9, dtype=dtype)
+    exact_RN = x_RK.double() @ matrix.dense(0, count, torch.float32).double().mT + (plus_RN if plus else 0)
+    expected_RN = acted(exact_RN.to(dtype), mode) if mode else exact_RN.to(dtype)
+    touched = [x_RK, matrix.codes, matrix.scales, plus_RN, y_RN, *([] if zeros is None else [zeros])]
+    added = (plus_RN.data_ptr(), 2 * count) if plus else (0, 0)
+    return Product(matrix, x_RK, added, y_RN, expected_RN, touched)
 
 
 def gates_of(  # noqa: PLR0917

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.packed_cases import FORMS, WARPS, matrix_of
+from tests.packed_cases import FORMS, WARPS, product_of
 from tests.test_kernels import CAPABILITIES, _registers
-from tests.test_skinny import acted
 from tpplan.decoder.launcher import DTYPES, bits_of
 from tpplan.decoder.quantised import IntMatrix, Quantised
 from tpplan.exec import kernel_cache
@@ -130,19 +129,10 @@ def test_lanes_agree(case: _Case, plus: bool) -> None:
     """What the source does lane by lane is the product, and reaches for nothing beside the matrices."""
     lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.packed_kernels")
     name, rows, size, width, group, scales, offset, warps, blocks, run, mode = case
-    torch.manual_seed(size)
-    floats, kind, _ = name.split("_")
-    dtype = {text: each for each, text in DTYPES.items()}[floats]
-    count = 2 * size if mode else size
-    matrix = matrix_of(kind, count, width, group, scales, offset)
-    zeros = matrix.zeros if isinstance(matrix, IntMatrix) else None
-    x_RK = torch.randn(rows, width + 16).to(dtype)[:, 8:-8]
-    plus_RN, y_RN = torch.randn(rows, count).to(dtype), torch.full((rows, size + 3), 9, dtype=dtype)
-    words = _words(y_RN[:, :size], x_RK, matrix, run, (plus_RN.data_ptr(), 2 * count) if plus else (0, 0), mode)
-    touched = [x_RK, matrix.codes, matrix.scales, plus_RN, y_RN, *([] if zeros is None else [zeros])]
-    lanes.run(getattr(kernels, f"PACKED_{name.upper()}"), blocks, 32 * warps, words, touched)
-    exact_RN = x_RK.double() @ matrix.dense(0, count, torch.float32).double().mT + (plus_RN if plus else 0)
-    expected_RN = acted(exact_RN.to(dtype), mode) if mode else exact_RN.to(dtype)
-    step = torch.finfo(dtype).eps
+    own = product_of(name, rows, size, width, group, scales, offset, mode, 3, plus=plus)
+    y_RN, expected_RN = own.out, own.expected
+    words = _words(y_RN[:, :size], own.rows, own.matrix, run, own.plus, mode)
+    lanes.run(getattr(kernels, f"PACKED_{name.upper()}"), blocks, 32 * warps, words, own.touched)
+    step = torch.finfo(y_RN.dtype).eps
     torch.testing.assert_close(y_RN[:, :size], expected_RN, atol=2 * step, rtol=2 * step)
     assert (y_RN[:, size:] == 9).all()

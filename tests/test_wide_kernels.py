@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.packed_cases import matrix_of
+from tests.packed_cases import product_of
 from tests.test_kernels import CAPABILITIES, _registers
 from tests.test_packed_kernels import _words
-from tests.test_skinny import acted
-from tpplan.decoder.launcher import DTYPES
 from tpplan.decoder.packed import STEPS
-from tpplan.decoder.quantised import IntMatrix
 from tpplan.decoder.wide import bytes_of
 from tpplan.exec import kernel_cache
 
@@ -72,27 +69,18 @@ def test_lanes_agree(case: _Case) -> None:
     """What the source does lane by lane is the product, and reaches for nothing beside the matrices."""
     lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.wide_kernels")
     name, rows, size, width, group, scales, offset, warps, blocks, mode, plus = case
-    torch.manual_seed(size)
-    floats, kind, most = name.split("_")
-    dtype = {text: each for each, text in DTYPES.items()}[floats]
-    count = 2 * size if mode else size
-    matrix = matrix_of(kind, count, width, group, scales, offset)
-    zeros = matrix.zeros if isinstance(matrix, IntMatrix) else None
-    x_RK = torch.randn(rows, width + 16).to(dtype)[:, 8:-8]
-    plus_RN, y_RN = torch.randn(rows, count).to(dtype), torch.full((rows, size + 4), 9, dtype=dtype)
+    own = product_of(name, rows, size, width, group, scales, offset, mode, 4, plus=plus)
+    y_RN, expected_RN, (_, kind, most) = own.out, own.expected, name.split("_")
     parts = torch.full((bytes_of(blocks, warps, int(most)) // 4,), torch.nan).view(-1, int(most), 32)
     turns = torch.zeros(blocks * warps, dtype=torch.int32)
-    told = _words(y_RN[:, :size], x_RK, matrix, 0, (plus_RN.data_ptr(), 2 * count) if plus else (0, 0), mode)
-    words = [*told[:11], parts.data_ptr(), turns.data_ptr(), *told[12:]]
-    touched = [x_RK, matrix.codes, matrix.scales, plus_RN, y_RN, parts, turns, *([] if zeros is None else [zeros])]
+    told = _words(y_RN[:, :size], own.rows, own.matrix, 0, own.plus, mode)
+    words, touched = [*told[:11], parts.data_ptr(), turns.data_ptr(), *told[12:]], [*own.touched, parts, turns]
     lanes.run(getattr(kernels, f"WIDE_{name.upper()}"), blocks, 32 * warps, words, touched)
-    exact_RN = x_RK.double() @ matrix.dense(0, count, torch.float32).double().mT + (plus_RN if plus else 0)
-    expected_RN = acted(exact_RN.to(dtype), mode) if mode else exact_RN.to(dtype)
-    step = 2 * torch.finfo(dtype).eps * expected_RN.abs().max().item()
+    step = 2 * torch.finfo(y_RN.dtype).eps * expected_RN.abs().max().item()
     torch.testing.assert_close(y_RN[:, :size], expected_RN, atol=step, rtol=0)
     assert (y_RN[:, size:] == 9).all()
     assert not turns.any()
-    tiles, steps = -(-count // (32 * warps)), width // STEPS[kind]
+    tiles, steps = -(-len(own.matrix) // (32 * warps)), width // STEPS[kind]
     edges = {block * tiles * steps // blocks for block in range(blocks)} | {tile * steps for tile in range(tiles)}
     whole = sum(not edges & {*range(start + 1, start + steps)} for start in range(0, tiles * steps, steps))
     assert (~parts.isnan()).flatten(1).any(1).sum() == warps * (len(edges) - whole)

@@ -129,10 +129,11 @@ class Fused(Plain):
         self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name, kind)
         self._gemv = Gemv(place, dtype, joint=joint)
         self._joint: list[JointRows[Any]] = [self._gemv, Skinny(place, dtype, joint=joint)]
-        self._few: list[FewRows[Any]] = [*self._joint]
+        many: list[FewRows[Any]] = []
         if packed.names_of(dtype, codes):
             self._joint.append(Packed(place, dtype, codes, joint=joint))
-            self._few = [*self._joint, Wide(place, dtype, codes)]
+            many.append(Wide(place, dtype, codes))
+        self._few = [*self._joint, *many]
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._mixture = Mixture(place, dtype, self._name, codes) if experts else None
         self._dense = Dense(place, dtype, codes)

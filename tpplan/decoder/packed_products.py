@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
+from tpplan.exec.tiles import all_of
+
 if TYPE_CHECKING:
     from tpplan.decoder.packed_codes import Codes
 
@@ -50,9 +52,7 @@ def products_of(kind: Codes) -> Any:  # noqa: C901 (the instructions)
     part, multiply, is_less = kind.part, kind.floats.multiply, kind.base is not None
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        totals, codes, rows, scales, bases = (
-            [builder.extract_value(each, i) for i in range(each.type.count)] for each in values[:-1]
-        )
+        totals, codes, rows, scales, bases = (all_of(builder, each) for each in values[:-1])
         eights = len(rows) // part
         ones = [[nothing] * 4 for _ in range(eights)]
         for tile in range(len(codes) // (2 * _CODES)):

@@ -44,7 +44,7 @@ def _products(multiply: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        sums, weights, rows = ([builder.extract_value(each, i) for i in range(each.type.count)] for each in values)
+        sums, weights, rows = (tiles.all_of(builder, each) for each in values)
         for i in range(0, _PART, 2):
             left = [weights[i], weights[i + _PART], weights[i + 1], weights[i + 1 + _PART]]
             for j in range(len(rows) // _PART):

@@ -16,19 +16,17 @@ from tpplan.decoder.few_rows import FewRows, is_vectors
 from tpplan.decoder.launcher import DTYPES, Launcher
 from tpplan.decoder.packed import STEPS, is_read, words_of
 from tpplan.decoder.quantised import Matrix, Quantised
+from tpplan.decoder.wide_limits import STRIP, WARPS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-
 
 #: Rows that are taken, at least and at most.
 FEWEST_ROWS: Final = 17
 MOST_ROWS: Final = 64
 
-#: Of each kernel: rows, and warps that a multiprocessor has registers for.
-_WARPS: Final = {32: 16, 48: 12, 64: 8}
-#: Matrix rows of a warp, bytes of what it leaves for each row, and how many such parts a block may leave.
-_STRIP, _ROW_BYTES, _MOST_PARTS = 32, 128, 2
+#: Bytes of what a warp leaves for each row, and how many such parts a block may leave.
+_ROW_BYTES, _MOST_PARTS = 128, 2
 #: Warps of a block, and blocks that have steps of the same matrix rows, at most.
 _MOST_WARPS, _MOST_SPLITS = 8, 16
 #: Steps of each warp that make more warps worth while, and strips for each multiprocessor that make yet more so.
@@ -64,7 +62,7 @@ def names_of(dtype: torch.dtype, kinds: Collection[str]) -> list[str]:
         dtype: of rows.
         kinds: of codes; of some there are none.
     """
-    return [f"wide_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in _WARPS]
+    return [f"wide_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in WARPS]
 
 
 def bytes_of(blocks: int, warps: int, rows: int) -> int:
@@ -88,13 +86,13 @@ class Wide(FewRows[Quantised]):
             kinds: of codes; of some there are none.
         """
         self._kernels = {
-            kind: dict(zip(_WARPS, (Launcher(name, place) for name in names_of(dtype, [kind])), strict=True))
+            kind: dict(zip(WARPS, (Launcher(name, place) for name in names_of(dtype, [kind])), strict=True))
             for kind in kinds
             if kind in STEPS
         }
         self._dtype = dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
-        self._turns = torch.zeros(self._processors * max(_WARPS.values()), dtype=torch.int32, device=place)
+        self._turns = torch.zeros(self._processors * max(WARPS.values()), dtype=torch.int32, device=place)
 
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix, which is not slower than codes made 16-bit for torch.
@@ -119,9 +117,9 @@ class Wide(FewRows[Quantised]):
             msg = "biases and rows of results begin at multiples of 4 bytes"
             raise ValueError(msg)
         (size, width), kind = matrix.shape, kind_of(matrix)
-        rows = next(each for each in _WARPS if len(x) <= each)
+        rows = next(each for each in WARPS if len(x) <= each)
         # A strip has as many matrix rows with a gate as without.
-        blocks, warps = shape_of(-(-size // _STRIP), width // STEPS[kind], self._processors, _WARPS[rows])
+        blocks, warps = shape_of(-(-size // STRIP), width // STEPS[kind], self._processors, WARPS[rows])
         parts = torch.empty(bytes_of(blocks, warps, rows), dtype=torch.uint8, device=x.device)
         self._kernels[kind][rows](
             blocks, 32 * warps,

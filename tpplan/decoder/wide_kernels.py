@@ -19,7 +19,8 @@ from numba.cuda import types
 
 from tpplan.decoder import packed_codes
 from tpplan.decoder.packed_scales import scale_by
-from tpplan.decoder.wide_products import OWN, STRIP, products_of
+from tpplan.decoder.wide_limits import STRIP, WARPS
+from tpplan.decoder.wide_products import OWN, products_of
 from tpplan.decoder.wide_sums import PER_EIGHT, begun, leave, turned, with_left
 from tpplan.exec import ptx, tiles
 from tpplan.exec.finishing import ADD, activation
@@ -280,14 +281,10 @@ def _wide(name: str, kind: Codes, eights: int, warps: int) -> Kernel:  # noqa: C
     return Kernel(name, multiply_rows, 19, bounds=(32 * warps, 1))
 
 
-#: Warps that a multiprocessor has registers for, by eights of rows.
-_WARPS = {4: 16, 6: 12, 8: 8}
-
-
 def __getattr__(name: str) -> Kernel:
     """Return the kernel of a dtype of rows, a kind of codes and a number of rows, such as ``WIDE_BF16_E4M3_64``."""
     found = _NAME.fullmatch(name)
     if not found:
         raise AttributeError(name)
-    eights = int(found["rows"]) // _EIGHT
-    return _wide(name.lower(), getattr(packed_codes, found["kind"]), eights, _WARPS[eights])
+    rows = int(found["rows"])
+    return _wide(name.lower(), getattr(packed_codes, found["kind"]), rows // _EIGHT, WARPS[rows])

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
-from tpplan.decoder.wide_sums import PER_EIGHT, all_of
+from tpplan.decoder.wide_limits import STRIP
+from tpplan.decoder.wide_sums import PER_EIGHT
 from tpplan.exec import ptx
+from tpplan.exec.tiles import all_of
 
 if TYPE_CHECKING:
     from tpplan.decoder.packed_codes import Codes
 
-#: Matrix rows of a warp and of a lane, and registers of its codes of one.
-STRIP, OWN, _CODES = 32, 4, 4
+#: Matrix rows of a lane, and registers of its codes of one.
+OWN, _CODES = 4, 4
 #: Registers of 16 bytes, and pairs of an instruction.
 _VECTOR, _PAIRS = 4, 2
 #: Eights of rows that are read together, so that no instruction waits for the one before.

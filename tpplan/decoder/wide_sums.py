@@ -13,16 +13,12 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 from tpplan.exec import ptx
+from tpplan.exec.tiles import all_of
 
 #: Sums of every eight rows, and rows that lie between those of a lane.
 PER_EIGHT, _EIGHT = 8, 8
 #: Registers of a vector, and bytes of a warp's.
 _VECTOR, _WARP = 4, 512
-
-
-def all_of(builder: Any, values: Any) -> list[Any]:
-    """Return what is in a tuple."""
-    return [builder.extract_value(values, i) for i in range(values.type.count)]
 
 
 def begun(eights: int, low: ptx.Emitter, high: ptx.Emitter) -> Any:

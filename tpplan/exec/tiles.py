@@ -29,7 +29,8 @@ _shared_load_128 = emitter("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32
 _shared_store_128 = emitter("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "", "u32 u32 u32 u32 u32", memory=True)
 
 
-def _all_of(builder: Any, values: Any) -> list[Any]:
+def all_of(builder: Any, values: Any) -> list[Any]:
+    """Return what is in a tuple, where an intrinsic writes instructions."""
     return [builder.extract_value(values, i) for i in range(values.type.count)]
 
 
@@ -80,7 +81,7 @@ def put(typingctx: Any, address: Any, registers: Any) -> Any:  # noqa: ARG001
     """Write a lane's vectors to shared memory: at the address, which is the lane's own, and every 512 bytes from it."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
-        address, kept = values[0], _all_of(builder, values[1])
+        address, kept = values[0], all_of(builder, values[1])
         for i in range(0, len(kept), _VECTOR):
             at = builder.add(address, ir.Constant(address.type, i // _VECTOR * _WARP))
             _shared_store_128(builder, [at, *kept[i : i + _VECTOR]])
@@ -98,7 +99,7 @@ def scores(multiply: Emitter) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        address, *keys = values[0], *(_all_of(builder, each) for each in values[1:])
+        address, *keys = values[0], *(all_of(builder, each) for each in values[1:])
         nothing, sums = ir.Constant(_INT, 0), [[ir.Constant(_FLOAT, 0.0)] * 4 for _ in range(2)]
         for i in range(0, len(keys[0]), _VECTOR):
             at = builder.add(address, ir.Constant(address.type, i // _VECTOR * _WARP))
@@ -123,7 +124,7 @@ def weighed(multiply: Emitter) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        sums, *places = (_all_of(builder, each) for each in values[:5])
+        sums, *places = (all_of(builder, each) for each in values[:5])
         found = []
         for j, (a, b, c, d) in enumerate(zip(*places, strict=True)):
             left = [
@@ -146,7 +147,7 @@ def scaled(typingctx: Any, sums: Any, first: Any, second: Any) -> Any:  # noqa: 
     """Return the sums of :func:`weighed`, multiplied by one factor for query 2 t and by another for query 2 t + 1."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        found = [builder.fmul(each, values[1 + i % 2]) for i, each in enumerate(_all_of(builder, values[0]))]
+        found = [builder.fmul(each, values[1 + i % 2]) for i, each in enumerate(all_of(builder, values[0]))]
         return context.make_tuple(builder, signature.return_type, found)
 
     return sums(sums, first, second), codegen
@@ -170,7 +171,7 @@ def keep(  # noqa: PLR0917
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, values[0]).data
         start, query, element = values[2:]
-        for i, each in enumerate(_all_of(builder, values[1])):
+        for i, each in enumerate(all_of(builder, values[1])):
             at = builder.add(start, ir.Constant(start.type, i // 4 * 8))
             at = builder.add(at, query) if i % 2 else at
             at = builder.add(at, element) if i // 2 % 2 else at
