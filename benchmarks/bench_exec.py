@@ -18,7 +18,7 @@ from benchmarks.rows import GPUS, MODEL, TOKENS, Row, measure, rounds_wanted
 from tpplan.axes import Axis
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.cpu import Pending, VirtualDevices
-from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.programs.lower import TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

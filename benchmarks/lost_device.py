@@ -12,8 +12,8 @@ from attrs import evolve, frozen
 from tpplan.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec.compiler import build
-from tpplan.exec.cuda import CudaDevices
-from tpplan.exec.program import Exchange
+from tpplan.exec.gpu.cuda import CudaDevices
+from tpplan.exec.programs.program import Exchange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tpplan.exec.binding import Memory
     from tpplan.exec.gathered import Pending
-    from tpplan.exec.program import Buffer, Program
+    from tpplan.exec.programs.program import Buffer, Program
     from tpplan.plan import SplitPlan
 
 #: Seconds that an error may take: kernels give up after about ten, counted in cycles.

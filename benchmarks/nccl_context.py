@@ -8,7 +8,7 @@ import torch
 from torch.cuda import nccl
 
 from tpplan.exec.gathered import Gathered
-from tpplan.exec.program import HOST
+from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

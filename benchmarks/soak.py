@@ -25,11 +25,11 @@ from benchmarks.stress import Stress
 from tpplan import exec as tpx
 from tpplan.catalogue import overhead
 from tpplan.errors import ExecutionError, TpplanError
-from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.programs.lower import TRANSPORTS
 
 if TYPE_CHECKING:
     from tpplan.exec import TPContext
-    from tpplan.exec.graph import Graph
+    from tpplan.exec.gpu.graph import Graph
     from tpplan.plan import SplitPlan
 
 MODEL = ROOT / "examples" / "models" / "Llama-3.1-8B" / "config.json"

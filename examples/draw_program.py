@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tpplan.exec.lower import Route, lower
-from tpplan.exec.operation import all_reduce
-from tpplan.exec.program import (
+from tpplan.exec.programs.lower import Route, lower
+from tpplan.exec.programs.operation import all_reduce
+from tpplan.exec.programs.program import (
     CALLER,
     INPUT,
     OUTPUT,
@@ -31,7 +31,7 @@ from tpplan.exec.program import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tpplan.exec.program import Event, Program, Step, View
+    from tpplan.exec.programs.program import Event, Program, Step, View
 
 PICTURE = Path(__file__).parents[1] / "docs/images/all-reduce.svg"
 

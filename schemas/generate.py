@@ -15,7 +15,7 @@ from tpplan.check import CheckReport
 from tpplan.codec import STATED, render, save_text
 from tpplan.devices_file import DevicesFile
 from tpplan.error_report import ErrorReport
-from tpplan.exec.survey_report import SurveyReport
+from tpplan.exec.links.survey_report import SurveyReport
 from tpplan.generate_report import GenerateReport
 from tpplan.inspection import Inspection
 from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, SCHEMA_URN, STRATEGIES, SplitPlan

@@ -7,8 +7,8 @@ from jsonschema import Draft202012Validator
 
 from schemas import generate
 from tpplan.bench_report import Limit
-from tpplan.exec import bench_clock
-from tpplan.exec.program import HOST
+from tpplan.exec.bench import clock as bench_clock
+from tpplan.exec.programs.program import HOST
 
 SCHEMA = Draft202012Validator(generate.schema("bench-report"))
 OPERATIONS = ("broadcast", "allgather", "all_reduce", "all_reduce with residual", "scatter", "gather")

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.program_cases import LIMITS, operations
-from tpplan.exec.adversary import Adversary
 from tpplan.exec.binding import BITS, Memory
 from tpplan.exec.engine import Backend
 from tpplan.exec.gathered import Pending
-from tpplan.exec.lower import TRANSPORTS, lower, route
-from tpplan.exec.operation import Addition, Moves, Operation, Reduction
-from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, SLOTS, Buffer, Queue, Stream
+from tpplan.exec.programs.adversary import Adversary
+from tpplan.exec.programs.lower import TRANSPORTS, lower, route
+from tpplan.exec.programs.operation import Addition, Moves, Operation, Reduction
+from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, SLOTS, Buffer, Queue, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from tpplan.exec.program import Program
+    from tpplan.exec.programs.program import Program
 
 #: Dtypes of 1, 2, 4 and 8 bytes; those that are added first.
 ADDED = (torch.float32, torch.float16, torch.bfloat16)

@@ -12,15 +12,15 @@ from torch import Tensor
 from tests.exec_reference import same, values
 from tpplan.axes import Axis, parse_layers
 from tpplan.exec import HOST
-from tpplan.exec.fence import caller
+from tpplan.exec.programs.fence import caller
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from random import Random
 
     from tpplan.exec import TPContext
-    from tpplan.exec.adversary import Adversary
-    from tpplan.exec.program import Stream
+    from tpplan.exec.programs.adversary import Adversary
+    from tpplan.exec.programs.program import Stream
     from tpplan.plan import SplitPlan
 
 

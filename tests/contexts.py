@@ -18,8 +18,8 @@ from tpplan import workspace
 from tpplan.axes import Axis
 from tpplan.devices import Device
 from tpplan.exec import compiler, host
-from tpplan.exec.adversary import Adversary
 from tpplan.exec.cpu import VirtualDevices
+from tpplan.exec.programs.adversary import Adversary
 from tpplan.plan import Cache, DeviceMemory, PlanModel, Request, Split, SplitPlan
 
 if TYPE_CHECKING:

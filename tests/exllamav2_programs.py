@@ -9,13 +9,26 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from tpplan.exec.fence import caller, order, own
-from tpplan.exec.program import HOST, INPUT, OUTPUT, STAGE, Buffer, Copy, Event, Program, Record, Sum, View, Wait
+from tpplan.exec.programs.fence import caller, order, own
+from tpplan.exec.programs.program import (
+    HOST,
+    INPUT,
+    OUTPUT,
+    STAGE,
+    Buffer,
+    Copy,
+    Event,
+    Program,
+    Record,
+    Sum,
+    View,
+    Wait,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tpplan.exec.program import Command
+    from tpplan.exec.programs.program import Command
 
 COLUMNS = 12
 

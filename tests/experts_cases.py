@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.decoder.mixture import Mixture
+    from tpplan.decoder.launches.mixture import Mixture
 
     Experts = Tensor | Stacked
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from tpplan.exec import link_probe
-from tpplan.exec.link_report import Mechanism, Route
+from tpplan.exec.links import probe as link_probe
+from tpplan.exec.links.report import Mechanism, Route
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

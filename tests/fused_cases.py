@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tpplan.decoder import experts, skinny
+from tpplan.decoder import experts
 from tpplan.decoder.cache import KERNEL_KINDS, Store
-from tpplan.decoder.dense import kind_of
-from tpplan.decoder.gemv import MOST_ROWS
+from tpplan.decoder.launches import skinny
+from tpplan.decoder.launches.dense import kind_of
+from tpplan.decoder.launches.gemv import MOST_ROWS
+from tpplan.decoder.launches.mixture import KINDS
 from tpplan.decoder.layers import rms_norm
-from tpplan.decoder.mixture import KINDS
 from tpplan.decoder.settings import ACTIVATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from tpplan.decoder.gemv import Norm
+    from tpplan.decoder.launches.gemv import Norm
     from tpplan.decoder.quantised import Matrix, Stacked
 
 

@@ -18,7 +18,7 @@ from attrs import define
 from llvmlite import ir
 
 from tests.warps import ME, address_of, copy_words, end_copies, multiplied, told, wait_for_copies, words_at
-from tpplan.exec import ptx
+from tpplan.exec.kernels import ptx
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,8 +16,8 @@ from numba.cuda import libdevice
 
 from tests.instructions import doer
 from tests.warps import LANES, ME, Block, meet, shared_array, told
-from tpplan.exec import ptx
-from tpplan.exec.exchange_table import MOST_WORDS
+from tpplan.exec.gpu.exchange_table import MOST_WORDS
+from tpplan.exec.kernels import ptx
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tpplan.exec.kernels import Kernel
+    from tpplan.exec.kernels.kernel import Kernel
 
 
 class _Index:

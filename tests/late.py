@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpplan.exec.fence import caller
+from tpplan.exec.programs.fence import caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tpplan.exec.adversary import Adversary
     from tpplan.exec.context import TPContext
+    from tpplan.exec.programs.adversary import Adversary
 
 #: Operations of a context that return tensors, with the argument that says on which devices.
 _RESULTS = {"broadcast": "axis", "allgather": "to", "all_reduce": None}

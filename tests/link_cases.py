@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tpplan.exec import links
-from tpplan.exec.link_report import LinkReport, Mechanism, Verdict
-from tpplan.exec.links import link_report
+from tpplan.exec.links import known as links
+from tpplan.exec.links.known import link_report
+from tpplan.exec.links.report import LinkReport, Mechanism, Verdict
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tpplan.exec.link_report import Route
+    from tpplan.exec.links.report import Route
 
 
 COPY, STORE, FLAG, LOAD = Mechanism

@@ -15,8 +15,8 @@ from tests.contexts import UNEVEN, context
 from tests.exec_reference import same
 from tpplan.axes import Axis
 from tpplan.exec import TPContext
-from tpplan.exec.rope import Rope
-from tpplan.exec.rope_scaling import Default
+from tpplan.exec.rope.scaling import Default
+from tpplan.exec.rope.tables import Rope
 
 if TYPE_CHECKING:
     from tpplan.errors import TpplanError

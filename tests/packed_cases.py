@@ -11,12 +11,12 @@ import torch
 from attrs import frozen
 
 from tests.test_skinny import acted
-from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
 from tpplan.decoder.settings import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from tpplan.decoder.few_rows import FewRows
+    from tpplan.decoder.launches.few_rows import FewRows
 
 #: What kernels call the dtypes of scales.
 FORMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -74,7 +74,7 @@ def float_matrix(
 def matrix_of(  # noqa: PLR0917
     kind: str, size: int, width: int, group: int, dtype: torch.dtype, plus: int | None, device: str = "cpu"
 ) -> Quantised:
-    """Return a random matrix of a kind of codes, of :data:`tpplan.decoder.packed.STEPS`.
+    """Return a random matrix of a kind of codes, of :data:`tpplan.decoder.launches.packed.STEPS`.
 
     Args:
         kind: of them.

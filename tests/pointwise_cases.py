@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from tests.fused_cases import FakeGemv, FakeMixture, FakeSkinny
-from tpplan.decoder import fused, pointwise
+from tpplan.decoder import fused
 from tpplan.decoder.cache import Store
-from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.launches import pointwise
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.pointwise import GATES
 from tpplan.decoder.layers import rms_norm, rotate
-from tpplan.decoder.pointwise import GATES
 from tpplan.decoder.settings import ACTIVATIONS
-from tpplan.exec import kernel_cache
+from tpplan.exec.gpu import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

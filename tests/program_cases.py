@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from attrs import evolve, frozen
 from hypothesis import strategies as st
 
-from tpplan.exec.lower import TRANSPORTS, Limits, Route, lower, route
-from tpplan.exec.operation import Addition, Operation, Reduction, Share, allgather, broadcast, scatter
-from tpplan.exec.program import HOST, Program
-from tpplan.exec.tuning import Tuning
+from tpplan.exec.links.tuning import Tuning
+from tpplan.exec.programs.lower import TRANSPORTS, Limits, Route, lower, route
+from tpplan.exec.programs.operation import Addition, Operation, Reduction, Share, allgather, broadcast, scatter
+from tpplan.exec.programs.program import HOST, Program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

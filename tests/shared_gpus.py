@@ -18,17 +18,17 @@ from cuda.bindings import runtime
 from benchmarks.soak import plan_for
 from benchmarks.stress import Stress
 from tpplan.exec.compiler import build
-from tpplan.exec.cuda import CudaDevices
-from tpplan.exec.lower import TRANSPORTS
-from tpplan.exec.selftest import selftest
+from tpplan.exec.gpu.cuda import CudaDevices
+from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.selftest.run import selftest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tpplan.exec import TPContext
     from tpplan.exec.binding import Memory
-    from tpplan.exec.bound import Bound
     from tpplan.exec.gathered import Pending
+    from tpplan.exec.gpu.bound import Bound
     from tpplan.plan import SplitPlan
 
 #: Operations between two looks at what was wrong, and bytes of the largest tensor.

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from tests.caller import Caller, Script, memory, scripts, widths
 from tests.program_cases import CASES, Case
 from tpplan.errors import InternalError
-from tpplan.exec.adversary import Adversary
-from tpplan.exec.fence import HOST_STREAM, caller, fence, order, own
-from tpplan.exec.lower import Route, lower
-from tpplan.exec.operation import Operation, Reduction, allgather, broadcast
-from tpplan.exec.ordering import verify
-from tpplan.exec.program import (
+from tpplan.exec.programs.adversary import Adversary
+from tpplan.exec.programs.fence import HOST_STREAM, caller, fence, order, own
+from tpplan.exec.programs.lower import Route, lower
+from tpplan.exec.programs.operation import Operation, Reduction, allgather, broadcast
+from tpplan.exec.programs.ordering import verify
+from tpplan.exec.programs.program import (
     HOST,
     INPUT,
     OUTPUT,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.exec.program import Command
+    from tpplan.exec.programs.program import Command
 
 #: Of these every step is left out once; they have every kind of step that lowering makes.
 MUTATED = (

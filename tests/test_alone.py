@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tpplan.errors import ExecutionError
-from tpplan.exec import alone
+from tpplan.exec.gpu import alone
 
 A, B, C = (torch.device("cuda", i) for i in range(3))
 

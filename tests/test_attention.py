@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.test_kernels import CAPABILITIES
-from tpplan.decoder.attention import Attention, splits_of
-from tpplan.exec import kernel_cache
+from tpplan.decoder.launches.attention import Attention, splits_of
+from tpplan.exec.gpu import kernel_cache
 
 #: Bytes that a thread may have in memory.
 MOST_STACK = 48
@@ -60,7 +60,7 @@ def test_they_multiply_matrices_in_registers(name: str, capability: tuple[int, i
 @pytest.mark.parametrize("name", ["ATTENTION", "ATTENTION_F32_128", "ATTENTION_BF16_128_CUT", "ATTENTION_BF16_Q8"])
 def test_there_are_no_others(name: str) -> None:
     """Kernels are made by their names, but only those that there are."""
-    kernels = pytest.importorskip("tpplan.decoder.attention_kernels")
+    kernels = pytest.importorskip("tpplan.decoder.kernels.attention")
     with pytest.raises(AttributeError, match=name):
         getattr(kernels, name)
 

@@ -16,15 +16,18 @@ from tests.bench_cases import OPERATIONS, short_turns  # noqa: F401 (for every t
 from tests.contexts import ALONE, UNEVEN, budgeted, little_room, plans  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
 from tpplan.errors import ExecutionError
-from tpplan.exec import bench, bench_case, bench_limits, bench_peers
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.bench_clock import Clock, Run
-from tpplan.exec.bench_even import even_plan
-from tpplan.exec.bench_peers import Contender
+from tpplan.exec.bench import case as bench_case
+from tpplan.exec.bench import limits as bench_limits
+from tpplan.exec.bench import peers as bench_peers
+from tpplan.exec.bench import run as bench
+from tpplan.exec.bench.clock import Clock, Run
+from tpplan.exec.bench.even import even_plan
+from tpplan.exec.bench.peers import Contender
 from tpplan.exec.cpu import VirtualDevices
-from tpplan.exec.lower import TRANSPORTS
-from tpplan.exec.program import OUTPUT, Buffer
-from tpplan.exec.tuning import Tuning
+from tpplan.exec.links.tuning import Tuning
+from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.programs.program import OUTPUT, Buffer
 from tpplan.verify import verify
 
 if TYPE_CHECKING:
@@ -33,10 +36,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.bench_report import BenchReport, Limit, Timed
-    from tpplan.exec.bench_case import Case
+    from tpplan.exec.bench.case import Case
     from tpplan.exec.context import TPContext
     from tpplan.exec.cpu import Pending
-    from tpplan.exec.program import Program
+    from tpplan.exec.programs.program import Program
     from tpplan.plan import SplitPlan
 
 

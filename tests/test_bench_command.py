@@ -16,8 +16,8 @@ from tests.command import Done, command
 from tests.contexts import MAX_ROWS, UNEVEN, little_room  # noqa: F401 (for every test here)
 from tpplan.bench_report import BenchReport, Measured, Spread, Timed
 from tpplan.codec import unstructure
-from tpplan.exec import bench
-from tpplan.exec.bench_case import Case, Cases
+from tpplan.exec.bench import run as bench
+from tpplan.exec.bench.case import Case, Cases
 from tpplan.render.bench import bench as view
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from tpplan.axes import Axis
 from tpplan.decoder import model
 from tpplan.decoder.prompt_graphs import PromptGraphs, graphs_of
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.program import HOST
+from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,10 +12,11 @@ from tests.bench_cases import RATES
 from tests.contexts import UNEVEN, little_room  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
 from tpplan.errors import ExecutionError
-from tpplan.exec import bench_limits, bench_peers
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.bench_case import Case, Cases
-from tpplan.exec.program import HOST
+from tpplan.exec.bench import limits as bench_limits
+from tpplan.exec.bench import peers as bench_peers
+from tpplan.exec.bench.case import Case, Cases
+from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

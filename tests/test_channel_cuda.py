@@ -14,12 +14,12 @@ import torch
 from tests.cuda_cases import GPUS, plan_for
 from tests.packed_cases import matrix_of
 from tpplan import exec as tpx
-from tpplan.decoder import gemv, packed, skinny
-from tpplan.decoder.gemv import Gemv
-from tpplan.decoder.packed import STEPS, Packed
-from tpplan.decoder.skinny import MOST_JOINT, Skinny
+from tpplan.decoder.launches import gemv, packed, skinny
+from tpplan.decoder.launches.gemv import Gemv
+from tpplan.decoder.launches.packed import STEPS, Packed
+from tpplan.decoder.launches.skinny import MOST_JOINT, Skinny
 from tpplan.errors import ExecutionError
-from tpplan.exec import exchanges, kernel_cache
+from tpplan.exec.gpu import exchanges, kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

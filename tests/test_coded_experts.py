@@ -16,15 +16,16 @@ from tests.packed_cases import int_matrix
 from tests.pointwise_cases import memory, number
 from tests.test_kernels import _registers
 from tests.test_mixture import PROCESSORS
-from tpplan.decoder import experts, mixture
-from tpplan.decoder.chosen import readable
-from tpplan.decoder.few_rows import GATES
-from tpplan.decoder.launcher import DTYPES
-from tpplan.decoder.mixture import KINDS, Mixture
+from tpplan.decoder import experts
+from tpplan.decoder.kernels.scale_kinds import FORMS
+from tpplan.decoder.launches import mixture
+from tpplan.decoder.launches.chosen import readable
+from tpplan.decoder.launches.few_rows import GATES
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.mixture import KINDS, Mixture
 from tpplan.decoder.quantised import IntMatrix, Quantised, Stacked
-from tpplan.decoder.scale_kinds import FORMS
 from tpplan.decoder.settings import ACTIVATIONS
-from tpplan.exec import kernel_cache
+from tpplan.exec.gpu import kernel_cache
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -261,7 +262,7 @@ def test_quotients_are_exact() -> None:
 )
 def test_lanes_agree(case: tuple[str, int, int, str, int, int, int, Case]) -> None:
     """What the source does lane by lane is what torch does, and reaches for nothing beside its tensors."""
-    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.coded_experts_kernels")
+    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.coded_experts")
     name, rows, chosen, act, team, teams, blocks, experts_of = case
     count, hidden, width, kind = experts_of.count, experts_of.hidden, experts_of.width, experts_of.kind
     torch.manual_seed(count)
@@ -304,7 +305,7 @@ def test_lanes_agree(case: tuple[str, int, int, str, int, int, int, Case]) -> No
 
 def test_all_codes_are_exact() -> None:
     """Each code is multiplied as what it says, the smallest ones too; those that are no numbers are 480."""
-    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.coded_experts_kernels")
+    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.coded_experts")
     codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(256, 16)
     given = evolve(floats("e4m3", (2, 16), (1, 16)), codes=codes.view(torch.float8_e4m3fn), scales=torch.ones(256, 1))
     down = readable(Stacked(given, 1), KINDS)

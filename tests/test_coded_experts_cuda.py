@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.experts_cases import Case, check_gates, check_products
-from tpplan.decoder.few_rows import GATES
-from tpplan.decoder.launcher import DTYPES
-from tpplan.decoder.mixture import Mixture
+from tpplan.decoder.launches.few_rows import GATES
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.mixture import Mixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 CASES = [

@@ -18,8 +18,8 @@ from tpplan.codec import fingerprint
 from tpplan.devices import Device
 from tpplan.errors import ExecutionError, PlanError, RequestError
 from tpplan.exec.machine import Found, differences
-from tpplan.exec.rope import Rope
-from tpplan.exec.rope_scaling import Default
+from tpplan.exec.rope.scaling import Default
+from tpplan.exec.rope.tables import Rope
 from tpplan.plan import Cache, SplitPlan
 from tpplan.workspace import areas
 

@@ -14,7 +14,7 @@ from tests.cut_plans import cut_plans
 from tests.exec_reference import same
 from tpplan import exec as tpx
 from tpplan.axes import Axis
-from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.workspace import pinned_bytes
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tests.exec_reference import ADDABLE, ADDING, DTYPES, FORMS, LEADS, OPERATIO
 from tpplan.axes import Axis, parse_layers
 from tpplan.errors import ExecutionError
 from tpplan.exec import HOST
-from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.programs.lower import TRANSPORTS
 
 if TYPE_CHECKING:
     from tpplan.plan import SplitPlan

@@ -17,10 +17,10 @@ from tests.contexts import PLANS, context, little_room
 from tests.exec_reference import same, values
 from tpplan.axes import Axis
 from tpplan.exec import HOST
-from tpplan.exec.adversary import Adversary
-from tpplan.exec.fence import caller
-from tpplan.exec.lower import TRANSPORTS
-from tpplan.exec.program import Stream
+from tpplan.exec.programs.adversary import Adversary
+from tpplan.exec.programs.fence import caller
+from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.programs.program import Stream
 from tpplan.workspace import align
 
 if TYPE_CHECKING:

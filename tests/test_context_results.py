@@ -12,7 +12,7 @@ from tests.caller import total
 from tests.contexts import BACKENDS, MAX_ROWS, UNEVEN, context, little_room
 from tests.exec_reference import same, values
 from tpplan.axes import Axis
-from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.programs.lower import TRANSPORTS
 
 if TYPE_CHECKING:
     from torch import Tensor

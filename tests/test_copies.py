@@ -14,11 +14,11 @@ from cuda.bindings import runtime
 from tests.exec_reference import values
 from tests.fake_driver import Runtime
 from tpplan.errors import ExecutionError, InternalError
-from tpplan.exec import copies
 from tpplan.exec.binding import Memory, finder, no_memory, resolve
-from tpplan.exec.copies import HostCopy, Transfer
-from tpplan.exec.fence import HOST_STREAM, own
-from tpplan.exec.program import EXCHANGE, HOST, INPUT, OUTPUT, SLOTS, STAGE, Buffer, Copy, View
+from tpplan.exec.gpu import copies
+from tpplan.exec.gpu.copies import HostCopy, Transfer
+from tpplan.exec.programs.fence import HOST_STREAM, own
+from tpplan.exec.programs.program import EXCHANGE, HOST, INPUT, OUTPUT, SLOTS, STAGE, Buffer, Copy, View
 
 X, OUT = Buffer(INPUT, 0), Buffer(OUTPUT, 1)
 

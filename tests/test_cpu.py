@@ -16,8 +16,8 @@ from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec import cpu
 from tpplan.exec.binding import resolve
 from tpplan.exec.cpu import VirtualDevices, add, sequence
-from tpplan.exec.fence import HOST_STREAM, order, own
-from tpplan.exec.program import (
+from tpplan.exec.programs.fence import HOST_STREAM, order, own
+from tpplan.exec.programs.program import (
     EXCHANGE,
     HOST,
     INPUT,

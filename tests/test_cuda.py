@@ -11,10 +11,10 @@ import torch
 from tests.cuda_cases import GPUS, ctx, parts_of, plan_for
 from tpplan import exec as tpx
 from tpplan.errors import ExecutionError
-from tpplan.exec import exchanges
-from tpplan.exec.launch import Launch
-from tpplan.exec.lower import TRANSPORTS
-from tpplan.exec.selftest import selftest
+from tpplan.exec.gpu import exchanges
+from tpplan.exec.gpu.launch import Launch
+from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.selftest.run import selftest
 
 __all__ = ["ctx"]  # a fixture
 

@@ -13,8 +13,8 @@ from tests.decoder_cases import model_of, plan_of, request_of
 from tests.late import late
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder import Decoder, generate
-from tpplan.exec.adversary import Adversary
 from tpplan.exec.compiler import build
+from tpplan.exec.programs.adversary import Adversary
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from tpplan.decoder import Sampling
 from tpplan.decoder.plain import Plain
 from tpplan.decoder.sampling import likeliest
 from tpplan.errors import RequestError
-from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.programs.lower import TRANSPORTS
 
 PROBABILITIES = torch.tensor([[0.05, 0.5, 0.15, 0.3]])
 

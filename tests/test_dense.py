@@ -11,10 +11,10 @@ from attrs import evolve
 from tests.dense_cases import check, floats, ints
 from tests.test_kernels import CAPABILITIES
 from tests.test_pointwise_kernels import check_code
-from tpplan.decoder import dense
-from tpplan.decoder.dense import KINDS, Dense, names_of
-from tpplan.decoder.launcher import DTYPES
-from tpplan.exec import kernel_cache
+from tpplan.decoder.launches import dense
+from tpplan.decoder.launches.dense import KINDS, Dense, names_of
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.exec.gpu import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +70,7 @@ class Told:
     def __init__(self, name: str, place: torch.device) -> None:
         """Find it."""
         assert place == PLACE
-        self._kernel = getattr(pytest.importorskip("tpplan.decoder.dense_kernels"), name.upper())
+        self._kernel = getattr(pytest.importorskip("tpplan.decoder.kernels.dense"), name.upper())
 
     def __call__(self, blocks: tuple[int, int, int], threads: int, *words: int) -> None:
         """Run it."""

@@ -7,8 +7,8 @@ import torch
 from attrs import evolve
 
 from tests.dense_cases import FLOATS, check, floats, ints
-from tpplan.decoder.dense import Dense
-from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.launches.dense import Dense
+from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.quantised import IntMatrix, Quantised
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]

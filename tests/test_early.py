@@ -13,8 +13,8 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tppla
 from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
-from tpplan.exec import cuda, early
-from tpplan.exec.launch import Ready
+from tpplan.exec.gpu import cuda, early
+from tpplan.exec.gpu.launch import Ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,11 +23,11 @@ from tpplan.exec.compiler import build
 from tpplan.exec.cpu import Pending, VirtualDevices
 from tpplan.exec.engine import Engine
 from tpplan.exec.explain import ALL, IN_GRAPH, Explanation, Way, cuts, explain, in_graphs
-from tpplan.exec.lower import TRANSPORTS, Limits
-from tpplan.exec.program import EXCHANGE, HOST, SLOT, STAGE, Buffer, Program, flat, reads, writes
-from tpplan.exec.references import KINDS
-from tpplan.exec.trial import FORMS, Noise, Scene
-from tpplan.exec.tuning import Tuning
+from tpplan.exec.links.tuning import Tuning
+from tpplan.exec.programs.lower import TRANSPORTS, Limits
+from tpplan.exec.programs.program import EXCHANGE, HOST, SLOT, STAGE, Buffer, Program, flat, reads, writes
+from tpplan.exec.selftest.references import KINDS
+from tpplan.exec.selftest.trial import FORMS, Noise, Scene
 from tpplan.plan import Split
 
 if TYPE_CHECKING:

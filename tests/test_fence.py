@@ -10,9 +10,9 @@ from attrs import evolve
 
 from tests.caller import Caller, memory
 from tests.program_cases import CASES, Case
-from tpplan.exec.adversary import Adversary
-from tpplan.exec.fence import own, without_callers
-from tpplan.exec.program import CALLER, Program, Record, Wait, flat
+from tpplan.exec.programs.adversary import Adversary
+from tpplan.exec.programs.fence import own, without_callers
+from tpplan.exec.programs.program import CALLER, Program, Record, Wait, flat
 
 
 def merged(program: Program) -> Program:

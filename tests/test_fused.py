@@ -14,7 +14,8 @@ from tests.pointwise_cases import launches
 from tests.test_decoder_memory import made, planned
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
-from tpplan.decoder import Decoder, fused, skinny, steps
+from tpplan.decoder import Decoder, fused, steps
+from tpplan.decoder.launches import skinny
 from tpplan.exec import compile as compile_plan
 from tpplan.plan import Cache
 from tpplan.weights import load_weights

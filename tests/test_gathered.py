@@ -22,13 +22,13 @@ from tpplan.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import Gathered
 from tpplan.exec.cpu import VirtualDevices
-from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.programs.lower import TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tpplan.exec.cpu import Pending
-    from tpplan.exec.program import Buffer, Program
+    from tpplan.exec.programs.program import Buffer, Program
 
 __all__ = ["little_room"]  # a fixture
 

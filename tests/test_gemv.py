@@ -10,12 +10,12 @@ from torch.nn import functional
 
 from tests.pointwise_cases import memory, number
 from tests.test_kernels import CAPABILITIES, _registers
-from tpplan.decoder import gemv
-from tpplan.decoder.few_rows import GATES
-from tpplan.decoder.gemv import Gemv, Norm, shape_of
-from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.launches import gemv
+from tpplan.decoder.launches.few_rows import GATES
+from tpplan.decoder.launches.gemv import Gemv, Norm, shape_of
+from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
-from tpplan.exec import kernel_cache
+from tpplan.exec.gpu import kernel_cache
 
 SIZES = [(1536, 4096), (4096, 1024), (4096, 3584), (28672, 4096), (4096, 14336), (7, 8), (9, 2304), (33, 896), (5, 520)]
 #: Kernels, each with the generation of GPUs that it is compiled for: it takes long, and they differ by dtype in little.

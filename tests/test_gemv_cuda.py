@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tpplan.decoder.few_rows import GATES
-from tpplan.decoder.gemv import Gemv, Norm
-from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.launches.few_rows import GATES
+from tpplan.decoder.launches.gemv import Gemv, Norm
+from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from tpplan.decoder.skinny import Skinny
+    from tpplan.decoder.launches.skinny import Skinny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5

@@ -16,17 +16,17 @@ from tests.caller import bits, expected, memory, noise, widths
 from tests.fake_driver import Runtime
 from tests.program_cases import CASES
 from tpplan.errors import ExecutionError
-from tpplan.exec import copies, cuda, launch_graph, marks, slots, streams
-from tpplan.exec.bound import Bound, ReadyProgram
-from tpplan.exec.cuda import CudaDevices
-from tpplan.exec.exchanges import Exchanges
-from tpplan.exec.fence import HOST_STREAM, own
-from tpplan.exec.issuing import ISSUING, Issuing
-from tpplan.exec.launch import Ready
-from tpplan.exec.launch_graph import LaunchGraphs
-from tpplan.exec.marks import Marks
-from tpplan.exec.operation import Moves
-from tpplan.exec.program import HOST, INPUT, Buffer, Copy, Exchange, Program
+from tpplan.exec.gpu import copies, cuda, launch_graph, marks, slots, streams
+from tpplan.exec.gpu.bound import Bound, ReadyProgram
+from tpplan.exec.gpu.cuda import CudaDevices
+from tpplan.exec.gpu.exchanges import Exchanges
+from tpplan.exec.gpu.issuing import ISSUING, Issuing
+from tpplan.exec.gpu.launch import Ready
+from tpplan.exec.gpu.launch_graph import LaunchGraphs
+from tpplan.exec.gpu.marks import Marks
+from tpplan.exec.programs.fence import HOST_STREAM, own
+from tpplan.exec.programs.operation import Moves
+from tpplan.exec.programs.program import HOST, INPUT, Buffer, Copy, Exchange, Program
 
 #: Programs of which devices and the host only copy.
 COPIED = {

@@ -12,7 +12,8 @@ from tests.pointwise_cases import launches
 from tests.test_decoder_memory import made, planned
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
-from tpplan.decoder import Decoder, skinny
+from tpplan.decoder import Decoder
+from tpplan.decoder.launches import skinny
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.context import TPContext

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.packed_cases import matrix_of
-from tpplan.decoder.launcher import DTYPES, bits_of
+from tpplan.decoder.launches.launcher import DTYPES, bits_of
 from tpplan.decoder.quantised import IntMatrix, Matrix
-from tpplan.exec.channel import adders_on
-from tpplan.exec.channel_table import (
+from tpplan.exec.gpu.channel import adders_on
+from tpplan.exec.gpu.channel_table import (
     ADDERS,
     CALLERS,
     DEVICES,
@@ -21,12 +21,12 @@ from tpplan.exec.channel_table import (
     SET,
     SLOT,
 )
-from tpplan.exec.exchange_table import BLOCKS, COUNTERS, DEADLINE, MOST_WORDS
+from tpplan.exec.gpu.exchange_table import BLOCKS, COUNTERS, DEADLINE, MOST_WORDS
 
 lanes = pytest.importorskip("tests.lanes")
-gemv_kernels = pytest.importorskip("tpplan.decoder.gemv_kernels")
-packed_kernels = pytest.importorskip("tpplan.decoder.packed_kernels")
-skinny_kernels = pytest.importorskip("tpplan.decoder.skinny_kernels")
+gemv_kernels = pytest.importorskip("tpplan.decoder.kernels.gemv")
+packed_kernels = pytest.importorskip("tpplan.decoder.kernels.packed")
+skinny_kernels = pytest.importorskip("tpplan.decoder.kernels.skinny")
 
 #: Kernel, rows, columns of the result, columns of each device's matrix, warps, blocks, number of the sum.
 _Case = tuple[str, int, int, tuple[int, int], tuple[int, int], int, int]

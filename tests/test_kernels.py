@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tpplan.exec import kernel_cache, slot_table, straight_table
-from tpplan.exec.blocks import SLOT_BLOCKS, STRAIGHT_BLOCKS
+from tpplan.exec.gpu import kernel_cache, slot_table, straight_table
+from tpplan.exec.gpu.blocks import SLOT_BLOCKS, STRAIGHT_BLOCKS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ def _compiled(name: str) -> dict[tuple[int, int], str]:
     """
     wanted = CAPABILITIES[1:2] if "_sum_" in name and not name.endswith("bf16") else CAPABILITIES
     script = f"""if True:
-        from tpplan.exec.kernel_cache import ptx
+        from tpplan.exec.gpu.kernel_cache import ptx
         print(*(ptx({name!r}, capability) for capability in {wanted}), sep=chr(0))
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -131,7 +131,7 @@ def test_a_kernel_on_disk_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.
     code = kernel_cache.machine_code("sum_f32", (9, 0))
     script = """if True:
         import sys
-        from tpplan.exec.kernel_cache import machine_code
+        from tpplan.exec.gpu.kernel_cache import machine_code
         sys.stdout.buffer.write(machine_code("sum_f32", (9, 0)))
         sys.exit("numba" in sys.modules)
     """

@@ -15,12 +15,13 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tppla
 from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
-from tpplan.exec import landing, launch, lower_events
-from tpplan.exec.counters import Counters
-from tpplan.exec.exchange_table import COUNTER_BYTES
-from tpplan.exec.landing import LINE, Landed, Landings, lands
-from tpplan.exec.operation import allgather
-from tpplan.exec.program import HOST, INPUT, OUTPUT, Buffer, Program
+from tpplan.exec.gpu import landing, launch
+from tpplan.exec.gpu.counters import Counters
+from tpplan.exec.gpu.exchange_table import COUNTER_BYTES
+from tpplan.exec.gpu.landing import LINE, Landed, Landings, lands
+from tpplan.exec.programs import lower_events
+from tpplan.exec.programs.operation import allgather
+from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Buffer, Program
 
 GATHER = allgather("gather", ((0, 0, 5), (2, 5, 24)), (HOST,))
 WHOLE = Buffer(OUTPUT, HOST)

@@ -16,13 +16,13 @@ from cuda.bindings import driver
 
 from tests.test_slot_table import SMALL
 from tpplan.errors import ExecutionError
-from tpplan.exec import launch, slots
 from tpplan.exec.binding import Memory
-from tpplan.exec.counters import Counters
-from tpplan.exec.exchange_table import BLOCKS, COUNTER_BYTES, DEADLINE, FIRST_OPERAND, MOST_WORDS, ROWS
-from tpplan.exec.launch import Launch, Operands, Work
-from tpplan.exec.program import HOST, INPUT, OUTPUT, Buffer, Exchange, Stream
-from tpplan.exec.slot_table import queues
+from tpplan.exec.gpu import launch, slots
+from tpplan.exec.gpu.counters import Counters
+from tpplan.exec.gpu.exchange_table import BLOCKS, COUNTER_BYTES, DEADLINE, FIRST_OPERAND, MOST_WORDS, ROWS
+from tpplan.exec.gpu.launch import Launch, Operands, Work
+from tpplan.exec.gpu.slot_table import queues
+from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Buffer, Exchange, Stream
 
 X, OUT = Buffer(INPUT, 0), Buffer(OUTPUT, 0)
 

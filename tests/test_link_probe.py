@@ -24,16 +24,17 @@ from tests.link_cases import (  # noqa: F401 (for every test here)
     own_cache,
     report_of,
 )
-from tpplan.exec import link_child, link_probe
-from tpplan.exec.link_probe import probe
-from tpplan.exec.link_report import Link, routes
-from tpplan.exec.links import link_report
+from tpplan.exec.links import child as link_child
+from tpplan.exec.links import probe as link_probe
+from tpplan.exec.links.known import link_report
+from tpplan.exec.links.probe import probe
+from tpplan.exec.links.report import Link, routes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.fake_gpus import Move
-    from tpplan.exec.link_report import Route
+    from tpplan.exec.links.report import Route
 
 
 def _probed(driver: FakeDriver) -> dict[Route, Link]:

@@ -9,16 +9,20 @@ import pytest
 
 from tests.link_cases import BROKEN, COPY, FLAG, STORE, UNTESTED, WORKS, not_working, own_cache, report_of  # noqa: F401 (for every test here)
 from tpplan import codec
-from tpplan.exec import kernel_cache, link_cache, link_child, link_driver, link_probe
-from tpplan.exec.link_probe import probe
-from tpplan.exec.link_report import Link, LinkReport, routes
-from tpplan.exec.links import link_report
+from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.links import cache as link_cache
+from tpplan.exec.links import child as link_child
+from tpplan.exec.links import driver as link_driver
+from tpplan.exec.links import probe as link_probe
+from tpplan.exec.links.known import link_report
+from tpplan.exec.links.probe import probe
+from tpplan.exec.links.report import Link, LinkReport, routes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tpplan.exec.link_report import Route
+    from tpplan.exec.links.report import Route
 
 
 @pytest.fixture
@@ -38,7 +42,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found = {event.route: event for event in events if isinstance(event, Link)}
         return tuple(found[route] for route in wanted)
 
-    monkeypatch.setattr("tpplan.exec.links.probe_in_child", stand_in)
+    monkeypatch.setattr("tpplan.exec.links.known.probe_in_child", stand_in)
     monkeypatch.setattr(link_probe, "ALONE", (16,))
     monkeypatch.setattr(link_probe, "TOGETHER", (16,))
     return used
@@ -161,20 +165,21 @@ def test_a_damaged_cache_is_probed_anew(damage: Callable[[str], bytes], probes: 
 @pytest.mark.parametrize("change", ["source", "shared source", "compiler", "setting"])
 def test_what_real_verdicts_depend_on(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real GPUs' verdicts are on the kernels too: another source, compiler or setting makes old ones worthless."""
-    sources = tmp_path / "tpplan" / "exec"
-    sources.mkdir(parents=True)
+    sources = tmp_path / "tpplan/exec"
     for module in (*kernel_cache._OWN, kernel_cache.__name__):
-        (sources / f"{module.rpartition('.')[2]}.py").write_text("from tpplan.exec import rounding")
-    (sources / "rounding.py").write_text("shared by kernels")
+        source = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text("from tpplan.exec.kernels import rounding")
+    (sources / "kernels/rounding.py").write_text("shared by kernels")
     (tmp_path / "version").write_text("driver 1\nbuilt then\n")
-    monkeypatch.setattr(kernel_cache, "__file__", str(sources / "kernel_cache.py"))
+    monkeypatch.setattr(kernel_cache, "__file__", str(sources / "gpu/kernel_cache.py"))
     monkeypatch.setattr(link_driver, "_DRIVER_VERSIONS", (str(tmp_path / "version"),))
     before = link_driver.TorchDriver().software()
     assert before == link_driver.TorchDriver().software()
     assert before.startswith("driver 1; torch ")
     changes: dict[str, Callable[[], object]] = {
-        "source": lambda: (sources / "slot_kernels.py").write_text("another kernel"),
-        "shared source": lambda: (sources / "rounding.py").write_text("another function"),
+        "source": lambda: (sources / "kernels/slot.py").write_text("another kernel"),
+        "shared source": lambda: (sources / "kernels/rounding.py").write_text("another function"),
         "compiler": lambda: monkeypatch.setattr(kernel_cache, "_version", lambda _: "another version"),
         "setting": lambda: monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
     }

@@ -12,10 +12,10 @@ from cuda.bindings import runtime
 
 from tests.fake_driver import Runtime
 from tpplan.errors import ExecutionError
-from tpplan.exec import marks
-from tpplan.exec.fence import HOST_STREAM, own
-from tpplan.exec.marks import Marks, Pending
-from tpplan.exec.program import Event, Record, Wait
+from tpplan.exec.gpu import marks
+from tpplan.exec.gpu.marks import Marks, Pending
+from tpplan.exec.programs.fence import HOST_STREAM, own
+from tpplan.exec.programs.program import Event, Record, Wait
 
 STEP, RESULT, DRAINED = Event("step", own(0)), Event("leave", own(0)), Event("drained", HOST_STREAM)
 

@@ -14,13 +14,14 @@ from tests.pointwise_cases import launches, memory
 from tests.test_decoder_memory import made, planned
 from tests.test_kernels import CAPABILITIES, _registers
 from tests.weight_plans import fine_units
-from tpplan.decoder import Decoder, experts, fused, mixture
-from tpplan.decoder.few_rows import GATES
-from tpplan.decoder.launcher import DTYPES
-from tpplan.decoder.mixture import Mixture
+from tpplan.decoder import Decoder, experts, fused
+from tpplan.decoder.launches import mixture
+from tpplan.decoder.launches.few_rows import GATES
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.mixture import Mixture
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec import compile as compile_plan
-from tpplan.exec import kernel_cache
+from tpplan.exec.gpu import kernel_cache
 from tpplan.plan import Cache
 from tpplan.weights import load_weights
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["fine_units", "launches"]  # fixtures
 
 PROCESSORS = 132
-#: Of what the kernel is told a layout of, see :func:`tpplan.decoder.gemv.shape_of`: two blocks of each.
+#: Of what the kernel is told a layout of, see :func:`tpplan.decoder.launches.gemv.shape_of`: two blocks of each.
 BLOCKS = 2 * PROCESSORS
 
 
@@ -67,7 +68,7 @@ def test_they_read_vectors_and_spill_nothing(dtype: str, capability: tuple[int, 
 )
 def test_lanes_agree(case: tuple[str, int, int, int, int, int, str, int, int, int]) -> None:
     """What the sources do lane by lane is what torch does, and reaches for nothing beside their tensors."""
-    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.experts_kernels")
+    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.experts")
     name, rows, count, chosen, hidden, width, act, team, teams, blocks = case
     torch.manual_seed(count)
     dtype = {text: each for each, text in DTYPES.items()}[name]

@@ -7,9 +7,9 @@ import torch
 
 from tests.experts_cases import check_gates, check_products
 from tpplan.decoder import experts
-from tpplan.decoder.few_rows import GATES
-from tpplan.decoder.launcher import DTYPES
-from tpplan.decoder.mixture import Mixture
+from tpplan.decoder.launches.few_rows import GATES
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.mixture import Mixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 #: Experts, hidden, and the device's part of an expert's width.

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.ordering_cases import MOVE, fenced, kept, kinds, of, program
 from tests.program_cases import CASES, Case, cases
 from tpplan.errors import InternalError
-from tpplan.exec.fence import caller, order, own
-from tpplan.exec.operation import Reduction
-from tpplan.exec.ordering import GAP, OVERWRITTEN, RACE, UNWRITTEN, check, verify
-from tpplan.exec.program import (
+from tpplan.exec.programs.fence import caller, order, own
+from tpplan.exec.programs.operation import Reduction
+from tpplan.exec.programs.ordering import GAP, OVERWRITTEN, RACE, UNWRITTEN, check, verify
+from tpplan.exec.programs.program import (
     EXCHANGE,
     HOST,
     INPUT,
@@ -31,7 +31,7 @@ from tpplan.exec.program import (
     View,
     Wait,
 )
-from tpplan.exec.timeline import Call
+from tpplan.exec.programs.timeline import Call
 
 
 def call(case: Case) -> Call:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from tests import exllamav2_programs as exllamav2
 from tests.ordering_cases import kinds
-from tpplan.exec.ordering import RACE, check
-from tpplan.exec.timeline import Call
+from tpplan.exec.programs.ordering import RACE, check
+from tpplan.exec.programs.timeline import Call
 
 if TYPE_CHECKING:
-    from tpplan.exec.program import Program
+    from tpplan.exec.programs.program import Program
 
 
 def pinned_races(*programs: Program) -> list[str]:

@@ -6,9 +6,9 @@ import pytest
 
 from tests.ordering_cases import kinds, of, program
 from tpplan.errors import InternalError
-from tpplan.exec.fence import own
-from tpplan.exec.ordering import DEADLOCK, FLAGS, RACE, check, verify
-from tpplan.exec.program import (
+from tpplan.exec.programs.fence import own
+from tpplan.exec.programs.ordering import DEADLOCK, FLAGS, RACE, check, verify
+from tpplan.exec.programs.program import (
     HOST,
     INPUT,
     OUTPUT,
@@ -30,7 +30,7 @@ from tpplan.exec.program import (
     View,
     Wait,
 )
-from tpplan.exec.timeline import Call
+from tpplan.exec.programs.timeline import Call
 
 ONE_WAY = Queue(1, 0, (1,))
 FULL, FREE = Flag("full", ONE_WAY), Flag("free", ONE_WAY, 1)

@@ -13,9 +13,9 @@ import pytest
 from attrs import evolve
 
 from tests.program_cases import CASES, Case, case
-from tpplan.exec.operation import Reduction, broadcast
-from tpplan.exec.ordering import check
-from tpplan.exec.program import (
+from tpplan.exec.programs.operation import Reduction, broadcast
+from tpplan.exec.programs.ordering import check
+from tpplan.exec.programs.program import (
     HOST,
     LOAD,
     OWN,
@@ -31,7 +31,7 @@ from tpplan.exec.program import (
     Sum,
     Wait,
 )
-from tpplan.exec.timeline import Call
+from tpplan.exec.programs.timeline import Call
 from tpplan.workspace import HOST_SLOTS
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from tests.contexts import UNEVEN, context, little_room
 from tests.exec_reference import columns, same
 from tests.operand_cases import COLUMNS, RS, Call, Tensors, assert_refused
 from tpplan.errors import ExecutionError, TpplanError
-from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.programs.lower import TRANSPORTS
 
 __all__ = ["little_room"]  # a fixture
 

@@ -15,17 +15,18 @@ from torch.nn import functional
 from tests.packed_cases import FORMS, WARPS, float_matrix, int_matrix, matrix_of
 from tests.pointwise_cases import launches, memory, number
 from tests.test_skinny import acted
-from tpplan.decoder import dense, fused, packed
-from tpplan.decoder.few_rows import GATES
+from tpplan.decoder import fused
 from tpplan.decoder.fused import Fused
 from tpplan.decoder.held import Held
-from tpplan.decoder.launcher import DTYPES
-from tpplan.decoder.packed import STEPS, Packed, names_of, shape_of
+from tpplan.decoder.launches import dense, packed
+from tpplan.decoder.launches.few_rows import GATES
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.packed import STEPS, Packed, names_of, shape_of
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised, below
 from tpplan.decoder.settings import ACTIVATIONS
-from tpplan.exec import kernel_cache
-from tpplan.exec.channel_table import CALLERS, MOST_BLOCKS
-from tpplan.exec.exchange_table import MOST_WORDS
+from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.gpu.channel_table import CALLERS, MOST_BLOCKS
+from tpplan.exec.gpu.exchange_table import MOST_WORDS
 
 __all__ = ["launches"]  # a fixture
 

@@ -7,9 +7,9 @@ import torch
 
 from tests.packed_cases import gates_of, matrix_of
 from tests.test_gemv_cuda import check
-from tpplan.decoder.few_rows import GATES
-from tpplan.decoder.launcher import DTYPES
-from tpplan.decoder.packed import MOST_JOINT, STEPS, Packed
+from tpplan.decoder.launches.few_rows import GATES
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.packed import MOST_JOINT, STEPS, Packed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 #: Codes, rows and columns of a matrix, columns that share a scale, the scales' dtype; what is added to stored zeros, or

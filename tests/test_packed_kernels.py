@@ -7,9 +7,9 @@ import torch
 
 from tests.packed_cases import FORMS, WARPS, product_of
 from tests.test_kernels import CAPABILITIES, _registers
-from tpplan.decoder.launcher import DTYPES, bits_of
+from tpplan.decoder.launches.launcher import DTYPES, bits_of
 from tpplan.decoder.quantised import IntMatrix, Quantised
-from tpplan.exec import kernel_cache
+from tpplan.exec.gpu import kernel_cache
 
 #: Kernels, each with generations of GPUs that it is compiled for: they differ by dtype in little.
 KERNELS = [
@@ -72,7 +72,8 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
 @pytest.mark.parametrize("kind", ["8", "e4m3"])
 def test_every_byte_becomes_what_it_is(kind: str, dtype: torch.dtype) -> None:
     """Exactly, in the order of columns, but for base and factor; what is no number is 480."""
-    instructions, codes = pytest.importorskip("tests.instructions"), pytest.importorskip("tpplan.decoder.packed_codes")
+    instructions = pytest.importorskip("tests.instructions")
+    codes = pytest.importorskip("tpplan.decoder.kernels.packed_codes")
     own = getattr(codes, f"{DTYPES[dtype]}_{kind}".upper())
     every = torch.arange(256, dtype=torch.uint8)
     words, builder = map(instructions._Value, every.view(torch.int32).numpy().view("uint32")), instructions._Builder([])
@@ -127,7 +128,7 @@ _Case = tuple[str, int, int, int, int, torch.dtype, int | None, int, int, int, i
 @pytest.mark.parametrize("plus", [False, True])
 def test_lanes_agree(case: _Case, plus: bool) -> None:
     """What the source does lane by lane is the product, and reaches for nothing beside the matrices."""
-    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.packed_kernels")
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.packed")
     name, rows, size, width, group, scales, offset, warps, blocks, run, mode = case
     own = product_of(name, rows, size, width, group, scales, offset, mode, 3, plus=plus)
     y_RN, expected_RN = own.out, own.expected

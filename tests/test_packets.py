@@ -11,18 +11,18 @@ import torch
 from tests import lanes
 from tests.caller import expected, noise, widths
 from tests.program_cases import CASES, Case
-from tpplan.exec import slots
 from tpplan.exec.binding import Memory
-from tpplan.exec.counters import Counters
-from tpplan.exec.exchange_table import ALONE, COUNTER_BYTES, COUNTERS, DEADLINE, MOST_WORDS, OPERANDS, ROWS, STATUS
-from tpplan.exec.operation import Reduction
-from tpplan.exec.program import HOST, RESIDUAL, Buffer, Exchange, Queue
-from tpplan.exec.program import OPERANDS as ROLES
+from tpplan.exec.gpu import slots
+from tpplan.exec.gpu.counters import Counters
+from tpplan.exec.gpu.exchange_table import ALONE, COUNTER_BYTES, COUNTERS, DEADLINE, MOST_WORDS, OPERANDS, ROWS, STATUS
+from tpplan.exec.programs.operation import Reduction
+from tpplan.exec.programs.program import HOST, RESIDUAL, Buffer, Exchange, Queue
+from tpplan.exec.programs.program import OPERANDS as ROLES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-packet_kernels = pytest.importorskip("tpplan.exec.packet_kernels", reason="needs numba-cuda")
+packet_kernels = pytest.importorskip("tpplan.exec.kernels.packet", reason="needs numba-cuda")
 
 #: Threads of the one block of each device: a message may be longer than what they take at a time.
 THREADS = 32

@@ -15,10 +15,10 @@ from tests.test_decoder_memory import made, planned, taken
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, Prompt, fused
+from tpplan.decoder.launches.pointwise import Places, Pointwise
 from tpplan.decoder.layers import angles, rotate
-from tpplan.decoder.pointwise import Places, Pointwise
 from tpplan.exec import compile as compile_plan
-from tpplan.exec import kernel_cache
+from tpplan.exec.gpu import kernel_cache
 from tpplan.plan import Cache
 from tpplan.weights import load_weights
 

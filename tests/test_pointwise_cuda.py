@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tpplan.decoder.cache import Store
-from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.pointwise import GATES, Places, Pointwise
 from tpplan.decoder.layers import angles, rms_norm, rotate, side_by_side
-from tpplan.decoder.pointwise import GATES, Places, Pointwise
 from tpplan.decoder.settings import ACTIVATIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]

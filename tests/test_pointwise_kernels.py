@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.test_kernels import CAPABILITIES
-from tpplan.decoder.launcher import DTYPES
-from tpplan.decoder.pointwise import GATES
-from tpplan.exec import kernel_cache
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.pointwise import GATES
+from tpplan.exec.gpu import kernel_cache
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
@@ -58,7 +58,7 @@ def test_turns_write_caches(name: str, capabilities: tuple[tuple[int, int], ...]
 @pytest.mark.parametrize("name", ["TURN", "TURN_F32", "TURN_BF16_Q4"])
 def test_there_are_no_others(name: str) -> None:
     """Kernels are made by their names, but only those that there are."""
-    kernels = pytest.importorskip("tpplan.decoder.turn_kernels")
+    kernels = pytest.importorskip("tpplan.decoder.kernels.turn")
     with pytest.raises(AttributeError, match=name):
         getattr(kernels, name)
 

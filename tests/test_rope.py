@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.rope_cases import EDGES, GEMMA3_FORMS, LLAMA, LONGROPE, MODELS, ORIGINAL, Json
 from tests.rope_reference import quiet, reference, same  # noqa: F401 (for every test here)
-from tpplan.exec.rope import Rope
+from tpplan.exec.rope.tables import Rope
 
 if TYPE_CHECKING:
     from torch import Tensor

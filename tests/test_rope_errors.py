@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.rope_cases import LLAMA, LLAMA3, LONGROPE, ORIGINAL, WRONG, YARN, Json
 from tpplan.errors import ModelError
-from tpplan.exec.rope import Rope
+from tpplan.exec.rope.tables import Rope
 
 
 @pytest.mark.parametrize(("changes", "words"), WRONG.values(), ids=WRONG)

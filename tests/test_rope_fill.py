@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.rope_cases import LLAMA, LLAMA3, LONGROPE, YARN, Json
 from tests.rope_reference import same
 from tpplan.errors import ExecutionError
-from tpplan.exec import rope as rope_module
-from tpplan.exec.rope import Rope
-from tpplan.exec.rope_scaling import Default
+from tpplan.exec.rope import tables
+from tpplan.exec.rope.scaling import Default
+from tpplan.exec.rope.tables import Rope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ def test_fill(dtype: torch.dtype, style: Any, monkeypatch: pytest.MonkeyPatch) -
     whole = rope.tables(1001)
     arena = torch.full((2, 1003, 90), -7.0, dtype=dtype)
     outs = arena[:, 1:-1, 5:65:2]
-    monkeypatch.setattr(rope_module, "_CHUNK", 30 * 13 + 7)  # 1001 = 77 × 13
+    monkeypatch.setattr(tables, "_CHUNK", 30 * 13 + 7)  # 1001 = 77 × 13
     rope.fill(outs[0], outs[1])
     assert torch.equal(outs[0], whole[0].to(dtype))
     assert torch.equal(outs[1], whole[1].to(dtype))

@@ -10,8 +10,8 @@ import torch
 
 from tests.rope_cases import MODELS
 from tests.rope_reference import modeling, quiet, reference, same  # noqa: F401 (for every test here)
-from tpplan.exec.rope import Rope
-from tpplan.exec.rope_scaling import Default
+from tpplan.exec.rope.scaling import Default
+from tpplan.exec.rope.tables import Rope
 
 if TYPE_CHECKING:
     from torch import Tensor

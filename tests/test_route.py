@@ -9,13 +9,13 @@ from attrs import evolve
 
 from tests.program_cases import LIMITS
 from tpplan.errors import ExecutionError
-from tpplan.exec.lower import route
-from tpplan.exec.operation import all_reduce, allgather, broadcast
-from tpplan.exec.program import HOST
-from tpplan.exec.tuning import Tuning
+from tpplan.exec.links.tuning import Tuning
+from tpplan.exec.programs.lower import route
+from tpplan.exec.programs.operation import all_reduce, allgather, broadcast
+from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
-    from tpplan.exec.operation import Operation
+    from tpplan.exec.programs.operation import Operation
 
 MIB = 2**20
 

@@ -14,7 +14,7 @@ from tests.contexts import ALONE, UNEVEN, context
 from tpplan.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec.calls import Calls
-from tpplan.exec.lower import Route
+from tpplan.exec.programs.lower import Route
 from tpplan.exec.runner import Runner
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from tpplan.exec import TPContext
     from tpplan.exec.calls import Call
     from tpplan.exec.gathered import Pending
-    from tpplan.exec.operation import Operation
-    from tpplan.exec.program import Buffer, Program
+    from tpplan.exec.programs.operation import Operation
+    from tpplan.exec.programs.program import Buffer, Program
 
 
 class Backend:

@@ -14,15 +14,17 @@ from tests.contexts import PLANS, UNEVEN, little_room  # noqa: F401 (for every t
 from tests.selftest_cases import COLUMN, EXAMPLES, compiler_of, flip, on
 from tpplan.axes import Axis
 from tpplan.errors import InternalError
-from tpplan.exec import engine, lower_events, selftest
-from tpplan.exec.attempts import Attempts
+from tpplan.exec import engine
 from tpplan.exec.context import TPContext
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.explain import ALL, cuts
-from tpplan.exec.fence import own
-from tpplan.exec.lower import TRANSPORTS
-from tpplan.exec.program import HOST, INPUT, OUTPUT, Await, Buffer, Exchange, Flag, Program, Queue, Wait
-from tpplan.exec.references import KINDS
+from tpplan.exec.programs import lower_events
+from tpplan.exec.programs.fence import own
+from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Await, Buffer, Exchange, Flag, Program, Queue, Wait
+from tpplan.exec.selftest import run as selftest
+from tpplan.exec.selftest.attempts import Attempts
+from tpplan.exec.selftest.references import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec.cpu import Pending
-    from tpplan.exec.operation import Moves, Reduction
-    from tpplan.exec.references import Kind
+    from tpplan.exec.programs.operation import Moves, Reduction
+    from tpplan.exec.selftest.references import Kind
     from tpplan.plan import SplitPlan
     from tpplan.selftest_report import SelftestReport, Tested
 

@@ -16,11 +16,13 @@ from tests.contexts import UNEVEN, little_room  # noqa: F401 (for every test her
 from tests.selftest_cases import SCHEMA, compiler_of, flip
 from tpplan.codec import render, unstructure
 from tpplan.errors import ExecutionError
-from tpplan.exec import kernel_cache, selftest, transports
+from tpplan.exec import transports
 from tpplan.exec.cpu import VirtualDevices
-from tpplan.exec.links import LinkReport
-from tpplan.exec.program import OUTPUT, Buffer, Program
-from tpplan.exec.references import KINDS
+from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.links.known import LinkReport
+from tpplan.exec.programs.program import OUTPUT, Buffer, Program
+from tpplan.exec.selftest import run as selftest
+from tpplan.exec.selftest.references import KINDS
 from tpplan.render.selftest import selftest as view
 
 if TYPE_CHECKING:

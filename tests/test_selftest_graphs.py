@@ -11,10 +11,10 @@ from tests.contexts import ALONE, PLANS, UNEVEN, little_room  # noqa: F401 (for 
 from tests.selftest_cases import Capturable, Recorded, compiler_of, on
 from tpplan.codec import unstructure
 from tpplan.errors import ExecutionError
-from tpplan.exec import selftest
-from tpplan.exec.lower import TRANSPORTS
-from tpplan.exec.references import KINDS
-from tpplan.exec.tuning import Tuning
+from tpplan.exec.links.tuning import Tuning
+from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.selftest import run as selftest
+from tpplan.exec.selftest.references import KINDS
 from tpplan.render.selftest import selftest as view
 
 if TYPE_CHECKING:

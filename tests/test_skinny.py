@@ -11,14 +11,14 @@ from torch.nn import functional
 
 from tests.pointwise_cases import memory
 from tests.test_kernels import CAPABILITIES, _registers
-from tpplan.decoder import skinny
-from tpplan.decoder.few_rows import GATES
-from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.launches import skinny
+from tpplan.decoder.launches.few_rows import GATES
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.skinny import Skinny, shape_of
 from tpplan.decoder.settings import ACTIVATIONS
-from tpplan.decoder.skinny import Skinny, shape_of
-from tpplan.exec import kernel_cache
-from tpplan.exec.channel_table import CALLERS, MOST_BLOCKS
-from tpplan.exec.exchange_table import MOST_WORDS
+from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.gpu.channel_table import CALLERS, MOST_BLOCKS
+from tpplan.exec.gpu.exchange_table import MOST_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +116,7 @@ def acted(products_RN: torch.Tensor, mode: int) -> torch.Tensor:
 @pytest.mark.parametrize("plus", [False, True])
 def test_lanes_agree(case: tuple[str, int, int, int, int, int, int], plus: bool) -> None:
     """What the source does lane by lane is the product, and reaches for nothing beside the matrices."""
-    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.skinny_kernels")
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.skinny")
     name, rows, size, width, warps, blocks, mode = case
     torch.manual_seed(size)
     dtype = {text: each for each, text in DTYPES.items()}[name.split("_", maxsplit=1)[0]]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.test_gemv_cuda import check_plain
-from tpplan.decoder.few_rows import GATES
-from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.launches.few_rows import GATES
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.skinny import MOST_JOINT, Skinny
 from tpplan.decoder.settings import ACTIVATIONS
-from tpplan.decoder.skinny import MOST_JOINT, Skinny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 SIZES = [(1536, 4096), (4096, 3584), (1, 8), (5, 16), (7, 264), (130, 896), (1001, 2304), (34, 14336), (4104, 512)]

@@ -12,9 +12,7 @@ from attrs import define, field
 
 from tests.program_cases import CASES
 from tests.test_slot_table import SMALL, STRIDE, Machine
-from tpplan.exec.operation import Reduction
-from tpplan.exec.program import Await, Exchange, flat
-from tpplan.exec.slot_table import (
+from tpplan.exec.gpu.slot_table import (
     COUNT,
     DATA_BYTES,
     FILLED,
@@ -32,6 +30,8 @@ from tpplan.exec.slot_table import (
     table,
     widest,
 )
+from tpplan.exec.programs.operation import Reduction
+from tpplan.exec.programs.program import Await, Exchange, flat
 from tpplan.workspace import HOST_SLOTS
 
 if TYPE_CHECKING:

@@ -12,10 +12,8 @@ from attrs import define, field
 from tests.caller import expected, noise, widths
 from tests.program_cases import CASES, Case
 from tpplan.errors import InternalError
-from tpplan.exec import slot_table
-from tpplan.exec.operation import Reduction
-from tpplan.exec.program import HOST, INPUT, OPERANDS, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
-from tpplan.exec.slot_table import (
+from tpplan.exec.gpu import slot_table
+from tpplan.exec.gpu.slot_table import (
     COLUMN,
     COUNT,
     FILLED,
@@ -38,6 +36,8 @@ from tpplan.exec.slot_table import (
     table,
     widest,
 )
+from tpplan.exec.programs.operation import Reduction
+from tpplan.exec.programs.program import HOST, INPUT, OPERANDS, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
 from tpplan.workspace import slot_bytes
 
 SMALL = {name: case for name, case in CASES.items() if case.way.small and case.way.transport != "local"}

@@ -17,8 +17,8 @@ from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.compiler import build
 from tpplan.exec.cpu import Pending, VirtualDevices
-from tpplan.exec.lower import TRANSPORTS
-from tpplan.exec.program import OUTPUT
+from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.programs.program import OUTPUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec import TPContext
-    from tpplan.exec.program import Buffer, Program
+    from tpplan.exec.programs.program import Buffer, Program
 
 LARGEST = 2**12
 

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.lost_device import _Losing, lose
 from benchmarks.soak import plan_for, soak
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.lower import TRANSPORTS
-from tpplan.exec.program import Program
+from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.programs.program import Program
 
 if TYPE_CHECKING:
     from tpplan.exec.engine import Backend

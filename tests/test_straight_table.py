@@ -12,11 +12,8 @@ from attrs import define, field
 from tests.caller import expected, noise, widths
 from tests.program_cases import CASES
 from tpplan.errors import InternalError
-from tpplan.exec.exchange_table import MOST_WORDS, PIECE
-from tpplan.exec.lower_flags import direct_moves, direct_reduction
-from tpplan.exec.operation import Moves, all_reduce, allgather, broadcast
-from tpplan.exec.program import OUTPUT, RESIDUAL, Buffer, Exchange, Flag, Program, reads, writes
-from tpplan.exec.straight_table import (
+from tpplan.exec.gpu.exchange_table import MOST_WORDS, PIECE
+from tpplan.exec.gpu.straight_table import (
     ADD,
     AWAIT,
     COPY,
@@ -31,6 +28,9 @@ from tpplan.exec.straight_table import (
     operands,
     table,
 )
+from tpplan.exec.programs.lower_flags import direct_moves, direct_reduction
+from tpplan.exec.programs.operation import Moves, all_reduce, allgather, broadcast
+from tpplan.exec.programs.program import OUTPUT, RESIDUAL, Buffer, Exchange, Flag, Program, reads, writes
 
 #: Blocks of a kernel, and their threads, each of which moves a piece at once.
 BLOCKS, THREADS = 2, 3

@@ -10,12 +10,12 @@ import pytest
 pytest.importorskip("cuda.core", reason="needs cuda.core: pip install 'tpplan[cu13]'")
 
 from tpplan.errors import ExecutionError
-from tpplan.exec import cuda, streams
-from tpplan.exec.bound import Bound, ReadyProgram
-from tpplan.exec.cuda import CudaDevices
-from tpplan.exec.issuing import Issuing
-from tpplan.exec.launch_graph import LaunchGraphs
-from tpplan.exec.program import Program
+from tpplan.exec.gpu import cuda, streams
+from tpplan.exec.gpu.bound import Bound, ReadyProgram
+from tpplan.exec.gpu.cuda import CudaDevices
+from tpplan.exec.gpu.issuing import Issuing
+from tpplan.exec.gpu.launch_graph import LaunchGraphs
+from tpplan.exec.programs.program import Program
 
 
 def test_a_call_follows_the_streams_that_are_current(monkeypatch: pytest.MonkeyPatch) -> None:

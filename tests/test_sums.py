@@ -14,12 +14,12 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tppla
 from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
-from tpplan.exec import kernel_cache, launch
 from tpplan.exec.binding import Memory, no_memory
-from tpplan.exec.fence import own
-from tpplan.exec.kernel_cache import MOST_SOURCES
-from tpplan.exec.program import EXCHANGE, INPUT, OUTPUT, RESIDUAL, Buffer, Sum, View
-from tpplan.exec.sums import Addition, Sums
+from tpplan.exec.gpu import kernel_cache, launch
+from tpplan.exec.gpu.kernel_cache import MOST_SOURCES
+from tpplan.exec.gpu.sums import Addition, Sums
+from tpplan.exec.programs.fence import own
+from tpplan.exec.programs.program import EXCHANGE, INPUT, OUTPUT, RESIDUAL, Buffer, Sum, View
 
 X, MORE, OUT = Buffer(INPUT, 0), Buffer(RESIDUAL, 0), Buffer(OUTPUT, 0)
 _ARGUMENTS = 6 + 2 * MOST_SOURCES

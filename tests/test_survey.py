@@ -15,11 +15,13 @@ from tests.command import command
 from tests.contexts import little_room  # noqa: F401 (for every test here)
 from tests.tuning_cases import ROOM, Gpus, Machine
 from tpplan import codec
-from tpplan.exec import Tuning, kernel_cache, survey, transports, tuning_cache
-from tpplan.exec.link_report import Link, LinkReport, Verdict, routes
-from tpplan.exec.lower import Limits
-from tpplan.exec.survey_report import Thresholds
-from tpplan.exec.tuning import COPIES, EXCHANGES, FANS, KIB, MIB, PASSED_ON, SLOTS, STRAIGHT, SUMS, default, tune
+from tpplan.exec import Tuning, transports
+from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.links import survey, tuning_cache
+from tpplan.exec.links.report import Link, LinkReport, Verdict, routes
+from tpplan.exec.links.survey_report import Thresholds
+from tpplan.exec.links.tuning import COPIES, EXCHANGES, FANS, KIB, MIB, PASSED_ON, SLOTS, STRAIGHT, SUMS, default, tune
+from tpplan.exec.programs.lower import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

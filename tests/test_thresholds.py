@@ -10,13 +10,15 @@ from attrs import evolve
 
 from tests.contexts import UNEVEN, little_room  # noqa: F401 (for every test here)
 from tpplan.errors import RequestError
-from tpplan.exec import Tuning, operation, selftest
+from tpplan.exec import Tuning
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.compiler import build
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.engine import Virtual
-from tpplan.exec.lower import Limits, Route, route
-from tpplan.exec.tuning import KIB, MIB, default
+from tpplan.exec.links.tuning import KIB, MIB, default
+from tpplan.exec.programs import operation
+from tpplan.exec.programs.lower import Limits, Route, route
+from tpplan.exec.selftest import run as selftest
 
 if TYPE_CHECKING:
     from tpplan.exec.context import TPContext

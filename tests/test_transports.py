@@ -11,11 +11,13 @@ import torch
 
 import tpplan
 from tpplan.errors import ExecutionError
-from tpplan.exec import Tuning, compiler, kernel_cache, link_driver, transports
+from tpplan.exec import Tuning, compiler, transports
 from tpplan.exec.environment import serialised, unreachable
-from tpplan.exec.link_report import Link, LinkReport, Mechanism, Verdict, routes
-from tpplan.exec.lower import TRANSPORTS
+from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.links import driver as link_driver
+from tpplan.exec.links.report import Link, LinkReport, Mechanism, Verdict, routes
 from tpplan.exec.machine import Found
+from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.transports import Choice, choose
 
 if TYPE_CHECKING:

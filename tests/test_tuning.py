@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.contexts import little_room  # noqa: F401 (for every test here)
 from tests.tuning_cases import ROOM, Machine
 from tpplan.exec import Tuning
-from tpplan.exec.tuning import (
+from tpplan.exec.links.tuning import (
     COPIES,
     EXCHANGES,
     FANS,

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import tpplan
-from tpplan.exec import bench_clock, tuning_timer
 from tpplan.exec import compile as compile_plan
+from tpplan.exec.bench import clock as bench_clock
 from tpplan.exec.engine import Virtual
-from tpplan.exec.lower import Limits, Route, kind_of, route
-from tpplan.exec.tuning import (
+from tpplan.exec.links import tuning_timer
+from tpplan.exec.links.tuning import (
     COPIES,
     EXCHANGES,
     FANS,
@@ -28,11 +28,12 @@ from tpplan.exec.tuning import (
     Tuning,
     largest,
 )
-from tpplan.exec.tuning_timer import HIDDEN, ITEM_BYTES, GraphTimer, synthetic_plan
+from tpplan.exec.links.tuning_timer import HIDDEN, ITEM_BYTES, GraphTimer, synthetic_plan
+from tpplan.exec.programs.lower import Limits, Route, kind_of, route
 
 if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
-    from tpplan.exec.operation import Operation
+    from tpplan.exec.programs.operation import Operation
 
 CPU = torch.device("cpu")
 
@@ -136,7 +137,7 @@ def test_what_takes_longer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda plan, **asked: compile_plan(plan, backend="cpu", transport="peer", tuning=asked["tuning"]),
     )  # fmt: skip
     monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda context: Slow(context.explain().limits.tuning))
-    monkeypatch.setattr("tpplan.exec.bench_clock.time.perf_counter", lambda: clock)
+    monkeypatch.setattr("tpplan.exec.bench.clock.time.perf_counter", lambda: clock)
     with GraphTimer([CPU] * 2) as timer:
         small = timer("peer", FANS, 8 * KIB, (SLOTS, STRAIGHT))
         large = timer("peer", FANS, 8 * MIB, (STRAIGHT,))

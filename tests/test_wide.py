@@ -14,12 +14,12 @@ from tests.packed_cases import FORMS, float_matrix, int_matrix, matrix_of
 from tests.test_packed import PROCESSORS, SIZES
 from tests.test_packed import FakeLauncher as FewLauncher
 from tests.test_wide_kernels import WARPS
-from tpplan.decoder import packed, wide
-from tpplan.decoder.few_rows import GATES
-from tpplan.decoder.launcher import DTYPES
-from tpplan.decoder.packed import STEPS
+from tpplan.decoder.launches import packed, wide
+from tpplan.decoder.launches.few_rows import GATES
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.packed import STEPS
+from tpplan.decoder.launches.wide import Wide, bytes_of, names_of, shape_of
 from tpplan.decoder.settings import ACTIVATIONS
-from tpplan.decoder.wide import Wide, bytes_of, names_of, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,8 +7,8 @@ import torch
 
 from tests.packed_cases import gates_of, matrix_of
 from tests.test_gemv_cuda import check
-from tpplan.decoder.launcher import DTYPES
-from tpplan.decoder.wide import Wide
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.wide import Wide
 
 pytestmark = pytest.mark.gpu
 #: As those of few rows, and how many rows.

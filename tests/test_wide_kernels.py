@@ -8,9 +8,9 @@ import torch
 from tests.packed_cases import product_of
 from tests.test_kernels import CAPABILITIES, _registers
 from tests.test_packed_kernels import _words
-from tpplan.decoder.packed import STEPS
-from tpplan.decoder.wide import bytes_of
-from tpplan.exec import kernel_cache
+from tpplan.decoder.launches.packed import STEPS
+from tpplan.decoder.launches.wide import bytes_of
+from tpplan.exec.gpu import kernel_cache
 
 #: Warps of a multiprocessor, by rows.
 WARPS = {32: 16, 48: 12, 64: 8}
@@ -67,7 +67,7 @@ _Case = tuple[str, int, int, int, int, torch.dtype, int | None, int, int, int, b
 )
 def test_lanes_agree(case: _Case) -> None:
     """What the source does lane by lane is the product, and reaches for nothing beside the matrices."""
-    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.wide_kernels")
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.wide")
     name, rows, size, width, group, scales, offset, warps, blocks, mode, plus = case
     own = product_of(name, rows, size, width, group, scales, offset, mode, 4, plus=plus)
     y_RN, expected_RN, (_, kind, most) = own.out, own.expected, name.split("_")

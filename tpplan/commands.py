@@ -32,7 +32,7 @@ def _survey(*, json: bool) -> int:
     from tpplan.render.survey import survey as view  # noqa: PLC0415
 
     with needing("testing links"):
-        from tpplan.exec.survey import survey as examine  # noqa: PLC0415
+        from tpplan.exec.links.survey import survey as examine  # noqa: PLC0415
     console.answer(examine(console.busy), view, json=json)
     return OK
 
@@ -248,7 +248,7 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
 
     found = chores.read_plan(plan)
     with needing("running a plan"):
-        from tpplan.exec import selftest as tests  # noqa: PLC0415
+        from tpplan.exec.selftest import run as tests  # noqa: PLC0415
     wanted = tests.transports(transport)
     report = tests.selftest(found, tests.compiler(found, backend, chores.note), wanted, console.busy)
     console.answer(report, view, json=json)
@@ -281,8 +281,8 @@ def bench(
 
     found = chores.read_plan(plan)
     with needing("running a plan"):
-        from tpplan.exec import bench as times  # noqa: PLC0415
-        from tpplan.exec.selftest import compiler  # noqa: PLC0415
+        from tpplan.exec.bench import run as times  # noqa: PLC0415
+        from tpplan.exec.selftest.run import compiler  # noqa: PLC0415
     asked, turns = times.payloads(sizes) if sizes else (), times.checked_rounds(rounds)
     make, told = compiler(found, backend, chores.note), (lambda _: None) if json else console.growing(view)
     report = times.bench(make, transport, sizes=asked, rounds=turns, busy=console.busy, told=told)

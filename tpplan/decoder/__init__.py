@@ -2,7 +2,7 @@
 
 It is readable in one sitting: ``model`` leads from tokens to logits, ``stack`` has the layers and ties the devices
 together, ``plain`` and ``layers`` compute on one device by torch. ``fused`` is ``plain`` once more, by kernels where
-these take what there is; everything is right without it. docs/run-a-model.md has a table of all files.
+these take what there is; everything is right without it. docs/run-a-model.md has a table of what is where.
 
 Names are imported when they are first used, as in ``tpplan`` itself. Everything here needs torch.
 """

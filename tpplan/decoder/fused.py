@@ -9,34 +9,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tpplan.decoder import attention, dense, gemv, mixture, packed, pointwise, skinny, wide
-from tpplan.decoder.attention import Attention
-from tpplan.decoder.dense import Dense
-from tpplan.decoder.gemv import Gemv, Norm
-from tpplan.decoder.launcher import DTYPES
+from tpplan.decoder.launches import attention, dense, gemv, mixture, packed, pointwise, skinny, wide
+from tpplan.decoder.launches.attention import Attention
+from tpplan.decoder.launches.dense import Dense
+from tpplan.decoder.launches.gemv import Gemv, Norm
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.mixture import Mixture
+from tpplan.decoder.launches.packed import Packed
+from tpplan.decoder.launches.pointwise import Places, Pointwise
+from tpplan.decoder.launches.skinny import Skinny
+from tpplan.decoder.launches.wide import Wide
 from tpplan.decoder.layers import some_of, together
-from tpplan.decoder.mixture import Mixture
-from tpplan.decoder.packed import Packed
 from tpplan.decoder.plain import Plain
-from tpplan.decoder.pointwise import Places, Pointwise
 from tpplan.decoder.products import AT_ONCE
 from tpplan.decoder.quantised import ordered
 from tpplan.decoder.settings import ACTIVATIONS
-from tpplan.decoder.skinny import Skinny
-from tpplan.decoder.wide import Wide
-from tpplan.exec import kernel_cache
+from tpplan.exec.gpu import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from tpplan.decoder.cache import Where
-    from tpplan.decoder.few_rows import FewRows, JointRows
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.held import Held
+    from tpplan.decoder.launches.few_rows import FewRows, JointRows
     from tpplan.decoder.plain import Turn
     from tpplan.decoder.quantised import Matrix, Quantised, Stacked
     from tpplan.decoder.settings import Settings
-    from tpplan.exec.channel import Channel
+    from tpplan.exec.gpu.channel import Channel
 
 
 def steps_on(
@@ -63,7 +63,7 @@ def steps_on(
         kernels: whether there shall be any.
         joint: whether also those that add up what several devices have.
         experts: whether layers have any.
-        codes: what quantised matrices are made of, of :data:`tpplan.decoder.dense.KINDS`.
+        codes: what quantised matrices are made of, of :data:`tpplan.decoder.launches.dense.KINDS`.
         at_once: elements of them that are made at a time.
     """
     if kernels and has_kernels(place, dtype):
@@ -79,7 +79,7 @@ def has_kernels(place: torch.device, dtype: torch.dtype) -> bool:
 
 
 def codes_of(weights: Held) -> list[str]:
-    """Return what quantised matrices of a device are made of, of :data:`tpplan.decoder.dense.KINDS`."""
+    """Return what quantised matrices of a device are made of, of :data:`tpplan.decoder.launches.dense.KINDS`."""
     matrices = [*weights.quantised.values(), *(each.matrix for each in weights.stacked.values())]
     return sorted({dense.kind_of(each) for each in matrices}.intersection(dense.KINDS))
 
@@ -110,7 +110,7 @@ class Fused(Plain):
             kind: of the cache.
             joint: whether also those that add up what several devices have.
             experts: whether layers have any.
-            codes: what quantised matrices are made of, of :data:`tpplan.decoder.dense.KINDS`.
+            codes: what quantised matrices are made of, of :data:`tpplan.decoder.launches.dense.KINDS`.
             at_once: elements of them that are made at a time.
         """
         super().__init__(settings.norm_eps, settings.activation, at_once)

@@ -27,7 +27,7 @@ from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, numbe
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.stack import Stack
 from tpplan.decoder.steps import Steps
-from tpplan.exec.program import HOST
+from tpplan.exec.programs.program import HOST
 from tpplan.reader import read_model
 from tpplan.workspace import areas
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.passes import Angles
     from tpplan.decoder.prompts import Stretch
     from tpplan.exec.context import TPContext
-    from tpplan.exec.graph import Graph
+    from tpplan.exec.gpu.graph import Graph
     from tpplan.weights import Weights
 
 _LOG = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.held import Held
     from tpplan.decoder.quantised import Quantised, Stacked
-    from tpplan.exec.channel import Channel
+    from tpplan.exec.gpu.channel import Channel
 
 
 @frozen

@@ -9,7 +9,7 @@ from weakref import proxy
 import torch
 
 from tpplan.decoder.prompts import NOBODY
-from tpplan.exec.program import HOST
+from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.model import Decoder
     from tpplan.decoder.stack import Stack
-    from tpplan.exec.graph import Graph
+    from tpplan.exec.gpu.graph import Graph
 
 #: No graph is of half as many rows: they would take GPUs nearly as long, since these read all weights for any number.
 _SMALLEST: Final = 128

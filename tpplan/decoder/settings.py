@@ -18,7 +18,7 @@ from tpplan.config import read_config
 from tpplan.decoder.cache import check_kind
 from tpplan.decoder.matrices import check_formats
 from tpplan.errors import ModelError
-from tpplan.exec.rope import Rope
+from tpplan.exec.rope.tables import Rope
 from tpplan.formats import Scheme, read_scheme
 from tpplan.jsontext import NotJSONError, read_json
 

@@ -12,7 +12,7 @@ from tpplan.axes import Axis
 from tpplan.decoder.prompts import Prompt
 from tpplan.decoder.sampling import Sampling, likeliest
 from tpplan.errors import RequestError
-from tpplan.exec.program import HOST
+from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.decoder.model import Decoder
-    from tpplan.exec.graph import Graph
+    from tpplan.exec.gpu.graph import Graph
 
 #: A step looks at so many places of the cache at least, then at twice as many, and so on: as many graphs are captured.
 _SHORTEST_SPAN: Final = 256

@@ -1,5 +1,8 @@
 """Running a plan: compile it, and move data by it. Needs torch.
 
+``compiler`` makes a ``context``, whose operations become programs (``programs``). They run on virtual devices (``cpu``)
+or on CUDA devices (``gpu``), by the kernels in ``kernels``; ``links`` knows by which ways data gets from GPU to GPU.
+
 Names are imported when they are first used, as in ``tpplan`` itself.
 """
 
@@ -16,17 +19,17 @@ if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.gathered import Gathered
-    from tpplan.exec.program import HOST
-    from tpplan.exec.rope import Rope
-    from tpplan.exec.tuning import Tuning
+    from tpplan.exec.links.tuning import Tuning
+    from tpplan.exec.programs.program import HOST
+    from tpplan.exec.rope.tables import Rope
 
 _MODULE_OF = {
-    "HOST": "program",
+    "HOST": "programs.program",
     "DeviceContext": "device",
     "Gathered": "gathered",
-    "Rope": "rope",
+    "Rope": "rope.tables",
     "TPContext": "context",
-    "Tuning": "tuning",
+    "Tuning": "links.tuning",
     "compile": "compiler",
 }
 

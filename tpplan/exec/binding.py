@@ -10,13 +10,13 @@ from attrs import field, frozen
 from torch import Tensor
 
 from tpplan.errors import InternalError
-from tpplan.exec.program import EXCHANGE, OPERANDS, SLOT, Flag, Queue
+from tpplan.exec.programs.program import EXCHANGE, OPERANDS, SLOT, Flag, Queue
 from tpplan.workspace import ALIGNMENT
 
 if TYPE_CHECKING:
     from collections import Counter
 
-    from tpplan.exec.program import Buffer, View
+    from tpplan.exec.programs.program import Buffer, View
 
 
 #: Integers of so many bytes, as which elements of any dtype are handled: a NaN is equal to itself.

@@ -9,12 +9,12 @@ import torch
 from attrs import frozen
 
 from tpplan.errors import ExecutionError
-from tpplan.exec import operation
-from tpplan.exec.lower import Route
 from tpplan.exec.operands import Group, check_facts, columns_of, matrix
-from tpplan.exec.operation import Moves, Reduction
 from tpplan.exec.overlap import are_apart, check_apart
-from tpplan.exec.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Program
+from tpplan.exec.programs import operation
+from tpplan.exec.programs.lower import Route
+from tpplan.exec.programs.operation import Moves, Reduction
+from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Program
 from tpplan.exec.tensors import check_writable
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tpplan.exec.engine import Engine
     from tpplan.exec.operands import Slices
-    from tpplan.exec.operation import Operation
+    from tpplan.exec.programs.operation import Operation
 
 
 @frozen(eq=False)

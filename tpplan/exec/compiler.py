@@ -12,21 +12,21 @@ from attrs import evolve
 from tpplan.codec import fingerprint
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.binding import Memory
-from tpplan.exec.blocks import SLOT_BLOCKS, most_blocks
 from tpplan.exec.context import TPContext
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.device import DeviceContext
 from tpplan.exec.engine import Engine
+from tpplan.exec.gpu.blocks import SLOT_BLOCKS, most_blocks
+from tpplan.exec.gpu.slot_table import capacity
 from tpplan.exec.host import HostMemory
-from tpplan.exec.lower import TRANSPORTS, Limits
+from tpplan.exec.links.tuning import Tuning, default
+from tpplan.exec.links.tuning_cache import stored
 from tpplan.exec.machine import differences, look_at, places_for
 from tpplan.exec.operands import ADDABLE
-from tpplan.exec.program import HOST, SLOTS
-from tpplan.exec.slot_table import capacity
+from tpplan.exec.programs.lower import TRANSPORTS, Limits
+from tpplan.exec.programs.program import HOST, SLOTS
 from tpplan.exec.tensors import name_of
 from tpplan.exec.transports import Choice, choose
-from tpplan.exec.tuning import Tuning, default
-from tpplan.exec.tuning_cache import stored
 from tpplan.model import ModelSpec
 from tpplan.plan import SplitPlan
 from tpplan.reader import read_model
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tpplan.exec.engine import Backend
-    from tpplan.exec.program import Queue
+    from tpplan.exec.programs.program import Queue
 
 BACKENDS = ("auto", "cpu", "cuda")
 #: What virtual devices use if not told otherwise: the fewest copies.
@@ -121,7 +121,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     if backend == "cpu":
         chosen = _PLAINEST if transport == "auto" else transport
         return made(VirtualDevices, transport=chosen, tuning=tuning)
-    from tpplan.exec.cuda import CudaDevices  # noqa: PLC0415 (needs a driver)
+    from tpplan.exec.gpu.cuda import CudaDevices  # noqa: PLC0415 (needs a driver)
 
     start = partial(CudaDevices, places={i: places[i] for i in used}, transport=choice.transport)
     tuning, origin = (tuning, "as given") if tuning else stored(len(used), choice.transport)

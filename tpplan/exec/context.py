@@ -12,7 +12,7 @@ from tpplan.exec.calls import Calls
 from tpplan.exec.context_memory import ContextMemory
 from tpplan.exec.explain import explain
 from tpplan.exec.gathered import Gathered
-from tpplan.exec.program import HOST
+from tpplan.exec.programs.program import HOST
 from tpplan.exec.resolver import Resolver
 from tpplan.exec.runner import Runner
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.axes import Axis
-    from tpplan.exec.channel import Channel
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.engine import Engine
     from tpplan.exec.explain import Explanation
-    from tpplan.exec.graph import Graph
+    from tpplan.exec.gpu.channel import Channel
+    from tpplan.exec.gpu.graph import Graph
     from tpplan.exec.host import HostMemory
     from tpplan.plan import SplitPlan
 

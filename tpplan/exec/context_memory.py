@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tpplan.axes import Slice
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.host import HostMemory
-    from tpplan.exec.rope import Rope
+    from tpplan.exec.rope.tables import Rope
     from tpplan.plan import SplitPlan
 
 
@@ -173,7 +173,7 @@ class ContextMemory:
         """Return the sine and the cosine table on each device that holds KV heads, made once and kept.
 
         Args:
-            rope: of the model; see :meth:`tpplan.exec.rope.Rope.from_config`.
+            rope: of the model; see :meth:`tpplan.exec.rope.tables.Rope.from_config`.
             positions: rows of the tables; as many as the plan's cache has tokens per sequence if not given.
 
         Returns:

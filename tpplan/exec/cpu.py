@@ -1,7 +1,7 @@
 """Virtual devices: programs run on the CPU, at once, in one of the orders that they allow.
 
 What keeps streams in order on real devices costs nothing here: the order is found once for a program, and what is left
-are its copies and sums. :mod:`tpplan.exec.adversary` has the same interface and takes the worst order instead.
+are its copies and sums. :mod:`tpplan.exec.programs.adversary` has the same interface and takes the worst order instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec.binding import resolve, slot_number, span
 from tpplan.exec.engine import Virtual
-from tpplan.exec.program import HOST, OPERANDS, Await, Copy, Record, Signal, Sum, Wait, flat, reads
+from tpplan.exec.programs.program import HOST, OPERANDS, Await, Copy, Record, Signal, Sum, Wait, flat, reads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec.binding import Memory
-    from tpplan.exec.program import Buffer, Event, Flag, Program, Step, Stream, View
+    from tpplan.exec.programs.program import Buffer, Event, Flag, Program, Step, Stream, View
 
 #: How many programs, and programs bound to a size, are remembered: prompts of any length come, so that sizes never end.
 _KEPT = 128

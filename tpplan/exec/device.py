@@ -9,7 +9,7 @@ import torch
 from tpplan.errors import ExecutionError
 from tpplan.exec.arena import Arena
 from tpplan.exec.arguments import check_dtype, check_type, whole
-from tpplan.exec.rope import Rope
+from tpplan.exec.rope.tables import Rope
 from tpplan.sizes import format_bytes
 from tpplan.workspace import align
 

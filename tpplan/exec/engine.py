@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.lower import Route, lower, route
-from tpplan.exec.operation import Operation, Reduction
-from tpplan.exec.ordering import verify
+from tpplan.exec.programs.lower import Route, lower, route
+from tpplan.exec.programs.operation import Operation, Reduction
+from tpplan.exec.programs.ordering import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from tpplan.exec.channel import Channel
     from tpplan.exec.gathered import Pending
-    from tpplan.exec.graph import Graph
-    from tpplan.exec.lower import Limits
-    from tpplan.exec.program import Buffer, Program
+    from tpplan.exec.gpu.channel import Channel
+    from tpplan.exec.gpu.graph import Graph
+    from tpplan.exec.programs.lower import Limits
+    from tpplan.exec.programs.program import Buffer, Program
 
 
 class Backend(Protocol):

@@ -10,9 +10,9 @@ from attrs import evolve, frozen
 
 from tpplan.axes import Axis, slices_of
 from tpplan.errors import ExecutionError
-from tpplan.exec import operation
-from tpplan.exec.lower import Limits, lower
-from tpplan.exec.program import EXCHANGE, HOST, SLOT, STAGE, flat, reads, writes
+from tpplan.exec.programs import operation
+from tpplan.exec.programs.lower import Limits, lower
+from tpplan.exec.programs.program import EXCHANGE, HOST, SLOT, STAGE, flat, reads, writes
 from tpplan.exec.reasons import how, why
 from tpplan.render.text import shorten, table, wrapped
 from tpplan.sizes import format_bytes
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import torch
 
     from tpplan.exec.engine import Engine
-    from tpplan.exec.lower import Route
-    from tpplan.exec.operation import Operation
-    from tpplan.exec.program import Buffer, Program
+    from tpplan.exec.programs.lower import Route
+    from tpplan.exec.programs.operation import Operation
+    from tpplan.exec.programs.program import Buffer, Program
     from tpplan.plan import Split, SplitPlan
     from tpplan.render.text import Span
 

@@ -9,7 +9,7 @@ import torch
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.arena import Arena
-from tpplan.exec.program import HOST
+from tpplan.exec.programs.program import HOST
 from tpplan.workspace import HOST_FLAG_BYTES, HOST_SLOT_BYTES, PAIR
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.exec.program import Queue
+    from tpplan.exec.programs.program import Queue
     from tpplan.workspace import Pinned
 
 

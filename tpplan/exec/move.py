@@ -1,7 +1,7 @@
 """Moving tensors between devices by a way that is known to work.
 
-Between two GPUs that is torch's peer copy, if the link report (:mod:`tpplan.exec.links`) says that it arrives, and the
-host's memory otherwise. The links are asked for, and if need be probed, at the first move between two GPUs.
+Between two GPUs that is torch's peer copy, if the link report (:mod:`tpplan.exec.links.known`) says that it arrives,
+and the host's memory otherwise. The links are asked for, and if need be probed, at the first move between two GPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from tpplan.errors import DeviceError, ExecutionError
-from tpplan.exec.links import LinkReport, Mechanism, link_report
+from tpplan.exec.links.known import LinkReport, Mechanism, link_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpplan.exec.lower import LARGEST_CHUNK, kind_of
-from tpplan.exec.operation import Addition, Moves
-from tpplan.exec.tuning import copies_field, slots_field
+from tpplan.exec.links.tuning import copies_field, slots_field
+from tpplan.exec.programs.lower import LARGEST_CHUNK, kind_of
+from tpplan.exec.programs.operation import Addition, Moves
 from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from tpplan.exec.engine import Engine
-    from tpplan.exec.lower import Route
-    from tpplan.exec.operation import Operation
+    from tpplan.exec.programs.lower import Route
+    from tpplan.exec.programs.operation import Operation
 
 
 def how(operation: Operation, route: Route) -> str:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tpplan.exec.operands import check_count, columns_of, facts_of, first_of
-from tpplan.exec.program import HOST
+from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from tpplan.exec import kernel_cache
 from tpplan.exec.environment import serialised, unreachable
-from tpplan.exec.kernel_cache import MOST_SOURCES
-from tpplan.exec.links import Mechanism, Verdict, link_report
+from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.gpu.kernel_cache import MOST_SOURCES
+from tpplan.exec.links.known import Mechanism, Verdict, link_report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

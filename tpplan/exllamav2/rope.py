@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from tpplan.errors import ModelError
-from tpplan.exec.rope import Rope
-from tpplan.exec.rope_config import STYLES
-from tpplan.exec.rope_scaling import Scaling
+from tpplan.exec.rope.config import STYLES
+from tpplan.exec.rope.scaling import Scaling
+from tpplan.exec.rope.tables import Rope
 
 if TYPE_CHECKING:
     from torch import Tensor

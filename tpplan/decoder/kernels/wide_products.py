@@ -1,0 +1,94 @@
+"""Products of tiles of codes and of many rows, by tensor cores, as kernels write them.
+
+A warp has 32 matrix rows, two for each of an instruction's 16, and all rows, which lie in shared memory. A code becomes
+an element in 16 bits once for all of them: a float, less base and zero, which is exact, times the scale, which is
+rounded. So there is one set of sums.
+
+Lane 4 g + t has columns of four matrix rows, 16 bytes of codes of each: those of pairs 2 t and 2 t + 1 of the
+instruction, see :mod:`tpplan.decoder.kernels.packed_products`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llvmlite import ir
+from numba.cuda.extending import intrinsic
+
+from tpplan.decoder.kernels.wide_limits import STRIP
+from tpplan.decoder.kernels.wide_sums import PER_EIGHT
+from tpplan.exec.kernels import ptx
+from tpplan.exec.kernels.tiles import all_of
+
+if TYPE_CHECKING:
+    from tpplan.decoder.kernels.packed_codes import Codes
+
+#: Matrix rows of a lane, and registers of its codes of one.
+OWN, _CODES = 4, 4
+#: Registers of 16 bytes, and pairs of an instruction.
+_VECTOR, _PAIRS = 4, 2
+#: Eights of rows that are read together, so that no instruction waits for the one before.
+_AT_ONCE = 2
+#: Bytes in shared memory of as many eights of vectors as lanes read at a time.
+_BANKS = 128
+_INT = ir.IntType(32)
+#: Two negative zeros.
+_NOTHING = 0x80008000
+
+
+def products_of(kind: Codes, fma: ptx.Emitter, eights: int) -> Any:  # noqa: C901 (the instructions)
+    """Return an intrinsic that adds the products of a warp's matrix rows and all rows, of one step.
+
+    It takes the sums so far, see :mod:`tpplan.decoder.kernels.wide_sums`, and the lane's codes. Then where in shared
+    memory its columns of row g begin, its first vector and its second, which others follow by turns; and where scales
+    and bases with zeros of its matrix rows are, each twice in 32 bits. Then the mask of codes.
+
+    Args:
+        kind: of codes.
+        fma: writes what multiplies pairs and adds others.
+        eights: of rows.
+    """
+    one, nothing = ir.Constant(_INT, kind.floats.one), ir.Constant(_INT, _NOTHING)
+    multiply, part = kind.floats.multiply, kind.part
+    row_bytes = kind.step * 2
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        sums, codes = all_of(builder, values[0]), all_of(builder, values[1])
+        starts, scales_at, mask = values[2:4], values[4], values[5]
+
+        def vector(start: Any, offset: int) -> list[Any]:
+            return ptx.emit_shared_load_128(builder, [builder.add(start, ir.Constant(_INT, offset))])
+
+        scales = vector(scales_at, 0)
+        bases = vector(scales_at, 4 * STRIP) if kind.base is not None else []
+
+        def floats(row: int, index: int) -> list[Any]:
+            """Return the 16-bit floats of the columns in a vector of a row."""
+            count = _CODES * _VECTOR // part
+            found = []
+            for word in codes[_CODES * row + count * index : _CODES * row + count * (index + 1)]:
+                for pair in kind.pairs(builder, word, mask):
+                    code = fma(builder, [pair, one, bases[row]])[0] if bases else pair
+                    found += fma(builder, [code, scales[row], nothing])
+            return found
+
+        for index in range(part // _VECTOR):
+            left = [floats(row, index) for row in range(OWN)]
+            for first in range(0, eights, _AT_ONCE):
+                some = range(first, min(first + _AT_ONCE, eights))
+                right = [vector(starts[index % 2], index // 2 * _BANKS + j * 8 * row_bytes) for j in some]
+                for k in range(0, _VECTOR, _PAIRS):
+                    for j, row in zip(some, right, strict=True):
+                        for i in range(OWN // 2):
+                            low, high = left[2 * i], left[2 * i + 1]
+                            at = PER_EIGHT * j + 4 * i
+                            sums[at : at + 4] = multiply(
+                                builder,
+                                [low[k], high[k], low[k + 1], high[k + 1], *row[k : k + 2], *sums[at : at + 4]],
+                            )
+        return context.make_tuple(builder, signature.return_type, sums)
+
+    def typer(typingctx, sums, codes, even, odd, scales, mask):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        return sums(sums, codes, even, odd, scales, mask), codegen
+
+    return intrinsic(typer)

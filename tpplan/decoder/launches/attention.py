@@ -1,0 +1,140 @@
+"""Attention of one token of each of some sequences to their cache, by a kernel that needs no mask.
+
+Shapes: R tokens, one of each of the first R sequences, B sequences, L places of a sequence, H heads (KV heads of keys
+and values), K elements of a head.
+"""
+
+from __future__ import annotations
+
+from math import log
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from tpplan.decoder.cache import KERNEL_KINDS
+from tpplan.decoder.launches.launcher import DTYPES, Launcher, bits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+#: Of a head: elements that 16 bytes hold, as many as leave a kernel room for 8 warps, and at most.
+_VECTOR, _WIDE, _WIDEST = 8, 128, 256
+#: As the kernels have them.
+_QUERIES, _TILE = 8, 16
+#: Tiles of a block that shares a token with others, at least: fewer are read sooner than merged.
+_LEAST: Final = 4
+#: Compute capabilities: with matrix instructions for both dtypes, and whose kernels for wide heads of 16 bits need no
+#: memory.
+_OLDEST, _OLDEST_WIDE = (8, 0), (9, 0)
+
+
+def name_of(dtype: torch.dtype, head_dim: int, cap: float | None, kind: str = "fp16") -> str:
+    """Return the name of the kernel for heads of a dtype and size in a kind of cache."""
+    return f"attention_{DTYPES[dtype]}_{head_dim}{KERNEL_KINDS[kind]}{'' if cap is None else '_capped'}"
+
+
+class Attention:
+    """The kernel of a device, a dtype, a size of heads and a kind of cache, and what its blocks tell each other.
+
+    Calls on different streams must not overlap.
+    """
+
+    def __init__(
+        self, place: torch.device, dtype: torch.dtype, head_dim: int, cap: float | None = None, kind: str = "fp16"
+    ) -> None:
+        """Load it.
+
+        Args:
+            place: the CUDA device.
+            dtype: bfloat16 or float16.
+            head_dim: elements of a head; see :meth:`takes`.
+            cap: of the scores; see :class:`tpplan.decoder.settings.Settings`.
+            kind: of the cache: ``fp16``, ``q8`` or ``fp8``, see :class:`tpplan.decoder.cache.Store`.
+        """
+        warps, width = 8 if head_dim <= _WIDE else 4, -(-head_dim // 64) * 64
+        self._threads, self._cap = 32 * warps, cap
+        self._processors = torch.cuda.get_device_properties(place).multi_processor_count
+        self._launch = Launcher(name_of(dtype, head_dim, cap, kind), place)
+        blocks = 3 * self._processors // 2  # of which several share a token, at most
+        self._turns = torch.zeros(blocks, dtype=torch.int32, device=place)
+        self._partial = torch.empty(blocks, _QUERIES, width + 2, device=place)
+
+    @staticmethod
+    def takes(place: torch.device, dtype: torch.dtype, head_dim: int, kind: str = "fp16") -> bool:
+        """Tell whether there is a kernel for such heads in such a cache."""
+        if place.type != "cuda" or dtype not in DTYPES or kind not in KERNEL_KINDS:
+            return False
+        if head_dim % _VECTOR or head_dim > _WIDEST:
+            return False
+        is_large = head_dim > _WIDE and kind == "fp16"
+        return torch.cuda.get_device_capability(place) >= (_OLDEST_WIDE if is_large else _OLDEST)
+
+    def __call__(
+        self,
+        q_RHK: Tensor,
+        k_BHLK: Tensor,
+        v_BHLK: Tensor,
+        positions_R: Tensor,
+        scales: Sequence[Tensor] = (),
+        *,
+        scale: float,
+    ) -> Tensor:
+        """Return what tokens find at places 0 to their position, or at all places if they are behind these.
+
+        Nothing waits, and no launch depends on the positions. Scores and sums are in float32, and rounded once. What a
+        cache has in 8 bits is multiplied in float16, and so are the queries: of those in bfloat16 no element may be
+        beyond its 65,504.
+
+        Args:
+            q_RHK: queries, at any multiple of 16 bytes from one token to the next; equally many successive heads of
+                them share each KV head.
+            k_BHLK: keys of all sequences, as the cache stores them; heads and places lie side by side.
+            v_BHLK: values, in the same way.
+            positions_R: of the tokens, 64 bits each, side by side.
+            scales: of keys and of values in a cache of kind ``q8``, ``[B, H, L, K / 32]``, in the same way.
+            scale: of the scores.
+
+        Returns:
+            ``[R, H × K]``.
+        """
+        count, queries, size = q_RHK.shape
+        _, heads, length, _ = k_BHLK.shape
+        group = queries // heads
+        parts = heads * -(-group // _QUERIES)
+        splits = splits_of(count * parts, length, self._processors)
+        out = q_RHK.new_empty(count, queries * size)
+        factor, limit = (scale / log(2), 0.0) if self._cap is None else (scale / self._cap, self._cap / log(2))
+        self._launch(
+            (splits, parts, count),
+            self._threads,
+            q_RHK.data_ptr(),
+            2 * q_RHK.stride(0),
+            k_BHLK.data_ptr(),
+            v_BHLK.data_ptr(),
+            k_BHLK.element_size() * k_BHLK.stride(0),
+            *([each.data_ptr() for each in scales] or [0, 0]),
+            positions_R.data_ptr(),
+            out.data_ptr(),
+            2 * queries * size,
+            self._partial.data_ptr(),
+            self._turns.data_ptr(),
+            length,
+            group,
+            bits_of(factor),
+            bits_of(limit),
+            _LEAST,
+        )
+        return out
+
+
+def splits_of(count: int, length: int, processors: int) -> int:
+    """Return how many blocks share the places that a token sees: about as many as make one for each multiprocessor.
+
+    Args:
+        count: of such things to share: tokens times KV heads.
+        length: of a cache.
+        processors: of the device, each of which has room for two blocks.
+    """
+    return max(1, min(-(-length // (_TILE * _LEAST)), (processors + count // 2) // count))

@@ -1,0 +1,121 @@
+"""Rows of quantised matrices in 16 bits, made by one kernel.
+
+Shapes: R rows, K columns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from tpplan.decoder.kernels.scale_kinds import FORMS
+from tpplan.decoder.launches.launcher import DTYPES, Launcher
+from tpplan.decoder.quantised import IntMatrix, Quantised
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from torch import Tensor
+
+#: Kinds of codes that there are kernels for, as their names say it: bits of whole numbers, or what floats are made of.
+KINDS: Final = ("4", "8", "e4m3", "e5m2")
+
+_FLOATS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+#: Rows and columns of a thread, bytes of an element of the result, threads of a warp, and of a block, at most.
+_ROWS, _COLUMNS, _ITEM, _WARP, _THREADS = 4, 8, 2, 32, 256
+#: What fractions are multiplied by to be whole: quotients of numbers are exact whose product is not larger.
+_ONE: Final = 2**31
+
+
+def kind_of(matrix: Quantised) -> str:
+    """Return which of :data:`KINDS` the codes of a matrix are, if any."""
+    return str(matrix.bits) if isinstance(matrix, IntMatrix) else _FLOATS.get(matrix.codes.dtype, "")
+
+
+def names_of(dtype: torch.dtype, kinds: Collection[str] = KINDS) -> list[str]:
+    """Return the names of the kernels that make rows of a dtype from codes of some kinds."""
+    return [f"dense_{DTYPES[dtype]}_{kind}" for kind in kinds]
+
+
+class Dense:
+    """Kernels for one device and dtype.
+
+    They are right for matrices that :meth:`takes` accepts, and unchecked.
+    """
+
+    def __init__(self, place: torch.device, dtype: torch.dtype, kinds: Collection[str] = KINDS) -> None:
+        """Load them.
+
+        Args:
+            place: a CUDA device.
+            dtype: of the rows that they make, one of :data:`tpplan.decoder.launches.launcher.DTYPES`.
+            kinds: of the codes of its matrices.
+        """
+        names = names_of(dtype, kinds)
+        self._launchers = {kind: Launcher(name, place) for kind, name in zip(kinds, names, strict=True)}
+
+    def takes(self, matrix: Quantised) -> bool:
+        """Return whether there is a kernel for a matrix: columns are in eights, each of which shares a scale."""
+        (size, width), (rows, columns) = matrix.shape, block_of(matrix)
+        if kind_of(matrix) not in self._launchers or str(matrix.scales.dtype) not in FORMS:
+            return False
+        if (width | min(columns, width)) % _COLUMNS or matrix.codes.data_ptr() % (4 if kind_of(matrix) == "4" else 8):
+            return False
+        return has_quotients(rows, size) and has_quotients(columns // _COLUMNS, width // _COLUMNS)
+
+    def __call__(self, matrix: Quantised, start: int, end: int, out_RK: Tensor) -> None:
+        """Make some rows, as the matrix's own ``dense`` does: computed in float32, rounded once.
+
+        Args:
+            matrix: of the device, contiguous.
+            start: the first row.
+            end: the one behind the last.
+            out_RK: where they go, in the kernels' dtype, rows at multiples of 16 bytes.
+        """
+        (size, width), (rows, columns), scales = matrix.shape, block_of(matrix), matrix.scales
+        units = width // _COLUMNS
+        blocks = -(-units // _THREADS)
+        threads = -(-units // (blocks * _WARP)) * _WARP
+        self._launchers[kind_of(matrix)](
+            (-(-(end - start) // _ROWS), blocks, 1),
+            threads,
+            out_RK.data_ptr(),
+            out_RK.stride(0) * _ITEM,
+            matrix.codes.data_ptr(),
+            matrix.codes.stride(0) * matrix.codes.itemsize,
+            start,
+            end,
+            units,
+            scales.data_ptr(),
+            FORMS[str(scales.dtype)],
+            scales.shape[1],
+            fraction_of(rows, size),
+            fraction_of(columns // _COLUMNS, units),
+            *_zeros_of(matrix),
+        )
+
+
+def block_of(matrix: Quantised) -> tuple[int, int]:
+    """Return the rows and columns that share a scale."""
+    return (1, matrix.group) if isinstance(matrix, IntMatrix) else (matrix.rows, matrix.columns)
+
+
+def _zeros_of(matrix: Quantised) -> tuple[int, int, int]:
+    """Return where zeros are, whether two are in a byte, and what is added to them, or what they are if nowhere."""
+    if not isinstance(matrix, IntMatrix):
+        return 0, 0, 0
+    if matrix.zeros is None:
+        return 0, 0, 1 << (matrix.bits - 1)
+    return matrix.zeros.data_ptr(), matrix.zeros.dtype != torch.uint8, matrix.plus
+
+
+def has_quotients(block: int, count: int) -> bool:
+    """Return whether all numbers below a count can be multiplied instead of divided by the size of a block."""
+    return block >= count or block * count <= _ONE
+
+
+def fraction_of(block: int, count: int) -> int:
+    """Return what numbers below a count are multiplied by instead of divided by the size of a block."""
+    return -(-_ONE // block) if block < count else 0

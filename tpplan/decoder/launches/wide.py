@@ -1,0 +1,128 @@
+"""Products of 17 to 64 rows and a matrix of codes, with a gate or a sum behind, in one kernel that reads these once.
+
+Shapes are written at the end of a name: R rows, K columns of the matrix, N rows of it, I intermediate.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from tpplan.decoder.kernels.wide_limits import STRIP, WARPS
+from tpplan.decoder.launches.dense import kind_of
+from tpplan.decoder.launches.few_rows import FewRows, is_vectors
+from tpplan.decoder.launches.launcher import DTYPES, Launcher
+from tpplan.decoder.launches.packed import STEPS, is_read, words_of
+from tpplan.decoder.quantised import Matrix, Quantised
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+#: Rows that are taken, at least and at most.
+FEWEST_ROWS: Final = 17
+MOST_ROWS: Final = 64
+
+#: Bytes of what a warp leaves for each row, and how many such parts a block may leave.
+_ROW_BYTES, _MOST_PARTS = 128, 2
+#: Warps of a block, and blocks that have steps of the same matrix rows, at most.
+_MOST_WARPS, _MOST_SPLITS = 8, 16
+#: Steps of each warp that make more warps worth while, and strips for each multiprocessor that make yet more so.
+_MANY_STEPS, _MANY_STRIPS = 5, 2
+
+
+@cache
+def shape_of(strips: int, steps: int, processors: int, warps: int) -> tuple[int, int]:
+    """Return how many blocks share all steps of a matrix evenly, and the warps of each.
+
+    Two blocks of a multiprocessor hide what each waits for, but leave more for others to add up; so do large blocks.
+
+    Args:
+        strips: 32 rows of the matrix each, half of them gates if there are any.
+        steps: of its columns.
+        processors: of the GPU.
+        warps: that each of these has registers for, at least eight.
+    """
+    together, size = 1, _MOST_WARPS
+    if warps > size and strips * steps >= _MANY_STEPS * size * processors:
+        together, size = 2, min(size if strips >= _MANY_STRIPS * processors else size - 2, warps // 2)
+    tiles = -(-strips // size)
+    blocks = min(together * processors, tiles * min(steps, _MOST_SPLITS))
+    longest = -(-tiles * steps // blocks)
+    even = blocks // tiles * tiles  # so many that none has parts of two tiles, where that takes no longer
+    return even if even * longest >= tiles * steps else blocks, size
+
+
+def names_of(dtype: torch.dtype, kinds: Collection[str]) -> list[str]:
+    """Return the names of kernels for a dtype.
+
+    Args:
+        dtype: of rows.
+        kinds: of codes; of some there are none.
+    """
+    return [f"wide_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in WARPS]
+
+
+def bytes_of(blocks: int, warps: int, rows: int) -> int:
+    """Return the bytes of what blocks leave for each other: up to 19 MiB on a GPU of 132 multiprocessors."""
+    return _MOST_PARTS * _ROW_BYTES * blocks * warps * rows
+
+
+class Wide(FewRows[Quantised]):
+    """Kernels for one device and dtype.
+
+    A code of e4m3 that is no number counts as 480. Elements of the matrix are rounded to 16 bits, and so are scales.
+    Launches of one object have to follow each other, because their blocks count in the same memory who is the last.
+    """
+
+    def __init__(self, place: torch.device, dtype: torch.dtype, kinds: Collection[str]) -> None:
+        """Load them.
+
+        Args:
+            place: a CUDA device.
+            dtype: of rows, of 16 bits.
+            kinds: of codes; of some there are none.
+        """
+        self._kernels = {
+            kind: dict(zip(WARPS, (Launcher(name, place) for name in names_of(dtype, [kind])), strict=True))
+            for kind in kinds
+            if kind in STEPS
+        }
+        self._dtype = dtype
+        self._processors = torch.cuda.get_device_properties(place).multi_processor_count
+        self._turns = torch.zeros(self._processors * max(WARPS.values()), dtype=torch.int32, device=place)
+
+    def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
+        """Return whether there is a kernel for rows and a matrix, which is not slower than codes made 16-bit for torch.
+
+        Scales become numbers of the rows' dtype, for which those that are not of float16 may be too small.
+
+        Args:
+            x_RK: rows.
+            matrix_NK: the matrix.
+            gated: whether there is a gate behind.
+        """
+        if isinstance(matrix_NK, Tensor) or kind_of(matrix_NK) not in self._kernels:
+            return False
+        if self._dtype is torch.float16 and matrix_NK.scales.dtype is not torch.float16:
+            return False
+        if not FEWEST_ROWS <= len(x_RK) <= MOST_ROWS or len(matrix_NK) % (4 if gated else 2):
+            return False
+        return is_vectors(x_RK, self._dtype) and is_read(matrix_NK, gated=gated)
+
+    def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:
+        if any(word % 4 for word in (y.data_ptr(), 2 * y.stride(0), *plus)):
+            msg = "biases and rows of results begin at multiples of 4 bytes"
+            raise ValueError(msg)
+        (size, width), kind = matrix.shape, kind_of(matrix)
+        rows = next(each for each in WARPS if len(x) <= each)
+        # A strip has as many matrix rows with a gate as without.
+        blocks, warps = shape_of(-(-size // STRIP), width // STEPS[kind], self._processors, WARPS[rows])
+        parts = torch.empty(bytes_of(blocks, warps, rows), dtype=torch.uint8, device=x.device)
+        self._kernels[kind][rows](
+            blocks, 32 * warps,
+            y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), *words_of(matrix),
+            parts.data_ptr(), self._turns.data_ptr(), y.shape[1], width, len(x), *plus, mode,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Programs on CUDA devices: what the host prepares, tells kernels, and launches."""

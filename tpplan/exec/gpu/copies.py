@@ -1,0 +1,99 @@
+"""Copies, prepared so that each costs the host little more than the driver: by the copy engines, and by the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cuda.bindings import runtime
+
+from tpplan.errors import ExecutionError
+from tpplan.exec.binding import finder, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+    from torch import Tensor
+
+    from tpplan.exec.binding import Memory
+    from tpplan.exec.programs.program import Buffer, Copy
+
+_SUCCESS = runtime.cudaError_t.cudaSuccess
+#: Addresses tell which memory they are of.
+_ANY = runtime.cudaMemcpyKind.cudaMemcpyDefault
+
+
+class Transfer:
+    """A copy by an engine of a device, between whatever memories."""
+
+    def __init__(self, step: Copy, memory: Memory, dtype: torch.dtype) -> None:
+        """Work out what is the same for all calls.
+
+        Args:
+            step: of a program.
+            memory: of the context.
+            dtype: of the operands.
+        """
+        self._step = step
+        self._target, self._source = (finder(view, memory, dtype.itemsize) for view in (step.target, step.source))
+        self._width = (step.target.stop - step.target.start) * dtype.itemsize
+
+    def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
+        """Return what starts to copy, as often as it is called, on the stream that it is given.
+
+        Args:
+            operands: the caller's tensors, ``[rows, columns]`` each, with columns that are contiguous; only their
+                addresses are kept.
+            rows: of each.
+        """
+        width = self._width
+        target, step, count = self._target(operands, rows)
+        source, source_step, _ = self._source(operands, rows)
+        size = count * width
+        if not size:
+            return lambda _: None
+        if count == 1 or (step == width and source_step == width):
+            return self._copying(runtime.cudaMemcpyAsync, target, source, size, _ANY)
+        if source_step >= width:
+            return self._copying(runtime.cudaMemcpy2DAsync, target, step, source, source_step, width, count, _ANY)
+        # rows that lie over each other, of an expanded tensor for instance; no engine knows such
+        each = [
+            self._copying(runtime.cudaMemcpyAsync, target + i * step, source + i * source_step, width, _ANY)
+            for i in range(count)
+        ]
+
+        def copy_rows(stream: int) -> None:
+            for copy in each:
+                copy(stream)
+
+        return copy_rows
+
+    def _copying(self, function: Callable[..., tuple[Any]], *arguments: Any) -> Callable[[int], None]:
+        """Return what calls a function of the driver; if the stream is a default one, its device has to be current."""
+
+        def copy(stream: int) -> None:
+            (error,) = function(*arguments, stream)
+            if error != _SUCCESS:
+                message = f"the copy {self._step} failed: {error.name}"
+                raise ExecutionError(message, "earlier work on these devices may have failed")
+
+        return copy
+
+
+class HostCopy:
+    """A copy within host memory by the host, which is done before the next command is issued."""
+
+    def __init__(self, step: Copy, memory: Memory, dtype: torch.dtype) -> None:
+        """Take what :class:`Transfer` takes."""
+        self._views = step.target, step.source
+        self._memory = memory
+        self._dtype = dtype
+
+    def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
+        """Return what copies; it keeps the tensors."""
+        target, source = (resolve(view, operands, self._memory, rows, self._dtype) for view in self._views)
+
+        def copy(_: int) -> None:
+            target.copy_(source)
+
+        return copy

@@ -1,0 +1,63 @@
+"""The counters of exchanges on CUDA devices and in host memory: numbered on each device, made when first asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpplan.errors import ExecutionError
+from tpplan.exec.gpu.exchange_table import ALONE, COUNTER_BYTES
+from tpplan.exec.programs.program import HOST
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    from torch import Tensor
+
+
+class Counters:
+    """Gives every counter its place in the memory of the device that waits for it, or has it for itself."""
+
+    def __init__(self, flags: Mapping[int, Tensor]) -> None:
+        """Set all counters to 0.
+
+        Args:
+            flags: bytes for the counters of each device, and of the host.
+        """
+        self._addresses = {home: area.data_ptr() for home, area in flags.items()}
+        self._rooms = {home: len(area) // COUNTER_BYTES for home, area in flags.items()}
+        self._used = {home: 0 if home == HOST else ALONE + 1 for home in flags}
+        self._numbers: dict[Hashable, int] = {}
+        for area in flags.values():
+            area.zero_()
+
+    def number(self, home: int, *key: Hashable) -> int:
+        """Return the number of a counter among those of its home.
+
+        Args:
+            home: the device in whose memory it is, or HOST.
+            key: what it counts.
+
+        Raises:
+            ExecutionError: there is no room for more.
+        """
+        whole = (home, *key)
+        if whole not in self._numbers:
+            if self._used[home] >= self._rooms[home]:
+                where = "the host" if home == HOST else f"device {home}"
+                raise ExecutionError(
+                    f"{where} has no room for more than {self._used[home]} counters", "use fewer devices"
+                )
+            self._numbers[whole] = self._used[home]
+            self._used[home] += 1
+        return self._numbers[whole]
+
+    def address(self, home: int, *key: Hashable) -> int:
+        """Return the address of a counter."""
+        return self._addresses[home] + COUNTER_BYTES * self.number(home, *key)
+
+    def area(self, device: int) -> int:
+        """Return the address of a device's counters."""
+        return self._addresses[device]
+
+    def __contains__(self, key: tuple[Hashable, ...]) -> bool:
+        return key in self._numbers

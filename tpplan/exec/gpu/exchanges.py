@@ -1,0 +1,181 @@
+"""Exchanges on CUDA devices: their kernels, loaded and ready to be launched, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpplan.errors import ExecutionError
+from tpplan.exec.binding import no_memory
+from tpplan.exec.gpu import alone, kernel_cache, slot_table, slots, straight, straight_table
+from tpplan.exec.gpu.blocks import SLOT_BLOCKS, STRAIGHT_BLOCKS, most_blocks
+from tpplan.exec.gpu.counters import Counters
+from tpplan.exec.gpu.early import is_possible
+from tpplan.exec.gpu.exchange_table import ALONE, COUNTER_BYTES, COUNTERS, DEADLINE, STATUS
+from tpplan.exec.gpu.landing import KERNEL as LANDING
+from tpplan.exec.gpu.landing import LINE, Landing, Landings, lands
+from tpplan.exec.gpu.launch import Launch, Operands, Ready, Work
+from tpplan.exec.gpu.sums import NAMES
+from tpplan.exec.programs.program import OWN, SLOT, Exchange, Stream, Sum, writes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from tpplan.exec.binding import Memory
+    from tpplan.exec.programs.program import Program, Queue
+
+KERNELS = (*(f"{way}_{what}" for way in ("slot", "straight") for what in ("move", *NAMES.values())), LANDING)
+#: Threads of a block.
+_THREADS = {"slot": slot_table.THREADS, "straight": straight_table.THREADS}
+#: A device that does not answer for so many nanoseconds never will.
+_DEADLINE = 10_000_000_000
+_INTERRUPTED = 4
+#: What the status says.
+_FAILURES = {
+    1: "a device waited for a message that never came",
+    2: "a device waited for a slot to be freed that never came",
+    3: "a device waited for another one that never came",
+    _INTERRUPTED: "the issue of a program was interrupted, so that devices do not agree any more",
+}
+
+
+class Exchanges:
+    """Makes the launches of exchanges; they are issued in the same order on all devices.
+
+    Attributes:
+        kernels: that are loaded, by name and compute capability.
+        landings: those of its launches by which devices write into the host's memory.
+    """
+
+    def __init__(self, memory: Memory, places: Mapping[int, torch.device], kernels: tuple[str, ...] = KERNELS) -> None:
+        """Load every kernel on every device: one that is loaded later would wait for those that wait for it.
+
+        Args:
+            memory: of the context.
+            places: torch's device for each of the plan's in use.
+            kernels: names of those that will be used.
+        """
+        self._memory = memory
+        self._places = places
+        self._counters = Counters(memory.flags)
+        self._status = torch.zeros(16, dtype=torch.int32, device="cpu", pin_memory=True)
+        self._seen = memoryview(self._status.numpy())  # type: ignore[arg-type]
+        found = {place: torch.cuda.get_device_properties(place) for place in places.values()}
+        here = list(places.values())
+        self._most = {"slot": most_blocks(here, SLOT_BLOCKS), "straight": most_blocks(here, STRAIGHT_BLOCKS)}
+        kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
+        flags = torch.zeros(LINE * len(places), dtype=torch.int32, device="cpu", pin_memory=True)
+        self.landings = Landings(
+            tuple(places), flags, self._counters, partial(_refuse, self._seen)
+        )  # holds no exchanges
+        wanted = {(name, (each.major, each.minor)) for name in kernels for each in found.values()}
+        kernel_cache.prepare(wanted)
+        self.kernels = {each: kernel_cache.load(*each) for each in wanted}
+        self._streams = {d: torch.cuda.Stream(place) for d, place in places.items()}  # type: ignore[no-untyped-call]
+        for device, place in places.items():
+            torch.cuda.synchronize(place)  # so that all counters are 0
+            stream = self._streams[device]
+            for name in kernels:
+                self._nothing(name, device)(stream.cuda_stream)
+            stream.synchronize()
+        self.tell_alone(alone=False)  # which loads what writes it
+        alone.enter(self, list(places.values()))
+
+    def tell_alone(self, *, alone: bool) -> None:
+        """Let kernels know whether the context has its GPUs to itself."""
+        first = ALONE * COUNTER_BYTES
+        for device, stream in self._streams.items():
+            with torch.cuda.stream(stream):
+                self._memory.flags[device][first : first + COUNTER_BYTES].view(torch.int32).fill_(alone)
+                stream.synchronize()
+
+    def header(self, device: int) -> dict[int, int]:
+        """Return the words that every kernel of an exchange is told on a device, by their place."""
+        return {DEADLINE: _DEADLINE, STATUS: self._status.data_ptr(), COUNTERS: self._counters.area(device)}
+
+    def check(self) -> None:
+        """Refuse to go on after the end, or an exchange in which a device waited in vain.
+
+        Raises:
+            ExecutionError: there was one.
+        """
+        _refuse(self._seen)
+
+    def interrupt(self) -> None:
+        """Refuse everything from now on: some devices have their part of a program, and others have not."""
+        self._seen[0] = _INTERRUPTED
+
+    def close(self) -> None:
+        """Let go of the context's memory."""
+        try:
+            alone.leave(self)
+        finally:
+            self._memory = no_memory()
+
+    def prepare(self, program: Program, dtype: torch.dtype, *, captured: bool = False) -> tuple[Launch | Landing, ...]:
+        """Return the launches of a program's exchanges, in order.
+
+        Args:
+            program: of some operation.
+            dtype: of the operands.
+            captured: whether they become part of a graph.
+
+        Raises:
+            ExecutionError: slots would have to be cleared while a graph is being captured.
+        """
+        exchanges = [command for command in program.commands if isinstance(command, Exchange)]
+        if lands(program):
+            kernels = [self._kernel(LANDING, exchange.stream.device) for exchange in exchanges]
+            return self.landings.prepare(program, kernels, dtype.itemsize)
+        steps = [step for exchange in exchanges for step in exchange.steps]
+        what = NAMES[dtype] if any(isinstance(step, Sum) for step in steps) else "move"
+        if not any(view.buffer.role == SLOT for step in steps for view in writes(step)):
+            works = straight.prepare(exchanges, dtype.itemsize, self._counters)
+            return tuple(self._launch(f"straight_{what}", work) for work in works)
+        fresh = slots.fresh(exchanges, self._counters)
+        if fresh and captured:
+            raise ExecutionError(f"{program.name} was not run before", "run everything once before capturing it")
+        self._clear(fresh)
+        works = slots.prepare(exchanges, dtype.itemsize, self._memory, self._counters, self._most["slot"])
+        return tuple(self._launch(f"slot_{what}", work) for work in works)
+
+    def _clear(self, fresh: Collection[Queue]) -> None:
+        """Clear the slots that were not used before: where no message is, no number may be."""
+        for queue in fresh:
+            self._memory.slots(queue).zero_()
+        for place in self._places.values() if fresh else ():
+            torch.cuda.synchronize(place)
+
+    def _launch(self, name: str, work: Work) -> Launch:
+        device = work.stream.device
+        names = name, _for_packets(name) if work.simple else name
+        kernels = self._kernel(names[0], device), self._kernel(names[1], device)
+        way = "straight" if name.startswith("straight") else "slot"
+        may_be_early = way == "slot" and is_possible(self._capability(device))
+        blocks = min(self._most[way], work.blocks)
+        return Launch(kernels, work, blocks, _THREADS[way], self.header(device), early=may_be_early)
+
+    def _nothing(self, name: str, device: int) -> Ready:
+        """Return the launch of a kernel that has nothing to do."""
+        if name == LANDING:
+            return self.landings.nothing(device, self._kernel(name, device))
+        return self._launch(name, Work(Stream(OWN, device), 0, (), Operands((), 0, 1), 0)).bind({}, 0)
+
+    def _kernel(self, name: str, device: int) -> Any:
+        return self.kernels[name, self._capability(device)]
+
+    def _capability(self, device: int) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(self._places[device])
+
+
+def _refuse(seen: memoryview) -> None:
+    """Raise an error if a status says that something failed."""
+    if code := seen[0]:
+        raise ExecutionError(_FAILURES[code], "close the context, and compile again")
+
+
+def _for_packets(name: str) -> str:
+    """Return the name of the kernel that does the same where everything is aligned to packets."""
+    return name.replace("slot_", "packet_")

@@ -1,0 +1,253 @@
+"""Kernels as machine code: compiled by numba without a GPU, kept on disk, and loaded on the GPUs that run them.
+
+Who finds a kernel on disk does not pay for importing numba.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from tpplan.errors import InternalError, TpplanError
+from tpplan.files import cache_folder, save_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+#: Most matrices that one launch adds up: a part of each of eight devices, and a residual.
+MOST_SOURCES = 9
+
+#: From this compute capability on a kernel may begin before the one before it ends.
+OVERLAPS = (9, 0)
+
+#: As many kernels are worth processes, each of which imports numba for a second.
+_ENOUGH = 2
+
+_LOG = logging.getLogger(__name__)
+#: Held by who changes how numba copies scopes.
+_SCOPES = Lock()
+#: Modules of kernels, by how the names of these begin.
+_MODULES = {
+    "attention": "tpplan.decoder.kernels.attention",
+    "coded": "tpplan.decoder.kernels.coded_experts",
+    "dense": "tpplan.decoder.kernels.dense",
+    "experts": "tpplan.decoder.kernels.experts",
+    "gemv": "tpplan.decoder.kernels.gemv",
+    "landing": "tpplan.exec.kernels.landing",
+    "packed": "tpplan.decoder.kernels.packed",
+    "packet": "tpplan.exec.kernels.packet",
+    "pointwise": "tpplan.decoder.kernels.pointwise",
+    "skinny": "tpplan.decoder.kernels.skinny",
+    "slot": "tpplan.exec.kernels.slot",
+    "straight": "tpplan.exec.kernels.straight",
+    "sum": "tpplan.exec.kernels.sums",
+    "turn": "tpplan.decoder.kernels.turn",
+    "wide": "tpplan.decoder.kernels.wide",
+}
+_OWN = [module for module in _MODULES.values() if module.startswith("tpplan.exec.")]
+#: What a module of kernels takes from others of the executor and the decoder; the plan half has nothing for kernels.
+_IMPORTS = re.compile(r"^ *from (tpplan\.(?:exec|decoder)[\w.]*) import (\([^)]*\)|.+)", re.MULTILINE)
+_COMPILERS = (
+    "numba",
+    "llvmlite",
+    "numba-cuda",
+    "cuda-core",
+    "nvidia-nvvm",
+    "nvidia-nvjitlink",
+    "nvidia-cuda-nvcc-cu12",  # which has libNVVM
+    "nvidia-nvjitlink-cu12",
+)
+
+
+def lacks() -> str:
+    """Return what is missing to compile and launch kernels; empty if nothing is."""
+    missing = [name for name in ("numba_cuda", "cuda.core") if not _is_installed(name)]
+    return f"{' and '.join(missing)} not installed: pip install 'tpplan[cu13]'" if missing else ""
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
+def digest(module: str = "") -> str:
+    """Return 16 hexadecimal digits that change with the kernels' sources and with their compilers.
+
+    Args:
+        module: of kernels; all that the executor has if not given.
+    """
+    sha = hashlib.sha256()
+    for _, text in sorted(_sources([module] if module else _OWN).items()):
+        sha.update(text)
+    sha.update(repr([(package, _version(package)) for package in _COMPILERS]).encode())
+    return sha.hexdigest()[:16]
+
+
+def _sources(modules: Iterable[str]) -> dict[str, bytes]:
+    """Return what is in the files of modules and of all that they import, by name; and in this one."""
+    found: dict[str, bytes] = {}
+    root, asked = Path(__file__).parents[3], [*modules, "tpplan.exec.gpu.kernel_cache"]
+    while asked:
+        name = asked.pop()
+        path = root.joinpath(*name.split(".")).with_suffix(".py")
+        if name in found or not path.is_file():  # a package, or what is no module
+            continue
+        found[name] = path.read_bytes()
+        for package, names in _IMPORTS.findall(found[name].decode()):
+            asked += [package, *(f"{package}.{each}" for each in re.findall(r"\w+", names))]
+    return found
+
+
+def load(name: str, capability: tuple[int, int]) -> Any:
+    """Return a kernel that ``cuda.core.launch`` can run on every GPU of a compute capability.
+
+    Args:
+        name: of one; its first word tells the module.
+        capability: such as ``(9, 0)``.
+    """
+    from cuda.core import ObjectCode  # noqa: PLC0415 (needs a driver)
+
+    return ObjectCode.from_cubin(machine_code(name, capability)).get_kernel(name)
+
+
+def prepare(kernels: Iterable[tuple[str, tuple[int, int]]]) -> None:
+    """Compile the kernels that are not on disk yet, each in a process of its own, as many at a time as there are CPUs.
+
+    What cannot be compiled or kept is left to :func:`load`.
+
+    Args:
+        kernels: names and compute capabilities.
+    """
+    try:
+        missing = [(name, capability) for name, capability in kernels if not _path(name, capability).exists()]
+    except (OSError, RuntimeError):
+        return
+    if len(missing) < _ENOUGH:
+        return
+    _LOG.info("compiling %d kernels, which are kept for the next start", len(missing))
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    def compile_one(kernel: tuple[str, tuple[int, int]]) -> None:
+        name, capability = kernel
+        command, quiet = [sys.executable, "-P", "-m", __name__, name, *map(str, capability)], subprocess.DEVNULL
+        subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, env=environ, check=False)  # noqa: S603
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # numba takes up to half a GiB in each
+        list(pool.map(compile_one, missing))
+
+
+def machine_code(name: str, capability: tuple[int, int]) -> bytes:
+    """Return a kernel's cubin, from the disk if it was compiled before; needs no GPU."""
+    try:
+        path = _path(name, capability)
+        return path.read_bytes()
+    except FileNotFoundError:
+        code, _ = assemble(ptx(name, capability), capability)
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows the home directory
+        _LOG.debug("no cached kernel %s: %s", name, error)
+        return assemble(ptx(name, capability), capability)[0]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_bytes(code, path)
+    except (OSError, TpplanError) as error:
+        _LOG.debug("the kernel %s is not cached: %s", name, error)
+    return code
+
+
+def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
+    """Return the cubin of PTX, and what the assembler says of its registers and spills."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode  # noqa: PLC0415 (not for who has it on disk)
+
+    options = LinkerOptions(arch=_arch(capability), ptxas_options=["-v"])
+    linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)
+    code = linker.link("cubin").code
+    return bytes(code), str(linker.get_info_log())
+
+
+def ptx(name: str, capability: tuple[int, int]) -> str:
+    """Return a kernel's PTX; its entry has the kernel's name."""
+    from numba import cuda  # noqa: PLC0415 (a second to import, so not for who has it on disk)
+
+    from tpplan.exec.gpu.exchange_table import MOST_WORDS  # noqa: PLC0415
+    from tpplan.exec.kernels.ptx import PARAMETER, without_overlap  # noqa: PLC0415
+
+    kernel = getattr(import_module(_module(name)), name.upper())
+    with _scopes_shared():
+        text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability, launch_bounds=kernel.bounds)
+    mangled = text.partition(".visible .entry ")[2].partition("(")[0]
+    text = str(text.replace(mangled, name))
+    if capability < OVERLAPS:
+        text = without_overlap(text)
+    if kernel.arguments > 1:
+        return text
+    declared = f".param .u64 {name}_param_0"  # one word, in the place of an array that numba has no type for
+    if text.count(f"{name}_param_0") != 1 or declared not in text:
+        raise InternalError(f"{name}: numba has written {declared} in another way")
+    return text.replace(declared, f".param .align 8 .b8 {PARAMETER}[{8 * MOST_WORDS}]")
+
+
+@contextmanager
+def _scopes_shared() -> Iterator[None]:
+    """Let what numba inlines share its scope.
+
+    It copies the scope, with all variables in it, once for each mention of a variable, which is half of the time that
+    most kernels take to compile; what is compiled is the same. Where numba knows better, or has no such class, nothing
+    is changed.
+    """
+    try:
+        from numba.cuda.core.ir import Scope  # noqa: PLC0415 (a second to import)
+    except ImportError:
+        Scope = None  # noqa: N806
+    with _SCOPES:
+        if Scope is None or hasattr(Scope, "__deepcopy__"):
+            yield
+            return
+        Scope.__deepcopy__ = lambda self, _: self
+        try:
+            yield
+        finally:
+            del Scope.__deepcopy__
+
+
+def _path(name: str, capability: tuple[int, int]) -> Path:
+    return cache_folder() / "kernels" / f"{name}-{_arch(capability)}-{_digest(_module(name))}.cubin"
+
+
+@cache
+def _digest(module: str) -> str:
+    """Return :func:`digest`, which takes milliseconds: a process that runs has one version of the sources."""
+    return digest(module)
+
+
+def _module(name: str) -> str:
+    return _MODULES[name.partition("_")[0]]
+
+
+def _arch(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except ImportError:  # PackageNotFoundError: from somewhere else, such as a whole CUDA toolkit
+        return ""
+
+
+if __name__ == "__main__":
+    machine_code(sys.argv[1], (int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,252 @@
+"""The table of a slot kernel: what one device does in an exchange through slots.
+
+A kernel waits for every part of its parameter that it reads for the first time, so there are no gaps. Behind the header
+come the queues, those that the device fills and then those that it reads, one entry for each receiver:
+
+- the addresses of the counter of their messages, of the count of those that the receiver has freed, which the sender
+  reads and the receiver writes, of the slots, or 0 if an earlier entry has that, and of what the sender knows of the
+  second one: that itself, unless it is in host memory, which takes long to be read. There the sender looks only if what
+  it knows does not let it send, and notes what it found.
+
+The header says where the others begin:
+
+- sends: first column, width, first lane and the one past the last, and 1 more than the column of the output to which
+  the device itself copies, or 0;
+- lanes: which of the queues;
+- receives: which of the queues, or what else the source of a sum is, and 1 more than which of the filled queues that
+  message is an answer to, or 0; of a move also the width of the message, the column of the output, the columns that
+  are skipped and the width that is taken.
+
+The sender of a message has read all that it got in earlier exchanges. So whoever has sent it something knows that all
+but this was freed, and need not look for it in host memory before the next exchange.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING
+
+from attrs import Factory, define, frozen
+
+from tpplan.errors import InternalError
+from tpplan.exec.gpu.exchange_table import BLOCKS, FIRST_OPERAND, MOST_WORDS
+from tpplan.exec.programs.program import INPUT, SLOT, Await, Copy, Queue, Signal, Sum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tpplan.exec.programs.program import Exchange, View
+
+#: Threads of a block: each block has a part of every slot of its own.
+THREADS = 256
+#: Bytes that a packet carries, and that it takes in a slot.
+DATA_BYTES, PACKET_BYTES = 8, 16
+
+#: Where the operands are: address and pitch of each.
+X, OUT, RESIDUAL = FIRST_OPERAND, FIRST_OPERAND + 2, FIRST_OPERAND + 4
+#: How many queues are filled, and how many there are in all; how many sends and receives.
+FILLED, QUEUES, SENDS, RECEIVES = range(FIRST_OPERAND + 6, FIRST_OPERAND + 10)
+#: Bytes of a block's part of a slot, and of a slot; how many slots a queue has.
+REGION, STRIDE, COUNT = range(RECEIVES + 1, RECEIVES + 4)
+#: Bytes of a row of a sum, or else of the only send, the first column of that, and what it says of the output.
+WIDTH, COLUMN, LOCAL = range(COUNT + 1, COUNT + 4)
+#: Where the first entries are.
+SENDS_AT, LANES_AT, RECEIVES_AT = range(LOCAL + 1, LOCAL + 4)
+FIRST_QUEUE = RECEIVES_AT + 1
+#: Words of an entry; a lane is one.
+QUEUE_WORDS, SEND_WORDS, SOURCE_WORDS, RECEIVE_WORDS = 4, 5, 2, 6
+#: Most queues of a device: enough for eight.
+MOST_QUEUES = 16
+#: Sources of a sum that are in no queue.
+OWN, RESIDUE = MOST_QUEUES, MOST_QUEUES + 1
+
+
+@frozen
+class Place:
+    """Where a queue is, for one of its devices.
+
+    Attributes:
+        slots: address of the first slot.
+        messages: address of the device's counter of the messages.
+        freed: the addresses of the counts of the messages that each receiver has freed; the sender reads all of them,
+            a receiver writes its own.
+        known: of the sender of a queue in host memory, the addresses of what it knows of these counts; else nothing.
+    """
+
+    slots: int
+    messages: int
+    freed: tuple[int, ...]
+    known: tuple[int, ...] = ()
+
+    @property
+    def entries(self) -> tuple[tuple[int, int, int, int], ...]:
+        """The words of the queue, for each receiver."""
+        known = self.known or self.freed
+        return tuple((self.messages, f, 0 if i else self.slots, known[i]) for i, f in enumerate(self.freed))
+
+
+def regions(stride: int, most: int = BLOCKS) -> tuple[int, int]:
+    """Return into how many parts a slot of ``stride`` bytes is cut, one for each block, and their bytes.
+
+    A message has a turn of its threads in each part, then another; so there are only as many parts as blocks may run.
+
+    Args:
+        stride: bytes of a slot.
+        most: blocks that may run.
+    """
+    least = PACKET_BYTES * THREADS
+    blocks = min(most, stride // least)
+    return (blocks, stride // blocks // least * least) if blocks else (0, 0)
+
+
+def capacity(stride: int, most: int = BLOCKS) -> int:
+    """Return the bytes of data that fit a slot of ``stride`` bytes, if so many blocks may run."""
+    blocks, region = regions(stride, most)
+    return blocks * region // PACKET_BYTES * DATA_BYTES
+
+
+@define
+class _Send:
+    """Columns that are sent, and perhaps copied to the device's own output."""
+
+    first: int
+    width: int
+    lanes: list[int] = Factory(list)
+    local: int = 0
+
+
+@define
+class _Entries:
+    """A table in the making."""
+
+    item: int
+    queues: list[tuple[Queue, tuple[int, int, int, int]]]
+    filled: int
+    asked: dict[int, int]
+    sends: list[_Send] = Factory(list)
+    receives: list[tuple[int, ...]] = Factory(list)
+    width: int = 0
+    bits: int = 0
+
+    @property
+    def simple(self) -> bool:
+        """Whether :mod:`tpplan.exec.kernels.packet` can do it, if everything lies at a multiple of a packet's bytes."""
+        if self.width:
+            return all((send.first, send.width) == (0, self.width) for send in self.sends)
+        return len(self.sends) <= 1 and all(message == width for _, _, message, _, _, width in self.receives)
+
+    def lane(self, queue: Queue) -> int:
+        """Return which of the queues one is."""
+        return [each for each, _ in self.queues].index(queue)
+
+    def source(self, queue: Queue) -> tuple[int, int]:
+        """Return which of the queues one that is read is, and 1 more than which other it answers, or 0."""
+        return self.lane(queue), self.asked.get(queue.sender, -1) + 1
+
+    def columns(self, view: View) -> tuple[int, int]:
+        """Return the first byte and the bytes of a view's columns."""
+        return view.start * self.item, (view.stop - view.start) * self.item
+
+    def copy(self, step: Copy) -> None:
+        """Add what is sent, received, or copied within the device."""
+        first, width = self.columns(step.source)
+        to, _ = self.columns(step.target)
+        if step.target.buffer.queue is not None:
+            self.bits |= first | width
+            same = [send for send in self.sends if (send.first, send.width) == (first, width)]
+            self.sends += [] if same else [_Send(first, width)]
+            (same or self.sends)[-1].lanes.append(self.lane(step.target.buffer.queue))
+        elif step.source.buffer.queue is not None:
+            message = step.source.width * self.item
+            self.bits |= message | first | width | to
+            self.receives.append((*self.source(step.source.buffer.queue), message, to, first, width))
+        else:
+            self.bits |= first | width | to
+            same = [send for send in self.sends if (send.first, send.width, send.local) == (first, width, 0)]
+            self.sends += [] if same else [_Send(first, width)]
+            (same or self.sends)[-1].local = to + 1
+
+    def add(self, step: Sum) -> None:
+        """Add the sources of a sum."""
+        self.width = self.columns(step.target)[1]
+        self.bits |= self.width
+        for view in step.sources:
+            queue = view.buffer.queue
+            other = OWN if view.buffer.role == INPUT else RESIDUE
+            self.receives.append((other, 0) if queue is None else self.source(queue))
+
+    def words(self, stride: int, most: int) -> list[int]:
+        """Return the table.
+
+        Raises:
+            InternalError: there are more entries than there is room for.
+        """
+        ends = [0, *accumulate(len(send.lanes) for send in self.sends)]
+        sends = [(s.first, s.width, a, b, s.local) for s, (a, b) in zip(self.sends, pairwise(ends), strict=True)]
+        lanes = [lane for send in self.sends for lane in send.lanes]
+        entries = (entry for _, entry in self.queues), sends, [lanes], self.receives
+        kinds = [list(chain.from_iterable(each)) for each in entries]
+        _, *places, end = accumulate(map(len, kinds), initial=FIRST_QUEUE)
+        if len(self.queues) > MOST_QUEUES or end > MOST_WORDS:
+            raise InternalError(f"no slot kernel has room for {len(self.queues)} queues and {end} words")
+        counts = self.filled, len(self.queues), len(sends), len(self.receives)
+        only = self.sends[0] if len(self.sends) == 1 else _Send(0, 0)
+        slots = max((queue.slots for queue, _ in self.queues), default=1)  # of which all are in one kind of memory
+        sizes = regions(stride, most)[1], stride, slots, self.width or only.width, only.first, only.local
+        return [*counts, *sizes, *places, *chain.from_iterable(kinds)]
+
+
+@frozen
+class SlotTable:
+    """What a slot kernel is told of a program.
+
+    Attributes:
+        words: of the table, to be put behind the operands.
+        bits: of all bytes at which something starts in a row of an operand, and of all widths.
+        simple: whether at most one message is sent, and all of every message received is wanted.
+    """
+
+    words: list[int]
+    bits: int
+    simple: bool
+
+
+def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int, most: int = BLOCKS) -> SlotTable:
+    """Return the table of an exchange through slots.
+
+    Args:
+        exchange: of one device.
+        item: bytes per element.
+        places: of its queues.
+        stride: bytes of a slot.
+        most: blocks that may run.
+
+    Raises:
+        InternalError: it has steps that no slot kernel knows, or too many.
+    """
+    device = exchange.stream.device
+    own = [(queue, entry) for queue, place in places.items() if queue.sender == device for entry in place.entries]
+    read = [(queue, entry) for queue, place in places.items() if queue.sender != device for entry in place.entries]
+    readers = [reader for queue, place in places.items() if queue.sender == device for reader in queue.receivers]
+    asked = {reader: i for i, reader in enumerate(readers) if places[own[i][0]].known}
+    entries = _Entries(item, own + read, len(own), asked)
+    for step in exchange.steps:
+        if isinstance(step, Copy):
+            entries.copy(step)
+        elif isinstance(step, Sum):
+            entries.add(step)
+        elif step.flag.name not in {"full", "free"}:
+            raise InternalError(f"no slot kernel for {step}")
+    return SlotTable(entries.words(stride, most), entries.bits, entries.simple)
+
+
+def queues(exchange: Exchange) -> tuple[Queue, ...]:
+    """Return the queues that an exchange uses."""
+    flags = (step.flag for step in exchange.steps if isinstance(step, Await | Signal))
+    return tuple(dict.fromkeys(flag.queue for flag in flags))
+
+
+def widest(exchanges: Iterable[Exchange]) -> int:
+    """Return the columns of the widest message of a program."""
+    steps = (step for exchange in exchanges for step in exchange.steps)
+    return max((s.target.width for s in steps if isinstance(s, Copy) and s.target.buffer.role == SLOT), default=0)

@@ -1,0 +1,58 @@
+"""Exchanges through slots on CUDA devices: what their kernels are told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpplan.exec.gpu.launch import Operands, Work
+from tpplan.exec.gpu.slot_table import DATA_BYTES, FILLED, Place, queues, regions, table, widest
+from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tpplan.exec.binding import Memory
+    from tpplan.exec.gpu.counters import Counters
+    from tpplan.exec.programs.program import Exchange, Queue
+
+
+def fresh(exchanges: Iterable[Exchange], counters: Counters) -> set[Queue]:
+    """Return the queues that were not used before: their slots have to be cleared."""
+    found = {queue for exchange in exchanges for queue in queues(exchange)}
+    return {queue for queue in found if (queue.sender, "messages", queue) not in counters}
+
+
+def prepare(exchanges: Sequence[Exchange], item: int, memory: Memory, counters: Counters, most: int) -> list[Work]:
+    """Return what each device does.
+
+    Args:
+        exchanges: of a program.
+        item: bytes per element.
+        memory: of the context.
+        counters: of the context.
+        most: blocks that may run.
+    """
+    row_bytes, works = widest(exchanges) * item, []
+    for exchange in exchanges:
+        device = exchange.stream.device
+        places = {queue: _place(queue, device, memory, counters) for queue in queues(exchange)}
+        stride = max((memory.slots(queue).shape[1] for queue in places), default=0)
+        made = table(exchange, item, places, stride, most)
+        buffers = tuple(Buffer(role, device) for role in (INPUT, OUTPUT, RESIDUAL))
+        blocks = regions(stride, most)[0] or 1  # a device that only copies needs no slot
+        operands = Operands(buffers, made.bits, DATA_BYTES)
+        works.append(Work(exchange.stream, FILLED, made.words, operands, row_bytes, blocks, made.simple))
+    return works
+
+
+def _place(queue: Queue, device: int, memory: Memory, counters: Counters) -> Place:
+    """Return where a device finds a queue; its sender has the credits, unless that is the host's memory."""
+    readers = queue.receivers if device == queue.sender else (device,)
+    home = HOST if queue.place == HOST else queue.sender
+    knows = device == queue.sender != home
+    return Place(
+        memory.slots(queue).data_ptr(),
+        counters.address(device, "messages", queue),
+        tuple(counters.address(home, "freed", queue, reader) for reader in readers),
+        tuple(counters.address(device, "known", queue, reader) for reader in readers if knows),
+    )

@@ -1,0 +1,36 @@
+"""Exchanges straight between tensors on CUDA devices: what their kernels are told."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tpplan.exec.gpu.launch import Operands, Work
+from tpplan.exec.gpu.straight_table import SEQUENCES, VECTOR_BYTES, bits, home, longest, operands, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tpplan.exec.gpu.counters import Counters
+    from tpplan.exec.programs.program import Exchange, Flag
+
+
+def prepare(exchanges: Sequence[Exchange], item: int, counters: Counters) -> list[Work]:
+    """Return what each device does.
+
+    Args:
+        exchanges: of a program.
+        item: bytes per element.
+        counters: of the context.
+    """
+    buffers, row_bytes, works = operands(exchanges), longest(exchanges) * item, []
+    ends = Operands(buffers, bits(exchanges, item), VECTOR_BYTES)
+
+    def address(flag: Flag) -> int:
+        return counters.address(home(flag), flag)
+
+    for exchange in exchanges:
+        number = partial(counters.number, exchange.stream.device, "times")
+        made = table(exchange, item, buffers, number, address)
+        works.append(Work(exchange.stream, SEQUENCES, made, ends, row_bytes))
+    return works

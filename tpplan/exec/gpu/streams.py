@@ -1,0 +1,140 @@
+"""Which streams of CUDA devices programs are issued to.
+
+They are torch's, so that a caller's torch work and tpplan's wait for each other. Nothing here changes the current
+device or stream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpplan.errors import ExecutionError
+from tpplan.exec.torch_shims import current_device, is_capturing, stream_handle, switch_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+class Streams:
+    """The streams of a context's devices; :class:`tpplan.exec.gpu.cuda.CudaDevices` issues programs to them.
+
+    tpplan's stream of a device is the one that is current there at the time of the call, so that most programs need no
+    events between the caller's stream and tpplan's. A second one loads from host memory.
+
+    Attributes:
+        captures: whether a graph of the context is being captured.
+    """
+
+    captures = False
+
+    def __init__(self, places: Mapping[int, torch.device]) -> None:
+        """Make the streams that load.
+
+        Args:
+            places: torch's device for each of the plan's in use, with its ordinal.
+        """
+        self._places = places
+        self._ordinals = {device: int(place.index) for device, place in places.items()}
+        self._loads = {d: torch.cuda.Stream(place) for d, place in places.items()}  # type: ignore[no-untyped-call]
+        self._loaded: set[int] = set()
+        self._current: dict[int, int] = {}
+        self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+        self._load_handles = {device: stream.cuda_stream for device, stream in self._loads.items()}
+
+    def is_capturing(self) -> bool:
+        """Tell whether the context is being captured: by its own graphs, or whoever captures its only device.
+
+        Raises:
+            ExecutionError: somebody else captures the current stream, and there are several devices.
+        """
+        if self.captures:
+            return True
+        if len(self._ordinals) == 1:
+            return any(map(_is_capturing_on, self._ordinals.values()))
+        if is_capturing():
+            raise _foreign(current_device())
+        return False
+
+    def streams(self) -> tuple[torch.cuda.Stream, ...]:
+        """Return the streams on which something was issued since the last :meth:`forget`."""
+        current = [self._streams[each] for each in tuple(self._current.items())]  # other threads may ask
+        return (*current, *(self._loads[device] for device in sorted(self._loaded)))
+
+    def forget(self) -> None:
+        """Start anew after everything is complete, as a graph does that is to be captured, or was."""
+        self._current.clear()
+        self._loaded.clear()
+
+    def turn_to_current(self) -> None:
+        """Let what is issued from now on follow what the current streams hold."""
+        self._turn_to_current(self._ordinals)
+
+    def _turn_to_current(self, devices: Iterable[int]) -> None:
+        for device in devices:
+            handle = self._handle(device)
+            if self._current.get(device) != handle:
+                self._turn_to(device, handle)
+
+    def _is_busy(self) -> bool:
+        """Tell whether any stream has something left to do.
+
+        Raises:
+            ExecutionError: something has failed on a device.
+        """
+        try:
+            return not all(stream.query() for stream in self.streams())
+        except RuntimeError as error:  # which torch's errors of devices are
+            message = f"a device failed: {str(error).partition(chr(10))[0]}"
+            raise ExecutionError(message, "close the context, and compile again") from error
+
+    def _handle(self, device: int) -> int:
+        """Return the address of a device's current stream; 0 for its default one."""
+        return stream_handle(self._ordinals[device])
+
+    def _turn_to(self, device: int, handle: int) -> None:
+        """Make the current stream of a device tpplan's: it waits for the one that was, if that was another.
+
+        Raises:
+            ExecutionError: somebody else captures it, and there are several devices.
+        """
+        is_foreign = not self.captures and _is_capturing_on(self._ordinals[device])
+        if is_foreign and not self._is_single:
+            raise _foreign(self._ordinals[device])
+        before = self._current.get(device)
+        key = (device, handle)
+        if key not in self._streams:
+            place = self._places[device]
+            stream = torch.cuda.default_stream(place)
+            if handle:
+                stream = torch.cuda.ExternalStream(handle, place)  # type: ignore[no-untyped-call]
+            self._streams[key] = stream
+        # What is captured cannot wait for what is not; whoever captures has waited for that.
+        if before is not None and (not is_foreign or _is_captured(self._streams[device, before])):
+            self._streams[key].wait_stream(self._streams[device, before])
+        self._current[device] = handle
+
+    @property
+    def _is_single(self) -> bool:
+        """Whether there is a single device, which waits for no others."""
+        return len(self._ordinals) == 1
+
+
+def _is_capturing_on(ordinal: int) -> bool:
+    before = switch_device(ordinal)
+    try:
+        return is_capturing()
+    finally:
+        switch_device(before)
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return is_capturing()
+
+
+def _foreign(ordinal: int) -> ExecutionError:
+    """Return what is raised where a device would wait for others that are not captured with it."""
+    message = f"cuda:{ordinal} is being captured, but not by the context"
+    return ExecutionError(message, "capture with ctx.capture(), which takes all devices")

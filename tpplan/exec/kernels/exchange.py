@@ -1,0 +1,44 @@
+"""What the kernels of exchanges have in common: counters, deadlines, and what happens when one passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from tpplan.exec.gpu.exchange_table import COUNTER_BYTES, COUNTERS, DEADLINE, FAILURES, STATUS
+from tpplan.exec.kernels import ptx
+from tpplan.exec.kernels.kernel import device_function
+from tpplan.exec.kernels.ptx import word
+
+_WORD = types.uint64
+_HALF = types.uint32
+#: How often a thread polls before it looks at the clock.
+_PATIENCE = 0xFFF
+
+
+@device_function
+def counter(number: Any) -> Any:
+    """Return the address of the block's part of one of the device's counters."""
+    return word(COUNTERS) + _WORD(COUNTER_BYTES) * _WORD(number) + _WORD(4) * _WORD(cuda.blockIdx.x)
+
+
+@device_function
+def expired(polls: Any, start: Any) -> Any:
+    """Tell now and then whether the deadline has passed; sooner if the block has failed before.
+
+    Args:
+        polls: so far, from 1.
+        start: of the waiting, by the clock.
+    """
+    if polls & _HALF(_PATIENCE) != 0:
+        return False
+    return ptx.nanoseconds() - start > word(DEADLINE) or ptx.poll_32(counter(FAILURES)) != 0
+
+
+@device_function
+def fail(code: Any) -> None:
+    """Tell the host, and the kernels to come, that a device waited in vain."""
+    ptx.post_32(word(STATUS), _HALF(code))
+    ptx.post_32(counter(FAILURES), _HALF(code))

@@ -1,0 +1,42 @@
+"""A kernel as a launcher knows it, and the functions that kernels are made of.
+
+Kernels take 64-bit addresses and sizes, so that any launcher can run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attrs import frozen
+from numba import cuda
+from numba.cuda import types
+
+_WORD = types.uint64
+
+
+def device_function(function: Any) -> Any:
+    """Make a function of kernels, without a call."""
+    return cuda.jit(device=True, inline="always")(function)
+
+
+@frozen
+class Kernel:
+    """A function for numba.
+
+    Attributes:
+        name: of it.
+        function: its source; all its arguments are 64-bit integers.
+        arguments: how many.
+        bounds: threads of its blocks, and how many of these a multiprocessor must have registers for, if it matters.
+    """
+
+    name: str
+    function: Callable[..., None]
+    arguments: int
+    bounds: tuple[int, int] | None = None
+
+    @property
+    def signature(self) -> Any:
+        """Numba's type of it."""
+        return types.void(*[_WORD] * self.arguments)

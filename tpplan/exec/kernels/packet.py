@@ -1,0 +1,155 @@
+"""Kernels for those exchanges through slots that decoding consists of: one message to send at most, in whole packets.
+
+They do what :mod:`tpplan.exec.kernels.slot` does where everything is at a multiple of a packet's bytes, with half the
+instructions: these exchanges take about as long as those to be fetched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from tpplan.exec.gpu.exchange_table import ROWS
+from tpplan.exec.gpu.slot_table import (
+    COLUMN,
+    DATA_BYTES,
+    FILLED,
+    LOCAL,
+    MOST_QUEUES,
+    OUT,
+    OWN,
+    PACKET_BYTES,
+    RECEIVE_WORDS,
+    RECEIVES,
+    RECEIVES_AT,
+    RESIDUAL,
+    RESIDUE,
+    SOURCE_WORDS,
+    WIDTH,
+    X,
+)
+from tpplan.exec.kernels import ptx
+from tpplan.exec.kernels.kernel import Kernel, device_function
+from tpplan.exec.kernels.messages import answered, begin, peek, receive, region
+from tpplan.exec.kernels.ptx import word
+from tpplan.exec.kernels.slot import load_packet, row, store_packet
+from tpplan.exec.kernels.sums import none, only
+
+_WORD = types.uint64
+_HALF = types.uint32
+
+
+@device_function
+def _address(matrix: Any, column: Any, width: Any, at: Any) -> Any:
+    """Return the address of a byte of the columns of a matrix that are ``width`` bytes wide."""
+    start, pitch = word(matrix) + column + at, word(matrix + 1)
+    return start if pitch == width else start + row(at, width) * (pitch - width)
+
+
+@device_function
+def _first() -> Any:
+    """Return where in a message the first packet of this thread is, and how far it is from there to its next."""
+    return _WORD(DATA_BYTES) * _WORD(cuda.grid(1)), _WORD(DATA_BYTES) * _WORD(cuda.gridsize(1))
+
+
+@device_function
+def _send(counts: Any, slots: Any, place: Any, value: Any) -> None:
+    """Write a packet into every slot that is to be filled."""
+    low, high, k = _HALF(value), _HALF(value >> _WORD(32)), _HALF(0)
+    while k < _HALF(word(FILLED)):
+        ptx.roll()
+        slot, number = slots[k], counts[k]
+        if slot:
+            ptx.post_128(slot + place, low, number, high, number)
+        k = _HALF(k + _HALF(1))
+
+
+def _move(_words):  # type: ignore[no-untyped-def]
+    counts, slots = cuda.shared.array(MOST_QUEUES, _HALF), cuda.shared.array(MOST_QUEUES, _WORD)
+    peeked = peek()
+    first, step = _first()
+    turn = _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
+    width = word(WIDTH)
+    total, value = word(ROWS) * width, _WORD(0)
+    if first < total:  # read while counters are
+        value = load_packet(_address(X, word(COLUMN), width, first))
+    begin(counts, slots, peeked)
+    at, place = first, region()
+    while at < total:
+        _send(counts, slots, place, value)
+        if word(LOCAL):
+            store_packet(_address(OUT, word(LOCAL) - _WORD(1), width, at), value)
+        at += step
+        place += turn
+        if at < total:
+            value = load_packet(_address(X, word(COLUMN), width, at))
+    k = _HALF(0)
+    while k < _HALF(word(RECEIVES)):
+        ptx.roll()
+        entry = word(RECEIVES_AT) + _WORD(RECEIVE_WORDS) * _WORD(k)
+        queue, width, column = word(entry), word(entry + _WORD(2)), word(entry + _WORD(3))
+        source, at, total = slots[queue] + region(), first, word(ROWS) * width
+        while at < total:
+            store_packet(_address(OUT, column, width, at), receive(source, counts[queue]))
+            at += step
+            source += turn
+        if first < total:
+            answered(counts, entry + _WORD(1))
+        k = _HALF(k + _HALF(1))
+
+
+def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
+    """Make a kernel in which every device sends its part and adds up all parts in float32, in order."""
+
+    def add(_words):  # type: ignore[no-untyped-def]
+        counts, slots = cuda.shared.array(MOST_QUEUES, _HALF), cuda.shared.array(MOST_QUEUES, _WORD)
+        peeked = peek()
+        at, step = _first()
+        width = word(WIDTH)
+        total = word(ROWS) * width
+        own, residue = _own(at, total, width)  # read while counters are
+        begin(counts, slots, peeked)
+        place = region()
+        while at < total:
+            _send(counts, slots, place, own)
+            s0 = s1 = t0 = t1 = types.float32(-0.0)  # which added to keeps the sign of a zero
+            k = _HALF(0)
+            while k < _HALF(word(RECEIVES)):
+                ptx.roll()
+                entry = word(RECEIVES_AT) + _WORD(SOURCE_WORDS) * _WORD(k)
+                queue = word(entry)
+                value = residue if queue == RESIDUE else own
+                if queue < OWN:
+                    value = receive(slots[queue] + place, counts[queue])
+                    answered(counts, entry + _WORD(1))
+                low, high = _HALF(value), _HALF(value >> _WORD(32))
+                s0, t0, s1, t1 = s0 + first(low), t0 + second(low), s1 + first(high), t1 + second(high)
+                k = _HALF(k + _HALF(1))
+            if word(RECEIVES):
+                value = _WORD(both(s0, t0)) | _WORD(both(s1, t1)) << _WORD(32)
+                store_packet(_address(OUT, _WORD(0), width, at), value)
+            at += step
+            place += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
+            own, residue = _own(at, total, width)
+
+    return Kernel(name, add, 1)
+
+
+@device_function
+def _own(at: Any, total: Any, width: Any) -> Any:
+    """Return a packet's data of the device's own part of a sum, and of its residual, if it has them."""
+    own = residue = _WORD(0)
+    if at < total:
+        if word(X):
+            own = load_packet(_address(X, _WORD(0), width, at))
+        if word(RESIDUAL):
+            residue = load_packet(_address(RESIDUAL, _WORD(0), width, at))
+    return own, residue
+
+
+PACKET_MOVE = Kernel("packet_move", _move, 1)
+PACKET_SUM_BF16 = _sum("packet_sum_bf16", ptx.low_bf16, ptx.high_bf16, ptx.two_bf16)
+PACKET_SUM_F16 = _sum("packet_sum_f16", ptx.low_f16, ptx.high_f16, ptx.two_f16)
+PACKET_SUM_F32 = _sum("packet_sum_f32", ptx.float_of, none, only)

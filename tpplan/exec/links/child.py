@@ -1,0 +1,169 @@
+"""The probe in a child process, so that a hang or a crash of a GPU's driver costs a verdict and not the program.
+
+The child streams what it does, a line of JSON each: the routes it tests next, and verdicts. When it dies, or is silent
+for longer than the deadline and is killed, the routes under test are broken, those with a verdict keep it, and a new
+child goes on with the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from importlib import import_module
+from queue import Empty, Queue
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any
+
+from attrs import astuple
+
+from tpplan.exec.links.probe import probe
+from tpplan.exec.links.report import Link, Mechanism, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tpplan.exec.links.probe import Driver
+    from tpplan.exec.links.report import Route
+
+#: How long a child may take to import what it needs.
+START_SECONDS = 180.0
+
+#: How many children may hang or die before the links that are left are given up.
+CHILDREN = 4
+
+_EXIT_SECONDS = 10.0
+
+
+class _FaultError(Exception):
+    """How a child ended before it was done."""
+
+
+def load_driver(name: str) -> Driver[Any]:
+    """Return a new driver, from ``module:factory``."""
+    module, _, factory = name.partition(":")
+    driver: Driver[Any] = getattr(import_module(module), factory)()
+    return driver
+
+
+def probe_in_child(driver: str, gpus: tuple[str, ...], routes: Sequence[Route], deadline_s: float) -> tuple[Link, ...]:
+    """Test links in child processes.
+
+    Args:
+        driver: as ``module:factory``, imported by the child.
+        gpus: UUIDs that the child must see too, in this order.
+        routes: to test.
+        deadline_s: seconds that a step may take; the start of a child may take 180.
+
+    Returns:
+        One link per route, in their order. Untested are those for which no child got as far as testing any.
+    """
+    found: dict[Route, Link] = {}
+    end = (Verdict.UNTESTED, "")
+    for _ in range(CHILDREN):
+        left = [route for route in routes if route not in found]
+        if not left:
+            break
+        testing: list[Route] = []
+        seconds = START_SECONDS
+        try:
+            verified = [route for route, link in found.items() if link.verdict == Verdict.WORKS]
+            with _child(driver, [gpus, left, verified]) as lines:
+                while line := _next(lines, seconds):
+                    seconds = deadline_s
+                    testing = [_route(route) for route in line.get("testing", testing)]
+                    for link in (_link(fields) for fields in line.get("found", ())):
+                        found[link.route] = link
+        except (_FaultError, OSError) as error:
+            if not testing:
+                end = (Verdict.UNTESTED, str(error))
+                break
+            at_once = f" with {len(testing)} links at once" if len(testing) > 1 else ""
+            broken = {route: Link(*route, Verdict.BROKEN, f"{error}{at_once}") for route in testing}
+            found = broken | found  # a verdict stands
+            end = (Verdict.BROKEN, f"not finished before too many probes had failed, the last one so: {error}")
+    return tuple(found.get(route) or Link(*route, *end) for route in routes)
+
+
+@contextmanager
+def _child(driver: str, job: list[Any]) -> Iterator[Queue[dict[str, Any] | _FaultError]]:
+    """Start a child and yield what it will have said; end it on leaving."""
+    # the same modules as here, and -P: none from the working directory that are not known here
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-P", "-m", __name__, driver, json.dumps(job)]
+    with TemporaryFile() as errors:
+        process = subprocess.Popen(  # noqa: S603 - ourselves
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environ, encoding="utf-8"
+        )
+        lines: Queue[dict[str, Any] | _FaultError] = Queue()
+        reader = threading.Thread(target=_listen, args=(process, errors, lines), daemon=True)
+        reader.start()
+        try:
+            yield lines
+        finally:
+            process.kill()
+            reader.join(_EXIT_SECONDS)  # a process that hangs inside the kernel outlives even that
+            for pipe in (process.stdin, process.stdout):
+                if pipe and not reader.is_alive():
+                    pipe.close()
+
+
+def _listen(process: subprocess.Popen[str], errors: IO[bytes], lines: Queue[dict[str, Any] | _FaultError]) -> None:
+    """Pass on what a child says, and at last how it ended."""
+    for line in process.stdout or ():
+        lines.put(json.loads(line))
+    if code := process.wait():
+        errors.seek(0)
+        last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+        lines.put(_FaultError(f"the probe died with exit code {code}{f': {last[:300]}' if last else ''}"))
+    else:
+        lines.put({})
+
+
+def _next(lines: Queue[dict[str, Any] | _FaultError], seconds: float) -> dict[str, Any]:
+    """Return the child's next line; empty if it has said all."""
+    try:
+        line = lines.get(timeout=seconds)
+    except Empty:
+        raise _FaultError(f"the probe hung for {seconds:g} s") from None
+    if isinstance(line, _FaultError):
+        raise line
+    return line
+
+
+def _route(fields: Sequence[Any]) -> Route:
+    mechanism, source, target = fields
+    return Mechanism(mechanism), source, target
+
+
+def _link(fields: Sequence[Any]) -> Link:
+    *route, verdict, reason = fields
+    return Link(*_route(route), Verdict(verdict), reason)
+
+
+def main(driver_name: str, job: str) -> None:
+    """Be the child: test routes and say so on standard output; ``job`` is JSON of GPUs, routes and verified routes."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    gpus, *groups = json.loads(job)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
+        os.dup2(2, 1)  # what libraries print is not for the parent
+        driver = load_driver(driver_name)
+        if (seen := list(driver.gpus())) != gpus:
+            sys.exit(f"it sees other GPUs than its parent: {', '.join(seen) or 'none'}")
+        driver.prepare()
+        for event in probe(driver, *([_route(fields) for fields in routes] for routes in groups)):
+            line = {"found": [astuple(event)]} if isinstance(event, Link) else {"testing": event}
+            print(json.dumps(line), file=out, flush=True)
+
+
+def _die_with_parent() -> None:
+    """End this process when its standard input ends: its parent is gone, and a hung GPU would keep it for ever."""
+    os.read(0, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

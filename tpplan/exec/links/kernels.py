@@ -1,0 +1,124 @@
+"""Kernels that reach into another GPU's memory, for the probe of links."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from cuda.bindings import runtime
+from cuda.core import LaunchConfig, launch
+from cuda.core import Stream as LaunchStream
+
+from tpplan.exec.binding import Memory
+from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.gpu.exchanges import Exchanges
+from tpplan.exec.gpu.kernel_cache import MOST_SOURCES
+from tpplan.exec.gpu.slot_table import capacity
+from tpplan.exec.links.driver import COPIER, EXCHANGER
+from tpplan.exec.links.report import Mechanism
+from tpplan.exec.programs import lower_flags, operation
+from tpplan.exec.programs.program import INPUT, OUTPUT, SLOTS, Buffer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from tpplan.exec.gpu.landing import Landing
+    from tpplan.exec.gpu.launch import Launch
+
+_SLOT_BYTES = 2**17
+_THREADS, _BLOCKS = 256, 32
+
+#: A source and a target, of as many bytes each.
+Move = tuple["Tensor", "Tensor"]
+
+
+def start(mechanism: Mechanism, moves: Sequence[Move]) -> Callable[[], None]:
+    """Start to move bytes by kernels, all moves at the same time, and return what waits until they are there.
+
+    Args:
+        mechanism: ``store``, ``load`` or ``flag``.
+        moves: of a multiple of 16 bytes each.
+
+    Raises:
+        ExecutionError: when waiting, a kernel waited in vain.
+    """
+    for source, target in moves:
+        for one, other in ((source, target), (target, source)):
+            with torch.cuda.device(one.device):
+                runtime.cudaDeviceEnablePeerAccess(other.get_device(), 0)  # or it is enabled already
+    if mechanism == Mechanism.FLAG:
+        return _exchange(moves)
+    return _copy(moves, by_source=mechanism == Mechanism.STORE)
+
+
+def _copy(moves: Sequence[Move], *, by_source: bool) -> Callable[[], None]:
+    """Let kernels on the sources write the targets, or kernels on the targets read the sources."""
+    started = []
+    for source, target in moves:
+        device = (source if by_source else target).device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        kernel = kernel_cache.load(COPIER, torch.cuda.get_device_capability(device))  # of one source: a copy
+        size = source.numel()
+        rest = [source.data_ptr(), size] + [0] * (2 * MOST_SOURCES - 2)
+        config = LaunchConfig(grid=_BLOCKS, block=_THREADS)
+        handle = LaunchStream.from_handle(stream.cuda_stream)
+        launch(handle, config, kernel, target.data_ptr(), size, 1, size, 1, 1, *rest)
+        started.append((stream, kernel))  # which lives as long as it runs
+
+    def wait() -> None:
+        for stream, _ in started:
+            stream.synchronize()
+
+    return wait
+
+
+def _exchange(moves: Sequence[Move]) -> Callable[[], None]:
+    """Send every source through slots in its target's memory, which kernels on both ends fill, poll and free."""
+    pairs = [_Pair(source, target) for source, target in moves]
+    step = capacity(_SLOT_BYTES)
+    for start in range(0, max(source.numel() for source, _ in moves), step):
+        for pair in pairs:
+            pair.launch(start, start + step)
+
+    def wait() -> None:
+        for pair in pairs:
+            pair.finish()
+
+    return wait
+
+
+class _Pair:
+    """A sender, device 0, and a receiver, device 1, with slots and counters of their own."""
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        self._ends = (source, target)
+        self._sizes: dict[int, tuple[Launch | Landing, ...]] = {}
+        places = dict(enumerate(end.device for end in self._ends))
+        slots = torch.empty((SLOTS, _SLOT_BYTES), dtype=torch.uint8, device=target.device)
+        flags = {i: torch.empty(2**12, dtype=torch.uint8, device=place) for i, place in places.items()}
+        self._streams = [torch.cuda.Stream(place) for place in places.values()]  # type: ignore[no-untyped-call]
+        memory = Memory({}, {}, lambda _: slots, flags)
+        self._exchanges = Exchanges(memory, places, (EXCHANGER,))
+
+    def launch(self, start: int, stop: int) -> None:
+        """Send some of the bytes."""
+        source, target = (end[start:stop].view(1, -1) for end in self._ends)
+        if size := source.numel():
+            if size not in self._sizes:
+                program = lower_flags.moves(operation.broadcast(0, (1,), size), on_host=False)
+                self._sizes[size] = self._exchanges.prepare(program, torch.uint8)
+            operands = {Buffer(INPUT, 0): source, Buffer(OUTPUT, 1): target}
+            for each in self._sizes[size]:
+                each.bind(operands, 1)(self._streams[each.stream.device].cuda_stream)
+
+    def finish(self) -> None:
+        """Wait until everything is there.
+
+        Raises:
+            ExecutionError: a kernel waited in vain.
+        """
+        for stream in self._streams:
+            stream.synchronize()
+        self._exchanges.check()

@@ -1,0 +1,68 @@
+"""Which links between the GPUs here work: asked of the cache, else of the probe."""
+
+from __future__ import annotations
+
+from tpplan.exec.links import cache
+from tpplan.exec.links.child import load_driver, probe_in_child
+from tpplan.exec.links.report import Link, LinkReport, Mechanism, Verdict, routes
+
+__all__ = ["Link", "LinkReport", "Mechanism", "Verdict", "link_report"]
+
+TORCH = "tpplan.exec.links.driver:TorchDriver"
+
+#: Reports that could not be kept on disk, by driver, GPUs and their software, so that this process probes once.
+_UNKEPT: dict[tuple[str, tuple[str, ...], str], LinkReport] = {}
+
+
+def link_report(*, use_cache: bool = True, driver: str = TORCH, deadline_s: float = 30.0) -> LinkReport:
+    """Return the verdict on every mechanism from each GPU that this process sees to each other.
+
+    A verdict can only forbid: what is broken, untested or missing in the report must not be used. The probe runs in a
+    child process, takes some seconds, and needs up to 32 MiB, and 40 MiB per other GPU, of each GPU's memory besides
+    the driver's own for another process. Its verdicts are kept on disk until the next boot, under
+    ``$XDG_CACHE_HOME/tpplan``, by UUIDs of the GPUs, driver, torch, kernels and version of the probe; those of a probe
+    that could not test what it should are not. Where nothing can be kept on disk, this process remembers them.
+
+    A step takes milliseconds, or ``deadline_s`` if it hangs; then, as when the child dies, another child goes on. A
+    child may take 180 s to start and 10 s to go, and there are four at most: if all of them do, and hang, a quarter of
+    an hour.
+
+    Args:
+        use_cache: take the verdicts that were kept if there are any; otherwise probe anew, and keep that.
+        driver: of the GPUs, as ``module:factory`` of a :class:`tpplan.exec.links.probe.Driver`.
+        deadline_s: seconds after which a step of the probe counts as hung, be it the first use of a GPU by itself.
+
+    Returns:
+        The report, with the indices of the driver; without links where there are fewer than two GPUs.
+    """
+    gpus_driver = load_driver(driver)
+    gpus = gpus_driver.gpus()
+    lacks = {mechanism: gpus_driver.lacks(mechanism) for mechanism in Mechanism}
+    wanted = [route for route in routes(len(gpus)) if not lacks[route[0]]]
+    if not wanted:
+        return _report(gpus, lacks, ())
+    key = driver, gpus, gpus_driver.software()
+    origin = cache.origin(gpus, key[2])
+    if use_cache:
+        known = _UNKEPT.get(key) or (cache.load(origin, gpus) if origin else None)
+        if known and _is_complete(known, lacks):
+            return known
+    report = _report(gpus, lacks, probe_in_child(driver, gpus, wanted, deadline_s))
+    if _is_complete(report, lacks):
+        if origin and not cache.save(origin, report):
+            _UNKEPT.pop(key, None)
+        else:
+            _UNKEPT[key] = report
+    return report
+
+
+def _report(gpus: tuple[str, ...], lacks: dict[Mechanism, str], links: tuple[Link, ...]) -> LinkReport:
+    """Add the mechanisms that cannot be tested."""
+    found = {link.route: link for link in links}
+    every = (found.get(r) or Link(*r, Verdict.UNTESTED, lacks[r[0]]) for r in routes(len(gpus)))
+    return LinkReport(gpus, tuple(every))
+
+
+def _is_complete(report: LinkReport, lacks: dict[Mechanism, str]) -> bool:
+    """Tell whether everything is tested that can be."""
+    return all(lacks[link.mechanism] or link.verdict != Verdict.UNTESTED for link in report.links)

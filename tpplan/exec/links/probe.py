@@ -1,0 +1,202 @@
+"""The test of links, on real GPUs or on any other driver: what arrives is checked by the owner of the memory.
+
+A peer copy that goes wrong often says nothing: zeros arrive, or nothing, or the writer reads its own bytes back from a
+mirror that the other GPU never sees. So every move is of fresh random bytes into memory that was filled with their
+complement, and it is the target GPU that then reads its own memory back to the host, by its own path, also behind the
+bytes that were to be moved. Each link is tested alone at several sizes, then all links of a mechanism at once, those
+of stores with the copies between the same GPUs besides.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from tpplan.exec.links.report import Link, Mechanism, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from tpplan.exec.links.report import Route
+
+#: Of what is cached: raise it whenever an older probe may have passed what this one finds.
+PROBE_VERSION = 2
+
+KIB, MIB = 2**10, 2**20
+
+#: Bytes of the moves of a link alone; a size that comes twice has new contents at the same addresses.
+ALONE = (16, 4 * KIB, 4 * KIB, 64 * KIB + 16, MIB, 16 * MIB)
+
+#: What a copy engine alone moves besides: few bytes or many, an odd number, from an odd address on.
+ODD = (slice(3, 16), slice(5, 64 * KIB))
+
+#: Bytes of the moves of all links at once.
+TOGETHER = (4 * KIB, 4 * KIB, 8 * MIB)
+
+#: Bytes behind those that are moved, which must stay as they are.
+GUARD = 64 * KIB
+
+#: How many contents there are of any size.
+_STARTS = MIB
+
+_COMPLEMENT = bytes(range(255, -1, -1))
+
+B = TypeVar("B")
+
+
+class Driver(Protocol[B]):
+    """Some GPUs and what the probe does with them; ``B`` is a piece of a GPU's memory."""
+
+    def gpus(self) -> tuple[str, ...]:
+        """Return the UUIDs of the GPUs, in the order of their indices; empty for one that has none."""
+
+    def software(self) -> str:
+        """Return driver, libraries and settings that verdicts depend on; empty if they cannot be told."""
+
+    def lacks(self, mechanism: Mechanism) -> str:
+        """Return why a mechanism cannot be tested; empty if it can."""
+
+    def prepare(self) -> None:
+        """Get ready what takes its time, in the process that tests."""
+
+    def allocate(self, gpu: int, size: int) -> B:
+        """Return ``size`` bytes of a GPU's memory, which live as long as the returned object.
+
+        Raises:
+            MemoryError: there is no room.
+        """
+
+    def write(self, buffer: B, data: memoryview) -> None:
+        """Fill the first bytes of a buffer from the host, by its GPU's own path; they are there on return."""
+
+    def read(self, buffer: B, size: int) -> bytes:
+        """Return the first bytes of a buffer, by its GPU's own path."""
+
+    def move(self, moves: Mapping[Mechanism, Sequence[tuple[B, B]]], part: slice) -> None:
+        """Move a part of each source to the same part of its target, all at the same time; they are there on return.
+
+        It may raise, and may never return.
+
+        Args:
+            moves: (source, target) by the mechanism that moves them.
+            part: bytes from ``start`` to ``stop``; for other mechanisms than ``copy`` multiples of 16.
+        """
+
+
+def probe(
+    driver: Driver[B], routes: Sequence[Route], verified: Collection[Route] = ()
+) -> Iterator[tuple[Route, ...] | Link]:
+    """Test links, one mechanism after the other.
+
+    Args:
+        driver: that has them.
+        routes: to test; the driver lacks none of their mechanisms.
+        verified: others, known to work.
+
+    Yields:
+        The routes that are tested next, before every step, so that whoever waits knows whose fault a hang is: none,
+        before a GPU is used by itself; and a verdict for each route, as soon as it is final.
+
+    Raises:
+        Exception: what the driver raises. It may be unable to go on, so the next test needs a new process. If that is
+            before the first routes, a GPU cannot be used at all, which tells nothing of its links.
+    """
+    copies = {route for route in verified if route[0] == Mechanism.COPY}
+    alone, together = ([slice(0, size) for size in sizes] for sizes in (ALONE, TOGETHER))
+    contents = _Contents(max(part.stop for part in (*alone, *together, *ODD)) + GUARD)
+    for gpu in sorted({gpu for _, *pair in routes for gpu in pair}):
+        yield ()
+        _use_alone(driver, contents, gpu)
+    for mechanism in Mechanism:
+        passed: list[Route] = []
+        for route in (route for route in routes if route[0] == mechanism):
+            yield (route,)
+            parts = [*alone, *ODD] if mechanism == Mechanism.COPY else alone
+            if fault := _faults(driver, contents, (route,), parts)[route]:
+                yield _link(route, fault)
+            else:
+                passed.append(route)
+        if passed:
+            yield tuple(passed)
+            besides = copies & {(Mechanism.COPY, a, b) for _, a, b in passed} if mechanism == Mechanism.STORE else ()
+            faults = _faults(driver, contents, passed, together, sorted(besides))
+            yield from (_link(route, faults[route]) for route in passed)
+            if mechanism == Mechanism.COPY:
+                copies.update(route for route in passed if not faults[route])
+
+
+class _Contents:
+    """Random bytes and, for each, its complement."""
+
+    def __init__(self, largest: int) -> None:
+        random = os.urandom(largest + _STARTS)
+        self._random = memoryview(bytearray(random))
+        self._poison = memoryview(bytearray(random.translate(_COMPLEMENT)))
+
+    def draw(self, size: int) -> tuple[memoryview, memoryview]:
+        """Return fresh contents, and the poison that differs from them in every byte."""
+        start = secrets.randbelow(_STARTS)
+        return self._random[start : start + size], self._poison[start : start + size]
+
+
+def _use_alone(driver: Driver[B], contents: _Contents, gpu: int) -> None:
+    """Fail if the owner of a memory cannot be a witness."""
+    buffer, (data, _) = driver.allocate(gpu, KIB), contents.draw(KIB)
+    driver.write(buffer, data)
+    if driver.read(buffer, KIB) != bytes(data):
+        raise RuntimeError(f"GPU {gpu} does not hold what the host wrote to it")
+
+
+_Fault = tuple[Verdict, str]
+
+
+def _faults(
+    driver: Driver[B],
+    contents: _Contents,
+    routes: Sequence[Route],
+    parts: Sequence[slice],
+    besides: Sequence[Route] = (),
+) -> dict[Route, _Fault | None]:
+    """Return what is wrong with each route when all of them are used at once; None if nothing is.
+
+    All are of one mechanism. Those besides, of another, are the copies between some of the same GPUs and work without
+    these routes, so what is wrong with them is these routes' fault.
+    """
+    faults: dict[Route, _Fault | None] = dict.fromkeys(routes)
+    every = (*routes, *besides)
+    at_once = f" with {len(every)} links at once" if len(every) > 1 else ""
+    size = max(part.stop for part in parts) + GUARD
+    try:
+        ends = [(driver.allocate(a, size), driver.allocate(b, size)) for _, a, b in every]
+    except MemoryError as error:
+        return dict.fromkeys(routes, (Verdict.UNTESTED, f"no memory for the test: {error}"))
+    moves: dict[Mechanism, list[tuple[B, B]]] = {}
+    for route, move in zip(every, ends, strict=True):
+        moves.setdefault(route[0], []).append(move)
+    for part in parts:
+        drawn = [contents.draw(part.stop + GUARD) for _ in every]
+        for (source, target), (data, poison) in zip(ends, drawn, strict=True):
+            driver.write(source, data)
+            driver.write(target, poison)
+        driver.move(moves, part)
+        for (mechanism, a, b), (_, target), (data, poison) in zip(every, ends, drawn, strict=True):
+            if what := _difference(driver.read(target, part.stop + GUARD), data, poison, part):
+                route = routes[0][0], a, b
+                of = f" of {mechanism}" if mechanism != route[0] else ""
+                reason = f"{what} of {part.stop - part.start} bytes{of}{at_once}"
+                faults[route] = faults[route] or (Verdict.BROKEN, reason)
+    return faults
+
+
+def _difference(got: bytes, sent: memoryview, poison: memoryview, part: slice) -> str:
+    """Tell in what way the owner's bytes are not those that were sent, amid the poison; empty if they are."""
+    arrived, outside = got[part], [bytes(poison[: part.start]), bytes(poison[part.stop :])]
+    if arrived == sent[part]:
+        return "" if [got[: part.start], got[part.stop :]] == outside else "bytes changed outside"
+    known = {bytes(poison[part]): "nothing arrived", bytes(len(arrived)): "zeros arrived"}
+    return known.get(arrived, "wrong bytes arrived")
+
+
+def _link(route: Route, fault: _Fault | None) -> Link:
+    return Link(*route, *(fault or (Verdict.WORKS, "every byte arrived")))

@@ -1,0 +1,127 @@
+"""Times of moves and sums on GPUs: each way is captured in a CUDA graph, and the graphs take turns."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, Self
+
+import torch
+
+from tpplan.axes import Axis
+from tpplan.config import parse_config
+from tpplan.devices import Device
+from tpplan.exec.bench.clock import Clock, Run
+from tpplan.exec.compiler import compile as compile_plan
+from tpplan.exec.links.tuning import EXCHANGES, FANS, LARGEST, MIB, SLOTS, SUMS, forced
+from tpplan.families import spec_from_config
+from tpplan.jsontext import render
+from tpplan.plan import Cache
+from tpplan.planner import plan as make_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from tpplan.exec.context import TPContext
+    from tpplan.exec.gpu.graph import Graph
+    from tpplan.exec.programs.lower import Limits
+    from tpplan.plan import SplitPlan
+
+HIDDEN, ITEM_BYTES = 4096, 2
+#: Operations of a graph: so many, or fewer that move about so many bytes, but some.
+_IN_A_ROW, _VOLUME, _FEWEST = 50, 128 * MIB, 4
+_ROUNDS = 7
+
+
+def synthetic_plan(devices: int) -> SplitPlan:
+    """Return a plan with room for the largest messages between so many devices, and for next to no model."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "head_dim": 64,
+        "num_attention_heads": devices,
+        "num_key_value_heads": devices,
+        "num_hidden_layers": 1,
+        "intermediate_size": 128 * devices,
+        "vocab_size": 32 * devices,
+        "max_position_embeddings": 128,
+        "torch_dtype": "bfloat16",
+    }
+    model = spec_from_config(parse_config(render(config).encode(), "config.json"), "thresholds")
+    gpus = [Device(name=f"GPU {i}", budget_bytes=2**60) for i in range(devices)]
+    return make_plan(model, gpus, cache=Cache(tokens=128), max_rows=LARGEST // (HIDDEN * ITEM_BYTES))
+
+
+class GraphTimer:
+    """Times broadcasts, allgathers of about even slices and all-reduces; a :data:`tpplan.exec.links.tuning.Time`."""
+
+    def __init__(self, places: Sequence[torch.device]) -> None:
+        """Get ready to measure on some devices, all of which get contexts of a plan of their own."""
+        self._places = places
+        self._clock = Clock(places, _ROUNDS)
+        self._plan = synthetic_plan(len(places))
+        self._contexts: dict[tuple[str, str], TPContext] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._contexts:
+            self._contexts.popitem()[1].close()
+
+    def __call__(self, transport: str, kind: str, size: int, ways: tuple[str, ...]) -> tuple[float, ...]:
+        """Return the µs of one operation by each way: the median of the rounds."""
+        count = max(_FEWEST, min(_IN_A_ROW, _VOLUME // size))
+        operands = self._operands(kind, size)  # which live as long as the graphs
+        graphs = {way: self._graph(self._context(transport, way), kind, count, *operands) for way in ways}
+        times = self._clock.times({way: Run(graph.replay, count) for way, graph in graphs.items()}, _raise)
+        return tuple(times[way].median_ns / 1000 for way in ways)
+
+    def limits(self, transport: str) -> Limits:
+        """Return what messages a transport has room for on these devices."""
+        return self._context(transport, SLOTS).explain().limits
+
+    def _operands(self, kind: str, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return what is given and taken where the largest message is of ``size`` bytes, or not much less."""
+        taken = [min(HIDDEN, size // ITEM_BYTES)] * len(self._places)
+        given = taken
+        if kind == EXCHANGES:
+            given, taken = [part.end - part.start for part in self._plan.slices(Axis.RS)], [HIDDEN] * len(self._places)
+        rows = max(1, size // (max(given) * ITEM_BYTES))
+        return self._zeros(rows, given), self._zeros(rows, taken)
+
+    def _zeros(self, rows: int, columns: Sequence[int]) -> list[torch.Tensor]:
+        """Return a matrix for each device."""
+        widths = zip(self._places, columns, strict=True)
+        return [torch.zeros(rows, width, dtype=torch.bfloat16, device=place) for place, width in widths]
+
+    def _graph(
+        self, context: TPContext, kind: str, count: int, given: list[torch.Tensor], taken: list[torch.Tensor]
+    ) -> Graph:
+        """Return a graph of so many operations in a row."""
+        call: Callable[[], object] = {
+            FANS: partial(context.broadcast, given[0], out=taken),
+            EXCHANGES: partial(context.allgather, given, Axis.RS, out=taken),
+            SUMS: partial(context.all_reduce, given, out=taken),
+        }[kind]
+        call()
+        with context.capture() as graph:
+            for _ in range(count):
+                call()
+        return graph
+
+    def _context(self, transport: str, way: str) -> TPContext:
+        """Return the context in which everything goes one way."""
+        key = transport, way
+        if key not in self._contexts:
+            self._contexts[key] = compile_plan(
+                self._plan, backend="cuda", devices=self._places, transport=transport, tuning=forced(way)
+            )
+        return self._contexts[key]
+
+
+def _raise(_: str, error: Exception) -> NoReturn:
+    raise error

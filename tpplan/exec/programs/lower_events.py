@@ -1,0 +1,90 @@
+"""Lowering to copies between devices that events keep in order; what works wherever copies do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tpplan.exec.programs.fence import caller, fence, meet, order, own
+from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Buffer, Copy, Event, Exchange, Program, Sum, View
+
+if TYPE_CHECKING:
+    from tpplan.exec.programs.operation import Addition, Moves, Reduction
+    from tpplan.exec.programs.program import Command
+
+
+def moves(operation: Moves) -> Program:
+    """Every target pulls its columns."""
+    ends = [(source.buffer.device, target.buffer.device) for source, target in operation.moves]
+    touched = [(device, target) for source, target in ends for device in (source, target)]
+    hub = own(min(target for _, target in ends))
+    commands: list[Command] = [
+        *meet("enter", ((caller(device), own(target)) for device, target in touched), hub),
+        *(Copy(own(target.buffer.device), source, target) for source, target in operation.moves),
+        *meet("leave", ((own(target), caller(device)) for device, target in touched), hub),
+    ]
+    return Program(f"{operation.name} by events", tuple(commands))
+
+
+def local(operation: Moves) -> Program:
+    """Every device copies its own columns, within itself or to the host; none waits for another."""
+    commands: list[Command] = []
+    leave: list[Command] = []  # in the end, so that no copy starts later for it
+    results = []
+    for source, target in operation.moves:
+        device = source.buffer.device
+        commands += order("enter", caller(device), own(device))
+        commands.append(Copy(own(device), source, target))
+        leave += order("leave", own(device), caller(device))
+        if target.buffer.device == HOST:
+            results.append(Event("leave", own(device)))
+    commands += leave
+    return Program(f"{operation.name} on each device", tuple(commands), tuple(results))
+
+
+def landing(operation: Moves) -> Program:
+    """Every device writes its own columns into the host's memory by a kernel; none waits for another."""
+    commands: list[Command] = []
+    leave: list[Command] = []
+    for source, target in operation.moves:
+        stream = own(source.buffer.device)
+        commands += order("enter", caller(stream.device), stream)
+        commands.append(Exchange(stream, (Copy(stream, source, target),)))
+        leave += order("leave", stream, caller(stream.device))
+    results = tuple(Event("leave", own(source.buffer.device)) for source, _ in operation.moves)
+    return Program(f"{operation.name} by kernels of each device", (*commands, *leave), results)
+
+
+def addition(operation: Addition) -> Program:
+    """Every device adds its own columns."""
+    commands: list[Command] = []
+    for share in operation.shares:
+        device = share.taker
+        target = View(Buffer(OUTPUT, device), 0, share.stop - share.start)
+        commands += order("enter", caller(device), own(device))
+        commands.append(Sum(own(device), (target, share.of(INPUT, device)), target))
+        commands += order("leave", own(device), caller(device))
+    return Program(f"{operation.name} on each device", tuple(commands))
+
+
+def reduction(operation: Reduction, parts: int) -> Program:
+    """Each taker pulls its share of the columns from all givers, adds it up, and then pulls the other shares."""
+    callers = [caller(device) for device in operation.devices]
+    workers = [own(taker) for taker in operation.takers]
+    shares = operation.shares()
+    summed = [own(share.taker) for share in shares]
+    hub = summed[0]
+    commands: list[Command] = [*fence("enter", callers, hub, summed)]
+    for part in range(parts):
+        for share in operation.shares(part, parts):
+            stream = own(share.taker)
+            givers = operation.others(share.taker)
+            commands += (Copy(stream, share.of(INPUT, g), operation.slab(share, g)) for g in givers)
+            commands.append(operation.total(stream, share, partial(operation.slab, share)))
+    commands += fence("sum", summed, hub, [w for w in workers if {*summed} - {w}])
+    for taker in operation.takers:
+        for share in shares:
+            if share.taker != taker:
+                commands.append(Copy(own(taker), share.of(OUTPUT, share.taker), share.of(OUTPUT, taker)))
+    commands += fence("leave", workers, hub, callers)
+    return Program(f"{operation.name} by events", tuple(commands))

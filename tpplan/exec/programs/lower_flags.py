@@ -1,0 +1,213 @@
+"""Lowering to one kernel per device; the kernels write into memory that others read, and flags keep them in order."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from tpplan.exec.programs import relays
+from tpplan.exec.programs.fence import caller, order, own
+from tpplan.exec.programs.operation import Share
+from tpplan.exec.programs.program import (
+    HOST,
+    INPUT,
+    OUTPUT,
+    SLOT,
+    Await,
+    Buffer,
+    Copy,
+    Exchange,
+    Flag,
+    Program,
+    Queue,
+    Signal,
+    View,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tpplan.exec.programs.operation import Moves, Reduction
+    from tpplan.exec.programs.program import Command, Step
+
+
+class Message(NamedTuple):
+    """A view that a device puts into a slot for others.
+
+    Attributes:
+        source: what it sends.
+        queue: to whom.
+    """
+
+    source: View
+    queue: Queue
+
+    def slot(self, start: int, stop: int) -> View:
+        """Return where these columns of the source are on their way."""
+        first, last = self.source.start, self.source.stop
+        return View(Buffer(SLOT, self.queue.place, queue=self.queue), start - first, stop - first, width=last - first)
+
+    def send(self) -> Iterator[Step]:
+        """Wait until every receiver has freed the slot, fill it, and say so."""
+        stream = own(self.queue.sender)
+        yield from (Await(stream, Flag("free", self.queue, r), self.queue.slots) for r in self.queue.receivers)
+        yield Copy(stream, self.source, self.slot(self.source.start, self.source.stop))
+        yield Signal(stream, Flag("full", self.queue))
+
+
+def _messages(sends: Iterable[tuple[View, int]], *, on_host: bool) -> dict[tuple[int, int], Message]:
+    """Return the message for every sender and receiver.
+
+    Host memory can be read by all, so that one message there, of all columns that anybody wants, serves all receivers.
+    """
+    wanted = {(source.buffer.device, receiver): source for source, receiver in sends}
+    if not on_host:
+        return {ends: Message(source, Queue(ends[1], ends[0], ends[1:])) for ends, source in wanted.items()}
+    messages = {}
+    for sender in dict.fromkeys(sender for sender, _ in wanted):
+        views = {receiver: source for (s, receiver), source in wanted.items() if s == sender}
+        start, stop = min(v.start for v in views.values()), max(v.stop for v in views.values())
+        message = Message(View(Buffer(INPUT, sender), start, stop), Queue(HOST, sender, tuple(sorted(views))))
+        messages.update(dict.fromkeys(((sender, receiver) for receiver in views), message))
+    return messages
+
+
+def moves(operation: Moves, *, on_host: bool) -> Program:
+    """Send every view through a slot."""
+    sends = [(source, target.buffer.device) for source, target in operation.moves if _is_remote(source, target)]
+    messages = _messages(sends, on_host=on_host)
+    kernels = _senders(operation.devices, messages)
+    for source, target in operation.moves:
+        device = target.buffer.device
+        stream = own(device)
+        if _is_remote(source, target):
+            message = messages[source.buffer.device, device]
+            kernels[device] += (
+                Await(stream, Flag("full", message.queue)),
+                Copy(stream, message.slot(source.start, source.stop), target),
+                Signal(stream, Flag("free", message.queue, device)),
+            )
+        else:
+            kernels[device].append(Copy(stream, source, target))
+    return _program(f"{operation.name} by {_slots(on_host=on_host)}", kernels)
+
+
+def reduction(operation: Reduction, *, on_host: bool) -> Program:
+    """Send every part to every taker, which adds them up."""
+    sends = [
+        (View(Buffer(INPUT, giver), 0, operation.columns), taker)
+        for giver in operation.givers
+        for taker in operation.takers
+        if giver != taker
+    ]
+    messages = _messages(sends, on_host=on_host)
+    kernels = _senders(operation.devices, messages)
+    for taker in operation.takers:
+        received = {sender: message for (sender, receiver), message in messages.items() if receiver == taker}
+        slots = {sender: message.slot(0, operation.columns) for sender, message in received.items()}
+        whole = Share(taker, 0, operation.columns)
+        kernels[taker] += (Await(own(taker), Flag("full", message.queue)) for message in received.values())
+        kernels[taker].append(operation.total(own(taker), whole, slots.__getitem__))
+        kernels[taker] += (Signal(own(taker), Flag("free", message.queue, taker)) for message in received.values())
+    return _program(f"{operation.name} by {_slots(on_host=on_host)}", kernels)
+
+
+def direct_moves(operation: Moves, *, passed_on: bool = False) -> Program:
+    """Write every view where it belongs, as soon as the target's device is ready for it.
+
+    Args:
+        operation: that moves.
+        passed_on: whether relays take a part of what a device sends to several.
+    """
+    copies, cuts = [], relays.shares(operation) if passed_on else {}
+    for source, targets in relays.sends(operation).items():
+        sender, width = source.buffer.device, source.stop - source.start
+        for device, start, stop in cuts.get(source, ((sender, 0, width),)):
+            read = _columns(source, start, stop)
+            views = {target: _columns(view, start, stop) for target, view in targets.items()}
+            if device != sender and sender in views:
+                copies.append(Copy(own(sender), read, views.pop(sender)))
+            if device in views:
+                copies.append(Copy(own(device), read, views[device]))
+                read = read if device == sender else views[device]
+            copies += (Copy(own(device), read, views[other]) for other in _others(device, views))
+    ends = ((copy.stream.device, view.buffer.device) for copy in copies for view in (copy.source, copy.target))
+    pairs = [_pair(device, other) for device, other in dict.fromkeys(ends) if device != other]
+    kernels = _opened(operation.devices, pairs)
+    for copy in copies:
+        kernels[copy.stream.device].append(copy)
+    _close(kernels, pairs)
+    return _program(f"{operation.name} {'passed on by' if passed_on else 'straight to'} peers", kernels)
+
+
+def direct_reduction(operation: Reduction) -> Program:
+    """Every taker adds up its share of the columns straight from all givers and writes it to all takers."""
+    shares = operation.shares()
+    pairs = [_pair(share.taker, d) for share in shares for d in operation.devices if d != share.taker]
+    kernels = _opened(operation.devices, pairs)
+    for share in shares:
+        stream = own(share.taker)
+        kernels[share.taker].append(operation.total(stream, share, partial(share.of, INPUT)))
+        total = share.of(OUTPUT, share.taker)
+        others = _others(share.taker, operation.takers)
+        kernels[share.taker] += (Copy(stream, total, share.of(OUTPUT, other)) for other in others)
+    _close(kernels, pairs)
+    return _program(f"{operation.name} straight from and to peers", kernels)
+
+
+def _columns(view: View, start: int, stop: int) -> View:
+    """Return some of a view's columns."""
+    return view._replace(start=view.start + start, stop=view.start + stop)
+
+
+def _others(device: int, devices: Iterable[int]) -> list[int]:
+    """Return other devices in the order in which one writes to them: not all to the same at the same time."""
+    return sorted((other for other in devices if other != device), key=lambda other: (other < device, other))
+
+
+def _pair(sender: int, receiver: int) -> Queue:
+    return Queue(receiver, sender, (receiver,))
+
+
+def _opened(devices: Iterable[int], pairs: list[Queue]) -> dict[int, list[Step]]:
+    """Start kernels in which the sender of every pair waits until the receiver's tensors may be read and written."""
+    kernels: dict[int, list[Step]] = {device: [] for device in devices}
+    for pair in pairs:
+        kernels[pair.place].append(Signal(own(pair.place), Flag("ready", pair, pair.place)))
+    for pair in pairs:
+        kernels[pair.sender].append(Await(own(pair.sender), Flag("ready", pair, pair.place)))
+    return kernels
+
+
+def _close(kernels: dict[int, list[Step]], pairs: list[Queue]) -> None:
+    """End kernels: the receiver of every pair waits until the sender has done with its tensors."""
+    for pair in pairs:
+        kernels[pair.sender].append(Signal(own(pair.sender), Flag("done", pair)))
+    for pair in pairs:
+        kernels[pair.place].append(Await(own(pair.place), Flag("done", pair)))
+
+
+def _slots(*, on_host: bool) -> str:
+    return "slots on the host" if on_host else "slots of peers"
+
+
+def _senders(devices: Iterable[int], messages: dict[tuple[int, int], Message]) -> dict[int, list[Step]]:
+    """Start kernels with what each device sends."""
+    kernels: dict[int, list[Step]] = {device: [] for device in devices}
+    for message in dict.fromkeys(messages.values()):
+        kernels[message.queue.sender] += message.send()
+    return kernels
+
+
+def _is_remote(source: View, target: View) -> bool:
+    return source.buffer.device != target.buffer.device
+
+
+def _program(name: str, kernels: dict[int, list[Step]]) -> Program:
+    commands: list[Command] = []
+    for device in kernels:
+        commands += order("enter", caller(device), own(device))
+    commands += (Exchange(own(device), tuple(steps)) for device, steps in kernels.items())
+    for device in kernels:
+        commands += order("leave", own(device), caller(device))
+    return Program(name, tuple(commands))

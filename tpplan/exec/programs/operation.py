@@ -1,0 +1,213 @@
+"""What an operation moves or adds up, before it is known by which transport."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from attrs import frozen
+
+from tpplan.exec.programs.program import EXCHANGE, HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Sum, View
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tpplan.exec.programs.program import Stream
+
+#: What a device adds up or passes on for all starts at multiples of so many columns: a kernel reads 16 bytes at a time.
+_GRAIN = 8
+
+
+class Move(NamedTuple):
+    """Columns that are to be copied.
+
+    Attributes:
+        source: of a caller's tensor.
+        target: as many columns of a caller's tensor.
+    """
+
+    source: View
+    target: View
+
+
+@frozen
+class Moves:
+    """An operation that only copies.
+
+    Attributes:
+        name: for people.
+        moves: in device order; none is empty, and no two write the same columns.
+    """
+
+    name: str
+    moves: tuple[Move, ...]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Those that read or write, without the host, ascending."""
+        ends = {view.buffer.device for move in self.moves for view in (move.source, move.target)}
+        return tuple(sorted(ends - {HOST}))
+
+    @property
+    def columns(self) -> int:
+        """Columns of the widest move."""
+        return max(source.stop - source.start for source, _ in self.moves)
+
+    @property
+    def span(self) -> int:
+        """Columns from the first to the last that anybody wants of one tensor, of the widest."""
+        wanted: dict[Buffer, list[View]] = {}
+        for source, _ in self.moves:
+            wanted.setdefault(source.buffer, []).append(source)
+        return max(max(v.stop for v in views) - min(v.start for v in views) for views in wanted.values())
+
+
+class Share(NamedTuple):
+    """Columns that one taker adds up for all.
+
+    Attributes:
+        taker: the device.
+        start: first column.
+        stop: one past the last.
+        part: of the rows.
+        parts: of the rows.
+    """
+
+    taker: int
+    start: int
+    stop: int
+    part: int = 0
+    parts: int = 1
+
+    def of(self, role: str, device: int) -> View:
+        """Return these columns of a caller's tensor."""
+        return View(Buffer(role, device), self.start, self.stop, self.part, self.parts)
+
+
+def share_out(columns: int, weights: Mapping[int, int]) -> tuple[tuple[int, int, int], ...]:
+    """Return columns (device, start, stop) for each device, about as many as its weight says; some may get none."""
+    total, reached = sum(weights.values()) * _GRAIN, accumulate(weights.values(), initial=0)
+    cuts = [min(columns, -(-columns * weight // total) * _GRAIN) for weight in reached]
+    return tuple((device, a, b) for device, (a, b) in zip(weights, pairwise(cuts), strict=True) if b > a)
+
+
+@frozen
+class Reduction:
+    """An operation that adds up: every taker gets the sum of all parts and of its residual.
+
+    Attributes:
+        name: for people.
+        columns: of a part and of the sum.
+        givers: devices that have a part, in the order of adding.
+        takers: devices that get the sum, ascending.
+        residual: whether the takers have a residual, which is added last.
+    """
+
+    name: str
+    columns: int
+    givers: tuple[int, ...]
+    takers: tuple[int, ...]
+    residual: bool
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Those that read or write, ascending."""
+        return tuple(sorted({*self.givers, *self.takers}))
+
+    def shares(self, part: int = 0, parts: int = 1) -> tuple[Share, ...]:
+        """Return about equal columns for each taker; few columns are not enough for all takers."""
+        even = dict.fromkeys(self.takers, 1)
+        return tuple(Share(taker, a, b, part, parts) for taker, a, b in share_out(self.columns, even))
+
+    @property
+    def span(self) -> int:
+        """Columns from the first to the last that others fetch of one part, or of a share, of the widest."""
+        asked = (self.asked_of(giver) for giver in self.givers)
+        shares = (share.stop - share.start for share in self.shares())
+        return max((*(spans[-1][1] - spans[0][0] for spans in asked if spans), *shares))
+
+    def asked_of(self, giver: int) -> tuple[tuple[int, int], ...]:
+        """Return the columns (start, stop) of a giver's part that others add up: before its own share and behind it."""
+        mine = [(share.start, share.stop) for share in self.shares() if share.taker == giver]
+        start, stop = mine[0] if mine else (self.columns, self.columns)
+        return tuple(span for span in ((0, start), (stop, self.columns)) if span[0] < span[1])
+
+    def others(self, taker: int) -> tuple[int, ...]:
+        """Return the givers whose parts a taker has to fetch."""
+        return tuple(giver for giver in self.givers if giver != taker)
+
+    def slab(self, share: Share, giver: int) -> View:
+        """Return where in its exchange buffer the taker of a share keeps another giver's columns."""
+        others = self.others(share.taker)
+        buffer = Buffer(EXCHANGE, share.taker, others.index(giver), len(others))
+        width = share.stop - share.start
+        return View(buffer, 0, width, share.part, share.parts, width)
+
+    def total(self, stream: Stream, share: Share, fetched: Callable[[int], View]) -> Sum:
+        """Return the command that adds up a share; ``fetched`` tells where the parts of other givers are."""
+        own = (share.of(INPUT, g) if g == share.taker else fetched(g) for g in self.givers)
+        residual = (share.of(RESIDUAL, share.taker),) if self.residual else ()
+        return Sum(stream, (*own, *residual), share.of(OUTPUT, share.taker))
+
+
+@frozen
+class Addition:
+    """An operation within each device: columns of its input are added to its output.
+
+    Attributes:
+        name: for people.
+        shares: the columns of the input that belong to the output's, for each device.
+    """
+
+    name: str
+    shares: tuple[Share, ...]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Those that add, ascending."""
+        return tuple(share.taker for share in self.shares)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the widest share."""
+        return max(share.stop - share.start for share in self.shares)
+
+
+Operation = Moves | Reduction | Addition
+
+
+def broadcast(source: int, targets: tuple[int, ...], columns: int) -> Moves:
+    """Copy all columns of the source's tensor to every target."""
+    whole = View(Buffer(INPUT, source), 0, columns)
+    return Moves("broadcast", tuple(Move(whole, View(Buffer(OUTPUT, d), 0, columns)) for d in targets))
+
+
+def scatter(source: int, slices: tuple[tuple[int, int, int], ...]) -> Moves:
+    """Copy to each device its slice (device, start, stop) of the source's columns."""
+    x = Buffer(INPUT, source)
+    return Moves(
+        "scatter", tuple(Move(View(x, a, b), View(Buffer(OUTPUT, d), 0, b - a)) for d, a, b in slices if b > a)
+    )
+
+
+def allgather(name: str, slices: tuple[tuple[int, int, int], ...], targets: tuple[int, ...]) -> Moves:
+    """Copy every device's slice (device, start, stop) to these columns on every target, which may be the host."""
+    return Moves(
+        name,
+        tuple(
+            Move(View(Buffer(INPUT, s), 0, b - a), View(Buffer(OUTPUT, d), a, b))
+            for d in targets
+            for s, a, b in slices
+            if b > a
+        ),
+    )
+
+
+def all_reduce(columns: int, givers: tuple[int, ...], takers: tuple[int, ...], residual: bool) -> Reduction:  # noqa: FBT001
+    """Add up the givers' parts, and a residual, on all takers."""
+    return Reduction("all_reduce", columns, givers, takers, residual)
+
+
+def add(slices: tuple[tuple[int, int, int], ...]) -> Addition:
+    """Add to each device's output the columns (device, start, stop) of its input."""
+    return Addition("add_residual", tuple(Share(device, a, b) for device, a, b in slices if b > a))

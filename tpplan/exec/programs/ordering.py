@@ -1,0 +1,250 @@
+"""A happens-before checker: whatever the streams do, nothing touches bytes that something else is writing.
+
+What is checked, of programs that one context is given one after the other:
+
+- Any two accesses to the same bytes, one of which writes, are ordered: by a stream, an event, a flag or the host.
+- Nothing waits for ever, or for a command that is not issued by the end of the program.
+- Every program raises each flag as often as it is awaited, and every message is freed, so that the counts by which
+  senders and receivers find a slot stay together.
+- What a program reads of the context's memory or of its outputs, it has written before, and it has not yet written what
+  it reads of its inputs.
+- No output has a gap.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import lcm
+from typing import TYPE_CHECKING
+
+from attrs import Factory, define, frozen
+
+from tpplan.errors import InternalError
+from tpplan.exec.programs.fence import own
+from tpplan.exec.programs.program import (
+    HOST,
+    INPUT,
+    OUTPUT,
+    RESIDUAL,
+    Await,
+    Flag,
+    Signal,
+    Sum,
+    View,
+    flat,
+    writes,
+)
+from tpplan.exec.programs.region import Memory, Region, gap, regions
+from tpplan.exec.programs.timeline import Call, Node, Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tpplan.exec.programs.program import Buffer, Program, Stream
+
+#: Kinds of findings.
+RACE, DEADLOCK, FLAGS, UNWRITTEN, OVERWRITTEN, GAP = "race", "deadlock", "flags", "unwritten", "overwritten", "gap"
+
+_SHOWN = 5
+
+
+@frozen
+class Finding:
+    """Something that is wrong with programs.
+
+    Attributes:
+        kind: ``race``, ``deadlock``, ``flags``, ``unwritten``, ``overwritten`` or ``gap``.
+        message: a sentence that names the commands, the columns and, counted from 1, the programs of the sequence.
+    """
+
+    kind: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+def verify(program: Program, *, in_place: bool = False) -> Program:
+    """Return a program that may run any number of times in a row.
+
+    Args:
+        program: to be checked.
+        in_place: whether each device's output may be its input or its residual.
+
+    Raises:
+        InternalError: something is wrong with it.
+    """
+    # Every run leaves the same behind, so that the second meets what all later ones meet; but in a slot a run meets the
+    # message that was there before, which in the worst case is as many runs ago as the queue has slots.
+    views = (view for step in flat(program) for view in writes(step))
+    slots = max((view.buffer.queue.slots for view in views if view.buffer.queue), default=1)
+    found = check([Call(program, in_place)] * (1 + slots))
+    if found:
+        more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        raise InternalError("\n".join((f"{program.name} is not safe:", *map(str, found[:_SHOWN]), *more)))
+    return program
+
+
+def check(calls: Sequence[Call]) -> tuple[Finding, ...]:
+    """Return what is wrong with programs that one context is given in this order; nothing if all is well.
+
+    What is wrong again in a later call of the same program is told once.
+    """
+    timeline = Timeline()
+    for call in calls:
+        timeline.run(call)
+    programs = {id(call.program): call.program for call in calls}.values()  # a hash of a program takes its time
+    found = [finding for program in programs for finding in (*_flags(program), *_gaps(program))]
+    order = _order(timeline.nodes)
+    found += _deadlocks(timeline, order)
+    found += _Watch(timeline.nodes).watch(order)
+    return tuple(found)
+
+
+def _flags(program: Program) -> Iterator[Finding]:
+    """Find flags that are raised more or less often than awaited, and messages that not every receiver frees."""
+    raised: defaultdict[Flag, list[Stream]] = defaultdict(list)
+    awaited: defaultdict[Flag, list[Stream]] = defaultdict(list)
+    for step in flat(program):
+        if isinstance(step, Signal | Await):
+            (raised if isinstance(step, Signal) else awaited)[step.flag].append(step.stream)
+    for flag in sorted({*raised, *awaited}):
+        queue, count = flag.queue, len(raised[flag])
+        by, to = (queue.sender, queue.receivers) if flag.device == HOST else (flag.device, (queue.sender,))
+        others = {*raised[flag]} - {own(by)} | {*awaited[flag]} - {own(device) for device in to}
+        if others:
+            yield Finding(FLAGS, f"{flag} is not for {min(others)} to use")
+        for device in to:
+            waits = awaited[flag].count(own(device))
+            if waits != count:
+                yield Finding(FLAGS, f"{flag} is raised {count} times and awaited {waits} times by {own(device)}")
+    for queue, receiver in sorted({(flag.queue, r) for flag in raised for r in flag.queue.receivers}):
+        full, free = Flag("full", queue), Flag("free", queue, receiver)
+        if len(raised[full]) != len(raised[free]):
+            yield Finding(FLAGS, f"{full} is raised {len(raised[full])} times, but {free} {len(raised[free])} times")
+
+
+def _gaps(program: Program) -> Iterator[Finding]:
+    """Find columns of an output that are not written, though later ones or other rows of them are."""
+    written: defaultdict[Buffer, list[View]] = defaultdict(list)
+    for step in flat(program):
+        for view in writes(step):
+            if view.buffer.role == OUTPUT:
+                written[view.buffer].append(view)
+    for buffer, views in written.items():
+        stop, parts = max(view.stop for view in views), lcm(*{view.parts for view in views})
+        spans: defaultdict[Memory, list[tuple[int, int]]] = defaultdict(list)
+        for region in (r for view in views for r in regions(view, 0, parts)):
+            spans[region.memory].append((region.start, region.stop))
+        for whole in regions(View(buffer, 0, stop), 0, parts):
+            column = gap(spans[whole.memory], 0, stop)
+            if column is not None:
+                yield Finding(GAP, f"nothing in {program.name} writes all rows of {View(buffer, column, stop)}")
+                break
+
+
+def _order(nodes: Sequence[Node]) -> list[int]:
+    """Return the nodes that ever run, each behind those that it comes after."""
+    left = [len(node.after) for node in nodes]
+    followers: list[list[int]] = [[] for _ in nodes]
+    for index, node in enumerate(nodes):
+        for earlier in node.after:
+            followers[earlier].append(index)
+    order = [index for index, count in enumerate(left) if not count]
+    for index in order:  # which grows
+        for follower in followers[index]:
+            left[follower] -= 1
+            if not left[follower]:
+                order.append(follower)
+    return order
+
+
+def _deadlocks(timeline: Timeline, order: Sequence[int]) -> Iterator[Finding]:
+    """Find what waits for ever."""
+    for node, wanted, raised in timeline.stuck:
+        yield Finding(DEADLOCK, f"{node} waits for {wanted} signals, of which {raised} are issued with it or before")
+    blocked = {*range(len(timeline.nodes))}.difference(order)
+    if blocked:
+        path = [min(blocked)]
+        while path[-1] not in path[:-1]:
+            path.append(next(index for index in timeline.nodes[path[-1]].after if index in blocked))
+        cycle = path[path.index(path[-1]) :]
+        yield Finding(DEADLOCK, ", which waits for ".join(str(timeline.nodes[index]) for index in cycle))
+
+
+_Accesses = dict[Memory, list[tuple[int, Region]]]
+
+
+@define
+class _Watch:
+    """Looks at all accesses to memory, in an order in which they may happen.
+
+    Attributes:
+        nodes: of a timeline.
+        found: so far, by the commands.
+        past: for each node, a bit for every node that is complete by its end.
+        read: each memory, by which nodes. Forgets what a later write covers: whatever is to come after the one is
+            compared with the other, which comes after it.
+        written: the same.
+    """
+
+    nodes: Sequence[Node]
+    found: dict[tuple[object, ...], Finding] = Factory(dict)
+    past: list[int] = Factory(list)
+    read: _Accesses = Factory(lambda: defaultdict(list))
+    written: _Accesses = Factory(lambda: defaultdict(list))
+
+    def watch(self, order: Iterable[int]) -> Iterable[Finding]:
+        """Return races, and reads of what is not there yet or not there any more."""
+        self.past = [1 << index for index in range(len(self.nodes))]
+        for index in order:
+            node = self.nodes[index]
+            for earlier in node.after:
+                self.past[index] |= self.past[earlier]
+            for region in node.reads:
+                self._compare(index, region, self.written)
+                self._check_content(index, region)
+            for region in node.writes:
+                self._compare(index, region, self.written)
+                self._compare(index, region, self.read)
+                for accesses in (self.read, self.written):
+                    left = [(i, r) for i, r in accesses[region.memory] if not region.covers(r)]
+                    accesses[region.memory] = left
+                self.written[region.memory].append((index, region))
+            for region in node.reads:
+                self.read[region.memory].append((index, region))
+        return self.found.values()
+
+    def _compare(self, index: int, region: Region, accesses: _Accesses) -> None:
+        """Find accesses to the same bytes that this one does not come after."""
+        past = self.past[index]
+        for earlier, other in accesses[region.memory]:
+            if not past >> earlier & 1 and region.overlaps(other):
+                self._tell(RACE, f"{region.view} in {{}} and {other.view} in {{}} are in no order", index, earlier)
+
+    def _check_content(self, index: int, region: Region) -> None:
+        """Find reads of what the program has not written yet, or of operands that it has, unless they are races."""
+        node, view = self.nodes[index], region.view
+        for target in node.writes:
+            if target.memory == region.memory and target.overlaps(region) and target[2:] != region[2:]:
+                self._tell(OVERWRITTEN, f"{{}} reads {view} while it writes {target.view}", index, index)
+        written = [
+            (i, r)
+            for i, r in self.written[region.memory]
+            if self.nodes[i].program == node.program and not isinstance(self.nodes[i].what, str)
+        ]
+        if view.buffer.role in {INPUT, RESIDUAL}:
+            for earlier, other in written:
+                if region.overlaps(other):
+                    self._tell(OVERWRITTEN, f"{{}} reads {view} after {{}} wrote {other.view}", index, earlier)
+        elif not (isinstance(node.what, Sum) and view == node.what.target):
+            spans = ((r.start, r.stop) for _, r in written if r[2:5] == region[2:5])  # the same place for the same rows
+            column = gap(spans, region.start, region.stop)
+            if column is not None:
+                self._tell(UNWRITTEN, f"{{}} reads {view} before column {column} is written", index, index)
+
+    def _tell(self, kind: str, sentence: str, index: int, other: int) -> None:
+        """Keep a finding about two nodes, once for all runs of the same commands."""
+        first, second = self.nodes[index], self.nodes[other]
+        self.found.setdefault((kind, sentence, first.what, second.what), Finding(kind, sentence.format(first, second)))

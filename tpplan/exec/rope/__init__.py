@@ -1,0 +1,1 @@
+"""Rotary position embeddings: tables, what config.json says of them, and how models stretch them."""

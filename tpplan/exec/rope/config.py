@@ -1,0 +1,260 @@
+"""A model's RoPE as its config.json has it: in transformers' old form, or in the one of its version 5."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import TYPE_CHECKING, Final, Literal
+
+from tpplan.config import Config
+from tpplan.exec.rope.scaling import Default, Dynamic, Linear, Llama3, LongRope, Scaling, Yarn
+from tpplan.families import FAMILIES
+from tpplan.families.wrappers import text_part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+Style = Literal["neox", "gptj"]
+STYLES: Final[tuple[Style, ...]] = ("neox", "gptj")
+
+#: The context before stretching, in tokens.
+ORIGINAL: Final = "original_max_position_embeddings"
+
+#: A larger head is a mistake or an attack.
+_MAX_DIM: Final = 2**16
+
+#: Any other number of a scaling is beyond what float32 can be expected to turn into frequencies.
+_LOWEST: Final = 1e-6
+_HIGHEST: Final = 1e6
+
+#: The same for a base.
+_LOWEST_THETA: Final = 1.001
+_HIGHEST_THETA: Final = 1e18
+
+#: Families of which GPT-J's style is; ``rope_interleave`` overrides it.
+_GPTJ: Final = frozenset({"cohere", "cohere2", "deepseek_v2", "deepseek_v3", "glm4"})
+
+#: Families whose layers with a sliding window have a base of their own.
+_LOCAL: Final = frozenset({"gemma3_text"})
+
+#: Kinds whose factor may be left out: it is the context over the original one.
+_RATIO: Final = frozenset({"yarn", "longrope"})
+
+#: Where the size of a head may be, the first that counts first.
+_HEADS: Final = ("qk_rope_head_dim", "head_dim")
+
+#: What transformers' configuration classes put where a config.json is silent, if not a base of 10,000 and whole heads.
+_DEFAULTS: Final[dict[str, dict[str, object]]] = {
+    "cohere": {"rope_theta": 5e5},
+    **{key: {"rope_theta": 1e6, "rope_local_base_freq": 1e4} for key in _LOCAL},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "gpt_neox": {"rotary_pct": 0.25},
+    "gpt_oss": {
+        "rope_theta": 1.5e5,
+        "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": False, ORIGINAL: 4096},
+    },
+    "mixtral": {"rope_theta": 1e6},
+    "nemotron": {"partial_rotary_factor": 0.5},
+    "phi": {"partial_rotary_factor": 0.5},
+    "smollm3": {"rope_theta": 2e6},
+    "stablelm": {"partial_rotary_factor": 0.25},
+}
+
+
+def read_rope(data: Mapping[str, object], layer_type: str | None) -> tuple[float, int, Scaling, Style]:
+    """Read the attributes of a Rope from the object in a config.json."""
+    model_type, config = text_part(Config(data, "config.json"))
+    defaults: Mapping[str, object] = _DEFAULTS.get(model_type, {})
+    if family := FAMILIES.get(model_type):
+        defaults = {"rope_theta": 1e4, **family.defaults, **defaults}
+    config = Config({**defaults, **config.data}, config.source)
+    if model_type == "gpt2" or config.flag("alibi"):
+        raise config.error("this model has no RoPE", "its positions are learned, or ALiBi")
+    section = _section(config, model_type, layer_type)
+    dim = _dim(config, section)
+    style: Style = "gptj" if config.flag("rope_interleave", default=model_type in _GPTJ) else "neox"
+    return _number(section, "rope_theta", low=_LOWEST_THETA, high=_HIGHEST_THETA), dim, _scaling(section, dim), style
+
+
+def _dim(config: Config, section: Config) -> int:
+    """Return the rotary dimension: MLA's own, or the rotated part of a head."""
+    head = next((size for key in _HEADS if (size := config.optional_count(key, maximum=_MAX_DIM))), None)
+    if head is None:
+        head = config.count("hidden_size") // config.count("num_attention_heads")
+    part = _number(section, "partial_rotary_factor", high=1.0)
+    dim = config.optional_count("rotary_dim", maximum=_MAX_DIM) or int(head * part)
+    if not 0 < dim + dim % 2 <= min(head, _MAX_DIM):
+        raise config.error(f"{dim} rotary dimensions do not fit a head of {head} (partial_rotary_factor is {part:g})")
+    return dim
+
+
+def _section(config: Config, model_type: str, layer_type: str | None) -> Config:
+    """Return one set of parameters, completed from the rest of the config as transformers does.
+
+    The parameters of one layer type take no ``original_max_position_embeddings`` from the config itself, and their
+    ``truncate`` is looked for next to the layer types.
+    """
+    name = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
+    given = _by_layer(config) if model_type in _LOCAL else _object(config, name)
+    layers = tuple(key for key, value in given.items() if isinstance(value, dict))
+    if layers:
+        if layer_type not in layers:
+            known = ", ".join(key[:40] for key in layers)
+            raise config.error(f"{name} has nothing for layers of type {layer_type}", f"name one of {known}")
+        nested = _object(Config(given, config.source), layer_type)
+        given = {**nested, "truncate": given.get("truncate")}
+        name = f"{name}.{layer_type}"
+    section = Config(given, f"{config.source}: {name}")
+    kind = section.text("rope_type") or section.text("type") or "default"
+    longest = config.optional_count("max_position_embeddings")
+    original = (None if layers else config.optional_count(ORIGINAL)) or section.optional_count(ORIGINAL)
+    filled = {
+        "rope_type": kind,
+        "rope_theta": _first(section, config, "rope_theta", "rotary_emb_base"),
+        "partial_rotary_factor": _first(section, config, "partial_rotary_factor", "rotary_pct", 1.0),
+        "max_position_embeddings": longest,
+        ORIGINAL: original or longest,
+    }
+    if section.raw("factor") is None and kind in _RATIO and longest and original:
+        filled["factor"] = longest / original
+    return Config({**given, **{key: value for key, value in filled.items() if value is not None}}, section.source)
+
+
+def _first(section: Config, config: Config, key: str, alias: str, default: object = None) -> object:
+    """Return the value of a key in the section, else that in the config, under its alias or its name."""
+    values = (section.raw(key), config.raw(alias), config.raw(key))
+    return next((value for value in values if value is not None), default)
+
+
+def _by_layer(config: Config) -> dict[str, object]:
+    """Return Gemma 3's parameters by layer type, also from its old form, where scaling is for full attention only."""
+    given = Config(_object(config, "rope_parameters"), config.source)
+    full, sliding = (_object(given, layer_type) for layer_type in ("full_attention", "sliding_attention"))
+    local = _number(config, "rope_local_base_freq", low=_LOWEST_THETA, high=_HIGHEST_THETA)
+    return {
+        "full_attention": {**full, **_object(config, "rope_scaling")},
+        "sliding_attention": {"rope_theta": local, **sliding},
+    }
+
+
+def _object(config: Config, key: str) -> dict[str, object]:
+    """Return the object under a key, empty if there is none."""
+    value = config.raw(key) or {}
+    if not isinstance(value, dict):
+        raise config.error(f"{key} is {reprlib.repr(value)}, expected an object")
+    return value
+
+
+def _scaling(section: Config, dim: int) -> Scaling:
+    """Read the kind of RoPE, and its parameters.
+
+    Args:
+        section: where they are: ``rope_type``, ``max_position_embeddings``, ``original_max_position_embeddings`` …
+        dim: the rotary dimension.
+
+    Raises:
+        ModelError: the kind is unknown, a parameter is missing, of the wrong type or out of range, or the kind cannot
+            be had with this dimension.
+    """
+    kind = section.text("rope_type")
+    read = _KINDS.get(kind)
+    if read is None:
+        raise section.error(f"rope_type is {kind[:60]!r}", f"known are {', '.join(_KINDS)}")
+    return read(section, dim)
+
+
+def _number(section: Config, key: str, *, low: float = _LOWEST, high: float = _HIGHEST) -> float:
+    """Return a number from ``low`` to ``high``.
+
+    Raises:
+        ModelError: it is missing, no number, or outside.
+    """
+    value = _optional(section, key, low, high)
+    if value is None:
+        raise section.error(f"{key} is {'null' if key in section else 'missing'}")
+    if not value:
+        raise section.error(f"{key} is 0, outside {low:g} to {high:g}")
+    return value
+
+
+def _optional(section: Config, key: str, low: float = _LOWEST, high: float = _HIGHEST) -> float | None:
+    """Return a number, which may be 0, or None if there is none."""
+    value = section.raw(key)
+    return None if value is None else _checked(section, key, value, low, high)
+
+
+def _checked(section: Config, name: str, value: object, low: float = _LOWEST, high: float = _HIGHEST) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise section.error(f"{name} is {reprlib.repr(value)}, which is not a number")
+    if value and not low <= value <= high:
+        raise section.error(f"{name} is {reprlib.repr(value)}, outside {low:g} to {high:g}")
+    return float(value)
+
+
+def _factors(section: Config, key: str, dim: int) -> tuple[float, ...]:
+    """Return the numbers of a list, one for each pair."""
+    values, pairs = section.raw(key), -(-dim // 2)
+    if not isinstance(values, list):
+        what = "missing" if values is None else f"{reprlib.repr(values)}, which is not a list of numbers"
+        raise section.error(f"{key} is {what}")
+    if len(values) != pairs:
+        raise section.error(f"{key} has {len(values)} numbers, expected {pairs} for {dim} rotary dimensions")
+    numbers = tuple(_checked(section, f"{key}[{i}]", value) for i, value in enumerate(values))
+    if 0 in numbers:
+        raise section.error(f"{key}[{numbers.index(0)}] is 0, which no frequency can be divided by")
+    return numbers
+
+
+def _default(_section: Config, _dim: int) -> Default:
+    return Default()
+
+
+def _linear(section: Config, _dim: int) -> Linear:
+    return Linear(_number(section, "factor"))
+
+
+def _dynamic(section: Config, dim: int) -> Dynamic:
+    if dim <= 2:  # noqa: PLR2004 - d / (d - 2)
+        raise section.error(f"rope_type dynamic needs more than 2 rotary dimensions, found {dim}")
+    return Dynamic(_number(section, "factor"), section.count("max_position_embeddings"))
+
+
+def _llama3(section: Config, _dim: int) -> Llama3:
+    low, high = _number(section, "low_freq_factor"), _number(section, "high_freq_factor")
+    if low >= high:
+        raise section.error(f"low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+    return Llama3(_number(section, "factor"), low, high, section.count(ORIGINAL))
+
+
+def _yarn(section: Config, dim: int) -> Yarn:
+    if dim % 2:
+        raise section.error(f"rope_type yarn needs an even number of rotary dimensions, found {dim}")
+    return Yarn(
+        _number(section, "factor"),
+        section.count(ORIGINAL),
+        attention_factor=_optional(section, "attention_factor"),
+        beta_fast=_optional(section, "beta_fast"),
+        beta_slow=_optional(section, "beta_slow"),
+        mscale=_optional(section, "mscale"),
+        mscale_all_dim=_optional(section, "mscale_all_dim"),
+        truncate=section.flag("truncate", default=True),
+    )
+
+
+def _longrope(section: Config, dim: int) -> LongRope:
+    return LongRope(
+        _factors(section, "short_factor", dim),
+        _factors(section, "long_factor", dim),
+        _number(section, "factor"),
+        section.count(ORIGINAL, minimum=2),
+        _optional(section, "attention_factor"),
+    )
+
+
+_KINDS: Final[dict[str, Callable[[Config, int], Scaling]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,1 @@
+"""What ``tpplan selftest`` does: trials of every operation, and what is found."""

@@ -1,0 +1,158 @@
+"""Which sizes of an operation to try: odd ones, and every way that it goes."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import evolve, frozen
+
+from tpplan.axes import Axis
+from tpplan.exec.context import TPContext
+from tpplan.exec.explain import cuts
+from tpplan.exec.operands import ADDABLE
+from tpplan.exec.selftest.references import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from random import Random
+
+    from tpplan.exec.explain import Way
+
+#: Of one, two, four and eight bytes.
+_MOVED = (torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64)
+
+#: Dimensions before the columns: one row with and without any, three, and none.
+_LEADS = ((), (3, 1), (1,), (0,))
+
+#: Columns of a tensor that is not cut: too few for every device to add some up, and no multiple of anything.
+_FEW = 5
+
+#: Odd attempts of up to about so many bytes are made, and of those that go a known way, of up to so many.
+_CHEAP, _SEVERAL = 2 * 2**20, 4 * 2**20
+
+#: To see an axis go a way that nothing smaller goes, one attempt is of up to so many bytes; to see any axis do so, of
+#: up to so many. Of what is kept together, it is less.
+_LARGE, _MOST = 32 * 2**20, 128 * 2**20
+
+#: Where every byte takes long, attempts are up to so many bytes, or of one row.
+_SMALL = 2**18
+
+
+@frozen
+class Attempt:
+    """A size to be tried.
+
+    Attributes:
+        axis: as the plan's :func:`~tpplan.exec.explain.cuts` call it.
+        lead: dimensions before the columns.
+        dim: columns per element of the axis; of operations that cut nothing, the columns.
+        dtype: of the operands.
+        narrow: whether ``dim`` is not the plan's.
+        how: which way it goes; empty where that is not known before.
+    """
+
+    axis: str
+    lead: tuple[int, ...]
+    dim: int
+    dtype: torch.dtype
+    narrow: bool = False
+    how: str = ""
+
+
+@frozen
+class Attempts:
+    """The sizes of one operation on a context.
+
+    Attributes:
+        context: a compiled plan.
+        kind: of operation.
+        columns: of an axis with ``dim`` 1.
+        dims: of an axis, the plan's and a narrow one.
+    """
+
+    context: TPContext
+    kind: Kind
+    columns: dict[str, int]
+    dims: dict[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, context: TPContext, kind: Kind) -> Attempts:
+        """Look up the axes and their sizes."""
+        plan = context.plan
+        if not kind.cuts:
+            axes = cuts(plan)
+            return cls(context, kind, dict.fromkeys(axes, 1), dict.fromkeys(axes, (plan.split(Axis.RS).size, _FEW)))
+        splits = {axis: split for axis, split in cuts(plan).items() if split}
+        columns = {axis: split.size for axis, split in splits.items()}
+        return cls(context, kind, columns, {axis: (split.width, 1) for axis, split in splits.items()})
+
+    def all(self, ways: Sequence[Way]) -> Iterator[Attempt]:
+        """Yield odd sizes on every axis in every dtype; and of each axis one row and several that go each way."""
+        yield from filter(self._is_cheap, self._odd())
+        yield from self._going(ways, _LARGE, _MOST)
+
+    def together(self, ways: Sequence[Way], random: Random) -> Iterator[Attempt]:
+        """Yield fewer, whose operands can be kept until all were run: of every way, and a random size on every axis."""
+        yield from self._going(ways, _SEVERAL, _LARGE)
+        yield from self.some(random)
+
+    def some(self, random: Random) -> Iterator[Attempt]:
+        """Yield a random small size on every axis."""
+        for axis, dims in self.dims.items():
+            rows, dim = random.randint(1, self.context.max_rows), random.choice(dims)
+            attempt = self._attempt(axis, (rows,), dim, random.choice(self._dtypes))
+            small = self._fits(attempt) and self._cost(attempt) <= _SMALL
+            yield attempt if small else self._attempt(axis, (1,), dims[1], self._dtypes[0])
+
+    def _going(self, ways: Sequence[Way], large: int, most: int) -> Iterator[Attempt]:
+        """Yield of each axis one row and several that go each way, of up to so many bytes.
+
+        Args:
+            ways: to go.
+            large: to see an axis go a way that nothing smaller goes.
+            most: to see any axis do so.
+        """
+        seen: set[object] = set()
+        for attempt in sorted(self._of_ways(ways), key=self._cost):
+            here = (attempt.axis, attempt.how, prod(attempt.lead) > 1)
+            limit = _SEVERAL if here in seen else large if attempt.how in seen else most
+            if self._cost(attempt) <= limit:
+                seen |= {here, attempt.how}
+                yield attempt
+
+    @property
+    def _dtypes(self) -> tuple[torch.dtype, ...]:
+        return ADDABLE if self.kind.adds else _MOVED
+
+    def _attempt(self, axis: str, lead: tuple[int, ...], dim: int, dtype: torch.dtype) -> Attempt:
+        return Attempt(axis, lead, dim, dtype, narrow=dim != self.dims[axis][0])
+
+    def _odd(self) -> Iterator[Attempt]:
+        for axis, dims in self.dims.items():
+            for (i, dtype), (j, lead) in product(enumerate(self._dtypes), enumerate(_LEADS)):
+                yield self._attempt(axis, lead, dims[(i + j) % 2], dtype)  # of two dtypes, every lead has both widths
+            yield self._attempt(axis, (self.context.max_rows,), dims[1], self._dtypes[0])
+
+    def _of_ways(self, ways: Sequence[Way]) -> Iterator[Attempt]:
+        for way in ways:
+            for axis in way.axes:
+                one = Attempt(axis, (1,), self.dims[axis][0], self.context.dtype, how=way.how)
+                several = max(way.first + 1, _SEVERAL // self._cost(one))
+                for rows in {way.first, min(several, way.last), way.last}:
+                    yield evolve(one, lead=(rows,))
+
+    def _is_cheap(self, attempt: Attempt) -> bool:
+        return self._fits(attempt) and (self._cost(attempt) <= _CHEAP or prod(attempt.lead) == 1)
+
+    def _fits(self, attempt: Attempt) -> bool:
+        """Tell whether a sum has room: the plan counts with the dtype of the activations."""
+        room = self.context.max_rows * self.context.dtype.itemsize
+        return not self.kind.adds or prod(attempt.lead) * attempt.dtype.itemsize <= room
+
+    def _cost(self, attempt: Attempt) -> int:
+        """Return about how many bytes are moved."""
+        size = prod(attempt.lead) * self.columns[attempt.axis] * attempt.dim * attempt.dtype.itemsize
+        return size * (len(self.context.all_devices) + 1)

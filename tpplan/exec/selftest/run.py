@@ -1,0 +1,296 @@
+"""The test of a compiled plan: every operation, on every axis, in many sizes, and every byte of it compared."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from itertools import cycle
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import evolve
+
+from tpplan.axes import parse_layers
+from tpplan.errors import ExecutionError, RequestError, TpplanError
+from tpplan.exec.compiler import build
+from tpplan.exec.compiler import compile as compile_plan
+from tpplan.exec.explain import cuts, in_graphs
+from tpplan.exec.gpu.graph import give_back
+from tpplan.exec.programs.adversary import Adversary
+from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.selftest.attempts import Attempts
+from tpplan.exec.selftest.references import KINDS
+from tpplan.exec.selftest.tally import Tally
+from tpplan.exec.selftest.trial import FORMS, Noise, Scene, issue, issue_again, renew
+from tpplan.selftest_report import Refusal, SelftestReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from tpplan.exec.context import TPContext
+    from tpplan.exec.gpu.graph import Graph
+    from tpplan.exec.selftest.attempts import Attempt
+    from tpplan.exec.selftest.references import Kind
+    from tpplan.exec.selftest.trial import Form, Trial
+    from tpplan.plan import SplitPlan
+
+PLAIN, CAPTURED, ADVERSARIAL = "plain", "captured", "adversarial"
+
+#: How often a graph is replayed, with other contents every time.
+_REPLAYS = 2
+
+#: Random schedules in which the adversary runs everything, and the most rows of an operand there.
+_SEEDS = (1, 2)
+_FEW_ROWS = 4
+
+#: So many faults of an operation by a transport are told in words.
+_TOLD = 3
+
+
+def selftest(
+    plan: SplitPlan,
+    make: Callable[[str], TPContext],
+    transports: Sequence[str],
+    busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> SelftestReport:
+    """Run every operation of a compiled plan and compare every byte with what slicing and adding on the CPU give.
+
+    The trials are the same every time. Besides the devices that the plan is compiled for, all operations run on
+    virtual ones that do the worst that programs allow.
+
+    Args:
+        plan: to be tested.
+        make: compiles it for a transport.
+        transports: to be tested; those that end with an error are told in the report, unless no other is tested.
+        busy: told what is being tested, for as long as it takes.
+
+    Raises:
+        TpplanError: the plan cannot be compiled for any of them.
+    """
+    tallies: list[Tally] = []
+    errors: dict[str, ExecutionError] = {}
+    with _undisturbed():
+        for transport in transports:
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                give_back()
+                torch.cuda.empty_cache()  # what the last transport was tested with: compiling looks for free memory
+            try:
+                with make(transport) as context:
+                    devices, max_rows = context.devices, context.max_rows
+                    tallies += _plain(context, transport, busy)
+                    tallies += _captured(context, transport, busy)
+            except ExecutionError as error:
+                errors[transport] = error
+            else:
+                with busy(f"testing every operation by {transport} in the worst order, on virtual devices"):
+                    tallies += _adversarial(plan, transport)
+    refused = tuple(Refusal(transport=x, unverified=_is_unverified(e), message=e.message) for x, e in errors.items())
+    if not tallies:
+        raise next((errors[one.transport] for one in refused if not one.unverified), errors[transports[0]])
+    wrong = sum(tally.wrong for tally in tallies)
+    return SelftestReport(
+        ok=not wrong and all(one.unverified for one in refused),
+        model=plan.model.name,
+        devices=len(devices),
+        backend=next(iter(devices.values())).device.type,
+        max_rows=max_rows,
+        tested=tuple(tally.tested for tally in tallies),
+        checks=sum(tally.checks for tally in tallies),
+        compared_bytes=sum(tally.compared_bytes for tally in tallies),
+        wrong=wrong,
+        faults=tuple(fault for tally in tallies for fault in tally.faults[:_TOLD]),
+        refused=refused,
+    )
+
+
+def compiler(
+    plan: SplitPlan, backend: str, note: Callable[[str], None], *, scratch: bool = True
+) -> Callable[[str], TPContext]:
+    """Return what compiles a plan for a transport: on virtual devices if ``backend`` is ``auto`` and GPUs are too few.
+
+    Args:
+        plan: to be tested.
+        backend: ``auto``, ``cpu`` or ``cuda``.
+        note: told why the devices are virtual ones.
+        scratch: whether to allocate it.
+    """
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "auto" and here < len(plan.devices):
+        note(f"on virtual devices, because the plan has {len(plan.devices)} and this machine {here} CUDA devices")
+        backend = "cpu"
+
+    def make(transport: str) -> TPContext:
+        try:
+            return compile_plan(plan, backend=backend, transport=transport, scratch=scratch)
+        except ExecutionError as error:
+            error.hint = error.hint.replace('backend="cpu"', "--backend cpu")  # of a command, not of a call
+            raise
+
+    return make
+
+
+def transports(wanted: str) -> tuple[str, ...]:
+    """Return the transports to test: one, or all for an empty name.
+
+    Raises:
+        RequestError: there is no such transport.
+    """
+    if wanted and wanted not in TRANSPORTS:
+        message = f"unknown transport {wanted!r}, expected {', '.join(TRANSPORTS)}"
+        raise RequestError(message, "name one of these, or leave --transport out to test them all")
+    return (wanted,) if wanted else TRANSPORTS
+
+
+def _is_unverified(error: ExecutionError) -> bool:
+    """Tell whether compiling found everything in order but what a transport needs, which another one may not need."""
+    _, *problems = error.message.splitlines()
+    return bool(problems) and all(problem.strip().startswith("transport: ") for problem in problems)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Leave torch's threads and current device as they were.
+
+    Meanwhile torch works in one thread: most tensors are small, and threads that wait for each other take longer.
+    """
+    threads = torch.get_num_threads()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.set_device(device)
+
+
+def _plain(context: TPContext, transport: str, busy: Callable[[str], AbstractContextManager[None]]) -> Iterator[Tally]:
+    """Try all sizes of every operation, one after the other."""
+    noise = Noise(Random(0))  # noqa: S311 (to be the same every time)
+    forms, sources = cycle(FORMS), cycle(context.all_devices)
+    ways = context.explain().ways
+    for name, kind in KINDS.items():
+        mine = [way for way in ways if way.operation == name and way.transport != "refused"]
+        tally = Tally(name, transport, PLAIN, mine)
+        with busy(f"testing {name} by {transport}"):
+            for attempt in Attempts.of(context, kind).all(mine):
+                source = context.all_devices[0] if attempt.how else next(sources)
+                scene = _scene(context, kind, attempt, noise, source=source, form=next(forms))
+                trial = _issued(tally, kind, attempt, scene)
+                if trial:
+                    tally.judge(attempt, scene, trial)
+        yield tally
+
+
+def _captured(
+    context: TPContext, transport: str, busy: Callable[[str], AbstractContextManager[None]]
+) -> Iterator[Tally]:
+    """Capture operations in which the host takes no part, some that go each way, and replay them on other contents."""
+    random = Random(0)  # noqa: S311 (to be the same every time)
+    noise, ways = Noise(random), context.explain().ways
+    for name, kind in ((name, kind) for name, kind in KINDS.items() if not kind.hosted):
+        mine = [way for way in in_graphs(ways, name) if way.transport != "refused"]
+        tally = Tally(name, transport, CAPTURED, mine)
+        try:
+            graph = context.capture()
+        except ExecutionError:  # virtual devices have none
+            return
+        with busy(f"testing {name} by {transport} in a graph"):
+            issued = []
+            for attempt in Attempts.of(context, kind).together(mine, random):
+                source = context.all_devices[0] if attempt.how else random.choice(context.all_devices)
+                scene = _scene(context, kind, attempt, noise, source=source, form=random.choice(FORMS))
+                trial = _issued(tally, kind, attempt, scene)  # everything has to run once before
+                if trial:
+                    issued.append((attempt, scene, trial))
+            if issued:
+                _replay(graph, tally, kind, issued)
+        yield tally
+
+
+def _replay(graph: Graph, tally: Tally, kind: Kind, issued: list[tuple[Attempt, Scene, Trial]]) -> None:
+    """Capture all these again in one graph, and judge what its replays make of other contents."""
+    last = issued[0]
+    try:
+        with graph:
+            for last in issued:
+                issue_again(last[-1])
+        for _ in range(_REPLAYS):
+            renewed = [renew(scene, trial, kind.make(scene)) for _, scene, trial in issued]
+            graph.replay()
+            for (attempt, scene, _), trial in zip(issued, renewed, strict=True):
+                tally.judge(attempt, scene, trial)
+    except TpplanError as error:
+        attempt, scene, _ = last
+        tally.checks += 1
+        tally.fail(attempt, scene.form, error)
+
+
+def _adversarial(plan: SplitPlan, transport: str) -> Iterator[Tally]:
+    """Issue all operations in random order, without waiting for any, on devices that do the worst that they may."""
+    tallies = {name: Tally(name, transport, ADVERSARIAL) for name in KINDS}
+    for seed in _SEEDS:
+        random = Random(seed)  # noqa: S311 (to be the same every time)
+        noise = Noise(random)
+        context = _adversary(plan, transport, random)
+        attempts = [(name, each) for name, kind in KINDS.items() for each in Attempts.of(context, kind).some(random)]
+        random.shuffle(attempts)
+        issued = []
+        for name, attempt in attempts:
+            source, form = random.choice(context.all_devices), random.choice(FORMS)
+            scene = _scene(context, KINDS[name], attempt, noise, source=source, form=form)
+            trial = _issued(tallies[name], KINDS[name], attempt, scene)
+            if trial:
+                issued.append((name, attempt, scene, trial))
+        try:
+            context.synchronize()
+        except TpplanError as error:  # what is stuck cannot be closed either
+            name, attempt, scene, _ = issued[-1]
+            tallies[name].fail(attempt, scene.form, error)
+            continue
+        for name, attempt, scene, trial in issued:
+            tallies[name].judge(attempt, scene, trial)
+        context.close()
+    yield from tallies.values()
+
+
+def _adversary(plan: SplitPlan, transport: str, random: Random) -> TPContext:
+    """Compile a plan with room for few rows on virtual devices, so that there is little to poison."""
+    rows = min(_FEW_ROWS, plan.request.max_rows)
+    return build(
+        evolve(plan, request=evolve(plan.request, max_rows=rows)),
+        (torch.device("cpu"),) * len(plan.devices),
+        lambda memory: Adversary(memory, random),
+        transport=transport,
+        max_rows=rows,
+        dtype=getattr(torch, plan.model.dtype),
+    )
+
+
+def _scene(context: TPContext, kind: Kind, attempt: Attempt, noise: Noise, *, source: int, form: Form) -> Scene:
+    split = cuts(context.plan)[attempt.axis]
+    return Scene(
+        context=context,
+        axis=split.axis if split else None,
+        layer=min(parse_layers(split.layers)) if split and split.layers else None,
+        source=source,
+        lead=attempt.lead,
+        dim=attempt.dim,
+        dtype=attempt.dtype,
+        form=form,
+        noise=noise,
+        numbers=kind.adds,
+    )
+
+
+def _issued(tally: Tally, kind: Kind, attempt: Attempt, scene: Scene) -> Trial | None:
+    """Return the trial, issued; or note the error that it ended with."""
+    trial = kind.make(scene)
+    try:
+        issue(scene, trial)
+    except TpplanError as error:
+        tally.checks += 1
+        tally.fail(attempt, scene.form, error)
+        return None
+    return trial
