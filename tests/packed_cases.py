@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from tests.test_skinny import acted
+from tests.decoder.kernels.test_skinny import acted
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
 from tpplan.decoder.settings import ACTIVATIONS

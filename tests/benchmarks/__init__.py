@@ -1,0 +1,1 @@
+"""The tests of what measures and wears out tpplan, in benchmarks/."""

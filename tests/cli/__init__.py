@@ -1,0 +1,1 @@
+"""The tests of the command line, and of what it shows."""

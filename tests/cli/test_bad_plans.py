@@ -1,0 +1,165 @@
+"""Bad files on the command line, plans above all: one clear error with numbers or names, a hint, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from tests.cli_cases import LLAMA_8B, ROOT, folder, refused  # noqa: F401 (for every test here)
+from tests.codec_cases import TEXT
+from tests.command import command
+from tests.plan.test_verify import VALID, VIOLATIONS, edited
+from tpplan import codec
+
+HOLE = 2**30
+
+
+@pytest.mark.parametrize(("rule", "edits", "words"), VIOLATIONS)
+def test_edited_plans(rule: str, edits: dict[str, Any], words: str) -> None:
+    """A plan edited into a violation of any rule is refused by every command with that rule and its numbers."""
+    plan = VALID
+    for path, value in edits.items():
+        plan = edited(plan, path, value)
+    Path("edited.json").write_text(codec.dumps(plan), encoding="utf-8")
+    if plan.format_version != "1.1":
+        err = refused("diff", "edited.json", "edited.json")
+        assert words in err
+        assert rule in err
+    done = command("check", "edited.json", "--model", LLAMA_8B)
+    assert done.code == 2
+    assert "edited.json: not checked" in done.out
+    assert "".join(words.split()) in "".join(done.out.split())  # it is wrapped
+    assert rule in done.out
+    assert "hint: " in done.err
+    done = command("validate", "edited.json")
+    assert done.code == 1
+    assert "".join(words.split()) in "".join(done.out.split())
+    assert rule in done.out
+    assert "hint: " in done.err
+
+
+def test_problems_are_wrapped_alike() -> None:
+    """Below a file's name ``validate`` and ``check`` put the same lines: rules, and what is wrong in a column."""
+    plan = edited(edited(VALID, "request.batch", 0), "devices[0].budget_bytes", 24 * 2**30 + 5)
+    Path("bad.json").write_text(codec.dumps(plan), encoding="utf-8")
+    checked = command("check", "bad.json", "--model", LLAMA_8B).out.splitlines()
+    validated = command("validate", "bad.json").out.splitlines()
+    assert (checked[0], validated[0]) == ("bad.json: not checked, 2 problems", "bad.json: 2 problems")
+    assert checked[1:] == validated[1:]
+    first, second, more = checked[1:]
+    assert first == "  TP008 at request.batch: is 0, expected 1 or more"
+    assert second.startswith("  TP020 at memory[0]: adds up to ")
+    assert more == " " * len("  TP020 ") + more.strip()
+    assert max(map(len, checked)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (TEXT.replace('"1.0"', '"2.0"'), "'2.0', this tpplan reads 1.x"),
+        ("[" * 200_000, "deep"),
+        ("", "is empty"),
+        ("{}", "$schema"),
+        ("[]", "expected an object"),
+        ("\ufeff" + TEXT, "byte order mark"),
+        (TEXT.replace("2048", "2048.0"), "2048.0"),
+        (TEXT.replace('"batch": 2', '"batch": true'), "request.batch"),
+        (TEXT.replace('"batch": 2', '"batch": "2"'), "request.batch"),
+        (TEXT.replace('"batch": 2', '"batch": 2, "batch": 2'), "twice"),
+        (TEXT.replace('"batch": 2', '"batch": NaN'), "NaN"),
+        (TEXT.replace('"batch": 2', f'"batch": {"9" * 5000}'), "5000 digits"),
+        (TEXT.replace('"batch": 2', '"batch": 2, "extra": 1'), "extra"),
+        (TEXT[: len(TEXT) // 2], "line"),
+    ],
+    ids=[
+        "2.0",
+        "deep",
+        "empty",
+        "object",
+        "array",
+        "bom",
+        "float",
+        "bool",
+        "text",
+        "twice",
+        "nan",
+        "long",
+        "key",
+        "cut",
+    ],
+)
+def test_plan_files(text: str, words: str) -> None:
+    """Plans of another version and files that are no plans: the first thing wrong is named."""
+    Path("bad.json").write_bytes(text.encode())
+    err = refused("show", "bad.json")
+    assert "bad.json" in err
+    assert words in err
+    assert "standard input" in refused("show", "-", stdin=text.encode())
+    assert words in command("validate", "bad.json").out
+
+
+def test_missing_plan_is_no_answer() -> None:
+    """A plan that is not there, or is a directory, is neither valid nor invalid."""
+    Path("a.json").write_text(TEXT, encoding="utf-8")
+    for name in ("missing.json", "."):
+        for asked in (("show", name), ("diff", "a.json", name)):
+            assert repr(name) in refused(*asked)
+        for others in (("validate",), ("check", "--model", LLAMA_8B)):
+            done = command(*others, name)
+            assert (done.code, repr(name) in done.out) == (2, True)
+
+
+def test_a_gigabyte_is_not_read() -> None:
+    """A file of 1 GiB is refused by its size, whether it is a plan, a config, a devices file or a header's index."""
+    for name in ("config.json", "big.json"):
+        with Path(name).open("wb") as file:
+            file.truncate(HOLE)
+    for asked in (
+        ("show", "big.json"),
+        ("inspect", "config.json"),
+        ("plan", LLAMA_8B, "--gpus", "big.json", "-o", "x.json"),
+    ):
+        assert str(HOLE) in refused(*asked)
+    done = command("validate", "big.json")
+    assert (done.code, str(HOLE) in done.out) == (1, True)
+
+
+def test_a_gigabyte_of_spaces_through_a_pipe() -> None:
+    """Spaces without end are read no further than the largest document."""
+    tpplan = f"{sys.executable} -m tpplan show -"
+    done = subprocess.run(
+        ["bash", "-c", f"head -c {HOLE} /dev/zero | tr '\\0' ' ' | (ulimit -v 2000000; {tpplan})"],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 2
+    assert "has more than 16777216 bytes" in done.stderr
+    assert "\nhint: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_json_errors_are_documents() -> None:
+    """With --json bad input still gives one document, with every problem of a plan one by one."""
+    plan = attrs.evolve(VALID, request=attrs.evolve(VALID.request, batch=0, max_rows=0))
+    Path("bad.json").write_text(codec.dumps(plan), encoding="utf-8")
+    done = command("show", "bad.json", "--json")
+    error = json.loads(done.out)["error"]
+    assert (done.code, error["kind"]) == (2, "plan")
+    assert [p["path"] for p in error["problems"]] == ["request.batch", "request.max_rows"]
+    for asked, kind in (
+        (("inspect", "nowhere"), "model"),
+        (("plan", LLAMA_8B, "--gpus", "20gb"), "device"),
+        (("plan", LLAMA_8B, "--gpus", "24GiB", "--cache", "q5"), "request"),
+        (("show", "nowhere.json"), "file"),
+    ):
+        done = command(*asked, "--json")
+        assert (done.code, json.loads(done.out)["error"]["kind"]) == (2, kind)

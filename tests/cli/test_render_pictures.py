@@ -1,0 +1,117 @@
+"""The picture and the page: whole, to scale, in one file, and safe with any name."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+from hypothesis import given, settings
+
+from tests.codec_cases import PLAN
+from tests.render_cases import data
+from tests.strategies import plans
+from tpplan import codec
+from tpplan.render.html import page
+from tpplan.render.svg import picture
+
+if TYPE_CHECKING:
+    from tpplan.plan import SplitPlan
+
+ROOT = Path(__file__).parents[2]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def named(name: str) -> SplitPlan:
+    """Return a plan whose model and devices have this name."""
+    devices = tuple(attrs.evolve(device, name=name) for device in PLAN.devices)
+    return attrs.evolve(PLAN, devices=devices, model=attrs.evolve(PLAN.model, name=name))
+
+
+def _svg(plan: SplitPlan) -> ET.Element:
+    return ET.fromstring(picture(data(plan)))  # noqa: S314 (our own)
+
+
+@settings(max_examples=40)
+@given(plans())
+def test_svg_is_whole(plan: SplitPlan) -> None:
+    """The picture is well-formed, the same every time, and draws each slice where it is and as wide as it is."""
+    assert picture(data(plan)) == picture(data(plan))
+    drawn = [(r.get("x", ""), r.get("width", "")) for r in _svg(plan).iter(f"{SVG}rect") if r.get("class") == "gap"]
+    slices = [
+        (196 + 680 * start / split.size, 680 * (end - start) / split.size)
+        for split in plan.splits
+        for start, end in pairwise(split.bounds)
+        if end > start
+    ]
+    assert [tuple(map(float, pair)) for pair in drawn] == [pytest.approx(pair, abs=0.01) for pair in slices]
+
+
+def test_svg_shows_exact_numbers_and_buckets() -> None:
+    """Each device's bytes are in its tooltip, and each bucket has a column by name, not by colour alone."""
+    root = _svg(PLAN)
+    texts = [element.text or "" for element in root.iter()]
+    exact = "weights 9663676539, cache 536870912, workspace 3146240, overhead 650117120, free 14915992965"
+    assert any(exact in text for text in texts)
+    assert {"weights", "cache", "workspace", "overhead", "free", "budget", "used"} <= set(texts)
+    assert {"9.00", "0.61", "13.89", "24.00", "42.1 %"} <= set(texts)
+
+
+def test_svg_segments_are_to_scale() -> None:
+    """The bar of the largest budget has full length, the others in proportion, and the buckets their part of it."""
+    tracks = [r for r in _svg(PLAN).iter(f"{SVG}rect") if r.get("class") == "track" and r.get("height") == "18"]
+    widths = [float(track.get("width", "0")) for track in tracks]
+    assert widths == pytest.approx([252, 168, 120.75, 63], abs=0.01)
+    weights = [r for r in _svg(PLAN).iter(f"{SVG}rect") if "weights" in r.get("fill", "") and r.get("height") == "18"]
+    expected = [m.weights_bytes / (24 * 2**30) * 252 for m in PLAN.memory if m.weights_bytes]
+    assert [float(r.get("width", "0")) for r in weights] == pytest.approx(expected, abs=0.01)
+
+
+def test_picture_in_the_readme_is_current() -> None:
+    """The README shows what ``tpplan show PLAN --svg docs/images/llama-70b.svg`` draws now."""
+    plan = codec.load(ROOT / "examples/plans/Llama-3.1-70B/2xRTX5090+4xRTX4090.json")
+    assert (ROOT / "docs/images/llama-70b.svg").read_text(encoding="utf-8") == picture(data(plan))
+
+
+HOSTILE = "</title><script>alert(1)</script>&amp;\"'\ufffe]]>"
+
+
+def test_names_cannot_break_out() -> None:
+    """A name that looks like markup stays a name, in the picture and on the page."""
+    texts = [element.text or "" for element in _svg(named(HOSTILE)).iter()]
+    assert not list(_svg(named(HOSTILE)).iter(f"{SVG}script"))
+    assert any("<script>alert(1)</script>&amp;" in text for text in texts)
+    assert "<script" not in page(data(named(HOSTILE)))
+
+
+class _Page(HTMLParser):
+    """Collects what a page loads, and the text of its cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.tags: set[str] = set()
+        self.cells: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.loads += [value or "" for key, value in attrs if key in {"src", "href"}]
+
+    def handle_data(self, data: str) -> None:
+        self.cells.append(data)
+
+
+def test_page_is_one_file() -> None:
+    """The page loads nothing, has the picture, and every number of the plan to the byte."""
+    reader = _Page()
+    reader.feed(page(data(PLAN)))
+    assert reader.loads == []
+    assert {"svg", "table", "style"} <= reader.tags
+    assert "script" not in reader.tags
+    for entry in PLAN.memory:
+        assert f"{entry.weights_bytes:,}" in reader.cells
+    assert {PLAN.model.fingerprint, "25600", "38400", "2 RTX 3060 (Büro)"} <= set(reader.cells)

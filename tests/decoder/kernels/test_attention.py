@@ -1,0 +1,97 @@
+"""Kernels for the attention of a decoding step compile for every generation of GPUs without one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.exec.kernels.test_kernels import CAPABILITIES
+from tpplan.decoder.launches.attention import Attention, splits_of
+from tpplan.exec.gpu import kernel_cache
+
+#: Bytes that a thread may have in memory.
+MOST_STACK = 48
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        *(("bf16_128", each) for each in CAPABILITIES),
+        ("f16_80", CAPABILITIES[0]),
+        ("bf16_256_capped", (9, 0)),
+        ("bf16_128_q8", CAPABILITIES[0]),
+        ("f16_96_q8", (9, 0)),
+        ("bf16_256_q8_capped", CAPABILITIES[-1]),
+        ("f16_128_fp8", CAPABILITIES[-1]),
+        ("bf16_256_fp8", CAPABILITIES[0]),
+        ("bf16_64_fp8", (9, 0)),
+    ],
+)
+def test_they_multiply_matrices_in_registers(name: str, capability: tuple[int, int]) -> None:
+    """Caches of 16 bits are read 16 bytes at a time, and multiplied as they are; those of 8 bits become float16.
+
+    All else is in 32 bits. Two blocks share a multiprocessor. What kernels for Hopper keep in registers may take a few
+    bytes elsewhere.
+    """
+    is_narrow = "q8" in name or "fp8" in name
+    kind = "f16" if is_narrow else name.partition("_")[0]
+    name, threads = f"attention_{name}", 128 if "256" in name else 256
+    text = kernel_cache.ptx(name, capability)
+    assert f".visible .entry {name}(" in text
+    assert "ld.global.L1::no_allocate.v4.u32" in text
+    assert ("ld.global.L1::no_allocate.v2.u32" in text) == is_narrow
+    assert ("ld.global.u16" in text) == ("q8" in name)
+    assert "ld.global.nc" not in text  # which may read before a kernel has written
+    multiply = "mma.sync.aligned.m16n8k16.row.col.f32."
+    assert text.count(f"{multiply}{kind}.{kind}.f32") == text.count("mma.sync") > 0
+    assert ".f64" not in text
+    assert ".local" not in text
+    code, log = kernel_cache.assemble(text, capability)
+    assert code[:4] == b"\x7fELF"
+    stack, registers = (re.search(each, log) for each in (r"(\d+) bytes stack frame", r"Used (\d+) registers"))
+    assert stack
+    assert int(stack[1]) <= (0 if capability == (9, 0) or is_narrow else MOST_STACK)
+    assert registers
+    assert 2 * int(registers[1]) * threads <= 2**16
+
+
+@pytest.mark.parametrize("name", ["ATTENTION", "ATTENTION_F32_128", "ATTENTION_BF16_128_CUT", "ATTENTION_BF16_Q8"])
+def test_there_are_no_others(name: str) -> None:
+    """Kernels are made by their names, but only those that there are."""
+    kernels = pytest.importorskip("tpplan.decoder.kernels.attention")
+    with pytest.raises(AttributeError, match=name):
+        getattr(kernels, name)
+
+
+def test_other_devices_and_heads_are_left_to_torch() -> None:
+    """The CPU has no kernel, and no GPU has one for float32 or for heads that are no vectors."""
+    assert not Attention.takes(torch.device("cpu"), torch.bfloat16, 128)
+    gpu = torch.device("cuda", 0)
+    assert not Attention.takes(gpu, torch.float32, 128)
+    assert not Attention.takes(gpu, torch.float16, 100)
+    assert not Attention.takes(gpu, torch.float16, 264)
+    assert not Attention.takes(gpu, torch.float16, 128, "fp32")
+
+
+@pytest.mark.parametrize(("kind", "capability"), [("fp16", (9, 0)), ("q8", (8, 0)), ("fp8", (8, 0))])
+def test_gpus_that_have_kernels(kind: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide heads of 16 bits would spill on old ones."""
+    gpu = torch.device("cuda", 0)
+    for each in ((7, 5), (8, 0), (8, 9), (9, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, each=each: each)
+        assert Attention.takes(gpu, torch.float16, 128, kind) == (each >= (8, 0))
+        assert Attention.takes(gpu, torch.float16, 256, kind) == (each >= capability)
+
+
+@pytest.mark.parametrize("length", [1, 100, 4096, 16384, 2**20])
+@pytest.mark.parametrize("count", [1, 2, 8, 72, 88, 130, 512, 5000])
+def test_blocks_that_share_a_token(count: int, length: int) -> None:
+    """They keep the device busy where there is work for them, and what they leave to the last one is bounded."""
+    found, tiles = splits_of(count, length, 132), -(-length // 16)
+    assert found >= 1
+    assert found == 1 or (found - 1) * 4 < tiles
+    assert found == 1 or found * count <= 198
+    if tiles >= 4 * 132:
+        assert found * count > 66

@@ -1,0 +1,187 @@
+"""Pointwise kernels in the decoder: the right words for the tensors that they take, and plain torch for others."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.decoder.pointwise_cases import launches
+from tests.decoder.test_memory import made, planned, taken
+from tests.decoder_cases import CONFIGS
+from tests.flash_cases import flash_calls
+from tests.weight_plans import fine_units
+from tpplan.axes import Axis
+from tpplan.decoder import Decoder, Prompt, fused
+from tpplan.decoder.launches.pointwise import Places, Pointwise
+from tpplan.decoder.layers import angles, rotate
+from tpplan.exec import compile as compile_plan
+from tpplan.exec.gpu import kernel_cache
+from tpplan.plan import Cache
+from tpplan.weights import load_weights
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from pathlib import Path
+
+    from tests.flash_cases import FlashCalls
+    from tpplan.plan import SplitPlan
+
+__all__ = ["fine_units", "flash_calls", "launches"]  # fixtures
+
+BATCH, LENGTH = 8, 128
+CPU = torch.device("cpu")
+
+
+def said(directory: Path, plan: SplitPlan) -> list[torch.Tensor]:
+    """Return the logits of a prompt alone, of several at once, and of a step, and what is in all caches then."""
+    with compile_plan(plan, backend="cpu", scratch=False) as context:
+        decoder = Decoder(context, directory, load_weights(plan, directory, context))
+        everywhere = len(context.all_devices)
+        logits = [decoder.prefill([*range(70)], 1), decoder.prefill([*range(9)], 1, 70)]
+        logits.append(decoder.read([Prompt([i, 5, 7 * i][: i % 3 + 1], i) for i in (0, 2, 5, 7)]))
+        tokens, positions = ([x] * everywhere for x in (torch.arange(BATCH), torch.tensor([1, 79, 3, 0, 0, 3, 0, 2])))
+        logits.append(decoder.decode(tokens, positions))
+        found = [context.gather(each, Axis.VC).tensor.clone() for each in logits]
+        stored = [heads.cache._store._parts for layer in decoder.stack.heads for heads in layer.values()]
+        return [*found, *(part.clone() for parts in stored for part in parts)]
+
+
+@pytest.mark.parametrize("layout", ["reduce", "gather"])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_decoders_say_the_same(
+    model_type: str, layout: str, tmp_path: Path, flash_calls: FlashCalls, request: pytest.FixtureRequest
+) -> None:
+    """Where kernels do what is between matrices, in every family, on one device and on uneven ones, to the bit."""
+    directory = made(model_type, tmp_path)
+    plans = [planned(directory, layout, shares, Cache("fp16", BATCH * LENGTH)) for shares in ((1,), (3, 1))]
+    expected = [said(directory, plan) for plan in plans]
+    calls: Counter[str] = request.getfixturevalue("launches")
+    for plan, each in zip(plans, expected, strict=True):
+        for found, right in zip(said(directory, plan), each, strict=True):
+            assert torch.equal(found, right)
+    gate = "gelu_tanh" if model_type == "gemma2" else "silu"
+    assert set(calls) == {"norm", gate, "turn"}
+
+
+def test_a_decoder_does_without_kernels(tmp_path: Path, launches: Counter[str]) -> None:
+    """If it is told to."""
+    directory = made("llama", tmp_path)
+    plan = planned(directory, "reduce", (3, 1), Cache("fp16", BATCH * LENGTH))
+    with compile_plan(plan, backend="cpu", scratch=False) as context:
+        weights = load_weights(plan, directory, context)
+        Decoder(context, directory, weights, kernels=False).prefill([1, 2, 3])
+        assert not launches
+        Decoder(context, directory, weights).prefill([1, 2, 3])
+        assert launches
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3"])
+@pytest.mark.parametrize("kind", ["q8", "fp8"])
+def test_caches_that_round(kind: str, model_type: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Kernels write them as torch does, to the bit, also those of windows, and behind norms."""
+    directory = made(model_type, tmp_path)
+    plan = planned(directory, "reduce", (3, 1), Cache(kind, BATCH * LENGTH))
+    expected = said(directory, plan)
+    calls: Counter[str] = request.getfixturevalue("launches")
+    for found, right in zip(said(directory, plan), expected, strict=True):
+        assert torch.equal(found, right)
+    assert calls["turn"]
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_kernels_fit_in_the_scratch_of_the_ledger(model_type: str, tmp_path: Path, launches: Counter[str]) -> None:
+    """What they write to is no more than what torch takes."""
+    directory = made(model_type, tmp_path)
+    for layout, shares in product(("reduce", "gather"), ((1,), (3, 1))):
+        plan = planned(directory, layout, shares, Cache("fp16", BATCH * LENGTH))
+        assert all(share <= 1 for share in taken(directory, plan).values())
+    assert launches
+
+
+def kernels(dtype: torch.dtype = torch.bfloat16) -> Pointwise:
+    """Return kernels for a dtype."""
+    return Pointwise(CPU, dtype, 1e-5, "silu")
+
+
+def test_norms_take_aligned_rows(launches: Counter[str]) -> None:
+    """Of the dtype that they are for, with weights in it or in 32 bits; others are left alone."""
+    x, weight = torch.randn(3, 64).bfloat16(), torch.randn(64).bfloat16()
+    assert kernels().norm(x, weight) is not None
+    assert kernels().norm(x[:, 8:40], weight[8:40].float()) is not None
+    assert kernels(torch.float16).norm(x, weight) is None
+    assert kernels().norm(x[:, 1:33], weight[:32]) is None
+    assert kernels().norm(x[:, :36], weight[:36]) is None
+    assert kernels().norm(x.T.contiguous().T, weight) is None
+    assert kernels().norm(x[:, :32], weight[1:33]) is None
+    assert kernels().norm(x, weight.half()) is None
+    assert kernels().norm(x[:0], weight) is None
+    assert kernels().norm(x[None], weight) is None
+    assert kernels().norm(x, weight, torch.empty(3, 65).bfloat16()[:, 1:]) is None
+    assert launches["norm"] == 2
+
+
+def test_gates_take_matrices_side_by_side_and_whole_ones(launches: Counter[str]) -> None:
+    """Of any rows, or of any dimensions without gaps."""
+    both = torch.randn(5, 128).bfloat16()
+    assert kernels().gate(*both.chunk(2, dim=-1))
+    gate, up = torch.randn(2, 3, 4, 16).bfloat16()
+    assert kernels().gate(gate, up)
+    assert not kernels().gate(gate[..., :8], up[..., :8])
+    assert not kernels().gate(both[:, :60], both[:, 64:124])
+    assert not kernels().gate(both[:, :64].float(), both[:, 64:])
+    assert launches["silu"] == 2
+
+
+def test_turns_take_heads_of_whole_vectors(launches: Counter[str]) -> None:
+    """Heads and what is turned of them are of 16 elements or multiples; a norm is of a head that warps share."""
+
+    def turn(heads: int, width: int, turned: int, *, normed: bool = False, rows: int = 4, first: int = 0) -> bool:
+        whole = torch.randn(rows, first + (2 + 2 * heads) * width).bfloat16()
+        x = torch.unflatten(whole[:, first:], 1, (-1, width))
+        table = torch.rand(2, rows, turned // 2).bfloat16()
+        by = angles(*(torch.cat((each, each), 1) for each in table))
+        norms = (torch.ones(width).bfloat16(),) * 2 if normed else ()
+        expected = x.clone()
+        if not normed:
+            rotate(expected[:, : 2 + heads], by)
+        taken = kernels().turn(x, (2, heads), by, norms)
+        assert normed or not taken or torch.equal(x, expected)
+        return taken
+
+    assert turn(1, 16, 16)
+    assert turn(2, 80, 80)
+    assert turn(2, 96, 32)
+    assert turn(2, 64, 64, normed=True)
+    assert not turn(2, 64, 32, normed=True)
+    assert not turn(2, 80, 80, normed=True)
+    assert not turn(2, 64, 24)
+    assert not turn(2, 24, 16)
+    assert not turn(2, 64, 64, first=4)
+    assert launches["turn"] == 4
+
+
+def test_caches_of_other_dtypes_are_not_written(launches: Counter[str]) -> None:
+    """Nor are any where rows are numbered in 32 bits."""
+    x, by = torch.randn(2, 4, 16).bfloat16(), angles(*torch.rand(2, 2, 16).bfloat16())
+    keys, values = torch.zeros(2, 6, 1, 16)
+    numbers = torch.arange(2)
+    wide = Places(keys, values, 3, numbers, numbers)
+    short = Places(keys.bfloat16(), values.bfloat16(), 3, numbers.int(), numbers)
+    assert not kernels().turn(x, (2, 1), by, keep=wide)
+    assert not kernels().turn(x, (2, 1), by, keep=short)
+    assert kernels().turn(x, (2, 1), by, keep=Places(keys.bfloat16(), values.bfloat16(), 3, numbers, numbers))
+    assert launches["turn"] == 1
+
+
+def test_only_cuda_devices_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits, and where numba and cuda.core are installed."""
+    monkeypatch.setattr(kernel_cache, "lacks", lambda: "")
+    cuda = torch.device("cuda", 0)
+    assert fused.has_kernels(cuda, torch.bfloat16)
+    assert not fused.has_kernels(cuda, torch.float32)
+    assert not fused.has_kernels(CPU, torch.bfloat16)
+    monkeypatch.setattr(kernel_cache, "lacks", lambda: "numba_cuda not installed")
+    assert not fused.has_kernels(cuda, torch.bfloat16)

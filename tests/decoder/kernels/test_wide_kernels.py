@@ -1,0 +1,86 @@
+"""Kernels that multiply many rows by codes: their machine code, and what their source does lane by lane."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.decoder.kernels.test_packed_kernels import _words
+from tests.exec.kernels.test_kernels import CAPABILITIES, _registers
+from tests.packed_cases import product_of
+from tpplan.decoder.launches.packed import STEPS
+from tpplan.decoder.launches.wide import bytes_of
+from tpplan.exec.gpu import kernel_cache
+
+#: Warps of a multiprocessor, by rows.
+WARPS = {32: 16, 48: 12, 64: 8}
+#: Kernels, each with a generation of GPUs that it is compiled for: they differ by dtype in little.
+KERNELS = [
+    ("wide_bf16_e4m3_48", CAPABILITIES[0]),
+    ("wide_bf16_4_32", (9, 0)),
+    ("wide_f16_4_64", CAPABILITIES[-1]),
+]
+
+
+@pytest.mark.parametrize(("name", "capability"), KERNELS)
+def test_codes_are_made_floats_once(name: str, capability: tuple[int, int]) -> None:
+    """They are read 16 bytes at a time, first before the wait; rows are copied to shared memory; nothing spills."""
+    text = kernel_cache.ptx(name, capability)
+    assert f".visible .entry {name}(" in text
+    _, dtype, kind, count = name.split("_")
+    rows, fma = int(count), f"fma.rn.{dtype}x2"
+    # of two steps, with four matrix rows of 16 bytes of codes, and two of an instruction's for every eight rows
+    pairs = 2 * 4 * 16 * (8 if kind == "4" else 4) // 8
+    assert text.count(fma) == pairs * 2
+    assert text.count("mma.sync") == pairs // 4 * rows // 8
+    assert text.count(f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32") == text.count("mma.sync")
+    assert "cp.async.cg.shared.global" in text
+    assert "ld.global.nc.L1::no_allocate.v4.u32" in text
+    if capability >= kernel_cache.OVERLAPS:
+        waits, later = text.index("griddepcontrol.wait"), ["cp.async", "st.global", "atom.global"]
+        assert text.rindex("ld.volatile.global.v4.u32") < waits < min(map(text.index, later))
+    assert ".f64" not in text
+    assert ".local" not in text
+    code, log = kernel_cache.assemble(text, capability)
+    assert code[:4] == b"\x7fELF"
+    assert _registers(log) * 32 * WARPS[rows] <= 2**16
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+
+
+#: Kernel, rows, columns of the result, columns, those that share a scale, scales, plus, warps, blocks, mode, what is
+#: added.
+_Case = tuple[str, int, int, int, int, torch.dtype, int | None, int, int, int, bool]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("bf16_4_32", 17, 34, 384, 128, torch.bfloat16, None, 1, 2, 0, True),  # a tile of each block, one of a pair
+        ("bf16_4_32", 20, 66, 256, 128, torch.float16, 1, 1, 4, 0, True),  # a block with parts of two tiles
+        ("f16_4_32", 18, 96, 384, 256, torch.float16, 1, 2, 3, 0, False),  # a warp has nothing
+        ("bf16_4_64", 64, 18, 384, 384, torch.float32, 0, 1, 4, 1, True),  # parts of gates
+        ("f16_4_48", 41, 32, 128, 128, torch.float16, 1, 2, 1, 2, False),
+        ("bf16_8_48", 35, 30, 192, 64, torch.bfloat16, 0, 1, 3, 0, True),  # a step of each block
+        ("f16_e4m3_32", 19, 14, 192, 64, torch.float32, 16, 1, 2, 3, False),
+        ("bf16_e4m3_32", 24, 72, 192, 192, torch.float16, 1, 1, 1, 0, True),  # all tiles of a block
+    ],
+)
+def test_lanes_agree(case: _Case) -> None:
+    """What the source does lane by lane is the product, and reaches for nothing beside the matrices."""
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.wide")
+    name, rows, size, width, group, scales, offset, warps, blocks, mode, plus = case
+    own = product_of(name, rows, size, width, group, scales, offset, mode, 4, plus=plus)
+    y_RN, expected_RN, (_, kind, most) = own.out, own.expected, name.split("_")
+    parts = torch.full((bytes_of(blocks, warps, int(most)) // 4,), torch.nan).view(-1, int(most), 32)
+    turns = torch.zeros(blocks * warps, dtype=torch.int32)
+    told = _words(y_RN[:, :size], own.rows, own.matrix, 0, own.plus, mode)
+    words, touched = [*told[:11], parts.data_ptr(), turns.data_ptr(), *told[12:]], [*own.touched, parts, turns]
+    lanes.run(getattr(kernels, f"WIDE_{name.upper()}"), blocks, 32 * warps, words, touched)
+    step = 2 * torch.finfo(y_RN.dtype).eps * expected_RN.abs().max().item()
+    torch.testing.assert_close(y_RN[:, :size], expected_RN, atol=step, rtol=0)
+    assert (y_RN[:, size:] == 9).all()
+    assert not turns.any()
+    tiles, steps = -(-len(own.matrix) // (32 * warps)), width // STEPS[kind]
+    edges = {block * tiles * steps // blocks for block in range(blocks)} | {tile * steps for tile in range(tiles)}
+    whole = sum(not edges & {*range(start + 1, start + steps)} for start in range(0, tiles * steps, steps))
+    assert (~parts.isnan()).flatten(1).any(1).sum() == warps * (len(edges) - whole)

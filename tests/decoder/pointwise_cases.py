@@ -1,0 +1,150 @@
+"""What stands for launches of pointwise kernels on the CPU: it finds everything by the words that a kernel is told."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from struct import pack, unpack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.decoder.fused_cases import FakeGemv, FakeMixture, FakeSkinny
+from tpplan.decoder import fused
+from tpplan.decoder.cache import Store
+from tpplan.decoder.launches import pointwise
+from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.launches.pointwise import GATES
+from tpplan.decoder.layers import rms_norm, rotate
+from tpplan.decoder.settings import ACTIVATIONS
+from tpplan.exec.gpu import kernel_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def memory(address: int, shape: Sequence[int], pitches: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return what is at an address, with so many bytes from one element of a dimension to the next."""
+    size = dtype.itemsize
+    assert not any(pitch % size for pitch in pitches)
+    span = sum((count - 1) * pitch for count, pitch in zip(shape, pitches, strict=True)) + size
+    items = torch.frombuffer((ctypes.c_char * span).from_address(address), dtype=dtype)
+    return items.as_strided(shape, [pitch // size for pitch in pitches])
+
+
+def number(bits: int) -> float:
+    """Return the float32 of some bits."""
+    found: float = unpack("f", pack("I", bits))[0]
+    return found
+
+
+class FakeLauncher:
+    """Does what a kernel does, and counts.
+
+    Attributes:
+        calls: of all launchers, by kernel.
+    """
+
+    calls: Counter[str] = Counter()  # noqa: RUF012 (of all, as said)
+
+    def __init__(self, name: str, place: torch.device) -> None:
+        """Take any device."""
+        assert isinstance(place, torch.device)
+        self._name, dtype, *kind = name.removeprefix("pointwise_").replace("gelu_tanh", "gelu-tanh").split("_")
+        self._name, self._kind = self._name.replace("-", "_"), "".join(kind) or "fp16"
+        self._dtype = _DTYPES[dtype]
+        act = {kernel: ACTIVATIONS[key] for key, kernel in GATES.items()}.get(self._name)
+        self._run = self._gate if act else getattr(self, f"_{self._name}")
+        self._act: Any = act
+
+    def __call__(self, blocks: int | tuple[int, int, int], threads: int, *words: int) -> None:
+        """Do it."""
+        rows, parts, depth = (blocks, 1, 1) if isinstance(blocks, int) else blocks
+        assert rows > 0
+        assert depth == 1
+        assert threads % 32 == 0
+        assert threads <= 1024
+        self.calls[self._name] += 1
+        self._block = threads
+        self._run(rows, parts * threads, *words)
+
+    def _norm(self, rows: int, threads: int, *words: int) -> None:
+        x, x_pitch, out, out_pitch, weight, is_wide, width, inverse, eps = words
+        assert 16 * threads >= width or threads > 512
+        dtype, columns = self._dtype, width // 2
+        assert not any(word % 16 for word in (x, x_pitch, out, out_pitch, weight, width))
+        assert number(inverse) == pytest.approx(1 / columns)
+        kind = torch.float32 if is_wide else dtype
+        weights = memory(weight, (columns,), (kind.itemsize,), kind)
+        found = rms_norm(memory(x, (rows, columns), (x_pitch, 2), dtype), weights, number(eps))
+        memory(out, (rows, columns), (out_pitch, 2), dtype).copy_(found)
+
+    def _gate(self, rows: int, threads: int, *words: int) -> None:
+        gate, gate_pitch, up, up_pitch, out, out_pitch, width = words
+        assert not any(word % 16 for word in words)
+        assert 16 * threads >= width
+        matrices = (gate, gate_pitch), (up, up_pitch), (out, out_pitch)
+        gates, ups, to = (memory(start, (rows, width // 2), (pitch, 2), self._dtype) for start, pitch in matrices)
+        to.copy_(self._act(gates.clone()).mul_(ups))
+
+    def _best(self, rows: int, threads: int, *words: int) -> None:
+        x, pitch, width, start, out, out_pitch, column, columns = words
+        assert not any(word % 16 for word in (x, pitch, width))
+        assert threads * 16 <= width + 16 * 31
+        values, numbers = memory(x, (rows, width // 2), (pitch, 2), self._dtype).max(-1)
+        found = memory(out, (rows, columns), (out_pitch, 4), torch.float32).zero_()
+        found[:, column], found[:, column + 1] = values, numbers + start
+
+    def _turn(self, rows: int, threads: int, *words: int) -> None:
+        x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, *rest = words
+        query_norm, key_norm, inverse, eps, to_keys, to_values, *scales, of_sequence, of_head = rest[:10]
+        assert not any(word % 16 for word in (x, pitch, width, angles, angle_pitch, query_norm, key_norm))
+        assert not width % 32
+        assert not turned % 32
+        lanes, parts = width // 32, threads // self._block
+        assert self._block // lanes * parts >= heads > self._block // lanes * (parts - 1)  # which are whole in blocks
+        dtype, count = self._dtype, width // 2
+        assert number(inverse) == pytest.approx(1 / count)
+        rows_RHK = memory(x, (rows, heads, count), (pitch, width, 2), dtype)
+        for weight, start, end in ((query_norm, 0, queries), (key_norm, queries, queries + keys)):
+            if weight:
+                assert turned == width
+                some = rows_RHK[:, start:end]
+                some.copy_(rms_norm(some, memory(weight, (count,), (2,), dtype), number(eps)))
+        by = memory(angles, (rows, 1, 2, 2, turned // 4), (angle_pitch, angle_pitch, turned, turned // 2, 2), dtype)
+        rotate(rows_RHK[:, : queries + keys], by)
+        assert heads == queries + keys * (2 if to_keys else 1)
+        if not to_keys:
+            return
+        sequences, sequences_step, places, places_step = rest[10:]
+        sequence_R = memory(sequences, (rows,), (sequences_step,), torch.int64)
+        place_R = memory(places, (rows,), (places_step,), torch.int64)
+        where = [*zip(sequence_R.tolist(), place_R.tolist(), strict=True)]
+        encode = Store(self._kind, (1, 1, 1, count), dtype, torch.device("cpu"))._encode
+        for starts, first in (((to_keys, scales[0]), queries), ((to_values, scales[1]), queries + keys)):
+            encoded = encode(rows_RHK[:, first : first + keys])
+            size = encoded[0][0, 0].nbytes  # of a row of the cache, whose scales are apart in the same way
+            for start, part_RHK in zip(starts, encoded, strict=False):
+                of_row, item = part_RHK[0, 0].nbytes, part_RHK.element_size()
+                pitches = of_head // size * of_row, item
+                for part_HK, (sequence, place) in zip(part_RHK, where, strict=True):
+                    if sequence >= 0:
+                        to = start + (sequence * of_sequence // size + place) * of_row
+                        memory(to, part_HK.shape, pitches, part_HK.dtype).copy_(part_HK)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Let decoders of 16 bits compute on CPUs as on CUDA devices, and return how often each kernel is launched."""
+    monkeypatch.setattr(pointwise, "Launcher", FakeLauncher)
+    monkeypatch.setattr(fused, "Gemv", FakeGemv)
+    monkeypatch.setattr(fused, "Skinny", FakeSkinny)
+    monkeypatch.setattr(fused, "Mixture", FakeMixture)
+    monkeypatch.setattr(kernel_cache, "prepare", list)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(fused, "has_kernels", lambda _, dtype: dtype in DTYPES)
+    monkeypatch.setattr(FakeLauncher, "calls", Counter())
+    return FakeLauncher.calls

@@ -1,0 +1,157 @@
+"""Tiny quantised checkpoints, and beside each the same model with the values that its codes stand for, in float32.
+
+transformers' logits of the latter are the reference for the former.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import saved_values
+from tests.decoder.quantised_formats import Awq, Float8, Format, Gptq, IntPacked
+from tests.decoder_cases import CONFIGS, SIZES, Model, answered, random_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Tokens that follow each prompt.
+NEW: Final = 6
+
+#: So that groups of 32 to 128 can be cut, and blocks of 128 too where a family says how wide its heads are; and so that
+#: an output matrix can be packed.
+_LARGE: Final[dict[str, Any]] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+    "vocab_size": 224,
+}
+
+#: What else a family has here.
+FAMILIES: Final[dict[str, dict[str, Any]]] = {
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "qwen2": {},
+    "gemma2": {},
+    "phi3": {},
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 3},  # where no rounding chooses others
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+FORMATS: Final[dict[str, Format]] = {
+    "gptq 4 g128": Gptq(),
+    "gptq 4 g64 asym": Gptq(group=64, symmetric=False),
+    "gptq 4 asym, one group": Gptq(group=-1, symmetric=False),
+    "gptq 4 g96 asym, ragged": Gptq(group=96, symmetric=False),
+    "gptq 4 g32, scales of the model": Gptq(group=32, scales=torch.float32),
+    "gptq 4 g32, biases of zeros": Gptq(group=32, adds_biases=True),
+    "gptq 4 g32 and the head": Gptq(group=32, head=True),
+    "gptq_v2 4 g32 asym": Gptq(group=32, symmetric=False, version=2),
+    "gptq_v2 4 g128": Gptq(version=2),
+    "gptq 8 g128": Gptq(bits=8),
+    "gptq 8 asym, one group": Gptq(bits=8, group=-1, symmetric=False),
+    "gptq_v2 8 g32 asym": Gptq(bits=8, group=32, symmetric=False, version=2),
+    "gptq 4 g32 desc_act": Gptq(group=32, permuted=True),
+    "gptq 8 g64 asym desc_act": Gptq(bits=8, group=64, symmetric=False, permuted=True),
+    "gptq 4 desc_act, one group": Gptq(group=-1, permuted=True),
+    "awq g32": Awq(group=32),
+    "awq g64": Awq(group=64),
+    "awq g128": Awq(),
+    "int 4 g32": IntPacked(group=32),
+    "int 4 g128 asym": IntPacked(symmetric=False),
+    "int 4 channel asym": IntPacked(group=-1, symmetric=False),
+    "int 4 g64, scales in float16": IntPacked(group=64, scales=torch.float16),
+    "int 4 g32 actorder": IntPacked(group=32, permuted=True),
+    "int 8 channel": IntPacked(bits=8, group=-1),
+    "int 8 g64 asym": IntPacked(bits=8, group=64, symmetric=False),
+    "fp8 block": Float8(),
+    "fp8 block of 64x32": Float8(block=(64, 32)),
+    "fp8 block of 48x80, ragged": Float8(block=(48, 80)),
+    "fp8 tensor": Float8(block=(0, 0)),
+    "fp8 tensor of e5m2": Float8(block=(0, 0), codes=torch.float8_e5m2),
+    "fp8 compressed tensor": Float8(block=(0, 0), suffix=".weight_scale"),
+    "fp8 compressed channel": Float8(block=(1, 0), suffix=".weight_scale", scales=torch.bfloat16),
+    "fp8 compressed block": Float8(suffix=".weight_scale", scales=torch.bfloat16),
+}
+
+_KEPT: list[TemporaryDirectory[str]] = []
+
+
+def _directory() -> Path:
+    _KEPT.append(TemporaryDirectory())
+    return Path(_KEPT[-1].name)
+
+
+@cache
+def base(family: str) -> Path:
+    """Save a small random model of a family, once."""
+    torch.manual_seed(sum(map(ord, family)))
+    directory = _directory()
+    random_model(family, SIZES | CONFIGS[family] | _LARGE | FAMILIES[family]).save_pretrained(directory)
+    return directory
+
+
+def write(source: Path, form: Format, directory: Path, twin: Path) -> None:
+    """Quantise a checkpoint.
+
+    Args:
+        source: of a dense model, in float32.
+        form: to store its matrices in: those in the layers but routers, and the output matrix if it says so.
+        directory: gets the quantised model.
+        twin: gets the model whose values the former's are, in float32.
+    """
+    stored: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for name, tensor in saved_values(source).items():
+        stem, _, kind = name.rpartition(".")
+        is_inside = ".layers." in name or (form.head and stem == "lm_head")
+        if kind == "weight" and tensor.ndim > 1 and is_inside and not stem.endswith(".gate"):
+            packed, values[name] = form.store(tensor)
+            stored |= {stem + suffix: part for suffix, part in packed.items()}
+            if form.adds_biases:
+                stored.setdefault(f"{stem}.bias", torch.zeros(len(tensor)))
+        else:
+            stored[name] = values[name] = tensor
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    for to, tensors, more in ((directory, stored, {"quantization_config": form.config()}), (twin, values, {})):
+        (to / "config.json").write_text(json.dumps(config | more), encoding="utf-8")
+        save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+
+
+def halve(source: Path, directory: Path, dtype: torch.dtype) -> None:
+    """Round what is not quantised of a checkpoint to 16 bits; scales stay as they are."""
+    tensors = {
+        name: tensor.to(dtype) if tensor.dtype is torch.float32 and name.endswith((".weight", ".bias")) else tensor
+        for name, tensor in saved_values(source).items()
+    }
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(
+        json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}), encoding="utf-8"
+    )
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@cache
+def quantised(family: str, form: str) -> tuple[Model, Path]:
+    """Quantise a family's model, once, and let transformers compute what is right.
+
+    Args:
+        family: of :data:`FAMILIES`.
+        form: of :data:`FORMATS`.
+
+    Returns:
+        The model, and the directory of its twin; see :func:`write`.
+    """
+    directory, twin = _directory(), _directory()
+    write(base(family), FORMATS[form], directory, twin)
+    model = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager")
+    torch.manual_seed(1)
+    return answered(model, directory, NEW), twin

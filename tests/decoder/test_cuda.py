@@ -1,0 +1,245 @@
+"""The decoder on real GPUs: the tokens of transformers, every step a graph."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import pytest
+import torch
+from attrs import evolve
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
+
+from tests.decoder.test_memory import made
+from tests.decoder_cases import CONFIGS, check, check_sixteen_bits, model_of, plan_of, request_of
+from tests.flash_cases import check_texts
+from tests.graph_cases import mixtures
+from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tpplan.axes import Axis
+from tpplan.decoder import Decoder, Prompt, Sampling, generate, plain, prompt_graphs, steps
+from tpplan.decoder.layers import attend, hiding
+from tpplan.exec import compile as compile_plan
+from tpplan.exec.torch_shims import takes_cudnn
+from tpplan.weights import load_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def kernels(call: Callable[[], object]) -> list[str]:
+    """Return the names of the kernels that a call runs on a GPU."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:  # which warns otherwise
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in profiled.events() or () if event.device_type.name == "CUDA"]
+    return [name for name in names if not name.startswith("Mem")]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("layout", ["reduce", "gather"])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_as_transformers(model_type: str, layout: str) -> None:
+    """Logits of two prompts, and 64 tokens of each, of which most come from graphs of several spans."""
+    model = model_of(model_type)
+    plan = plan_of(model.directory, min(GPUS, 4), request_of(layout), {}, seed=4)
+    with patch.object(steps, "_SHORTEST_SPAN", 16):
+        check(model, plan, "auto", backend="cuda")
+
+
+@pytest.mark.gpu
+def test_graphs_draw_what_is_drawn_without() -> None:
+    """Logits of graphs of several spans, of two numbers of sequences in turn, are each those of the step as written."""
+    model = model_of("llama")
+    plan = plan_of(model.directory, min(GPUS, 2), request_of(), {}, seed=4)
+    sampling = Sampling(temperature=1.5, seed=3)
+    with compile_plan(plan, backend="cuda", scratch=False) as context, patch.object(steps, "_SHORTEST_SPAN", 16):
+        decoder = Decoder(context, model.directory, load_weights(plan, model.directory, context), cache="fp32")
+        for count in (2, 1, 2):
+            drawn, expected = (
+                [taken.start(model.prompts[:count], sampling), *(taken.step() for _ in range(40))]
+                for taken in (decoder.steps(count), steps.Steps(decoder, count, graphs=False))
+            )
+            assert drawn == expected
+
+
+@pytest.mark.gpu
+def test_one_gpu() -> None:
+    """The same on a single one."""
+    model = model_of("llama")
+    check(model, plan_of(model.directory, 1, request_of(), {}, seed=4), "auto", backend="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_sixteen_bits(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """What other kernels than those for 32 bits compute is about as near to the latter as in transformers."""
+    check_sixteen_bits(model_of(model_type), "reduce", dtype, tmp_path, min(GPUS, 2), backend="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 40, 64])
+def test_prompts_take_kernels_without_masks(queries: int) -> None:
+    """In 16 bits, flash kernels take the last tokens of a prompt as they are, heads shared, and say what others do."""
+    torch.manual_seed(3)
+    q = torch.randn(1, 8, queries, 64)
+    k, v = torch.randn(2, 1, 2, 64, 64)
+    expected = attend(q, k, v, None, scale=0.1, cap=None)
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        found = attend(q, k, v, None, scale=0.1, cap=None)
+    torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
+@pytest.mark.parametrize("sizes", [[2, 1, 130, 0], [1, 1, 1, 0]], ids=str)
+def test_texts_in_a_cache(sizes: list[int], width: int, dtype: torch.dtype) -> None:
+    """In 16 bits, one flash kernel takes several texts where they are, each with the numbers that it has alone."""
+    check_texts(sizes, torch.device("cuda"), dtype, width, 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("length", [2, 97, 256, 1000, 4096])
+def test_a_step_attends_without_copies(length: int, width: int) -> None:
+    """In 16 bits, to a part of caches of any length: where torch takes cuDNN, by its kernels alone."""
+    torch.manual_seed(3)
+    q = torch.randn(3, 8, 1, width).bfloat16()
+    cache = torch.randn(2, 3, 2, length + 5, width).bfloat16()
+    mask = hiding((torch.arange(length) <= torch.tensor([[0], [length // 2], [length - 1]]))[:, None, None], q.dtype)
+    k, v = cache[..., :length, :].float()
+    expected = attend(q.float(), k, v, mask.float(), scale=0.1, cap=None)
+    q, mask, (k, v) = q.to("cuda"), mask.to("cuda"), cache.to("cuda")[..., :length, :]
+    found = attend(q, k, v, mask, scale=0.1, cap=None, recurs=True)
+    torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)
+    if takes_cudnn(q, k, v, mask, 0.1):
+        names = kernels(lambda: attend(q, k, v, mask, scale=0.1, cap=None, recurs=True))
+        assert all("cudnn" in name for name in names), names
+
+
+@pytest.mark.gpu
+def test_new_lengths_are_not_planned(tmp_path: Path) -> None:
+    """In 16 bits, cuDNN, which makes a plan for every shape, takes no prompt but those that fill a pass."""
+    model = model_of("qwen3")
+    AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    plan = plan_of(tmp_path, 1, request_of(), {}, seed=4)
+    with compile_plan(plan, backend="cuda", scratch=False) as context:
+        decoder = Decoder(context, tmp_path, load_weights(plan, tmp_path, context), graphs=False)
+        for prompt in ([1], [1, 2, 3], [1, 2, 3, 4, 5]):
+            names = kernels(lambda prompt=prompt: decoder.prefill(prompt))  # type: ignore[misc]
+            assert not any("cudnn" in name for name in names), names
+            assert any("flash" in name for name in names), names
+
+
+def check_passes(directory: Path, devices: int, *, batch: int = 4, max_rows: int = 16) -> None:
+    """Compare passes of prompts as graphs with the same as they are written, and with those of a decoder without.
+
+    Before and after them are steps, whose graphs share their memory. Nothing else is written to the cache.
+    """
+    request = evolve(request_of(batch=batch), max_rows=max_rows)
+    plan = plan_of(directory, devices, request, {}, seed=4)
+    with (
+        compile_plan(plan, backend="cuda", scratch=False) as context,
+        patch.object(prompt_graphs, "_SMALLEST", max_rows // 4),
+        torch.inference_mode(),
+    ):
+        weights = load_weights(plan, directory, context)
+        decoder, without = (Decoder(context, directory, weights, graphs=graphs) for graphs in (None, False))
+        graphs = decoder.prompt_graphs
+        assert graphs
+        assert not without.prompt_graphs
+        texts = [list(generate(decoder, [[5, 17, 99], [8, 4]], 8))]
+        stores = [
+            [part for layer in each.stack.heads for heads in layer.values() for part in heads.cache._store._parts]
+            for each in (decoder, without)
+        ]
+        for stored in (*stores[0], *stores[1]):
+            stored.fill_(torch.nan)
+
+        def read(by: Decoder, prompts: Sequence[Prompt]) -> torch.Tensor:
+            return context.gather(by.read(prompts), Axis.VC).tensor.clone()
+
+        for prompts in mixtures(Random(5), batch, max_rows):
+            replayed, expected = read(decoder, prompts), read(without, prompts)
+            with patch.object(graphs, "_have_run", set()):
+                written = read(decoder, prompts)
+            assert (replayed - written).norm() < 0.001 * written.norm()
+            assert (replayed - expected).norm() < 0.03 * expected.norm()
+        assert set(graphs._graphs) == set(graphs.sizes)
+        for found, right in zip(*stores, strict=True):
+            assert right.isnan().any()
+            assert torch.equal(found.isnan(), right.isnan())
+            assert (found - right).nan_to_num().norm() < 0.03 * right.nan_to_num().norm()
+            found.zero_()  # steps look at more than there is, and hide it
+        texts.append(list(generate(decoder, [[5, 17, 99], [8, 4]], 8)))
+    assert texts[0] == texts[1]
+
+
+def saved(model_type: str, dtype: torch.dtype, directory: Path) -> Path:
+    """Return a family's model in 16 bits."""
+    AutoModelForCausalLM.from_pretrained(model_of(model_type).directory, dtype=dtype).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_passes_are_graphs(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of any mixture of prompts, on one GPU."""
+    check_passes(saved(model_type, dtype, tmp_path), 1)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_passes_are_graphs_over_gpus(model_type: str, tmp_path: Path) -> None:
+    """The same over several, unevenly."""
+    check_passes(saved(model_type, torch.bfloat16, tmp_path), min(GPUS, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [1, min(max(GPUS, 1), 4)])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_passes_are_graphs_where_kernels_write_to_the_cache(model_type: str, devices: int, tmp_path: Path) -> None:
+    """They leave out the rows that fill a pass up; heads have 64 elements."""
+    directory = made(model_type, tmp_path, head_dim=64)
+    with patch.object(plain.Plain, "keep", side_effect=AssertionError):
+        check_passes(directory, devices, batch=6, max_rows=64)
+
+
+def check_kernels(directory: Path, devices: int, backend: str) -> None:
+    """Compare prompts and steps of some numbers of sequences with those of a decoder by torch alone."""
+    plan = plan_of(directory, devices, evolve(request_of(batch=5), max_rows=64), {}, seed=4)
+    with compile_plan(plan, backend=backend, scratch=False) as context, torch.inference_mode():
+        weights = load_weights(plan, directory, context)
+        decoders = [Decoder(context, directory, weights, graphs=False, kernels=kernels) for kernels in (True, False)]
+        prompts = [Prompt([(7 * i + 5 * t) % 200 for t in range(9 * i + 1)], i) for i in range(5)]
+
+        def said(decoder: Decoder, count: int) -> torch.Tensor:
+            if not count:
+                return context.gather(decoder.read(prompts), Axis.VC).tensor.float()
+            places = [device.device for device in context.devices.values()]
+            numbers = torch.arange(count), torch.tensor([len(each.tokens) for each in prompts[:count]])
+            tokens, positions = ([each.to(place) for place in places] for each in numbers)
+            return context.gather(decoder.decode(tokens, positions), Axis.VC).tensor.float()
+
+        for count in (0, 1, 2, 4, 5):
+            found, expected = (said(decoder, count) for decoder in decoders)
+            assert (found - expected).norm() < 0.03 * expected.norm(), count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [1, min(max(GPUS, 1), 4)])
+@pytest.mark.parametrize("model_type", sorted({*CONFIGS} - {"mixtral", "qwen3_moe"}))  # roundings choose other experts
+def test_kernels_say_what_torch_says(model_type: str, devices: int, tmp_path: Path) -> None:
+    """Of few rows and of more, but for rounding; heads have 64 elements."""
+    check_kernels(made(model_type, tmp_path, head_dim=64), devices, "cuda")

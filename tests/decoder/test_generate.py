@@ -1,0 +1,242 @@
+"""The command ``tpplan generate``: what it prints, and what it refuses before it loads anything."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+import tokenizers
+from jsonschema import Draft202012Validator
+
+import tpplan
+from tests.command import Done, command
+from tests.decoder_cases import LENGTH, VOCAB, model_of, plan_of, request_of
+from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tpplan.decoder import run
+from tpplan.decoder.text import Stream, Tokenizer
+from tpplan.errors import ModelError
+from tpplan.weights import load_weights
+from tpplan.workspace import areas
+
+if TYPE_CHECKING:
+    from tpplan.exec import TPContext
+    from tpplan.plan import SplitPlan
+    from tpplan.weights import Weights
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "The quick brown fox, señor Ω"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a small checkpoint, with a tokenizer whose tokens are the bytes of UTF-8 and some pairs of them."""
+    directory = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    shutil.copytree(model_of("mistral").directory, directory)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(set(bytes_of(PROMPT)))
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=VOCAB, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([PROMPT] * 3, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    plan_of(directory, 3, request_of(batch=1), {}, seed=4).save(directory / "plan.json")
+    return directory
+
+
+def bytes_of(text: str) -> list[str]:
+    """Return the characters that stand for the bytes of a text in a tokenizer of bytes."""
+    found = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    return [char for word, _ in found for char in word]
+
+
+def generate(checkpoint: Path, *arguments: object, stdin: bytes = b"") -> Done:
+    """Run the command on the small checkpoint and its plan."""
+    plan = checkpoint / "plan.json"
+    return command("generate", plan, "--model", checkpoint, "--backend", "cpu", *arguments, stdin=stdin)
+
+
+def test_tokens(checkpoint: Path) -> None:
+    """Tokens in, the tokens that follow them out, in the form in which they are read; nothing else."""
+    prompt = ",".join(map(str, model_of("mistral").prompts[0]))
+    done = generate(checkpoint, "--token-ids", prompt, "--max-new-tokens", 8)
+    assert (done.code, done.err) == (0, "")
+    tokens = done.out.removesuffix("\n").split(",")
+    assert len(tokens) == 8
+    again = generate(checkpoint, "--token-ids", ",".join([prompt, *tokens[:4]]), "--max-new-tokens", 4)
+    assert again.out == ",".join(tokens[4:]) + "\n"
+
+
+def test_scratch_is_left_to_the_decoder(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's scratch is allocated by nobody but the decoder, whose activations take it as they come."""
+    contexts: list[TPContext] = []
+
+    def load(plan: SplitPlan, directory: str, context: TPContext) -> Weights:
+        contexts.append(context)
+        return load_weights(plan, directory, context)
+
+    monkeypatch.setattr(run, "load_weights", load)
+    assert generate(checkpoint, "--token-ids", "1,2", "--max-new-tokens", 1).code == 0
+    plan = tpplan.load(checkpoint / "plan.json")
+    divided = areas(plan.splits, plan.model.dtype, plan.request)
+    rests = [memory.workspace_bytes - area.scratch_bytes for memory, area in zip(plan.memory, divided, strict=True)]
+    assert [device.arena.size_bytes for device in contexts[0].devices.values()] == rests
+
+
+def test_a_document(checkpoint: Path) -> None:
+    """With --json there is one document, as the schema describes it, with the text that is printed without."""
+    rules = json.loads((ROOT / "schemas/generate-report.schema.json").read_text(encoding="utf-8"))
+    asked = ("--prompt", PROMPT, "--max-new-tokens", 12)
+    document = json.loads(generate(checkpoint, *asked, "--json").out)
+    Draft202012Validator(rules).validate(document)
+    assert document["text"] + "\n" == generate(checkpoint, *asked).out
+    assert (document["devices"], document["backend"], document["ended"]) == (3, "cpu", False)
+    assert Tokenizer(checkpoint).decode(document["prompt_tokens"]) == PROMPT
+    assert Tokenizer(checkpoint).decode(document["new_tokens"]) == document["text"]
+
+
+def test_a_plan_of_another_model(checkpoint: Path) -> None:
+    """Two fingerprints are told by their first digits on the screen, and whole in the document."""
+    plan = checkpoint / "other.json"
+    text = (checkpoint / "plan.json").read_text(encoding="utf-8")
+    plan.write_text(re.sub("sha256:[0-9a-f]{64}", "sha256:" + "0" * 64, text), encoding="utf-8")
+    asked = ("generate", plan, "--model", checkpoint, "--backend", "cpu", "--token-ids", "1")
+    assert re.search(r"fingerprint sha256:[0-9a-f]{12}… and not sha256:0{12}…\n", command(*asked).err)
+    assert "sha256:" + "0" * 64 in json.loads(command(*asked, "--json").out)["error"]["message"]
+
+
+def test_a_text_of_standard_input(checkpoint: Path) -> None:
+    """A prompt of - is read from standard input, to the byte."""
+    asked = ("--max-new-tokens", 5)
+    assert generate(checkpoint, "--prompt", "-", *asked, stdin=PROMPT.encode()) == generate(
+        checkpoint, "--prompt", PROMPT, *asked
+    )
+
+
+def test_a_text_ends(checkpoint: Path, tmp_path: Path) -> None:
+    """A token of generation_config.json ends it, or one of config.json where that says nothing."""
+    asked = ("--prompt", PROMPT, "--json", "--max-new-tokens", 9)
+    tokens: list[int] = json.loads(generate(checkpoint, *asked).out)["new_tokens"]
+    last = next(token for token in tokens if token != tokens[0])
+    for name, value in (("config.json", last), ("generation_config.json", [last])):
+        directory = shutil.copytree(checkpoint, tmp_path / name)
+        for file in ("config.json", "generation_config.json"):
+            data: dict[str, Any] = json.loads((directory / file).read_text(encoding="utf-8"))
+            data["eos_token_id"] = value if file == name else None
+            (directory / file).write_text(json.dumps(data), encoding="utf-8")
+        document = json.loads(generate(directory, *asked).out)
+        assert document["new_tokens"] == tokens[: tokens.index(last) + 1]
+        assert document["ended"]
+
+
+def test_the_seed_decides_what_is_drawn(checkpoint: Path) -> None:
+    """The same text for the same seed, another for another, and the likeliest tokens where few may be drawn."""
+    asked = ("--prompt", PROMPT, "--max-new-tokens", 8, "--temperature", 1.5)
+    first, again, other = (generate(checkpoint, *asked, "--seed", seed).out for seed in (1, 1, 2))
+    assert first == again != other
+    assert generate(checkpoint, *asked, "--top-p", 0.001).out == generate(checkpoint, *asked[:4]).out != first
+
+
+def test_as_much_as_there_is_room_for(checkpoint: Path) -> None:
+    """Without a number there are 128 new tokens, or as many as the plan's cache takes."""
+    done = generate(checkpoint, "--token-ids", "1,2,3")
+    assert len(done.out.split(",")) == LENGTH - 3
+
+
+def test_virtual_devices_are_told_of(checkpoint: Path) -> None:
+    """Where the machine lacks the GPUs, the text is computed on virtual devices, and that is said beside it."""
+    asked = ("generate", checkpoint / "plan.json", "--model", checkpoint, "--token-ids", "1", "--max-new-tokens", 2)
+    with patch("torch.cuda.is_available", return_value=False):
+        done = command(*asked)
+    assert done.code == 0
+    assert done.err == "note: on virtual devices, because the plan has 3 and this machine 0 CUDA devices\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((), "generate takes either a prompt or tokens"),
+        (("--prompt", "a", "--token-ids", "1"), "generate takes either a prompt or tokens"),
+        (("--token-ids", "1,,2"), "--token-ids is '1,,2', expected numbers"),
+        (("--token-ids", "1,-2"), "--token-ids is '1,-2', expected numbers"),
+        (("--token-ids", "9" * 5000), "expected numbers"),
+        (("--token-ids", f"1,{VOCAB}"), f"token {VOCAB}, the model's are 0 to {VOCAB - 1}"),
+        (("--prompt", "a\udcff"), r"the prompt has '\udcff' at character 1"),
+        (("--token-ids", "1", "--max-new-tokens", 0), "--max-new-tokens is 0"),
+        (("--token-ids", "1", "--max-new-tokens", LENGTH), f"1 tokens and {LENGTH} new ones, the plan caches {LENGTH}"),
+        (("--token-ids", "1", "--temperature", -1), "the temperature is -1.0"),
+        (("--token-ids", "1", "--top-p", 2), "top-p is 2.0"),
+    ],
+    ids=lambda value: ascii(value)[:40],
+)
+def test_what_is_refused(arguments: tuple[object, ...], problem: str, checkpoint: Path) -> None:
+    """One error with the names and numbers, and nothing is loaded."""
+    with patch("tpplan.decoder.run.load_weights", side_effect=AssertionError("too late")):
+        done = generate(checkpoint, *arguments)
+    assert done.code == 2
+    assert done.out == ""
+    assert problem in done.err.replace("\n", " ")
+    assert "hint: " in done.err
+
+
+@pytest.mark.parametrize(
+    ("plan", "change", "problem"),
+    [
+        ({"kind": "q8"}, {}, "the decoder has no cache of kind q8 for heads of 8 elements"),
+        ({}, {"rope_interleave": True}, "rope_interleave is true"),
+        ({}, {"rope_parameters": {"rope_type": "new", "rope_theta": 1e4}}, "rope_type is 'new'"),
+        ({}, {"vocab_size": VOCAB + 1}, "config.json"),
+    ],
+    ids=["cache", "pairs", "rope", "model"],
+)
+def test_what_the_decoder_does_not_compute(
+    plan: dict[str, Any], change: dict[str, Any], problem: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """It is refused before the plan is compiled, let alone the weights are read."""
+    directory = shutil.copytree(checkpoint, tmp_path / "tiny")
+    plan_of(directory, 3, request_of(batch=1, **plan), {}, seed=4).save(directory / "plan.json")
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(config | change), encoding="utf-8")
+    with patch("tpplan.decoder.run.compiler", side_effect=AssertionError("too late")):
+        done = generate(directory, "--token-ids", "1")
+    assert (done.code, done.out) == (2, "")
+    assert problem in done.err.replace("\n", " ")
+
+
+def test_without_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
+    """A missing file, a broken one and a missing library are named, with what does without."""
+    directory = shutil.copytree(checkpoint, tmp_path / "tiny")
+    with patch.dict("sys.modules", {"tokenizers": None}):
+        done = generate(directory, "--prompt", "a")
+    assert (done.code, "tokenizers, which is not installed" in done.err) == (2, True)
+    (directory / "tokenizer.json").write_text("{", encoding="utf-8")
+    assert "cannot be read" in generate(directory, "--prompt", "a").err
+    (directory / "tokenizer.json").unlink()
+    done = generate(directory, "--prompt", "a")
+    assert "does not exist" in done.err
+    assert "--token-ids" in done.err
+    with pytest.raises(ModelError, match="does not exist"):
+        Tokenizer(directory)
+
+
+def test_pieces_are_whole_characters(checkpoint: Path) -> None:
+    """A character of several tokens is told with its last one; what is incomplete in the end is told as such."""
+    tokenizer = Tokenizer(checkpoint)
+    letters = {
+        text: token
+        for text, token in json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))["model"][
+            "vocab"
+        ].items()
+        if len(text) == 1
+    }
+    tokens = [letters[char] for char in bytes_of("ñ fox Ω")]
+    stream = Stream(tokenizer, tokenizer.encode("The"))
+    pieces = [stream.add(token) for token in tokens]
+    assert pieces == ["", "ñ", " ", "f", "o", "x", " ", "", "Ω"]
+    assert stream.rest() == ""
+    assert stream.add(tokens[0]) == ""
+    assert stream.rest() == "\ufffd"

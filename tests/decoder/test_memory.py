@@ -1,0 +1,177 @@
+"""What a decoder's activations take of each device: no more than the plan's ledger has scratch for."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import tpplan
+from tests.decoder.activations import activations
+from tests.decoder.quantised_checkpoints import quantised
+from tests.decoder_cases import CONFIGS, plan_of
+from tests.flash_cases import flash_calls
+from tests.weight_plans import fine_units
+from tpplan.axes import bounds_of
+from tpplan.decoder import Decoder, Prompt, layer_cache, layers, products
+from tpplan.decoder import quantised as quantised_matrices
+from tpplan.decoder.sampling import likeliest
+from tpplan.exec import compile as compile_plan
+from tpplan.memory import demands
+from tpplan.plan import Cache, Request
+from tpplan.weights import load_weights
+from tpplan.workspace import areas
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.flash_cases import FlashCalls
+    from tpplan.plan import SplitPlan
+
+__all__ = ["fine_units", "flash_calls"]  # fixtures
+
+#: Shapes of activations that are to each other as those of models are, two or more passes of a prompt, and rows of
+#: every expert.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "dtype": "bfloat16",
+}
+_LENGTH, _BATCH, _ROWS = 128, 8, 64
+_SMALLER = {"hidden_size": 256, "head_dim": 32, "moe_intermediate_size": 160, "sliding_window": 24}
+
+
+def made(model_type: str, directory: Path, **more: Any) -> Path:
+    """Make a checkpoint of a family in 16 bits, with more in its config."""
+    torch.manual_seed(1)
+    special = CONFIGS[model_type]
+    smaller = {key: value for key, value in _SMALLER.items() if special.get(key)}
+    config = AutoConfig.for_model(**{**_SIZES, "model_type": model_type, **special, **smaller, **more})
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(directory)
+    return directory
+
+
+def planned(directory: Path, layout: str, shares: tuple[int, ...], cache: Cache) -> SplitPlan:
+    """Return a plan that cuts every axis by shares."""
+    request = Request(layout, "balanced", cache, _BATCH, _ROWS, "idle")
+    cut = {}
+    for demand in demands(tpplan.read_model(directory), request, len(shares)).axes:
+        ends = [round(demand.units * sum(shares[:i]) / sum(shares)) for i in range(len(shares) + 1)]
+        cut[demand.axis] = bounds_of([end - start for start, end in pairwise(ends)], demand.unit, demand.size)
+    return plan_of(directory, len(shares), request, cut, seed=0)
+
+
+def taken(directory: Path, plan: SplitPlan, kinds: int = 1000, at_once: int = 2**13) -> dict[int, float]:
+    """Return the peak of a long prompt and of a step of all sequences, by device, as a share of the scratch.
+
+    What has a limit in bytes, whatever the model, is limited here as models are smaller.
+
+    Args:
+        directory: the model's.
+        plan: to run by.
+        kinds: of tokens in the prompt.
+        at_once: elements that are made at a time of what could take any amount of memory.
+    """
+    room = [area.scratch_bytes for area in areas(plan.splits, plan.model.dtype, plan.request)]
+    length = plan.request.cache.tokens // _BATCH
+    with (
+        compile_plan(plan, backend="cpu", scratch=False) as context,
+        patch.object(layers, "AT_ONCE", at_once),
+        patch.object(layer_cache, "AT_ONCE", at_once),
+        patch.object(layers, "_WIDENED", 16),
+    ):
+        decoder = Decoder(context, directory, load_weights(plan, directory, context))
+        used = context.all_devices
+        tokens, positions = ([torch.full((_BATCH,), n) for _ in used] for n in (3, length - 1))
+        with activations(decoder) as counted:
+            decoder.prefill([i % kinds for i in range(length - 1)], 1)
+            assert not any(counted.live.values())
+            for device, *tensors in zip(used, tokens, positions, strict=True):
+                for tensor in tensors:
+                    counted.own(tensor, device)
+            likeliest(decoder.context, decoder.decode(tokens, positions), decoder.stack.steps)
+    return {device: counted.peak[device] / room[device] for device in used}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_activations_fit_in_the_scratch_of_the_ledger(model_type: str, tmp_path: Path) -> None:
+    """On one device and on uneven ones, in both layouts."""
+    directory = made(model_type, tmp_path)
+    for layout in ("reduce", "gather"):
+        for shares in ((1,), (3, 1)):
+            plan = planned(directory, layout, shares, Cache("fp16", _BATCH * _LENGTH))
+            found = taken(directory, plan)
+            assert all(0.4 < share <= 1 for share in found.values()), (layout, shares, found)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "q8"])
+def test_smaller_caches_of_long_texts_do_too(kind: str, tmp_path: Path) -> None:
+    """Of which one KV head of a sequence is in 16 bits at a time."""
+    directory = made("qwen3", tmp_path)
+    plan = planned(directory, "reduce", (1,), Cache(kind, _BATCH * 8 * _LENGTH))
+    assert taken(directory, plan)[0] <= 1
+
+
+def test_long_windows_do_too(tmp_path: Path) -> None:
+    """Which are hidden from a few queries of a pass at a time."""
+    directory = made("mistral", tmp_path, sliding_window=8 * _LENGTH)
+    plan = planned(directory, "reduce", (1,), Cache("fp16", _BATCH * 16 * _LENGTH))
+    assert taken(directory, plan)[0] <= 1
+
+
+def test_windows_do_too_where_much_is_made_at_once(tmp_path: Path) -> None:
+    """As much of a pass as in a model of 7B parameters: masks are made of parts that take as much again."""
+    directory = made("mistral", tmp_path, sliding_window=4 * _LENGTH)
+    plan = planned(directory, "reduce", (1,), Cache("fp16", _BATCH * 8 * _LENGTH))
+    assert taken(directory, plan, at_once=2**15)[0] <= 1
+
+
+def test_rows_of_the_same_experts_do_too(tmp_path: Path) -> None:
+    """Equal tokens are routed to the same experts, which compute some of them at a time."""
+    directory = made("mixtral", tmp_path)
+    for shares in ((1,), (3, 1)):
+        plan = planned(directory, "reduce", shares, Cache("fp16", _BATCH * _LENGTH))
+        found = taken(directory, plan, kinds=1)
+        assert all(share <= 1 for share in found.values()), (shares, found)
+
+
+@pytest.mark.parametrize("layout", ["reduce", "gather"])
+def test_prompts_that_attend_at_once_do_too(layout: str, tmp_path: Path, flash_calls: FlashCalls) -> None:
+    """Wherever they go on, and if a pass of them is to be a graph."""
+    directory = made("llama", tmp_path)
+    for shares in ((1,), (3, 1)):
+        plan = planned(directory, layout, shares, Cache("fp16", _BATCH * _LENGTH))
+        room = [area.scratch_bytes for area in areas(plan.splits, plan.model.dtype, plan.request)]
+        for graphs in (False, True):
+            with compile_plan(plan, backend="cpu", scratch=False) as context, patch.object(layers, "_WIDENED", 16):
+                decoder = Decoder(context, directory, load_weights(plan, directory, context), graphs=graphs)
+                with activations(decoder) as counted:
+                    decoder.read([Prompt([*range(_ROWS // _BATCH)], i, 0 if graphs else 9 * i) for i in range(_BATCH)])
+            assert all(0.4 < counted.peak[device] / room[device] <= 1 for device in context.all_devices)
+    assert flash_calls
+
+
+@pytest.mark.parametrize("form", ["gptq 4 g64 asym", "int 8 channel", "fp8 block"])
+def test_quantised_weights_take_no_more(form: str) -> None:
+    """Of matrices parts are made at a time that are an eighth of the scratch."""
+    taken_by = []
+    model, twin = quantised("llama", form)
+    for directory in (twin, model.directory):
+        plan = planned(directory, "reduce", (1,), Cache("fp16", _BATCH * _LENGTH))
+        with patch.object(products, "AT_ONCE", 2**13), patch.object(quantised_matrices, "_AT_ONCE", 2**10):
+            taken_by.append(taken(directory, plan)[0])
+    dense, codes = taken_by
+    assert codes <= dense

@@ -1,0 +1,344 @@
+"""Passes of prompts as graphs: which models have them, of which sizes, and that nothing is kept for another pass."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from random import Random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock, patch
+from weakref import ref
+
+import pytest
+import torch
+from attrs import evolve
+
+from tests.decoder import quantised_checkpoints as checkpoints
+from tests.decoder import test_memory
+from tests.decoder.pointwise_cases import launches
+from tests.decoder_cases import CONFIGS, LENGTH, MAX_ROWS, model_of, plan_of, request_of
+from tests.flash_cases import flash_calls
+from tests.graph_cases import WAITING, Calls, FakeGraph, mixtures
+from tests.weight_plans import fine_units
+from tpplan.axes import Axis
+from tpplan.decoder import Decoder, layers, plain, prompt_graphs
+from tpplan.decoder.prompts import NOBODY, Prompt
+from tpplan.exec import compile as compile_plan
+from tpplan.plan import Cache
+from tpplan.weights import load_weights
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from functools import partial
+    from pathlib import Path
+
+    from tests.flash_cases import FlashCalls
+    from tpplan.exec.context import TPContext
+
+__all__ = ["fine_units", "flash_calls", "launches"]  # fixtures
+
+
+def made(context: TPContext, model_type: str, kind: str = "fp32", *, graphs: bool = True) -> Decoder:
+    """Load a family's model."""
+    directory = model_of(model_type).directory
+    return Decoder(context, directory, load_weights(context.plan, directory, context), cache=kind, graphs=graphs)
+
+
+def capturing(decoder: Decoder, events: list[tuple[str, int]]) -> AbstractContextManager[object]:
+    """Let a decoder capture passes where there are no graphs, and note what becomes of them, and their rows.
+
+    A replay reads the tensors that the captured pass has read, and writes those that it has written.
+    """
+    graphs = decoder.prompt_graphs
+    assert graphs
+
+    def captured(issue: partial[None], what: str) -> FakeGraph:
+        (size,) = issue.args
+        events.append(("capture", size))
+        issue()
+        xs = graphs._xs[size]
+
+        def again() -> None:
+            events.append(("replay", size))
+            issue()
+            for x, new in zip(xs, graphs._xs[size], strict=True):
+                x.copy_(new)
+            graphs._xs[size] = xs
+
+        return FakeGraph(again, lambda: captured(issue, what))
+
+    return patch.object(decoder, "captured", captured)
+
+
+def stores_of(decoder: Decoder) -> list[torch.Tensor]:
+    """Return all that its cache has."""
+    return [part for layer in decoder.stack.heads for each in layer.values() for part in each.cache._store._parts]
+
+
+@torch.inference_mode()
+def check_same(decoders: tuple[Decoder, Decoder], random: Random) -> list[tuple[str, int]]:
+    """Read mixtures of prompts by graphs and without, and compare logits and caches, where nothing else is written.
+
+    Args:
+        decoders: with graphs, and without.
+        random: of which mixtures.
+
+    Returns:
+        What became of the passes.
+    """
+    captured, written = decoders
+    context, graphs, events = captured.context, captured.prompt_graphs, list[tuple[str, int]]()
+    assert graphs
+    accuracy = 0.05 if context.dtype is torch.bfloat16 else 1e-4
+    for stored in (*stores_of(captured), *stores_of(written)):
+        stored.fill_(torch.nan)
+    with capturing(captured, events):
+        for prompts in mixtures(random, captured.batch, context.max_rows):
+            logits, expected = (context.gather(each.read(prompts), Axis.VC).tensor.clone() for each in decoders)
+            torch.testing.assert_close(logits, expected, atol=accuracy, rtol=accuracy)
+            for xs in graphs._xs.values():  # which is lost before the next
+                for x in xs:
+                    x.fill_(torch.nan)
+        for found, right in zip(stores_of(captured), stores_of(written), strict=True):
+            assert right.isnan().any()
+            torch.testing.assert_close(found, right, atol=accuracy, rtol=accuracy, equal_nan=True)
+    return events
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.usefixtures("flash_calls")
+def test_a_graph_serves_all_passes_that_it_has_room_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured with one mixture of prompts, it reads all others as they are read without, on any devices.
+
+    Of each number of rows there is one.
+    """
+    random = Random(seed)
+    monkeypatch.setattr(prompt_graphs, "_SMALLEST", 4)
+    model_type, batch, rows = random.choice(["llama", "qwen3"]), random.randint(2, 5), random.randint(6, 24)
+    request = request_of(random.choice(["reduce", "gather"]), random.choice(["idle", "replicate"]), batch=batch)
+    request = evolve(request, max_rows=rows)
+    plan = plan_of(model_of(model_type).directory, random.randint(1, 5), request, {}, seed=seed)
+    with compile_plan(plan, backend="cpu") as context:
+        decoders = made(context, model_type), made(context, model_type, graphs=False)
+        events = check_same(decoders, random)
+        assert decoders[0].prompt_graphs
+        sizes = decoders[0].prompt_graphs.sizes
+    assert sizes == tuple(size for size in (rows // 4, rows // 2, rows) if size >= 4)
+    counts = Counter(events)
+    assert set(counts) == {(what, size) for what in ("capture", "replay") for size in sizes}
+    assert all(counts["capture", size] == 1 for size in sizes)
+
+
+@pytest.mark.parametrize("layout", ["reduce", "gather"])
+def test_kernels_leave_rows_of_nobody_out(
+    layout: str, tmp_path: Path, flash_calls: FlashCalls, launches: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits, where kernels write keys and values to the cache, on one device and on uneven ones."""
+    directory = test_memory.made("llama", tmp_path)
+    monkeypatch.setattr(prompt_graphs, "_SMALLEST", 16)
+    monkeypatch.setattr(plain.Plain, "keep", Mock(side_effect=AssertionError))
+    for shares in ((1,), (3, 1)):
+        plan = test_memory.planned(directory, layout, shares, Cache("fp16", 8 * 128))
+        with compile_plan(plan, backend="cpu", scratch=False) as context:
+            weights = load_weights(plan, directory, context)
+            with_graphs, without = (Decoder(context, directory, weights, graphs=graphs) for graphs in (True, False))
+            events = check_same((with_graphs, without), Random(len(shares)))
+        assert {size for _, size in events} == {16, 32, 64}
+    assert flash_calls
+    assert launches["turn"]
+
+
+def test_the_smallest_graph_is_taken(flash_calls: FlashCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pass of a size runs as it is written, the second is captured, others replay that, size by size."""
+    model, events = model_of("llama"), list[tuple[str, int]]()
+    monkeypatch.setattr(prompt_graphs, "_SMALLEST", 5)
+    request = evolve(request_of(), max_rows=20)
+    with compile_plan(plan_of(model.directory, 3, request, {}, seed=9), backend="cpu") as context:
+        decoder = made(context, "llama")
+        with capturing(decoder, events):
+            for rows, expected in (
+                (5, []),
+                (20, []),
+                (1, [("capture", 5)]),
+                (6, []),
+                (4, [("replay", 5)]),
+                (11, [("capture", 20)]),
+                (10, [("capture", 10)]),
+                (20, [("replay", 20)]),
+                (33, [("replay", 20), ("replay", 20)]),
+            ):
+                events.clear()
+                flash_calls.clear()
+                decoder.prefill([*range(rows)])
+                assert events == expected, rows
+                last = rows % 20 or 20
+                assert flash_calls[-1] == [(last, rows)]
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "room", "most", "expected"),
+    [
+        (2048, 32768, None, [128, 256, 512, 1024, 2048]),
+        (2048, 32768, 512, [128, 256, 512]),
+        (1000, 32768, 512, [250, 500]),
+        (1000, 32768, None, [250, 500, 1000]),
+        (2048, 600, None, [128, 256, 512, 1024]),
+        (2048, 50, None, [128]),
+        (50, 2048, 512, [50]),
+        (300, 100, None, [150]),
+    ],
+)
+def test_sizes(max_rows: int, room: int, most: int | None, expected: list[int]) -> None:
+    """Each is half of the next, all that a cache has room for fits, and there are none larger than asked for."""
+    assert prompt_graphs.sizes_of(max_rows, room, most) == expected
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.usefixtures("flash_calls")
+def test_as_transformers(model_type: str) -> None:
+    """Two prompts that fill three passes, read again and again, have the logits that transformers gives each."""
+    model, events = model_of(model_type), list[tuple[str, int]]()
+    short, long = model.prompts
+    with compile_plan(plan_of(model.directory, 3, request_of(), {}, seed=9), backend="cpu") as context:
+        decoder = made(context, model_type)
+        assert len(long) + len(short) == 3 * MAX_ROWS
+        with capturing(decoder, events):
+            for _ in range(3):
+                logits = context.gather(decoder.read([Prompt(long, 0), Prompt(short, 1)]), Axis.VC).tensor
+                torch.testing.assert_close(logits.flip(0), model.logits, atol=1e-4, rtol=1e-4)
+            for sequence, prompt in enumerate(model.prompts):
+                logits = context.gather(decoder.prefill(prompt, sequence), Axis.VC).tensor
+                torch.testing.assert_close(logits[0], model.logits[sequence], atol=1e-4, rtol=1e-4)
+    assert events == [("capture", MAX_ROWS), *[("replay", MAX_ROWS)] * 11]
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.usefixtures("flash_calls")
+def test_models_whose_passes_differ_have_no_graph(model_type: str) -> None:
+    """Neither have those whose scores are capped, whose windows end in a text, or who send rows to experts."""
+    directory = model_of(model_type).directory
+    with compile_plan(plan_of(directory, 2, request_of(), {}, seed=1), backend="cpu") as context:
+        assert (made(context, model_type).prompt_graphs is not None) == (model_type in {"llama", "qwen3"})
+    window = CONFIGS[model_type].get("sliding_window") or LENGTH
+    request = evolve(request_of(batch=2), cache=Cache("fp16", 2 * window))
+    with compile_plan(plan_of(directory, 2, request, {}, seed=1), backend="cpu") as context:
+        assert (made(context, model_type).prompt_graphs is not None) == (
+            model_type not in {"gemma2", "mixtral", "qwen3_moe"}  # the other windows hide nothing of such short texts
+        )
+
+
+def test_caches_and_devices_without_the_kernel_have_no_graph(
+    flash_calls: FlashCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor has a decoder that is not told to."""
+    model = model_of("qwen3")
+    with compile_plan(plan_of(model.directory, 2, request_of(), {}, seed=1), backend="cpu") as context:
+        assert made(context, "qwen3").prompt_graphs
+        assert not made(context, "qwen3", graphs=False).prompt_graphs
+        assert not made(context, "qwen3", "q8").prompt_graphs
+        monkeypatch.setattr(layers, "can_use_flash_attention", lambda _: False)
+        decoder = made(context, "qwen3")
+        logits = context.gather(decoder.prefill(model.prompts[1]), Axis.VC).tensor
+        torch.testing.assert_close(logits[0], model.logits[1], atol=1e-4, rtol=1e-4)
+    assert not decoder.prompt_graphs
+    assert not flash_calls
+
+
+@pytest.mark.parametrize(
+    ("places", "graphs", "quantised", "expected"),
+    [
+        (["cuda:0", "cuda:1"], None, False, (250, 500, 1000)),
+        (["cuda:0", "cuda:1"], False, False, None),
+        (["cuda:0"], None, False, (250, 500)),
+        (["cuda:0"], None, True, (250, 500, 1000)),
+        (["cuda:0"], False, False, None),
+        (["cpu", "cpu"], None, False, None),
+        (["cpu", "cpu"], True, False, (250, 500, 1000)),
+    ],
+)
+@pytest.mark.usefixtures("flash_calls")
+def test_graphs_are_for_gpus(
+    places: list[str],
+    graphs: bool | None,
+    quantised: bool,
+    expected: tuple[int, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless a decoder is told that it shall have them, or shall not; a single one has large ones of many pieces."""
+    monkeypatch.setattr(prompt_graphs, "PromptGraphs", lambda _, sizes: tuple(sizes))
+    devices: dict[int, Any] = {i: SimpleNamespace(device=torch.device(place)) for i, place in enumerate(places)}
+    request = evolve(request_of(batch=6), max_rows=1000)
+    model = checkpoints.quantised("llama", "awq g32")[0] if quantised else model_of("llama")
+    with compile_plan(plan_of(model.directory, 2, request, {}, seed=1), backend="cpu") as context:
+        weights = load_weights(context.plan, model.directory, context)
+        decoder = Decoder(context, model.directory, weights, cache="fp32", graphs=False)
+        with patch.object(context, "devices", devices):
+            found: object = prompt_graphs.graphs_of(decoder, None, graphs=graphs)
+    assert found == expected
+
+
+@pytest.mark.usefixtures("flash_calls")
+def test_what_cannot_be_captured_is_read_as_it_is_written(caplog: pytest.LogCaptureFixture) -> None:
+    """It is tried once, and a warning says why: virtual devices have no graphs."""
+    model = model_of("llama")
+    short, long = model.prompts
+    with compile_plan(plan_of(model.directory, 2, request_of(), {}, seed=9), backend="cpu") as context:
+        decoder = made(context, "llama")
+        for _ in range(3):
+            logits = context.gather(decoder.read([Prompt(long, 0), Prompt(short, 1)]), Axis.VC).tensor
+            torch.testing.assert_close(logits.flip(0), model.logits, atol=1e-4, rtol=1e-4)
+    assert not decoder.prompt_graphs
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "virtual devices have no graphs" in record.getMessage()
+
+
+@pytest.mark.usefixtures("flash_calls")
+def test_a_pass_can_be_a_graph() -> None:
+    """Nothing that it issues waits for a device or makes a tensor of numbers of the host's."""
+    for batch, layout in ((1, "reduce"), (4, "gather")):
+        plan = plan_of(model_of("llama").directory, 3, request_of(layout, batch=batch), {}, seed=6)
+        with compile_plan(plan, backend="cpu") as context:
+            decoder = made(context, "llama")
+            rows = torch.arange(MAX_ROWS - 2)[:, None] * torch.tensor([1, 1, 0, 0])
+            numbers = [torch.cat((rows, torch.tensor([NOBODY] * 2)))] * len(context.all_devices)
+            calls = Calls()
+            with torch.inference_mode(), calls:
+                decoder.run(numbers)
+        assert "_flash_attention_forward" in calls.names
+        assert not calls.names & WAITING
+
+
+@pytest.mark.usefixtures("flash_calls")
+def test_a_pass_that_did_not_end_has_not_run() -> None:
+    """What comes after it is not captured: not everything may have been loaded."""
+    model, events = model_of("llama"), list[tuple[str, int]]()
+    short, long = model.prompts
+    with compile_plan(plan_of(model.directory, 2, request_of(), {}, seed=9), backend="cpu") as context:
+        decoder = made(context, "llama")
+        with capturing(decoder, events):
+            with patch.object(decoder.stack, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+                decoder.prefill(long[:MAX_ROWS])
+            for expected in ([], [("capture", MAX_ROWS)]):
+                decoder.prefill(long[:MAX_ROWS])
+                assert events == expected
+            logits = context.gather(decoder.read([Prompt(long, 0), Prompt(short, 1)]), Axis.VC).tensor
+    torch.testing.assert_close(logits.flip(0), model.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("flash_calls")
+def test_a_decoder_with_graphs_gives_its_memory_back() -> None:
+    """Without waiting for a collector."""
+    plan = plan_of(model_of("llama").directory, 2, request_of(), {}, seed=2)
+    gc.disable()
+    try:
+        with compile_plan(plan, backend="cpu") as context:
+            decoder = made(context, "llama")
+            decoder.prefill([1] * MAX_ROWS)
+            assert decoder.prompt_graphs
+            kept = ref(decoder)
+            del decoder
+            assert kept() is None
+    finally:
+        gc.enable()

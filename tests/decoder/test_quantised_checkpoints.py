@@ -1,0 +1,102 @@
+"""The tests' quantised checkpoints: what the tools' own words mean, read one by one, and that plans can cut them."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import tpplan
+from tests.checkpoints import saved_values
+from tests.decoder.quantised_checkpoints import FAMILIES, FORMATS, quantised
+from tests.decoder.quantised_formats import AWQ_ORDER, words
+from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["fine_units"]  # a fixture
+
+
+def test_words() -> None:
+    """The lowest bits of a word are its first number's, or those of the one that the order begins with."""
+    numbers = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]])
+    assert [f"{word & 0xFFFFFFFF:08x}" for word in words(numbers, 4).flatten().tolist()] == ["76543210", "fedcba98"]
+    assert f"{words(numbers, 4, AWQ_ORDER)[0].item():08x}" == "75316420"
+    assert f"{words(numbers, 8)[0, 1].item():08x}" == "07060504"
+
+
+def _field(word: Tensor, place: int, bits: int) -> int:
+    return int(word.item()) >> bits * place & (1 << bits) - 1
+
+
+def _gptq(of: dict[str, Tensor], n: int, k: int, bits: int, plus: int) -> float:
+    per = 32 // bits
+    g = int(of[".g_idx"][k].item())
+    zero = _field(of[".qzeros"][g, n // per], n % per, bits) + plus
+    return (_field(of[".qweight"][k // per, n], k % per, bits) - zero) * of[".scales"][g, n].item()
+
+
+def _awq(of: dict[str, Tensor], n: int, k: int) -> float:
+    place = (0, 4, 1, 5, 2, 6, 3, 7)[n % 8]
+    g = k * len(of[".scales"]) // len(of[".qweight"])
+    code, zero = (_field(of[name][at, n // 8], place, 4) for name, at in ((".qweight", k), (".qzeros", g)))
+    return (code - zero) * of[".scales"][g, n].item()
+
+
+def _packed(of: dict[str, Tensor], n: int, k: int, bits: int) -> float:
+    per, half = 32 // bits, 1 << bits - 1
+    inputs = int(of[".weight_shape"][1].item())
+    g = int(of[".weight_g_idx"][k].item()) if ".weight_g_idx" in of else k * of[".weight_scale"].shape[1] // inputs
+    code, zero = _field(of[".weight_packed"][n, k // per], k % per, bits) - half, 0
+    if ".weight_zero_point" in of:
+        zero = _field(of[".weight_zero_point"][n // per, g], n % per, bits) - half
+    return (code - zero) * of[".weight_scale"][n, g].item()
+
+
+def _float8(of: dict[str, Tensor], n: int, k: int, block: tuple[int, int]) -> float:
+    scale = of.get(".weight_scale_inv", of.get(".weight_scale", torch.ones(())))
+    if scale.numel() > 1:
+        scale = scale[n // block[0], k // block[1] if block[1] else 0]
+    return of[".weight"][n, k].float().item() * scale.item()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_elements_are_what_the_format_says(form: str) -> None:
+    """The values beside a quantised model are those that its codes, zeros and scales stand for, near the original's."""
+    model, twin = quantised("llama", form)
+    stored, values, config = saved_values(model.directory), saved_values(twin), FORMATS[form].config()
+    random = Random(form)
+    stems = [name.removesuffix(".weight") for name in values if "_proj.weight" in name]
+    stems += ["lm_head"] if FORMATS[form].head else []
+    assert len(stems) >= 14
+    for stem in stems:
+        of = {name.removeprefix(stem): tensor for name, tensor in stored.items() if name.startswith(f"{stem}.")}
+        matrix = values[f"{stem}.weight"]
+        for _ in range(20):
+            n, k = (random.randrange(size) for size in matrix.shape)
+            if config["quant_method"] == "gptq":
+                found = _gptq(of, n, k, config["bits"], int(config["checkpoint_format"] == "gptq"))
+            elif config["quant_method"] == "awq":
+                found = _awq(of, n, k)
+            elif config.get("format") == "pack-quantized":
+                found = _packed(of, n, k, config["config_groups"]["group_0"]["weights"]["num_bits"])
+            else:
+                found = _float8(of, n, k, FORMATS[form].block)  # type: ignore[attr-defined]
+            assert matrix[n, k].item() == pytest.approx(found, rel=1e-7), (stem, n, k)
+        assert 0.15 < matrix.std() < 0.25
+
+
+@pytest.mark.parametrize(("family", "form"), [("llama", form) for form in FORMATS] + [(f, "awq g64") for f in FAMILIES])
+def test_plans_cut_them(family: str, form: str) -> None:
+    """They are what their configs say, and arrive on every device as they are stored."""
+    model, twin = quantised(family, form)
+    spec = tpplan.read_model(model.directory)
+    assert spec.parameter_count == tpplan.read_model(twin).parameter_count
+    assert spec.weight_format.lower().startswith(form[:3])
+    assert spec.weight_bytes < tpplan.read_model(twin).weight_bytes / 2
+    plan = even_plan(spec, 2, "gather" if spec.gather_only else "reduce")
+    assert all(memory.weights_bytes for memory in plan.memory)
+    assert_loaded(plan, spec, loaded(plan, model.directory), saved_values(model.directory))

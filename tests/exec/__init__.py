@@ -1,0 +1,1 @@
+"""The tests of compiled plans: contexts and their operations."""

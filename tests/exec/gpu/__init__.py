@@ -1,0 +1,1 @@
+"""The tests of programs on CUDA devices: most of them need none."""

@@ -1,0 +1,1 @@
+"""The tests of links between GPUs, and of thresholds."""

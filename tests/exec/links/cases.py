@@ -1,0 +1,40 @@
+"""What the tests of links share: reports of imitated GPUs, in a cache of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tpplan.exec.links import known as links
+from tpplan.exec.links.known import link_report
+from tpplan.exec.links.report import LinkReport, Mechanism, Verdict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tpplan.exec.links.report import Route
+
+
+COPY, STORE, FLAG, LOAD = Mechanism
+WORKS, BROKEN, UNTESTED = Verdict
+
+#: Long enough for an honest step on a busy machine.
+DEADLINE_S = 3.0
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the cache of each test to itself."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(links, "_UNKEPT", {})
+
+
+def report_of(name: str, **options: bool) -> LinkReport:
+    """Return the report of the GPUs that a function of :mod:`tests.exec.links.fake_gpus` makes."""
+    return link_report(driver=f"tests.exec.links.fake_gpus:{name}", deadline_s=DEADLINE_S, **options)
+
+
+def not_working(report: LinkReport) -> dict[Route, Verdict]:
+    """Return the verdicts on what must not be used."""
+    return {link.route: link.verdict for link in report.links if link.verdict != WORKS}

@@ -1,0 +1,1 @@
+"""The tests of programs, and of the proof that they are right."""

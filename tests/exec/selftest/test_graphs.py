@@ -1,0 +1,160 @@
+"""The test of a compiled plan in graphs: what is captured, and that what replays make wrong is found."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.contexts import ALONE, PLANS, UNEVEN, little_room  # noqa: F401 (for every test here)
+from tests.exec.selftest_cases import Capturable, Recorded, compiler_of, on
+from tpplan.codec import unstructure
+from tpplan.errors import ExecutionError
+from tpplan.exec.links.tuning import Tuning
+from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.selftest import run as selftest
+from tpplan.exec.selftest.references import KINDS
+from tpplan.render.selftest import selftest as view
+
+if TYPE_CHECKING:
+    from tpplan.selftest_report import SelftestReport, Tested
+
+#: What the host takes no part in.
+IN_GRAPHS = {"broadcast", "scatter", "allgather", "all_reduce", "add_residual"}
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def report(request: pytest.FixtureRequest) -> SelftestReport:
+    """Return the report on a plan with which nothing is wrong, on devices that have graphs."""
+    plan = PLANS[request.param]
+    return selftest.selftest(plan, on(plan, Capturable), TRANSPORTS)
+
+
+def _captured(report: SelftestReport) -> list[Tested]:
+    return [one for one in report.tested if one.schedule == "captured"]
+
+
+def test_everything_is_captured(report: SelftestReport) -> None:
+    """Every operation without the host, on every axis by every transport, in sizes that go every way."""
+    assert report.ok
+    found = _captured(report)
+    assert [(one.operation, one.transport) for one in found] == [
+        (name, transport) for transport in TRANSPORTS for name in KINDS if name in IN_GRAPHS
+    ]
+    plain = {(one.operation, one.transport): one for one in report.tested if one.schedule == "plain"}
+    for one in found:
+        called = plain[one.operation, one.transport]
+        assert {axis.axis for axis in one.axes} == {axis.axis for axis in called.axes}
+        assert one.checks
+        assert one.compared_bytes
+        assert not any(axis.skipped for axis in one.axes)
+        assert all(max(axis.rows) > 1 for axis in one.axes)
+
+
+def test_captured_operations_go_as_they_do_in_graphs() -> None:
+    """Where copy engines get large moves, those are tried, and no kernels that write straight in their place."""
+    tuning = Tuning(copies_fans_bytes=1, copies_exchanges_bytes=1)
+    report = selftest.selftest(UNEVEN, on(UNEVEN, Capturable, tuning=tuning), ["peer"])
+    assert report.ok
+    ways = {one.operation: {way for axis in one.axes for way in axis.ways} for one in _captured(report)}
+    for name in ("broadcast", "scatter", "allgather"):
+        assert ways[name] == {"slots", "1 part"}
+    assert ways["all_reduce"] == {"slots", "straight"}
+
+
+class _Nothing(Recorded):  # type: ignore[no-untyped-call]
+    """A graph of nothing."""
+
+    def replay(self) -> None:
+        """Leave everything as it is."""
+
+
+class _Stale(Recorded):  # type: ignore[no-untyped-call]
+    """A graph that works with what some tensor held when it was captured."""
+
+    def __enter__(self) -> Any:
+        self.first = True
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        """Take a copy of the first that is copied."""
+        if self.first and func.overloadpacket.__name__ == "copy_":
+            self.first, args = False, (args[0], args[1].clone(), *args[2:])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Refused(Recorded):  # type: ignore[no-untyped-call]
+    """A graph that cannot be replayed."""
+
+    def replay(self) -> None:
+        """Raise."""
+        raise ExecutionError("the bus is on fire")
+
+
+class _Uncaptured(Recorded):  # type: ignore[no-untyped-call]
+    """A graph that cannot be captured."""
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise where something is added."""
+        if func.overloadpacket.__name__.startswith("add"):
+            raise ExecutionError("never run before")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _of(graphs: type[Recorded]) -> SelftestReport:
+    class Devices(Capturable):
+        graph = graphs
+
+    return selftest.selftest(UNEVEN, on(UNEVEN, Devices), ["events"])
+
+
+def _wrong(report: SelftestReport) -> dict[str, tuple[int, int]]:
+    assert {one.schedule for one in report.tested if one.wrong} == {"captured"}
+    assert not report.ok
+    return {one.operation: (one.wrong, one.checks) for one in _captured(report)}
+
+
+def test_a_replay_that_does_nothing_is_found() -> None:
+    """Of every operation, every time, for the results of the capture are right only for its contents."""
+    wrong = _wrong(_of(_Nothing))
+    assert set(wrong) == IN_GRAPHS
+    assert all(0 < some == every for some, every in wrong.values())
+
+
+def test_a_replay_of_old_contents_is_found() -> None:
+    """Of the one tensor of each operation's that was read when it was captured, and of no other."""
+    wrong = _wrong(_of(_Stale))
+    assert {name for name, (some, _) in wrong.items() if some} >= {"broadcast", "scatter", "allgather"}
+    assert all(some <= 2 for some, _ in wrong.values())
+
+
+def test_a_replay_that_is_refused_is_a_fault() -> None:
+    """Of each operation, told once, in words."""
+    report = _of(_Refused)
+    assert {wrong for wrong, _ in _wrong(report).values()} == {1}
+    assert {fault.message for fault in report.faults} == {"the bus is on fire"}
+    shown = " ".join("".join(text for text, _ in one) for one in view(unstructure(report)))
+    assert "by events, in a graph: " in shown
+
+
+def test_what_cannot_be_captured_is_a_fault() -> None:
+    """Of that operation only; the others are tested all the same."""
+    wrong = _wrong(_of(_Uncaptured))
+    assert {name for name, (some, _) in wrong.items() if some} == {"all_reduce", "add_residual"}
+    assert all(every > 1 for name, (_, every) in wrong.items() if name not in {"all_reduce", "add_residual"})
+
+
+def test_the_screen_tells_of_graphs() -> None:
+    """In a column of their own, and what was captured; where there are no graphs it tells of none."""
+    lines = [
+        "".join(text for text, _ in one)
+        for one in view(unstructure(selftest.selftest(ALONE, on(ALONE, Capturable), ["events"])))
+    ]
+    assert any(re.match(r"checks +events +in a graph +in the worst order +ways", one) for one in lines)
+    assert any(one.startswith("in a graph: captured") for one in lines)
+    lines = [
+        "".join(text for text, _ in one)
+        for one in view(unstructure(selftest.selftest(ALONE, compiler_of(ALONE), ["events"])))
+    ]
+    assert not any("in a graph" in one for one in lines)

@@ -1,0 +1,260 @@
+"""Compiling: what a plan is held against, in which words it is refused, and what a context then has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from attrs import evolve
+
+import tpplan
+from tests import contexts
+from tests.exec.reference import same
+from tests.planning_cases import spec
+from tpplan import exec as tpx
+from tpplan.axes import Axis
+from tpplan.codec import fingerprint
+from tpplan.devices import Device
+from tpplan.errors import ExecutionError, PlanError, RequestError
+from tpplan.exec.machine import Found, differences
+from tpplan.exec.rope.scaling import Default
+from tpplan.exec.rope.tables import Rope
+from tpplan.plan import Cache, SplitPlan
+from tpplan.workspace import areas
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def plan() -> SplitPlan:
+    """Plan the tiny llama for two devices."""
+    devices = [Device(name=name, budget_bytes=size * MIB, overhead_bytes=MIB) for name, size in (("A", 50), ("B", 45))]
+    return tpplan.plan(spec(), devices, cache=Cache("fp16", 2048), max_rows=64)
+
+
+def refusal(plan: SplitPlan, **arguments: Any) -> list[str]:
+    """Return every difference that compiling a plan reports."""
+    with pytest.raises(ExecutionError) as error:
+        tpx.compile(plan, **arguments)
+    first, *differences = error.value.message.split("\n  ")
+    assert first == f"the plan for {plan.model.name} cannot run here:"
+    assert ('backend="cpu"' in error.value.hint) is (arguments.get("backend") != "cpu")
+    return differences
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without GPUs")
+@pytest.mark.parametrize("arguments", [{}, {"backend": "auto"}, {"backend": "cuda"}])
+def test_without_gpus_virtual_devices_are_offered(plan: SplitPlan, arguments: dict[str, str]) -> None:
+    """A machine without the plan's devices says how many it has; the hint names the way that needs none."""
+    assert refusal(plan, **arguments) == ["devices: the plan has 2, this machine has 0 CUDA devices"]
+
+
+def test_everything_that_differs_is_listed_at_once(plan: SplitPlan) -> None:
+    """Devices, model, rows and dtype are each an entry, with what the plan has and what was asked for."""
+    other = spec(intermediate_size=1920)
+    found = refusal(
+        plan, backend="cpu", devices=["cpu", "cuda:1", "cpu"], model=other, max_rows=65, dtype=torch.float32
+    )
+    assert found == [
+        "devices[1]: cuda:1 is not for the backend cpu",
+        "devices: the plan has 2, 3 were given",
+        f"model: the plan is for {plan.model.fingerprint}, this one is {fingerprint(other)}",
+        "max_rows: the plan has room for 1 to 64, 65 were asked for",
+        "dtype: the plan has room for float16 or bfloat16, float32 was asked for",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "difference"),
+    [
+        ({"devices": ["cpu", "gpu one"]}, "devices[1]: 'gpu one' is no torch device"),
+        ({"devices": [0.5, "cpu"]}, "devices[0]: '0.5' is no torch device"),
+        ({"devices": ["cpu", True]}, "devices[1]: 'True' is no torch device"),
+        ({"devices": [10**9, "cpu"]}, "devices[0]: 'cuda:1000000000' is no torch device"),
+        ({"devices": ["cpu", -1]}, "devices[1]: 'cuda:-1' is no torch device"),
+        ({"devices": [0, 1]}, "devices[0]: cuda:0 is not for the backend cpu"),
+        ({"devices": []}, "devices: the plan has 2, 0 were given"),
+        ({"max_rows": 0}, "max_rows: the plan has room for 1 to 64, 0 were asked for"),
+        ({"max_rows": 1.5}, "max_rows: the plan has room for 1 to 64, 1.5 were asked for"),
+        ({"max_rows": "8"}, "max_rows: the plan has room for 1 to 64, '8' were asked for"),
+        ({"max_rows": True}, "max_rows: the plan has room for 1 to 64, True were asked for"),
+        ({"dtype": torch.float64}, "dtype: the plan has room for float16 or bfloat16, float64 was asked for"),
+        ({"dtype": torch.int16}, "dtype: the plan has room for float16 or bfloat16, int16 was asked for"),
+        (
+            {"dtype": torch.float8_e4m3fn},
+            "dtype: the plan has room for float16 or bfloat16, float8_e4m3fn was asked for",
+        ),
+    ],
+)
+def test_each_argument_is_held_against_the_plan(plan: SplitPlan, arguments: dict[str, Any], difference: str) -> None:
+    """What the plan has no room for, or nobody understands, is named with what was expected."""
+    assert difference in refusal(plan, backend="cpu", **arguments)
+
+
+def test_cuda_devices_are_different_ones(plan: SplitPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same GPU twice is not two, the CPU is none, and neither is what has no number or too high a one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "devices: cuda:0, cuda:0 are not all different" in refusal(plan, backend="cuda", devices=[0, "cuda:0"])
+    assert "devices[0]: cpu is not for the backend auto" in refusal(plan, devices=["cpu", 1])
+    for device in ("cuda", "cuda:2"):
+        difference = f"devices[1]: {device} is none of the 2 CUDA devices of this machine, which have numbers from 0"
+        assert difference in refusal(plan, devices=[0, device])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "tpu"}, "unknown backend 'tpu', expected auto, cpu, cuda"),
+        ({"backend": None}, "unknown backend 'None'"),
+        ({"devices": 5}, "devices is 5, expected a list with one for each of the plan's"),
+        ({"devices": "cuda"}, "devices is 'cuda', expected a list with one for each of the plan's"),
+        ({"model": 123}, "model is 123, expected a model or its directory"),
+        ({"dtype": "half"}, "dtype is 'half', expected a torch.dtype"),
+        ({"dtype": 0}, "dtype is 0, expected a torch.dtype"),
+        ({"scratch": 0}, "scratch is 0, expected True or False"),
+        ({"backend": "cpu", "transport": "nvlink"}, "unknown transport 'nvlink', expected auto, peer, host, events"),
+    ],
+)
+def test_arguments_without_meaning_are_told_what_has_one(
+    plan: SplitPlan, arguments: dict[str, Any], message: str
+) -> None:
+    """An unknown name, or another type than expected, is a RequestError before anything is held against the plan."""
+    with pytest.raises(RequestError, match=message) as error:
+        tpx.compile(plan, **arguments)
+    assert error.value.hint
+
+
+def test_a_plan_is_a_plan() -> None:
+    """A path in place of a plan is told how to become one."""
+    wrong: Any = "plan.json"
+    with pytest.raises(RequestError, match="compile takes a plan, this is str") as error:
+        tpx.compile(wrong, backend="cpu")
+    assert "tpplan.load" in error.value.hint
+
+
+def test_a_plan_that_breaks_rules_is_not_run(plan: SplitPlan) -> None:
+    """The rules are the first thing to hold, and every broken one is listed."""
+    first = evolve(plan.splits[0], bounds=(0, 3, 7))
+    broken = evolve(plan, splits=(first, *plan.splits[1:]), memory=plan.memory[:1])
+    with pytest.raises(PlanError, match="TP") as error:
+        tpx.compile(broken, backend="cpu", max_rows=999)
+    assert len(error.value.problems) >= 2
+
+
+def test_the_model_may_be_given(plan: SplitPlan, llama_config: Path) -> None:
+    """The model that the plan was made for passes, as an object; a directory's is read and told apart."""
+    tpx.compile(plan, backend="cpu", model=spec()).close()
+    (difference,) = refusal(plan, backend="cpu", model=llama_config)
+    assert difference == (
+        f"model: the plan is for {plan.model.fingerprint}, this one is {fingerprint(tpplan.read_model(llama_config))}"
+    )
+
+
+def test_differences_of_the_machine(plan: SplitPlan) -> None:
+    """Free bytes are held against what is still to be allocated; a capability is the least that will do."""
+    named = evolve(plan, devices=(evolve(plan.devices[0], capability="8.9"), plan.devices[1]))
+    needed = [m.used_bytes - m.overhead_bytes for m in plan.memory]
+    enough = [Found("RTX 4090", needed[0], "8.9"), Found("RTX 3060", needed[1], "8.6")]
+    assert differences(named, enough) == []
+    newer = [Found("RTX PRO 6000", needed[0], "12.0"), Found("RTX 3060", needed[1], "8.6")]
+    assert differences(named, newer) == []
+    assert differences(named, [None, None]) == []
+    short = [Found("RTX 4090", needed[0] - 1, "8.9"), Found("RTX 3060", 0, "8.6")]
+    assert [text.partition(",")[0] for text in differences(named, short)] == [
+        f"devices[{i}] ({device.name})" for i, device in enumerate(plan.devices)
+    ]
+    assert "needs" in differences(named, short)[1]
+    assert differences(named, short)[1].endswith("0 B are free")
+    other = [Found("A100", needed[0], "8.0"), Found("A100", 0, "8.0")]
+    assert differences(named, other)[0].endswith("here A100: planned for capability 8.9, has 8.0")
+    assert len(differences(named, other)) == 2
+
+
+def test_the_arguments_are_obeyed(plan: SplitPlan) -> None:
+    """Fewer rows and another 16-bit dtype than planned are what the context then has."""
+    with tpx.compile(plan, backend="cpu", devices=["cpu", "cpu"], max_rows=8, dtype=torch.float16) as ctx:
+        assert ctx.max_rows == 8
+        assert {x.dtype for x in ctx.scratch(2, Axis.ID)} == {torch.float16}
+        with pytest.raises(ExecutionError, match="9 rows, but the context was compiled for 8"):
+            ctx.broadcast(torch.ones(9, 512))
+    with tpx.compile(plan, backend="cpu") as ctx:
+        assert (ctx.max_rows, ctx.dtype) == (64, torch.bfloat16)
+
+
+def test_scratch_is_left_to_others(plan: SplitPlan) -> None:
+    """Without it a device has the other areas, and operations go on; who asks for a slice is told why there is none."""
+    with tpx.compile(plan, backend="cpu", scratch=False) as ctx:
+        for index, area in enumerate(areas(plan.splits, plan.model.dtype, plan.request)):
+            assert ctx.devices[index].arena.size_bytes == area.total_bytes - area.scratch_bytes
+        x = torch.randn(64, 512, dtype=torch.bfloat16)
+        assert same(ctx.all_reduce([x] * len(ctx.all_devices))[1], (len(ctx.all_devices) * x.float()).bfloat16())
+        with pytest.raises(ExecutionError, match="64 bytes asked for, 0 free of 0 of scratch") as error:
+            ctx.devices[0].scratch(1, 64, torch.uint8)
+    assert error.value.hint == "leave out scratch=False when the plan is compiled"
+
+
+def test_virtual_devices_may_have_a_number(plan: SplitPlan) -> None:
+    """Torch calls the CPU's memory cpu:0 too, but says of tensors only that they are on cpu."""
+    with tpx.compile(plan, backend="cpu", devices=["cpu:0", torch.device("cpu")]) as ctx:
+        x = torch.randn(2, 512)
+        assert all(same(y, x) for y in ctx.broadcast(x, out=ctx.broadcast(x)))
+
+
+def test_rope_tables_are_the_plans(plan: SplitPlan) -> None:
+    """As long as a sequence's part of the cache, on every device with heads, made once, in the context's dtype."""
+    rope = Rope(10000.0, 64, Default())
+    with tpx.compile(plan, backend="cpu") as ctx:
+        tables = ctx.rope_tables(rope)
+        assert len(tables) == len(ctx.devices_of(Axis.KV))
+        truth = [table.bfloat16() for table in rope.tables(2048)]
+        for pair in tables:
+            assert all(same(table, right) for table, right in zip(pair, truth, strict=True))
+        again = ctx.rope_tables(rope)
+        assert [t.data_ptr() for pair in again for t in pair] == [t.data_ptr() for pair in tables for t in pair]
+        with pytest.raises(ExecutionError, match=r"the RoPE tables of 1 positions take .* but the plan left 0 B"):
+            ctx.rope_tables(rope, positions=1)
+        for device in ctx.devices.values():  # nothing else wrote there
+            device.scratch(1, device.arena.free_bytes, torch.uint8).fill_(255)
+            device.exchange.fill_(255)
+            device.control.fill_(255)
+        assert all(same(table, right) for table, right in zip(tables[-1], truth, strict=True))
+
+
+def test_rope_tables_of_two_kinds_share_the_room(plan: SplitPlan) -> None:
+    """Shorter tables leave room for others; what does not fit is told with numbers, and takes nothing."""
+    local, distant = Rope(10000.0, 64, Default()), Rope(1e6, 64, Default())
+    with tpx.compile(plan, backend="cpu") as ctx:
+        ctx.rope_tables(local, 1024)
+        for _ in range(2):
+            with pytest.raises(ExecutionError, match=r"1025 positions take .* but the plan left 256.00 KiB for them"):
+                ctx.rope_tables(distant, 1025)
+        second = ctx.rope_tables(distant, 1024)
+        assert same(second[0][1], distant.tables(1024)[1].bfloat16())
+        for positions in (0, -5):
+            with pytest.raises(ExecutionError, match=f"positions is {positions}, expected a whole number from 1"):
+                ctx.rope_tables(local, positions)
+
+
+def test_rope_tables_fit_everywhere_or_nowhere() -> None:
+    """If one device has too little room, none has given any of its own away."""
+    uneven = contexts.plan_of(
+        *contexts.heads((0, 2, 2, 4), layers="0-1"),
+        *contexts.heads((0, 4, 4, 4), layers="2-3"),
+        *[split for split in contexts.REPLICATED.splits if split.axis in {Axis.VC, Axis.RS}],
+    )
+    first, second, third = (Rope(theta, 8, Default()) for theta in (1e4, 1e5, 1e6))
+    with contexts.context(uneven, "events") as ctx:
+        assert len(ctx.rope_tables(first)) == 2
+        with pytest.raises(ExecutionError, match="device 2"):
+            ctx.rope_tables(second)
+        with pytest.raises(ExecutionError, match="device 2"):
+            ctx.rope_tables(third)
+        device = ctx.devices[0]
+        device.rope_tables(third, 16, torch.bfloat16)  # still has room for tables of its second cut
+        with pytest.raises(ExecutionError, match="left 0 B"):
+            device.rope_tables(second, 16, torch.bfloat16)

@@ -1,0 +1,68 @@
+"""What compiling a plan allocates: the bytes of its ledger, whatever the plan, in which every operation has room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import tpplan
+from tests.cut_plans import cut_plans
+from tests.exec.reference import same
+from tpplan import exec as tpx
+from tpplan.axes import Axis
+from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.workspace import pinned_bytes
+
+if TYPE_CHECKING:
+    from tpplan.plan import SplitPlan
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").rglob("*.json"))
+
+
+def assert_ledger(plan: SplitPlan) -> None:
+    """Compile a plan and hold the bytes on every device, and on the host, against the plan's."""
+    with tpx.compile(plan, backend="cpu") as ctx:
+        for entry in plan.memory:
+            device = ctx.devices.get(entry.device)
+            allocated = device.control.untyped_storage().nbytes() if device else 0
+            assert allocated == entry.workspace_bytes, entry.device
+        pinned = pinned_bytes(plan.splits, plan.model.dtype, plan.request).total_bytes
+        assert ctx.get_pinned(0, 1).untyped_storage().nbytes() == pinned
+        used = tuple(entry.device for entry in plan.memory if entry.used_bytes)
+        assert ctx.all_devices == used
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name} on {path.stem}")
+def test_examples_take_the_bytes_of_their_ledgers(path: Path) -> None:
+    """What is allocated on each device is to the byte what the file says; what is pinned is what the formula says."""
+    assert_ledger(tpplan.load(path))
+
+
+@settings(max_examples=60)
+@given(cut_plans(64))
+def test_any_plan_takes_the_bytes_of_its_ledger(plan: SplitPlan) -> None:
+    """Of any family, however it is cut, layers alike or not, with idle devices or without."""
+    assert_ledger(plan)
+
+
+@pytest.mark.parametrize("path", [EXAMPLES[3]], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_large_plans_at_their_real_size(path: Path, transport: str) -> None:
+    """With the real sizes of slots and stages, a decode step and a prefill of a large model move right."""
+    plan = tpplan.load(path)
+    with tpx.compile(plan, backend="cpu", transport=transport) as ctx:
+        hidden = plan.split(Axis.RS).size
+        for rows in (1, 30):
+            x = torch.randn(rows, hidden).bfloat16()
+            parts = ctx.scatter(x, Axis.RS)
+            assert same(ctx.gather(parts, Axis.RS).tensor, x)
+            assert all(same(y, x) for y in ctx.allgather(parts, Axis.RS))
+            total = x.float()
+            for _ in ctx.all_devices:
+                total = total + x.float()
+            sums = ctx.all_reduce([x for _ in ctx.all_devices], [x for _ in ctx.all_devices])
+            assert all(same(y, total.bfloat16()) for y in sums)

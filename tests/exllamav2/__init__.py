@@ -1,0 +1,1 @@
+"""The tests of what stands in for ExLlamaV2's modules."""

@@ -1,0 +1,243 @@
+"""The life of a ``tpplan.exllamav2`` context, and the examples of its documentation."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.exllamav2.models import (
+    HALF,
+    LLAMA,
+    finalized,
+    noise,
+    parts_of,
+    small_model,
+)
+from tpplan.errors import DeviceError, ExecutionError, RequestError
+from tpplan.exllamav2 import (
+    BROADCAST_ID,
+    BROADCAST_KV,
+    BROADCAST_Q,
+    BROADCAST_RS,
+    TPContext,
+    compat,
+    pairwise,
+    safe_move_tensor,
+    tensor_p,
+    test_gpu_peer_copy,
+)
+
+
+def _calls(tp: TPContext) -> dict[str, Any]:
+    """Every call that needs a finalized context, with arguments that are right."""
+    x, parts = noise(0, 2, 512), parts_of(tp, noise(0, 2, 512), BROADCAST_RS)
+    return {
+        "broadcast": lambda: tp.broadcast(0, x, BROADCAST_KV),
+        "gather": lambda: tp.gather(0, parts, BROADCAST_RS),
+        "allgather": lambda: tp.allgather(0, parts, BROADCAST_RS, BROADCAST_RS),
+        "add_residual": lambda: tp.add_residual(parts, [x, x], BROADCAST_RS),
+        "all_reduce": lambda: tp.all_reduce(0, [x] * 2, [x.clone(), x.clone()]),
+        "wait_streams": tp.wait_streams,
+        "get_sin_cos": tp.get_sin_cos,
+        "get_pinned": lambda: tp.get_pinned(0, 1, 1, 1),
+        "copy_pinned": lambda: tp.copy_pinned(0, x),
+        "begin_scratch_alloc_tp": tp.begin_scratch_alloc_tp,
+        "get_scratch_slice_tp": lambda: tp.get_scratch_slice_tp(1, HALF, BROADCAST_KV),
+        "get_scratch_slice_tp_bc": lambda: tp.get_scratch_slice_tp_bc(1, HALF, BROADCAST_KV),
+        "reserve_scratch": lambda: tp.reserve_scratch([64, 64]),
+    }
+
+
+def test_life() -> None:
+    """Before ``finalize`` and after ``unload``, splits can be read and every other call is an error that says why."""
+    tp = TPContext(small_model(), [1.0, 1.0], backend="cpu")
+    for _ in range(2):
+        assert (tp.ext_tp_context, tp.pinned_temp, tp.sin, tp.cos) == (None, None, None, None)
+        assert tp.get_split(BROADCAST_KV) == [(0, 0, 4), (1, 4, 8)]
+        assert tp.get_devs(BROADCAST_Q) == tp.all_devices() == [0, 1]
+        for call in _calls(tp).values():
+            with pytest.raises(ExecutionError, match=r"not finalized, or unloaded\nhint: call finalize\(\) first"):
+                call()
+        assert repr(tp) == f"<TPContext {tp.plan.model.name}, planned for devices 0, 1>"
+        tp.finalize()
+        assert repr(tp).endswith(", finalized for devices 0, 1>")
+        assert tp.ext_tp_context
+        for call in _calls(tp).values():
+            call()
+        contexts = [tp.context]
+        tp.finalize()
+        contexts.append(tp.context)
+        for _ in range(2):
+            tp.unload()
+        for context in contexts:
+            assert context is not None
+            with pytest.raises(ExecutionError, match="the context is closed"):
+                context.synchronize()
+
+
+def test_numbers_of_buffers_and_types() -> None:
+    """Buffers are 0 and 1, types 0 to 4; others are errors, not the memory behind the last."""
+    tp = finalized()
+    x = noise(0, 2, 512)
+    for buffer in (-1, 2):
+        for call in (
+            lambda b: tp.broadcast(b, x, 0),
+            lambda b: tp.get_pinned(b, 1, 1, 1),
+            lambda b: tp.copy_pinned(b, x),
+        ):
+            with pytest.raises(ExecutionError, match=f"there is no host buffer {buffer}"):
+                call(buffer)
+    for kind in (-1, 5):
+        for ask in (tp.get_split, tp.get_devs, lambda k: tp.broadcast(0, x, k)):
+            with pytest.raises(RequestError, match=f"unknown broadcast type {kind}"):
+                ask(kind)
+
+
+def test_wrong_operands_change_nothing() -> None:
+    """Too few parts, wrong widths and mixed dtypes are refused before anything is written."""
+    tp = finalized()
+    parts = parts_of(tp, noise(0, 2, 2048), BROADCAST_ID)
+    assert tp.pinned_temp is not None
+    tp.pinned_temp[0].fill_(7)
+    for wrong in (parts[:-1], [*parts[:-1], parts[-1][:, 1:]], [parts[0].float(), *parts[1:]], parts[::-1]):
+        for call in (lambda p: tp.gather(0, p, BROADCAST_ID), lambda p: tp.allgather(0, p, BROADCAST_ID, BROADCAST_KV)):
+            with pytest.raises(ExecutionError):
+                call(wrong)
+    assert (tp.pinned_temp[0] == 7).all()
+
+
+def test_importing_tpplan_stays_light(tmp_path: Path) -> None:
+    """``import tpplan`` brings neither torch nor this module; ``import tpplan.exllamav2`` does without exllamav2."""
+    code = "import sys, tpplan; print('torch' in sys.modules, 'tpplan.exllamav2' in sys.modules)"
+    code += "; import tpplan.exllamav2; print('torch' in sys.modules, 'exllamav2' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "False False\nTrue False\n"), done.stderr
+
+
+# The usage examples of the original's documentation
+
+
+def test_usage_examples(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    """The examples of the original's documentation run as they stand, on virtual devices, with a warning about that."""
+    if torch.cuda.device_count() > 1:
+        pytest.skip("this machine has the GPUs of the example")
+    model = small_model(**LLAMA)
+    # Create TP context: 20 GB on GPU 0, 20 GB on GPU 1
+    tp_context = TPContext(model, gpu_split=[20.0, 20.0])
+
+    # Inspect the KV head split
+    for dev, a, b in tp_context.kv_split or ():
+        print(f"GPU {dev}: KV heads [{a}:{b}]")  # noqa: T201
+
+    # Finalize (allocates pinned buffers and native handle)
+    tp_context.finalize()
+    assert capsys.readouterr().out == "GPU 0: KV heads [0:4]\nGPU 1: KV heads [4:8]\n"
+    assert "2 GPUs planned for, 0 here" in caplog.text
+
+    # Suppose hidden_states is on GPU 0 after layernorm
+    hidden_states = torch.randn(1, 128, 4096, dtype=torch.half)
+
+    # Broadcast to all devices in the intermediate-dimension split
+    split_tensors = tp_context.broadcast(
+        buffer=0, input_tensor=hidden_states.view(-1, hidden_states.shape[-1]), broadcast_type=BROADCAST_ID
+    )
+    # split_tensors is a list with one tensor per GPU
+    assert isinstance(split_tensors, list)
+    assert [torch.equal(tensor, hidden_states[0]) for tensor in split_tensors] == [True, True]
+
+    # After each GPU computes its portion of the MLP output:
+    whole = noise(0, 128, 14336)
+    partial_outputs = parts_of(tp_context, whole, BROADCAST_ID)
+    gathered = tp_context.gather(
+        buffer=1,
+        inputs=partial_outputs,  # list of tensors, one per device
+        broadcast_type=BROADCAST_ID,
+    )
+    # gathered is a CPU tensor with the full concatenated result
+    assert torch.equal(gathered, torch.cat(partial_outputs, dim=1))
+    assert gathered.device.type == "cpu"
+    tp_context.unload()
+
+
+def test_usage_examples_of_compat() -> None:
+    """A tensor, and a tuple of them, moved to where they are: the same tensors. ``pairwise`` is the library's."""
+    tensor_cpu = torch.randn(4, 4)
+    assert safe_move_tensor(tensor_cpu, "cpu") is tensor_cpu
+    weight, bias = safe_move_tensor((tensor_cpu, tensor_cpu[0]), torch.device("cpu"), non_blocking=True)
+    assert torch.equal(weight, tensor_cpu)
+    assert torch.equal(bias, tensor_cpu[0])
+    assert list(pairwise("abc")) == [("a", "b"), ("b", "c")]
+    assert (compat.safe_move_tensor, tensor_p.TPContext) == (safe_move_tensor, TPContext)
+    with pytest.raises(DeviceError, match="'cpu' is no GPU"):
+        test_gpu_peer_copy(torch.device("cpu"), torch.device("cpu"))
+
+
+def test_the_python_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example of docs/exllamav2.md runs as it stands, prints what its comment says, and leaves no file."""
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs/exllamav2.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(code, {})  # noqa: S102 (our own)
+    (promised,) = re.findall(r"^print\(.*?\)  # (.*)$", code, re.MULTILINE)
+    assert capsys.readouterr().out == f"{promised}\n"
+    assert not [*tmp_path.iterdir()]
+
+
+#: The attributes and methods of the original.
+NAMES = (
+    "model",
+    "kv_split",
+    "kv_split_devs",
+    "id_split",
+    "id_split_devs",
+    "vc_split",
+    "vc_split_devs",
+    "rs_split",
+    "rs_split_devs",
+    "q_split",
+    "q_split_devs",
+    "pinned_temp",
+    "device",
+    "all_devs",
+    "num_devices",
+    "streams",
+    "ext_tp_context",
+    "sin",
+    "cos",
+    "unload",
+    "all_devices",
+    "define_split",
+    "finalize",
+    "get_split",
+    "get_devs",
+    "get_temp_tensors_bc",
+    "get_temp_tensors_bc_s",
+    "get_temp_tensors",
+    "get_temp_tensors_s",
+    "get_pinned",
+    "broadcast",
+    "gather",
+    "allgather",
+    "copy_pinned",
+    "add_residual",
+    "wait_streams",
+    "get_sin_cos",
+    "begin_scratch_alloc_tp",
+    "get_scratch_slice_tp_bc",
+    "get_scratch_slice_tp",
+    "reserve_scratch",
+)
+
+
+def test_the_original_s_names() -> None:
+    """All are there but the one that the page says is not."""
+    tp = finalized((1.0, 1.0))
+    assert [name for name in NAMES if not hasattr(tp, name)] == ["streams"]

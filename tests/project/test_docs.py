@@ -1,0 +1,133 @@
+"""What the README and the pages of docs/ say is so."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+import tpplan
+from tests.command import command
+from tpplan import devices_file
+from tpplan.exec import TPContext
+from tpplan.exec import compile as compile_plan
+from tpplan.families import supported
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Every link to a file of this repository names one that exists."""
+    targets = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
+
+
+def test_the_python_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lines run, and what their comments say is what they give."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    code, execution = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)  # noqa: S102 (our own)
+    assert capsys.readouterr().out == "the plans are equal\n"
+    exec(execution, names)  # noqa: S102 (our own)
+    assert capsys.readouterr().out.startswith("Llama-3.1-8B, transport events, 1 to 2048 rows of bfloat16\n")
+    promised = re.findall(r"^(plan\..+?)  # (.+)$", code, re.MULTILINE)
+    assert len(promised) == 2
+    for call, value in promised:
+        assert repr(eval(call, names)) == value  # noqa: S307 (our own)
+
+
+def test_the_screen_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines below the command are those of its screen, in their order; what is between them is left out."""
+    monkeypatch.chdir(ROOT)
+    arguments, shown = re.findall(r"```text\n\$ tpplan (.*?)\n(.*?)```", README, re.DOTALL)[0]
+    screen = command(*arguments.split()).out.splitlines()
+    places = [screen.index(line) for line in shown.splitlines()]
+    assert places == sorted(places)
+
+
+def test_the_readme_names_the_models() -> None:
+    """The list of models is the list of the tables."""
+    text = README.partition("## Models")[2].partition(". Their names")[0]
+    prose = {"and", "the", "part", "for", "text", "without", "what", "reads", "images", "of"}
+    assert set(re.findall("[a-z0-9_]+", text)) - prose == set(supported())
+
+
+def test_the_python_of_the_executor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example runs, its assertions hold, and it prints what its comment says."""
+    monkeypatch.chdir(ROOT)
+    code, of_channels = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/executor.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    exec(code, {})  # noqa: S102 (our own)
+    assert capsys.readouterr().out.strip() in code
+    launched: list[Any] = []
+    context = Mock(spec=TPContext, all_devices=(0, 2))
+    context.channel.return_value.run = lambda launches: [launch() for launch in launches]
+    names = {"ctx": context, "rows": 2, "columns": 8, "partial": partial, "launch": lambda *told: launched.append(told)}
+    exec(of_channels, names)  # noqa: S102
+    context.channel.assert_called_once_with(16)
+    assert [device for device, _ in launched] == [0, 2]
+
+
+def test_the_explanation_of_the_executor() -> None:
+    """The lines of ``explain()`` that the page shows are among those that it gives for the example that has them."""
+    page = (ROOT / "docs/executor.md").read_text(encoding="utf-8")
+    heads, *shown = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    plan = tpplan.load(ROOT / "examples/plans/Llama-3.1-70B/2xRTX5090+4xRTX4090.json")
+    with compile_plan(plan, backend="cpu", transport="peer") as context:
+        lines = str(context.explain()).splitlines()
+    squeezed = {re.sub(" +", " ", line) for line in lines}
+    assert {re.sub(" +", " ", line) for line in (heads, *shown)} <= squeezed
+
+
+def test_the_picture_of_a_program() -> None:
+    """The committed picture is what the script draws from the program; ``python examples/draw_program.py`` does."""
+    drawn = runpy.run_path(str(ROOT / "examples/draw_program.py"))
+    assert drawn["PICTURE"].read_text(encoding="utf-8") == drawn["picture"]()
+
+
+def test_the_picture_is_drawn_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script writes the repository's picture whatever the current directory is, and names it from there."""
+    written: list[Path] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: written.append(path))
+    runpy.run_path(str(ROOT / "examples/draw_program.py"), run_name="__main__")
+    assert written == [ROOT / "docs/images/all-reduce.svg"]
+    assert capsys.readouterr().out == "docs/images/all-reduce.svg\n"
+
+
+def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error that the page on planning shows is the error that there is."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    arguments, shown = re.findall(r"```\n\$ tpplan (.*?)\n(.*?)```", page, re.DOTALL)[0]
+    assert command(*arguments.split()).err == shown
+
+
+def test_the_devices_file(tmp_path: Path) -> None:
+    """The devices file that the page on planning shows is one, with the fewest keys."""
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "devices.json").write_text(text, encoding="utf-8")
+    devices = tpplan.parse_devices(str(tmp_path / "devices.json"))
+    assert [(device.name, device.budget_bytes) for device in devices] == [
+        ("RTX 4090", 24 * 10**9),
+        ("RTX 3060", 12 * 10**9),
+    ]
+    for key in set(re.findall('"([a-z]+_bytes)"', text)):
+        with pytest.raises(tpplan.DeviceError, match="is missing"):
+            devices_file.loads(re.sub(f', "{key}": [0-9]+', "", text))

@@ -1,0 +1,126 @@
+"""The scripts of the page on plans in review, in a repository that is laid out as it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.cli_cases import LLAMA_8B
+from tests.command import command
+from tpplan.check import StaleReason
+
+PAGE: Final = (Path(__file__).parents[2] / "docs/review-plans.md").read_text(encoding="utf-8")
+CHECK, TELL, ATTRIBUTES = re.findall(r"```sh\n(.*?\n)```\n", PAGE, re.DOTALL)
+PLAN = "plans/llama/uneven.json"
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a repository with a plan, and make ``tpplan`` a command."""
+    (tmp_path / "bin").mkdir()
+    tool = tmp_path / "bin/tpplan"
+    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tpplan "$@"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    monkeypatch.setenv("BASE", "HEAD")
+    for key in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{key}_NAME", "A")
+        monkeypatch.setenv(f"GIT_{key}_EMAIL", "a@example.org")
+    folder = tmp_path / "repository"
+    for name in ("models/llama", "machines", "plans/llama"):
+        (folder / name).mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    shutil.copy(LLAMA_8B / "config.json", "models/llama/config.json")
+    machine(24)
+    plan()
+    assert run("git init -q . && git add . && git commit -q -m plans").returncode == 0
+    return folder
+
+
+def machine(size: int) -> None:
+    """Write the devices file, with so many GB on the first GPU."""
+    gpu = {"name": "GPU", "memory_bytes": 2**35, "overhead_bytes": 2**29}
+    gpus = [{**gpu, "budget_bytes": budget * 10**9} for budget in (size, 12)]
+    Path("machines/uneven.json").write_text(json.dumps({"format_version": "1.0", "devices": gpus}), encoding="utf-8")
+
+
+def plan() -> None:
+    """Make the plan."""
+    asked = ("plan", "models/llama", "--gpus", "machines/uneven.json", "--context", "4096", "-o", PLAN)
+    assert command(*asked).code == 0
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as CI does, which lets bash go on after what fails."""
+    bash = shutil.which("bash") or "bash"
+    return subprocess.run([bash, "-c", script], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.usefixtures("repository")
+def test_all_plans_are_checked() -> None:
+    """Current plans pass; a stale and an invalid one fail, and each is told."""
+    assert run(CHECK).returncode == 0
+    shutil.copy(PLAN, "plans/llama/broken.json")
+    Path("plans/llama/broken.json").write_text("{}")
+    machine(20)
+    done = run(CHECK)
+    assert done.returncode == 1
+    assert "plans/llama/broken.json: " in done.stdout
+    assert f"{PLAN}: stale (devices)" in done.stdout
+    assert f"tpplan plan models/llama --gpus machines/uneven.json --context 4096 -o {PLAN}" in done.stderr
+
+
+def test_reviewers_are_told_what_moves(repository: Path) -> None:
+    """The summary has a diff of every plan that changed, and the script succeeds."""
+    machine(20)
+    plan()
+    done = run(TELL)
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = (repository.parent / "summary.md").read_text(encoding="utf-8")
+    assert summary.startswith(f"### {PLAN}\n\n```text\nDevices\n")
+    assert "device 1 GPU gains\n706.00 MiB of weights\n```\n" in summary
+
+
+@pytest.mark.usefixtures("repository")
+def test_what_cannot_be_compared_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that cannot be read, and a base that does not exist, fail the script, although others could be told."""
+    whole = Path(PLAN).read_text(encoding="utf-8")
+    other = Path("plans/llama/zzz.json")
+    shutil.copy(PLAN, other)
+    assert run("git add . && git commit -q -m more").returncode == 0
+    machine(20)
+    plan()
+    shutil.move(PLAN, other)
+    Path(PLAN).write_text("{}", encoding="utf-8")
+    done = run(TELL)
+    assert done.returncode != 0
+    assert f"{PLAN} " in done.stderr
+    Path(PLAN).write_text(whole, encoding="utf-8")
+    assert run(TELL).returncode == 0
+    monkeypatch.setenv("BASE", "nowhere")
+    assert run(TELL).returncode != 0
+
+
+@pytest.mark.usefixtures("repository")
+def test_git_shows_screens() -> None:
+    """A diff of git has the lines of the screen."""
+    assert run(ATTRIBUTES).returncode == 0
+    machine(20)
+    plan()
+    done = run("git diff -- plans")
+    assert re.search(r"^\+0  GPU .*%$", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_every_reason_is_explained() -> None:
+    """The page says what to do about each reason that ``tpplan check`` gives."""
+    told = PAGE.partition("| reason |")[2]
+    assert [reason for reason in StaleReason if f"`{reason}`" not in told] == []
