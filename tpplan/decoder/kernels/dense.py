@@ -224,7 +224,7 @@ def _dense(name: str, both: Any, size: int, load: Any, codes_of: Any, zero_of: A
         blocks = _blocks(rows, (_HALF(row), _HALF(per_row), _times(own, _HALF(column))))
         scale = _scales(blocks, scales, kind)
         zero = _zeros(blocks, zeros, packed)
-        ptx.after_earlier()
+        ptx.after_earlier_with_next()
         by, more = _floats(scale, kind), _HALF(plus)
         to = out + _WORD(before) * out_pitch + _WORD(unit) * _WORD(16)
         if unit < units:

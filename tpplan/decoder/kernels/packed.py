@@ -30,7 +30,7 @@ from tpplan.decoder.kernels.packed_scales import chosen, matrix_rows
 from tpplan.decoder.kernels.tile_sums import TILE, rows_of, tile_sums
 from tpplan.exec.gpu.channel_table import CALLERS
 from tpplan.exec.kernels import ptx, tiles
-from tpplan.exec.kernels.channel_messages import begin_sum, end_sum
+from tpplan.exec.kernels.channel_messages import end_sum, wait_of
 from tpplan.exec.kernels.finishing import ADD, add_up_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
@@ -191,14 +191,15 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
     own_rows = matrix_rows(kind, eights)
     numbers_of, places_of, marks_of, ask_scales = own_rows.numbers, own_rows.places, own_rows.marks, own_rows.ask
     made, told = own_rows.made, own_rows.told
-    row_places, look = rows_of(eights), _looking_at(kind, eights)
+    row_places, look, wait = rows_of(eights), _looking_at(kind, eights), wait_of(joint=joint)
     products, add_up = products_of(kind), add_up_of(first, both)
     is_deep = eights == 1  # four steps are on their way, and a lane has its part of the rows of two
     step, halvings, part, has_zeros = kind.step, kind.halvings, 4 * kind.part, kind.base is not None
     is_shared = is_deep and not (kind.bits == _BYTE and has_zeros)
     way = _by_shared_memory(kind) if is_shared else _by_registers(kind, eights)
     ask_first, ask, take, words = way.first, way.ask, way.take, MOST_WARPS * _WARP_WORDS if is_shared else 4
-    zeros_of, number, mask = tiles.zeros(4 * eights * eights), kind.base or 0, kind.mask
+    zeros_of, no_rows = tiles.zeros(4 * eights * eights), tiles.zeros(eights * kind.part, _BITS)
+    number, mask = kind.base or 0, kind.mask
 
     @device_function
     def multiply_rows(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
@@ -224,12 +225,12 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
             w2 = ask_first(room, 2, places, min(_BITS(begin + _BITS(2 * step)), last), run > _WORD(2))
             w3 = ask_first(room, 3, places, min(_BITS(begin + _BITS(3 * step)), last), run > _WORD(3))
         s = ask_scales(scales, zeros, marks, _BITS(min(_BITS(begin + mine), last) >> _BITS(bits)), form)
-        ptx.after_earlier()
-        turn, is_alone = begin_sum() if joint else (_BITS(0), _BITS(0))
-        at = row_places(x + t * _WORD(part), x_pitch, g, rows)
-        p = look(at, min(begin, last))
-        if is_deep:
-            q = look(at, min(_BITS(begin + _BITS(step)), last))
+        turn, is_alone = wait()
+        at, is_row, p, q = row_places(x + t * _WORD(part), x_pitch, g, rows), g < rows, no_rows(), no_rows()
+        if is_row:  # or the lane's is no row's, and asks for nothing
+            p = look(at, min(begin, last))
+            if is_deep:
+                q = look(at, min(_BITS(begin + _BITS(step)), last))
         totals, near, buffer = zeros_of(), _BITS(0), _BITS(0)
         kept_mask = _BITS(_BITS(~ptx.active()) + _BITS(mask))  # a register, of which the compiler makes no constants
         while start < size32:
@@ -249,9 +250,9 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
             totals = products(totals, take(room, 0, w0), p, its_scales, its_zeros, kept_mask)
             w0 = ask(room, 0, places, there, then > _BITS(0), w0)
             if is_deep:
-                if left > _BITS(2 * step):
+                if left > _BITS(2 * step) and is_row:
                     p = look(at, _BITS(here + _BITS(2 * step)))
-            elif left > _BITS(step):
+            elif left > _BITS(step) and is_row:
                 p = look(at, _BITS(here + _BITS(step)))
             its_scales, its_zeros = told(pieces, chosen(1, g, t))
             codes_1 = take(room, 1, w1)
@@ -259,14 +260,14 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
                 totals = products(totals, codes_1, q if is_deep else p, its_scales, its_zeros, kept_mask)
             w1 = ask(room, 1, places, _BITS(there + _BITS(step)), then > _BITS(step), w1)
             if is_deep:
-                if left > _BITS(3 * step):
+                if left > _BITS(3 * step) and is_row:
                     q = look(at, _BITS(here + _BITS(3 * step)))
                 its_scales, its_zeros = told(pieces, chosen(2, g, t))
                 codes_2 = take(room, 2, w2)
                 if run > _WORD(2):
                     totals = products(totals, codes_2, p, its_scales, its_zeros, kept_mask)
                 w2 = ask(room, 2, places, _BITS(there + _BITS(2 * step)), then > _BITS(2 * step), w2)
-            if then > _BITS(0):
+            if then > _BITS(0) and is_row:
                 p = look(at, there)
             if is_deep:
                 its_scales, its_zeros = told(pieces, chosen(3, g, t))
@@ -274,7 +275,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
                 if run > _WORD(3):
                     totals = products(totals, codes_3, q, its_scales, its_zeros, kept_mask)
                 w3 = ask(room, 3, places, _BITS(there + _BITS(3 * step)), then > _BITS(3 * step), w3)
-                if then > _BITS(step):
+                if then > _BITS(step) and is_row:
                     q = look(at, _BITS(there + _BITS(step)))
             near = far
             if far == _BITS(0):

@@ -160,7 +160,7 @@ def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any
         offset = _WORD(min(phase, _BITS(count - _BITS(1)))) * of_batch
         last = _BITS(pairs - _BITS(1))
 
-        ptx.after_earlier()
+        ptx.after_earlier_with_next()
         if thread < pairs:
             tables = matrices, rows, factors
             look_up(tables, thread, group * many, matrix, of_expert, x, x_pitch, choices, chosen, mode)

@@ -18,7 +18,7 @@ from numba.cuda.extending import intrinsic
 from tpplan.decoder.kernels.tile_sums import TILE, rows_of, tile_sums
 from tpplan.exec.gpu.channel_table import CALLERS
 from tpplan.exec.kernels import ptx, tiles
-from tpplan.exec.kernels.channel_messages import begin_sum, end_sum
+from tpplan.exec.kernels.channel_messages import end_sum, wait_of
 from tpplan.exec.kernels.finishing import ADD, add_up_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
@@ -139,7 +139,7 @@ def _skinny(  # noqa: C901 (the kernel)
             is no mode then, and the words are the caller's.
     """
     products, zeros, add_up = _products(multiply), tiles.zeros(4 * eights), add_up_of(first, both)
-    row_places, look = rows_of(eights), _looking_at(eights)
+    row_places, look, wait = rows_of(eights), _looking_at(eights), wait_of(joint=joint)
     found = tile_sums(first, both, eights, MOST_WARPS, joint=joint)
     keep, finish, floats, kept, half = found.keep, found.finish, found.floats, found.warp, found.half
 
@@ -158,8 +158,7 @@ def _skinny(  # noqa: C901 (the kernel)
         low, high = _matrix_rows(weight, pitch, start + g, size, mode)
         w = _ask_now(low, high, begin + own, last)
         v = _ask_now(low, high, again + own, last)
-        ptx.after_earlier()
-        number, is_alone = begin_sum() if joint else (types.uint32(0), types.uint32(0))
+        number, is_alone = wait()
         at = row_places(x, x_pitch, g, rows)
         p, q = look(at, begin + own, last), look(at, again + own, last)
         totals, near, buffer = zeros(), _WORD(0), _WORD(0)

@@ -233,7 +233,7 @@ def _wide(name: str, kind: Codes, eights: int, warps: int) -> Kernel:  # noqa: C
             w1 = _ask_now(places, _BITS(next_one * _BITS(own_bytes)))
             of_scales = scales, zeros, _BITS((own_row if has_zeros else own_row >> more) * groups), bits, form
             now, asked = ask_scale(of_scales, k), ask_scale(of_scales, next_one)
-            ptx.after_earlier()
+            ptx.after_earlier_with_next()
             fill(copied, _BITS(k * _BITS(row_bytes)), address, x_pitch, rows)
             put(room, own, now, form, base)
             sums = zeros_of()

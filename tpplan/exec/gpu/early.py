@@ -1,10 +1,10 @@
-"""Launches in graphs that begin before the kernel before them ends, which saves half a microsecond each.
+"""Launches in graphs that begin before the kernel before them ends, which saves up to a microsecond each.
 
 Their kernels call ``tpplan.exec.kernels.ptx.after_earlier`` before they touch anything that others write or read; what
-never changes, such as weights, they may read before. One that waits more than it works lets the next begin as soon as
-it has: only then, so that no more than two of a stream are there at a time. Those that wait for other devices do so
-only where the context has its GPUs to itself, see :mod:`tpplan.exec.gpu.alone`. CUDA calls it programmatic dependent
-launch.
+never changes, such as weights, they may read before. They let the next begin as soon as they have waited: only then, so
+that no more than two of a stream are there at a time. It takes what room blocks that have ended leave, and asks for its
+first weights. Those that wait for other devices do so only where the context has its GPUs to itself, see
+:mod:`tpplan.exec.gpu.alone`. CUDA calls it programmatic dependent launch.
 """
 
 from __future__ import annotations

@@ -42,6 +42,29 @@ def begin_sum() -> Any:
 
 
 @device_function
+def _begin_alone() -> Any:
+    ptx.after_earlier_with_next()
+    return _HALF(0), _HALF(0)
+
+
+@device_function
+def _begin_together() -> Any:
+    ptx.after_earlier()
+    return begin_sum()
+
+
+def wait_of(*, joint: bool) -> Any:
+    """Return what a kernel begins with, when it has asked for what never changes: it waits for all work before.
+
+    It returns what :func:`begin_sum` does; a kernel that takes part in no sum lets the next begin, and has zeros.
+
+    Args:
+        joint: whether the kernel takes part in a sum.
+    """
+    return _begin_together if joint else _begin_alone
+
+
+@device_function
 def end_sum(number: Any, alone: Any) -> None:
     """Number the next sum, for the blocks of any kernel: each writes what it, or none of this kernel, has read.
 

@@ -243,7 +243,7 @@ def shared_address(typingctx: Any, array: Any) -> Any:  # noqa: ARG001
 _OVERLAP = "griddepcontrol"
 #: Waits until all work before is done and seen: comes before everything that others write or read.
 after_earlier = _instruction(f"{_OVERLAP}.wait;", "", "", memory=True)
-#: Lets the next kernel begin, as soon as all blocks have: worth it for one that waits more than it works.
+#: Lets the next kernel begin, as soon as all blocks have.
 let_next_begin = _instruction(f"{_OVERLAP}.launch_dependents;", "", "", memory=True)
 #: Both.
 after_earlier_with_next = _instruction(f"{_OVERLAP}.wait; {_OVERLAP}.launch_dependents;", "", "", memory=True)

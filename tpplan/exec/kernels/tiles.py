@@ -16,6 +16,7 @@ from numba.cuda.extending import intrinsic
 from tpplan.exec.kernels.ptx import Emitter, emit_highs, emit_lows, emitter
 
 _INT, _FLOAT = ir.IntType(32), ir.FloatType()
+_TYPES = {types.uint32: _INT, types.float32: _FLOAT}
 #: Registers of 16 bytes, and bytes that a warp's vectors have.
 _VECTOR, _WARP = 4, 512
 
@@ -34,13 +35,13 @@ def all_of(builder: Any, values: Any) -> list[Any]:
     return [builder.extract_value(values, i) for i in range(values.type.count)]
 
 
-def zeros(count: int) -> Any:
-    """Return an intrinsic that returns so many float32 zeros."""
+def zeros(count: int, of: Any = types.float32) -> Any:
+    """Return an intrinsic that returns so many zeros, of float32 or uint32."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
-        return context.make_tuple(builder, signature.return_type, [ir.Constant(_FLOAT, 0.0)] * count)
+        return context.make_tuple(builder, signature.return_type, [ir.Constant(_TYPES[of], 0)] * count)
 
-    return intrinsic(lambda typingctx: (types.UniTuple(types.float32, count)(), codegen))  # noqa: ARG005
+    return intrinsic(lambda typingctx: (types.UniTuple(of, count)(), codegen))  # noqa: ARG005
 
 
 def loads(limit: int, step: int, *, vector: int = 16, clear: bool = False) -> Any:
