@@ -138,6 +138,7 @@ def main() -> None:
             directory=str(directory),
             gpus=1,
             backend=wanted.backend,
+            transport=wanted.transport,
             batches=wanted.batches,
             tokens=wanted.tokens,
             prefill=wanted.prefill,

@@ -7,6 +7,7 @@ import argparse
 import torch
 
 from benchmarks.random_codes import METHODS
+from tpplan.exec.programs.lower import TRANSPORTS
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -19,6 +20,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     add("--quantise", choices=[*METHODS], default="", help="how its matrices are stored (default: dense)")
     add("--folder", default="", help="where the checkpoint is made, or any is already; it stays there")
     add("--backend", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--transport", choices=("auto", *TRANSPORTS), default="auto", help="of tpplan (default: what serves best)")
     add("--watchdog", type=float, default=180, help="seconds after which one run is ended (default 180)")
     return parser
 

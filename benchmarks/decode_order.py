@@ -35,6 +35,7 @@ class Order:
         gpus: how many.
         cut: of :data:`CUTS`.
         backend: ``cuda`` or ``cpu``.
+        transport: as :func:`tpplan.exec.compile` takes it.
         batches: sequences that decode together, one measurement each.
         tokens: steps that are timed.
         prefill: tokens of the long prompt.
@@ -47,6 +48,7 @@ class Order:
     gpus: int
     cut: str = "even"
     backend: str = "cuda"
+    transport: str = "auto"
     batches: tuple[int, ...] = (1, 8, 64)
     tokens: int = 64
     prefill: int = 4096

@@ -44,7 +44,7 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
     began = time.perf_counter()
     plan = order.plan()
     memory = Buckets(plan, order.places())
-    with compile_plan(plan, backend=order.backend, scratch=False) as context:
+    with compile_plan(plan, backend=order.backend, transport=order.transport, scratch=False) as context:
         memory.look("workspace")
         compiled = time.perf_counter()
         weights = load_weights(plan, order.directory, context)

@@ -29,6 +29,7 @@ def main() -> None:
                 directory=str(directory),
                 gpus=gpus,
                 backend=wanted.backend,
+                transport=wanted.transport,
                 batches=wanted.batch,
                 tokens=wanted.steps,
                 prefill=wanted.prefill,

@@ -39,7 +39,7 @@ _EMPTY: Final = ("empty", "new_empty")
 def measure(order: Order, tell: Callable[[str], None]) -> None:
     """Load a checkpoint by a plan, and tell where the time of a step goes, and of a prompt if one is asked for."""
     plan = order.plan()
-    with compile_plan(plan, backend=order.backend, scratch=False) as context:
+    with compile_plan(plan, backend=order.backend, transport=order.transport, scratch=False) as context:
         noting = Noting(context)
         weights = load_weights(plan, order.directory, context)
         decoder = Decoder(noting if order.backend == "cpu" else context, order.directory, weights)  # type: ignore[arg-type]

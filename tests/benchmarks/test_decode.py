@@ -176,3 +176,11 @@ def test_tokens_are_compared_with_the_first() -> None:
     assert compared(first, []) == first
     assert compared(other, [first]).note == "first 2 of 4 tokens as tpplan on 1"
     assert compared(evolve(other, what="prefill"), [first]).note == ""
+
+
+def test_a_transport_can_be_asked_for(order: Order) -> None:
+    """Machines without links between their GPUs can be measured on any other, and the rows say which way data went."""
+    rows: list[Row] = []
+    decode_run.measure(evolve(order, transport="host", batches=(1,)), rows.append)
+    assert rows[0].note.endswith("transport host")
+    assert list(next(row for row in rows if row.what == "decode, batch 1").tokens) == generated(order, order.plan())
