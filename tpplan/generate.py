@@ -18,6 +18,8 @@ def generate(
     model: str,
     prompt: str = "",
     token_ids: str = "",
+    chat: bool = False,
+    system: str = "",
     max_new_tokens: Whole | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -32,6 +34,8 @@ def generate(
         model: the checkpoint's directory, with safetensors files and, for --prompt, a tokenizer.json.
         prompt: the text to continue; - is standard input.
         token_ids: tokens to continue instead, such as 5,17,99; then tokens are printed, and no tokenizer is needed.
+        chat: put the prompt into the checkpoint's chat template, for the model to answer it.
+        system: with --chat, what the system says before the prompt.
         max_new_tokens: at most; 128 by default, or as many as the plan's cache has room for.
         temperature: 0 (by default) takes the likeliest token; above, one is drawn.
         top_p: the probability of all the tokens that one is drawn from; 1 by default.
@@ -43,6 +47,10 @@ def generate(
 
     if bool(prompt) == bool(token_ids):
         raise UsageError("generate takes either a prompt or tokens", 'add --prompt "…" or --token-ids 5,17,99')
+    if chat and token_ids:
+        raise UsageError("--chat takes a prompt, not tokens", "give the prompt as a text, or leave out --chat")
+    if system and not chat:
+        raise UsageError("--system is a part of a chat", "add --chat, or leave out --system")
     if max_new_tokens is not None and max_new_tokens < 1:
         raise RequestError(f"--max-new-tokens is {max_new_tokens}, expected 1 or more", "or leave it out")
     tokens = token_ids.split(",") if token_ids else []
@@ -57,6 +65,8 @@ def generate(
         directory=model,
         prompt=console.read(prompt) if prompt == console.STREAM else prompt,
         tokens=tuple(map(int, tokens)),
+        chat=chat,
+        system=system,
         max_new_tokens=max_new_tokens or 0,
         sampling=Sampling(temperature, top_p, seed),
         backend=backend,

@@ -14,6 +14,7 @@ from tpplan.decoder.sampling import Sampling
 from tpplan.decoder.settings import check_model, end_tokens
 from tpplan.decoder.text import Stream, Tokenizer
 from tpplan.exec.selftest.run import compiler
+from tpplan.extras import needing
 from tpplan.generate_report import GenerateReport
 from tpplan.weights import load_weights
 from tpplan.weights.source import Source
@@ -35,6 +36,8 @@ class Order:
         directory: the checkpoint's.
         prompt: a text; empty if tokens are given.
         tokens: of the prompt; empty if a text is given.
+        chat: whether the prompt is what a user says, and goes into the checkpoint's chat template.
+        system: what the system says before, if so; empty if nothing.
         max_new_tokens: at most; 0 for 128, or as many as the plan's cache has room for.
         sampling: how tokens are chosen.
         backend: ``cuda``, ``cpu`` or ``auto``.
@@ -43,6 +46,8 @@ class Order:
     directory: str
     prompt: str
     tokens: tuple[int, ...]
+    chat: bool
+    system: str
     max_new_tokens: int
     sampling: Sampling
     backend: str
@@ -65,7 +70,7 @@ def run(plan: SplitPlan, order: Order, note: Callable[[str], None], tell: Callab
     check_model(order.directory, source.model, plan)
     end = end_tokens(order.directory)
     tokenizer = Tokenizer(order.directory) if order.prompt else None
-    prompt = tokenizer.encode(order.prompt) if tokenizer else list(order.tokens)
+    prompt = _encode(order, tokenizer) if tokenizer else list(order.tokens)
     count = order.max_new_tokens or max(1, min(_USUAL, length_of(plan.request) - len(prompt)))
     check_prompts([prompt], count, plan)
     stream = Stream(tokenizer, prompt) if tokenizer else None
@@ -91,3 +96,13 @@ def run(plan: SplitPlan, order: Order, note: Callable[[str], None], tell: Callab
         text=text + rest if stream else "",
         ended=new[-1] in end,
     )
+
+
+def _encode(order: Order, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a prompt, or of what the chat template makes of it, which writes special ones itself."""
+    if not order.chat:
+        return tokenizer.encode(order.prompt)
+    with needing("--chat", "generate"):
+        from tpplan.decoder.chat import ChatTemplate  # noqa: PLC0415 - an extra
+    text = ChatTemplate.read(order.directory).render(order.prompt, order.system)
+    return tokenizer.encode(text, add_special_tokens=False)

@@ -16,6 +16,23 @@ _INCOMPLETE: Final = "\ufffd"
 _CONTEXT: Final = 4
 
 
+def check_text(text: str, what: str) -> None:
+    """Make sure that a text is one.
+
+    Args:
+        text: of the command line.
+        what: it is.
+
+    Raises:
+        RequestError: it has half a character, as Python reads bytes of a command line that are no UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"{what} has {text[error.start]!a} at character {error.start}, which is no text"
+        raise RequestError(problem, "write it in UTF-8") from error
+
+
 class Tokenizer:
     """Text to tokens, and back."""
 
@@ -39,18 +56,14 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(f"{path} cannot be read: {error}", "fetch it again, or give --token-ids") from error
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that the tokenizer puts around it.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a text, with those that the tokenizer puts around it unless the text has them.
 
         Raises:
-            RequestError: it has half a character, as Python reads bytes of a command line that are no UTF-8.
+            RequestError: see :func:`check_text`.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            what = f"the prompt has {text[error.start]!a} at character {error.start}, which is no text"
-            raise RequestError(what, "write it in UTF-8") from error
-        return list(self._tokenizer.encode(text).ids)
+        check_text(text, "the prompt")
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens, without special ones."""
