@@ -35,15 +35,26 @@ def read_model(path: str | Path) -> ModelSpec:
         ModelError: a file is missing or damaged, the architecture is not supported, or config and headers contradict
             each other.
     """
-    path = Path(path)
+    return read_checkpoint(Path(path))[0]
+
+
+def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
+    """Read what :func:`read_model` does.
+
+    Returns:
+        The model, and the headers with the names that tensors have in it; None where there are none.
+
+    Raises:
+        ModelError: see :func:`read_model`.
+    """
     config = read_config(path)
     headers = read_headers(path) if path.is_dir() else None
     name = _name(path)
     if headers is None:
-        return stored_by_formula(spec_from_config(config, name), read_scheme(config))
+        return stored_by_formula(spec_from_config(config, name), read_scheme(config)), None
     known = tolerated(spec_from_config(config, name).model_type, text_part(config)[0])
     headers = headers.renamed(known.renamed)
-    return stored_by_headers(_as_tied_as_stored(config, headers, name), read_scheme(config), headers, known)
+    return stored_by_headers(_as_tied_as_stored(config, headers, name), read_scheme(config), headers, known), headers
 
 
 def _as_tied_as_stored(config: Config, headers: Headers, name: str) -> ModelSpec:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
-from tpplan.checkpoint import Headers, read_headers
+from tpplan.checkpoint import Headers
 from tpplan.codec import fingerprint
 from tpplan.config import read_config
 from tpplan.errors import ModelError
 from tpplan.families import spec_from_config, tolerated
 from tpplan.model import ModelSpec
-from tpplan.reader import read_model
+from tpplan.reader import read_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,12 +45,11 @@ class Source:
         Raises:
             ModelError: tensors are missing, too many, or of other shapes than the config says; or there are none.
         """
-        model = read_model(directory)
-        headers = read_headers(directory) if directory.is_dir() else None
+        model, headers = read_checkpoint(directory)
         if headers is None:
             hint = "name the directory that has the model's .safetensors files beside config.json"
             raise ModelError(f"{directory} has no weights in safetensors files", hint)
-        return cls(directory, model, headers.renamed(tolerated(model.model_type).renamed))
+        return cls(directory, model, headers)
 
     def find(self, name: str) -> Tensor:
         """Return what the headers say of a tensor of the model, whose prefix the checkpoint may leave out."""
