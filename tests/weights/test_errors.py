@@ -179,7 +179,7 @@ def open_files() -> Iterator[str]:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs the proc file system")
 def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many a checkpoint has: one for each thread."""
-    directory = save_random(tmp_path, LLAMA, "bfloat16", shard_bytes=2**11)
+    directory = save_random(tmp_path, LLAMA, "bfloat16", shard_bytes=2**10)
     opened: list[int] = []
 
     @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from contextlib import contextmanager
 from fnmatch import fnmatch
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,10 +25,11 @@ from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded, pla
 from tpplan import families
 from tpplan.checkpoint import Tensor
 from tpplan.exec import compile as compile_plan
-from tpplan.weights import TensorSlice, load, load_weights, reads, staging
+from tpplan.weights import TensorSlice, load_weights, reads, staging
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
 __all__ = ["fine_units"]  # a fixture
 
@@ -35,31 +37,28 @@ __all__ = ["fine_units"]  # a fixture
 CHUNKS = (64, 1000, reads.CHUNK_BYTES)
 
 
-class Late(staging.Buffer):
-    """A buffer of pageable memory, which sends as late as it may: when somebody waits for it."""
+class Late(staging.Sender):
+    """It sends as late as it may: when somebody waits for it."""
 
-    def __init__(self, size_bytes: int, *, pinned: bool) -> None:  # noqa: ARG002 (as its base takes it)
-        """Allocate it."""
-        super().__init__(size_bytes, pinned=False)
-        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def __init__(self, buffer: torch.Tensor, block: torch.Tensor) -> None:
+        """Have sent nothing."""
+        super().__init__(buffer, block)
+        self.late: list[reads.Move] = []
 
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def send(self, move: reads.Move) -> None:
         """Copy later, whatever is in the buffer then."""
-        self._late.append((source, target))
+        self.late.append(move)
 
     def wait(self) -> None:
         """Copy now."""
-        for source, target in self._late:
-            target.copy_(source)
-        self._late.clear()
+        for move in self.late:
+            super().send(move)
+        self.late.clear()
 
 
-@contextmanager
-def staged(pinned: bool) -> Iterator[None]:
-    """Load as for CUDA devices, through buffers where virtual ones need none, or not."""
-    run = load._run
-    with patch.object(staging, "Buffer", Late), patch.object(load, "_run", lambda *a, **_: run(*a, pinned=pinned)):
-        yield
+def staged(late: bool) -> AbstractContextManager[object]:
+    """Load as to CUDA devices, which take their parts in their own time, or at once."""
+    return patch.object(staging, "Sender", Late if late else staging.Sender)
 
 
 @pytest.mark.parametrize("model_type", families.supported())
@@ -79,6 +78,33 @@ def test_parts_together_are_the_checkpoint(model_type: str, data: st.DataObject)
     ignored = families.tolerated(model_type).ignored
     wanted = {n: t for n, t in saved.items() if not any(fnmatch(n, pattern) for pattern in ignored)}
     assert_loaded(plan, model, weights, wanted)
+
+
+def test_nothing_is_on_its_way_after_an_error(tmp_path: Path) -> None:
+    """Whoever gets the memory next must not find late bytes in it."""
+    keys = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 16}
+    directory = save_random(tmp_path, {"model_type": "llama", **keys, **heads}, "bfloat16")
+    plan = even_plan(tpplan.read_model(directory), 2)
+    made: list[Late] = []
+
+    def sender(buffer: torch.Tensor, block: torch.Tensor) -> Late:
+        made.append(Late(buffer, block))
+        return made[-1]
+
+    def ending(file: int, into: list[memoryview], start: int) -> int:
+        return preadv(file, into, start) if start < 10_000 else 0
+
+    preadv = os.preadv
+    chunk, late, cut = (
+        patch.object(reads, "CHUNK_BYTES", 1000),
+        patch.object(staging, "Sender", sender),
+        patch.object(os, "preadv", ending),
+    )
+    with chunk, late, cut, pytest.raises(tpplan.ModelError, match="ends at byte"):
+        loaded(plan, directory)
+    assert made
+    assert not any(each.late for each in made)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -182,14 +208,39 @@ def test_reads_are_small_and_cover_a_tensor_once(shape: tuple[int, int, int], di
     header = Tensor("BF16", shape, 2 * prod(shape), "model.safetensors", 1000)
     cut = [(0, 1), (1, shape[dim])] if dim is not None and shape[dim] > 1 else [(0, shape[dim or 0])]
     parts = [TensorSlice("x", i, "BF16", shape, dim, () if dim is None else (ends,)) for i, ends in enumerate(cut)]
-    held = [(part, torch.empty(part.nbytes, dtype=torch.uint8, device="meta")) for part in parts]
     at, moved = 1000, 0
-    for read in reads.reads_of(header, held):
+    for read in reads.reads_of(header, [(part, 0) for part in parts]):
         assert read.start == at
-        assert 0 < read.rows * read.width <= reads.CHUNK_BYTES
-        at += read.rows * read.width
-        moved += sum(len(move.target) for move in read.moves)
+        assert 0 < read.nbytes <= reads.CHUNK_BYTES
+        at += read.nbytes
+        moved += sum(move.rows * move.width for move in read.moves)
     assert (at, moved) == (1000 + header.nbytes, sum(part.nbytes for part in parts))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 100), max_size=20),
+    gaps=st.lists(st.sampled_from((0, 0, 1)), min_size=20, max_size=20),
+    files=st.lists(st.sampled_from(("a", "a", "a", "b")), min_size=20, max_size=20),
+)
+def test_neighbours_are_read_together(sizes: list[int], gaps: list[int], files: list[str]) -> None:
+    """As many as a read may take, and no others: each byte goes where it went, and two joined reads were too large."""
+    single, at = [], 0
+    for i, (size, gap, file) in enumerate(zip(sizes, gaps, files, strict=False)):
+        at += gap
+        single.append(reads.Read(file, at, size, [reads.Move(i % 2, 1000 * i, 0, 0, 0, size, 1)]))
+        at += size
+
+    def places(found: Iterable[reads.Read]) -> list[tuple[object, ...]]:
+        return [(r.file, r.start + m.source, m.device, m.target, m.width) for r in found for m in r.moves]
+
+    wanted = places(single)
+    with patch.object(reads, "CHUNK_BYTES", 100):
+        found = list(reads.joined(single))
+    assert places(found) == wanted
+    assert all(read.nbytes == sum(move.width for move in read.moves) <= 100 for read in found)
+    for one, other in pairwise(found):
+        neighbours = one.file == other.file and one.start + one.nbytes == other.start
+        assert not neighbours or one.nbytes + other.moves[0].width > 100
 
 
 @pytest.mark.gpu

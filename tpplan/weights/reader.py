@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
-from ctypes import c_char
 from typing import TYPE_CHECKING, Self
 
 from tpplan.errors import ModelError
 from tpplan.weights.staging import Buffers
 
 if TYPE_CHECKING:
-    from io import FileIO
+    from collections.abc import Mapping
     from pathlib import Path
     from types import TracebackType
 
     from torch import Tensor
 
-    from tpplan.weights.reads import Move, Read
+    from tpplan.weights.reads import Read
 
 _HINT = "the file was changed or cut short meanwhile: fetch it again"
 
 
 class Reader:
-    """The file that is open, and memory for what is read of it; a context manager."""
+    """The file that is open, and memory for what is read of it; a context manager, which waits for what was sent."""
 
-    def __init__(self, directory: Path, *, pinned: bool) -> None:
-        """Allocate the memory.
+    def __init__(self, directory: Path, blocks: Mapping[int, Tensor]) -> None:
+        """Open nothing yet.
 
         Args:
             directory: of the files.
-            pinned: whether it goes to CUDA devices.
+            blocks: the bytes of each device.
         """
         self._directory = directory
-        self._pinned = pinned
-        self._whole, self._cut = Buffers(pinned=pinned), Buffers(pinned=pinned)
+        self._buffers = Buffers(blocks)
         self._name = ""
-        self._file: FileIO
+        self._file = -1
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -45,57 +44,30 @@ class Reader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        self._buffers.wait()  # after an error too: the memory of both ends goes to others soon
 
     def run(self, read: Read) -> None:
         """Read, and send to every device what it gets of it.
 
         Raises:
             ModelError: the file cannot be read, or ends early.
+            ExecutionError: a device takes nothing.
         """
-        buffer = self._whole.take()
-        data = buffer.memory[: read.rows * read.width]
-        self._fill(data, read.file, read.start)
-        rows = data.view(read.rows, read.width)
-        for move in read.moves:
-            start, end = move.ranges[0]
-            if len(move.ranges) == 1 and (read.rows == 1 or end - start == read.width):
-                buffer.send(rows[:, start:end].flatten(), move.target)
-            elif self._pinned:
-                cut = self._cut.take()
-                packed = cut.memory[: len(move.target)]
-                _pack(rows, move, packed)
-                cut.send(packed, move.target)
-            else:
-                _pack(rows, move, move.target)
+        buffer = self._buffers.take()
+        self._fill(buffer.bytes[: read.nbytes], read.file, read.start)
+        buffer.send(read.moves)
 
-    def wait(self) -> None:
-        """Return when everything is on the devices."""
-        self._whole.wait()
-        self._cut.wait()
-
-    def _fill(self, data: Tensor, name: str, start: int) -> None:
+    def _fill(self, view: memoryview, name: str, start: int) -> None:
         try:
             if name != self._name:  # reads come file by file
                 self._stack.close()
-                self._file = self._stack.enter_context((self._directory / name).open("rb", buffering=0))
+                self._file = self._stack.enter_context((self._directory / name).open("rb", buffering=0)).fileno()
                 self._name = name
-            file = self._file
-            file.seek(start)
-            view = memoryview((c_char * len(data)).from_address(data.data_ptr())).cast("B")
             while view:
-                got = file.readinto(view)
+                got = os.preadv(self._file, [view], start)
                 if not got:
-                    what = f"{name} ends at byte {file.tell()}, {len(view)} bytes before a tensor does"
+                    what = f"{name} ends at byte {start}, {len(view)} bytes before a tensor does"
                     raise ModelError(what, _HINT)
-                view = view[got:]
+                view, start = view[got:], start + got
         except OSError as error:
             raise ModelError(f"{name} cannot be read: {error.strerror}", _HINT) from error
-
-
-def _pack(rows: Tensor, move: Move, target: Tensor) -> None:
-    """Put ranges of the rows side by side."""
-    packed = target.view(len(rows), -1)
-    at = 0
-    for start, end in move.ranges:
-        packed[:, at : at + end - start].copy_(rows[:, start:end])
-        at += end - start

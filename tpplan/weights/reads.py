@@ -6,29 +6,38 @@ from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tpplan.checkpoint import Tensor as Header
     from tpplan.weights.slices import TensorSlice
 
+    #: Of one device: which, where its part starts in its block, bytes of a row of it, and its ranges of a row's bytes.
+    Part = tuple[int, int, int, tuple[tuple[int, int], ...]]
+
 #: Bytes that are read at a time.
 CHUNK_BYTES: Final = 8 * 2**20
 
-Ranges = tuple[tuple[int, int], ...]
-
 
 class Move(NamedTuple):
-    """What one device gets of a read.
+    """Bytes that one device gets of a read: so many of each of some rows. Where there is one row, steps mean nothing.
 
     Attributes:
-        target: bytes of the device, one after the other.
-        ranges: of the bytes of each row, to be put side by side.
+        device: index into the plan's devices.
+        target: where they go, in bytes from the start of the device's block.
+        target_step: bytes from one row to the next there.
+        source: where they are, in bytes from the start of the read.
+        source_step: bytes from one row to the next there.
+        width: bytes of a row.
+        rows: how many.
     """
 
-    target: Tensor
-    ranges: Ranges
+    device: int
+    target: int
+    target_step: int
+    source: int
+    source_step: int
+    width: int
+    rows: int
 
 
 class Read(NamedTuple):
@@ -37,33 +46,31 @@ class Read(NamedTuple):
     Attributes:
         file: name of the file.
         start: first byte.
-        rows: of a matrix that they are.
-        width: bytes of a row.
+        nbytes: how many.
         moves: where they go.
     """
 
     file: str
     start: int
-    rows: int
-    width: int
-    moves: tuple[Move, ...]
+    nbytes: int
+    moves: list[Move]
 
 
-def reads_of(header: Header, held: Sequence[tuple[TensorSlice, Tensor]]) -> Iterator[Read]:
+def reads_of(header: Header, held: Sequence[tuple[TensorSlice, int]]) -> Iterator[Read]:
     """Yield the reads of one tensor.
 
     Args:
         header: says where it is.
-        held: the parts of the devices, all cut in the same dimension, and as many bytes of each for them.
+        held: the parts of the devices, all cut in the same dimension, and where each starts in its device's block.
     """
     whole, dim = held[0][0].whole, held[0][0].dim
     outer = 1 if dim is None else prod(whole[:dim])
     width = header.nbytes // outer
     size = width if dim is None else width // whole[dim]
-    parts = []
-    for part, memory in held:
+    parts: list[Part] = []
+    for part, at in held:
         ranges = tuple((start * size, end * size) for start, end in part.ranges) or ((0, width),)
-        parts.append((memory.view(outer, -1), ranges))
+        parts.append((part.device, at, part.nbytes // outer, ranges))
     if outer == 1 or width > CHUNK_BYTES:
         for row in range(outer):
             yield from _within(header, row, width, parts)
@@ -71,21 +78,49 @@ def reads_of(header: Header, held: Sequence[tuple[TensorSlice, Tensor]]) -> Iter
     step = CHUNK_BYTES // width
     for row in range(0, outer, step):
         rows = min(step, outer - row)
-        moves = tuple(Move(memory[row : row + rows].flatten(), ranges) for memory, ranges in parts)
-        yield Read(header.file, header.start + row * width, rows, width, moves)
+        yield Read(header.file, header.start + row * width, rows * width, list(_of_rows(row, rows, width, parts)))
 
 
-def _within(header: Header, row: int, width: int, parts: Sequence[tuple[Tensor, Ranges]]) -> Iterator[Read]:
+def _of_rows(row: int, rows: int, width: int, parts: Sequence[Part]) -> Iterator[Move]:
+    """Yield where whole rows go."""
+    for device, at, own, ranges in parts:
+        to = at + row * own
+        for start, end in ranges:
+            if end - start == own == width:
+                yield Move(device, to, 0, 0, 0, rows * width, 1)
+            else:
+                yield Move(device, to, own, start, width, end - start, rows)
+            to += end - start
+
+
+def _within(header: Header, row: int, width: int, parts: Sequence[Part]) -> Iterator[Read]:
     """Yield the reads of a single row, which may be wide."""
     for first in range(0, width, CHUNK_BYTES):
         last = min(width, first + CHUNK_BYTES)
         moves = []
-        for memory, ranges in parts:
-            at = 0
+        for device, at, own, ranges in parts:
+            to = at + row * own
             for start, end in ranges:
                 a, b = max(start, first), min(end, last)
                 if a < b:
-                    target = memory[row, at + a - start : at + b - start]
-                    moves.append(Move(target, ((a - first, b - first),)))
-                at += end - start
-        yield Read(header.file, header.start + row * width + first, 1, last - first, tuple(moves))
+                    moves.append(Move(device, to + a - start, 0, a - first, 0, b - a, 1))
+                to += end - start
+        yield Read(header.file, header.start + row * width + first, last - first, moves)
+
+
+def joined(reads: Iterable[Read]) -> Iterator[Read]:
+    """Yield the same, neighbours in a file together while they are no more than one read may be.
+
+    Lists of moves grow in place: a read may be of thousands of small tensors.
+    """
+    held: Read | None = None
+    for read in reads:
+        if held and held[:2] == (read.file, read.start - held.nbytes) and held.nbytes + read.nbytes <= CHUNK_BYTES:
+            held.moves.extend(move._replace(source=move.source + held.nbytes) for move in read.moves)
+            held = held._replace(nbytes=held.nbytes + read.nbytes)
+        else:
+            if held:
+                yield held
+            held = read
+    if held:
+        yield held

@@ -2,55 +2,99 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from ctypes import c_char
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from tpplan.weights.reads import CHUNK_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from torch import Tensor
 
+    from tpplan.weights.cuda import CudaSender
+    from tpplan.weights.reads import Move
 
-class Buffer:
-    """Bytes that are filled on the host and then sent.
+_TURNS: Final = 2
 
-    Attributes:
-        memory: the bytes.
-    """
 
-    def __init__(self, size_bytes: int, *, pinned: bool) -> None:
-        """Allocate them."""
-        self.memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self._sent: list[torch.cuda.Event] = []
+class Sender:
+    """What copies from a buffer to a virtual device: at once."""
 
-    def send(self, source: Tensor, target: Tensor) -> None:
-        """Copy bytes of this buffer to a device, without waiting if that is a CUDA device."""
-        target.copy_(source, non_blocking=True)
-        if target.device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(target.device))
-            self._sent.append(event)
+    def __init__(self, buffer: Tensor, block: Tensor) -> None:
+        """Take the bytes of both."""
+        self._buffer, self._block = buffer, block
+
+    def send(self, move: Move) -> None:
+        """Copy what a move says."""
+        size = move.rows, move.width
+        source = self._buffer[move.source :].as_strided(size, (move.source_step, 1))
+        self._block[move.target :].as_strided(size, (move.target_step, 1)).copy_(source)
 
     def wait(self) -> None:
         """Return when everything that was sent has arrived."""
-        for event in self._sent:
-            event.synchronize()
-        self._sent.clear()
+
+
+class Buffer:
+    """Bytes that a read fills and devices are sent their parts of.
+
+    Attributes:
+        bytes: to fill.
+    """
+
+    def __init__(self, blocks: Mapping[int, Tensor]) -> None:
+        """Allocate them, pinned for CUDA devices.
+
+        Args:
+            blocks: the bytes of each device.
+        """
+        pinned = any(block.device.type == "cuda" for block in blocks.values())
+        memory = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        # once: such a type costs far more than a slice
+        self.bytes = memoryview((c_char * CHUNK_BYTES).from_address(memory.data_ptr())).cast("B")
+        self._senders = {device: _sender(memory, block) for device, block in blocks.items()}
+
+    def send(self, moves: Iterable[Move]) -> None:
+        """Copy to the devices, without waiting if these are CUDA devices."""
+        for move in moves:
+            self._senders[move.device].send(move)
+
+    def wait(self) -> None:
+        """Return when everything that was sent has arrived."""
+        for sender in self._senders.values():
+            sender.wait()
+
+
+def _sender(memory: Tensor, block: Tensor) -> Sender | CudaSender:
+    if block.device.type != "cuda":
+        return Sender(memory, block)
+    from tpplan.weights.cuda import CudaSender  # noqa: PLC0415 (needs a driver)
+
+    return CudaSender(memory, block)
 
 
 class Buffers:
     """Two buffers that take turns, each as large as a read: one is filled while the other is sent."""
 
-    def __init__(self, *, pinned: bool) -> None:
-        """Allocate them."""
-        self._turns = [Buffer(CHUNK_BYTES, pinned=pinned) for _ in range(2)]
+    def __init__(self, blocks: Mapping[int, Tensor]) -> None:
+        """Allocate nothing yet: not every reader needs them.
+
+        Args:
+            blocks: the bytes of each device.
+        """
+        self._blocks = blocks
+        self._turns: list[Buffer] = []
 
     def take(self) -> Buffer:
         """Return one that is free."""
-        self._turns.reverse()
-        free = self._turns[0]
-        free.wait()
+        if len(self._turns) < _TURNS:
+            free = Buffer(self._blocks)
+        else:
+            free = self._turns.pop(0)  # the one that was sent first
+            free.wait()
+        self._turns.append(free)
         return free
 
     def wait(self) -> None:
