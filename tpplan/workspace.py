@@ -47,7 +47,7 @@ CHUNK_BYTES = 2 * 2**20
 #: And into this many, or a few more: while one is filled another is read, and every one costs some commands.
 CHUNKS = 8
 #: Bytes of data of a message in a slot in host memory.
-HOST_SLOT_BYTES = 64 * 2**10
+HOST_SLOT_BYTES = 512 * 2**10
 #: And of the counters of such a queue.
 HOST_FLAG_BYTES = 4 * 2**10
 #: Of the widest element that an operation may move.

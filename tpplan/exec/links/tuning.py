@@ -58,9 +58,9 @@ class Tuning:
     peer_fans_bytes: int = 512 * KIB
     peer_exchanges_bytes: int = 512 * KIB
     peer_sums_bytes: int = 512 * KIB
-    host_fans_bytes: int = 64 * KIB
-    host_exchanges_bytes: int = 64 * KIB
-    host_sums_bytes: int = 64 * KIB
+    host_fans_bytes: int = 512 * KIB
+    host_exchanges_bytes: int = 512 * KIB
+    host_sums_bytes: int = 512 * KIB
     copies_fans_bytes: int = 512 * KIB
     copies_exchanges_bytes: int = 0
     passed_on_bytes: int = MIB
@@ -90,6 +90,8 @@ _MEASURED = {
         peer_fans_bytes=256 * KIB,
         peer_exchanges_bytes=128 * KIB,
         peer_sums_bytes=128 * KIB,
+        host_exchanges_bytes=256 * KIB,
+        host_sums_bytes=256 * KIB,
         copies_fans_bytes=MIB,
     ),
 }
