@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def test_a_kernel_on_disk_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_several_kernels_are_compiled_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a process that leaves it on disk, where it is found; a single one is not worth a process."""
+    """By processes that leave them on disk, where they are found; a single one is not worth a process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernel_cache.prepare([("sum_f32", (9, 0))])
     assert not (tmp_path / "tpplan").exists()
@@ -150,6 +151,15 @@ def test_several_kernels_are_compiled_at_once(tmp_path: Path, monkeypatch: pytes
     assert found.keys() == {"sum_f32-sm_90", "sum_f16-sm_80"}
     assert all(code[:4] == b"\x7fELF" for code in found.values())
     assert kernel_cache.machine_code("sum_f32", (9, 0)) == found["sum_f32-sm_90"]
+
+
+def test_a_process_compiles_as_many_as_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves all of them on disk, and one that fails costs no other."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    kernel_cache.prepare([(name, (9, 0)) for name in ("sum_f32", "sum_f64", "sum_f16", "sum_bf16")])
+    found = {path.name.partition("-")[0]: path.read_bytes() for path in (tmp_path / "tpplan" / "kernels").iterdir()}
+    assert found.keys() == {"sum_f32", "sum_f16", "sum_bf16"}
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

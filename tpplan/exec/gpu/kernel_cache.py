@@ -9,9 +9,7 @@ import hashlib
 import logging
 import os
 import re
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -22,6 +20,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from tpplan.errors import InternalError, TpplanError
+from tpplan.exec.gpu.workers import work_off
 from tpplan.files import cache_folder, save_bytes
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ def load(name: str, capability: tuple[int, int]) -> Any:
 
 
 def prepare(kernels: Iterable[tuple[str, tuple[int, int]]]) -> None:
-    """Compile the kernels that are not on disk yet, each in a process of its own, as many at a time as there are CPUs.
+    """Compile the kernels that are not on disk yet, in as many processes as there are CPUs.
 
     What cannot be compiled or kept is left to :func:`load`.
 
@@ -140,15 +139,8 @@ def prepare(kernels: Iterable[tuple[str, tuple[int, int]]]) -> None:
     if len(missing) < _ENOUGH:
         return
     _LOG.info("compiling %d kernels, which are kept for the next start", len(missing))
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-    def compile_one(kernel: tuple[str, tuple[int, int]]) -> None:
-        name, capability = kernel
-        command, quiet = [sys.executable, "-P", "-m", __name__, name, *map(str, capability)], subprocess.DEVNULL
-        subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, env=environ, check=False)  # noqa: S603
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # numba takes up to half a GiB in each
-        list(pool.map(compile_one, missing))
+    tasks = [" ".join((name, *map(str, capability))) for name, capability in missing]
+    work_off(tasks, ["-m", __name__], os.cpu_count() or 1)  # numba takes up to half a GiB in each
 
 
 def machine_code(name: str, capability: tuple[int, int]) -> bytes:
@@ -249,5 +241,15 @@ def _version(package: str) -> str:
         return ""
 
 
+def main() -> None:
+    """Be one of the processes of :func:`prepare`."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)  # what libraries print is no answer
+        for line in sys.stdin:
+            name, major, minor = line.split()
+            machine_code(name, (int(major), int(minor)))
+            print("done", file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    machine_code(sys.argv[1], (int(sys.argv[2]), int(sys.argv[3])))
+    main()
