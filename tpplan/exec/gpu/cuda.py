@@ -17,7 +17,7 @@ from tpplan.exec.gpu.bound import Bound, BoundStep, ReadyProgram, Step
 from tpplan.exec.gpu.channel import Channel
 from tpplan.exec.gpu.copies import HostCopy, Transfer
 from tpplan.exec.gpu.early import early
-from tpplan.exec.gpu.exchanges import Exchanges
+from tpplan.exec.gpu.exchanges import Exchanges, kernels_for
 from tpplan.exec.gpu.graph import Graph
 from tpplan.exec.gpu.issuing import ISSUING, Issuing
 from tpplan.exec.gpu.landing import lands
@@ -76,7 +76,7 @@ class CudaDevices(Streams):
             for target in places.values():
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
         with ISSUING:
-            self._exchanges = Exchanges(memory, places)
+            self._exchanges = Exchanges(memory, places, kernels_for(len(places)))
         ask = WeakMethod(self._is_busy)  # or nothing of a dropped context would go before a collector comes
         self._exchanges.landings.watch(lambda: (is_busy := ask()) is None or is_busy())
         self._issuing = Issuing(self._exchanges)

@@ -49,7 +49,7 @@ class Exchanges:
         landings: those of its launches by which devices write into the host's memory.
     """
 
-    def __init__(self, memory: Memory, places: Mapping[int, torch.device], kernels: tuple[str, ...] = KERNELS) -> None:
+    def __init__(self, memory: Memory, places: Mapping[int, torch.device], kernels: tuple[str, ...]) -> None:
         """Load every kernel on every device: one that is loaded later would wait for those that wait for it.
 
         Args:
@@ -168,6 +168,11 @@ class Exchanges:
 
     def _capability(self, device: int) -> tuple[int, int]:
         return torch.cuda.get_device_capability(self._places[device])
+
+
+def kernels_for(devices: int) -> tuple[str, ...]:
+    """Return the kernels that so many devices may need: one alone has nobody to exchange with but the host."""
+    return KERNELS if devices > 1 else (LANDING,)
 
 
 def _refuse(seen: memoryview) -> None:

@@ -1,0 +1,35 @@
+"""Which kernels a context has to load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tpplan[cu13]'")
+
+from tests.exec.program_cases import ITEM_BYTES, LIMITS, operations
+from tpplan.exec.gpu.exchanges import kernels_for
+from tpplan.exec.gpu.landing import lands
+from tpplan.exec.programs.lower import TRANSPORTS, lower, route
+from tpplan.exec.programs.program import Exchange
+
+if TYPE_CHECKING:
+    from tpplan.exec.programs.operation import Operation
+
+
+@given(operation=operations(devices=1), transport=st.sampled_from(TRANSPORTS), rows=st.integers(1, 70))
+def test_one_device_has_no_other_kernel_than_the_landing(operation: Operation, transport: str, rows: int) -> None:
+    """Whatever it does, in a graph or not, it exchanges nothing, so that no other kernel is compiled and loaded."""
+    assert kernels_for(1) == ("landing_move",)
+    for captured in (False, True):
+        program = lower(operation, route(operation, transport, rows, ITEM_BYTES, LIMITS, captured=captured))
+        assert lands(program) or not any(isinstance(command, Exchange) for command in program.commands)
+
+
+def test_several_devices_have_all_kernels() -> None:
+    """Each way of exchanging moves, and adds up every dtype."""
+    ways = {f"{way}_{what}" for way in ("slot", "straight") for what in ("move", "sum_bf16", "sum_f16", "sum_f32")}
+    assert set(kernels_for(2)) == {*ways, "landing_move"}
