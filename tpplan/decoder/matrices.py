@@ -15,10 +15,10 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.packing import AWQ, NIBBLE, WORD, packed, rearranged, unpacked
+from tpplan.decoder.packing import NIBBLE, WORD, packed, rearranged, unpacked
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.stored import LAYOUTS, SCALES, Layout
 from tpplan.errors import ModelError, RequestError
-from tpplan.families import DTYPES
 from tpplan.formats.scheme import Scheme
 from tpplan.formats.storage import split_name
 from tpplan.weights import TensorSlice
@@ -26,90 +26,9 @@ from tpplan.weights import TensorSlice
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tpplan.model import ModelSpec
 
 #: What codes whose memory was rearranged know: their matrix, or None until that is done.
 _MADE: Final = "tpplan_matrix"
-
-
-@frozen
-class _Layout:
-    """Where the tensors of a format have the matrix.
-
-    Attributes:
-        codes: the suffix of the codes.
-        scales: of their scales, ``[N, G]`` or transposed.
-        zeros: of their zeros, likewise, of which words have those of several rows.
-        groups: of the group of each column.
-        transposed: whether rows of the matrix are columns of these tensors.
-        packs_rows: whether a word has the codes of several rows, not of several columns.
-        order: of the codes in a word, see :func:`tpplan.decoder.packing.unpacked`.
-        bits: of a code.
-    """
-
-    codes: str = ".qweight"
-    scales: str = ".scales"
-    zeros: str = ".qzeros"
-    groups: str = ".g_idx"
-    transposed: bool = True
-    packs_rows: bool = False
-    order: tuple[int, ...] | None = None
-    bits: tuple[int, ...] = (NIBBLE, 2 * NIBBLE)
-
-    @property
-    def suffixes(self) -> frozenset[str]:
-        """Those of all tensors of a matrix."""
-        return frozenset({self.codes, self.scales, self.zeros, self.groups})
-
-
-_LAYOUTS: Final = {
-    "gptq": _Layout(),
-    "awq": _Layout(packs_rows=True, order=AWQ, bits=(NIBBLE,)),
-    "compressed-tensors": _Layout(
-        ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx", transposed=False
-    ),
-}
-
-
-#: What belongs to codes that are floats; scales of activations, which are not rounded here, are not used.
-_FLOATS: Final = ("F8_E4M3", "F8_E5M2")
-_SCALES: Final = (".weight_scale_inv", ".weight_scale")
-_UNUSED: Final = frozenset({
-    ".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".input_scale_ub", ".weight_shape"
-})  # fmt: skip
-
-
-def check_formats(model: ModelSpec, scheme: Scheme, source: str) -> None:
-    """Make sure that the decoder computes with all tensors of a model as they are stored.
-
-    Args:
-        model: from :func:`tpplan.read_model`.
-        scheme: of its checkpoint.
-        source: names the model.
-
-    Raises:
-        ModelError: one is stored in another way.
-    """
-    layout = _LAYOUTS.get(scheme.method)
-    is_told = scheme.format or scheme.method == "compressed-tensors"
-    ints = layout.suffixes if layout and is_told and scheme.known.get("bits", NIBBLE) in layout.bits else frozenset()
-    found = [(0, parameter) for parameter in model.parameters]
-    found += [(block.layers[0], parameter) for block in model.blocks for parameter in block.parameters]
-    for layer, parameter in found:
-        suffix = split_name(parameter.name)[1]
-        is_float = suffix in _SCALES or (suffix == ".weight" and parameter.dtype in _FLOATS)
-        # Packers make biases of 16-bit floats, whatever the model has.
-        is_bias = suffix == ".bias" and layout is not None
-        if parameter.dtype == DTYPES[model.dtype] or suffix in ints or suffix in _UNUSED or is_float or is_bias:
-            continue
-        name = parameter.name.replace("{layer}", str(layer)).replace("{expert}", "0")
-        if not scheme.method:
-            what = f"{name} is stored as {parameter.dtype}, the decoder computes in {model.dtype}"
-            hint = "convert the checkpoint to one dtype of 16 or 32 bits, and name it in config.json"
-        else:
-            what = f"the decoder does not compute with {name} ({parameter.dtype}), weights are {model.weight_format}"
-            hint = "it takes GPTQ and compressed-tensors of 4 and 8 bits, AWQ of 4 (version gemm), and FP8"
-        raise ModelError(f"{source}: {what}", hint)
 
 
 @frozen
@@ -156,7 +75,7 @@ def matrices_of(
         stem, suffix = split_name(name)
         stems.setdefault(stem, {})[suffix] = tensor
     found: dict[str, Quantised] = {}
-    layout = _LAYOUTS.get(scheme.method)
+    layout = LAYOUTS.get(scheme.method)
     for stem, tensors in stems.items():
         stored = _Stored(stem, tensors, {suffix: slices[stem + suffix] for suffix in tensors}, scheme)
         weight = tensors.get(".weight")
@@ -181,7 +100,7 @@ def _once(codes: Tensor, name: str, make: Callable[[], IntMatrix]) -> IntMatrix:
     return found
 
 
-def _ints(stored: _Stored, layout: _Layout) -> IntMatrix:
+def _ints(stored: _Stored, layout: Layout) -> IntMatrix:
     """Rearrange a matrix of whole numbers.
 
     Raises:
@@ -226,7 +145,7 @@ def _ints(stored: _Stored, layout: _Layout) -> IntMatrix:
 
 
 def _groups(
-    stored: _Stored, layout: _Layout, columns: Tensor, held: Tensor, group: int
+    stored: _Stored, layout: Layout, columns: Tensor, held: Tensor, group: int
 ) -> tuple[Tensor, int, Tensor | None]:
     """Return which of the groups that there are columns have, one after the other.
 
@@ -262,7 +181,7 @@ def _groups(
     return some, step, None if order is None else order.to(stored.tensors[layout.codes].device)
 
 
-def _bits_and_group(stored: _Stored, layout: _Layout, into: int) -> tuple[int, int]:
+def _bits_and_group(stored: _Stored, layout: Layout, into: int) -> tuple[int, int]:
     """Return the bits of a code and the columns of a group.
 
     Raises:
@@ -290,7 +209,7 @@ def _floats(stored: _Stored) -> Float8Matrix:
         ModelError: blocks cannot be told.
     """
     codes = stored.tensors[".weight"]
-    suffix = next((each for each in _SCALES if each in stored.tensors), "")
+    suffix = next((each for each in SCALES if each in stored.tensors), "")
     if not suffix:
         raise ModelError(f"{stored.name} has no scale", "fetch the checkpoint again")
     scales, part = stored.tensors[suffix], stored.slices[suffix]

@@ -16,7 +16,7 @@ from torch.nn import functional
 from tpplan.axes import Axis
 from tpplan.config import read_config
 from tpplan.decoder.cache import check_kind
-from tpplan.decoder.matrices import check_formats
+from tpplan.decoder.stored import check_formats
 from tpplan.errors import ModelError
 from tpplan.exec.rope.tables import Rope
 from tpplan.formats import Scheme, read_scheme
@@ -178,7 +178,7 @@ def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
     Raises:
         ModelError: the decoder does not know the architecture, the activation or the kind of RoPE, a number is none, or
             weights are stored in a way that it does not compute with, see
-            :func:`tpplan.decoder.matrices.check_formats`.
+            :func:`tpplan.decoder.stored.check_formats`.
     """
     config = read_config(directory)
     settings = Settings.read(config)

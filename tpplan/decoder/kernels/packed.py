@@ -18,13 +18,11 @@ warps have found is added up in a fixed order.
 
 from __future__ import annotations
 
-from typing import Any
-
-from attrs import frozen
 from numba import cuda
 from numba.cuda import types
 
 from tpplan.decoder.kernels.packed_codes import BF16_4, BF16_8, BF16_E4M3, F16_4, F16_8, F16_E4M3, Codes
+from tpplan.decoder.kernels.packed_loads import WARP_WORDS, by_registers, by_shared_memory, looking_at
 from tpplan.decoder.kernels.packed_products import products_of
 from tpplan.decoder.kernels.packed_scales import chosen, matrix_rows
 from tpplan.decoder.kernels.tile_sums import TILE, rows_of, tile_sums
@@ -39,123 +37,7 @@ from tpplan.exec.kernels.ptx import word
 MOST_WARPS = 8
 #: Bits of a code that is a byte.
 _BYTE = 8
-#: In shared memory: bytes of a warp's step, of one of a lane's two matrix rows in it, and words of all steps of a warp.
-_STEP_BYTES, _ROW_BYTES, _WARP_WORDS = 1024, 512, 1024
 _WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
-
-
-@frozen
-class _Way:
-    """How a lane's codes of a step are asked for, and where they are until they are needed.
-
-    All take where the warp's are in shared memory, and the number of a step among those on their way.
-
-    Attributes:
-        first: asks for those of a step, before all else, given its first column and whether a warp has so many.
-        ask: the same later, if there is such a step, in the place of those asked for before.
-        take: returns those asked for.
-    """
-
-    first: Any
-    ask: Any
-    take: Any
-
-
-def _by_registers(kind: Codes, tall: int) -> _Way:
-    """Return how codes of two matrix rows, or four, come into registers.
-
-    Args:
-        kind: of codes.
-        tall: times that a tile has 16 matrix rows.
-    """
-    halvings = kind.halvings
-
-    def loading(load: Any) -> Any:
-        @device_function
-        def two(at: Any, column: Any) -> Any:
-            to = _WORD(column) >> _WORD(halvings)
-            return load(at[0] + to) + load(at[1] + to)
-
-        @device_function
-        def four(at: Any, column: Any) -> Any:
-            to = _WORD(column) >> _WORD(halvings)
-            return load(at[0] + to) + load(at[1] + to) + load(at[2] + to) + load(at[3] + to)
-
-        return {1: two, 2: four}[tall]
-
-    load_now, load = loading(ptx.poll_128), loading(ptx.stream_128)
-
-    @device_function
-    def first(_: Any, number: Any, at: Any, column: Any, is_there: Any) -> Any:  # noqa: ARG001
-        return load_now(at, column)
-
-    @device_function
-    def ask(_: Any, number: Any, at: Any, column: Any, is_there: Any, codes: Any) -> Any:  # noqa: ARG001
-        return load(at, column) if is_there else codes
-
-    @device_function
-    def take(_: Any, number: Any, codes: Any) -> Any:  # noqa: ARG001
-        return codes
-
-    return _Way(first, ask, take)
-
-
-def _by_shared_memory(kind: Codes) -> _Way:
-    """Return how codes of two matrix rows are copied into shared memory, by each lane what it needs itself.
-
-    The assembler moves loads into registers behind all products of the tile before, so that nothing is on its way
-    during these. On an H200 a gate of 28,672 x 4,096 takes 33 us by registers and 27 by shared memory, of e4m3 52 and
-    37; but of whole numbers of 8 bits 42 and 44.
-    """
-    halvings = kind.halvings
-
-    @device_function
-    def first(room: Any, number: Any, at: Any, column: Any, is_there: Any) -> Any:
-        if is_there:
-            to, place = _WORD(column) >> _WORD(halvings), room + _WORD(_STEP_BYTES * number)
-            ptx.copy_128(_BITS(place), at[0] + to)
-            ptx.copy_128(_BITS(place + _WORD(_ROW_BYTES)), at[1] + to)
-        ptx.end_copies()
-        return number
-
-    @device_function
-    def ask(room: Any, number: Any, at: Any, column: Any, is_there: Any, codes: Any) -> Any:
-        first(room, number, at, column, is_there)
-        return codes
-
-    @device_function
-    def take(room: Any, number: Any, _: Any) -> Any:
-        ptx.copied_but_three()
-        place = room + _WORD(_STEP_BYTES * number)
-        return ptx.shared_load_128(place) + ptx.shared_load_128(place + _WORD(_ROW_BYTES))
-
-    return _Way(first, ask, take)
-
-
-@device_function
-def _two_vectors(at: Any) -> Any:
-    return ptx.load_128(at) + ptx.load_128(at + _WORD(16))
-
-
-@device_function
-def _four_vectors(at: Any) -> Any:
-    first, second = ptx.load_128(at) + ptx.load_128(at + _WORD(16)), ptx.load_128(at + _WORD(32))
-    return first + second + ptx.load_128(at + _WORD(48))
-
-
-def _looking_at(kind: Codes, eights: int) -> Any:
-    """Make what asks for what a lane has of its rows, one of each eight."""
-    quarter = {8: _two_vectors, 16: _four_vectors}[kind.part]
-
-    @device_function
-    def look_at_one(at: Any, column: Any) -> Any:
-        return quarter(at[0] + _WORD(column) * _WORD(2))
-
-    @device_function
-    def look_at_two(at: Any, column: Any) -> Any:
-        return quarter(at[0] + _WORD(column) * _WORD(2)) + quarter(at[1] + _WORD(column) * _WORD(2))
-
-    return {1: look_at_one, 2: look_at_two}[eights]
 
 
 def _packed(  # noqa: C901, PLR0915 (the kernel)
@@ -191,13 +73,13 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
     own_rows = matrix_rows(kind, eights)
     numbers_of, places_of, marks_of, ask_scales = own_rows.numbers, own_rows.places, own_rows.marks, own_rows.ask
     made, told = own_rows.made, own_rows.told
-    row_places, look, wait = rows_of(eights), _looking_at(kind, eights), wait_of(joint=joint)
+    row_places, look, wait = rows_of(eights), looking_at(kind, eights), wait_of(joint=joint)
     products, add_up = products_of(kind), add_up_of(first, both)
     is_deep = eights == 1  # four steps are on their way, and a lane has its part of the rows of two
     step, halvings, part, has_zeros = kind.step, kind.halvings, 4 * kind.part, kind.base is not None
     is_shared = is_deep and not (kind.bits == _BYTE and has_zeros)
-    way = _by_shared_memory(kind) if is_shared else _by_registers(kind, eights)
-    ask_first, ask, take, words = way.first, way.ask, way.take, MOST_WARPS * _WARP_WORDS if is_shared else 4
+    way = by_shared_memory(kind) if is_shared else by_registers(kind, eights)
+    ask_first, ask, take, words = way.first, way.ask, way.take, MOST_WARPS * WARP_WORDS if is_shared else 4
     zeros_of, no_rows = tiles.zeros(4 * eights * eights), tiles.zeros(eights * kind.part, _BITS)
     number, mask = kind.base or 0, kind.mask
 
@@ -218,7 +100,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
         start, stride = _BITS(_BITS(cuda.blockIdx.x) * per), _BITS(_BITS(cuda.gridDim.x) * per)
         numbers = numbers_of(_WORD(start) + g, size, mode)
         places, marks = places_of(numbers, own, pitch), marks_of(numbers, groups, more)
-        room = ptx.shared_address(on_their_way) + warp * _WORD(4 * _WARP_WORDS) + lane * _WORD(16)
+        room = ptx.shared_address(on_their_way) + warp * _WORD(4 * WARP_WORDS) + lane * _WORD(16)
         w0 = ask_first(room, 0, places, min(begin, last), run > _WORD(0))
         w1 = ask_first(room, 1, places, min(_BITS(begin + _BITS(step)), last), run > _WORD(1))
         if is_deep:
