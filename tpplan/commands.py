@@ -248,9 +248,10 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
 
     found = chores.read_plan(plan)
     with needing("running a plan"):
+        from tpplan.exec.fallback import compiler  # noqa: PLC0415
         from tpplan.exec.selftest import run as tests  # noqa: PLC0415
     wanted = tests.transports(transport)
-    report = tests.selftest(found, tests.compiler(found, backend, chores.note), wanted, console.busy)
+    report = tests.selftest(found, compiler(found, backend, chores.note), wanted, console.busy)
     console.answer(report, view, json=json)
     return OK if report.ok else NO
 
@@ -282,7 +283,7 @@ def bench(
     found = chores.read_plan(plan)
     with needing("running a plan"):
         from tpplan.exec.bench import run as times  # noqa: PLC0415
-        from tpplan.exec.selftest.run import compiler  # noqa: PLC0415
+        from tpplan.exec.fallback import compiler  # noqa: PLC0415
     asked, turns = times.payloads(sizes) if sizes else (), times.checked_rounds(rounds)
     make, told = compiler(found, backend, chores.note), (lambda _: None) if json else console.growing(view)
     report = times.bench(make, transport, sizes=asked, rounds=turns, busy=console.busy, told=told)

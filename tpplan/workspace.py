@@ -86,8 +86,8 @@ class Pinned:
         chunk_bytes: the most that a copy through host memory moves at once: an eighth of the rows that such a buffer
             holds, but at least 2 MiB, and a row of any axis in the widest dtype.
         rings: of a pair of chunks: one for each device in use, and one for what the host itself sends.
-        queues: of slots for small exchanges through host memory: each device in use may send to the devices of every
-            axis, and to all of them.
+        queues: of slots for small exchanges through host memory, which only the transport ``host`` has: each device in
+            use may send to the devices of every axis, and to all of them.
     """
 
     buffer_bytes: int

@@ -13,7 +13,7 @@ from tpplan.decoder.model import Decoder
 from tpplan.decoder.sampling import Sampling
 from tpplan.decoder.settings import check_model, end_tokens
 from tpplan.decoder.text import Stream, Tokenizer
-from tpplan.exec.selftest.run import compiler
+from tpplan.exec.fallback import compiler
 from tpplan.extras import needing
 from tpplan.generate_report import GenerateReport
 from tpplan.weights import load_weights

@@ -1,7 +1,9 @@
 """Running a plan: compile it, and move data by it. Needs torch.
 
 ``compiler`` makes a ``context``, whose operations become programs (``programs``). They run on virtual devices (``cpu``)
-or on CUDA devices (``gpu``), by the kernels in ``kernels``; ``links`` knows by which ways data gets from GPU to GPU.
+or on CUDA devices (``gpu``), by the kernels in ``kernels``; ``links`` knows by which ways data gets from GPU to GPU,
+and up to which size each is the fastest. ``rope`` makes the tables of position embeddings. ``selftest`` and ``bench``
+are what the commands of these names do.
 
 Names are imported when they are first used, as in ``tpplan`` itself.
 """

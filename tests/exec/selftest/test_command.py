@@ -18,6 +18,7 @@ from tpplan.codec import render, unstructure
 from tpplan.errors import ExecutionError
 from tpplan.exec import transports
 from tpplan.exec.cpu import VirtualDevices
+from tpplan.exec.fallback import compiler
 from tpplan.exec.gpu import kernel_cache
 from tpplan.exec.links.known import LinkReport
 from tpplan.exec.programs.program import OUTPUT, Buffer, Program
@@ -83,7 +84,7 @@ def _only_events(plan: SplitPlan, error: ExecutionError) -> Callable[[str], TPCo
 def test_a_transport_that_is_not_verified(plan: SplitPlan, gpus: dict[str, int]) -> None:
     """What is refused for its links alone is left out, every one of them is told, and the others decide."""
     gpus["free"] = 2**40
-    real = selftest.compiler(plan, "cuda", print)
+    real = compiler(plan, "cuda", print)
     with pytest.raises(ExecutionError, match="peer is not verified") as refused:
         real("peer")
     report = selftest.selftest(plan, _only_events(plan, refused.value), ["peer", "host", "events"])

@@ -8,7 +8,7 @@ found by the last of them that is ready (Dao et al., Flash-Decoding, 2023), see
 :mod:`tpplan.decoder.kernels.attention_parts`. Two blocks share a multiprocessor, so that one reads while the other
 begins or ends: queries lie in shared memory, for registers are what keeps tiles on their way. How many blocks have
 something to do depends on how many places the token sees, which is in the device's memory.
-Caches of 8 bits become float16 in registers, see :mod:`tpplan.exec.kernels.cache_tiles`, and so do the queries then.
+Caches of 8 bits become float16 in registers, see :mod:`tpplan.decoder.kernels.cache_tiles`, and so do the queries then.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
+from tpplan.decoder.kernels import cache_tiles, tiles
 from tpplan.decoder.kernels.attention_parts import QUERIES, is_last, parts_of
-from tpplan.exec.kernels import cache_tiles, ptx, tiles
+from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
 
 #: Places of a tile.

@@ -14,11 +14,11 @@ from numba.cuda import types
 
 from tpplan.decoder.kernels import dot_products
 from tpplan.decoder.kernels.dot_products import ask, ask_now, collected, eight_of, products_of
+from tpplan.decoder.kernels.finishing import ADD, add_up_of, finish_of
 from tpplan.decoder.kernels.row_norms import MOST_WARPS, norm_of
 from tpplan.exec.gpu.channel_table import CALLERS
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.channel_messages import end_sum, send_part, wait_of
-from tpplan.exec.kernels.finishing import ADD, add_up_of, finish_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
 

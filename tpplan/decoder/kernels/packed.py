@@ -21,15 +21,16 @@ from __future__ import annotations
 from numba import cuda
 from numba.cuda import types
 
+from tpplan.decoder.kernels import tiles
+from tpplan.decoder.kernels.finishing import ADD, add_up_of
 from tpplan.decoder.kernels.packed_codes import BF16_4, BF16_8, BF16_E4M3, F16_4, F16_8, F16_E4M3, Codes
 from tpplan.decoder.kernels.packed_loads import WARP_WORDS, by_registers, by_shared_memory, looking_at
 from tpplan.decoder.kernels.packed_products import products_of
 from tpplan.decoder.kernels.packed_scales import chosen, matrix_rows
 from tpplan.decoder.kernels.tile_sums import TILE, rows_of, tile_sums
 from tpplan.exec.gpu.channel_table import CALLERS
-from tpplan.exec.kernels import ptx, tiles
+from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.channel_messages import end_sum, wait_of
-from tpplan.exec.kernels.finishing import ADD, add_up_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
 
@@ -58,7 +59,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
     - size: columns of the result.
     - width: columns of the matrix, whole steps.
     - rows: how many.
-    - plus, its pitch, mode: see :func:`tpplan.exec.kernels.finishing.finish_of`.
+    - plus, its pitch, mode: see :func:`tpplan.decoder.kernels.finishing.finish_of`.
 
     Args:
         name: of it.

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
-from tpplan.exec.kernels.tiles import all_of
+from tpplan.decoder.kernels.tiles import all_of
 
 if TYPE_CHECKING:
     from tpplan.decoder.kernels.packed_codes import Codes

@@ -27,10 +27,10 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
+from tpplan.decoder.kernels.finishing import ADD
 from tpplan.decoder.kernels.scale_kinds import BF16, F16, F32
 from tpplan.decoder.kernels.tile_sums import TILE
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.finishing import ADD
 from tpplan.exec.kernels.kernel import device_function
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from numba import cuda
 from numba.cuda import types
 
 from tpplan.decoder.kernels.dot_products import collected, zeros
+from tpplan.decoder.kernels.finishing import ADD, finish_of
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.finishing import ADD, finish_of
 from tpplan.exec.kernels.kernel import device_function
 
 #: Experts that a row can choose.

@@ -12,8 +12,8 @@ from typing import Any
 from numba import cuda
 from numba.cuda import libdevice, types
 
+from tpplan.decoder.kernels.finishing import gelu, gelu_tanh, silu
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.finishing import gelu, gelu_tanh, silu
 from tpplan.exec.kernels.kernel import Kernel, device_function
 
 _WORD, _FLOAT, _NUMBER = types.uint64, types.float32, types.int64

@@ -15,11 +15,12 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
+from tpplan.decoder.kernels import tiles
+from tpplan.decoder.kernels.finishing import ADD, add_up_of
 from tpplan.decoder.kernels.tile_sums import TILE, rows_of, tile_sums
 from tpplan.exec.gpu.channel_table import CALLERS
-from tpplan.exec.kernels import ptx, tiles
+from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.channel_messages import end_sum, wait_of
-from tpplan.exec.kernels.finishing import ADD, add_up_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
 
@@ -127,7 +128,7 @@ def _skinny(  # noqa: C901 (the kernel)
     - size: columns of the result.
     - width: columns of the matrix, a multiple of 8.
     - rows: how many.
-    - plus, its pitch, mode: see :func:`tpplan.exec.kernels.finishing.finish_of`.
+    - plus, its pitch, mode: see :func:`tpplan.decoder.kernels.finishing.finish_of`.
 
     Args:
         name: of it.

@@ -13,9 +13,9 @@ from typing import Any
 from numba import cuda
 from numba.cuda import libdevice, types
 
+from tpplan.decoder.kernels.cache_tiles import SHARING
 from tpplan.decoder.kernels.pointwise import over_lanes, squares_of
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.cache_tiles import SHARING
 from tpplan.exec.kernels.kernel import Kernel, device_function
 
 #: Vectors of a block: two for each of its threads.

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.decoder.kernels import packed_codes
+from tpplan.decoder.kernels import packed_codes, tiles
+from tpplan.decoder.kernels.finishing import ADD, activation
 from tpplan.decoder.kernels.packed_scales import scale_by
 from tpplan.decoder.kernels.wide_limits import STRIP, WARPS
 from tpplan.decoder.kernels.wide_products import OWN, products_of
 from tpplan.decoder.kernels.wide_sums import PER_EIGHT, begun, leave, turned, with_left
-from tpplan.exec.kernels import ptx, tiles
-from tpplan.exec.kernels.finishing import ADD, activation
+from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _wide(name: str, kind: Codes, eights: int, warps: int) -> Kernel:  # noqa: C
     - size: columns of the result, of which there are an even number.
     - width: columns of the matrix, a multiple of a step's.
     - rows: how many.
-    - plus, its pitch, mode: see :func:`tpplan.exec.kernels.finishing.finish_of`; multiples of 4.
+    - plus, its pitch, mode: see :func:`tpplan.decoder.kernels.finishing.finish_of`; multiples of 4.
 
     Args:
         name: of it.

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
+from tpplan.decoder.kernels.tiles import all_of
 from tpplan.decoder.kernels.wide_limits import STRIP
 from tpplan.decoder.kernels.wide_sums import PER_EIGHT
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.tiles import all_of
 
 if TYPE_CHECKING:
     from tpplan.decoder.kernels.packed_codes import Codes

@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
+from tpplan.decoder.kernels.tiles import all_of
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.tiles import all_of
 
 #: Sums of every eight rows, and rows that lie between those of a lane.
 PER_EIGHT, _EIGHT = 8, 8

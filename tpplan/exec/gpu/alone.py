@@ -1,7 +1,8 @@
 """Which contexts of this process have their GPUs to themselves.
 
-Where two are busy on the same GPUs, no kernel may take room before it can work: what one context waits for might find
-none on one GPU, and what the other waits for none on another.
+Where two are busy on the same GPUs, no kernel that waits for other devices may let the next take room: what one context
+waits for might find none on one GPU, and what the other waits for none on another. A kernel that waits for no other
+device may, for it ends by itself.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _DRIVER_VERSIONS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version",
 #: Settings of torch's allocator, for memory of another kind may be reached in another way.
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-#: The kernels of :mod:`tpplan.exec.links.kernels`: a sum of one is a copy.
+#: The kernels of :mod:`tpplan.exec.links.moves`: a sum of one is a copy.
 COPIER, EXCHANGER = "sum_f32", "slot_move"
 
 #: A source and a target, of as many bytes each.
@@ -94,9 +94,9 @@ class TorchDriver:
             raise NotImplementedError(f"{mechanism}: {reason}")
         if mechanism == Mechanism.COPY:
             return _start_copies(moves)
-        from tpplan.exec.links import kernels  # noqa: PLC0415 (needs a driver)
+        from tpplan.exec.links.moves import start  # noqa: PLC0415 (needs a driver)
 
-        return kernels.start(mechanism, moves)
+        return start(mechanism, moves)
 
 
 def _start_copies(moves: Sequence[Move]) -> Callable[[], None]:

@@ -13,7 +13,6 @@ from attrs import evolve
 from tpplan.axes import parse_layers
 from tpplan.errors import ExecutionError, RequestError, TpplanError
 from tpplan.exec.compiler import build
-from tpplan.exec.compiler import compile as compile_plan
 from tpplan.exec.explain import cuts, in_graphs
 from tpplan.exec.gpu.graph import give_back
 from tpplan.exec.programs.adversary import Adversary
@@ -102,32 +101,6 @@ def selftest(
         faults=tuple(fault for tally in tallies for fault in tally.faults[:_TOLD]),
         refused=refused,
     )
-
-
-def compiler(
-    plan: SplitPlan, backend: str, note: Callable[[str], None], *, scratch: bool = True
-) -> Callable[[str], TPContext]:
-    """Return what compiles a plan for a transport: on virtual devices if ``backend`` is ``auto`` and GPUs are too few.
-
-    Args:
-        plan: to be tested.
-        backend: ``auto``, ``cpu`` or ``cuda``.
-        note: told why the devices are virtual ones.
-        scratch: whether to allocate it.
-    """
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if backend == "auto" and here < len(plan.devices):
-        note(f"on virtual devices, because the plan has {len(plan.devices)} and this machine {here} CUDA devices")
-        backend = "cpu"
-
-    def make(transport: str) -> TPContext:
-        try:
-            return compile_plan(plan, backend=backend, transport=transport, scratch=scratch)
-        except ExecutionError as error:
-            error.hint = error.hint.replace('backend="cpu"', "--backend cpu")  # of a command, not of a call
-            raise
-
-    return make
 
 
 def transports(wanted: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Tiles of a cache in the registers of a warp, in 16 bits for its matrix instruction, whatever they are kept in.
 
 A cache has its elements in 16 bits, or in 8: as whole numbers from -127 to 127 of which 32 share a scale (``q8``), or
-as floats (``fp8``, e4m3). Where a lane holds 16 bytes of a row of 16 bits, see :mod:`tpplan.exec.kernels.tiles`, it
+as floats (``fp8``, e4m3). Where a lane holds 16 bytes of a row of 16 bits, see :mod:`tpplan.decoder.kernels.tiles`, it
 holds 8 of a row of 8 bits, of the same elements. It makes them float16 with a few instructions that every generation of
 GPUs has: whole numbers times their scale, rounded once, and floats exactly. Scales have a row of their own for each
 row.
@@ -16,7 +16,7 @@ from attrs import frozen
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from tpplan.exec.kernels import tiles
+from tpplan.decoder.kernels import tiles
 from tpplan.exec.kernels.kernel import device_function
 from tpplan.exec.kernels.ptx import Emitter, emitter
 
