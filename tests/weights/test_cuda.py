@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,16 +16,30 @@ from hypothesis import strategies as st
 
 from tests.exec.gpu.fake_driver import Runtime
 from tpplan.errors import ExecutionError
-from tpplan.weights import cuda
+from tpplan.weights import cuda, staging
 from tpplan.weights.cuda import CudaSender
-from tpplan.weights.reads import Move
+from tpplan.weights.reader import Reader
+from tpplan.weights.reads import Move, Read
 from tpplan.weights.staging import Sender
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+#: What torch says of a device, and how to look for the reason.
+_FAILURE = "CUDA error: an illegal memory access was encountered\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"
 
 
 class Stream:
-    """Stands for torch's, and counts who waits for it."""
+    """Stands for torch's, and counts who waits for it.
+
+    Attributes:
+        fails: whether the device does.
+    """
 
     cuda_stream = 7
+    fails = False
 
     def __init__(self, _: torch.device) -> None:
         self.waits = 0
@@ -32,6 +47,8 @@ class Stream:
     def synchronize(self) -> None:
         """Be done."""
         self.waits += 1
+        if self.fails:
+            raise RuntimeError(_FAILURE)
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +108,64 @@ def test_a_refused_copy_is_an_error(rows: int, streams: list[Stream], monkeypatc
         sender.send(Move(0, 0, 4, 0, 4, 4, rows))
     sender.wait()
     assert streams[0].waits == 1
+
+
+def test_a_device_that_fails_later_is_an_error(streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure that only shows when somebody waits is one of tpplan's, and does not pass when asked again."""
+    monkeypatch.setattr(cuda, "runtime", Runtime())
+    sender = CudaSender(torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8))
+    sender.send(Move(0, 0, 0, 0, 0, 8, 1))
+    streams[0].fails = True
+    for _ in range(2):
+        with pytest.raises(ExecutionError) as caught:
+            sender.wait()
+        assert caught.value.message == "copies to cpu failed: CUDA error: an illegal memory access was encountered"
+        assert caught.value.hint
+
+
+_READ = Read("bytes", 0, 8, [Move(device, 0, 0, 0, 0, 8, 1) for device in range(2)])
+
+
+@contextmanager
+def reading(directory: Path, fake: Runtime) -> Iterator[Reader]:
+    """Read a file for two devices that are sent to as CUDA devices are."""
+    (directory / "bytes").write_bytes(bytes(8))
+    blocks = {device: torch.zeros(8, dtype=torch.uint8) for device in range(2)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "runtime", fake)
+        patch.setattr(staging, "Sender", CudaSender)
+        with Reader(directory, blocks) as reader:
+            yield reader
+
+
+@pytest.mark.parametrize("times", [2, 3], ids=["at the end", "for a buffer to be free"])
+def test_all_others_are_waited_for_when_a_device_fails(times: int, streams: list[Stream], tmp_path: Path) -> None:
+    """The error comes wherever it shows, and no copy is on its way then: memory goes to others soon."""
+
+    def read() -> None:
+        with reading(tmp_path, Runtime()) as reader:
+            for i in range(times):
+                reader.run(_READ)
+                streams[0].fails = i == 1
+
+    with pytest.raises(ExecutionError, match="copies to cpu failed: CUDA error: an illegal memory access"):
+        read()
+    assert len(streams) == 4
+    assert all(stream.waits for stream in streams)
+
+
+def test_waiting_hides_no_error(streams: list[Stream], tmp_path: Path) -> None:
+    """What the driver refuses is what a person reads, though the device fails those who wait for it, too."""
+
+    def read(fake: Runtime) -> None:
+        with reading(tmp_path, fake) as reader:
+            reader.run(_READ)
+            for stream in streams:
+                stream.fails = True
+            failure: Any = runtime.cudaError_t.cudaErrorIllegalAddress
+            fake.result = failure
+            reader.run(_READ)
+
+    with pytest.raises(ExecutionError, match="a copy of 1 x 8 bytes to cpu failed: cudaErrorIllegalAddress"):
+        read(Runtime())
+    assert [stream.waits for stream in streams] == [1, 1, 1, 0]

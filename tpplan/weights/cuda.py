@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _SUCCESS = runtime.cudaError_t.cudaSuccess
 #: Addresses tell which memory they are of.
 _ANY = runtime.cudaMemcpyKind.cudaMemcpyDefault
+_HINT = "earlier work on the device may have failed"
 
 
 class CudaSender:
@@ -56,10 +57,18 @@ class CudaSender:
             )
         if error != _SUCCESS:
             message = f"a copy of {move.rows} x {move.width} bytes to {self._kept[1].device} failed: {error.name}"
-            raise ExecutionError(message, "earlier work on the device may have failed")
+            raise ExecutionError(message, _HINT)
 
     def wait(self) -> None:
-        """Return when everything that was sent has arrived."""
+        """Return when everything that was sent has arrived.
+
+        Raises:
+            ExecutionError: the device failed meanwhile.
+        """
         if self._is_sending:
-            self._stream.synchronize()
+            try:
+                self._stream.synchronize()
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0]
+                raise ExecutionError(f"copies to {self._kept[1].device} failed: {reason}", _HINT) from error
             self._is_sending = False

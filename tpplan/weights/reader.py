@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
-from tpplan.errors import ModelError
+from tpplan.errors import ExecutionError, ModelError
 from tpplan.weights.staging import Buffers
 
 if TYPE_CHECKING:
@@ -43,8 +43,12 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
-        self._buffers.wait()  # after an error too: the memory of both ends goes to others soon
+        with self._stack:
+            try:
+                self._buffers.wait()  # after an error too: the memory of both ends goes to others soon
+            except ExecutionError:
+                if error is None:  # else that one says more
+                    raise
 
     def run(self, read: Read) -> None:
         """Read, and send to every device what it gets of it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from ctypes import c_char
 from typing import TYPE_CHECKING, Final
 
@@ -62,9 +63,14 @@ class Buffer:
             self._senders[move.device].send(move)
 
     def wait(self) -> None:
-        """Return when everything that was sent has arrived."""
-        for sender in self._senders.values():
-            sender.wait()
+        """Return when everything that was sent has arrived.
+
+        Raises:
+            ExecutionError: a device failed; the others were waited for.
+        """
+        with ExitStack() as stack:  # which calls them all
+            for sender in self._senders.values():
+                stack.callback(sender.wait)
 
 
 def _sender(memory: Tensor, block: Tensor) -> Sender | CudaSender:
@@ -88,16 +94,24 @@ class Buffers:
         self._turns: list[Buffer] = []
 
     def take(self) -> Buffer:
-        """Return one that is free."""
+        """Return one that is free.
+
+        Raises:
+            ExecutionError: a device failed.
+        """
         if len(self._turns) < _TURNS:
-            free = Buffer(self._blocks)
+            self._turns.append(Buffer(self._blocks))
         else:
-            free = self._turns.pop(0)  # the one that was sent first
-            free.wait()
-        self._turns.append(free)
-        return free
+            self._turns[0].wait()  # the one that was sent first
+            self._turns.append(self._turns.pop(0))
+        return self._turns[-1]
 
     def wait(self) -> None:
-        """Return when everything that was sent has arrived."""
-        for buffer in self._turns:
-            buffer.wait()
+        """Return when everything that was sent has arrived.
+
+        Raises:
+            ExecutionError: a device failed; everything else was waited for.
+        """
+        with ExitStack() as stack:
+            for buffer in self._turns:
+                stack.callback(buffer.wait)
