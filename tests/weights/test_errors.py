@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -167,6 +169,37 @@ def test_interrupted_loading_stops(model_dir: Path, plan: SplitPlan, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         loaded(plan, model_dir)
     assert len(calls) <= load.THREADS
+
+
+def test_loading_stops_where_a_thread_cannot_start(
+    model_dir: Path, plan: SplitPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that run already do not read all of the checkpoint before the error is told."""
+    done: list[int] = []
+    started: list[Thread] = []
+    start = Thread.start
+
+    def start_one(thread: Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    @contextmanager
+    def slow(what: str, total: int) -> Iterator[Callable[[int], None]]:
+        def count(nbytes: int) -> None:
+            done.append(nbytes)
+            sleep(0.01)  # all of the reads take seconds
+
+        monkeypatch.setattr(Thread, "start", start_one)
+        yield count
+
+    monkeypatch.setattr(load, "progress", slow)
+    monkeypatch.setattr(reads, "CHUNK_BYTES", 64)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        loaded(plan, model_dir)
+    assert started
+    assert sum(done) < sum(tensor.nbytes for tensor in saved_values(model_dir).values()) / 2
 
 
 def open_files() -> Iterator[str]:

@@ -197,9 +197,8 @@ def _run(reads: Iterator[Read], directory: Path, blocks: Mapping[int, Tensor], d
             raise
 
     with ThreadPoolExecutor(THREADS) as threads:
-        working = [threads.submit(work) for _ in range(THREADS)]
         try:
-            for each in working:
+            for each in [threads.submit(work) for _ in range(THREADS)]:
                 each.result()
         finally:
             stop = True
