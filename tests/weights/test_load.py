@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from itertools import pairwise
 from math import prod
@@ -25,10 +26,10 @@ from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded, pla
 from tpplan import families
 from tpplan.checkpoint import Tensor
 from tpplan.exec import compile as compile_plan
-from tpplan.weights import TensorSlice, load_weights, reads, staging
+from tpplan.weights import TensorSlice, load, load_weights, reads, staging
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
 __all__ = ["fine_units"]  # a fixture
@@ -92,19 +93,32 @@ def test_nothing_is_on_its_way_after_an_error(tmp_path: Path) -> None:
         made.append(Late(buffer, block))
         return made[-1]
 
-    def ending(file: int, into: list[memoryview], start: int) -> int:
-        return preadv(file, into, start) if start < 10_000 else 0
+    @contextmanager
+    def shortened(what: str, total: int) -> Iterator[Callable[[int], None]]:
+        os.truncate(directory / "model.safetensors", 10_000)
+        yield lambda _: None
 
-    preadv = os.preadv
     chunk, late, cut = (
         patch.object(reads, "CHUNK_BYTES", 1000),
         patch.object(staging, "Sender", sender),
-        patch.object(os, "preadv", ending),
+        patch.object(load, "progress", shortened),
     )
-    with chunk, late, cut, pytest.raises(tpplan.ModelError, match="ends at byte"):
+    with chunk, late, cut, pytest.raises(tpplan.ModelError, match="ends at byte 10000, "):
         loaded(plan, directory)
     assert made
     assert not any(each.late for each in made)
+
+
+def test_no_call_is_needed_that_windows_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read where os has no calls for reading at a place."""
+    keys = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 16}
+    directory = save_random(tmp_path, {"model_type": "llama", **keys, **heads}, "bfloat16")
+    model = tpplan.read_model(directory)
+    plan = even_plan(model, 2)
+    for name in ("pread", "preadv"):
+        monkeypatch.delattr(os, name, raising=False)
+    assert_loaded(plan, model, loaded(plan, directory), saved_values(directory))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -215,6 +229,13 @@ def test_reads_are_small_and_cover_a_tensor_once(shape: tuple[int, int, int], di
         at += read.nbytes
         moved += sum(move.rows * move.width for move in read.moves)
     assert (at, moved) == (1000 + header.nbytes, sum(part.nbytes for part in parts))
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((4, 0), 1), ((0, 4), 1), ((0, 4), 0), ((4, 0), None)])
+def test_a_tensor_of_no_bytes_is_not_read(shape: tuple[int, int], dim: int | None) -> None:
+    """Wherever it is cut, there is nothing to read of it."""
+    part = TensorSlice("x", 0, "BF16", shape, dim, () if dim is None else ((0, shape[dim]),))
+    assert not list(reads.reads_of(Tensor("BF16", shape, 0, "model.safetensors", 1000), [(part, 0)]))
 
 
 @given(

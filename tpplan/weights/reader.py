@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
@@ -11,6 +10,7 @@ from tpplan.weights.staging import Buffers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from io import FileIO
     from pathlib import Path
     from types import TracebackType
 
@@ -34,7 +34,7 @@ class Reader:
         self._directory = directory
         self._buffers = Buffers(blocks)
         self._name = ""
-        self._file = -1
+        self._file: FileIO
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -65,10 +65,11 @@ class Reader:
         try:
             if name != self._name:  # reads come file by file
                 self._stack.close()
-                self._file = self._stack.enter_context((self._directory / name).open("rb", buffering=0)).fileno()
+                self._file = self._stack.enter_context((self._directory / name).open("rb", buffering=0))
                 self._name = name
+            self._file.seek(start)  # the file is this thread's alone; os.preadv is not everywhere
             while view:
-                got = os.preadv(self._file, [view], start)
+                got = self._file.readinto(view)
                 if not got:
                     what = f"{name} ends at byte {start}, {len(view)} bytes before a tensor does"
                     raise ModelError(what, _HINT)

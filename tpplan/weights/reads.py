@@ -63,6 +63,8 @@ def reads_of(header: Header, held: Sequence[tuple[TensorSlice, int]]) -> Iterato
         header: says where it is.
         held: the parts of the devices, all cut in the same dimension, and where each starts in its device's block.
     """
+    if not header.nbytes:
+        return
     whole, dim = held[0][0].whole, held[0][0].dim
     outer = 1 if dim is None else prod(whole[:dim])
     width = header.nbytes // outer
