@@ -86,6 +86,27 @@ def test_what_templates_find() -> None:
     assert unusual.endswith('{\n  "a": "system",\n  "b": "<é&>"\n}\nHi</s>FalseTrue<tool>False')
 
 
+@pytest.mark.parametrize("changes", [{}, {"bos_token": None}, {"added_tokens_decoder": {}}], ids=str)
+@pytest.mark.parametrize(
+    "older",
+    [
+        {"bos_token": "<|turn|>", "eos_token": {"content": "<|end|>", "lstrip": False}, "cls_token": "<tool>"},
+        {"bos_token": None, "call_token": "<|turn|>", "additional_special_tokens": ["<tool>"]},
+        {},
+    ],
+    ids=str,
+)
+def test_special_tokens_of_older_checkpoints(older: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
+    """special_tokens_map.json says what is in neither or in both files as it does in transformers."""
+    write_tokenizer(tmp_path, sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    names = "bos_token", "eos_token", "cls_token", "tool_token", "call_token"
+    text = "".join(f"{name}: {{{{ {name} | default('none') }}}}\n" for name in names)
+    write_template(tmp_path, text, "text", **changes)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older), encoding="utf-8")
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert ChatTemplate.read(tmp_path).render("Hi") == theirs.apply_chat_template(_said("Hi", ""), tokenize=False)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -171,6 +192,8 @@ def test_a_turn_ends(copied: Path) -> None:
         ({"chat_template": 5}, "chat_template is 5, expected a text"),
         ({"chat_template": [{"name": "rag", "template": ""}]}, "has the chat templates rag, and none is the default"),
         ({"chat_template": [{"name": "default"}, 5]}, "has no chat template"),
+        ({"chat_template": [{"name": [1], "template": ""}]}, "has no chat template"),
+        ({"chat_template": [{"name": [1]}, {"name": "rag"}]}, "has the chat templates rag, and none is the default"),
         ({"chat_template": "{{ raise_exception('not you\\x1b') }}"}, "refuses this: not you"),
         ({"chat_template": "{% if %}"}, "fails: TemplateSyntaxError: Expected an expression"),
         ({"chat_template": "{{ messages[7].content }}"}, "fails: UndefinedError: list object has no element 7"),
@@ -199,6 +222,7 @@ def test_templates_that_do_not_do(changes: dict[str, Any], problem: str, copied:
         ("tokenizer_config.json", b"\xff", "cannot be read: "),
         ("chat_template.jinja", b"\xff", "cannot be read: "),
         ("tokenizer_config.json", None, "has no chat template"),
+        ("special_tokens_map.json", b"[]", "is no object of JSON"),
     ],
 )
 def test_files_that_do_not_do(name: str, content: bytes | None, problem: str, copied: Path) -> None:

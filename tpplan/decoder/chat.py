@@ -43,12 +43,17 @@ class ChatTemplate:
     def read(cls, directory: str | Path) -> Self:
         """Read a checkpoint's template, and its special tokens: chat_template.jinja, else of tokenizer_config.json.
 
+        Tokens are those of tokenizer_config.json. As in transformers, those of special_tokens_map.json, which older
+        checkpoints have, come before them, unless the former lists all added tokens itself.
+
         Raises:
             ModelError: there is none, there are several without a default, or a file cannot be read.
         """
-        alone, beside = (Path(directory) / name for name in ("chat_template.jinja", "tokenizer_config.json"))
+        names = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+        alone, beside, older = (Path(directory) / name for name in names)
         config = _read_object(beside)
-        told = {key: _content(value) for key, value in config.items() if key.endswith("_token")}
+        special = config if "added_tokens_decoder" in config else config | _read_object(older)
+        told = {key: _content(value) for key, value in special.items() if key.endswith("_token")}
         tokens = {key: content for key, content in told.items() if content is not None}
         if alone.is_file():
             return cls(_read(alone), alone, tokens)
@@ -165,11 +170,12 @@ def _content(token: object) -> str | None:
 def _default(found: object, path: Path) -> str | None:
     """Return the template of a tokenizer_config.json; None if there is none."""
     if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        if "default" not in named:
-            names = ", ".join(map(str, named))[:_TOLD]
+        entries = [(each.get("name"), each.get("template")) for each in found if isinstance(each, dict)]
+        named = {name: template for name, template in entries if isinstance(name, str)}
+        if named and "default" not in named:
+            names = ", ".join(named)[:_TOLD]
             raise ModelError(f"{path} has the chat templates {names}, and none is the default", _FETCH)
-        found = named["default"]
+        found = named.get("default")
     if found is not None and not isinstance(found, str):
         raise ModelError(f"{path}: chat_template is {str(found)[:60]}, expected a text", _FETCH)
     return found
