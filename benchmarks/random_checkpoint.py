@@ -12,6 +12,8 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from ctypes import c_char
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 #: Random values, over and over. Odd, so that no two rows of a matrix are equal, and no two tokens tie.
 _BLOCK = 2**25 + 1
+_PARTIAL = "model.safetensors.partial"
 _THREADS = min(16, os.cpu_count() or 1)
 #: Memory as a file system, and the share of what is free there that a checkpoint may take.
 _MEMORY, _SHARE = Path("/dev/shm"), 0.8  # noqa: S108 (only asked for its room)
@@ -57,7 +60,7 @@ def write(directory: Path, config: Mapping[str, Any], seed: int = 1) -> int:
         header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.whole, "data_offsets": [starts[-1], end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    path, data = directory / "model.safetensors.partial", 8 + len(text)
+    path, data = directory / _PARTIAL, 8 + len(text)
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     with path.open("r+b") as file:
         file.truncate(data + end)
@@ -124,7 +127,7 @@ def _fill(path: Path, block: torch.Tensor, start: int, end: int) -> None:
 def _put(path: Path, values: torch.Tensor, start: int, size: int) -> None:
     with path.open("r+b", buffering=0) as file:
         file.seek(start)
-        bytes_left = values.view(-1).view(torch.uint8).numpy().data[:size]
+        bytes_left = memoryview((c_char * size).from_address(values.data_ptr())).cast("B")  # which takes no numpy
         while bytes_left:
             bytes_left = bytes_left[file.write(bytes_left) :]
 
@@ -132,25 +135,29 @@ def _put(path: Path, values: torch.Tensor, start: int, size: int) -> None:
 def main() -> None:
     """Write the checkpoint that the command line asks for."""
     parser = argparse.ArgumentParser(description="Write a checkpoint of random weights.")
-    parser.add_argument("config", type=Path, help="config.json of the model")
+    parser.add_argument("config", type=Path, help="config.json of the model, or its folder")
     parser.add_argument("directory", type=Path, help="that gets config.json and model.safetensors")
     parser.add_argument("--layers", type=int, default=0, help="of the model (default: all that it has)")
     parser.add_argument("--quantise", choices=[*METHODS], default="", help="how matrices are stored (default: dense)")
     asked = parser.parse_args()
-    made = asked.directory / "config.json"
-    if made.exists():
+    if (asked.directory / "config.json").exists():
         parser.error(f"{asked.directory} has a config.json already: name another directory")
     try:
-        config = json.loads(asked.config.read_text(encoding="utf-8"))
+        given = asked.config / "config.json" if asked.config.is_dir() else asked.config
+        config = json.loads(given.read_text(encoding="utf-8"))
         if asked.layers and isinstance(config, dict):
             config["num_hidden_layers"] = asked.layers
         if isinstance(config, dict):
             config = quantised(config, asked.quantise)
         asked.directory.mkdir(parents=True, exist_ok=True)
         print(f"{write(asked.directory, config):,} bytes of weights in {asked.directory}")
-    except (OSError, ValueError, TpplanError) as error:
-        made.unlink(missing_ok=True)  # or it would be in the way the next time
-        sys.exit(f"error: {error}")
+    except BaseException as error:
+        for name in ("config.json", _PARTIAL):  # the one would be in the way the next time, the other may be large
+            with suppress(OSError):
+                (asked.directory / name).unlink()
+        if isinstance(error, (OSError, ValueError, TpplanError)):
+            sys.exit(f"error: {error}")
+        raise
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ import torch
 import tpplan
 from benchmarks import bench_decode, random_checkpoint
 from benchmarks.random_codes import quantised
+from benchmarks.rows import ROOT
 from tests.bench_decode_cases import CONFIG, different, order
 from tests.checkpoints import saved_values
 from tests.weight_plans import fine_units
@@ -127,6 +130,46 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr("sys.argv", ["random_checkpoint", "missing.json", str(tmp_path / "other")])
     with pytest.raises(SystemExit, match=r"error: .*missing\.json"):
         random_checkpoint.main()
+
+
+def test_the_command_without_numpy(tmp_path: Path) -> None:
+    """It takes no numpy, which tpplan does not bring, and the config.json of a folder that is named; same weights."""
+    random_checkpoint.write(tmp_path, CONFIG)
+    code = "import sys; sys.modules['numpy'] = None; from benchmarks.random_checkpoint import main; main()"
+    words = [sys.executable, "-c", code, str(tmp_path), str(tmp_path / "made")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "made" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_whatever_ends_the_command_leaves_nothing(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a config.json, which would be in the way, nor a part of the weights; the error goes on."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    made = tmp_path / "made"
+
+    def fail(*_: object) -> None:
+        assert len(list(made.iterdir())) == 2
+        raise error
+
+    monkeypatch.setattr(random_checkpoint, "_put", fail)
+    monkeypatch.setattr("sys.argv", ["random_checkpoint", str(tmp_path), str(made)])
+    with pytest.raises(error):
+        random_checkpoint.main()
+    assert not list(made.iterdir())
+
+
+def test_a_file_for_a_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that is a file is one line, and the file stays."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG), encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["random_checkpoint", str(tmp_path), str(config)])
+    with pytest.raises(SystemExit, match="error: "):
+        random_checkpoint.main()
+    assert config.exists()
 
 
 @pytest.mark.parametrize(("config", "layers"), [([], "1"), ({"model_type": "bert"}, "0"), (CONFIG, "-1")])
