@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ class MissingError(ExecutionError, ImportError):
 
 @contextmanager
 def needing(what: str, extra: str = "exec") -> Iterator[None]:
-    """Say what to install where the half that runs plans lacks something.
+    """Say what to install where the half that runs plans lacks something, and nothing of numpy, which it does not need.
 
     Args:
         what: needs it.
@@ -26,6 +27,8 @@ def needing(what: str, extra: str = "exec") -> Iterator[None]:
     Raises:
         MissingError: it does.
     """
+    # Torch warns once, when it is imported. The filter stays: to restore them would undo those that torch itself sets.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     try:
         yield
     except ModuleNotFoundError as error:
