@@ -83,13 +83,14 @@ print([name for package in (tpplan, tpplan.exec) for name in package.__all__ if 
         ("help(tpplan.exec); hasattr(tpplan.exec, 'nothing'); import tpplan.exec as compile", ""),
         ("from tpplan.exec import compile", "hint: pip install 'tpplan[exec]'"),
         ("tpplan.weights.load_weights", "hint: pip install 'tpplan[exec]'"),
+        ("from tpplan.decoder import generate", "hint: pip install 'tpplan[exec]'"),
         ("try: from tpplan.exec import compile\nexcept ImportError as error: print('compile', error)", ""),
         ("assert 'compile' not in dir(tpplan.exec); print('compile', tpplan.weights.iter_slices)", ""),
     ],
 )
 def test_what_to_install_is_told(code: str, last: str, tmp_path: Path) -> None:
     """Without torch, names that need it end in the extra that has it; listing names, and slices, take none."""
-    without = "import sys, tpplan.exec, tpplan.weights\nsys.modules['torch'] = None\n"
+    without = "import sys, tpplan.decoder, tpplan.exec, tpplan.weights\nsys.modules['torch'] = None\n"
     done = _python(without + code, cwd=tmp_path)
     assert (done.stderr.splitlines() or [""])[-1] == last
     assert bool(done.returncode) == bool(last)

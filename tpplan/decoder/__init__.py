@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tpplan.extras import needing
+
 if TYPE_CHECKING:
     from tpplan.decoder.generation import generate
     from tpplan.decoder.model import Decoder
@@ -31,8 +33,13 @@ __all__ = ["Decoder", "Prompt", "Sampling", "generate", "prepare"]
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its module."""
+    """Import a public name from its module.
+
+    Raises:
+        MissingError: torch is not installed.
+    """
     if name not in _MODULE_OF:
         message = f"module 'tpplan.decoder' has no attribute {name!r}"
         raise AttributeError(message)
-    return getattr(import_module(f"tpplan.decoder.{_MODULE_OF[name]}"), name)
+    with needing(f"tpplan.decoder.{name}"):
+        return getattr(import_module(f"tpplan.decoder.{_MODULE_OF[name]}"), name)
