@@ -22,8 +22,8 @@ def generate(
     system: str = "",
     max_new_tokens: Whole | None = None,
     temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: Whole = 0,
+    top_p: float | None = None,
+    seed: Whole | None = None,
     backend: str = "auto",
     json: bool = False,
 ) -> int:
@@ -38,19 +38,25 @@ def generate(
         system: with --chat, what the system says before the prompt.
         max_new_tokens: at most; 128 by default, or as many as the plan's cache has room for.
         temperature: 0 (by default) takes the likeliest token; above, one is drawn.
-        top_p: the probability of all the tokens that one is drawn from; 1 by default.
-        seed: of what is drawn; 0 by default.
+        top_p: with a temperature, the probability of all the tokens that one is drawn from; 1 by default.
+        seed: with a temperature, of what is drawn; 0 by default.
         backend: cuda, cpu (virtual devices), or auto (by default): cuda if the machine has as many GPUs, else cpu.
         json: print one JSON document.
     """
     from tpplan.codec import render, unstructure  # noqa: PLC0415 (not every command has a document)
 
     if bool(prompt) == bool(token_ids):
-        raise UsageError("generate takes either a prompt or tokens", 'add --prompt "…" or --token-ids 5,17,99')
+        hint = "leave out one of them" if prompt else 'add --prompt "…" or --token-ids 5,17,99'
+        raise UsageError("generate takes either a prompt or tokens", hint)
     if chat and token_ids:
         raise UsageError("--chat takes a prompt, not tokens", "give the prompt as a text, or leave out --chat")
     if system and not chat:
         raise UsageError("--system is a part of a chat", "add --chat, or leave out --system")
+    for option, value in (("--top-p", top_p), ("--seed", seed)):
+        if value is not None and not temperature:
+            raise UsageError(
+                f"{option} takes effect with --temperature above 0", f"add --temperature 0.7, or leave out {option}"
+            )
     if max_new_tokens is not None and max_new_tokens < 1:
         raise RequestError(f"--max-new-tokens is {max_new_tokens}, expected 1 or more", "or leave it out")
     tokens = token_ids.split(",") if token_ids else []
@@ -68,7 +74,7 @@ def generate(
         chat=chat,
         system=system,
         max_new_tokens=max_new_tokens or 0,
-        sampling=Sampling(temperature, top_p, seed),
+        sampling=Sampling(temperature, 1.0 if top_p is None else top_p, seed or 0),
         backend=backend,
     )
     report = run.run(found, order, chores.note, (lambda _: None) if json else console.emit)

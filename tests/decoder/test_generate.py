@@ -160,7 +160,9 @@ def test_virtual_devices_are_told_of(checkpoint: Path) -> None:
     ("arguments", "problem"),
     [
         ((), "generate takes either a prompt or tokens"),
-        (("--prompt", "a", "--token-ids", "1"), "generate takes either a prompt or tokens"),
+        (("--prompt", "a", "--token-ids", "1"), "generate takes either a prompt or tokens hint: leave out one of them"),
+        (("--token-ids", "1", "--top-p", 1), "--top-p takes effect with --temperature above 0"),
+        (("--token-ids", "1", "--temperature", 0, "--seed", 0), "--seed takes effect with --temperature above 0"),
         (("--token-ids", "1,,2"), "--token-ids is '1,,2', expected numbers"),
         (("--token-ids", "1,-2"), "--token-ids is '1,-2', expected numbers"),
         (("--token-ids", "9" * 5000), "expected numbers"),
@@ -169,7 +171,7 @@ def test_virtual_devices_are_told_of(checkpoint: Path) -> None:
         (("--token-ids", "1", "--max-new-tokens", 0), "--max-new-tokens is 0"),
         (("--token-ids", "1", "--max-new-tokens", LENGTH), f"1 tokens and {LENGTH} new ones, the plan caches {LENGTH}"),
         (("--token-ids", "1", "--temperature", -1), "the temperature is -1.0"),
-        (("--token-ids", "1", "--top-p", 2), "top-p is 2.0"),
+        (("--token-ids", "1", "--temperature", 1, "--top-p", 2), "top-p is 2.0"),
     ],
     ids=lambda value: ascii(value)[:40],
 )
