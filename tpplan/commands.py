@@ -210,6 +210,7 @@ def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) 
         gpus: a devices file or a list, which may have changed since; the devices of each plan by default.
         json: print one JSON document.
     """
+    from tpplan.check import StaleReason  # noqa: PLC0415
     from tpplan.check import check as compare  # noqa: PLC0415
     from tpplan.devices import parse_devices  # noqa: PLC0415
     from tpplan.plan import SplitPlan  # noqa: PLC0415
@@ -220,15 +221,21 @@ def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) 
     spec = chores.read_model(model)
     found = compare(stored, spec, devices)
     console.answer(found, view, json=json)
-    stale = {one.path: stored[one.path] for one in found.plans if one.reasons}
+    stale = [one for one in found.plans if one.reasons]
     if stale:
-        # Under another name it may be the wrong model that was named, and nothing to write over a plan.
-        own = {
-            path: plan for path, plan in stale.items() if isinstance(plan, SplitPlan) and plan.model.name == spec.name
-        }
-        again = filter(None, [chores.remake(plan, path, model, gpus or "") for path, plan in own.items()])
+        again, others = [], []
+        for one in stale:
+            plan = stored[one.path]
+            if isinstance(plan, SplitPlan):
+                # With neither, it may be the wrong model that was named, and nothing to write over a plan.
+                if StaleReason.MODEL not in one.reasons or plan.model.name == spec.name:
+                    again.append(chores.remake(plan, one.path, model, gpus or ""))
+                else:
+                    others.append(plan.model.name)
         hint = "make it again with tpplan plan, and see with tpplan diff what that changes"
-        console.say("hint", hint, "hint", again)
+        if others:
+            hint = f"name with --model the model that the plan is for, {', '.join(dict.fromkeys(others))}; or {hint}"
+        console.say("hint", hint, "hint", filter(None, again))
     unread = [one.error for one in found.plans if one.error]
     chores.advise(unread)
     return FAILED if unread else OK if found.current else NO

@@ -203,10 +203,23 @@ def test_check_says_what_makes_stale_plans_again(plans: tuple[str, str]) -> None
     assert codec.load("of all.json").request == attrs.evolve(edited.request, max_rows=65)
 
 
+def test_check_makes_a_plan_again_for_its_model_under_another_name(plans: tuple[str, str]) -> None:
+    """The fingerprint says that it is the plan's own model; the hint has the command, of the folder that was named."""
+    Path("copy").mkdir()
+    Path("copy/config.json").write_bytes((LLAMA_8B / "config.json").read_bytes())
+    asked = ("check", *plans, "--model", "copy", "--gpus", "24GiB,12GiB")
+    hint, again = command(*asked).err.splitlines()
+    assert hint == "hint: make it again with tpplan plan, and see with tpplan diff what that changes"
+    assert command(*shlex.split(again)[1:]).code == 0
+    assert command(*asked).code == 0
+
+
 def test_check_proposes_nothing_that_would_be_wrong(plans: tuple[str, str]) -> None:
     """No command is proposed that would write over a plan of another model, or for devices that no list can name."""
     done = command("check", *plans, "--model", LLAMA_70B)
     assert (done.code, len(done.err.splitlines())) == (1, 1)
+    first = f"hint: name with --model the model that the plan is for, {LLAMA_8B.name}; or make it again"
+    assert done.err.startswith(first)
     plan = codec.load(plans[0])
     memory = tuple(
         attrs.evolve(m, overhead_bytes=7, free_bytes=m.free_bytes + m.overhead_bytes - 7) for m in plan.memory
