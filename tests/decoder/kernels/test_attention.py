@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from tests.decoder.kernels.overlap import check_overlap
 from tests.exec.kernels.test_kernels import CAPABILITIES
 from tpplan.decoder.launches.attention import Attention, splits_of
 from tpplan.exec.gpu import kernel_cache
@@ -40,6 +41,7 @@ def test_they_multiply_matrices_in_registers(name: str, capability: tuple[int, i
     name, threads = f"attention_{name}", 128 if "256" in name else 256
     text = kernel_cache.ptx(name, capability)
     assert f".visible .entry {name}(" in text
+    check_overlap(name, text, capability)
     assert "ld.global.L1::no_allocate.v4.u32" in text
     assert ("ld.global.L1::no_allocate.v2.u32" in text) == is_narrow
     assert ("ld.global.u16" in text) == ("q8" in name)

@@ -12,6 +12,7 @@ from attrs import evolve
 
 from tests.decoder.kernels.dense_cases import floats
 from tests.decoder.kernels.experts_cases import Case, chosen_of, gating_of, parts
+from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.kernels.test_mixture import PROCESSORS
 from tests.decoder.pointwise_cases import memory, number
 from tests.exec.kernels.test_kernels import _registers
@@ -47,8 +48,8 @@ def test_they_make_floats_of_codes_where_they_are(name: str, capability: tuple[i
     name = f"coded_product_{name}"
     text = kernel_cache.ptx(name, capability)
     assert f".visible .entry {name}(" in text
+    check_overlap(name, text, capability)
     assert "ld.global.nc.L1::no_allocate.v4.u32" in text
-    assert ("griddepcontrol.wait" in text) == (capability >= kernel_cache.OVERLAPS)
     assert ".f64" not in text
     assert "cvt.rn.f32.u" not in text  # nor of experts' numbers, which are floats
     assert ".local" not in text

@@ -9,6 +9,7 @@ import torch
 from attrs import evolve
 
 from tests.decoder.kernels.dense_cases import check, floats, ints
+from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.kernels.test_pointwise_kernels import check_code
 from tests.exec.kernels.test_kernels import CAPABILITIES
 from tpplan.decoder.launches import dense
@@ -47,6 +48,7 @@ def test_they_ask_for_all_before_they_store_vectors(kind: str) -> None:
         (name,) = names_of(dtype, [kind])
         text = kernel_cache.ptx(name, capability)
         assert f".visible .entry {name}(" in text
+        check_overlap(name, text, capability)
         assert text.count("st.global.v4.u32") == text.count("st.") == 4
         assert text.count(f"ld.global.{'u32' if kind == '4' else 'v2.u32'}") >= 4
         if capability >= kernel_cache.OVERLAPS:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.pointwise_cases import memory, number
 from tests.exec.kernels.test_kernels import CAPABILITIES, _registers
 from tpplan.decoder.launches import gemv
@@ -39,9 +40,9 @@ def test_they_read_vectors_and_spill_nothing(name: str, capability: tuple[int, i
     """Loads are of 16 bytes, all is computed in 32 bits in registers, of which blocks have enough."""
     text = kernel_cache.ptx(name, capability)
     assert f".visible .entry {name}(" in text
+    check_overlap(name, text, capability)
     assert "ld.global.nc.L1::no_allocate.v4.u32" in text
     assert ("st.shared.v4.u32" in text) == ("_norm_" in name)
-    assert ("griddepcontrol.wait" in text) == (capability >= kernel_cache.OVERLAPS)
     assert ".f64" not in text
     assert ".local" not in text
     code, log = kernel_cache.assemble(text, capability)

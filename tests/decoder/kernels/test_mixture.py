@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.decoder.fused_cases import FakeAttention, FakeGemv, FakeMixture, FakeSkinny
+from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.pointwise_cases import launches, memory
 from tests.decoder.test_memory import made, planned
 from tests.exec.kernels.test_kernels import CAPABILITIES, _registers
@@ -44,9 +45,9 @@ def test_they_read_vectors_and_spill_nothing(dtype: str, capability: tuple[int, 
         name = f"experts_{what}_{dtype}"
         text = kernel_cache.ptx(name, capability)
         assert f".visible .entry {name}(" in text
+        check_overlap(name, text, capability)
         assert ("ld.global.nc.L1::no_allocate.v4.u32" in text) == (what == "product")
         assert ("redux.sync.max.u32" in text) == (what == "choose")
-        assert ("griddepcontrol.wait" in text) == (capability >= kernel_cache.OVERLAPS)
         assert ".f64" not in text
         assert ".local" not in text
         code, log = kernel_cache.assemble(text, capability)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.decoder.kernels.overlap import check_overlap
 from tests.exec.kernels.test_kernels import CAPABILITIES, _registers
 from tests.packed_cases import FORMS, WARPS, product_of
 from tpplan.decoder.launches.launcher import DTYPES, bits_of
@@ -37,6 +38,7 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
     """
     text = kernel_cache.ptx(name, capability)
     assert f".visible .entry {name}(" in text
+    check_overlap(name, text, capability)
     dtype, kind, count = name.removeprefix("packed_").removeprefix("joint_").split("_")
     rows = int(count)
     multiply = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.decoder.kernels.overlap import check_overlap
 from tests.exec.kernels.test_kernels import CAPABILITIES
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.pointwise import GATES
@@ -18,6 +19,7 @@ def test_they_move_vectors_and_spill_nothing(what: str, dtype: str) -> None:
     for capability in CAPABILITIES:
         text = kernel_cache.ptx(name, capability)
         assert f".visible .entry {name}(" in text
+        check_overlap(name, text, capability)
         assert "ld.global.v4.u32" in text
         assert ("st.global.v4.u32" in text, "st.global.u" in text) == (what != "best", what == "best")
         assert "ld.global.nc" not in text
@@ -41,6 +43,7 @@ def test_turns_write_caches(name: str, capabilities: tuple[tuple[int, int], ...]
     for capability in capabilities:
         text = kernel_cache.ptx(name, capability)
         assert f".visible .entry {name}(" in text
+        check_overlap(name, text, capability)
         assert "ld.global.v4.u32" in text
         assert "ld.global.nc" not in text
         for store, is_there in (

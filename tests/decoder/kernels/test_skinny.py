@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.pointwise_cases import memory
 from tests.exec.kernels.test_kernels import CAPABILITIES, _registers
 from tpplan.decoder.launches import skinny
@@ -43,6 +44,7 @@ def test_they_multiply_vectors_as_they_are(name: str, capability: tuple[int, int
     """Loads are of 16 bytes, the first of them before the wait; nothing spills, and registers are enough for blocks."""
     text = kernel_cache.ptx(name, capability)
     assert f".visible .entry {name}(" in text
+    check_overlap(name, text, capability)
     kind = name.split("_")[-2]
     multiply = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
     assert text.count(multiply) == text.count("mma.sync") == (16 if name.endswith("_16") else 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.kernels.test_packed_kernels import _words
 from tests.exec.kernels.test_kernels import CAPABILITIES, _registers
 from tests.packed_cases import product_of
@@ -27,6 +28,7 @@ def test_codes_are_made_floats_once(name: str, capability: tuple[int, int]) -> N
     """They are read 16 bytes at a time, first before the wait; rows are copied to shared memory; nothing spills."""
     text = kernel_cache.ptx(name, capability)
     assert f".visible .entry {name}(" in text
+    check_overlap(name, text, capability)
     _, dtype, kind, count = name.split("_")
     rows, fma = int(count), f"fma.rn.{dtype}x2"
     # of two steps, with four matrix rows of 16 bytes of codes, and two of an instruction's for every eight rows
