@@ -296,4 +296,4 @@ def bench(
     report = times.bench(make, transport, sizes=asked, rounds=turns, busy=console.busy, told=told)
     if json:
         console.answer(report, view, json=True)
-    return OK
+    return OK if any(timed.time for one in report.measured for timed in one.timed) else FAILED

@@ -46,6 +46,32 @@ def test_what_does_not_fit_is_told_in_its_place(path: Path) -> None:
     assert text.count("the plan has room for") == len(OPERATIONS)
 
 
+def test_sizes_none_of_which_fits_are_refused(path: Path) -> None:
+    """Once, with the smallest and what the plan has room for, and before anything is measured."""
+    done = command("bench", path, "--backend", "cpu", "--sizes", "2MiB,1MiB")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        f"error: none of --sizes fits: 1.00 MiB takes 13108 rows, the plan has room for {MAX_ROWS}, 960 B\n"
+        "hint: leave out --sizes for those that fit, or plan with more --max-rows\n"
+    )
+
+
+def test_where_nothing_has_a_time_there_is_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit 2 behind a report of reasons; one time of anybody is an answer."""
+    make = Cases.make
+
+    def full(self: Cases, name: str, rows: int) -> Case:
+        if name not in working:
+            raise RuntimeError("out of memory")
+        return make(self, name, rows)
+
+    monkeypatch.setattr(Cases, "make", full)
+    for working, code in ((), 2), (("gather",), 0):
+        done = _bench(path, "--backend", "cpu")
+        assert done.code == code
+        assert done.out.count("80 B; 960 B: RuntimeError: out of memory") == len(OPERATIONS) - len(working)
+
+
 def test_usual_sizes_are_taken_as_far_as_there_is_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody asked for is left out with one note, and where nothing is left all rows of the plan are taken."""
     for usual, rows in (((80, 160, 2**20), [1, 2]), ((2**20, 2**24), [MAX_ROWS])):

@@ -56,12 +56,18 @@ def bench(
         told: told the report as far as it is, whenever an operation has all of its sizes.
 
     Raises:
+        RequestError: the plan has room for none of the sizes.
         TpplanError: the plan cannot be compiled.
     """
     with _undisturbed(), ExitStack() as stack:
         context = make(transport)
         _closed_by(stack, context)
+        cases = Cases(context)
         notes: list[str] = []
+        counts = sorted({-(-size // cases.row_bytes) for size in sizes or _USUAL})
+        if not sizes:
+            counts = _with_room(counts, cases, notes.append)
+        _check_room(counts, cases)
         limits: tuple[Limit, ...] = ()
         try:
             with busy("measuring the links"):
@@ -75,10 +81,6 @@ def bench(
                 even = Cases(made)
         except Exception as error:  # noqa: BLE001 (the same)
             notes.append(f"even slices were not timed: {_reason(error)}")
-        cases = Cases(context)
-        counts = sorted({-(-size // cases.row_bytes) for size in sizes or _USUAL})
-        if not sizes:
-            counts = _with_room(counts, cases, notes.append)
         report = _head(cases, even, rounds, limits, notes)
         turns = _Turns(cases, even, limits, Clock(cases.places, rounds))
         for name in cases.makers:
@@ -99,6 +101,19 @@ def _with_room(counts: list[int], cases: Cases, note: Callable[[str], None]) -> 
         left = ", ".join(format_bytes(rows * cases.row_bytes) for rows in counts[len(found) :])
         note(f"{left} left out: the plan has room for {most} rows, {format_bytes(most * cases.row_bytes)}")
     return found or [most]
+
+
+def _check_room(counts: list[int], cases: Cases) -> None:
+    """Refuse numbers of rows, ascending, none of which the plan has room for.
+
+    Raises:
+        RequestError: it has not.
+    """
+    most, least = cases.context.max_rows, counts[0]
+    if least > most:
+        takes = f"{format_bytes(least * cases.row_bytes)} takes {least} rows"
+        message = f"none of --sizes fits: {takes}, the plan has room for {most}, {format_bytes(most * cases.row_bytes)}"
+        raise RequestError(message, "leave out --sizes for those that fit, or plan with more --max-rows")
 
 
 def _closed_by(stack: ExitStack, context: TPContext) -> None:
