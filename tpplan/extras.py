@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING
 
 from tpplan.errors import ExecutionError
@@ -14,6 +17,21 @@ if TYPE_CHECKING:
 
 class MissingError(ExecutionError, ImportError):
     """A part of tpplan that lacks a library; also what Python raises where an import fails."""
+
+
+def install_command(extra: str) -> str:
+    """Return what installs an extra of tpplan for the Python that runs, named as a shell finds it.
+
+    Args:
+        extra: of tpplan.
+    """
+    python = sys.executable or "python"  # where Python is a part of another program, it has no name
+    name = Path(python).name
+    if which(name) == python:
+        python = name
+    if " " in python:
+        python = f'"{python}"'
+    return f'{python} -m pip install "tpplan[{extra}]"'
 
 
 @contextmanager
@@ -35,4 +53,4 @@ def needing(what: str, extra: str = "exec") -> Iterator[None]:
         if (error.name or "").startswith("tpplan"):
             raise  # a part of tpplan itself: nothing to install mends that
         message = f"{what} needs {error.name}, which is not installed"
-        raise MissingError(message, f"pip install 'tpplan[{extra}]'") from error
+        raise MissingError(message, install_command(extra)) from error

@@ -28,6 +28,7 @@ from tpplan.decoder import chat
 from tpplan.decoder.chat import ChatTemplate
 from tpplan.decoder.text import Tokenizer
 from tpplan.errors import ModelError, RequestError
+from tpplan.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -269,4 +270,4 @@ def test_without_jinja(checkpoint: Path) -> None:
     done = _generate(checkpoint, "--prompt", "Who?", "--chat")
     assert (done.code, done.out) == (2, "")
     assert "--chat needs jinja2, which is not installed" in done.err
-    assert "hint: pip install 'tpplan[generate]'" in done.err
+    assert f"hint: {install_command('generate')}" in done.err

@@ -20,6 +20,7 @@ from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder import run
 from tpplan.decoder.text import Stream, Tokenizer
 from tpplan.errors import ModelError
+from tpplan.extras import install_command
 from tpplan.weights import load_weights
 from tpplan.workspace import areas
 
@@ -215,6 +216,7 @@ def test_without_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
     with patch.dict("sys.modules", {"tokenizers": None}):
         done = generate(directory, "--prompt", "a")
     assert (done.code, "tokenizers, which is not installed" in done.err) == (2, True)
+    assert f"hint: {install_command('generate')}, or give --token-ids\n" in done.err
     (directory / "tokenizer.json").write_text("{", encoding="utf-8")
     assert "cannot be read" in generate(directory, "--prompt", "a").err
     (directory / "tokenizer.json").unlink()

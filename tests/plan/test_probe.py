@@ -18,6 +18,7 @@ from tpplan.catalogue import MIB
 from tpplan.devices import Device, parse_devices
 from tpplan.devices_file import Link, LinkKind, LinkPath, PeerAccess
 from tpplan.errors import DeviceError
+from tpplan.extras import install_command
 from tpplan.probe import GpuProcess, nvidia
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceError) as raised:
         probe.probe()
     assert "nvidia-ml-py" in raised.value.message
-    assert 'pip install "tpplan[probe]"' in raised.value.hint
+    assert f"to ask NVIDIA's driver: {install_command('probe')}" in raised.value.hint
 
 
 @pytest.mark.usefixtures("no_amd")
@@ -204,7 +205,7 @@ def test_missing_package_beside_a_driver_is_an_error_by_itself(monkeypatch: pyte
         DeviceError, match="NVIDIA's driver is here, but the Python package nvidia-ml-py is not"
     ) as raised:
         probe.probe()
-    assert raised.value.hint.endswith('pip install "tpplan[probe]"')
+    assert raised.value.hint.endswith(install_command("probe"))
 
 
 @pytest.mark.usefixtures("no_amd")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tpplan.extras import install_command
+
 HEAVY = {"jsonschema", "msgspec", "numba", "numpy", "safetensors", "scipy", "torch", "transformers"}
 
 #: Runs the command line like the installed script, and last says which heavy packages it has loaded.
@@ -30,6 +32,8 @@ COMMANDS = {
     "check": (["check", "a.json", "--model", "MODEL"], 0),
     "help": (["--help"], 0),
 }
+
+INSTALL = f"hint: {install_command('exec')}"
 
 
 def _python(code: str, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -81,9 +85,9 @@ print([name for package in (tpplan, tpplan.exec) for name in package.__all__ if 
     ("code", "last"),
     [
         ("help(tpplan.exec); hasattr(tpplan.exec, 'nothing'); import tpplan.exec as compile", ""),
-        ("from tpplan.exec import compile", "hint: pip install 'tpplan[exec]'"),
-        ("tpplan.weights.load_weights", "hint: pip install 'tpplan[exec]'"),
-        ("from tpplan.decoder import generate", "hint: pip install 'tpplan[exec]'"),
+        ("from tpplan.exec import compile", INSTALL),
+        ("tpplan.weights.load_weights", INSTALL),
+        ("from tpplan.decoder import generate", INSTALL),
         ("try: from tpplan.exec import compile\nexcept ImportError as error: print('compile', error)", ""),
         ("assert 'compile' not in dir(tpplan.exec); print('compile', tpplan.weights.iter_slices)", ""),
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tpplan.errors import ExecutionError, ModelError, RequestError
+from tpplan.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +48,7 @@ class Tokenizer:
             import tokenizers  # noqa: PLC0415 - an extra
         except ModuleNotFoundError as error:
             message = "turning text into tokens needs tokenizers, which is not installed"
-            raise ExecutionError(message, "pip install 'tpplan[generate]', or give --token-ids") from error
+            raise ExecutionError(message, f"{install_command('generate')}, or give --token-ids") from error
         path = Path(directory) / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{path} does not exist", "fetch the model's tokenizer.json, or give --token-ids")

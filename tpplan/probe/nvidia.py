@@ -10,13 +10,13 @@ from attrs import frozen
 
 from tpplan.devices_file import Link, LinkKind, LinkPath, PeerAccess
 from tpplan.errors import DeviceError
+from tpplan.extras import install_command
 from tpplan.probe.report import DeviceReport, GpuProcess, NoDriverError, SeenGpu, seen, unequal
 from tpplan.probe.visible import select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_INSTALL = 'to ask NVIDIA\'s driver: pip install "tpplan[probe]"'
 #: Exists where NVIDIA's driver is loaded (on Linux).
 DRIVER = Path("/proc/driver/nvidia/version")
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -72,11 +72,10 @@ def probe(environ: Mapping[str, str], own_pid: int) -> DeviceReport:
     try:
         import pynvml  # noqa: PLC0415 - an extra
     except ImportError as error:
+        hint = f"to ask NVIDIA's driver: {install_command('probe')}"
         if DRIVER.exists():
-            raise DeviceError(
-                "NVIDIA's driver is here, but the Python package nvidia-ml-py is not", _INSTALL
-            ) from error
-        raise NoDriverError("the Python package nvidia-ml-py is not installed", _INSTALL) from error
+            raise DeviceError("NVIDIA's driver is here, but the Python package nvidia-ml-py is not", hint) from error
+        raise NoDriverError("the Python package nvidia-ml-py is not installed", hint) from error
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

@@ -24,6 +24,7 @@ from tpplan.exec.links.known import LinkReport
 from tpplan.exec.programs.program import OUTPUT, Buffer, Program
 from tpplan.exec.selftest import run as selftest
 from tpplan.exec.selftest.references import KINDS
+from tpplan.extras import install_command
 from tpplan.render.selftest import selftest as view
 
 if TYPE_CHECKING:
@@ -244,5 +245,5 @@ def test_without_torch(path: Path) -> None:
     ]
     assert [done.returncode for done in runs] == [2, 0]
     assert "needs torch, which is not installed" in runs[0].stderr
-    assert "hint: pip install 'tpplan[exec]'" in runs[0].stderr
+    assert f"hint: {install_command('exec')}" in runs[0].stderr
     assert "Traceback" not in runs[0].stderr

@@ -1,0 +1,43 @@
+"""What to install is told for the Python that runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tpplan.extras import install_command
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("name", ["python", "python3.99"])
+def test_a_python_on_the_path_is_named_briefly(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an environment that is active."""
+    python = tmp_path / name
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert install_command("exec") == f'{name} -m pip install "tpplan[exec]"'
+
+
+def test_another_python_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the shell would find another of that name, or none; and what is told there runs it, blanks or not."""
+    for folder in (tmp_path / "plain", tmp_path / "with blanks"):
+        python = folder / "python"
+        folder.mkdir()
+        python.write_text('#!/bin/sh\nprintf "%s|" "$0" "$@"\n')
+        python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
+        done = subprocess.run(install_command("cu13"), shell=True, capture_output=True, text=True, check=True)  # noqa: S602
+        assert done.stdout == f"{python}|-m|pip|install|tpplan[cu13]|"
+
+
+def test_a_python_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python is a part of another program and knows no path, it goes by what it is mostly called."""
+    monkeypatch.setattr(sys, "executable", "")
+    assert install_command("probe") == 'python -m pip install "tpplan[probe]"'
