@@ -131,12 +131,36 @@ def note(text: str) -> None:
     console.say("note", text, "warn")
 
 
-def note_idle(plan: SplitPlan) -> None:
-    """Say which devices got nothing: whoever named them may not expect that."""
-    idle = [f"{i} ({plan.devices[i].name})" for i, entry in enumerate(plan.memory) if not entry.used_bytes]
+def note_idle(plan: SplitPlan, model: ModelSpec) -> None:
+    """Say which devices got nothing, and what to do about it: whoever named them may not expect that."""
+    idle = [i for i, entry in enumerate(plan.memory) if not entry.used_bytes]
     if idle:
+        names = ", ".join(f"{i} ({plan.devices[i].name})" for i in idle[:_NAMED])
         more = f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else ""
-        note(f"no part of the model is on device {', '.join(idle[:_NAMED])}{more}")
+        note(f"no part of the model is on device {names}{more}")
+        them = "it" if len(idle) == 1 else "them"
+        larger = f", or give {them} a larger budget" if _wants_memory(plan, model, idle) else ""
+        console.say("hint", f"leave {them} out of --gpus{larger}", "hint")
+
+
+def _wants_memory(plan: SplitPlan, model: ModelSpec, idle: list[int]) -> bool:
+    """Say whether idle devices would all get a part with as much memory as the largest in use has."""
+    from attrs import evolve  # noqa: PLC0415
+
+    from tpplan.planner import replan  # noqa: PLC0415
+
+    most = max(device.budget_bytes for i, device in enumerate(plan.devices) if i not in idle)
+    devices = tuple(
+        evolve(device, budget_bytes=max(device.budget_bytes, most)) if i in idle else device
+        for i, device in enumerate(plan.devices)
+    )
+    if devices == plan.devices:
+        return False
+    try:
+        again = replan(model, evolve(plan, devices=devices))
+    except TpplanError:
+        return False
+    return all(again.memory[i].used_bytes for i in idle)
 
 
 def some(plans: tuple[str, ...]) -> tuple[str, ...]:

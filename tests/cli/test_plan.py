@@ -113,9 +113,25 @@ def test_devices_without_a_part_are_told() -> None:
     """A device that was asked for and got nothing is named, of many the first."""
     asked = ("plan", LLAMA_8B, "--context", 4096, "-o", "x.json", "--gpus")
     assert "note: " not in command(*asked, "24GiB,12GiB").err
-    assert command(*asked, "24GiB,1MiB").err.startswith("note: no part of the model is on device 1 (1MiB GPU)\n")
+    assert command(*asked, "24GiB,1MiB").err.startswith("note: no part of the model is on device 1 (1MiB GPU)\nhint: ")
     told = command(*asked, "24GiB,5x1MiB").err.splitlines()[0]
     assert told.endswith("on device 1 (1MiB GPU), 2 (1MiB GPU), 3 (1MiB GPU) and 2 more")
+
+
+def test_more_memory_is_advised_where_it_helps() -> None:
+    """To devices without a part that would get one with the memory of others, not where a model has no more parts."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 96, "num_attention_heads": 2, "head_dim": 32}
+    config = json.loads((LLAMA_8B / "config.json").read_text(encoding="utf-8"))
+    Path("tiny.json").write_text(json.dumps(config | sizes | {"num_key_value_heads": 1}), encoding="utf-8")
+    for gpus, hints in {
+        "8GiB,1MiB,1MiB": ["hint: leave them out of --gpus, or give them a larger budget"],
+        "2x8GiB,1MiB": ["hint: leave it out of --gpus, or give it a larger budget"],
+        "3x8GiB,1MiB": ["hint: leave it out of --gpus"],
+        "5x8GiB": ["hint: leave them out of --gpus"],
+        "3x8GiB": [],
+    }.items():
+        done = command("plan", "tiny.json", "--context", 64, "--gpus", gpus, "-o", "plan.json")
+        assert [line for line in done.err.splitlines() if line.startswith("hint: ")] == hints
 
 
 def test_infeasible_says_what_is_missing_and_what_helps() -> None:
