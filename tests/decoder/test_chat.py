@@ -108,6 +108,52 @@ def test_special_tokens_of_older_checkpoints(older: dict[str, Any], changes: dic
     assert ChatTemplate.read(tmp_path).render("Hi") == theirs.apply_chat_template(_said("Hi", ""), tokenize=False)
 
 
+_NAMES = ("bos_token", "eos_token", "cls_token", "tool_token", "call_token", "boi")
+_TOKENS = st.sampled_from(SPECIAL)
+_ADDED = _TOKENS.map(lambda token: {"__type": "AddedToken", "content": token, "lstrip": False, "special": True})
+_KEYS = st.fixed_dictionaries({}, optional=dict.fromkeys(_NAMES, st.none() | _TOKENS | _ADDED))
+_NAMED = st.dictionaries(st.sampled_from(_NAMES), _TOKENS | _ADDED)
+_EXTRA = _NAMED | st.none() | st.lists(_TOKENS, unique=True)
+
+
+@given(
+    keys=_KEYS,
+    config=st.fixed_dictionaries(
+        {},
+        optional={
+            "extra_special_tokens": _EXTRA,
+            "additional_special_tokens": _EXTRA,
+            "model_specific_special_tokens": _NAMED,
+            "added_tokens_decoder": st.just({}),
+        },
+    ),
+    older=st.none() | st.tuples(_KEYS, st.fixed_dictionaries({}, optional={"extra_special_tokens": _EXTRA})),
+)
+def test_special_tokens_by_name(
+    keys: dict[str, Any], config: dict[str, Any], older: tuple[dict[str, Any], dict[str, Any]] | None
+) -> None:
+    """Keys of their own and names among others are variables, and of several that of transformers counts."""
+    text = "".join(f"{name}: {{{{ {name} | default('none') }}}}\n" for name in _NAMES)
+    with TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder), sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+        write_template(Path(folder), text, "text", **keys, **config)
+        if older is not None:
+            # There, objects are tokens without saying so.
+            plain = {
+                key: {"content": told["content"]} if isinstance(told, dict) else told for key, told in older[0].items()
+            }
+            (Path(folder) / "special_tokens_map.json").write_text(json.dumps(plain | older[1]), encoding="utf-8")
+        theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+        assert ChatTemplate.read(folder).render("Hi") == theirs.apply_chat_template(_said("Hi", ""), tokenize=False)
+
+
+def test_tokens_that_are_none(tmp_path: Path) -> None:
+    """A name whose token is no text is no variable; transformers refuses such a file."""
+    extra = {"boi": 5, "call_token": {"lstrip": True}}
+    write_template(tmp_path, "{{ boi is defined }}{{ call_token is defined }}", "text", extra_special_tokens=extra)
+    assert ChatTemplate.read(tmp_path).render("Hi") == "FalseFalse"
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -50,7 +50,11 @@ def test_tokens_that_end_a_text(tmp_path: Path) -> None:
     for content, tokens in (("{}", {7}), ('{"eos_token_id": [2, 3]}', {2, 3}), ('{"eos_token_id": []}', set())):
         generation.write_text(content)
         assert end_tokens(tmp_path) == tokens
-    for content, problem in (('{"eos_token_id": ["</s>"]}', r"eos_token_id is \['</s>'\]"), ("{", "cannot be read")):
+    for content, problem in (
+        ('{"eos_token_id": ["</s>"]}', r"eos_token_id is \['</s>'\]"),
+        ("{", "cannot be read"),
+        ("[2]", "is no object of JSON"),
+    ):
         generation.write_text(content)
         with pytest.raises(ModelError, match=problem):
             end_tokens(tmp_path)

@@ -13,15 +13,17 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tpplan.decoder.files import read_object, read_text
 from tpplan.decoder.text import check_text
 from tpplan.errors import ModelError, RequestError
-from tpplan.jsontext import NotJSONError, read_json
 
 if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 #: Characters that an error tells of what a template says.
 _TOLD: Final = 200
+#: Special tokens that models have by these names.
+_USUAL: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FETCH: Final = "fetch it again, or leave out --chat"
 
 
@@ -43,20 +45,15 @@ class ChatTemplate:
     def read(cls, directory: str | Path) -> Self:
         """Read a checkpoint's template, and its special tokens: chat_template.jinja, else of tokenizer_config.json.
 
-        Tokens are those of tokenizer_config.json. As in transformers, those of special_tokens_map.json, which older
-        checkpoints have, come before them, unless the former lists all added tokens itself.
-
         Raises:
             ModelError: there is none, there are several without a default, or a file cannot be read.
         """
         names = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
         alone, beside, older = (Path(directory) / name for name in names)
-        config = _read_object(beside)
-        special = config if "added_tokens_decoder" in config else config | _read_object(older)
-        told = {key: _content(value) for key, value in special.items() if key.endswith("_token")}
-        tokens = {key: content for key, content in told.items() if content is not None}
+        config = read_object(beside, _FETCH)
+        tokens = _special(config, {} if "added_tokens_decoder" in config else read_object(older, _FETCH))
         if alone.is_file():
-            return cls(_read(alone), alone, tokens)
+            return cls(read_text(alone, _FETCH), alone, tokens)
         text = _default(config.get("chat_template"), beside)
         if text is None:
             hint = "fetch its chat_template.jinja or tokenizer_config.json; models that are not for chats have none"
@@ -141,24 +138,28 @@ def _told(error: Exception) -> str:
     return str(error).partition("\n")[0][:_TOLD]
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", _FETCH) from error
+def _special(config: Mapping[str, object], older: Mapping[str, object]) -> dict[str, str]:
+    """Return special tokens by name: of several with the same name the one that transformers takes.
+
+    Args:
+        config: of tokenizer_config.json.
+        older: of special_tokens_map.json, which older checkpoints have; empty where the former has all added tokens.
+    """
+    keys = {key: value for key, value in {**config, **older}.items() if key.endswith("_token")}
+    named: dict[str, object] = {
+        key: value
+        for key, value in config.items()
+        if key.endswith("_token") and key not in _USUAL and isinstance(value, str)
+    }
+    named |= _object(config.get("extra_special_tokens") or config.get("additional_special_tokens"))
+    if not named:  # what transformers writes where it saves them
+        named = _object(config.get("model_specific_special_tokens"))
+    told = keys | named | _object(older.get("extra_special_tokens"))
+    return {key: content for key, value in told.items() if (content := _content(value)) is not None}
 
 
-def _read_object(path: Path) -> dict[str, object]:
-    """Return an object of JSON; an empty one where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        data = read_json(_read(path))
-    except NotJSONError as error:
-        raise ModelError(f"{path} cannot be read: {error}", _FETCH) from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} is no object of JSON", _FETCH)
-    return data
+def _object(found: object) -> dict[str, object]:
+    return found if isinstance(found, dict) else {}
 
 
 def _content(token: object) -> str | None:

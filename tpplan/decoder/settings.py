@@ -16,11 +16,11 @@ from torch.nn import functional
 from tpplan.axes import Axis
 from tpplan.config import read_config
 from tpplan.decoder.cache import check_kind
+from tpplan.decoder.files import read_object
 from tpplan.decoder.stored import check_formats
 from tpplan.errors import ModelError
 from tpplan.exec.rope.tables import Rope
 from tpplan.formats import Scheme, read_scheme
-from tpplan.jsontext import NotJSONError, read_json
 
 if TYPE_CHECKING:
     from tpplan.config import Config
@@ -211,13 +211,7 @@ def end_tokens(directory: str | Path) -> frozenset[int]:
         ModelError: a file cannot be read, or has something else than tokens there.
     """
     path = Path(directory) / "generation_config.json"
-    given: object = None
-    if path.is_file():
-        try:
-            data = read_json(path.read_bytes())
-        except (OSError, NotJSONError) as error:
-            raise ModelError(f"{path} cannot be read: {error}", "fetch it again, or remove it") from error
-        given = data.get("eos_token_id") if isinstance(data, dict) else None
+    given = read_object(path, "fetch it again, or remove it").get("eos_token_id")
     if given is None:
         given = read_config(directory).raw("eos_token_id")
     tokens = given if isinstance(given, list) else [] if given is None else [given]
