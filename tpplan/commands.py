@@ -58,8 +58,7 @@ def devices(*, output: _Output = "", links: bool = False, json: bool = False) ->
 
     Args:
         output: write a devices file for --gpus; - is standard output.
-        links: instead, test the links, measure which way is fastest for which size, and keep that for running plans;
-            needs torch, and some hundred MiB on each GPU, which should be idle.
+        links: instead, test links and keep which way is fastest; needs torch, idle GPUs, and some hundred MiB on each.
         json: print one JSON document.
     """
     if links:
@@ -279,8 +278,7 @@ def bench(
     Args:
         plan: a plan file; - is standard input.
         backend: cuda, cpu (virtual devices), or auto (by default): cuda if the machine has as many GPUs, else cpu.
-        sizes: that every device holds in the end, rounded up to whole rows; 8KiB,64KiB,1MiB,16MiB by default, as far
-            as the plan has room for them.
+        sizes: that a device holds in the end, rounded up to rows; by default those of 8KiB,64KiB,1MiB,16MiB that fit.
         rounds: in which all take turns; 7 by default.
         transport: peer, host, events, or auto (by default).
         json: print one JSON document.

@@ -20,6 +20,7 @@ from tests.nvml_replay import Replay
 from tests.render_cases import data as report_of
 from tests.render_cases import plain
 from tpplan import __version__, codec, probe
+from tpplan.commands import app
 from tpplan.probe import nvidia
 from tpplan.render.devices import devices as render_devices
 from tpplan.render.show import show
@@ -303,6 +304,14 @@ def test_version_and_help() -> None:
     places = [done.out.index(words) for words in ("Show a model", "Split a model", "Show a plan", "Time every")]
     assert places == sorted(places)
     assert command("check", "--help").out.startswith("Usage: tpplan check --model STR [OPTIONS] PLANS...\n")
+
+
+def test_help_is_wrapped_by_the_terminal_alone() -> None:
+    """A line of a docstring that goes on below would be broken there too, in the middle of a column."""
+    for name in (name for name in app if not name.startswith("-")):
+        told = (app[name].default_command.__doc__ or "").expandtabs().splitlines()
+        assert told, name
+        assert [line for line in told if line.startswith(" " * 9)] == [], name
 
 
 @pytest.mark.parametrize(
