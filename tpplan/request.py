@@ -85,7 +85,8 @@ def check_devices(devices: Sequence[Device], strategy: str) -> None:
         message = (
             f"the strategy latency needs every device's bandwidth, unknown for device {', '.join(unknown[:_NAMED])}"
         )
-        raise RequestError(message + more, "name GPUs of the catalogue, such as RTX4090:20GiB, or use a devices file")
+        hint = "name GPUs of the catalogue, such as RTX4090:20GiB, or give bandwidth_bytes_per_second in a devices file"
+        raise RequestError(message + more, hint)
 
 
 def _known(what: str, value: str, choices: Sequence[str]) -> None:

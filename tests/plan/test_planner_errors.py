@@ -38,7 +38,7 @@ ONE = Device(name="GPU", budget_bytes=GIB)
             "8200 cache tokens for 2 sequences, 4100 tokens per sequence, are more than the 4096 that tiny",
             "at most 4096 per sequence",
         ),
-        ({"strategy": "latency"}, "needs every device's bandwidth, unknown for device 0 (GPU)", "RTX4090"),
+        ({"strategy": "latency"}, "needs every device's bandwidth, unknown for device 0 (GPU)", "bandwidth_bytes_per"),
         ({"devices": "24GiB"}, "a device is '2', expected a Device", "tpplan.parse_devices"),
         ({"devices": ("24GiB",)}, "a device is '24GiB', expected a Device", "tpplan.parse_devices"),
         ({"cache": "q8"}, "the cache is 'q8', expected a Cache", 'tpplan.Cache("q8", tokens='),
