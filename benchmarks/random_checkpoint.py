@@ -20,12 +20,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import tpplan
-from benchmarks.random_codes import METHODS, block_of, constant_of, kind_of, quantised
 from tpplan.errors import TpplanError
+from tpplan.extras import needing
 from tpplan.weights import iter_slices
+
+with needing("a checkpoint of random weights"):
+    import torch
+
+    from benchmarks.random_codes import METHODS, block_of, constant_of, kind_of, quantised
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
