@@ -1,10 +1,12 @@
 # The chores of tpplan. Every recipe sets up what it needs in .venv; `just` alone lists them.
 
 set shell := ["bash", "-euo", "pipefail", "-c"]
+set positional-arguments
 
 python := env("PYTHON", "python3")
 model := "examples/models/Llama-3.1-70B/config.json"
 plan := "tpplan plan " + model + " --cache q8 --context 32768"
+tests := 'pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not multi_gpu"'
 export PATH := justfile_directory() / ".venv/bin" + ":" + env("PATH")
 
 _list:
@@ -23,14 +25,15 @@ demo: (_install "base" ".")
 
 # Run the tests that need no GPU; arguments go to pytest
 test *args: sync
-    @pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not multi_gpu" {{ args }}
+    @{{ tests }} "$@"
 
 # Run them with the coverage of what needs no GPU, which takes longer
-cover *args: (test "--cov" "--cov-report" "term" args)
+cover *args: sync
+    @{{ tests }} --cov --cov-report term "$@"
 
 # Run the tests that need GPUs
 test-gpu *args: sync
-    @pytest -q -m "gpu or multi_gpu" {{ args }}
+    @pytest -q -m "gpu or multi_gpu" "$@"
 
 # Check style and formatting
 lint: sync
@@ -52,11 +55,11 @@ schema: sync
 
 # Measure start-up, planning, loading and the executor's overhead on this machine
 bench *args: sync
-    @python -m benchmarks.bench_cli {{ args }}
+    @python -m benchmarks.bench_cli "$@"
     @echo
-    @python -m benchmarks.bench_plan {{ args }}
+    @python -m benchmarks.bench_plan "$@"
     @echo
-    @python -m benchmarks.bench_exec {{ args }}
+    @python -m benchmarks.bench_exec "$@"
 
 # Build the wheel and the source distribution into dist/
 dist: sync
