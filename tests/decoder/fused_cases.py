@@ -12,8 +12,8 @@ from tpplan.decoder import experts
 from tpplan.decoder.cache import KERNEL_KINDS, Store
 from tpplan.decoder.launches import skinny
 from tpplan.decoder.launches.dense import kind_of
+from tpplan.decoder.launches.experts import KINDS
 from tpplan.decoder.launches.gemv import MOST_ROWS
-from tpplan.decoder.launches.mixture import KINDS
 from tpplan.decoder.layers import rms_norm
 from tpplan.decoder.settings import ACTIVATIONS
 
@@ -151,7 +151,7 @@ class FakeSkinny:
         return ACTIVATIONS[gate](gates).mul_(ups)
 
 
-class FakeMixture:
+class FakeExperts:
     """Does what torch does with experts where that reads no more of them than a row and one of its own at a time.
 
     Attributes:

@@ -1,7 +1,7 @@
 """A mixture of experts on one device: the router's choice, and the matrices of the experts that it chose.
 
 Where no shape may depend on the choice, few rows multiply by copies of what they chose, and many by all experts; the
-kernels that need no copies are in :mod:`tpplan.decoder.launches.mixture`.
+kernels that need no copies are in :mod:`tpplan.decoder.launches.experts`.
 
 Shapes: R rows, D hidden, E experts, C experts chosen for a row, I the device's part of an expert's width, N choices
 of all rows.

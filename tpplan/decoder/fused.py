@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tpplan.decoder.launches import attention, dense, gemv, mixture, packed, pointwise, skinny, wide
+from tpplan.decoder.launches import attention, dense, gemv, packed, pointwise, skinny, wide
 from tpplan.decoder.launches.attention import Attention
 from tpplan.decoder.launches.dense import Dense
+from tpplan.decoder.launches.experts import Experts
+from tpplan.decoder.launches.experts import names_of as names_of_experts
 from tpplan.decoder.launches.gemv import Gemv, Norm
 from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.launches.mixture import Mixture
 from tpplan.decoder.launches.packed import Packed
 from tpplan.decoder.launches.pointwise import Places, Pointwise
 from tpplan.decoder.launches.skinny import Skinny
@@ -121,7 +122,7 @@ class Fused(Plain):
         names = [*pointwise.names_of(dtype, self._name, kind), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
         names += [*gemv.joint_names_of(dtype), skinny.joint_name_of(dtype)] if joint else ()
         names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
-        names += mixture.names_of(dtype, codes) if experts else ()
+        names += names_of_experts(dtype, codes) if experts else ()
         names += [*dense.names_of(dtype, codes), *packed.names_of(dtype, codes), *wide.names_of(dtype, codes)]
         names += packed.names_of(dtype, codes, joint=True) if joint else ()
         capability = torch.cuda.get_device_capability(place)
@@ -135,7 +136,7 @@ class Fused(Plain):
             many.append(Wide(place, dtype, codes))
         self._few = [*self._joint, *many]
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
-        self._mixture = Mixture(place, dtype, self._name, codes) if experts else None
+        self._experts = Experts(place, dtype, self._name, codes) if experts else None
         self._dense = Dense(place, dtype, codes)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -203,21 +204,21 @@ class Fused(Plain):
 
     def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:
         """Return what experts rows are sent to, ``[R, 2 × C]``."""
-        found = self._mixture.choose(scores_RE, count, normalised=normalised) if self._mixture else None
+        found = self._experts.choose(scores_RE, count, normalised=normalised) if self._experts else None
         return super().choose(scores_RE, count, normalised=normalised) if found is None else found
 
     def experts_up(
         self, x_RD: Tensor, gate_EID: Tensor | Stacked, up_EID: Tensor | Stacked, choice_RC: Tensor, *, fixed: bool
     ) -> Tensor:
         """Return what the experts of rows have between their matrices, ``[R, C, I]``."""
-        found = self._mixture.up(x_RD, gate_EID, up_EID, choice_RC) if self._mixture else None
+        found = self._experts.up(x_RD, gate_EID, up_EID, choice_RC) if self._experts else None
         return super().experts_up(x_RD, gate_EID, up_EID, choice_RC, fixed=fixed) if found is None else found
 
     def experts_down(
         self, h_RCI: Tensor, down_EDI: Tensor | Stacked, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
     ) -> Tensor:
         """Return the weighed sum of what the experts of rows make of ``h``, ``[R, D]``."""
-        found = self._mixture.down(h_RCI, down_EDI, choice_RC, to_RD) if self._mixture else None
+        found = self._experts.down(h_RCI, down_EDI, choice_RC, to_RD) if self._experts else None
         return super().experts_down(h_RCI, down_EDI, choice_RC, to_RD, fixed=fixed) if found is None else found
 
     def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.decoder.launches.mixture import Mixture
+    from tpplan.decoder.launches.experts import Experts
 
-    Experts = Tensor | Stacked
+    Matrices = Tensor | Stacked
 
 #: The middle of the numbers of random e4m3, in their squares.
 _ROOT_OF_SQUARES = 110
@@ -105,7 +105,7 @@ def check(found: Tensor | None, exact: Tensor) -> None:
     assert (found - exact).abs().mean() <= step / 4
 
 
-def check_products(run: Mixture, three: tuple[Experts, Experts, Experts], x_RD: Tensor, chosen: int) -> None:
+def check_products(run: Experts, three: tuple[Matrices, Matrices, Matrices], x_RD: Tensor, chosen: int) -> None:
     """Multiply rows by their own experts' matrices, and add what comes of it to rows that are parts of longer ones.
 
     Args:
@@ -135,7 +135,7 @@ def check_products(run: Mixture, three: tuple[Experts, Experts, Experts], x_RD: 
     assert torch.equal(to_RD[:, -2:], before[:, -2:])
 
 
-def check_gates(run: Mixture, name: str, gate_EID: Experts, up_EID: Experts, dtype: torch.dtype) -> None:
+def check_gates(run: Experts, name: str, gate_EID: Matrices, up_EID: Matrices, dtype: torch.dtype) -> None:
     """Compare gates of three rows with torch's, which are rounded at the same places; for most rows they are equal.
 
     Args:

@@ -13,17 +13,16 @@ from attrs import evolve
 from tests.decoder.kernels.dense_cases import floats
 from tests.decoder.kernels.experts_cases import Case, chosen_of, gating_of, parts
 from tests.decoder.kernels.overlap import check_overlap
-from tests.decoder.kernels.test_mixture import PROCESSORS
+from tests.decoder.kernels.test_experts import PROCESSORS
 from tests.decoder.pointwise_cases import memory, number
 from tests.exec.kernels.test_kernels import _registers
 from tests.packed_cases import int_matrix
 from tpplan.decoder import experts
 from tpplan.decoder.kernels.scale_kinds import FORMS
-from tpplan.decoder.launches import mixture
 from tpplan.decoder.launches.chosen import readable
+from tpplan.decoder.launches.experts import KINDS, Experts
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.launches.mixture import KINDS, Mixture
 from tpplan.decoder.quantised import IntMatrix, Quantised, Stacked
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec.gpu import kernel_cache
@@ -130,12 +129,12 @@ class FakeLauncher:
 
 
 @pytest.fixture(params=DTYPES, ids=str)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mixture:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Experts:
     """Return kernels of a device that is not there."""
-    monkeypatch.setattr(mixture, "Launcher", FakeLauncher)
+    monkeypatch.setattr("tpplan.decoder.launches.experts.Launcher", FakeLauncher)
     found = SimpleNamespace(multi_processor_count=PROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    return Mixture(torch.device("cuda", 0), request.param, "silu", ("e5m2", *KINDS))
+    return Experts(torch.device("cuda", 0), request.param, "silu", ("e5m2", *KINDS))
 
 
 @pytest.mark.parametrize(("rows", "chosen"), [(1, 2), (1, 9), (3, 3), (9, 1)])
@@ -153,7 +152,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     ],
     ids=str,
 )
-def test_products(kernels: Mixture, rows: int, chosen: int, case: Case) -> None:
+def test_products(kernels: Experts, rows: int, chosen: int, case: Case) -> None:
     """They are those of torch, for every kind of codes and scales, and rows and results that are parts of others."""
     torch.manual_seed(rows)
     dtype, hidden = kernels._dtype, case.hidden
@@ -176,7 +175,7 @@ def test_products(kernels: Mixture, rows: int, chosen: int, case: Case) -> None:
     check(to_RD, before + exact_RD)
 
 
-def test_what_is_not_taken(kernels: Mixture) -> None:
+def test_what_is_not_taken(kernels: Experts) -> None:
     """Other codes, groups that end within 16 bytes, zeros of another kind, and unlike matrices are left to torch."""
     dtype, choice_RC = kernels._dtype, chosen_of(2, 2, 4)
     x_RD, h_RCI = torch.randn(2, 96).to(dtype), torch.randn(2, 2, 64).to(dtype)
@@ -225,7 +224,7 @@ def test_what_is_not_taken(kernels: Mixture) -> None:
     columns_EK = torch.arange(64).expand(4, 64)
     assert kernels.down(h_RCI, evolve(down_EDI, columns=columns_EK), choice_RC) is None
     assert kernels.down(h_RCI[..., :48].contiguous(), case.with_(width=48).matrices()[2], choice_RC) is None
-    others = Mixture(torch.device("cuda", 0), dtype, "silu", ("8",))
+    others = Experts(torch.device("cuda", 0), dtype, "silu", ("8",))
     assert others.down(h_RCI, down_EDI, choice_RC) is None
     assert others.down(h_RCI, Stacked(eights, 4), choice_RC) is not None
 

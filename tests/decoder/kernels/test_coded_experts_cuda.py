@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.decoder.kernels.experts_cases import Case, check_gates, check_products
+from tpplan.decoder.launches.experts import Experts
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.launches.mixture import Mixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 CASES = [
@@ -28,9 +28,9 @@ CASES = [
 ]
 
 
-def kernels(dtype: torch.dtype, case: Case, activation: str = "silu") -> Mixture:
+def kernels(dtype: torch.dtype, case: Case, activation: str = "silu") -> Experts:
     """Return those of the first GPU."""
-    return Mixture(torch.device("cuda", 0), dtype, activation, (case.kind,))
+    return Experts(torch.device("cuda", 0), dtype, activation, (case.kind,))
 
 
 @pytest.mark.parametrize(("rows", "chosen"), [(1, 2), (1, 8), (2, 4), (8, 1), (2, 3)])

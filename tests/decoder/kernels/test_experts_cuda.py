@@ -7,18 +7,18 @@ import torch
 
 from tests.decoder.kernels.experts_cases import check_gates, check_products
 from tpplan.decoder import experts
+from tpplan.decoder.launches.experts import Experts
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.launches.mixture import Mixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 #: Experts, hidden, and the device's part of an expert's width.
 SIZES = [(8, 4096, 3584), (128, 2048, 192), (64, 2048, 768), (9, 72, 40), (40, 520, 1032), (16, 2112, 8), (8, 64, 5000)]
 
 
-def kernels(dtype: torch.dtype, activation: str = "silu") -> Mixture:
+def kernels(dtype: torch.dtype, activation: str = "silu") -> Experts:
     """Return those of the first GPU."""
-    return Mixture(torch.device("cuda", 0), dtype, activation)
+    return Experts(torch.device("cuda", 0), dtype, activation)
 
 
 @pytest.mark.parametrize("normalised", [True, False])

@@ -49,7 +49,7 @@ def names_of(dtype: torch.dtype, codes: Collection[str] = ()) -> list[str]:
     return [f"experts_choose_{name}", f"experts_product_{name}", *kinds]
 
 
-class Mixture:
+class Experts:
     """Kernels for one device and dtype; every method tells by its result if it takes its tensors.
 
     Choices are ``[R, 2 × C]`` in float32: of each row the weights of its experts, then their numbers.

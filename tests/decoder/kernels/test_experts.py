@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.decoder.fused_cases import FakeAttention, FakeGemv, FakeMixture, FakeSkinny
+from tests.decoder.fused_cases import FakeAttention, FakeExperts, FakeGemv, FakeSkinny
 from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.pointwise_cases import launches, memory
 from tests.decoder.test_memory import made, planned
 from tests.exec.kernels.test_kernels import CAPABILITIES, _registers
 from tests.weight_plans import fine_units
 from tpplan.decoder import Decoder, experts, fused
-from tpplan.decoder.launches import mixture
+from tpplan.decoder.launches.experts import Experts
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.launches.mixture import Mixture
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.gpu import kernel_cache
@@ -179,22 +178,22 @@ class FakeLauncher:
 
 
 @pytest.fixture(params=DTYPES, ids=str)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mixture:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Experts:
     """Return kernels of a device that is not there."""
-    monkeypatch.setattr(mixture, "Launcher", FakeLauncher)
+    monkeypatch.setattr("tpplan.decoder.launches.experts.Launcher", FakeLauncher)
     found = SimpleNamespace(multi_processor_count=PROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    return Mixture(torch.device("cuda", 0), request.param, "silu")
+    return Experts(torch.device("cuda", 0), request.param, "silu")
 
 
-def some(kernels: Mixture, *shape: int) -> Tensor:
+def some(kernels: Experts, *shape: int) -> Tensor:
     """Return numbers in the dtype of kernels."""
     return torch.randn(shape).to(kernels._dtype)
 
 
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize(("count", "chosen"), [(8, 2), (128, 8), (300, 32), (5, 5)])
-def test_choices(kernels: Mixture, count: int, chosen: int, *, normalised: bool) -> None:
+def test_choices(kernels: Experts, count: int, chosen: int, *, normalised: bool) -> None:
     """They are those of torch: weights, then experts, of which the first of equal ones."""
     torch.manual_seed(count)
     scores_RE = some(kernels, 3, count + 1)[:, :count]
@@ -206,7 +205,7 @@ def test_choices(kernels: Mixture, count: int, chosen: int, *, normalised: bool)
 
 
 @pytest.mark.parametrize(("rows", "chosen"), [(1, 2), (1, 9), (3, 3), (9, 1)])
-def test_products(kernels: Mixture, rows: int, chosen: int) -> None:
+def test_products(kernels: Experts, rows: int, chosen: int) -> None:
     """They are those of torch with copies of matrices, for rows and results that are parts of longer ones."""
     torch.manual_seed(rows)
     count, hidden, width = 9, 72, 40
@@ -238,7 +237,7 @@ def test_products(kernels: Mixture, rows: int, chosen: int) -> None:
     check(to_RD, before + expected)
 
 
-def test_what_is_not_taken(kernels: Mixture) -> None:
+def test_what_is_not_taken(kernels: Experts) -> None:
     """More pairs than experts, of which torch reads each once, and other dtypes and strides are left to torch."""
     scores_RE, choice_RC = some(kernels, 2, 600), torch.ones(2, 4)
     assert kernels.choose(scores_RE[:, :512], 32, normalised=True) is not None
@@ -295,11 +294,11 @@ def test_kernels_of_a_layer(  # noqa: PLR0917
         plan = planned(directory, "reduce", shares, Cache("fp16", 8 * 128))
         with compile_plan(plan, backend="cpu", scratch=False) as context:
             decoder = Decoder(context, directory, load_weights(plan, directory, context))
-            for calls in (FakeGemv.calls, FakeSkinny.calls, FakeMixture.calls, launches):
+            for calls in (FakeGemv.calls, FakeSkinny.calls, FakeExperts.calls, launches):
                 calls.clear()
             zeros = [torch.zeros(rows, dtype=torch.int64)] * len(shares)
             decoder.decode(zeros, zeros)
-        return FakeGemv.calls + FakeSkinny.calls + FakeMixture.calls + launches
+        return FakeGemv.calls + FakeSkinny.calls + FakeExperts.calls + launches
 
     found = called(2) - called(1)
     devices, back = len(shares), {1: "add", 2: "linear"}
