@@ -113,7 +113,8 @@ _TOKENS = st.sampled_from(SPECIAL)
 _ADDED = _TOKENS.map(lambda token: {"__type": "AddedToken", "content": token, "lstrip": False, "special": True})
 _KEYS = st.fixed_dictionaries({}, optional=dict.fromkeys(_NAMES, st.none() | _TOKENS | _ADDED))
 _NAMED = st.dictionaries(st.sampled_from(_NAMES), _TOKENS | _ADDED)
-_EXTRA = _NAMED | st.none() | st.lists(_TOKENS, unique=True)
+_LIST = st.none() | st.lists(_TOKENS, unique=True)
+_EXTRA = _NAMED | _LIST
 
 
 @given(
@@ -122,7 +123,7 @@ _EXTRA = _NAMED | st.none() | st.lists(_TOKENS, unique=True)
         {},
         optional={
             "extra_special_tokens": _EXTRA,
-            "additional_special_tokens": _EXTRA,
+            "additional_special_tokens": _LIST,  # as it was called before, without names
             "model_specific_special_tokens": _NAMED,
             "added_tokens_decoder": st.just({}),
         },

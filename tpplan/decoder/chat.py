@@ -151,7 +151,7 @@ def _special(config: Mapping[str, object], older: Mapping[str, object]) -> dict[
         for key, value in config.items()
         if key.endswith("_token") and key not in _USUAL and isinstance(value, str)
     }
-    named |= _object(config.get("extra_special_tokens") or config.get("additional_special_tokens"))
+    named |= _object(config.get("extra_special_tokens"))
     if not named:  # what transformers writes where it saves them
         named = _object(config.get("model_specific_special_tokens"))
     told = keys | named | _object(older.get("extra_special_tokens"))
