@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
+from tests import machine_code
 from tests.decoder.kernels.overlap import check_overlap
-from tests.exec.kernels.test_kernels import CAPABILITIES
+from tests.machine_code import CAPABILITIES
 from tpplan.decoder.launches.attention import Attention, splits_of
-from tpplan.exec.gpu import kernel_cache
 
 #: Bytes that a thread may have in memory.
 MOST_STACK = 48
@@ -39,7 +39,7 @@ def test_they_multiply_matrices_in_registers(name: str, capability: tuple[int, i
     is_narrow = "q8" in name or "fp8" in name
     kind = "f16" if is_narrow else name.partition("_")[0]
     name, threads = f"attention_{name}", 128 if "256" in name else 256
-    text = kernel_cache.ptx(name, capability)
+    text = machine_code.ptx(name, capability)
     assert f".visible .entry {name}(" in text
     check_overlap(name, text, capability)
     assert "ld.global.L1::no_allocate.v4.u32" in text
@@ -50,8 +50,7 @@ def test_they_multiply_matrices_in_registers(name: str, capability: tuple[int, i
     assert text.count(f"{multiply}{kind}.{kind}.f32") == text.count("mma.sync") > 0
     assert ".f64" not in text
     assert ".local" not in text
-    code, log = kernel_cache.assemble(text, capability)
-    assert code[:4] == b"\x7fELF"
+    log = machine_code.assembled(text, capability)
     stack, registers = (re.search(each, log) for each in (r"(\d+) bytes stack frame", r"Used (\d+) registers"))
     assert stack
     assert int(stack[1]) <= (0 if capability == (9, 0) or is_narrow else MOST_STACK)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from attrs import evolve
 
+from tests import machine_code
 from tests.decoder.kernels.dense_cases import floats
 from tests.decoder.kernels.experts_cases import Case, chosen_of, gating_of, parts
 from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.kernels.test_experts import PROCESSORS
 from tests.decoder.pointwise_cases import memory, number
-from tests.exec.kernels.test_kernels import _registers
+from tests.machine_code import registers
 from tests.packed_cases import int_matrix
 from tpplan.decoder import experts
 from tpplan.decoder.kernels.scale_kinds import FORMS
@@ -25,7 +26,6 @@ from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.quantised import IntMatrix, Quantised, Stacked
 from tpplan.decoder.settings import ACTIVATIONS
-from tpplan.exec.gpu import kernel_cache
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,16 +45,15 @@ KERNELS = [
 def test_they_make_floats_of_codes_where_they_are(name: str, capability: tuple[int, int], spare: int) -> None:
     """Loads of codes are of 16 bytes, a code costs no conversion of whole numbers, and two blocks have registers."""
     name = f"coded_product_{name}"
-    text = kernel_cache.ptx(name, capability)
+    text = machine_code.ptx(name, capability)
     assert f".visible .entry {name}(" in text
     check_overlap(name, text, capability)
     assert "ld.global.nc.L1::no_allocate.v4.u32" in text
     assert ".f64" not in text
     assert "cvt.rn.f32.u" not in text  # nor of experts' numbers, which are floats
     assert ".local" not in text
-    code, log = kernel_cache.assemble(text, capability)
-    assert code[:4] == b"\x7fELF"
-    assert _registers(log) * 512 <= 2**16
+    log = machine_code.assembled(text, capability)
+    assert registers(log) * 512 <= 2**16
     (frame,) = re.findall(r"(\d+) bytes stack frame", log)
     assert int(frame) <= spare
 

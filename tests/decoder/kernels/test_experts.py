@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests import machine_code
 from tests.decoder.fused_cases import FakeAttention, FakeExperts, FakeGemv, FakeSkinny
 from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.pointwise_cases import launches, memory
 from tests.decoder.test_memory import made, planned
-from tests.exec.kernels.test_kernels import CAPABILITIES, _registers
+from tests.machine_code import CAPABILITIES, check_code, registers
 from tests.weight_plans import fine_units
 from tpplan.decoder import Decoder, experts, fused
 from tpplan.decoder.launches.experts import Experts
@@ -21,11 +22,11 @@ from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.gpu import kernel_cache
 from tpplan.plan import Cache
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -37,22 +38,21 @@ PROCESSORS = 132
 BLOCKS = 2 * PROCESSORS
 
 
-@pytest.mark.parametrize(("dtype", "capability"), [("bf16", each) for each in CAPABILITIES] + [("f16", (9, 0))])
-def test_they_read_vectors_and_spill_nothing(dtype: str, capability: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("dtype", "capabilities"), [("bf16", CAPABILITIES), ("f16", [(9, 0)])])
+@pytest.mark.parametrize("what", ["choose", "product"])
+def test_they_read_vectors_and_spill_nothing(what: str, dtype: str, capabilities: Sequence[tuple[int, int]]) -> None:
     """Loads of matrices are of 16 bytes, all is computed in 32 bits in registers, and two blocks have enough."""
-    for what in ("choose", "product"):
-        name = f"experts_{what}_{dtype}"
-        text = kernel_cache.ptx(name, capability)
+    name = f"experts_{what}_{dtype}"
+    for capability in capabilities:
+        text = machine_code.ptx(name, capability)
         assert f".visible .entry {name}(" in text
         check_overlap(name, text, capability)
         assert ("ld.global.nc.L1::no_allocate.v4.u32" in text) == (what == "product")
         assert ("redux.sync.max.u32" in text) == (what == "choose")
         assert ".f64" not in text
         assert ".local" not in text
-        code, log = kernel_cache.assemble(text, capability)
-        assert code[:4] == b"\x7fELF"
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
-        assert _registers(log) * 512 <= 2**16
+        log = check_code(text, capability)
+        assert registers(log) * 512 <= 2**16
 
 
 @pytest.mark.parametrize(

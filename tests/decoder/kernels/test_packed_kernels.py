@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests import machine_code
 from tests.decoder.kernels.overlap import check_overlap
-from tests.exec.kernels.test_kernels import CAPABILITIES, _registers
+from tests.machine_code import CAPABILITIES, check_code, registers
 from tests.packed_cases import FORMS, WARPS, product_of
 from tpplan.decoder.launches.launcher import DTYPES, bits_of
 from tpplan.decoder.quantised import IntMatrix, Quantised
@@ -15,8 +16,8 @@ from tpplan.exec.gpu import kernel_cache
 #: Kernels, each with generations of GPUs that it is compiled for: they differ by dtype in little.
 KERNELS = [
     ("packed_bf16_4_8", CAPABILITIES[0]),
-    ("packed_f16_4_8", (9, 0)),
     ("packed_bf16_4_8", CAPABILITIES[-1]),
+    ("packed_f16_4_8", (9, 0)),
     ("packed_bf16_4_16", (9, 0)),
     ("packed_f16_4_16", CAPABILITIES[-1]),
     ("packed_joint_f16_4_8", CAPABILITIES[0]),
@@ -36,7 +37,7 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
 
     Of up to eight rows they are copied into shared memory, where products wait for all but the last three steps.
     """
-    text = kernel_cache.ptx(name, capability)
+    text = machine_code.ptx(name, capability)
     assert f".visible .entry {name}(" in text
     check_overlap(name, text, capability)
     dtype, kind, count = name.removeprefix("packed_").removeprefix("joint_").split("_")
@@ -64,10 +65,7 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
         assert (text.find(early, waits) > 0) == is_shared
     assert ".f64" not in text
     assert ".local" not in text
-    code, log = kernel_cache.assemble(text, capability)
-    assert code[:4] == b"\x7fELF"
-    assert _registers(log) * 32 * WARPS[rows] <= 2**16
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+    assert registers(check_code(text, capability)) * 32 * WARPS[rows] <= 2**16
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests import machine_code
 from tests.decoder.kernels.overlap import check_overlap
-from tests.exec.kernels.test_kernels import CAPABILITIES
+from tests.machine_code import CAPABILITIES, check_code
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.pointwise import GATES
-from tpplan.exec.gpu import kernel_cache
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
@@ -17,7 +17,7 @@ def test_they_move_vectors_and_spill_nothing(what: str, dtype: str) -> None:
     """Loads and stores are of 16 bytes and coherent, all that is computed is in 32 bits, and stays in registers."""
     name = f"pointwise_{what}_{dtype}"
     for capability in CAPABILITIES:
-        text = kernel_cache.ptx(name, capability)
+        text = machine_code.ptx(name, capability)
         assert f".visible .entry {name}(" in text
         check_overlap(name, text, capability)
         assert "ld.global.v4.u32" in text
@@ -41,7 +41,7 @@ def test_they_move_vectors_and_spill_nothing(what: str, dtype: str) -> None:
 def test_turns_write_caches(name: str, capabilities: tuple[tuple[int, int], ...]) -> None:
     """In 16 bits as they are; in 8 bits 8 elements at a time, and a scale beside 32 of them."""
     for capability in capabilities:
-        text = kernel_cache.ptx(name, capability)
+        text = machine_code.ptx(name, capability)
         assert f".visible .entry {name}(" in text
         check_overlap(name, text, capability)
         assert "ld.global.v4.u32" in text
@@ -64,10 +64,3 @@ def test_there_are_no_others(name: str) -> None:
     kernels = pytest.importorskip("tpplan.decoder.kernels.turn")
     with pytest.raises(AttributeError, match=name):
         getattr(kernels, name)
-
-
-def check_code(text: str, capability: tuple[int, int]) -> None:
-    """Assemble a kernel, which leaves nothing in memory."""
-    code, log = kernel_cache.assemble(text, capability)
-    assert code[:4] == b"\x7fELF"
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests import machine_code
 from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.pointwise_cases import memory
-from tests.exec.kernels.test_kernels import CAPABILITIES, _registers
+from tests.machine_code import CAPABILITIES, check_code, registers
 from tpplan.decoder.launches import skinny
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
@@ -42,7 +43,7 @@ HEADER = 77
 @pytest.mark.parametrize(("name", "capability"), KERNELS)
 def test_they_multiply_vectors_as_they_are(name: str, capability: tuple[int, int]) -> None:
     """Loads are of 16 bytes, the first of them before the wait; nothing spills, and registers are enough for blocks."""
-    text = kernel_cache.ptx(name, capability)
+    text = machine_code.ptx(name, capability)
     assert f".visible .entry {name}(" in text
     check_overlap(name, text, capability)
     kind = name.split("_")[-2]
@@ -57,10 +58,7 @@ def test_they_multiply_vectors_as_they_are(name: str, capability: tuple[int, int
         assert asked < waits < min(map(text.index, later))
     assert ".f64" not in text
     assert ".local" not in text
-    code, log = kernel_cache.assemble(text, capability)
-    assert code[:4] == b"\x7fELF"
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
-    assert _registers(log) * 32 * 16 <= 2**16
+    assert registers(check_code(text, capability)) * 32 * 16 <= 2**16
 
 
 @pytest.mark.parametrize("rows", [3, 16])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests import machine_code
 from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.kernels.test_packed_kernels import _words
-from tests.exec.kernels.test_kernels import CAPABILITIES, _registers
+from tests.machine_code import CAPABILITIES, check_code, registers
 from tests.packed_cases import product_of
 from tpplan.decoder.launches.packed import STEPS
 from tpplan.decoder.launches.wide import bytes_of
@@ -26,7 +27,7 @@ KERNELS = [
 @pytest.mark.parametrize(("name", "capability"), KERNELS)
 def test_codes_are_made_floats_once(name: str, capability: tuple[int, int]) -> None:
     """They are read 16 bytes at a time, first before the wait; rows are copied to shared memory; nothing spills."""
-    text = kernel_cache.ptx(name, capability)
+    text = machine_code.ptx(name, capability)
     assert f".visible .entry {name}(" in text
     check_overlap(name, text, capability)
     _, dtype, kind, count = name.split("_")
@@ -43,10 +44,7 @@ def test_codes_are_made_floats_once(name: str, capability: tuple[int, int]) -> N
         assert text.rindex("ld.volatile.global.v4.u32") < waits < min(map(text.index, later))
     assert ".f64" not in text
     assert ".local" not in text
-    code, log = kernel_cache.assemble(text, capability)
-    assert code[:4] == b"\x7fELF"
-    assert _registers(log) * 32 * WARPS[rows] <= 2**16
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+    assert registers(check_code(text, capability)) * 32 * WARPS[rows] <= 2**16
 
 
 #: Kernel, rows, columns of the result, columns, those that share a scale, scales, plus, warps, blocks, mode, what is

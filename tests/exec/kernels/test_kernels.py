@@ -11,57 +11,36 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import machine_code
+from tests.machine_code import CAPABILITIES, check_code, registers
 from tpplan.exec.gpu import kernel_cache, slot_table, straight_table
 from tpplan.exec.gpu.blocks import SLOT_BLOCKS, STRAIGHT_BLOCKS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytest.importorskip("numba.cuda", reason="needs numba-cuda: pip install 'tpplan[cu13]'")
-
 SUMS = ("sum_bf16", "sum_f16", "sum_f32")
-LINKER = pytest.importorskip("cuda.bindings.nvjitlink", reason="needs nvJitLink: pip install 'tpplan[cu13]'")
-NEWEST = (12, 0) if LINKER.version() >= (12, 8) else (9, 0)  # that the linker here knows
 #: Of a multiprocessor, whose blocks wait for those of other devices.
 REGISTERS = 2**16
-CAPABILITIES = tuple(each for each in ((8, 0), (9, 0), (12, 0)) if each <= NEWEST)
-
-
-def _registers(log: str) -> int:
-    """Return how many registers a thread has, of as many as are given out at a time."""
-    found = re.search(r"Used (\d+) registers", log)
-    assert found
-    return -(-int(found[1]) // 8) * 8
 
 
 def _compiled(name: str) -> dict[tuple[int, int], str]:
-    """Return a kernel's PTX by capability, from a process in which nobody counts the lines that the compiler runs.
-
-    They take long: of kernels that differ in a dtype only, one is compiled for all generations.
-    """
-    wanted = CAPABILITIES[1:2] if "_sum_" in name and not name.endswith("bf16") else CAPABILITIES
-    script = f"""if True:
-        from tpplan.exec.gpu.kernel_cache import ptx
-        print(*(ptx({name!r}, capability) for capability in {wanted}), sep=chr(0))
-    """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return dict(zip(wanted, done.stdout.split(chr(0)), strict=True))
+    """Return a kernel's PTX by capability."""
+    return {capability: machine_code.ptx(name, capability) for capability in CAPABILITIES}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_read_vectors_and_spill_nothing(name: str, capability: tuple[int, int]) -> None:
     """Loads and stores are of 16 bytes and coherent, adding is in float32, and everything stays in registers."""
-    text = kernel_cache.ptx(name, capability)
+    text = machine_code.ptx(name, capability)
     assert f".visible .entry {name}(" in text
     assert "ld.global.v4.u32" in text
     assert "st.global.v4.u32" in text
     assert "add.f32" in text
     assert "ld.global.nc" not in text  # which may miss what a peer has written
     assert ".local" not in text
-    code, log = kernel_cache.assemble(text, capability)
-    assert code[:4] == b"\x7fELF"
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+    check_code(text, capability)
 
 
 @pytest.mark.parametrize("what", ["move", "sum_bf16", "sum_f16", "sum_f32"])
@@ -78,9 +57,7 @@ def test_exchanges_poll_what_others_write(way: str, what: str) -> None:
         assert ".f64" not in text
         assert "ld.global.nc" not in text
         assert ".local" not in text
-        _, log = kernel_cache.assemble(text, capability)
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
-        assert _registers(log) * slot_table.THREADS * SLOT_BLOCKS <= REGISTERS
+        assert registers(check_code(text, capability)) * slot_table.THREADS * SLOT_BLOCKS <= REGISTERS
 
 
 @pytest.mark.parametrize("name", ["straight_move", "straight_sum_bf16", "straight_sum_f16", "straight_sum_f32"])
@@ -96,9 +73,7 @@ def test_straight_kernels_wait_for_flags_and_move_vectors(name: str) -> None:
         assert ".f64" not in text
         assert "ld.global.nc" not in text
         assert ".local" not in text
-        _, log = kernel_cache.assemble(text, capability)
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
-        assert _registers(log) * straight_table.THREADS * STRAIGHT_BLOCKS <= REGISTERS
+        assert registers(check_code(text, capability)) * straight_table.THREADS * STRAIGHT_BLOCKS <= REGISTERS
 
 
 def test_a_flag_follows_what_has_landed() -> None:
@@ -111,8 +86,20 @@ def test_a_flag_follows_what_has_landed() -> None:
         assert ".f64" not in text
         assert "ld.global.nc" not in text
         assert ".local" not in text
-        _, log = kernel_cache.assemble(text, capability)
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+        check_code(text, capability)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_generations_share_what_numba_makes_of_a_source(capability: tuple[int, int]) -> None:
+    """What tests say of kernels, whose sources are read once for all generations, is true of those that GPUs run."""
+    assert _without_numbers(machine_code.ptx("sum_f32", capability)) == _without_numbers(
+        kernel_cache.ptx("sum_f32", capability)
+    )
+
+
+def _without_numbers(text: str) -> str:
+    """Return PTX without names that tell how often numba has compiled something."""
+    return re.sub(r"\b_(ZN|cudapy_smem_)\w+", "", text)
 
 
 def test_shared_scopes_change_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
