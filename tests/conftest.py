@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from typing import TYPE_CHECKING
@@ -34,6 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, count in needs.items():
         if have < count:
             item.add_marker(pytest.mark.skip(reason=f"needs {count} GPUs, found {have}"))
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector leave alone what was imported, and come less often: compilers make many objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 def _wants_gpu(item: pytest.Item) -> bool:
