@@ -9,7 +9,7 @@ import ctypes
 import operator
 import re
 from inspect import signature
-from time import monotonic_ns, sleep
+from time import monotonic_ns
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +23,18 @@ from tpplan.exec.kernels import ptx
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-#: Seconds that a lane sleeps which reads the same again.
-_PAUSE = 0.01
+#: Bits by which the halves of a word are moved to become the high ones of two.
+_HALVES = np.array([16, 0], np.uint32)
 
 
-def _of_bf16(word: Any) -> tuple[Any, Any]:
-    low, high = np.array([int(word) << 16 & 0xFFFFFFFF, int(word) & 0xFFFF0000], np.uint32).view(np.float32)
-    return low, high
+def _of_bf16(words: Any) -> Any:
+    """Return the two floats of each word."""
+    return (np.asarray(words, np.uint32)[..., None] << _HALVES & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def _of_f16(word: Any) -> tuple[Any, Any]:
-    low, high = np.array([word], np.uint32).view(np.float16).astype(np.float32)
-    return low, high
+def _of_f16(words: Any) -> Any:
+    """Return the two floats of each word."""
+    return np.asarray(words, np.uint32)[..., None].view(np.float16).astype(np.float32)
 
 
 def _to_bf16(low: Any, high: Any) -> Any:
@@ -179,9 +179,8 @@ class _Builder:
         return _computed(name, text, values)
 
     def _access(self, name: str, text: str, values: list[Any]) -> Any:
-        if name.startswith("ld.volatile"):
-            if ME.polled == values[0]:
-                sleep(_PAUSE)  # somebody else has to write it
+        if "ld.volatile." in text:
+            ME.block.turns.pause(again=ME.polled == values[0])  # somebody else may have to write it
             ME.polled = values[0]
         if vector := _VECTOR.fullmatch(name):
             count = int(vector[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from threading import BrokenBarrierError
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -15,7 +14,7 @@ from numba import cuda
 from numba.cuda import libdevice
 
 from tests.instructions import doer
-from tests.warps import LANES, ME, Block, meet, shared_array, told
+from tests.warps import LANES, ME, Block, StuckError, Turns, meet, shared_array, told
 from tpplan.exec.gpu.exchange_table import MOST_WORDS
 from tpplan.exec.kernels import ptx
 
@@ -78,9 +77,10 @@ def run(
         allowed: what it may read and write, where it is in memory; all else fails.
     """
     count = (blocks, 1) if isinstance(blocks, int) else blocks
-    with _running(threads, allowed) as start:
+    with _running(threads, allowed) as run_all:
         for number in reversed([*np.ndindex(count)]):
-            _end(start(kernel, Block(number, threads, count), words))
+            turns = Turns()
+            run_all(turns, [(kernel, Block(number, threads, count, turns), words)])
 
 
 def run_together(
@@ -94,45 +94,51 @@ def run_together(
         words: that each is told.
         allowed: what they may read and write.
     """
-    with _running(threads * len(kernels), allowed) as start:
-        _end(
-            [
-                future
-                for kernel, its_words in zip(kernels, words, strict=True)
-                for future in start(kernel, Block((0, 0), threads, (1, 1)), its_words)
-            ]
-        )
+    turns = Turns()
+    with _running(threads * len(kernels), allowed) as run_all:
+        blocks = [Block((0, 0), threads, (1, 1), turns) for _ in kernels]
+        run_all(turns, [*zip(kernels, blocks, words, strict=True)])
 
 
 @contextmanager
-def _running(threads: int, allowed: Sequence[torch.Tensor]) -> Iterator[Callable[..., list[Future[None]]]]:
-    """Yield what starts the lanes of a block, of so many at a time."""
+def _running(
+    threads: int, allowed: Sequence[torch.Tensor]
+) -> Iterator[Callable[[Turns, Sequence[tuple[Kernel, Block, Sequence[int]]]], None]]:
+    """Yield what runs blocks, of so many threads in all, at the same time."""
     ranges = [range(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in allowed]
 
-    def lane(kernel: Kernel, block: Block, thread: int, numbers: list[Any]) -> None:
-        ME.block, ME.thread, ME.arrays, ME.met, ME.words, ME.polled = block, thread, 0, 0, numbers, None
+    def lane(kernel: Kernel, block: Block, thread: int, turn: Any, numbers: list[Any]) -> None:
+        ME.block, ME.thread, ME.turn, ME.arrays, ME.met, ME.words, ME.polled = block, thread, turn, 0, 0, numbers, None
         ME.copies = [[]]
+        block.turns.begin()
         try:
             kernel.function(*numbers[: kernel.arguments])
         except BaseException:
-            block.abort()
+            block.turns.stop()
             raise
+        block.turns.end()
 
     with ExitStack() as stack:
         for each in _patches(ranges):
             stack.enter_context(each)
         pool = stack.enter_context(ThreadPoolExecutor(threads))
 
-        def start(kernel: Kernel, block: Block, words: Sequence[int]) -> list[Future[None]]:
-            assert len(words) == (kernel.arguments if kernel.arguments > 1 else MOST_WORDS)
-            numbers = [np.uint64(word) for word in words]
-            return [pool.submit(lane, kernel, block, thread, numbers) for thread in range(block.size)]
+        def run_all(turns: Turns, blocks: Sequence[tuple[Kernel, Block, Sequence[int]]]) -> None:
+            lanes = []
+            assert all(
+                len(words) == (each.arguments if each.arguments > 1 else MOST_WORDS) for each, _, words in blocks
+            )
+            for kernel, block, words in blocks:
+                numbers = [np.uint64(word) for word in words]
+                lanes += [pool.submit(lane, kernel, block, i, turns.new(), numbers) for i in range(block.size)]
+            turns.end()
+            _end(lanes)
 
-        yield start
+        yield run_all
 
 
 def _end(lanes: Sequence[Future[None]]) -> None:
     """Wait for lanes, and raise what one of them has raised first."""
     errors = [error for each in lanes if (error := each.exception())]
-    for error in sorted(errors, key=lambda each: isinstance(each, BrokenBarrierError)):
+    for error in sorted(errors, key=lambda each: isinstance(each, StuckError)):
         raise error

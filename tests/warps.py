@@ -5,7 +5,9 @@ In shared memory nothing may depend on which thread is first.
 
 from __future__ import annotations
 
-from threading import Barrier, local
+from random import Random
+from threading import Lock, local
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +20,102 @@ if TYPE_CHECKING:
 LANES = 32
 #: Bytes from the address of an array in shared memory to the next one's.
 _APART = 2**20
-#: Of a thread: its block and its number there, the arrays that it asked for, how often it met the others, what its
-#: kernel is told, where it polled last, and groups of what it copies.
+#: Seconds that a lane sleeps which polls and is alone.
+_PAUSE = 0.01
+#: Of a thread: its block and its number there, its turn, the arrays that it asked for, how often it met the others,
+#: what its kernel is told, where it polled last, and groups of what it copies.
 ME = local()
+
+
+class StuckError(Exception):
+    """A thread waits for others that have failed or ended."""
+
+
+class Turns:
+    """Lets one thread run at a time, until it waits for others: switching is cheap so.
+
+    Who comes next is drawn, as a GPU promises no order, and always in the same way.
+    """
+
+    def __init__(self) -> None:
+        """Have nobody yet."""
+        self._random = Random(1)
+        self._ready: list[Any] = []
+        self._waiting: set[Any] = set()
+        self._is_over = False
+
+    def new(self) -> Any:
+        """Return the turn of a thread that is about to start; it is held until the thread may run."""
+        turn = Lock()
+        turn.acquire()
+        self._ready.append(turn)
+        return turn
+
+    def begin(self) -> None:
+        """Wait for the first turn of this thread, or for the next one."""
+        ME.turn.acquire()
+        if self._is_over:
+            raise StuckError
+
+    def end(self) -> None:
+        """Let another one run; where all others wait, nobody will ever come that they wait for."""
+        if self._ready:
+            self._ready.pop(self._random.randrange(len(self._ready))).release()
+        elif self._waiting:
+            self.stop()
+
+    def stop(self) -> None:
+        """Let everybody fail."""
+        self._is_over = True
+        turns = [*self._ready, *self._waiting]
+        self._ready, self._waiting = [], set()
+        for turn in turns:
+            turn.release()
+
+    def pause(self, *, again: bool) -> None:
+        """Let others run first; where there are none, who asks for the same again waits a little."""
+        if self._ready:
+            self._ready.append(ME.turn)
+            self.end()
+            self.begin()
+        elif again:
+            sleep(_PAUSE)
+
+    def wait(self) -> None:
+        """Let others run until one of them wakes this thread."""
+        self._waiting.add(ME.turn)
+        self.end()
+        self.begin()
+
+    def wake(self, turns: Sequence[Any]) -> None:
+        """Let threads run again that wait."""
+        self._waiting.difference_update(turns)
+        self._ready += turns
+
+
+class Meeting:
+    """Where threads wait for each other, time after time."""
+
+    def __init__(self, turns: Turns, size: int, act: Callable[[], None] = lambda: None) -> None:
+        """Let nobody be there yet.
+
+        Args:
+            turns: of all threads.
+            size: of those that meet.
+            act: done by the last one that comes.
+        """
+        self._turns, self._size, self._act = turns, size, act
+        self._there: list[Any] = []
+
+    def wait(self) -> None:
+        """Return when all are there."""
+        if len(self._there) + 1 < self._size:
+            self._there.append(ME.turn)
+            self._turns.wait()
+            return
+        self._act()
+        self._turns.wake(self._there)
+        self._there.clear()
 
 
 @define
@@ -31,7 +126,8 @@ class Block:
         number: of it, in two dimensions.
         size: threads.
         count: blocks that there are, likewise.
-        everybody: where they meet.
+        turns: of all threads.
+        everybody: where those of the block meet.
         warps: where the lanes of each meet, and what they bring and get.
         arrays: in shared memory.
     """
@@ -39,55 +135,49 @@ class Block:
     number: tuple[int, int]
     size: int
     count: tuple[int, int]
-    everybody: Barrier = field(init=False)
+    turns: Turns
+    everybody: Meeting = field(init=False)
     warps: list[Warp] = field(init=False)
     arrays: dict[int, Any] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        self.everybody = Barrier(self.size)
-        self.warps = [Warp() for _ in range(self.size // LANES)]
-
-    def abort(self) -> None:
-        """Let nobody wait."""
-        self.everybody.abort()
-        for warp in self.warps:
-            warp.abort()
+        self.everybody = Meeting(self.turns, self.size)
+        self.warps = [Warp(self.turns) for _ in range(self.size // LANES)]
 
 
 class Warp:
     """Lanes that multiply matrices together, or tell each other something."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns) -> None:
         """Bring nothing yet."""
-        self.barrier, self._everybody = Barrier(LANES, self._multiply), Barrier(LANES)
-        self.floats: Callable[[Any], tuple[Any, Any]]  # of one word, in the product that is made
-        self.brought: list[Any] = [None] * LANES
-        self.found: Any = None
+        self._multiplying, self._telling = Meeting(turns, LANES, self._multiply), Meeting(turns, LANES, self._tell)
+        self._floats: Callable[[Any], Any]  # of words, in the product that is made
+        self._brought: list[Any] = [None] * LANES
+        self._found: Any = None
 
     def told(self, lane: int, value: Any) -> list[Any]:
         """Return what all lanes tell."""
-        self.brought[lane] = value
-        self._everybody.wait()
-        found = list(self.brought)
-        self._everybody.wait()
+        self._brought[lane] = value
+        self._telling.wait()
+        found: list[Any] = self._found
         return found
 
-    def abort(self) -> None:
-        """Let nobody wait."""
-        self.barrier.abort()
-        self._everybody.abort()
+    def multiplied(self, lane: int, floats: Any, values: Sequence[Any]) -> Any:
+        """Return the product of what all lanes bring."""
+        self._floats, self._brought[lane] = floats, values
+        self._multiplying.wait()
+        return self._found
+
+    def _tell(self) -> None:
+        self._found = list(self._brought)
 
     def _multiply(self) -> None:
-        left, right, sums = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
-        for lane, values in enumerate(self.brought):
-            g, t = divmod(lane, 4)
-            for i, word in enumerate(values[:4]):
-                column = 2 * t + 8 * (i // 2)
-                left[g + 8 * (i % 2), column : column + 2] = self.floats(word)
-            for i, word in enumerate(values[4:6]):
-                right[2 * t + 8 * i : 2 * t + 8 * i + 2, g] = self.floats(word)
-            sums[g, 2 * t : 2 * t + 2], sums[g + 8, 2 * t : 2 * t + 2] = values[6:8], values[8:10]
-        self.found = (sums + left @ right).astype(np.float32)
+        # a lane is g and t, of eight and four; words are of columns left and right, each of rows above and below
+        pairs = self._floats([values[:6] for values in self._brought]).astype(np.float64).reshape(8, 4, 6, 2)
+        left = pairs[:, :, :4].reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)
+        right = pairs[:, :, 4:].transpose(2, 1, 3, 0).reshape(16, 8)
+        sums = np.array([values[6:] for values in self._brought]).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3)
+        self._found = (sums.reshape(16, 8) + left @ right).astype(np.float32)
 
 
 def told(value: Any) -> list[Any]:
@@ -100,10 +190,9 @@ def told(value: Any) -> list[Any]:
 def multiplied(floats: Any, values: Sequence[Any]) -> tuple[Any, ...]:
     """Return what a lane has of a product to which it brings its registers, of words that are such pairs of floats."""
     warp, lane = ME.block.warps[ME.thread // LANES], ME.thread % LANES
-    warp.floats, warp.brought[lane] = floats, values
-    warp.barrier.wait()
+    found = warp.multiplied(lane, floats, values)
     g, t = divmod(lane, 4)
-    return (*warp.found[g, 2 * t : 2 * t + 2], *warp.found[g + 8, 2 * t : 2 * t + 2])
+    return (*found[g, 2 * t : 2 * t + 2], *found[g + 8, 2 * t : 2 * t + 2])
 
 
 class Shared:
