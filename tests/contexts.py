@@ -43,6 +43,7 @@ def little_room() -> Iterator[None]:
             "CONTROL_BYTES": 4096,
             "CHUNK_BYTES": 64,
             "HOST_SLOT_BYTES": 256,
+            "FRAME_SLOT_BYTES": 96,
             "SPARE_BYTES": 256,
         }.items():
             for module in (workspace, compiler, host):

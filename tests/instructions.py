@@ -179,7 +179,7 @@ class _Builder:
         return _computed(name, text, values)
 
     def _access(self, name: str, text: str, values: list[Any]) -> Any:
-        if "ld.volatile." in text:
+        if "ld.volatile." in text or name.startswith("ld.acquire."):
             ME.block.turns.pause(again=ME.polled == values[0])  # somebody else may have to write it
             ME.polled = values[0]
         if vector := _VECTOR.fullmatch(name):
@@ -237,7 +237,7 @@ _PERMUTED = re.compile(r"prmt\.b32 \$0, \$1, (?:\$2|0), 0x([0-9a-f]{4});")
 #: Bytes of accesses.
 _SIZES = {
     f"{way}{kind}.global.u{8 * size}": size for way in ("ld", "st") for kind in ("", ".volatile") for size in (1, 2, 4)
-}
+} | {"ld.acquire.sys.global.u32": 4}
 #: What is done with each of two 16-bit floats, exactly.
 _OF_PAIRS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
     "fma.rn.bf16x2": (_of_bf16, _to_bf16, lambda a, b, c: np.float64(a) * b + c),

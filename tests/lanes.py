@@ -112,7 +112,8 @@ def _running(
         ME.copies = [[]]
         block.turns.begin()
         try:
-            kernel.function(*numbers[: kernel.arguments])
+            with np.errstate(over="ignore"):  # numbers of messages wrap
+                kernel.function(*numbers[: kernel.arguments])
         except BaseException:
             block.turns.stop()
             raise

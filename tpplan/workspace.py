@@ -46,10 +46,17 @@ LOGIT_BYTES = 4
 CHUNK_BYTES = 2 * 2**20
 #: And into this many, or a few more: while one is filled another is read, and every one costs some commands.
 CHUNKS = 8
-#: Bytes of data of a message in a slot in host memory.
-HOST_SLOT_BYTES = 512 * 2**10
+#: Bytes of data of a small message in a slot in host memory.
+HOST_SLOT_BYTES = 128 * 2**10
 #: And of the counters of such a queue.
 HOST_FLAG_BYTES = 4 * 2**10
+#: What is larger goes there in frames, each with a flag beside it: the bytes of one, and of a slot, which has one for
+#: each block of threads; how many slots a queue has.
+FRAME_BYTES = 8 * 2**10
+FRAME_SLOT_BYTES = 128 * FRAME_BYTES
+FRAME_SLOTS = 8
+#: Bytes of such a queue's flags: a line of 64 for each frame of a slot, of the sender and of up to seven receivers.
+FRAME_FLAG_BYTES = 64 * 2**10
 #: Of the widest element that an operation may move.
 LARGEST_ITEM = 8
 
@@ -86,8 +93,8 @@ class Pinned:
         chunk_bytes: the most that a copy through host memory moves at once: an eighth of the rows that such a buffer
             holds, but at least 2 MiB, and a row of any axis in the widest dtype.
         rings: of a pair of chunks: one for each device in use, and one for what the host itself sends.
-        queues: of slots for small exchanges through host memory, which only the transport ``host`` has: each device in
-            use may send to the devices of every axis, and to all of them.
+        queues: of slots in host memory, which only the transport ``host`` has: each device in use may send to the
+            devices of every axis, and to all of them, small messages and, through slots of their own, larger ones.
     """
 
     buffer_bytes: int
@@ -97,11 +104,12 @@ class Pinned:
 
     @property
     def total_bytes(self) -> int:
-        """Both buffers, the rings, and the queues, whose slots take twice the bytes of their data."""
+        """Both buffers, the rings, and the queues, whose small slots take twice the bytes of their data."""
+        slots = HOST_SLOTS * 2 * HOST_SLOT_BYTES + FRAME_SLOTS * FRAME_SLOT_BYTES
         return (
             2 * self.buffer_bytes
             + PAIR * self.rings * self.chunk_bytes
-            + self.queues * (HOST_SLOTS * 2 * HOST_SLOT_BYTES + HOST_FLAG_BYTES)
+            + self.queues * (slots + HOST_FLAG_BYTES + FRAME_FLAG_BYTES)
         )
 
 

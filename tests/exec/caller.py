@@ -11,7 +11,7 @@ from attrs import Factory, define, frozen
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.exec.program_cases import LIMITS, operations
+from tests.exec.program_cases import FRAMED, LIMITS, operations
 from tpplan.exec.binding import BITS, Memory
 from tpplan.exec.engine import Backend
 from tpplan.exec.gathered import Pending
@@ -45,7 +45,8 @@ def memory() -> Memory:
     slots: dict[Queue, Tensor] = {}
 
     def slot(queue: Queue) -> Tensor:
-        return slots.setdefault(queue, torch.empty(queue.slots, LIMITS.slot_bytes, dtype=torch.uint8))
+        size = FRAMED.frame_bytes if queue.framed else LIMITS.slot_bytes
+        return slots.setdefault(queue, torch.empty(queue.slots, size, dtype=torch.uint8))
 
     return Memory(
         {d: torch.empty(LIMITS.exchange_bytes, dtype=torch.uint8) for d in places},

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tpplan.exec.links.tuning import Tuning
 from tpplan.exec.programs.lower import TRANSPORTS, Limits, Route, lower, route
 from tpplan.exec.programs.operation import Addition, Operation, Reduction, Share, allgather, broadcast, scatter
-from tpplan.exec.programs.program import HOST, Program
+from tpplan.exec.programs.program import HOST, SLOTS, Program
+from tpplan.workspace import FRAME_SLOTS, HOST_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 LIMITS = Limits(
     slot_bytes=256, stage_bytes=1024, exchange_bytes=1024, tuning=Tuning(passed_on_bytes=2000, gathers_bytes=256)
 )
+#: The same where kernels send in frames what no slot takes: 6 rows of 40 columns at a time, but of sums with three and
+#: more devices only what is worth it.
+FRAMED = evolve(LIMITS, frame_bytes=512)
 ITEM_BYTES = 2
 
 #: With 40 columns: small; large in 1, 2, 4, 8 and 16 parts. With few columns the last two are large.
@@ -47,14 +51,27 @@ class Case:
         """The operation, lowered."""
         return lower(self.operation, self.way)
 
+    @property
+    def by_slots(self) -> bool:
+        """Whether kernels do it through slots."""
+        return self.way.small or self.way.framed
+
+    @property
+    def turns(self) -> int:
+        """How often it runs until a slot's turn comes again."""
+        if self.way.framed:
+            return -(-FRAME_SLOTS // self.way.parts)
+        return HOST_SLOTS if self.way.transport == "host" and self.way.small else SLOTS
+
     def __str__(self) -> str:
         size = "small" if self.way.small else "passed on" if self.way.passed_on else f"{self.way.parts} parts"
+        size = f"frames of {size}" if self.way.framed else size
         return f"{self.operation.name}-{self.way.transport}-{size}"
 
 
-def case(operation: Operation, transport: str, rows: int) -> Case:
-    """Return an operation on the route that ``LIMITS`` give it."""
-    return Case(operation, route(operation, transport, rows, ITEM_BYTES, LIMITS), rows)
+def case(operation: Operation, transport: str, rows: int, limits: Limits = LIMITS) -> Case:
+    """Return an operation on the route that limits give it."""
+    return Case(operation, route(operation, transport, rows, ITEM_BYTES, limits), rows)
 
 
 def add_residual(cut: Slices) -> Addition:
@@ -97,7 +114,8 @@ OPERATIONS: dict[str, Operation] = {
 
 def ways(operation: Operation) -> tuple[Case, ...]:
     """Return an operation once for each route that any transport and any of ``ROWS`` give it."""
-    found = (case(operation, transport, rows) for rows in ROWS for transport in TRANSPORTS)
+    found = [case(operation, transport, rows) for rows in ROWS for transport in TRANSPORTS]
+    found += [case(operation, "host", rows, FRAMED) for rows in ROWS]
     return tuple({each.way: each for each in found}.values())
 
 
@@ -105,7 +123,7 @@ def kept(found: Case) -> Iterator[Case]:
     """Yield a case unless it has more parts than fill its rings twice; those of four parts have rings of two slots."""
     way = found.way
     if way.parts <= (8 if way.transport == "host" else 4):
-        yield evolve(found, way=evolve(way, slots=2)) if way.parts == 4 else found
+        yield evolve(found, way=evolve(way, slots=2)) if way.parts == 4 and not way.framed else found
 
 
 #: More that devices pass on to each other: to many of them, and so few columns that not all have some to pass on.
@@ -155,5 +173,6 @@ def operations(draw: st.DrawFn, devices: int = 5) -> Operation:
 
 @st.composite
 def cases(draw: st.DrawFn, devices: int = 5) -> Case:
-    """Operations on the route of any transport and of 1 to 70 rows."""
-    return case(draw(operations(devices)), draw(st.sampled_from(TRANSPORTS)), draw(st.integers(1, 70)))
+    """Operations on the route of any transport, with frames or without, and of 1 to 70 rows."""
+    limits = draw(st.sampled_from((LIMITS, FRAMED)))
+    return case(draw(operations(devices)), draw(st.sampled_from(TRANSPORTS)), draw(st.integers(1, 70)), limits)

@@ -44,6 +44,7 @@ NAMES = {
     ("peer", "straight"): "straight",
     ("peer", "passed on"): "passed on",
     ("host", "slots"): "by slots on the host",
+    ("host", "frames"): "by frames on the host",
     ("host", "parts"): "through host memory",
     ("events", "parts"): "by events",
 }

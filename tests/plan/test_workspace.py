@@ -174,13 +174,14 @@ def test_slots_are_as_large_as_fits(devices: int) -> None:
 def test_the_pinned_memory_of_llama_8b_by_hand() -> None:
     """Buffers of 2,048 rows of the MLP; rings of two eighths of them for each sender; queues to both, and to one.
 
-    Each of the queues has four slots of 512 KiB of data, and its counters.
+    Each of the queues has four slots of 128 KiB of data, eight of 1 MiB for frames, and its counters and flags.
     """
     request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 2048, "idle")
     found = pinned_bytes(CUTS, "bfloat16", request)
     message = 2048 * 14336 * 2
     assert found == Pinned(buffer_bytes=message, chunk_bytes=message // 8, rings=3, queues=4)
-    assert found.total_bytes == 2 * message + 3 * 2 * message // 8 + 4 * (4 * 2 * 512 * 1024 + 4096)
+    queue = 4 * 2 * 128 * 1024 + 8 * MIB + 4096 + 64 * 1024
+    assert found.total_bytes == 2 * message + 3 * 2 * message // 8 + 4 * queue
 
 
 def test_few_rows_pin_room_for_logits_and_a_row_in_each_chunk() -> None:

@@ -31,7 +31,7 @@ from tpplan.model import ModelSpec
 from tpplan.plan import SplitPlan
 from tpplan.reader import read_model
 from tpplan.verify import verify
-from tpplan.workspace import FLAG_BYTES, HOST_SLOT_BYTES, areas, pinned_bytes, slot_bytes
+from tpplan.workspace import FLAG_BYTES, FRAME_SLOT_BYTES, HOST_SLOT_BYTES, areas, pinned_bytes, slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -198,6 +198,8 @@ def build(
         stage_bytes=pinned.chunk_bytes,
         exchange_bytes=len(devices[0].exchange),
         straight=straight,
+        frame_bytes=FRAME_SLOT_BYTES if transport == "host" and waits else 0,
+        streams=on_gpus,
         tuning=tuning or default(len(used)),
     )
     backend = start(Memory({d.index: d.exchange for d in devices}, host.rings, slots, flags))

@@ -59,8 +59,8 @@ class Way:
         first: fewest rows.
         last: most rows.
         transport: ``peer``, ``host``, ``events``, ``local`` where no device talks to another, or ``refused``.
-        how: ``slots``, ``straight``, ``passed on`` among those that get the same, in how many parts, or, if ``local``,
-            ``on each device`` or, into the host's memory, ``written`` or ``copied``.
+        how: ``slots``, ``frames``, ``straight``, ``passed on`` among those that get the same, in how many parts, or, if
+            ``local``, ``on each device`` or, into the host's memory, ``written`` or ``copied``.
         why: in words.
         row_bytes: that one row moves from one memory to another, on all devices together.
         buffers: of the context's memory that are used.
@@ -228,7 +228,11 @@ def _ways(
 ) -> list[Way]:
     """Return how an operation goes, from one row to the most; axes are filled in later."""
     bare = partial(Way, operation=name, axes=())
-    route_of = partial(engine.route, operation, item_bytes=item_bytes, captured=captured)
+
+    def route_of(rows: int) -> Route:
+        found = engine.route(operation, rows, item_bytes, captured=captured)
+        return evolve(found, parts=1) if found.framed else found  # one way, into however many parts frames are put
+
     ways = []
     first = 1
     try:

@@ -1,4 +1,4 @@
-"""The host's memory of a context: buffers for the caller, rings for copies, slots for small messages."""
+"""The host's memory of a context: buffers for the caller, rings for copies, slots for messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tpplan.errors import ExecutionError
 from tpplan.exec.arena import Arena
 from tpplan.exec.programs.program import HOST
-from tpplan.workspace import HOST_FLAG_BYTES, HOST_SLOT_BYTES, PAIR
+from tpplan.workspace import FRAME_FLAG_BYTES, FRAME_SLOT_BYTES, HOST_FLAG_BYTES, HOST_SLOT_BYTES, PAIR
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +43,7 @@ class HostMemory:
         self._arena = Arena(pinned.total_bytes, torch.device("cpu"), "host memory", pinned=lock_pages)
         self._buffers: tuple[Tensor, ...] = tuple(self._arena.keep(pinned.buffer_bytes) for _ in range(2))
         self.rings = {sender: self._arena.keep(PAIR * pinned.chunk_bytes) for sender in (*devices, HOST)}
-        self.flags = self._arena.keep(pinned.queues * HOST_FLAG_BYTES)
-        self._slot_bytes = 2 * HOST_SLOT_BYTES  # flags travel inside the data
+        self.flags = self._arena.keep(pinned.queues * (HOST_FLAG_BYTES + FRAME_FLAG_BYTES))
         self._slots: dict[Queue, Tensor] = {}
 
     def buffer(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -67,7 +66,8 @@ class HostMemory:
     def slots(self, queue: Queue) -> Tensor:
         """Return the slots of a queue in host memory, ``[slots, bytes]``; the same ones every time."""
         if queue not in self._slots:
-            self._slots[queue] = self._arena.keep(queue.slots * self._slot_bytes).view(queue.slots, -1)
+            size = FRAME_SLOT_BYTES if queue.framed else 2 * HOST_SLOT_BYTES  # flags travel inside what is small
+            self._slots[queue] = self._arena.keep(queue.slots * size).view(queue.slots, -1)
         return self._slots[queue]
 
     def close(self) -> None:

@@ -39,11 +39,11 @@ class SharedDevices(CudaDevices):
     """Devices whose caller works on the same streams as they do: one for each."""
 
     def __init__(
-        self, memory: Memory, places: Mapping[int, torch.device], streams: Sequence[torch.cuda.Stream]
+        self, memory: Memory, places: Mapping[int, torch.device], streams: Sequence[torch.cuda.Stream], transport: str
     ) -> None:
         """Take the streams of all devices of the plan."""
         self._own = streams
-        super().__init__(memory, places, transport="peer")
+        super().__init__(memory, places, transport=transport)
 
     def _handle(self, device: int) -> int:
         """Return the device's own stream."""
@@ -82,7 +82,7 @@ def context(
     return build(
         plan,
         places,
-        lambda memory: kind(memory, used, streams),
+        lambda memory: kind(memory, used, streams, transport),
         transport=transport,
         max_rows=plan.request.max_rows,
         dtype=getattr(torch, plan.model.dtype),

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 @given(operation=operations(devices=1), transport=st.sampled_from(TRANSPORTS), rows=st.integers(1, 70))
 def test_one_device_has_no_other_kernel_than_the_landing(operation: Operation, transport: str, rows: int) -> None:
     """Whatever it does, in a graph or not, it exchanges nothing, so that no other kernel is compiled and loaded."""
-    assert kernels_for(1) == ("landing_move",)
+    assert kernels_for(1, transport) == ("landing_move",)
     for captured in (False, True):
         program = lower(operation, route(operation, transport, rows, ITEM_BYTES, LIMITS, captured=captured))
         assert lands(program) or not any(isinstance(command, Exchange) for command in program.commands)
 
 
-def test_several_devices_have_all_kernels() -> None:
-    """Each way of exchanging moves, and adds up every dtype."""
-    ways = {f"{way}_{what}" for way in ("slot", "straight") for what in ("move", "sum_bf16", "sum_f16", "sum_f32")}
-    assert set(kernels_for(2)) == {*ways, "landing_move"}
+@pytest.mark.parametrize(
+    ("transport", "ways"), [("peer", ("slot", "straight")), ("host", ("slot", "frame")), ("events", ())]
+)
+def test_several_devices_have_the_kernels_of_their_transport(transport: str, ways: tuple[str, ...]) -> None:
+    """Each way of exchanging moves, and adds up every dtype; by events only gathers have a kernel."""
+    kernels = {f"{way}_{what}" for way in ways for what in ("move", "sum_bf16", "sum_f16", "sum_f32")}
+    assert set(kernels_for(2, transport)) == {*kernels, "landing_move"}

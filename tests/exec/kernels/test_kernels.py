@@ -13,8 +13,9 @@ import pytest
 
 from tests import machine_code
 from tests.machine_code import CAPABILITIES, check_code, registers
-from tpplan.exec.gpu import kernel_cache, slot_table, straight_table
-from tpplan.exec.gpu.blocks import SLOT_BLOCKS, STRAIGHT_BLOCKS
+from tpplan.exec.gpu import frame_table, kernel_cache, slot_table, straight_table
+from tpplan.exec.gpu.blocks import FRAME_BLOCKS, SLOT_BLOCKS, STRAIGHT_BLOCKS
+from tpplan.exec.gpu.frame_table import VECTORS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,6 +59,26 @@ def test_exchanges_poll_what_others_write(way: str, what: str) -> None:
         assert "ld.global.nc" not in text
         assert ".local" not in text
         assert registers(check_code(text, capability)) * slot_table.THREADS * SLOT_BLOCKS <= REGISTERS
+
+
+@pytest.mark.parametrize("name", ["frame_move", "frame_sum_bf16", "frame_sum_f16", "frame_sum_f32"])
+def test_frames_are_told_behind_a_fence(name: str) -> None:
+    """Four vectors are asked for before the first is needed; a flag follows them; nothing spills."""
+    for capability, text in _compiled(name).items():
+        posts = [at.start() for at in re.finditer(r"st\.volatile\.global\.v4\.u32", text)]
+        assert len(posts) == VECTORS
+        told = text.index("fence.acq_rel.sys;")
+        assert posts[-1] < text.index("bar.sync", posts[-1]) < told < text.index("st.volatile.global.u32", told)
+        polls = [at.start() for at in re.finditer(r"ld\.volatile\.global\.v4\.u32", text)]
+        assert len(polls) == VECTORS
+        assert "st.global.v4.u32" not in text[polls[0] : polls[-1]]
+        waits = [at.start() for at in re.finditer(r"ld\.acquire\.sys\.global\.u32", text)]
+        assert len(waits) == 2  # before the loop, and in it
+        assert waits[-1] < text.index("bar.sync", waits[-1]) < polls[0]
+        assert ".f64" not in text
+        assert "ld.global.nc" not in text
+        assert ".local" not in text
+        assert registers(check_code(text, capability)) * frame_table.THREADS * FRAME_BLOCKS <= REGISTERS
 
 
 @pytest.mark.parametrize("name", ["straight_move", "straight_sum_bf16", "straight_sum_f16", "straight_sum_f32"])

@@ -17,11 +17,11 @@ from tpplan.exec.links.tuning import (
     COPIES,
     EXCHANGES,
     FANS,
+    FRAMES,
     KIB,
     KINDS,
     LARGEST,
     MIB,
-    PARTS,
     SLOTS,
     STRAIGHT,
     SUMS,
@@ -152,7 +152,7 @@ def test_what_is_not_measured_keeps_its_default() -> None:
 
     found = tune(time, {"host": ROOM["host"]}, 2, straight=True)
     assert found == evolve(default(2), host_fans_bytes=0, host_exchanges_bytes=0, host_sums_bytes=0)
-    assert asked == {("host", kind, (SLOTS, PARTS)) for kind in KINDS}
+    assert asked == {("host", kind, (SLOTS, FRAMES)) for kind in KINDS}
     asked.clear()
     found = tune(time, {"peer": ROOM["peer"]}, 2, straight=False)
     assert found == evolve(default(2), peer_fans_bytes=0, peer_exchanges_bytes=0, peer_sums_bytes=0)

@@ -16,11 +16,11 @@ from tpplan.exec.links.tuning import (
     COPIES,
     EXCHANGES,
     FANS,
+    FRAMES,
     KIB,
     KINDS,
     LARGEST,
     MIB,
-    PARTS,
     PASSED_ON,
     SLOTS,
     STRAIGHT,
@@ -44,7 +44,7 @@ GONE = {
     ("peer", COPIES): Route("events"),
     ("peer", PASSED_ON): Route("peer", passed_on=True),
     ("host", SLOTS): Route("host", small=True),
-    ("host", PARTS): Route("host"),
+    ("host", FRAMES): Route("host", framed=True),
 }
 
 

@@ -39,7 +39,6 @@ from tpplan.exec.programs.program import (
     View,
     Wait,
 )
-from tpplan.workspace import HOST_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +60,8 @@ MUTATED = (
     "allgather to others, host-1 parts",
     "allgather of two, host-2 parts",
     "allgather of two, host-8 parts",
+    "allgather of two, host-frames of 2 parts",
+    "all_reduce of two, host-frames of 8 parts",
     "gather, local-1 parts",
     "all_reduce with residual, peer-1 parts",
     "all_reduce with residual, events-1 parts",
@@ -129,15 +130,15 @@ def problem(case: Case, program: Program, seed: int) -> str:
     Where devices send to each other, no credit is missed before one of them sends several messages unasked: one more
     than there are slots.
     """
-    random, slots = Random(seed), HOST_SLOTS if case.way.small and case.way.transport == "host" else SLOTS
+    random = Random(seed)
     caller = Caller(Adversary(memory(), random), random, case.rows, torch.float16)
     try:
-        for _ in range(slots + 2):
+        for _ in range(case.turns + 2):
             caller.use_any(case.operation)
             caller.call(case.operation, program)
-        if case.way.small:
+        if case.by_slots:
             for operation in one_way(case.operation):
-                for _ in range(slots + 1):
+                for _ in range(case.turns + 1):
                     caller.call(operation, lower(operation, case.way))
         caller.check()
     except (AssertionError, InternalError) as error:

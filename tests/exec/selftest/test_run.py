@@ -64,12 +64,14 @@ def test_everything_is_tested(plan: SplitPlan, report: SelftestReport) -> None:
 
 
 def test_every_way_is_gone(report: SelftestReport) -> None:
-    """Small and large messages are tried on every axis, and more parts of one than a ring has slots."""
+    """Small and large messages are tried on every axis, and longer ones than a ring has slots for."""
     plain = [one for one in report.tested if one.schedule == "plain"]
     ways = {(t.operation, t.transport): {way for axis in t.axes for way in axis.ways} for t in plain}
     for operation in ("broadcast", "scatter", "allgather", "all_reduce"):
         assert ways[operation, "peer"] == {"slots", "straight"}
-        assert {"slots", "1 part", "2 parts"} <= ways[operation, "host"]
+        assert {"slots", "frames"} <= ways[operation, "host"]
+    assert all("frames in turns" in ways[operation, "host"] for operation in ("broadcast", "all_reduce"))
+    assert {"1 part", "2 parts"} <= ways["broadcast from the host", "host"]
     assert "2 parts" in ways["broadcast from the host", "events"]
     assert ways["gather", "host"] == {"written"}
     assert all(axis.ways and not axis.skipped for one in plain for axis in one.axes)

@@ -11,8 +11,9 @@ from tpplan.exec.gpu.exchange_table import BLOCKS
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-#: Blocks of a slot kernel, and of a straight one, which has many registers, that a multiprocessor has room for.
-SLOT_BLOCKS, STRAIGHT_BLOCKS = 4, 1
+#: Blocks of a slot kernel, of one for frames, and of a straight one, which has many registers, that a multiprocessor
+#: has room for.
+SLOT_BLOCKS, FRAME_BLOCKS, STRAIGHT_BLOCKS = 4, 4, 1
 
 
 def most_blocks(places: Collection[torch.device], per_processor: int) -> int:

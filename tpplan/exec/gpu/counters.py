@@ -30,30 +30,31 @@ class Counters:
         for area in flags.values():
             area.zero_()
 
-    def number(self, home: int, *key: Hashable) -> int:
+    def number(self, home: int, *key: Hashable, count: int = 1) -> int:
         """Return the number of a counter among those of its home.
 
         Args:
             home: the device in whose memory it is, or HOST.
             key: what it counts.
+            count: how many there are in a row, of which this is the first.
 
         Raises:
             ExecutionError: there is no room for more.
         """
         whole = (home, *key)
         if whole not in self._numbers:
-            if self._used[home] >= self._rooms[home]:
+            if self._used[home] + count > self._rooms[home]:
                 where = "the host" if home == HOST else f"device {home}"
                 raise ExecutionError(
                     f"{where} has no room for more than {self._used[home]} counters", "use fewer devices"
                 )
             self._numbers[whole] = self._used[home]
-            self._used[home] += 1
+            self._used[home] += count
         return self._numbers[whole]
 
-    def address(self, home: int, *key: Hashable) -> int:
-        """Return the address of a counter."""
-        return self._addresses[home] + COUNTER_BYTES * self.number(home, *key)
+    def address(self, home: int, *key: Hashable, count: int = 1) -> int:
+        """Return the address of a counter; for the arguments see :meth:`number`."""
+        return self._addresses[home] + COUNTER_BYTES * self.number(home, *key, count=count)
 
     def area(self, device: int) -> int:
         """Return the address of a device's counters."""

@@ -76,7 +76,7 @@ class CudaDevices(Streams):
             for target in places.values():
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
         with ISSUING:
-            self._exchanges = Exchanges(memory, places, kernels_for(len(places)))
+            self._exchanges = Exchanges(memory, places, kernels_for(len(places), transport))
         ask = WeakMethod(self._is_busy)  # or nothing of a dropped context would go before a collector comes
         self._exchanges.landings.watch(lambda: (is_busy := ask()) is None or is_busy())
         self._issuing = Issuing(self._exchanges)

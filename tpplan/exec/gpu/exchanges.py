@@ -9,8 +9,8 @@ import torch
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.binding import no_memory
-from tpplan.exec.gpu import alone, kernel_cache, slot_table, slots, straight, straight_table
-from tpplan.exec.gpu.blocks import SLOT_BLOCKS, STRAIGHT_BLOCKS, most_blocks
+from tpplan.exec.gpu import alone, frame_table, frames, kernel_cache, slot_table, slots, straight, straight_table
+from tpplan.exec.gpu.blocks import FRAME_BLOCKS, SLOT_BLOCKS, STRAIGHT_BLOCKS, most_blocks
 from tpplan.exec.gpu.counters import Counters
 from tpplan.exec.gpu.early import is_possible
 from tpplan.exec.gpu.exchange_table import ALONE, COUNTER_BYTES, COUNTERS, DEADLINE, STATUS
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from tpplan.exec.binding import Memory
     from tpplan.exec.programs.program import Program, Queue
 
-KERNELS = (*(f"{way}_{what}" for way in ("slot", "straight") for what in ("move", *NAMES.values())), LANDING)
+#: Kinds of kernels of each transport.
+_WAYS = {"peer": ("slot", "straight"), "host": ("slot", "frame"), "events": ()}
 #: Threads of a block.
-_THREADS = {"slot": slot_table.THREADS, "straight": straight_table.THREADS}
+_THREADS = {"slot": slot_table.THREADS, "frame": frame_table.THREADS, "straight": straight_table.THREADS}
 #: A device that does not answer for so many nanoseconds never will.
 _DEADLINE = 10_000_000_000
 _INTERRUPTED = 4
@@ -65,6 +66,7 @@ class Exchanges:
         found = {place: torch.cuda.get_device_properties(place) for place in places.values()}
         here = list(places.values())
         self._most = {"slot": most_blocks(here, SLOT_BLOCKS), "straight": most_blocks(here, STRAIGHT_BLOCKS)}
+        self._most["frame"] = min(frame_table.MOST_BLOCKS, most_blocks(here, FRAME_BLOCKS))
         kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
         flags = torch.zeros(LINE * len(places), dtype=torch.int32, device="cpu", pin_memory=True)
         self.landings = Landings(
@@ -131,9 +133,13 @@ class Exchanges:
             return self.landings.prepare(program, kernels, dtype.itemsize)
         steps = [step for exchange in exchanges for step in exchange.steps]
         what = NAMES[dtype] if any(isinstance(step, Sum) for step in steps) else "move"
-        if not any(view.buffer.role == SLOT for step in steps for view in writes(step)):
+        filled = {view.buffer.queue for step in steps for view in writes(step) if view.buffer.role == SLOT}
+        if not filled:
             works = straight.prepare(exchanges, dtype.itemsize, self._counters)
             return tuple(self._launch(f"straight_{what}", work) for work in works)
+        if any(queue and queue.framed for queue in filled):
+            works = frames.prepare(exchanges, dtype.itemsize, self._memory, self._counters, self._most["frame"])
+            return tuple(self._launch(f"frame_{what}", work) for work in works)
         fresh = slots.fresh(exchanges, self._counters)
         if fresh and captured:
             raise ExecutionError(f"{program.name} was not run before", "run everything once before capturing it")
@@ -152,8 +158,8 @@ class Exchanges:
         device = work.stream.device
         names = name, _for_packets(name) if work.simple else name
         kernels = self._kernel(names[0], device), self._kernel(names[1], device)
-        way = "straight" if name.startswith("straight") else "slot"
-        may_be_early = way == "slot" and is_possible(self._capability(device))
+        way = "slot" if name.startswith("packet") else name.partition("_")[0]
+        may_be_early = way != "straight" and is_possible(self._capability(device))
         blocks = min(self._most[way], work.blocks)
         return Launch(kernels, work, blocks, _THREADS[way], self.header(device), early=may_be_early)
 
@@ -170,9 +176,10 @@ class Exchanges:
         return torch.cuda.get_device_capability(self._places[device])
 
 
-def kernels_for(devices: int) -> tuple[str, ...]:
+def kernels_for(devices: int, transport: str) -> tuple[str, ...]:
     """Return the kernels that so many devices may need: one alone has nobody to exchange with but the host."""
-    return KERNELS if devices > 1 else (LANDING,)
+    ways = _WAYS[transport] if devices > 1 else ()
+    return (*(f"{way}_{what}" for way in ways for what in ("move", *NAMES.values())), LANDING)
 
 
 def _refuse(seen: memoryview) -> None:

@@ -44,6 +44,7 @@ _MODULES = {
     "coded": "tpplan.decoder.kernels.coded_experts",
     "dense": "tpplan.decoder.kernels.dense",
     "experts": "tpplan.decoder.kernels.experts",
+    "frame": "tpplan.exec.kernels.frame",
     "gemv": "tpplan.decoder.kernels.gemv",
     "landing": "tpplan.exec.kernels.landing",
     "packed": "tpplan.decoder.kernels.packed",

@@ -59,6 +59,7 @@ class Work:
         row_bytes: that the longest step moves of each row, rounded up.
         blocks: most of a launch.
         simple: whether there is a kernel that does it faster where everything is aligned to the largest piece.
+        pieces: that a thread has at once.
     """
 
     stream: Stream
@@ -68,6 +69,7 @@ class Work:
     row_bytes: int
     blocks: int = BLOCKS
     simple: bool = False
+    pieces: int = 1
 
 
 class Launch:
@@ -107,7 +109,7 @@ class Launch:
             self._words[index] = word
         self._packed = Struct(f"<{1 + 2 * len(work.operands.buffers)}Q")
         self._threads, self._blocks = threads, blocks
-        self._row_bytes, self._block_bytes = work.row_bytes, threads * self._piece
+        self._row_bytes, self._block_bytes = work.row_bytes, threads * self._piece * work.pieces
 
     def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Ready:
         """Return what launches the kernel, as often as it is called, on the stream that it is given.

@@ -60,7 +60,7 @@ def store_packet(address: Any, value: Any) -> None:
 
 
 @device_function
-def _load(address: Any, size: Any) -> Any:
+def load_piece(address: Any, size: Any) -> Any:
     """Return 1, 2, 4 or 8 bytes."""
     if size == DATA_BYTES:
         return load_packet(address)
@@ -72,7 +72,7 @@ def _load(address: Any, size: Any) -> Any:
 
 
 @device_function
-def _store(address: Any, value: Any, size: Any) -> None:
+def store_piece(address: Any, value: Any, size: Any) -> None:
     """Write 1, 2, 4 or 8 bytes."""
     if size == DATA_BYTES:
         store_packet(address, value)
@@ -99,7 +99,7 @@ def _gather(address: Any, pitch: Any, width: Any, total: Any, packet: Any, piece
         return load_packet(address + start + at)
     value, shift = _WORD(0), _WORD(0)
     while at < min(end, total):
-        value |= _load(address + row(at, width) * (pitch - width) + at, piece) << shift
+        value |= load_piece(address + row(at, width) * (pitch - width) + at, piece) << shift
         shift += piece * _WORD(8)
         at += piece
     return value
@@ -115,7 +115,7 @@ def _scatter(
         line = row(at, message) if pitch != message or width != message else _WORD(0)
         column = at - line * message
         if skip <= column < skip + width or width == message:
-            _store(address + line * pitch + (column - skip), value, piece)
+            store_piece(address + line * pitch + (column - skip), value, piece)
         value >>= piece * _WORD(8)  # of a whole packet nothing is left, whatever a shift by 64 gives
         at += piece
 

@@ -32,7 +32,7 @@ class Timing:
         transport: ``peer`` or ``host``.
         kind: ``fans``, ``exchanges`` or ``sums``.
         message_bytes: from one device to one other.
-        way: ``slots``, ``straight``, ``copies``, ``passed on``, or ``parts``.
+        way: ``slots``, ``straight``, ``copies``, ``passed on``, or ``frames``.
         time_ns: one operation by it.
     """
 

@@ -19,8 +19,8 @@ KIB, MIB = 2**10, 2**20
 #: What is moved by one device, what by several, and what is added up.
 FANS, EXCHANGES, SUMS = KINDS = ("fans", "exchanges", "sums")
 
-#: Ways: through slots; what is large by kernels that write straight, by copy engines, or in parts through host memory.
-SLOTS, STRAIGHT, COPIES, PARTS = "slots", "straight", "copies", "parts"
+#: Ways: through slots; what is large by kernels that write straight, by copy engines, or in frames through host memory.
+SLOTS, STRAIGHT, COPIES, FRAMES = "slots", "straight", "copies", "frames"
 #: What is large and for several: each gets a share, and passes it on to the others.
 PASSED_ON = "passed on"
 #: How many devices have somebody to pass on to.
@@ -58,9 +58,9 @@ class Tuning:
     peer_fans_bytes: int = 512 * KIB
     peer_exchanges_bytes: int = 512 * KIB
     peer_sums_bytes: int = 512 * KIB
-    host_fans_bytes: int = 512 * KIB
-    host_exchanges_bytes: int = 512 * KIB
-    host_sums_bytes: int = 512 * KIB
+    host_fans_bytes: int = 128 * KIB
+    host_exchanges_bytes: int = 128 * KIB
+    host_sums_bytes: int = 128 * KIB
     copies_fans_bytes: int = 512 * KIB
     copies_exchanges_bytes: int = 0
     passed_on_bytes: int = MIB
@@ -90,8 +90,6 @@ _MEASURED = {
         peer_fans_bytes=256 * KIB,
         peer_exchanges_bytes=128 * KIB,
         peer_sums_bytes=128 * KIB,
-        host_exchanges_bytes=256 * KIB,  # these two were measured up to 64 KiB: four times as long is still less
-        host_sums_bytes=256 * KIB,
         copies_fans_bytes=MIB,
     ),
 }
@@ -163,7 +161,7 @@ def tune(time: Time, slots: Mapping[str, int], devices: int, *, straight: bool) 
 def _ways(transport: str, kind: str, devices: int, *, straight: bool) -> tuple[str, ...]:
     """Return the ways between which thresholds choose, from small to large messages."""
     if transport == "host":
-        return SLOTS, PARTS
+        return SLOTS, FRAMES
     if not straight:
         return SLOTS, COPIES
     if kind == SUMS:

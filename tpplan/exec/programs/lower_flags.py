@@ -44,8 +44,8 @@ class Message(NamedTuple):
 
     def slot(self, start: int, stop: int) -> View:
         """Return where these columns of the source are on their way."""
-        first, last = self.source.start, self.source.stop
-        return View(Buffer(SLOT, self.queue.place, queue=self.queue), start - first, stop - first, width=last - first)
+        first, last, slot = self.source.start, self.source.stop, Buffer(SLOT, self.queue.place, queue=self.queue)
+        return View(slot, start - first, stop - first, self.source.part, self.source.parts, last - first)
 
     def send(self) -> Iterator[Step]:
         """Wait until every receiver has freed the slot, fill it, and say so."""
@@ -55,7 +55,7 @@ class Message(NamedTuple):
         yield Signal(stream, Flag("full", self.queue))
 
 
-def _messages(sends: Iterable[tuple[View, int]], *, on_host: bool) -> dict[tuple[int, int], Message]:
+def _messages(sends: Iterable[tuple[View, int]], *, on_host: bool, framed: bool) -> dict[tuple[int, int], Message]:
     """Return the message for every sender and receiver.
 
     Host memory can be read by all, so that one message there, of all columns that anybody wants, serves all receivers.
@@ -67,49 +67,62 @@ def _messages(sends: Iterable[tuple[View, int]], *, on_host: bool) -> dict[tuple
     for sender in dict.fromkeys(sender for sender, _ in wanted):
         views = {receiver: source for (s, receiver), source in wanted.items() if s == sender}
         start, stop = min(v.start for v in views.values()), max(v.stop for v in views.values())
-        message = Message(View(Buffer(INPUT, sender), start, stop), Queue(HOST, sender, tuple(sorted(views))))
+        whole = next(iter(views.values()))._replace(start=start, stop=stop)
+        message = Message(whole, Queue(HOST, sender, tuple(sorted(views)), framed))
         messages.update(dict.fromkeys(((sender, receiver) for receiver in views), message))
     return messages
 
 
-def moves(operation: Moves, *, on_host: bool) -> Program:
-    """Send every view through a slot."""
-    sends = [(source, target.buffer.device) for source, target in operation.moves if _is_remote(source, target)]
-    messages = _messages(sends, on_host=on_host)
-    kernels = _senders(operation.devices, messages)
-    for source, target in operation.moves:
-        device = target.buffer.device
-        stream = own(device)
-        if _is_remote(source, target):
-            message = messages[source.buffer.device, device]
-            kernels[device] += (
-                Await(stream, Flag("full", message.queue)),
-                Copy(stream, message.slot(source.start, source.stop), target),
-                Signal(stream, Flag("free", message.queue, device)),
-            )
-        else:
-            kernels[device].append(Copy(stream, source, target))
-    return _program(f"{operation.name} by {_slots(on_host=on_host)}", kernels)
+def moves(operation: Moves, *, on_host: bool, framed: bool = False, parts: int = 1) -> Program:
+    """Send every view through slots.
+
+    Args:
+        operation: to be lowered.
+        on_host: whether the slots are in host memory.
+        framed: whether they are those for frames.
+        parts: of the rows, each of which is a message.
+    """
+    kernels: dict[int, list[Step]] = {device: [] for device in operation.devices}
+    for part in range(parts):
+        pieces = [(source.rows(part, parts), target.rows(part, parts)) for source, target in operation.moves]
+        sends = [(source, target.buffer.device) for source, target in pieces if _is_remote(source, target)]
+        messages = _messages(sends, on_host=on_host, framed=framed)
+        _send(kernels, messages)
+        for source, target in pieces:
+            device = target.buffer.device
+            stream = own(device)
+            if _is_remote(source, target):
+                message = messages[source.buffer.device, device]
+                kernels[device] += (
+                    Await(stream, Flag("full", message.queue)),
+                    Copy(stream, message.slot(source.start, source.stop), target),
+                    Signal(stream, Flag("free", message.queue, device)),
+                )
+            else:
+                kernels[device].append(Copy(stream, source, target))
+    return _program(f"{operation.name} by {_slots(on_host=on_host, framed=framed)}", kernels)
 
 
-def reduction(operation: Reduction, *, on_host: bool) -> Program:
-    """Send every part to every taker, which adds them up."""
-    sends = [
-        (View(Buffer(INPUT, giver), 0, operation.columns), taker)
-        for giver in operation.givers
-        for taker in operation.takers
-        if giver != taker
-    ]
-    messages = _messages(sends, on_host=on_host)
-    kernels = _senders(operation.devices, messages)
-    for taker in operation.takers:
-        received = {sender: message for (sender, receiver), message in messages.items() if receiver == taker}
-        slots = {sender: message.slot(0, operation.columns) for sender, message in received.items()}
-        whole = Share(taker, 0, operation.columns)
-        kernels[taker] += (Await(own(taker), Flag("full", message.queue)) for message in received.values())
-        kernels[taker].append(operation.total(own(taker), whole, slots.__getitem__))
-        kernels[taker] += (Signal(own(taker), Flag("free", message.queue, taker)) for message in received.values())
-    return _program(f"{operation.name} by {_slots(on_host=on_host)}", kernels)
+def reduction(operation: Reduction, *, on_host: bool, framed: bool = False, parts: int = 1) -> Program:
+    """Send every part to every taker, which adds them up; for the arguments see :func:`moves`."""
+    kernels: dict[int, list[Step]] = {device: [] for device in operation.devices}
+    for part in range(parts):
+        sends = [
+            (View(Buffer(INPUT, giver), 0, operation.columns, part, parts), taker)
+            for giver in operation.givers
+            for taker in operation.takers
+            if giver != taker
+        ]
+        messages = _messages(sends, on_host=on_host, framed=framed)
+        _send(kernels, messages)
+        for taker in operation.takers:
+            received = {sender: message for (sender, receiver), message in messages.items() if receiver == taker}
+            slots = {sender: message.slot(0, operation.columns) for sender, message in received.items()}
+            whole = Share(taker, 0, operation.columns, part, parts)
+            kernels[taker] += (Await(own(taker), Flag("full", message.queue)) for message in received.values())
+            kernels[taker].append(operation.total(own(taker), whole, slots.__getitem__))
+            kernels[taker] += (Signal(own(taker), Flag("free", message.queue, taker)) for message in received.values())
+    return _program(f"{operation.name} by {_slots(on_host=on_host, framed=framed)}", kernels)
 
 
 def direct_moves(operation: Moves, *, passed_on: bool = False) -> Program:
@@ -187,16 +200,14 @@ def _close(kernels: dict[int, list[Step]], pairs: list[Queue]) -> None:
         kernels[pair.place].append(Await(own(pair.place), Flag("done", pair)))
 
 
-def _slots(*, on_host: bool) -> str:
-    return "slots on the host" if on_host else "slots of peers"
+def _slots(*, on_host: bool, framed: bool) -> str:
+    return f"{'frames' if framed else 'slots'} {'on the host' if on_host else 'of peers'}"
 
 
-def _senders(devices: Iterable[int], messages: dict[tuple[int, int], Message]) -> dict[int, list[Step]]:
-    """Start kernels with what each device sends."""
-    kernels: dict[int, list[Step]] = {device: [] for device in devices}
+def _send(kernels: dict[int, list[Step]], messages: dict[tuple[int, int], Message]) -> None:
+    """Add what each device sends to its kernel."""
     for message in dict.fromkeys(messages.values()):
         kernels[message.queue.sender] += message.send()
-    return kernels
 
 
 def _is_remote(source: View, target: View) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import frozen
 
-from tpplan.workspace import HOST_SLOTS, PAIR
+from tpplan.workspace import FRAME_SLOTS, HOST_SLOTS, PAIR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,15 +55,20 @@ class Queue(NamedTuple):
         place: the device in whose memory the slots are, or HOST.
         sender: fills them.
         receivers: read them; a slot is filled again when all of them have freed it.
+        framed: whether kernels cut messages into frames with flags of their own, so that they pass through while the
+            rest is on its way; if not, flags travel inside the data.
     """
 
     place: int
     sender: int
     receivers: tuple[int, ...]
+    framed: bool = False
 
     @property
     def slots(self) -> int:
         """How many messages it holds: more in host memory, where it takes long to see that one was read."""
+        if self.framed:
+            return FRAME_SLOTS
         return HOST_SLOTS if self.place == HOST else SLOTS
 
 

@@ -14,6 +14,7 @@ from tpplan.exec.context import TPContext
 from tpplan.exec.explain import cuts
 from tpplan.exec.operands import ADDABLE
 from tpplan.exec.selftest.references import Kind
+from tpplan.workspace import FRAME_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -143,6 +144,14 @@ class Attempts:
                 several = max(way.first + 1, _SEVERAL // self._cost(one))
                 for rows in {way.first, min(several, way.last), way.last}:
                     yield evolve(one, lead=(rows,))
+                if way.how == "frames" and (rows := self._long(one)) <= way.last:
+                    yield evolve(one, lead=(rows,), how=f"{way.how} in turns")
+
+    def _long(self, one: Attempt) -> int:
+        """Return as many rows as every device sends to fill all slots of frames once, and some of them again."""
+        ring = FRAME_SLOTS * self.context.explain().limits.frame_bytes
+        senders = len(self.context.all_devices) if self.kind.cuts else 1
+        return 2 + senders * ring // (self.columns[one.axis] * one.dim * one.dtype.itemsize)
 
     def _is_cheap(self, attempt: Attempt) -> bool:
         return self._fits(attempt) and (self._cost(attempt) <= _CHEAP or prod(attempt.lead) == 1)

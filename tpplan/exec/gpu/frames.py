@@ -1,0 +1,56 @@
+"""Exchanges in frames on CUDA devices: what their kernels are told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpplan.exec.gpu.exchange_table import COUNTER_BYTES
+from tpplan.exec.gpu.frame_table import FILLED, LINES_BYTES, VECTOR_BYTES, VECTORS, Place, table
+from tpplan.exec.gpu.launch import Operands, Work
+from tpplan.exec.gpu.slot_table import queues
+from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tpplan.exec.binding import Memory
+    from tpplan.exec.gpu.counters import Counters
+    from tpplan.exec.programs.program import Exchange, Queue
+
+#: Counters that the lines of flags of a queue's sender, or of one receiver, take.
+_LINES = LINES_BYTES // COUNTER_BYTES
+
+
+def prepare(exchanges: Sequence[Exchange], item: int, memory: Memory, counters: Counters, blocks: int) -> list[Work]:
+    """Return what each device does.
+
+    Args:
+        exchanges: of a program.
+        item: bytes per element.
+        memory: of the context.
+        counters: of the context.
+        blocks: that share a slot.
+    """
+    works = []
+    for exchange in exchanges:
+        device = exchange.stream.device
+        places = {queue: _place(queue, device, memory, counters) for queue in queues(exchange)}
+        stride = max((memory.slots(queue).shape[1] for queue in places), default=0)
+        made = table(exchange, item, places, blocks, stride)
+        buffers = tuple(Buffer(role, device) for role in (INPUT, OUTPUT, RESIDUAL))
+        operands = Operands(buffers, made.bits, VECTOR_BYTES)
+        works.append(Work(exchange.stream, FILLED, made.words, operands, made.longest, blocks, pieces=VECTORS))
+    return works
+
+
+def _place(queue: Queue, device: int, memory: Memory, counters: Counters) -> Place:
+    """Return where a device finds a queue."""
+    sends = device == queue.sender
+    readers = queue.receivers if sends else (device,)
+    return Place(
+        memory.slots(queue).data_ptr(),
+        counters.address(device, "frames", queue),
+        counters.address(HOST, "filled", queue, count=_LINES),
+        tuple(counters.address(HOST, "freed", queue, reader, count=_LINES) for reader in readers),
+        tuple(counters.address(device, "known", queue, reader) for reader in readers if sends),
+    )
