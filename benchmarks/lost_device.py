@@ -78,7 +78,7 @@ def lose(plan: SplitPlan, transport: str, rows: int = 1) -> Loss:
 
     Args:
         plan: for CUDA devices in the order of their numbers.
-        transport: whose kernels wait for each other: ``peer``, or ``host`` for few rows.
+        transport: whose kernels wait for each other: ``peer`` or ``host``.
         rows: of the residual stream, that are added up.
     """
     places = [torch.device("cuda", i) for i in range(len(plan.devices))]

@@ -38,6 +38,8 @@ SIZES = (40, 20, 30, 25, 36, 22, 28, 33)
 CALLS, GRAPHS, IN_A_GRAPH, REPLAYS = 400, 4, 100, 200
 #: Operations in a row on the same streams, and between replays.
 _IN_A_ROW, _BETWEEN = 20, 2
+#: Rows of a sum that goes through host memory in frames, on up to eight GPUs.
+FRAMED_ROWS = 32
 #: Faults that are told.
 _TOLD = 10
 
@@ -256,8 +258,8 @@ def _tell_losses(plan: SplitPlan, transports: list[str], wanted: argparse.Namesp
     from benchmarks.lost_device import lose  # noqa: PLC0415 (needs CUDA's packages)
 
     print("\n| transport | rows | a lost device ends in an error after, s | a new context, wrong |\n|---|---|---|---|")
-    most = plan.request.max_rows
-    for transport, rows in ((way, rows) for way in transports for rows in ((1, most) if way == "peer" else (1,))):
+    large = {"peer": plan.request.max_rows, "host": FRAMED_ROWS}
+    for transport, rows in ((way, rows) for way in transports for rows in (1, large[way])):
         loss = lose(plan, transport, rows)
         context = tpx.compile(plan, backend="cuda", transport=transport)
         with suppress(ExecutionError), context:  # what has failed says so again when it is closed

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.lost_device import _Losing, lose
-from benchmarks.soak import plan_for, soak
+from benchmarks.soak import FRAMED_ROWS, plan_for, soak
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.programs.program import Program
@@ -33,7 +33,7 @@ def test_no_call_is_issued_as_before_a_loss() -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize(("transport", "rows"), [("peer", 1), ("peer", 2048), ("host", 1)])
+@pytest.mark.parametrize(("transport", "rows"), [("peer", 1), ("peer", 2048), ("host", 1), ("host", FRAMED_ROWS)])
 def test_a_lost_device_ends_in_an_error(transport: str, rows: int) -> None:
     """The others give up, of a small sum and of a large one; memory is given back, and a new context works."""
     plan = plan_for(2)
