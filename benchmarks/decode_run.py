@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -40,6 +41,8 @@ _TURNS, _COPIES = 3, 8
 
 def measure(order: Order, tell: Callable[[Row], None]) -> None:
     """Load a checkpoint by a plan, and measure what there is to measure, the first token first."""
+    if order.transport == "host":
+        os.environ.setdefault("NCCL_P2P_DISABLE", "1")  # or NCCL would go by links that tpplan is not to use
     part = Part(tell, gpus=order.gpus, cut=order.cut, who="tpplan")
     began = time.perf_counter()
     plan = order.plan()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 #: Payloads in bytes where nobody says which.
 _USUAL = (8 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 1000
+#: Keeps NCCL from copies between GPUs; read when it first does something.
+_NO_LINKS = "NCCL_P2P_DISABLE"
 
 
 def bench(
@@ -44,7 +47,8 @@ def bench(
 ) -> BenchReport:
     """Time every operation of a compiled plan, and others who do the same, whose results are compared first.
 
-    What fails is told in its place in the report: it does not end the rest.
+    What fails is told in its place in the report: it does not end the rest. Where tpplan goes through the host's
+    memory, so does NCCL, if it was not used in this process before, nor the environment says otherwise.
 
     Args:
         make: compiles a plan for a transport.
@@ -81,6 +85,8 @@ def bench(
                 even = Cases(made)
         except Exception as error:  # noqa: BLE001 (the same)
             notes.append(f"even slices were not timed: {_reason(error)}")
+        if cases.places[0].type == "cuda" and cases.explanation.transport == "host":
+            notes += _unlinked()
         report = _head(cases, even, rounds, limits, notes)
         turns = _Turns(cases, even, limits, Clock(cases.places, rounds))
         for name in cases.makers:
@@ -269,6 +275,12 @@ def _reason(error: Exception) -> str:
     """Return an error in one line."""
     message = error.message if isinstance(error, TpplanError) else f"{type(error).__name__}: {error}"
     return " ".join(message.split())
+
+
+def _unlinked() -> Iterator[str]:
+    """Keep NCCL from links between GPUs, where tpplan uses none, and yield a note of that; the environment decides."""
+    if os.environ.setdefault(_NO_LINKS, "1") == "1":
+        yield f"NCCL goes through host memory as well: {_NO_LINKS}=1"
 
 
 def _software(note: Callable[[str], None]) -> Iterator[str]:
