@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
@@ -71,7 +72,8 @@ class Reader:
             while view:
                 got = self._file.readinto(view)
                 if not got:
-                    what = f"{name} ends at byte {start}, {len(view)} bytes before a tensor does"
+                    end = min(start, os.fstat(self._file.fileno()).st_size)
+                    what = f"{name} ends at byte {end}, {start + len(view) - end} bytes before a tensor does"
                     raise ModelError(what, _HINT)
                 view, start = view[got:], start + got
         except OSError as error:
