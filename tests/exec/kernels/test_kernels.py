@@ -110,6 +110,17 @@ def test_a_flag_follows_what_has_landed() -> None:
         check_code(text, capability)
 
 
+@pytest.mark.parametrize(("cuda", "extra"), [("12.8", "cu12"), ("13.0", "cu13"), (None, "cu13")])
+def test_what_is_missing_is_named_for_torchs_cuda(
+    cuda: str | None, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the command that installs it."""
+    assert not kernel_cache.lacks()
+    monkeypatch.setattr(kernel_cache, "_is_installed", lambda name: name != "numba_cuda")
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    assert re.fullmatch(rf'numba_cuda not installed: .+ -m pip install "tpplan\[{extra}\]"', kernel_cache.lacks())
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_generations_share_what_numba_makes_of_a_source(capability: tuple[int, int]) -> None:
     """What tests say of kernels, whose sources are read once for all generations, is true of those that GPUs run."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.errors import InternalError, TpplanError
 from tpplan.exec.gpu.workers import work_off
+from tpplan.extras import install_command
 from tpplan.files import cache_folder, save_bytes
 
 if TYPE_CHECKING:
@@ -75,7 +76,12 @@ _COMPILERS = (
 def lacks() -> str:
     """Return what is missing to compile and launch kernels; empty if nothing is."""
     missing = [name for name in ("numba_cuda", "cuda.core") if not _is_installed(name)]
-    return f"{' and '.join(missing)} not installed: pip install 'tpplan[cu13]'" if missing else ""
+    if not missing:
+        return ""
+    import torch  # noqa: PLC0415 (which processes that compile do without)
+
+    extra = "cu12" if str(torch.version.cuda).startswith("12.") else "cu13"
+    return f"{' and '.join(missing)} not installed: {install_command(extra)}"
 
 
 def _is_installed(name: str) -> bool:
