@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
@@ -55,6 +56,15 @@ def _compiler(plan: SplitPlan = UNEVEN, tuning: Tuning | None = None) -> Callabl
 def _times(report: BenchReport, operation: str) -> dict[str, Timed]:
     """Return who did an operation of the first size."""
     return {timed.by: timed for timed in next(m for m in report.measured if m.operation == operation).timed}
+
+
+def test_without_links_nccl_has_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told by the environment, unless that says otherwise, and the report says so."""
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    assert list(bench._unlinked()) == []
+    monkeypatch.delenv("NCCL_P2P_DISABLE")
+    assert list(bench._unlinked()) == ["NCCL goes through host memory as well: NCCL_P2P_DISABLE=1"]
+    assert os.environ["NCCL_P2P_DISABLE"] == "1"
 
 
 def test_another_way_in_graphs_is_told() -> None:
