@@ -21,6 +21,7 @@ from tpplan.exec.programs.lower import Route, lower
 from tpplan.exec.programs.operation import Reduction
 from tpplan.exec.programs.program import HOST, RESIDUAL, Buffer, Exchange, Queue
 from tpplan.exec.programs.program import OPERANDS as ROLES
+from tpplan.workspace import FRAME_SLOTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,10 +100,10 @@ class Machine:
     ],
 )
 def test_frames_say_what_operations_say(name: str, dtype: torch.dtype, *, strided: bool) -> None:
-    """Every byte of every output, in whole vectors and in pieces, through more frames than there are slots."""
+    """Every byte of every output, in whole vectors and, of fewer rows, in pieces; through more frames than slots."""
     operation, random = OPERATIONS[name], Random(1)
     kernel = WIDE[dtype] if isinstance(operation, Reduction) else frame_kernels.FRAME_MOVE
-    rows = 9 * STRIDE // (40 * dtype.itemsize) + 3
+    rows = (2 if strided else FRAME_SLOTS + 1) * STRIDE // (40 * dtype.itemsize) + 3
     machine = Machine(operation, rows)
     for last in (0, 2**32 - 3):  # numbers wrap
         truths = {b: noise(rows, columns, dtype, random) for b, columns in widths(operation).items()}

@@ -2,8 +2,8 @@
 
 A frame is written, fenced, and told by a flag beside it, so that the link carries nothing twice: packets, which carry
 their flags inside, are sooner there, but take twice the room. While a block of threads fills a frame, or waits for one,
-others do the same, so the link is busy in both directions. A thread reads and writes the same bytes of what is sent
-and of what is added up: a sum may be written over a part.
+others do the same, so the link is busy in both directions. A block has sent all that it has of a frame before it adds
+up what others have of the same columns: a sum may be written over a part.
 
 How messages are cut is told in :mod:`tpplan.exec.gpu.frame_table`, and what a kernel exchanges, in its table.
 """
