@@ -44,6 +44,7 @@ def little_room() -> Iterator[None]:
             "CHUNK_BYTES": 64,
             "HOST_SLOT_BYTES": 256,
             "FRAME_SLOT_BYTES": 96,
+            "SPARED_BYTES": 400,
             "SPARE_BYTES": 256,
         }.items():
             for module in (workspace, compiler, host):

@@ -14,8 +14,8 @@ class TestedAxis:
         rows: numbers of rows that ran with the plan's own width: that of heads, or of the residual stream where nothing
             is cut.
         narrow_rows: numbers of rows that ran with fewer columns.
-        ways: that operands of the plan's width went: ``slots``, ``frames``, ``straight``, ``passed on``, ``1 part``,
-            ``2 parts`` or ``on each device``.
+        ways: that operands of the plan's width went: ``slots``, ``frames``, ``shared frames``, ``straight``,
+            ``passed on``, ``1 part``, ``2 parts`` or ``on each device``.
         skipped: ways that only operands too large for a test go.
     """
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 LIMITS = Limits(
     slot_bytes=256, stage_bytes=1024, exchange_bytes=1024, tuning=Tuning(passed_on_bytes=2000, gathers_bytes=256)
 )
-#: The same where kernels send in frames what no slot takes: 6 rows of 40 columns at a time, but of sums with three and
-#: more devices only what is worth it.
-FRAMED = evolve(LIMITS, frame_bytes=512)
+#: The same where kernels send in frames what no slot takes, 6 rows of 40 columns at a time, and share out all sums of
+#: three devices and more.
+FRAMED = evolve(LIMITS, frame_bytes=512, spared_bytes=250)
 ITEM_BYTES = 2
 
 #: With 40 columns: small; large in 1, 2, 4, 8 and 16 parts. With few columns the last two are large.
@@ -65,7 +65,7 @@ class Case:
 
     def __str__(self) -> str:
         size = "small" if self.way.small else "passed on" if self.way.passed_on else f"{self.way.parts} parts"
-        size = f"frames of {size}" if self.way.framed else size
+        size = f"{'shared ' * self.way.shared}frames of {size}" if self.way.framed else size
         return f"{self.operation.name}-{self.way.transport}-{size}"
 
 

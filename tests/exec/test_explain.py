@@ -45,6 +45,7 @@ NAMES = {
     ("peer", "passed on"): "passed on",
     ("host", "slots"): "by slots on the host",
     ("host", "frames"): "by frames on the host",
+    ("host", "shared frames"): "by shared frames on the host",
     ("host", "parts"): "through host memory",
     ("events", "parts"): "by events",
 }

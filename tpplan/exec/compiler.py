@@ -23,7 +23,7 @@ from tpplan.exec.links.tuning import Tuning, default
 from tpplan.exec.links.tuning_cache import stored
 from tpplan.exec.machine import differences, look_at, places_for
 from tpplan.exec.operands import ADDABLE
-from tpplan.exec.programs.lower import TRANSPORTS, Limits
+from tpplan.exec.programs.lower import SPARED_BYTES, TRANSPORTS, Limits
 from tpplan.exec.programs.program import HOST, SLOTS
 from tpplan.exec.tensors import name_of
 from tpplan.exec.transports import Choice, choose
@@ -200,6 +200,7 @@ def build(
         straight=straight,
         frame_bytes=FRAME_SLOT_BYTES if transport == "host" and waits else 0,
         streams=on_gpus,
+        spared_bytes=SPARED_BYTES,
         tuning=tuning or default(len(used)),
     )
     backend = start(Memory({d.index: d.exchange for d in devices}, host.rings, slots, flags))

@@ -59,8 +59,8 @@ class Way:
         first: fewest rows.
         last: most rows.
         transport: ``peer``, ``host``, ``events``, ``local`` where no device talks to another, or ``refused``.
-        how: ``slots``, ``frames``, ``straight``, ``passed on`` among those that get the same, in how many parts, or, if
-            ``local``, ``on each device`` or, into the host's memory, ``written`` or ``copied``.
+        how: ``slots``, ``frames``, ``shared frames``, ``straight``, ``passed on`` among those that get the same, in how
+            many parts, or, if ``local``, ``on each device`` or, into the host's memory, ``written`` or ``copied``.
         why: in words.
         row_bytes: that one row moves from one memory to another, on all devices together.
         buffers: of the context's memory that are used.

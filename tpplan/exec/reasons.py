@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.exec.links.tuning import copies_field, slots_field
 from tpplan.exec.programs.lower import LARGEST_CHUNK, kind_of
-from tpplan.exec.programs.operation import Addition, Moves, Reduction
+from tpplan.exec.programs.operation import Addition, Moves
 from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def how(operation: Operation, route: Route) -> str:
         return "written" if route.small else "copied"
     if route.transport == "local":
         return "on each device"
-    ways = {"slots": route.small, "frames": route.framed, "passed on": route.passed_on}
+    ways = {"slots": route.small, "shared frames": route.shared, "frames": route.framed, "passed on": route.passed_on}
     ways["straight"] = route.transport == "peer"
     for way, is_taken in ways.items():
         if is_taken:
@@ -48,15 +48,13 @@ def why(operation: Operation, route: Route, engine: Engine) -> str:
         return f"fits {slot}" if largest == limits.slot_bytes else f"within {slot}"
     large = f"larger than {slot}"
     if route.framed:
-        return large
+        return f"{large}, and shared out" if route.shared else large
     if route.transport == "peer":
         spared = format_bytes(limits.tuning.passed_on_bytes)
         return f"spares its source passed_on_bytes, {spared}, or more" if route.passed_on else large
     if limits.straight and largest < limits.tuning.copies(kind):
         large = f"from {copies_field(kind)}, {format_bytes(limits.tuning.copies(kind))}, on"
     large = f"{large}: " if engine.transport == "peer" and route.transport == "events" else ""
-    if engine.transport == "host" and limits.frame_bytes and isinstance(operation, Reduction):
-        large = "shared out: "
     if route.transport == "events" and isinstance(operation, Moves):
         return f"{large}copies of any size"
     room = f"a chunk of {format_bytes(min(limits.ring_slot(route.slots), LARGEST_CHUNK))}"

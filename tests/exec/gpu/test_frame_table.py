@@ -20,13 +20,18 @@ from tpplan.exec.gpu.frame_table import (
     LOCAL_TO,
     LOCAL_WIDTH,
     LONGEST,
+    MOVE_WORDS,
+    MOVES,
+    MOVES_AT,
     OWN,
     QUEUE_WORDS,
     QUEUES,
-    RECEIVE_WORDS,
-    RECEIVES,
-    RECEIVES_AT,
     RESIDUE,
+    SHARE_SKIP,
+    SHARE_WIDTH,
+    SHARED,
+    SOURCES,
+    SOURCES_AT,
     WIDTH,
     Place,
     table,
@@ -42,9 +47,10 @@ if TYPE_CHECKING:
 BLOCKS = 16
 
 
-def _exchanges(name: str) -> list[Exchange]:
+def _exchanges(name: str, *, shared: bool = False) -> list[Exchange]:
     """Return the kernels of an operation in frames."""
-    return [c for c in lower(OPERATIONS[name], Route("host", framed=True)).commands if isinstance(c, Exchange)]
+    way = Route("host", framed=True, shared=shared)
+    return [c for c in lower(OPERATIONS[name], way).commands if isinstance(c, Exchange)]
 
 
 def _places(exchange: Exchange) -> dict[Queue, Place]:
@@ -71,27 +77,42 @@ def test_every_receiver_of_a_message_has_an_entry() -> None:
     """The sender waits for the flags of each; each finds the message, and what of it is its own."""
     first, second, third = _exchanges("scatter")  # of 5, 4 and 31 columns, the first of which stay
     words = _words(first)
-    assert (words[FILLED], words[QUEUES], words[RECEIVES]) == (2, 2, 0)
+    assert (words[FILLED], words[QUEUES], words[MOVES]) == (2, 2, 0)
     assert (words[COLUMN], words[WIDTH], words[LONGEST]) == (10, 70, 70)
     assert (words[LOCAL_COLUMN], words[LOCAL_WIDTH], words[LOCAL_TO]) == (0, 10, 0)
     assert _rows(words, FIRST_QUEUE, 2, QUEUE_WORDS) == [(2, 1, 3, 51, 71, 70), (2, 1, 3, 52, 72, 70)]
     for exchange, device, taken in ((second, 1, (0, 0, 8)), (third, 2, (0, 8, 62))):
         words = _words(exchange)
-        assert (words[FILLED], words[QUEUES], words[RECEIVES]) == (0, 1, 1)
+        assert (words[FILLED], words[QUEUES], words[MOVES]) == (0, 1, 1)
         assert (words[WIDTH], words[LOCAL_WIDTH], words[LONGEST]) == (0, 0, 70)
         assert _rows(words, FIRST_QUEUE, 1, QUEUE_WORDS) == [(2, 1, 3, 50 + device, 0, 70)]
-        assert _rows(words, words[RECEIVES_AT], 1, RECEIVE_WORDS) == [(0, *taken)]
+        assert _rows(words, words[MOVES_AT], 1, MOVE_WORDS) == [(0, *taken)]
 
 
 def test_sums_are_in_the_order_of_the_givers() -> None:
     """The same on all devices, or they would not be equal to the bit; the residual comes last."""
     for own, exchange in enumerate(_exchanges("all_reduce with residual")):
         words = _words(exchange)
-        sources = words[words[RECEIVES_AT] : words[RECEIVES_AT] + words[RECEIVES]]
+        sources = words[words[SOURCES_AT] : words[SOURCES_AT] + words[SOURCES]]
         first = words[FILLED]  # entries of what is read follow
         others = [first, first + 1]
         assert sources == [*others[:own], OWN, *others[own:], RESIDUE]
-        assert words[WIDTH] == words[LONGEST] == 80
+        assert words[WIDTH] == words[LONGEST] == words[SHARE_WIDTH] == 80
+        assert words[SHARED] == words[SHARE_SKIP] == words[MOVES] == 0
+
+
+def test_totals_lie_where_they_belong_in_a_row() -> None:
+    """Every device adds up its share of 16, 16 and 8 columns, sends it by the same queue, and takes those of others."""
+    shares = [(0, 32), (32, 32), (64, 16)]
+    for own, exchange in enumerate(_exchanges("all_reduce with residual", shared=True)):
+        words = _words(exchange)
+        assert (words[SHARED], (words[SHARE_SKIP], words[SHARE_WIDTH])) == (1, shares[own])
+        assert (words[WIDTH], words[FILLED], words[QUEUES], words[SOURCES]) == (80, 2, 4, 4)
+        moves = _rows(words, words[MOVES_AT], words[MOVES], MOVE_WORDS)
+        order = [other for other in (*range(own + 1, 3), *range(own)) if other != own]
+        assert [move[1:] for move in moves] == [(shares[d][0], *shares[d]) for d in order]
+        assert {move[0] for move in moves} == {2, 3}  # the queues that the sources have, too
+        assert {s for s in words[words[SOURCES_AT] : words[SOURCES_AT] + 4] if s < OWN} == {2, 3}
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if f"{name}, host-frames of 1 parts" in CASES])

@@ -34,16 +34,16 @@ frame_kernels = pytest.importorskip("tpplan.exec.kernels.frame", reason="needs n
 #: Threads of the one block of each device: a warp for what is filled, and one for what is read.
 THREADS = 64
 #: Bytes of a frame, which is all that a slot of one block holds, and of all counters of a device.
-STRIDE, FLAGS = THREADS * VECTOR_BYTES * VECTORS, 256 * COUNTER_BYTES
+STRIDE, FLAGS = THREADS * VECTOR_BYTES * VECTORS, 512 * COUNTER_BYTES
 WIDE = {torch.bfloat16: frame_kernels.FRAME_SUM_BF16, torch.float32: frame_kernels.FRAME_SUM_F32}
 
 
 class Machine:
     """The memory of some devices, and what their kernels are told."""
 
-    def __init__(self, operation: Operation, rows: int) -> None:
+    def __init__(self, operation: Operation, rows: int, *, shared: bool) -> None:
         """Take it."""
-        program = lower(operation, Route("host", framed=True))
+        program = lower(operation, Route("host", framed=True, shared=shared))
         self._exchanges = [each for each in program.commands if isinstance(each, Exchange)]
         self._rows, self.slots = rows, dict[Queue, "Tensor"]()
         devices = [each.stream.device for each in self._exchanges]
@@ -86,25 +86,28 @@ class Machine:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "strided"),
+    ("name", "dtype", "strided", "shared"),
     [
-        ("broadcast", torch.int64, False),
-        ("broadcast from elsewhere", torch.bfloat16, True),
-        ("scatter", torch.bfloat16, False),
-        ("allgather to others", torch.int64, False),
-        ("allgather of two", torch.bfloat16, False),
-        ("all_reduce with residual", torch.bfloat16, False),
-        ("all_reduce of fewer", torch.float32, False),
-        ("all_reduce of one", torch.float32, True),
-        ("all_reduce of two", torch.bfloat16, True),
+        ("broadcast", torch.int64, False, False),
+        ("broadcast from elsewhere", torch.bfloat16, True, False),
+        ("scatter", torch.bfloat16, False, False),
+        ("allgather to others", torch.int64, False, False),
+        ("allgather of two", torch.bfloat16, False, False),
+        ("all_reduce with residual", torch.bfloat16, False, False),
+        ("all_reduce of fewer", torch.float32, False, False),
+        ("all_reduce of one", torch.float32, True, False),
+        ("all_reduce of two", torch.bfloat16, True, False),
+        ("all_reduce with residual", torch.bfloat16, False, True),
+        ("all_reduce of five", torch.float32, False, True),
+        ("all_reduce", torch.bfloat16, True, True),
     ],
 )
-def test_frames_say_what_operations_say(name: str, dtype: torch.dtype, *, strided: bool) -> None:
+def test_frames_say_what_operations_say(name: str, dtype: torch.dtype, *, strided: bool, shared: bool) -> None:
     """Every byte of every output, in whole vectors and, of fewer rows, in pieces; through more frames than slots."""
     operation, random = OPERATIONS[name], Random(1)
     kernel = WIDE[dtype] if isinstance(operation, Reduction) else frame_kernels.FRAME_MOVE
     rows = (2 if strided else FRAME_SLOTS + 1) * STRIDE // (40 * dtype.itemsize) + 3
-    machine = Machine(operation, rows)
+    machine = Machine(operation, rows, shared=shared)
     for last in (0, 2**32 - 3):  # numbers wrap
         truths = {b: noise(rows, columns, dtype, random) for b, columns in widths(operation).items()}
         for buffer in [b for b in truths if b.role == RESIDUAL]:

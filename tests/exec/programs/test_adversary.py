@@ -62,6 +62,7 @@ MUTATED = (
     "allgather of two, host-8 parts",
     "allgather of two, host-frames of 2 parts",
     "all_reduce of two, host-frames of 8 parts",
+    "all_reduce with residual, host-shared frames of 1 parts",
     "gather, local-1 parts",
     "all_reduce with residual, peer-1 parts",
     "all_reduce with residual, events-1 parts",

@@ -55,11 +55,12 @@ _TESTED = (
     "all_reduce of one",
     "add_residual",
 )
-#: Of frames only those in one part: in exchanges of several, messages of a part tell that those before it were read.
+#: Of frames only those in one part that are not shared out: in others, messages tell that those before were read.
 TESTED = {
     name: found
     for name, found in CASES.items()
-    if name.startswith(_TESTED) and (found.way.parts == 1 or (found.way.parts == 4 and not found.way.framed))
+    if name.startswith(_TESTED)
+    and (not found.way.shared if found.way.parts == 1 else found.way.parts == 4 and not found.way.framed)
 }
 
 _HUB = (

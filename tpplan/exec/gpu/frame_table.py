@@ -12,20 +12,23 @@ reads:
 - the addresses of the block's number of the latest frame, of the slots, of ``full`` and of ``freed``, and of what the
   sender knows of the last one, for that takes long to be read; then the bytes of a row of the message.
 
-And what it receives: which of the queues, or what else the source of a sum is; of a move also the column of the output,
-the columns that are skipped and the width that is taken.
+Then the sources of a sum, each a queue, or what else it is; and what is moved to the output: which of the queues, the
+column of the output, the columns that are skipped and the width that is taken.
+
+Where a sum is shared out, every device adds up its share of the columns, and sends that in the frame after the one with
+its part, where it lies as in a whole row: what a thread has added up is what it sends, and what others take.
 """
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING
 
 from attrs import Factory, define, frozen
 
 from tpplan.errors import InternalError
 from tpplan.exec.gpu.exchange_table import FIRST_OPERAND, MOST_WORDS
-from tpplan.exec.programs.program import INPUT, Copy, Queue, Sum
+from tpplan.exec.programs.program import INPUT, OUTPUT, Copy, Queue, Sum
 from tpplan.workspace import FRAME_BYTES, FRAME_SLOT_BYTES
 
 if TYPE_CHECKING:
@@ -42,19 +45,20 @@ LINES_BYTES = LINE * MOST_BLOCKS
 
 #: Where the operands are: address and pitch of each.
 X, OUT, RESIDUAL = FIRST_OPERAND, FIRST_OPERAND + 2, FIRST_OPERAND + 4
-#: How many entries of queues are of the one that is filled, and how many there are in all; how many receives.
-FILLED, QUEUES, RECEIVES = range(FIRST_OPERAND + 6, FIRST_OPERAND + 9)
+#: How many entries of queues are of the one that is filled, and how many there are in all; of a sum and of moves.
+FILLED, QUEUES, SOURCES, MOVES = range(FIRST_OPERAND + 6, FIRST_OPERAND + 10)
 #: Blocks that share a slot, bytes of a slot, and how many there are.
-BLOCKS, STRIDE, COUNT = range(RECEIVES + 1, RECEIVES + 4)
+BLOCKS, STRIDE, COUNT = range(MOVES + 1, MOVES + 4)
 #: First byte of the message in a row of the input, and its bytes, or those of a sum; of the longest row of all.
 COLUMN, WIDTH, LONGEST = range(COUNT + 1, COUNT + 4)
 #: First byte of what is copied to the device's own output, its bytes, and where to.
 LOCAL_COLUMN, LOCAL_WIDTH, LOCAL_TO = range(LONGEST + 1, LONGEST + 4)
-#: Where the receives are, and the first queue.
-RECEIVES_AT = LOCAL_TO + 1
-FIRST_QUEUE = RECEIVES_AT + 1
-#: Words of an entry.
-QUEUE_WORDS, SOURCE_WORDS, RECEIVE_WORDS = 6, 1, 4
+#: Whether the sum is shared out, the first byte of the device's share in a row, and its bytes.
+SHARED, SHARE_SKIP, SHARE_WIDTH = range(LOCAL_TO + 1, LOCAL_TO + 4)
+#: Where sources and moves are, and the first queue.
+SOURCES_AT, MOVES_AT, FIRST_QUEUE = range(SHARE_WIDTH + 1, SHARE_WIDTH + 4)
+#: Words of an entry; a source is one.
+QUEUE_WORDS, MOVE_WORDS = 6, 4
 #: Most queues of a device: enough for eight.
 MOST_QUEUES = 16
 #: Sources of a sum that are in no queue.
@@ -114,7 +118,10 @@ class _Entries:
         filled: how many entries are of the queue that the device fills.
         message: first byte and bytes of a row of what it sends or adds up.
         local: first byte and bytes of a row of what it copies to its own output, and where to.
-        receives: in order.
+        share: first byte and bytes of a row of what it adds up.
+        shared: whether it sends that, too.
+        sources: of the sum, in order.
+        moves: in order.
         bits: of all that was added.
     """
 
@@ -124,7 +131,10 @@ class _Entries:
     filled: int = 0
     message: tuple[int, int] = (0, 0)
     local: tuple[int, int, int] = (0, 0, 0)
-    receives: list[tuple[int, ...]] = Factory(list)
+    share: tuple[int, int] = (0, 0)
+    shared: bool = False
+    sources: list[int] = Factory(list)
+    moves: list[tuple[int, ...]] = Factory(list)
     bits: int = 0
 
     def columns(self, view: View) -> tuple[int, int]:
@@ -134,21 +144,25 @@ class _Entries:
         return found
 
     def received(self, view: View, queue: Queue) -> int:
-        """Return which entry is that of a queue that is read."""
-        entry = sum(len(self.places[each].freed) for each in self.widths)
-        self.widths[queue] = view.width * self.item
-        self.bits |= self.widths[queue]
-        return entry
+        """Return which entry is that of a queue that is read, perhaps again."""
+        if queue not in self.widths:
+            self.widths[queue] = view.width * self.item
+            self.bits |= self.widths[queue]
+        before = takewhile(lambda each: each != queue, self.widths)
+        return sum(len(self.places[each].freed) for each in before)
 
     def copy(self, step: Copy) -> None:
         """Add what is sent, received, or copied within the device."""
         (first, width), (to, _) = self.columns(step.source), self.columns(step.target)
-        if queue := step.target.buffer.queue:
+        if step.source.buffer.role == OUTPUT and (first, width) == self.share:
+            self.shared = True
+        elif queue := step.target.buffer.queue:
             if self.widths:
                 raise InternalError(f"no frame kernel sends anything but one message, first: {step}")
             self.message, self.widths[queue], self.filled = (first, width), width, len(self.places[queue].freed)
         elif queue := step.source.buffer.queue:
-            self.receives.append((self.received(step.source, queue), to, first, width))
+            skip = to if self.shared else first  # totals lie as in a whole row
+            self.moves.append((self.received(step.source, queue), to, skip, width))
         elif self.local[1]:
             raise InternalError(f"no frame kernel copies twice within its device: {step}")
         else:
@@ -156,12 +170,13 @@ class _Entries:
 
     def add(self, step: Sum) -> None:
         """Add the sources of a sum."""
-        self.message = self.columns(step.target)
+        self.share = self.columns(step.target)
+        self.message = self.message if self.filled else self.share
         for view in step.sources:
             if queue := view.buffer.queue:
-                self.receives.append((self.received(view, queue),))
+                self.sources.append(self.received(view, queue))
             else:
-                self.receives.append((OWN if view.buffer.role == INPUT else RESIDUE,))
+                self.sources.append(OWN if view.buffer.role == INPUT else RESIDUE)
 
     def table(self, blocks: int, stride: int) -> FrameTable:
         """Return the table.
@@ -173,9 +188,10 @@ class _Entries:
         longest = max(self.message[1], self.local[1], *self.widths.values(), 0)
         slots = max((queue.slots for queue in self.widths), default=1)
         at = FIRST_QUEUE + QUEUE_WORDS * len(entries)
-        counts = self.filled, len(entries), len(self.receives)
-        head = *counts, blocks, stride, slots, *self.message, longest, *self.local, at
-        words = [*head, *chain.from_iterable(entries), *chain.from_iterable(self.receives)]
+        counts = self.filled, len(entries), len(self.sources), len(self.moves)
+        head = *counts, blocks, stride, slots, *self.message, longest, *self.local
+        places = int(self.shared), *self.share, at, at + len(self.sources)
+        words = [*head, *places, *chain.from_iterable(entries), *self.sources, *chain.from_iterable(self.moves)]
         if len(entries) > MOST_QUEUES or FILLED + len(words) > MOST_WORDS:
             raise InternalError(f"no frame kernel has room for {len(entries)} queues and {FILLED + len(words)} words")
         return FrameTable(words, self.bits, longest)

@@ -25,22 +25,39 @@ from tpplan.exec.gpu.frame_table import (
     LOCAL_WIDTH,
     LONGEST,
     MOST_QUEUES,
-    OUT,
+    MOVE_WORDS,
+    MOVES,
+    MOVES_AT,
     OWN,
-    RECEIVE_WORDS,
-    RECEIVES,
-    RECEIVES_AT,
     RESIDUAL,
+    SHARE_SKIP,
+    SHARE_WIDTH,
+    SHARED,
+    SOURCES,
+    SOURCES_AT,
     VECTOR_BYTES,
     VECTORS,
     WIDTH,
     X,
 )
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.frame_numbers import await_credit, await_frame, begin, end, entry, line, place, turn, watched
+from tpplan.exec.kernels.frame_numbers import (
+    await_credit,
+    await_frame,
+    begin,
+    end,
+    entry,
+    free,
+    line,
+    place,
+    tell,
+    turn,
+    watched,
+)
+from tpplan.exec.kernels.frame_vectors import address_of, is_wanted, load, offsets, poll, post, store, target_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
-from tpplan.exec.kernels.slot import load_piece, row, store_piece
+from tpplan.exec.kernels.slot import load_piece, store_piece
 from tpplan.exec.kernels.sums import none, only
 
 _WORD = types.uint64
@@ -48,75 +65,15 @@ _HALF = types.uint32
 
 
 @device_function
-def _address(matrix: Any, column: Any, width: Any, at: Any) -> Any:
-    """Return the address of a byte of a message, which is columns of a matrix."""
-    return word(matrix) + column + at + row(at, width) * (word(matrix + 1) - width)
-
-
-@device_function
-def _is_wanted(at: Any, message: Any, skip: Any, width: Any) -> Any:
-    """Tell whether a byte of a message with so many bytes a row is one of ``width`` behind ``skip``."""
-    if at >= word(ROWS) * message:
-        return False
-    return at - row(at, message) * message - skip < width  # which a column before those skipped is not
-
-
-@device_function
-def _target(to: Any, message: Any, skip: Any, at: Any) -> Any:
-    """Return where in the output a byte of a message belongs."""
-    which = row(at, message)
-    return word(OUT) + to + which * word(OUT + 1) + (at - which * message - skip)
-
-
-@device_function
-def _load(address: Any, wanted: Any) -> Any:
-    """Return a vector of a matrix; zeros if it is not wanted."""
-    zero = _HALF(0)
-    if wanted:
-        return ptx.load_128(address)
-    return zero, zero, zero, zero
-
-
-@device_function
-def _poll(address: Any, wanted: Any) -> Any:
-    """Return a vector of a frame; zeros if it is not wanted."""
-    zero = _HALF(0)
-    if wanted:
-        return ptx.poll_128(address)
-    return zero, zero, zero, zero
-
-
-@device_function
-def _post(address: Any, vector: Any, wanted: Any) -> None:
-    """Write a vector into a frame, if it is wanted."""
-    if wanted:
-        ptx.post_128(address, vector[0], vector[1], vector[2], vector[3])
-
-
-@device_function
-def _store(address: Any, vector: Any, wanted: Any) -> None:
-    """Write a vector into a matrix, if it is wanted."""
-    if wanted:
-        ptx.store_128(address, vector[0], vector[1], vector[2], vector[3])
-
-
-@device_function
-def _offsets() -> Any:
-    """Return where this thread's vectors begin in a frame."""
-    first, step = _WORD(cuda.threadIdx.x) * _WORD(VECTOR_BYTES), turn()
-    return first, first + step, first + _WORD(2) * step, first + _WORD(3) * step
-
-
-@device_function
 def _loaded(start: Any) -> Any:
     """Return the vectors of the message from ``start`` on with which this thread fills a frame."""
-    i, j, k, m = _offsets()
+    i, j, k, m = offsets()
     column, width = word(COLUMN), word(WIDTH)
     total = word(ROWS) * width if word(PIECE) == VECTOR_BYTES else _WORD(0)
-    a = _load(_address(X, column, width, start + i), start + i < total)
-    b = _load(_address(X, column, width, start + j), start + j < total)
-    c = _load(_address(X, column, width, start + k), start + k < total)
-    d = _load(_address(X, column, width, start + m), start + m < total)
+    a = load(address_of(X, column, width, start + i), start + i < total)
+    b = load(address_of(X, column, width, start + j), start + j < total)
+    c = load(address_of(X, column, width, start + k), start + k < total)
+    d = load(address_of(X, column, width, start + m), start + m < total)
     return a, b, c, d
 
 
@@ -126,16 +83,16 @@ def _fill(frame: Any, start: Any, vectors: Any) -> None:
     column, width, piece = word(COLUMN), word(WIDTH), word(PIECE)
     total = word(ROWS) * width
     if piece == VECTOR_BYTES:
-        i, j, k, m = _offsets()
+        i, j, k, m = offsets()
         a, b, c, d = vectors
-        _post(frame + i, a, start + i < total)
-        _post(frame + j, b, start + j < total)
-        _post(frame + k, c, start + k < total)
-        _post(frame + m, d, start + m < total)
+        post(frame + i, a, start + i < total)
+        post(frame + j, b, start + j < total)
+        post(frame + k, c, start + k < total)
+        post(frame + m, d, start + m < total)
     else:
         at = _WORD(cuda.threadIdx.x) * piece
         while at < turn() * _WORD(VECTORS) and start + at < total:
-            store_piece(frame + at, load_piece(_address(X, column, width, start + at), piece), piece)
+            store_piece(frame + at, load_piece(address_of(X, column, width, start + at), piece), piece)
             at += _WORD(cuda.blockDim.x) * piece
 
 
@@ -145,9 +102,9 @@ def _copy(start: Any) -> None:
     column, width, to, piece = word(LOCAL_COLUMN), word(LOCAL_WIDTH), word(LOCAL_TO), word(PIECE)
     at = _WORD(cuda.threadIdx.x) * piece
     while at < turn() * _WORD(VECTORS) and start + at < word(ROWS) * width:
-        source, target = _address(X, column, width, start + at), _target(to, width, _WORD(0), start + at)
+        source, target = address_of(X, column, width, start + at), target_of(to, width, _WORD(0), start + at)
         if piece == VECTOR_BYTES:
-            _store(target, ptx.load_128(source), True)  # noqa: FBT003
+            store(target, ptx.load_128(source), True)  # noqa: FBT003
         else:
             store_piece(target, load_piece(source, piece), piece)
         at += _WORD(cuda.blockDim.x) * piece
@@ -155,31 +112,31 @@ def _copy(start: Any) -> None:
 
 @device_function
 def _move(firsts: Any, start: Any, turns: Any) -> None:
-    """Take what is wanted of this turn's frames."""
-    for r in range(word(RECEIVES)):
-        words, piece = word(RECEIVES_AT) + _WORD(RECEIVE_WORDS) * _WORD(r), word(PIECE)
+    """Take what is wanted of the frames of one number."""
+    for r in range(word(MOVES)):
+        words, piece = word(MOVES_AT) + _WORD(MOVE_WORDS) * _WORD(r), word(PIECE)
         queue, to, skip, width = word(words), word(words + _WORD(1)), word(words + _WORD(2)), word(words + _WORD(3))
         message, frame = word(entry(queue) + _WORD(5)), place(queue, _HALF(firsts[queue] + turns))
         if piece == VECTOR_BYTES:
-            i, j, k, m = _offsets()
-            first, second = _is_wanted(start + i, message, skip, width), _is_wanted(start + j, message, skip, width)
-            third, fourth = _is_wanted(start + k, message, skip, width), _is_wanted(start + m, message, skip, width)
-            a, b = _poll(frame + i, first), _poll(frame + j, second)
-            c, d = _poll(frame + k, third), _poll(frame + m, fourth)
-            _store(_target(to, message, skip, start + i), a, first)
-            _store(_target(to, message, skip, start + j), b, second)
-            _store(_target(to, message, skip, start + k), c, third)
-            _store(_target(to, message, skip, start + m), d, fourth)
+            i, j, k, m = offsets()
+            first, second = is_wanted(start + i, message, skip, width), is_wanted(start + j, message, skip, width)
+            third, fourth = is_wanted(start + k, message, skip, width), is_wanted(start + m, message, skip, width)
+            a, b = poll(frame + i, first), poll(frame + j, second)
+            c, d = poll(frame + k, third), poll(frame + m, fourth)
+            store(target_of(to, message, skip, start + i), a, first)
+            store(target_of(to, message, skip, start + j), b, second)
+            store(target_of(to, message, skip, start + k), c, third)
+            store(target_of(to, message, skip, start + m), d, fourth)
         else:
             at = _WORD(cuda.threadIdx.x) * piece
             while at < turn() * _WORD(VECTORS) and start + at < word(ROWS) * message:
-                if _is_wanted(start + at, message, skip, width):
-                    store_piece(_target(to, message, skip, start + at), load_piece(frame + at, piece), piece)
+                if is_wanted(start + at, message, skip, width):
+                    store_piece(target_of(to, message, skip, start + at), load_piece(frame + at, piece), piece)
                 at += _WORD(cuda.blockDim.x) * piece
 
 
 def _sum(item: int, first: Any, second: Any, both: Any) -> Any:  # noqa: C901 (four functions)
-    """Make what adds up this turn's frames in float32, in order, and rounds once.
+    """Make what adds up frames of one number in float32, in order, and rounds once; totals may go into the next frame.
 
     Args:
         item: bytes per element: 2 or 4.
@@ -202,88 +159,116 @@ def _sum(item: int, first: Any, second: Any, both: Any) -> Any:  # noqa: C901 (f
     @device_function
     def element(source: Any, firsts: Any, turns: Any, start: Any, at: Any) -> Any:
         if source >= OWN:
-            address = _address(X if source == OWN else RESIDUAL, _WORD(0), word(WIDTH), start + at)
+            address = address_of(X if source == OWN else RESIDUAL, _WORD(0), word(WIDTH), start + at)
         else:
             address = place(source, _HALF(firsts[source] + turns)) + at
         return first(_HALF(load_piece(address, _WORD(item))))
 
     @device_function
     def add(firsts: Any, start: Any, turns: Any) -> None:
-        width, total = word(WIDTH), word(ROWS) * word(WIDTH)
-        zero = types.float32(-0.0)  # which added to keeps the sign of a zero
-        if word(RECEIVES) > 0 and word(PIECE) == VECTOR_BYTES:
-            i, j, k, m = _offsets()
-            more, most, end, all_ = start + i < total, start + j < total, start + k < total, start + m < total
+        width, skip, share = word(WIDTH), word(SHARE_SKIP), word(SHARE_WIDTH)
+        zero, sends = types.float32(-0.0), word(SHARED) > 0  # which added to keeps the sign of a zero
+        out = place(_WORD(0), _HALF(firsts[0] + turns + _HALF(1))) if sends else _WORD(0)
+        if word(PIECE) == VECTOR_BYTES:
+            i, j, k, m = offsets()
+            one, two = is_wanted(start + i, width, skip, share), is_wanted(start + j, width, skip, share)
+            three, four = is_wanted(start + k, width, skip, share), is_wanted(start + m, width, skip, share)
             s = t = u = v = (zero, zero, zero, zero, zero, zero, zero, zero)
-            for r in range(word(RECEIVES)):
-                source = word(word(RECEIVES_AT) + _WORD(r))
+            for r in range(word(SOURCES)):
+                source = word(word(SOURCES_AT) + _WORD(r))
                 if source >= OWN:
                     matrix = X if source == OWN else RESIDUAL
-                    a = _load(_address(matrix, _WORD(0), width, start + i), more)
-                    b = _load(_address(matrix, _WORD(0), width, start + j), most)
-                    c = _load(_address(matrix, _WORD(0), width, start + k), end)
-                    d = _load(_address(matrix, _WORD(0), width, start + m), all_)
+                    a = load(address_of(matrix, _WORD(0), width, start + i), one)
+                    b = load(address_of(matrix, _WORD(0), width, start + j), two)
+                    c = load(address_of(matrix, _WORD(0), width, start + k), three)
+                    d = load(address_of(matrix, _WORD(0), width, start + m), four)
                 else:
                     frame = place(source, _HALF(firsts[source] + turns))
-                    a, b = _poll(frame + i, more), _poll(frame + j, most)
-                    c, d = _poll(frame + k, end), _poll(frame + m, all_)
+                    a, b, c, d = (
+                        poll(frame + i, one),
+                        poll(frame + j, two),
+                        poll(frame + k, three),
+                        poll(frame + m, four),
+                    )
                 s, t, u, v = plus(s, a), plus(t, b), plus(u, c), plus(v, d)
-            _store(_target(_WORD(0), width, _WORD(0), start + i), rounded(s), more)
-            _store(_target(_WORD(0), width, _WORD(0), start + j), rounded(t), most)
-            _store(_target(_WORD(0), width, _WORD(0), start + k), rounded(u), end)
-            _store(_target(_WORD(0), width, _WORD(0), start + m), rounded(v), all_)
-        elif word(RECEIVES) > 0:
+            a, b, c, d = rounded(s), rounded(t), rounded(u), rounded(v)
+            store(target_of(skip, width, skip, start + i), a, one)
+            store(target_of(skip, width, skip, start + j), b, two)
+            store(target_of(skip, width, skip, start + k), c, three)
+            store(target_of(skip, width, skip, start + m), d, four)
+            post(out + i, a, one and sends)
+            post(out + j, b, two and sends)
+            post(out + k, c, three and sends)
+            post(out + m, d, four and sends)
+        else:
             at = _WORD(cuda.threadIdx.x) * _WORD(item)
-            while at < turn() * _WORD(VECTORS) and start + at < total:
-                one = zero
-                for r in range(word(RECEIVES)):
-                    one = one + element(word(word(RECEIVES_AT) + _WORD(r)), firsts, turns, start, at)
-                store_piece(_target(_WORD(0), width, _WORD(0), start + at), _WORD(both(one, one)), _WORD(item))
+            while at < turn() * _WORD(VECTORS) and start + at < word(ROWS) * width:
+                if is_wanted(start + at, width, skip, share):
+                    total = zero
+                    for r in range(word(SOURCES)):
+                        total = total + element(word(word(SOURCES_AT) + _WORD(r)), firsts, turns, start, at)
+                    value = _WORD(both(total, total))
+                    store_piece(target_of(skip, width, skip, start + at), value, _WORD(item))
+                    if sends:
+                        store_piece(out + at, value, _WORD(item))
                 at += _WORD(cuda.blockDim.x) * _WORD(item)
 
     return add
 
 
-def _kernel(name: str, take: Any) -> Kernel:
-    """Make a kernel; ``take`` does what is to be done with the frames that have come."""
+def _kernel(name: str, add: Any) -> Kernel:
+    """Make a kernel; ``add`` adds up frames that have come, if anything does.
+
+    A turn of the blocks has two barriers to fill frames, and two to read those of others: sums that are shared out have
+    as many again for the totals.
+    """
+    adds, add = add is not None, add or _nothing
 
     def run(_words):  # type: ignore[no-untyped-def]
         firsts = cuda.shared.array(MOST_QUEUES, _HALF)
         number, seen = begin(firsts)
         queue, fills, reads = watched()
-        words, turns = entry(queue), _HALF(0)
+        words, turns, shared = entry(queue), _HALF(0), word(SHARED) > 0
+        full, freed = line(word(words + _WORD(2))), line(word(words + _WORD(3)))
         sent = word(ROWS) * word(WIDTH) if word(FILLED) > 0 else _WORD(0)
         mine = word(ROWS) * word(words + _WORD(5)) if fills or reads else _WORD(0)
         start = _WORD(cuda.blockIdx.x) * turn() * _WORD(VECTORS)
         while start < word(ROWS) * word(LONGEST):
+            is_mine = start < mine
             if start < sent:
                 vectors = _loaded(start)  # while it is waited
-                if fills:
-                    seen = await_credit(line(word(words + _WORD(3))), number, seen)
+                seen = await_credit(fills, freed, number, seen)
                 cuda.syncthreads()
                 _fill(place(_WORD(0), _HALF(firsts[0] + turns)), start, vectors)
-                cuda.syncthreads()
-                if cuda.threadIdx.x == 0:
-                    ptx.fence()
-                    ptx.post_32(line(word(words + _WORD(2))), number)
+                tell(full, number)
             _copy(start)
-            if reads and start < mine:
-                seen = await_frame(line(word(words + _WORD(2))), number, seen)
-            cuda.syncthreads()
-            take(firsts, start, turns)
-            cuda.syncthreads()
-            if start < mine:
-                if reads:
-                    ptx.post_32(line(word(words + _WORD(3))), number)
-                number = _HALF(number + _HALF(1))
-            turns = _HALF(turns + _HALF(1))
+            if adds:
+                seen = await_frame(reads and is_mine, full, number, seen)
+                seen = await_credit(fills and is_mine and shared, freed, _HALF(number + _HALF(1)), seen)
+                cuda.syncthreads()
+                add(firsts, start, turns)
+                free(reads and is_mine, freed, number)
+                if shared:
+                    turns, number = _HALF(turns + _HALF(1)), _HALF(number + _HALF(1))
+                    tell(full, number)
+            if shared or not adds:
+                seen = await_frame(reads and is_mine, full, number, seen)
+                cuda.syncthreads()
+                _move(firsts, start, turns)
+                free(reads and is_mine, freed, number)
+            turns, number = _HALF(turns + _HALF(1)), _HALF(number + _HALF(is_mine))
             start += turn() * _WORD(VECTORS) * word(BLOCKS)
         end(number, seen)
 
     return Kernel(name, run, 1)
 
 
-FRAME_MOVE = _kernel("frame_move", _move)
+@device_function
+def _nothing(_firsts: Any, _start: Any, _turns: Any) -> None:
+    """Add up nothing."""
+
+
+FRAME_MOVE = _kernel("frame_move", None)
 FRAME_SUM_BF16 = _kernel("frame_sum_bf16", _sum(2, ptx.low_bf16, ptx.high_bf16, ptx.two_bf16))
 FRAME_SUM_F16 = _kernel("frame_sum_f16", _sum(2, ptx.low_f16, ptx.high_f16, ptx.two_f16))
 FRAME_SUM_F32 = _kernel("frame_sum_f32", _sum(4, ptx.float_of, none, only))

@@ -60,10 +60,10 @@ def line(flags: Any) -> Any:
 
 
 @device_function
-def await_credit(freed: Any, number: Any, read: Any) -> Any:
-    """Wait until the place of a frame was read, and return the number of the latest frame that was."""
+def await_credit(mine: Any, freed: Any, number: Any, read: Any) -> Any:
+    """Wait until the place of a frame was read, if it is this thread's, and return the latest that is known to be."""
     count = _HALF(word(COUNT))
-    if _HALF(number - read) > count:
+    if mine and _HALF(number - read) > count:
         start, polls = ptx.nanoseconds(), _HALF(0)
         while _HALF(number - read) > count:
             polls += _HALF(1)
@@ -75,11 +75,11 @@ def await_credit(freed: Any, number: Any, read: Any) -> Any:
 
 
 @device_function
-def await_frame(full: Any, number: Any, seen: Any) -> Any:
-    """Wait until a frame is there, and return the number of the latest that is."""
-    if _is_behind(seen, number):
+def await_frame(mine: Any, full: Any, number: Any, seen: Any) -> Any:
+    """Wait until a frame is there, if it is this thread's, and return the number of the latest that is."""
+    if mine and _is_behind(seen, number):
         seen = ptx.acquire_32(full)
-    if _is_behind(seen, number):
+    if mine and _is_behind(seen, number):
         start, polls = ptx.nanoseconds(), _HALF(0)
         while _is_behind(seen, number):
             polls += _HALF(1)
@@ -127,6 +127,23 @@ def begin(firsts: Any) -> Any:
         ptx.let_next_begin()
     cuda.syncthreads()
     return _HALF(last + _HALF(1)), seen
+
+
+@device_function
+def tell(full: Any, number: Any) -> None:
+    """Tell that the block's frame is filled, behind everything that its threads have written."""
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:  # which looks after what is filled
+        ptx.fence()
+        ptx.post_32(full, number)
+
+
+@device_function
+def free(mine: Any, freed: Any, number: Any) -> None:
+    """Tell that a frame was read, if it is this thread's, when all threads have what they want of it."""
+    cuda.syncthreads()
+    if mine:
+        ptx.post_32(freed, number)
 
 
 @device_function

@@ -4,8 +4,8 @@
 - ``peer``: one kernel per device, which writes into the others' memory. What is small goes through slots; what is not
   goes straight where it belongs, and sums are shared out by columns; who sends little passes on a part of what others
   send to several. Large moves may be left to copy engines.
-- ``host``: through pinned host memory, by kernels: what is small through slots, what is not in frames. Sums of many
-  devices go in parts, by copies, which share them out; so does all that kernels may not wait for.
+- ``host``: through pinned host memory, by kernels: what is small through slots, what is not in frames; sums that would
+  bring each device too much are shared out by columns. Where kernels may not wait, in parts by copies.
 
 What is small, and what copy engines get, is told by the room in a slot and by the thresholds of a
 :class:`~tpplan.exec.links.tuning.Tuning`.
@@ -39,9 +39,9 @@ _SMALLEST_CHUNK, LARGEST_CHUNK = 2**20, 2**22
 #: Slots of a sender's pinned ring, if each has room for a row; else there are two.
 RING_SLOTS = 4
 
-#: So many bytes cross a device's link in the time that copies in parts take longer than frames: on two H200 sums of 1
-#: and 2 MiB took 45 µs less by frames. Sums by frames bring every device all that the others have.
-_SHARED_BYTES = 2 * 2**20
+#: If sums that are shared out spare each device so many bytes, they are: about what its link carries in the time that
+#: the totals take from one device to another.
+SPARED_BYTES = 256 * 2**10
 
 #: Bytes of a message that goes in frames, or that a kernel writes into the host's memory: it counts them in 32 bits.
 _MOST_COUNTED = 2**32 - 1
@@ -57,6 +57,7 @@ class Limits:
         slot_bytes: of a slot of a queue.
         frame_bytes: of a slot of frames in host memory; 0 where there are none.
         streams: whether kernels send a message of any length through these; if not, it is cut into parts that fit.
+        spared_bytes: sums in frames are shared out if that spares each device more.
         stage_bytes: of half a pinned ring, see :meth:`ring_slot`.
         exchange_bytes: of a device's exchange buffer.
         straight: whether kernels can write straight into other devices' tensors; if not, large ones go by ``events``.
@@ -69,6 +70,7 @@ class Limits:
     straight: bool = True
     frame_bytes: int = 0
     streams: bool = False
+    spared_bytes: int = SPARED_BYTES
     tuning: Tuning = field(factory=Tuning)
 
     def slots(self, operation: Operation, transport: str) -> int:
@@ -82,8 +84,7 @@ class Limits:
     def frames(self, operation: Operation, rows: int, row_bytes: int) -> int:
         """Return in how many parts messages of so many rows go in frames; 0 if they do not."""
         fits = bool(self.frame_bytes) if self.streams else row_bytes <= self.frame_bytes
-        fits &= rows * row_bytes <= _MOST_COUNTED
-        if not fits or (isinstance(operation, Reduction) and _brings(operation) * rows * row_bytes > _SHARED_BYTES):
+        if not fits or rows * row_bytes > _MOST_COUNTED:
             return 0
         return 1 if self.streams else _parts(operation.name, rows, row_bytes, self.frame_bytes)
 
@@ -121,6 +122,7 @@ class Route:
         small: whether every message goes through a slot; of ``local`` moves, whether kernels write what the host gets.
         passed_on: whether devices pass on a part of what another one sends.
         framed: whether kernels send it in frames.
+        shared: whether sums in frames are shared out.
         parts: into how many parts the rows are cut.
         slots: of a ring that they go through.
     """
@@ -129,6 +131,7 @@ class Route:
     small: bool = False
     passed_on: bool = False
     framed: bool = False
+    shared: bool = False
     parts: int = 1
     slots: int = RING_SLOTS
 
@@ -182,7 +185,8 @@ def _through_slots(operation: Operation, transport: str, rows: int, row_bytes: i
     if rows * row_bytes <= limits.slots(operation, transport):
         return Route(transport, small=True)
     parts = limits.frames(operation, rows, row_bytes) if transport == "host" else 0
-    return Route(transport, framed=True, parts=parts) if parts else None
+    shared = isinstance(operation, Reduction) and _spared(operation) * rows * row_bytes > limits.spared_bytes
+    return Route(transport, framed=True, shared=shared, parts=parts) if parts else None
 
 
 def _is_local(operation: Operation) -> bool:
@@ -192,9 +196,11 @@ def _is_local(operation: Operation) -> bool:
     return isinstance(operation, Addition) or len(operation.devices) == 1
 
 
-def _brings(operation: Reduction) -> float:
-    """Return how many messages more come to a device if it adds up all columns than if these are shared out."""
+def _spared(operation: Reduction) -> float:
+    """Return how many messages fewer come to a device if columns are shared out; 0 if not all take part alike."""
     devices = len(operation.devices)
+    if {*operation.givers} != {*operation.takers} or len(operation.shares()) < devices:
+        return 0
     return (devices - 1) - 2 * (devices - 1) / devices
 
 
@@ -228,12 +234,15 @@ def lower(operation: Operation, way: Route) -> Program:
         return _lower_moves(operation, way)
     if way.transport in {"local", "events"}:
         return lower_events.reduction(operation, way.parts)
+    if way.shared:
+        return lower_flags.shared_reduction(operation, way.parts)
     if way.small or way.framed:
         on_host = way.transport == "host"
         return lower_flags.reduction(operation, on_host=on_host, framed=way.framed, parts=way.parts)
-    if way.transport == "peer":
-        return lower_flags.direct_reduction(operation)
-    return lower_host.reduction(operation, way.parts, way.slots)
+    is_direct = way.transport == "peer"
+    return (
+        lower_flags.direct_reduction(operation) if is_direct else lower_host.reduction(operation, way.parts, way.slots)
+    )
 
 
 def _lower_moves(operation: Moves, way: Route) -> Program:

@@ -125,6 +125,41 @@ def reduction(operation: Reduction, *, on_host: bool, framed: bool = False, part
     return _program(f"{operation.name} by {_slots(on_host=on_host, framed=framed)}", kernels)
 
 
+def shared_reduction(operation: Reduction, parts: int) -> Program:
+    """Send every part in frames to every taker, which adds up its share and sends that in the same way.
+
+    Args:
+        operation: whose takers are its givers, and all of which have a share.
+        parts: of the rows.
+    """
+    kernels: dict[int, list[Step]] = {device: [] for device in operation.devices}
+    queues = {d: Queue(HOST, d, tuple(sorted(_others(d, operation.takers))), framed=True) for d in operation.takers}
+    for part in range(parts):
+        shares = {share.taker: share for share in operation.shares(part, parts)}
+        wholes = {d: View(Buffer(INPUT, d), 0, operation.columns, part, parts) for d in operation.takers}
+        for device in operation.takers:
+            kernels[device] += _shared(operation, shares, wholes, queues, device)
+    return _program(f"{operation.name} by shared frames on the host", kernels)
+
+
+def _shared(
+    operation: Reduction, shares: dict[int, Share], wholes: dict[int, View], queues: dict[int, Queue], device: int
+) -> Iterator[Step]:
+    """Yield what a device does with a part of the rows: it sends, adds up, sends its totals, takes those of others."""
+    stream, others, share = own(device), _others(device, operation.takers), shares[device]
+    yield from Message(wholes[device], queues[device]).send()
+    slots = {other: Message(wholes[other], queues[other]).slot(share.start, share.stop) for other in others}
+    yield from (Await(stream, Flag("full", queues[other])) for other in others)
+    yield operation.total(stream, share, slots.__getitem__)
+    yield from (Signal(stream, Flag("free", queues[other], device)) for other in others)
+    yield from Message(share.of(OUTPUT, device), queues[device]).send()
+    totals = {other: shares[other].of(OUTPUT, device) for other in others}
+    yield from (Await(stream, Flag("full", queues[other])) for other in others)
+    for other, total in totals.items():
+        yield Copy(stream, Message(total, queues[other]).slot(total.start, total.stop), total)
+    yield from (Signal(stream, Flag("free", queues[other], device)) for other in others)
+
+
 def direct_moves(operation: Moves, *, passed_on: bool = False) -> Program:
     """Write every view where it belongs, as soon as the target's device is ready for it.
 

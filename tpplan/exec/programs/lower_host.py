@@ -1,5 +1,7 @@
 """Lowering to copies through pinned host memory, a ring of it for each sender, in parts that overlap.
 
+So goes what comes from the host; and all that ``host`` moves, where kernels may not wait for each other.
+
 A part of the rows goes in a round: all senders fill the next slot of their rings, then all receivers read it, while the
 senders fill the others. Events keep the rounds in order, for the copy engines know no flags. Of two slots one would
 stand idle while an event passes from device to device.

@@ -144,7 +144,7 @@ class Attempts:
                 several = max(way.first + 1, _SEVERAL // self._cost(one))
                 for rows in {way.first, min(several, way.last), way.last}:
                     yield evolve(one, lead=(rows,))
-                if way.how == "frames" and (rows := self._long(one)) <= way.last:
+                if way.how.endswith("frames") and (rows := self._long(one)) <= way.last:
                     yield evolve(one, lead=(rows,), how=f"{way.how} in turns")
 
     def _long(self, one: Attempt) -> int:
