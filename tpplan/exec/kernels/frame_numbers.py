@@ -1,6 +1,7 @@
 """What kernels of exchanges in frames know of these: their numbers, where they are, and which were read.
 
-That a frame was read is told at once, as its place is wanted while the exchange goes on.
+That a frame was read is told at once, as its place is wanted while the exchange goes on: without a fence, for all have
+what they read in registers by then. Who has waited in vain waits for nothing more in the same exchange.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _WORD = types.uint64
 _HALF = types.uint32
 #: Lanes of a warp: those of the first look after what is filled, those of the second after what is read.
 _WARP = 32
+#: So far ahead is the number of who waits no more.
+_NO_MORE = 0x40000000
 
 
 @device_function
@@ -63,13 +66,13 @@ def line(flags: Any) -> Any:
 def await_credit(mine: Any, freed: Any, number: Any, read: Any) -> Any:
     """Wait until the place of a frame was read, if it is this thread's, and return the latest that is known to be."""
     count = _HALF(word(COUNT))
-    if mine and _HALF(number - read) > count:
+    if mine and _is_behind(_HALF(read + count), number):
         start, polls = ptx.nanoseconds(), _HALF(0)
-        while _HALF(number - read) > count:
+        while _is_behind(_HALF(read + count), number):
             polls += _HALF(1)
             if expired(polls, start):
                 fail(2)
-                break
+                return _HALF(number + _HALF(_NO_MORE))
             read = ptx.poll_32(freed)
     return read
 
@@ -85,7 +88,7 @@ def await_frame(mine: Any, full: Any, number: Any, seen: Any) -> Any:
             polls += _HALF(1)
             if expired(polls, start):
                 fail(1)
-                break
+                return _HALF(number + _HALF(_NO_MORE))
             seen = ptx.acquire_32(full)
     return seen
 
