@@ -59,11 +59,13 @@ def _times(report: BenchReport, operation: str) -> dict[str, Timed]:
 
 
 def test_without_links_nccl_has_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told by the environment, unless that says otherwise, and the report says so."""
+    """It is told by the environment, unless that says otherwise; every report says so from then on."""
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
-    assert list(bench._unlinked()) == []
+    assert list(bench._unlinked("host")) == []
     monkeypatch.delenv("NCCL_P2P_DISABLE")
-    assert list(bench._unlinked()) == ["NCCL goes through host memory as well: NCCL_P2P_DISABLE=1"]
+    assert list(bench._unlinked("peer")) == []
+    told = ["NCCL was told to go without links between GPUs: NCCL_P2P_DISABLE=1"]
+    assert list(bench._unlinked("host")) == list(bench._unlinked("peer")) == told
     assert os.environ["NCCL_P2P_DISABLE"] == "1"
 
 

@@ -85,8 +85,8 @@ def bench(
                 even = Cases(made)
         except Exception as error:  # noqa: BLE001 (the same)
             notes.append(f"even slices were not timed: {_reason(error)}")
-        if cases.places[0].type == "cuda" and cases.explanation.transport == "host":
-            notes += _unlinked()
+        if cases.places[0].type == "cuda":
+            notes += _unlinked(cases.explanation.transport)
         report = _head(cases, even, rounds, limits, notes)
         turns = _Turns(cases, even, limits, Clock(cases.places, rounds))
         for name in cases.makers:
@@ -277,10 +277,12 @@ def _reason(error: Exception) -> str:
     return " ".join(message.split())
 
 
-def _unlinked() -> Iterator[str]:
-    """Keep NCCL from links between GPUs, where tpplan uses none, and yield a note of that; the environment decides."""
-    if os.environ.setdefault(_NO_LINKS, "1") == "1":
-        yield f"NCCL goes through host memory as well: {_NO_LINKS}=1"
+def _unlinked(transport: str) -> Iterator[str]:
+    """Tell NCCL to go without links where tpplan does, unless the environment says otherwise; yield a note if it is."""
+    if transport == "host":
+        os.environ.setdefault(_NO_LINKS, "1")
+    if os.environ.get(_NO_LINKS) == "1":
+        yield f"NCCL was told to go without links between GPUs: {_NO_LINKS}=1"
 
 
 def _software(note: Callable[[str], None]) -> Iterator[str]:
