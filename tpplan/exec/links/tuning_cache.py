@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tpplan.exec.links.tuning import Tuning
 
 #: Raised whenever what was measured before is worth nothing, as when operations go other ways.
-_EDITION = 5
+_EDITION = 6
 
 _KIND = "thresholds"
 

@@ -42,6 +42,8 @@ RING_SLOTS = 4
 #: If sums that are shared out spare each device so many bytes, they are: about what its link carries in the time that
 #: the totals take from one device to another.
 SPARED_BYTES = 256 * 2**10
+#: If so many could be spared of a sum in which not all devices take part alike, it goes by copies, which share it out.
+_COPIED_BYTES = 2 * 2**20
 
 #: Bytes of a message that goes in frames, or that a kernel writes into the host's memory: it counts them in 32 bits.
 _MOST_COUNTED = 2**32 - 1
@@ -185,8 +187,10 @@ def _through_slots(operation: Operation, transport: str, rows: int, row_bytes: i
     if rows * row_bytes <= limits.slots(operation, transport):
         return Route(transport, small=True)
     parts = limits.frames(operation, rows, row_bytes) if transport == "host" else 0
-    shared = isinstance(operation, Reduction) and _spared(operation) * rows * row_bytes > limits.spared_bytes
-    return Route(transport, framed=True, shared=shared, parts=parts) if parts else None
+    spared, is_even = _spared(operation) * rows * row_bytes, _is_even(operation)
+    if not parts or (spared > _COPIED_BYTES and not is_even):
+        return None
+    return Route(transport, framed=True, shared=spared > limits.spared_bytes and is_even, parts=parts)
 
 
 def _is_local(operation: Operation) -> bool:
@@ -196,12 +200,19 @@ def _is_local(operation: Operation) -> bool:
     return isinstance(operation, Addition) or len(operation.devices) == 1
 
 
-def _spared(operation: Reduction) -> float:
-    """Return how many messages fewer come to a device if columns are shared out; 0 if not all take part alike."""
-    devices = len(operation.devices)
-    if {*operation.givers} != {*operation.takers} or len(operation.shares()) < devices:
+def _spared(operation: Operation) -> float:
+    """Return how many messages fewer come to a device if the columns of a sum are shared out; 0 if it is none."""
+    if not isinstance(operation, Reduction):
         return 0
-    return (devices - 1) - 2 * (devices - 1) / devices
+    devices = len(operation.devices)
+    return max(len(operation.others(taker)) for taker in operation.takers) - 2 * (devices - 1) / devices
+
+
+def _is_even(operation: Operation) -> bool:
+    """Tell whether every device has a part, and gets the sum, and could add up a share of it."""
+    if not isinstance(operation, Reduction):
+        return False
+    return {*operation.givers} == {*operation.takers} and len(operation.shares()) == len(operation.takers)
 
 
 def _chunk_bytes(rows: int, row_bytes: int) -> int:
