@@ -172,7 +172,7 @@ def build(
     ]
     used = [device.index for device in devices]
     pinned = pinned_bytes(plan.splits, plan.model.dtype, plan.request)
-    if transport != "host":  # nothing small goes through the host's memory
+    if transport != "host" or not waits:  # no kernel exchanges anything through the host's memory
         pinned = evolve(pinned, queues=0)
     on_gpus = any(place.type == "cuda" for place in places)
     host = HostMemory(pinned, used, lock_pages=on_gpus)
