@@ -55,8 +55,8 @@ class Queue(NamedTuple):
         place: the device in whose memory the slots are, or HOST.
         sender: fills them.
         receivers: read them; a slot is filled again when all of them have freed it.
-        framed: whether kernels cut messages into frames with flags of their own, so that they pass through while the
-            rest is on its way; if not, flags travel inside the data.
+        framed: whether kernels cut messages into frames with flags of their own, which pass through while the rest is
+            on its way, so that a message may be longer than its slot; if not, flags travel inside the data.
     """
 
     place: int
