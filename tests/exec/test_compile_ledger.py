@@ -16,6 +16,8 @@ from tests.cut_plans import cut_plans
 from tests.exec.reference import same
 from tpplan import exec as tpx
 from tpplan.axes import Axis
+from tpplan.exec.compiler import build
+from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.workspace import pinned_bytes
 
@@ -52,6 +54,21 @@ def test_examples_take_the_bytes_of_their_ledgers(path: Path) -> None:
 def test_any_plan_takes_the_bytes_of_its_ledger(plan: SplitPlan, transport: str) -> None:
     """Of any family, however it is cut, layers alike or not, with idle devices or without, on every transport."""
     assert_ledger(plan, transport)
+
+
+def test_without_waiting_kernels_no_slots_are_pinned() -> None:
+    """Everything between devices goes through the rings, by copies, and is right."""
+    plan = tpplan.load(next(path for path in EXAMPLES if path.parent.name == "Mixtral-8x7B"))
+    places, dtype = (torch.device("cpu"),) * len(plan.devices), getattr(torch, plan.model.dtype)
+    with build(plan, places, VirtualDevices, transport="host", max_rows=64, dtype=dtype, waits=False) as ctx:
+        pinned = evolve(pinned_bytes(plan.splits, plan.model.dtype, plan.request), queues=0)
+        assert ctx.get_pinned(0, 1).untyped_storage().nbytes() == pinned.total_bytes
+        between = [way for way in ctx.explain().ways if way.transport != "local"]
+        assert all(way.how.endswith(("part", "parts")) and way.buffers == ("host rings",) for way in between)
+        x = torch.randn(3, plan.split(Axis.RS).size).to(dtype)
+        assert all(same(y, x) for y in ctx.allgather(ctx.scatter(x, Axis.RS), Axis.RS))
+        total = len(ctx.all_devices) * x.float()
+        assert all(same(y, total.to(dtype)) for y in ctx.all_reduce([x for _ in ctx.all_devices]))
 
 
 @pytest.mark.parametrize("path", [EXAMPLES[3]], ids=lambda path: path.parent.name)
