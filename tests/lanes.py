@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
+from attrs import field, frozen
 from numba import cuda
 from numba.cuda import libdevice
 
 from tests.instructions import doer
-from tests.warps import LANES, ME, Block, StuckError, Turns, meet, shared_array, told
+from tests.warps import LANES, ME, Block, Meeting, StuckError, Turns, meet, shared_array, told
 from tpplan.exec.gpu.exchange_table import MOST_WORDS
 from tpplan.exec.kernels import ptx
+from tpplan.exec.kernels.kernel import Kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     import torch
-
-    from tpplan.exec.kernels.kernel import Kernel
 
 
 class _Index:
@@ -80,59 +80,95 @@ def run(
     with _running(threads, allowed) as run_all:
         for number in reversed([*np.ndindex(count)]):
             turns = Turns()
-            run_all(turns, [(kernel, Block(number, threads, count, turns), words)])
+            run_all([_Work(kernel, Block(number, threads, count, turns), [words], Meeting(turns, threads))])
 
 
 def run_together(
-    kernels: Sequence[Kernel], threads: int, words: Sequence[Sequence[int]], allowed: Sequence[torch.Tensor]
+    kernels: Sequence[Kernel],
+    threads: int,
+    words: Sequence[Sequence[Sequence[int]]],
+    allowed: Sequence[torch.Tensor],
+    *,
+    blocks: int = 1,
+    slow: int | None = None,
 ) -> None:
-    """Run a block of a kernel on each of several devices at the same time.
+    """Run blocks of a kernel on each of several devices at the same time, launch after launch.
 
     Args:
         kernels: one for each.
         threads: of a block, whole warps.
-        words: that each is told.
+        words: that each is told, for every launch.
         allowed: what they may read and write.
+        blocks: of each launch.
+        slow: which device's lanes run seldom, if any one's.
     """
-    turns = Turns()
-    with _running(threads * len(kernels), allowed) as run_all:
-        blocks = [Block((0, 0), threads, (1, 1), turns) for _ in kernels]
-        run_all(turns, [*zip(kernels, blocks, words, strict=True)])
+    turns, works = Turns(), []
+    for i, (kernel, launches) in enumerate(zip(kernels, words, strict=True)):
+        between = Meeting(turns, threads * blocks)
+        for number in range(blocks):
+            block = Block((number, 0), threads, (blocks, 1), turns)
+            works.append(_Work(kernel, block, launches, between, slow=i == slow))
+    with _running(threads * len(works), allowed) as run_all:
+        run_all(works)
+
+
+def _numbers(launches: Sequence[Sequence[int]]) -> list[list[Any]]:
+    """Return words as kernels have them."""
+    return [[np.uint64(word) for word in words] for words in launches]
+
+
+@frozen(eq=False)
+class _Work:
+    """What the threads of a block do.
+
+    Attributes:
+        kernel: that they run.
+        block: of threads.
+        launches: the words of each.
+        between: where all threads of a device meet from launch to launch.
+        slow: whether they run seldom.
+    """
+
+    kernel: Kernel
+    block: Block
+    launches: list[list[Any]] = field(converter=_numbers)
+    between: Meeting
+    slow: bool = False
+
+    def run(self, thread: int, turn: Any) -> None:
+        """Be one of the threads."""
+        ME.block, ME.thread, ME.turn, ME.arrays, ME.met, ME.polled = self.block, thread, turn, 0, 0, None
+        ME.copies = [[]]
+        self.block.turns.begin()
+        try:
+            with np.errstate(over="ignore"):  # numbers of messages wrap
+                for i, words in enumerate(self.launches):
+                    if i:
+                        self.between.wait()
+                    ME.words = words
+                    self.kernel.function(*words[: self.kernel.arguments])
+        except BaseException:
+            self.block.turns.stop()
+            raise
+        self.block.turns.end()
 
 
 @contextmanager
-def _running(
-    threads: int, allowed: Sequence[torch.Tensor]
-) -> Iterator[Callable[[Turns, Sequence[tuple[Kernel, Block, Sequence[int]]]], None]]:
+def _running(threads: int, allowed: Sequence[torch.Tensor]) -> Iterator[Callable[[Sequence[_Work]], None]]:
     """Yield what runs blocks, of so many threads in all, at the same time."""
     ranges = [range(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in allowed]
-
-    def lane(kernel: Kernel, block: Block, thread: int, turn: Any, numbers: list[Any]) -> None:
-        ME.block, ME.thread, ME.turn, ME.arrays, ME.met, ME.words, ME.polled = block, thread, turn, 0, 0, numbers, None
-        ME.copies = [[]]
-        block.turns.begin()
-        try:
-            with np.errstate(over="ignore"):  # numbers of messages wrap
-                kernel.function(*numbers[: kernel.arguments])
-        except BaseException:
-            block.turns.stop()
-            raise
-        block.turns.end()
-
     with ExitStack() as stack:
         for each in _patches(ranges):
             stack.enter_context(each)
         pool = stack.enter_context(ThreadPoolExecutor(threads))
 
-        def run_all(turns: Turns, blocks: Sequence[tuple[Kernel, Block, Sequence[int]]]) -> None:
+        def run_all(works: Sequence[_Work]) -> None:
             lanes = []
-            assert all(
-                len(words) == (each.arguments if each.arguments > 1 else MOST_WORDS) for each, _, words in blocks
-            )
-            for kernel, block, words in blocks:
-                numbers = [np.uint64(word) for word in words]
-                lanes += [pool.submit(lane, kernel, block, i, turns.new(), numbers) for i in range(block.size)]
-            turns.end()
+            for work in works:
+                count, block = work.kernel.arguments, work.block
+                assert all(len(words) == (count if count > 1 else MOST_WORDS) for words in work.launches)
+                lanes += [pool.submit(work.run, i, block.turns.new(slow=work.slow)) for i in range(block.size)]
+            works[0].block.turns.end()
             _end(lanes)
 
         yield run_all

@@ -22,6 +22,8 @@ LANES = 32
 _APART = 2**20
 #: Seconds that a lane sleeps which polls and is alone.
 _PAUSE = 0.01
+#: How often the next turn is for another thread than a slow one.
+_OTHERS = 0.97
 #: Of a thread: its block and its number there, its turn, the arrays that it asked for, how often it met the others,
 #: what its kernel is told, where it polled last, and groups of what it copies.
 ME = local()
@@ -34,7 +36,7 @@ class StuckError(Exception):
 class Turns:
     """Lets one thread run at a time, until it waits for others: switching is cheap so.
 
-    Who comes next is drawn, as a GPU promises no order, and always in the same way.
+    Who comes next is drawn, as a GPU promises no order, and always in the same way; slow threads are drawn seldom.
     """
 
     def __init__(self) -> None:
@@ -42,12 +44,15 @@ class Turns:
         self._random = Random(1)
         self._ready: list[Any] = []
         self._waiting: set[Any] = set()
+        self._slow: set[Any] = set()
         self._is_over = False
 
-    def new(self) -> Any:
+    def new(self, *, slow: bool = False) -> Any:
         """Return the turn of a thread that is about to start; it is held until the thread may run."""
         turn = Lock()
         turn.acquire()
+        if slow:
+            self._slow.add(turn)
         self._ready.append(turn)
         return turn
 
@@ -60,9 +65,17 @@ class Turns:
     def end(self) -> None:
         """Let another one run; where all others wait, nobody will ever come that they wait for."""
         if self._ready:
-            self._ready.pop(self._random.randrange(len(self._ready))).release()
+            self._ready.pop(self._drawn()).release()
         elif self._waiting:
             self.stop()
+
+    def _drawn(self) -> int:
+        """Return which of those that are ready is next."""
+        if self._slow and self._random.random() < _OTHERS:
+            others = [i for i, turn in enumerate(self._ready) if turn not in self._slow]
+            if others:
+                return self._random.choice(others)
+        return self._random.randrange(len(self._ready))
 
     def stop(self) -> None:
         """Let everybody fail."""

@@ -16,73 +16,119 @@ from tpplan.exec.binding import Memory
 from tpplan.exec.gpu import frames
 from tpplan.exec.gpu.counters import Counters
 from tpplan.exec.gpu.exchange_table import ALONE, COUNTER_BYTES, COUNTERS, DEADLINE, MOST_WORDS, OPERANDS, ROWS, STATUS
-from tpplan.exec.gpu.frame_table import FIRST_QUEUE, QUEUE_WORDS, QUEUES, VECTOR_BYTES, VECTORS
+from tpplan.exec.gpu.frame_table import FIRST_QUEUE, LINE, QUEUE_WORDS, QUEUES, VECTOR_BYTES, VECTORS
 from tpplan.exec.programs.lower import Route, lower
-from tpplan.exec.programs.operation import Reduction
-from tpplan.exec.programs.program import HOST, RESIDUAL, Buffer, Exchange, Queue
+from tpplan.exec.programs.operation import Reduction, broadcast, scatter
+from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
 from tpplan.exec.programs.program import OPERANDS as ROLES
 from tpplan.workspace import FRAME_SLOTS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from torch import Tensor
 
-    from tpplan.exec.kernels.kernel import Kernel
     from tpplan.exec.programs.operation import Operation
 
 frame_kernels = pytest.importorskip("tpplan.exec.kernels.frame", reason="needs numba-cuda")
 
-#: Threads of the one block of each device: a warp for what is filled, and one for what is read.
+#: Threads of each block: a warp for what is filled, and one for what is read.
 THREADS = 64
-#: Bytes of a frame, which is all that a slot of one block holds, and of all counters of a device.
-STRIDE, FLAGS = THREADS * VECTOR_BYTES * VECTORS, 512 * COUNTER_BYTES
+#: Bytes of a frame, and of all counters of a device.
+FRAME, FLAGS = THREADS * VECTOR_BYTES * VECTORS, 512 * COUNTER_BYTES
+#: Nanoseconds, more than any case takes.
+LATE = 300 * 10**9
 WIDE = {torch.bfloat16: frame_kernels.FRAME_SUM_BF16, torch.float32: frame_kernels.FRAME_SUM_F32}
 
 
-class Machine:
-    """The memory of some devices, and what their kernels are told."""
+class Call:
+    """An operation on tensors."""
 
-    def __init__(self, operation: Operation, rows: int, *, shared: bool) -> None:
-        """Take it."""
+    def __init__(
+        self, operation: Operation, rows: int, dtype: torch.dtype, random: Random, *, shared: bool = False
+    ) -> None:
+        """Fill the tensors; outputs have zeros."""
         program = lower(operation, Route("host", framed=True, shared=shared))
-        self._exchanges = [each for each in program.commands if isinstance(each, Exchange)]
-        self._rows, self.slots = rows, dict[Queue, "Tensor"]()
-        devices = [each.stream.device for each in self._exchanges]
-        self.flags = {home: torch.zeros(FLAGS, dtype=torch.uint8) for home in (*devices, HOST)}
-        self.status = torch.zeros(16, dtype=torch.int32)
-        self._memory = Memory({}, {}, self._slots, self.flags)
-        self._counters = Counters(self.flags)
+        self.exchanges = [each for each in program.commands if isinstance(each, Exchange)]
+        self.rows, self.item = rows, dtype.itemsize
+        self.kernel = WIDE[dtype] if isinstance(operation, Reduction) else frame_kernels.FRAME_MOVE
+        truths = {b: noise(rows, columns, dtype, random) for b, columns in widths(operation).items()}
+        for buffer in [b for b in truths if b.role == RESIDUAL]:
+            truths[buffer] = truths[Buffer(RESIDUAL, min(b.device for b in truths if b.role == RESIDUAL))]
+        self.results = expected(operation, truths)
+        outputs = {b: torch.zeros_like(x) for b, x in self.results.items()}
+        self.operands = {b: x.clone() for b, x in truths.items() if b.role in ROLES} | outputs
+
+    def check(self) -> None:
+        """Make sure that the outputs have every byte that they should."""
+        for buffer, truth in self.results.items():
+            assert torch.equal(self.operands[buffer], truth), buffer
+
+
+class Machine:
+    """The memory of some devices, whose kernels have one block each or several."""
+
+    def __init__(self, devices: Sequence[int], blocks: int = 1) -> None:
+        """Take it."""
+        self._slots, self._blocks = dict[Queue, "Tensor"](), blocks
+        self._flags = {home: torch.zeros(FLAGS, dtype=torch.uint8) for home in (*devices, HOST)}
+        self._status = torch.zeros(16, dtype=torch.int32)
+        self._memory = Memory({}, {}, self._slots_of, self._flags)
+        self._counters = Counters(self._flags)
         for device in devices:
-            self.flags[device][ALONE * COUNTER_BYTES] = 1
+            self._flags[device][ALONE * COUNTER_BYTES] = 1
 
-    def _slots(self, queue: Queue) -> Tensor:
-        return self.slots.setdefault(queue, torch.zeros(queue.slots, STRIDE, dtype=torch.uint8))
+    def _slots_of(self, queue: Queue) -> Tensor:
+        return self._slots.setdefault(queue, torch.zeros(queue.slots, self._blocks * FRAME, dtype=torch.uint8))
 
-    def words(self, operands: dict[Buffer, Tensor], item: int) -> list[list[int]]:
+    def told(self, call: Call) -> dict[int, list[int]]:
         """Return what each device's kernel is told."""
-        found = []
-        for work in frames.prepare(self._exchanges, item, self._memory, self._counters, 1):
+        found = {}
+        for work in frames.prepare(call.exchanges, call.item, self._memory, self._counters, self._blocks):
             words = [0] * MOST_WORDS
-            words[ROWS], words[DEADLINE], words[STATUS] = self._rows, 10 * 10**9, self.status.data_ptr()
+            words[ROWS], words[DEADLINE], words[STATUS] = call.rows, LATE, self._status.data_ptr()
             words[COUNTERS] = self._counters.area(work.stream.device)
-            of_operands = work.operands.words(operands)
+            of_operands = work.operands.words(call.operands)
             words[OPERANDS : OPERANDS + len(of_operands)] = of_operands
             words[work.place : work.place + len(work.table)] = work.table
-            found.append(words)
+            found[work.stream.device] = words
         return found
 
-    def pretend(self, told: list[list[int]], last: int) -> None:
+    def pretend(self, told: dict[int, list[int]], last: int) -> None:
         """Let all queues have had messages before, the last frame of which had this number."""
-        for words in told:
+        for _, numbers in self._numbers(told):
+            for number in numbers:
+                number.value = last
+
+    def noted(self, told: dict[int, list[int]]) -> list[tuple[int, list[int]]]:
+        """Return blocks, and what they have noted, as :meth:`_numbers` says."""
+        return [(block, [number.value for number in numbers]) for block, numbers in self._numbers(told)]
+
+    def _numbers(self, told: dict[int, list[int]]) -> Iterator[tuple[int, list[ctypes.c_uint32]]]:
+        """Yield a block's numbers of a queue: of its latest frame, those in the flags, and what the sender knows."""
+        for words in told.values():
             for i in range(words[QUEUES]):
                 numbers, _, full, freed, known, _ = words[FIRST_QUEUE + QUEUE_WORDS * i :][:QUEUE_WORDS]
-                for address in filter(None, (numbers, full, freed, known)):
-                    ctypes.c_uint32.from_address(address).value = last
+                for b in range(self._blocks):
+                    near = [address + 4 * b for address in (numbers, known) if address]
+                    addresses = [near[0], full + LINE * b, freed + LINE * b, *near[1:]]
+                    yield b, [ctypes.c_uint32.from_address(address) for address in addresses]
 
-    def run(self, kernel: Kernel, told: list[list[int]], operands: dict[Buffer, Tensor]) -> None:
-        """Run one block of each device's kernel, all together."""
-        memory = [*operands.values(), *self.slots.values(), *self.flags.values(), self.status]
-        lanes.run_together([kernel] * len(told), THREADS, told, memory)
-        assert not self.status.any()
+    def run(self, calls: Sequence[Call], slow: int | None = None) -> None:
+        """Run the blocks of all devices' kernels together, call after call."""
+        told = [self.told(call) for call in calls]
+        memory = [*self._slots.values(), *self._flags.values(), self._status]
+        memory += [x for call in calls for x in call.operands.values()]
+        devices = [*told[0]]
+        words = [[each[device] for each in told] for device in devices]
+        at = None if slow is None else devices.index(slow)
+        lanes.run_together([calls[0].kernel] * len(devices), THREADS, words, memory, blocks=self._blocks, slow=at)
+        assert not self._status.any()
+
+
+def _rows(count: int, columns: int, dtype: torch.dtype) -> int:
+    """Return rows whose message takes so many frames; the last one is not full."""
+    return count * FRAME // (columns * dtype.itemsize) - 2
 
 
 @pytest.mark.parametrize(
@@ -103,25 +149,67 @@ class Machine:
     ],
 )
 def test_frames_say_what_operations_say(name: str, dtype: torch.dtype, *, strided: bool, shared: bool) -> None:
-    """Every byte of every output, in whole vectors and, of fewer rows, in pieces; through more frames than slots."""
-    operation, random = OPERATIONS[name], Random(1)
-    kernel = WIDE[dtype] if isinstance(operation, Reduction) else frame_kernels.FRAME_MOVE
-    rows = (2 if strided else FRAME_SLOTS + 1) * STRIDE // (40 * dtype.itemsize) + 3
-    machine = Machine(operation, rows, shared=shared)
-    for last in (0, 2**32 - 3):  # numbers wrap
-        truths = {b: noise(rows, columns, dtype, random) for b, columns in widths(operation).items()}
-        for buffer in [b for b in truths if b.role == RESIDUAL]:
-            truths[buffer] = truths[Buffer(RESIDUAL, min(b.device for b in truths if b.role == RESIDUAL))]
-        results = expected(operation, truths)
-        given = {b: x for b, x in truths.items() if b.role in ROLES} | {
-            b: torch.zeros_like(x) for b, x in results.items()
-        }
-        operands = {b: _within_wider(x) if strided else x.clone() for b, x in given.items()}
-        told = machine.words(operands, dtype.itemsize)
-        machine.pretend(told, last)
-        machine.run(kernel, told, operands)
-        for buffer, truth in results.items():
-            assert torch.equal(operands[buffer], truth), buffer
+    """Every byte of every output, by two blocks, in whole vectors and, of fewer rows, in pieces; numbers wrap."""
+    operation = OPERATIONS[name]
+    call = Call(operation, _rows(2 if strided else 4, 40, dtype), dtype, Random(1), shared=shared)
+    if strided:
+        call.operands = {b: _within_wider(x) for b, x in call.operands.items()}
+    machine = Machine(operation.devices, blocks=2)
+    machine.pretend(machine.told(call), 2**32 - 2)
+    machine.run([call])
+    call.check()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_sum_may_be_written_over_a_part(*, shared: bool) -> None:
+    """A block has sent what it has of a frame before it adds up others'."""
+    operation = OPERATIONS["all_reduce"]
+    call = Call(operation, _rows(2, 40, torch.bfloat16), torch.bfloat16, Random(2), shared=shared)
+    call.operands |= {Buffer(OUTPUT, d): call.operands[Buffer(INPUT, d)] for d in operation.devices}
+    Machine(operation.devices).run([call])
+    call.check()
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("broadcast", 2), ("all_reduce of one", 1)])
+def test_no_frame_is_filled_before_its_place_was_read(name: str, blocks: int) -> None:
+    """Of more frames than slots, by a device that waits for nobody else; who reads them is much slower."""
+    operation, dtype = OPERATIONS[name], torch.bfloat16
+    call = Call(operation, _rows((FRAME_SLOTS + 3) * blocks, 40, dtype), dtype, Random(3))
+    Machine(operation.devices, blocks).run([call], slow=2)
+    call.check()
+
+
+#: Of which few columns are sent, and most stay.
+_UNEVEN = scatter(0, ((0, 0, 31), (1, 31, 35), (2, 35, 40)))
+
+
+@pytest.mark.parametrize(
+    ("operations", "counts", "blocks", "shared"),
+    [
+        ((_UNEVEN, broadcast(0, (0, 1, 2), 40)), (FRAME_SLOTS, 2), 1, False),
+        ((OPERATIONS["all_reduce of two"],) * 3, (1, 3, 1), 2, False),
+        ((OPERATIONS["all_reduce"],) * 2, (2, 1), 1, True),
+    ],
+)
+def test_exchanges_go_on_where_the_last_one_ended(
+    operations: tuple[Operation, ...], counts: tuple[int, ...], blocks: int, *, shared: bool
+) -> None:
+    """Whoever is done with one begins the next, while a slow device is still at it; numbers wrap meanwhile."""
+    random, dtype, last = Random(4), torch.bfloat16, 2**32 - 3
+    calls = []
+    for operation, count in zip(operations, counts, strict=True):
+        sent = 9 if operation == _UNEVEN else 40
+        calls.append(Call(operation, _rows(count, sent, dtype), dtype, random, shared=shared))
+    machine = Machine(operations[0].devices, blocks)
+    told = machine.told(calls[0])
+    machine.pretend(told, last)
+    machine.run(calls, slow=1)
+    for call in calls:
+        call.check()
+    for block, (number, full, freed, *known) in machine.noted(told):
+        sent = sum(len(range(block, count, blocks)) for count in counts) * (1 + shared)
+        assert number == full == freed == (last + sent) % 2**32
+        assert all((number - each) % 2**32 <= FRAME_SLOTS for each in known)
 
 
 def _within_wider(x: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def test_packets_say_what_operations_say(name: str) -> None:
         lanes.run_together(
             [kernel] * len(told),
             THREADS,
-            told,
+            [[words] for words in told],
             [*operands.values(), *machine.slots.values(), *machine.flags.values(), machine.status],
         )
         assert not machine.status.any()
