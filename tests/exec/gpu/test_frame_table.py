@@ -12,7 +12,9 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tppla
 from tests.exec.program_cases import CASES, OPERATIONS
 from tpplan.errors import InternalError
 from tpplan.exec.gpu.frame_table import (
+    BLOCKS,
     COLUMN,
+    COUNT,
     FILLED,
     FIRST_QUEUE,
     LINES_BYTES,
@@ -32,25 +34,33 @@ from tpplan.exec.gpu.frame_table import (
     SHARED,
     SOURCES,
     SOURCES_AT,
+    STRIDE,
     WIDTH,
     Place,
     table,
 )
 from tpplan.exec.gpu.slot_table import queues
 from tpplan.exec.programs.lower import Route, lower
+from tpplan.exec.programs.operation import scatter
 from tpplan.exec.programs.program import Exchange
 from tpplan.workspace import FRAME_BYTES, FRAME_FLAG_BYTES, FRAME_SLOT_BYTES, FRAME_SLOTS
 
 if TYPE_CHECKING:
+    from tpplan.exec.programs.operation import Operation
     from tpplan.exec.programs.program import Queue
 
-BLOCKS = 16
+#: Blocks that share a slot.
+SHARERS = 16
 
 
 def _exchanges(name: str, *, shared: bool = False) -> list[Exchange]:
     """Return the kernels of an operation in frames."""
+    return _kernels(OPERATIONS[name], shared=shared)
+
+
+def _kernels(operation: Operation, *, shared: bool = False) -> list[Exchange]:
     way = Route("host", framed=True, shared=shared)
-    return [c for c in lower(OPERATIONS[name], way).commands if isinstance(c, Exchange)]
+    return [c for c in lower(operation, way).commands if isinstance(c, Exchange)]
 
 
 def _places(exchange: Exchange) -> dict[Queue, Place]:
@@ -65,7 +75,7 @@ def _places(exchange: Exchange) -> dict[Queue, Place]:
 
 
 def _words(exchange: Exchange, item: int = 2) -> list[int]:
-    made = table(exchange, item, _places(exchange), BLOCKS, FRAME_SLOT_BYTES)
+    made = table(exchange, item, _places(exchange), SHARERS, FRAME_SLOT_BYTES)
     return [0] * FILLED + made.words
 
 
@@ -87,6 +97,22 @@ def test_every_receiver_of_a_message_has_an_entry() -> None:
         assert (words[WIDTH], words[LOCAL_WIDTH], words[LONGEST]) == (0, 0, 70)
         assert _rows(words, FIRST_QUEUE, 1, QUEUE_WORDS) == [(2, 1, 3, 50 + device, 0, 70)]
         assert _rows(words, words[MOVES_AT], 1, MOVE_WORDS) == [(0, *taken)]
+
+
+@pytest.mark.parametrize("name", ["scatter", "allgather", "all_reduce of five"])
+def test_frames_are_as_slots_are_cut(name: str) -> None:
+    """A kernel is told by how many blocks a slot is shared, how large it is, and how many there are."""
+    for exchange in _exchanges(name):
+        words = _words(exchange)
+        assert (words[BLOCKS], words[STRIDE], words[COUNT]) == (SHARERS, FRAME_SLOT_BYTES, FRAME_SLOTS)
+
+
+def test_what_stays_counts_where_it_is_the_longest() -> None:
+    """Of 39 columns the sender keeps 31: it goes on until these are copied, but others until they have its message."""
+    first, *others = _kernels(scatter(0, ((0, 0, 31), (1, 31, 35), (2, 35, 39))))
+    words = _words(first)
+    assert (words[WIDTH], words[LOCAL_WIDTH], words[LONGEST]) == (16, 62, 62)
+    assert [_words(exchange)[LONGEST] for exchange in others] == [16, 16]
 
 
 def test_sums_are_in_the_order_of_the_givers() -> None:
@@ -119,7 +145,7 @@ def test_totals_lie_where_they_belong_in_a_row() -> None:
 def test_alignment_covers_all_that_is_touched(name: str) -> None:
     """The bits of a table are those of every start and width on either side."""
     for exchange in _exchanges(name):
-        made, doubled = (table(exchange, i, _places(exchange), BLOCKS, FRAME_SLOT_BYTES) for i in (1, 2))
+        made, doubled = (table(exchange, i, _places(exchange), SHARERS, FRAME_SLOT_BYTES) for i in (1, 2))
         assert doubled.bits == 2 * made.bits
         steps = [(getattr(s, "source", None), getattr(s, "target", None)) for s in exchange.steps]
         views = [view for pair in steps for view in pair if view]
@@ -143,9 +169,9 @@ def test_what_no_kernel_knows_is_refused() -> None:
     )
     again = evolve(exchange, steps=(*exchange.steps, sent))
     with pytest.raises(InternalError, match="sends anything but one message, first"):
-        table(again, 2, places, BLOCKS, FRAME_SLOT_BYTES)
+        table(again, 2, places, SHARERS, FRAME_SLOT_BYTES)
     with pytest.raises(InternalError, match="copies twice within its device"):
-        table(evolve(exchange, steps=(within, *exchange.steps)), 2, places, BLOCKS, FRAME_SLOT_BYTES)
+        table(evolve(exchange, steps=(within, *exchange.steps)), 2, places, SHARERS, FRAME_SLOT_BYTES)
     straight = next(c for c in CASES["allgather, peer-1 parts"].program.commands if isinstance(c, Exchange))
     with pytest.raises(InternalError, match="no frame kernel for"):
-        table(straight, 2, {}, BLOCKS, FRAME_SLOT_BYTES)
+        table(straight, 2, {}, SHARERS, FRAME_SLOT_BYTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
+from random import Random
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,12 +18,16 @@ from cuda.bindings import driver
 from tests.exec.gpu.test_slot_table import SMALL
 from tpplan.errors import ExecutionError
 from tpplan.exec.binding import Memory
-from tpplan.exec.gpu import launch, slots
+from tpplan.exec.gpu import frames, launch, slots
 from tpplan.exec.gpu.counters import Counters
 from tpplan.exec.gpu.exchange_table import BLOCKS, COUNTER_BYTES, DEADLINE, FIRST_OPERAND, MOST_WORDS, ROWS
+from tpplan.exec.gpu.frame_table import LONGEST, THREADS
 from tpplan.exec.gpu.launch import Launch, Operands, Work
 from tpplan.exec.gpu.slot_table import queues
+from tpplan.exec.programs.lower import Route, lower
+from tpplan.exec.programs.operation import scatter
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Buffer, Exchange, Stream
+from tpplan.workspace import FRAME_BYTES, FRAME_SLOT_BYTES
 
 X, OUT = Buffer(INPUT, 0), Buffer(OUTPUT, 0)
 
@@ -69,6 +74,25 @@ def test_the_longest_step_and_the_gpu_set_the_blocks(rows: int, blocks: int, mon
     monkeypatch.setattr(launch, "driver", fake := Driver())
     _launch(_work(row_bytes=4096), blocks=100).bind({}, rows)(0)
     assert fake.shape == (blocks, 256)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_of_a_frame_kernel_have_a_frame_each(seed: int) -> None:
+    """As many as the longest row of a device takes for all rows, up to what has room; no block has nothing to do."""
+    random = Random(seed)
+    cuts = sorted(random.randrange(1, 3000) for _ in range(2))
+    operation = scatter(0, ((0, 0, cuts[0]), (1, cuts[0], cuts[1]), (2, cuts[1], 3000)))
+    rows, most = random.randrange(1, 2 ** random.randrange(1, 9)), random.randrange(1, 128)
+    flags = {home: torch.zeros(256 * COUNTER_BYTES, dtype=torch.uint8) for home in (0, 1, 2, HOST)}
+    memory = Memory({}, {}, lambda _: torch.zeros(1, FRAME_SLOT_BYTES, dtype=torch.uint8), flags)
+    program = lower(operation, Route("host", framed=True))
+    exchanges = [command for command in program.commands if isinstance(command, Exchange)]
+    for work in frames.prepare(exchanges, 2, memory, Counters(flags), most):
+        longest = work.table[LONGEST - work.place]
+        blocks, threads = Launch((Mock(handle=1), Mock(handle=2)), work, most, THREADS, {}).bind({}, rows).shape
+        assert threads == THREADS
+        assert blocks == most or blocks * FRAME_BYTES >= rows * longest
+        assert (blocks - 1) * FRAME_BYTES < rows * longest
 
 
 @pytest.mark.parametrize(("offset", "kernel"), [(0, 2), (8, 2), (4, 1), (1, 1)])
