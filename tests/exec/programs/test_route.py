@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,14 +11,18 @@ from attrs import evolve
 from tests.exec.program_cases import LIMITS
 from tpplan.errors import ExecutionError
 from tpplan.exec.links.tuning import Tuning
-from tpplan.exec.programs.lower import route
-from tpplan.exec.programs.operation import all_reduce, allgather, broadcast
+from tpplan.exec.programs.lower import Limits, route
+from tpplan.exec.programs.operation import Reduction, all_reduce, allgather, broadcast
 from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
     from tpplan.exec.programs.operation import Operation
 
 MIB = 2**20
+#: Of GPUs without links, whose kernels send messages of any length in frames.
+STREAMED = Limits(
+    slot_bytes=2**16, stage_bytes=2**34, exchange_bytes=2**34, frame_bytes=MIB, streams=True, spared_bytes=2**18
+)
 
 
 @pytest.mark.parametrize(
@@ -60,3 +65,68 @@ def test_kernels_write_what_they_can_count(rows: int, by_kernels: bool) -> None:
     limits = evolve(LIMITS, tuning=Tuning(gathers_bytes=2**50))
     found = route(allgather("gather", ((0, 0, 4096), (1, 4096, 4100)), (HOST,)), "peer", rows, 2, limits)
     assert (found.transport, found.small) == ("local", by_kernels)
+
+
+def _sum(givers: tuple[int, ...], takers: tuple[int, ...], columns: int = 48) -> Reduction:
+    """Return a sum."""
+    return Reduction("all_reduce", columns, givers, takers, residual=False)
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "framed"),
+    [(65537, 65534, True), (65537, 65535, True), (65536, 65536, False), (65537, 65536, False)],
+)
+def test_frames_take_what_kernels_can_count(columns: int, rows: int, framed: bool) -> None:
+    """A message of less than 4 GiB goes in frames, whole; a longer one is copied in parts."""
+    assert (columns * rows < 4096 * MIB) == framed
+    for operation in (broadcast(0, (1,), columns), _sum((0, 1), (0, 1), columns)):
+        found = route(operation, "host", rows, 1, STREAMED)
+        assert (found.transport, found.small, found.framed, found.parts == 1) == ("host", False, framed, framed)
+
+
+@pytest.mark.parametrize(("rows", "shared"), [(2**11, False), (2**12, False), (2**12 + 1, True), (2**20, True)])
+def test_sums_are_shared_out_where_that_spares_enough(rows: int, shared: bool) -> None:
+    """Of three devices, each is spared two thirds of a message: 256 KiB of one of 384 KiB, which is not yet enough."""
+    found = route(_sum((0, 1, 2), (0, 1, 2)), "host", rows, 2, STREAMED)
+    assert (found.framed, found.shared) == (True, shared)
+
+
+@pytest.mark.parametrize(("rows", "framed"), [(2**15, True), (2**15 + 1, False)])
+def test_large_sums_that_frames_cannot_share_out_are_copied(rows: int, framed: bool) -> None:
+    """Where not all of three devices have a part, two thirds of 3 MiB are as much as may come in vain."""
+    found = route(_sum((0, 1), (0, 1, 2)), "host", rows, 2, STREAMED)
+    assert (found.framed, found.shared) == (framed, False)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        _sum((0, 1), (0, 1)),
+        _sum((0, 1), (0, 1, 2)),
+        _sum((0, 1, 2, 3), (0, 1, 2)),
+        _sum((0, 2, 3), (1, 2, 3)),
+        _sum((0, 1, 2), (0, 1, 2), columns=3),
+    ],
+    ids=str,
+)
+def test_some_sums_are_never_shared_out(operation: Operation) -> None:
+    """Those of two devices, who would be spared nothing, and those in which not all take part alike."""
+    ways = [route(operation, "host", 2**i, 2, STREAMED) for i in range(26)]
+    assert any(way.framed for way in ways)
+    assert not any(way.shared for way in ways)
+
+
+@pytest.mark.parametrize(
+    ("operation", "found"),
+    [
+        (broadcast(0, (1, 2), 48), ["slots", "frames", "copies"]),
+        (_sum((0, 1), (0, 1)), ["slots", "frames", "copies"]),
+        (_sum((0, 1, 2), (0, 1, 2)), ["slots", "frames", "shared frames", "copies"]),
+        (_sum((0, 1, 2, 3), (0, 1, 2)), ["slots", "frames", "copies"]),
+    ],
+)
+def test_more_rows_never_go_back_to_a_way_of_fewer(operation: Operation, found: list[str]) -> None:
+    """From slots to frames, which are shared out at last if at all, and from these to copies."""
+    ways = [route(operation, "host", 2**i, 2, STREAMED) for i in range(28)]
+    kinds = ["slots" if way.small else "shared " * way.shared + "frames" if way.framed else "copies" for way in ways]
+    assert [kind for kind, _ in groupby(kinds)] == found
