@@ -30,6 +30,21 @@ def _compiled(name: str) -> dict[tuple[int, int], str]:
     return {capability: machine_code.ptx(name, capability) for capability in CAPABILITIES}
 
 
+def _check_early(text: str, capability: tuple[int, int]) -> None:
+    """Make sure that a kernel touches nothing before what is before it has ended, and may let the next begin or not."""
+    wait, let = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
+    if capability < kernel_cache.OVERLAPS:
+        assert "griddepcontrol" not in text
+        return
+    (waited,) = (at.start() for at in re.finditer(wait, text))
+    touched = re.search(r"\b(ld|st|atom|red)\.[\w.]*global", text)
+    assert touched
+    assert waited < touched.start()
+    branches = [*re.finditer(rf"@%p\d+ bra\s+(\S+);[^:]*?{let}", text)]  # no label is between
+    assert len(branches) == text.count(let) == 1
+    assert all(waited < each.start() and text.index(f"\n{each[1]}:") > each.end() for each in branches)
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_read_vectors_and_spill_nothing(name: str, capability: tuple[int, int]) -> None:
@@ -58,6 +73,7 @@ def test_exchanges_poll_what_others_write(way: str, what: str) -> None:
         assert ".f64" not in text
         assert "ld.global.nc" not in text
         assert ".local" not in text
+        _check_early(text, capability)
         assert registers(check_code(text, capability)) * slot_table.THREADS * SLOT_BLOCKS <= REGISTERS
 
 
@@ -85,6 +101,7 @@ def test_frames_are_told_behind_a_fence(name: str) -> None:
         assert ".f64" not in text
         assert "ld.global.nc" not in text
         assert ".local" not in text
+        _check_early(text, capability)
         assert registers(check_code(text, capability)) * frame_table.THREADS * FRAME_BLOCKS <= REGISTERS
 
 
