@@ -167,7 +167,8 @@ def _sum(item: int, first: Any, second: Any, both: Any) -> Any:  # noqa: C901 (f
     @device_function
     def add(firsts: Any, start: Any, turns: Any) -> None:
         width, skip, share = word(WIDTH), word(SHARE_SKIP), word(SHARE_WIDTH)
-        zero, sends = types.float32(-0.0), word(SHARED) > 0  # which added to keeps the sign of a zero
+        zero = types.float32(-0.0)  # which added to keeps the sign of a zero
+        sends = word(SHARED) > 0
         out = place(_WORD(0), _HALF(firsts[0] + turns + _HALF(1))) if sends else _WORD(0)
         if word(PIECE) == VECTOR_BYTES:
             i, j, k, m = offsets()
@@ -184,12 +185,8 @@ def _sum(item: int, first: Any, second: Any, both: Any) -> Any:  # noqa: C901 (f
                     d = load(address_of(matrix, _WORD(0), width, start + m), four)
                 else:
                     frame = place(source, _HALF(firsts[source] + turns))
-                    a, b, c, d = (
-                        poll(frame + i, one),
-                        poll(frame + j, two),
-                        poll(frame + k, three),
-                        poll(frame + m, four),
-                    )
+                    a, b = poll(frame + i, one), poll(frame + j, two)
+                    c, d = poll(frame + k, three), poll(frame + m, four)
                 s, t, u, v = plus(s, a), plus(t, b), plus(u, c), plus(v, d)
             a, b, c, d = rounded(s), rounded(t), rounded(u), rounded(v)
             store(target_of(skip, width, skip, start + i), a, one)

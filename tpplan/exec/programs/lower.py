@@ -241,8 +241,10 @@ def lower(operation: Operation, way: Route) -> Program:
     """Return the program of an operation for a route that :func:`route` gave for it."""
     if isinstance(operation, Addition):
         return lower_events.addition(operation)
-    if isinstance(operation, Moves):
-        return _lower_moves(operation, way)
+    return _lower_moves(operation, way) if isinstance(operation, Moves) else _lower_reduction(operation, way)
+
+
+def _lower_reduction(operation: Reduction, way: Route) -> Program:
     if way.transport in {"local", "events"}:
         return lower_events.reduction(operation, way.parts)
     if way.shared:
@@ -250,10 +252,9 @@ def lower(operation: Operation, way: Route) -> Program:
     if way.small or way.framed:
         on_host = way.transport == "host"
         return lower_flags.reduction(operation, on_host=on_host, framed=way.framed, parts=way.parts)
-    is_direct = way.transport == "peer"
-    return (
-        lower_flags.direct_reduction(operation) if is_direct else lower_host.reduction(operation, way.parts, way.slots)
-    )
+    if way.transport == "peer":
+        return lower_flags.direct_reduction(operation)
+    return lower_host.reduction(operation, way.parts, way.slots)
 
 
 def _lower_moves(operation: Moves, way: Route) -> Program:
