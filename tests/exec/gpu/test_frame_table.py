@@ -11,6 +11,7 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tppla
 
 from tests.exec.program_cases import CASES, OPERATIONS
 from tpplan.errors import InternalError
+from tpplan.exec.gpu.exchange_table import OWN, RESIDUE
 from tpplan.exec.gpu.frame_table import (
     BLOCKS,
     COLUMN,
@@ -25,10 +26,8 @@ from tpplan.exec.gpu.frame_table import (
     MOVE_WORDS,
     MOVES,
     MOVES_AT,
-    OWN,
     QUEUE_WORDS,
     QUEUES,
-    RESIDUE,
     SHARE_SKIP,
     SHARE_WIDTH,
     SHARED,

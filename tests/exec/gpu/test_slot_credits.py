@@ -12,13 +12,13 @@ from attrs import define, field
 
 from tests.exec.gpu.test_slot_table import SMALL, STRIDE, Machine
 from tests.exec.program_cases import CASES
+from tpplan.exec.gpu.exchange_table import OWN
 from tpplan.exec.gpu.slot_table import (
     COUNT,
     DATA_BYTES,
     FILLED,
     FIRST_QUEUE,
     LANES_AT,
-    OWN,
     QUEUES,
     RECEIVES,
     RECEIVES_AT,

@@ -13,6 +13,7 @@ from tests.exec.caller import expected, noise, widths
 from tests.exec.program_cases import CASES, Case
 from tpplan.errors import InternalError
 from tpplan.exec.gpu import slot_table
+from tpplan.exec.gpu.exchange_table import OWN
 from tpplan.exec.gpu.slot_table import (
     COLUMN,
     COUNT,
@@ -20,7 +21,6 @@ from tpplan.exec.gpu.slot_table import (
     FIRST_QUEUE,
     LANES_AT,
     LOCAL,
-    OWN,
     PACKET_BYTES,
     QUEUES,
     RECEIVES,

@@ -19,6 +19,11 @@ ROWS, DEADLINE, STATUS = 0, 1, 2
 COUNTERS, OPERANDS = 3, 4
 #: The largest piece to which everything is aligned, and the first of the operands: address and pitch of each.
 PIECE, FIRST_OPERAND = OPERANDS, OPERANDS + 1
+#: Where the operands of exchanges through slots, in frames too, are: address and pitch of each.
+X, OUT, RESIDUAL = FIRST_OPERAND, FIRST_OPERAND + 2, FIRST_OPERAND + 4
+#: Most queues of a device in such an exchange, enough for eight; and sources of a sum that are in no queue.
+MOST_QUEUES = 16
+OWN, RESIDUE = MOST_QUEUES, MOST_QUEUES + 1
 #: Numbers of counters that no device waits for: of failures, and 1 as long as the context has its GPUs to itself.
 FAILURES, ALONE = 0, 1
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from attrs import Factory, define, frozen
 
 from tpplan.errors import InternalError
-from tpplan.exec.gpu.exchange_table import FIRST_OPERAND, MOST_WORDS
+from tpplan.exec.gpu.exchange_table import FIRST_OPERAND, MOST_QUEUES, MOST_WORDS, OWN, RESIDUE
 from tpplan.exec.programs.program import INPUT, OUTPUT, Copy, Queue, Sum
 from tpplan.workspace import FRAME_BYTES, FRAME_SLOT_BYTES
 
@@ -43,8 +43,6 @@ MOST_BLOCKS = FRAME_SLOT_BYTES // FRAME_BYTES
 LINE = 64
 LINES_BYTES = LINE * MOST_BLOCKS
 
-#: Where the operands are: address and pitch of each.
-X, OUT, RESIDUAL = FIRST_OPERAND, FIRST_OPERAND + 2, FIRST_OPERAND + 4
 #: How many entries of queues are of the one that is filled, and how many there are in all; of a sum and of moves.
 FILLED, QUEUES, SOURCES, MOVES = range(FIRST_OPERAND + 6, FIRST_OPERAND + 10)
 #: Blocks that share a slot, bytes of a slot, and how many there are.
@@ -59,10 +57,6 @@ SHARED, SHARE_SKIP, SHARE_WIDTH = range(LOCAL_TO + 1, LOCAL_TO + 4)
 SOURCES_AT, MOVES_AT, FIRST_QUEUE = range(SHARE_WIDTH + 1, SHARE_WIDTH + 4)
 #: Words of an entry; a source is one.
 QUEUE_WORDS, MOVE_WORDS = 6, 4
-#: Most queues of a device: enough for eight.
-MOST_QUEUES = 16
-#: Sources of a sum that are in no queue.
-OWN, RESIDUE = MOST_QUEUES, MOST_QUEUES + 1
 
 
 @frozen

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from attrs import Factory, define, frozen
 
 from tpplan.errors import InternalError
-from tpplan.exec.gpu.exchange_table import BLOCKS, FIRST_OPERAND, MOST_WORDS
+from tpplan.exec.gpu.exchange_table import BLOCKS, FIRST_OPERAND, MOST_QUEUES, MOST_WORDS, OWN, RESIDUE
 from tpplan.exec.programs.program import INPUT, SLOT, Await, Copy, Queue, Signal, Sum
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ THREADS = 256
 #: Bytes that a packet carries, and that it takes in a slot.
 DATA_BYTES, PACKET_BYTES = 8, 16
 
-#: Where the operands are: address and pitch of each.
-X, OUT, RESIDUAL = FIRST_OPERAND, FIRST_OPERAND + 2, FIRST_OPERAND + 4
 #: How many queues are filled, and how many there are in all; how many sends and receives.
 FILLED, QUEUES, SENDS, RECEIVES = range(FIRST_OPERAND + 6, FIRST_OPERAND + 10)
 #: Bytes of a block's part of a slot, and of a slot; how many slots a queue has.
@@ -55,10 +53,6 @@ SENDS_AT, LANES_AT, RECEIVES_AT = range(LOCAL + 1, LOCAL + 4)
 FIRST_QUEUE = RECEIVES_AT + 1
 #: Words of an entry; a lane is one.
 QUEUE_WORDS, SEND_WORDS, SOURCE_WORDS, RECEIVE_WORDS = 4, 5, 2, 6
-#: Most queues of a device: enough for eight.
-MOST_QUEUES = 16
-#: Sources of a sum that are in no queue.
-OWN, RESIDUE = MOST_QUEUES, MOST_QUEUES + 1
 
 
 @frozen

@@ -15,7 +15,7 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.exec.gpu.exchange_table import PIECE, ROWS
+from tpplan.exec.gpu.exchange_table import MOST_QUEUES, OWN, PIECE, RESIDUAL, ROWS, X
 from tpplan.exec.gpu.frame_table import (
     BLOCKS,
     COLUMN,
@@ -24,12 +24,9 @@ from tpplan.exec.gpu.frame_table import (
     LOCAL_TO,
     LOCAL_WIDTH,
     LONGEST,
-    MOST_QUEUES,
     MOVE_WORDS,
     MOVES,
     MOVES_AT,
-    OWN,
-    RESIDUAL,
     SHARE_SKIP,
     SHARE_WIDTH,
     SHARED,
@@ -38,7 +35,6 @@ from tpplan.exec.gpu.frame_table import (
     VECTOR_BYTES,
     VECTORS,
     WIDTH,
-    X,
 )
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.frame_numbers import (

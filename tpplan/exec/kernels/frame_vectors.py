@@ -10,8 +10,8 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.exec.gpu.exchange_table import ROWS
-from tpplan.exec.gpu.frame_table import OUT, VECTOR_BYTES
+from tpplan.exec.gpu.exchange_table import OUT, ROWS
+from tpplan.exec.gpu.frame_table import VECTOR_BYTES
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.frame_numbers import turn
 from tpplan.exec.kernels.kernel import device_function

@@ -11,24 +11,18 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.exec.gpu.exchange_table import ROWS
+from tpplan.exec.gpu.exchange_table import MOST_QUEUES, OUT, OWN, RESIDUAL, RESIDUE, ROWS, X
 from tpplan.exec.gpu.slot_table import (
     COLUMN,
     DATA_BYTES,
     FILLED,
     LOCAL,
-    MOST_QUEUES,
-    OUT,
-    OWN,
     PACKET_BYTES,
     RECEIVE_WORDS,
     RECEIVES,
     RECEIVES_AT,
-    RESIDUAL,
-    RESIDUE,
     SOURCE_WORDS,
     WIDTH,
-    X,
 )
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function

@@ -16,25 +16,19 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.exec.gpu.exchange_table import PIECE, ROWS
+from tpplan.exec.gpu.exchange_table import MOST_QUEUES, OUT, OWN, PIECE, RESIDUAL, RESIDUE, ROWS, X
 from tpplan.exec.gpu.slot_table import (
     DATA_BYTES,
     LANES_AT,
-    MOST_QUEUES,
-    OUT,
-    OWN,
     PACKET_BYTES,
     RECEIVE_WORDS,
     RECEIVES,
     RECEIVES_AT,
-    RESIDUAL,
-    RESIDUE,
     SEND_WORDS,
     SENDS,
     SENDS_AT,
     SOURCE_WORDS,
     WIDTH,
-    X,
 )
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
