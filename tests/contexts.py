@@ -20,6 +20,7 @@ from tpplan.devices import Device
 from tpplan.exec import compiler, host
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.programs.adversary import Adversary
+from tpplan.exec.selftest import attempts
 from tpplan.plan import Cache, DeviceMemory, PlanModel, Request, Split, SplitPlan
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def little_room() -> Iterator[None]:
             "SPARED_BYTES": 400,
             "SPARE_BYTES": 256,
         }.items():
-            for module in (workspace, compiler, host):
+            for module in (workspace, compiler, host, attempts):
                 if hasattr(module, name):
                     patch.setattr(module, name, size)
         yield

@@ -187,8 +187,10 @@ def _through_slots(operation: Operation, transport: str, rows: int, row_bytes: i
     if rows * row_bytes <= limits.slots(operation, transport):
         return Route(transport, small=True)
     parts = limits.frames(operation, rows, row_bytes) if transport == "host" else 0
+    if not parts:
+        return None
     spared, is_even = _spared(operation) * rows * row_bytes, _is_even(operation)
-    if not parts or (spared > _COPIED_BYTES and not is_even):
+    if spared > _COPIED_BYTES and not is_even:
         return None
     return Route(transport, framed=True, shared=spared > limits.spared_bytes and is_even, parts=parts)
 

@@ -14,7 +14,7 @@ from tpplan.exec.context import TPContext
 from tpplan.exec.explain import cuts
 from tpplan.exec.operands import ADDABLE
 from tpplan.exec.selftest.references import Kind
-from tpplan.workspace import FRAME_SLOTS
+from tpplan.workspace import FRAME_SLOT_BYTES, FRAME_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -149,7 +149,7 @@ class Attempts:
 
     def _long(self, one: Attempt) -> int:
         """Return as many rows as every device sends to fill all slots of frames once, and some of them again."""
-        ring = FRAME_SLOTS * self.context.explain().limits.frame_bytes
+        ring = FRAME_SLOTS * FRAME_SLOT_BYTES
         senders = len(self.context.all_devices) if self.kind.cuts else 1
         return 2 + senders * ring // (self.columns[one.axis] * one.dim * one.dtype.itemsize)
 
