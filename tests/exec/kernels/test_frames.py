@@ -10,17 +10,13 @@ import pytest
 import torch
 
 from tests import lanes
-from tests.exec.caller import expected, noise, widths
+from tests.exec.kernels.device_memory import DeviceMemory, tensors_of
 from tests.exec.program_cases import OPERATIONS
-from tpplan.exec.binding import Memory
 from tpplan.exec.gpu import frames
-from tpplan.exec.gpu.counters import Counters
-from tpplan.exec.gpu.exchange_table import ALONE, COUNTER_BYTES, COUNTERS, DEADLINE, MOST_WORDS, OPERANDS, ROWS, STATUS
 from tpplan.exec.gpu.frame_table import FIRST_QUEUE, LINE, QUEUE_WORDS, QUEUES, VECTOR_BYTES, VECTORS
 from tpplan.exec.programs.lower import Route, lower
 from tpplan.exec.programs.operation import Reduction, broadcast, scatter
-from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
-from tpplan.exec.programs.program import OPERANDS as ROLES
+from tpplan.exec.programs.program import INPUT, OUTPUT, Buffer, Exchange
 from tpplan.workspace import FRAME_SLOTS
 
 if TYPE_CHECKING:
@@ -34,10 +30,8 @@ frame_kernels = pytest.importorskip("tpplan.exec.kernels.frame", reason="needs n
 
 #: Threads of each block: a warp for what is filled, and one for what is read.
 THREADS = 64
-#: Bytes of a frame, and of all counters of a device.
-FRAME, FLAGS = THREADS * VECTOR_BYTES * VECTORS, 512 * COUNTER_BYTES
-#: Nanoseconds, more than any case takes.
-LATE = 300 * 10**9
+#: Bytes of a frame.
+FRAME = THREADS * VECTOR_BYTES * VECTORS
 WIDE = {torch.bfloat16: frame_kernels.FRAME_SUM_BF16, torch.float32: frame_kernels.FRAME_SUM_F32}
 
 
@@ -47,17 +41,12 @@ class Call:
     def __init__(
         self, operation: Operation, rows: int, dtype: torch.dtype, random: Random, *, shared: bool = False
     ) -> None:
-        """Fill the tensors; outputs have zeros."""
+        """Fill the tensors."""
         program = lower(operation, Route("host", framed=True, shared=shared))
         self.exchanges = [each for each in program.commands if isinstance(each, Exchange)]
         self.rows, self.item = rows, dtype.itemsize
         self.kernel = WIDE[dtype] if isinstance(operation, Reduction) else frame_kernels.FRAME_MOVE
-        truths = {b: noise(rows, columns, dtype, random) for b, columns in widths(operation).items()}
-        for buffer in [b for b in truths if b.role == RESIDUAL]:
-            truths[buffer] = truths[Buffer(RESIDUAL, min(b.device for b in truths if b.role == RESIDUAL))]
-        self.results = expected(operation, truths)
-        outputs = {b: torch.zeros_like(x) for b, x in self.results.items()}
-        self.operands = {b: x.clone() for b, x in truths.items() if b.role in ROLES} | outputs
+        self.operands, self.results = tensors_of(operation, rows, dtype, random)
 
     def check(self) -> None:
         """Make sure that the outputs have every byte that they should."""
@@ -70,29 +59,13 @@ class Machine:
 
     def __init__(self, devices: Sequence[int], blocks: int = 1) -> None:
         """Take it."""
-        self._slots, self._blocks = dict[Queue, "Tensor"](), blocks
-        self._flags = {home: torch.zeros(FLAGS, dtype=torch.uint8) for home in (*devices, HOST)}
-        self._status = torch.zeros(16, dtype=torch.int32)
-        self._memory = Memory({}, {}, self._slots_of, self._flags)
-        self._counters = Counters(self._flags)
-        for device in devices:
-            self._flags[device][ALONE * COUNTER_BYTES] = 1
-
-    def _slots_of(self, queue: Queue) -> Tensor:
-        return self._slots.setdefault(queue, torch.zeros(queue.slots, self._blocks * FRAME, dtype=torch.uint8))
+        self._memory, self._blocks = DeviceMemory(devices, blocks * FRAME, 512), blocks
 
     def told(self, call: Call) -> dict[int, list[int]]:
         """Return what each device's kernel is told."""
-        found = {}
-        for work in frames.prepare(call.exchanges, call.item, self._memory, self._counters, self._blocks):
-            words = [0] * MOST_WORDS
-            words[ROWS], words[DEADLINE], words[STATUS] = call.rows, LATE, self._status.data_ptr()
-            words[COUNTERS] = self._counters.area(work.stream.device)
-            of_operands = work.operands.words(call.operands)
-            words[OPERANDS : OPERANDS + len(of_operands)] = of_operands
-            words[work.place : work.place + len(work.table)] = work.table
-            found[work.stream.device] = words
-        return found
+        memory = self._memory
+        works = frames.prepare(call.exchanges, call.item, memory.memory, memory.counters, self._blocks)
+        return {work.stream.device: memory.words(work, call.operands, call.rows) for work in works}
 
     def pretend(self, told: dict[int, list[int]], last: int) -> None:
         """Let all queues have had messages before, the last frame of which had this number."""
@@ -117,13 +90,12 @@ class Machine:
     def run(self, calls: Sequence[Call], slow: int | None = None) -> None:
         """Run the blocks of all devices' kernels together, call after call."""
         told = [self.told(call) for call in calls]
-        memory = [*self._slots.values(), *self._flags.values(), self._status]
-        memory += [x for call in calls for x in call.operands.values()]
+        memory = [*self._memory.tensors, *(x for call in calls for x in call.operands.values())]
         devices = [*told[0]]
         words = [[each[device] for each in told] for device in devices]
         at = None if slow is None else devices.index(slow)
         lanes.run_together([calls[0].kernel] * len(devices), THREADS, words, memory, blocks=self._blocks, slow=at)
-        assert not self._status.any()
+        assert not self._memory.status.any()
 
 
 def _rows(count: int, columns: int, dtype: torch.dtype) -> int:
