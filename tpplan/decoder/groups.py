@@ -53,7 +53,7 @@ class Group:
         Args:
             positions: of each, see :func:`tpplan.decoder.prompts.numbers_of`.
             sequences: of each.
-            before: of each.
+            before: of each, but for a number that is the same for all.
             extent: of the pass.
             is_filled: whether the last rows may be nobody's.
         """
@@ -62,7 +62,7 @@ class Group:
             kept = torch.arange(len(before), device=before.device)
             kept.mul_(sequences >= 0)
         counts = torch.arange(extent.count + 1, device=before.device)
-        bounds = torch.searchsorted(before.contiguous(), counts, out_int32=True)
+        bounds = torch.searchsorted(before - before[0], counts, out_int32=True)
         numbers = sequences.index_select(0, bounds.clamp(max=len(before) - 1)).int().clamp_(min=0)
         ends = positions.index_select(0, bounds[1:] - 1).add_(1).int()
         return cls(sequences, positions, bounds, numbers, ends, extent, kept)

@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
+#: Rows of half a pass at least, for halves to take turns, and a multiple of which the first one has. No graph is of so
+#: few, but for the smallest, so that there are rows of somebody in the second half.
+_HALF, _EVEN = 512, 128
+
 
 class Decoder:
     """A model on the devices of a compiled plan, with its weights and its cache.
@@ -69,6 +73,7 @@ class Decoder:
         cache: str = "",
         graphs: bool | None = None,
         kernels: bool = True,
+        turns: bool | None = None,
     ) -> None:
         """Make the cache, in the memory that the plan counts for it.
 
@@ -80,6 +85,8 @@ class Decoder:
             graphs: whether passes of prompts are captured, where they can be: see
                 :func:`tpplan.decoder.prompt_graphs.is_fixed`. On CUDA devices if not given.
             kernels: whether devices compute by kernels of :mod:`tpplan.decoder.fused` what these take; else by torch.
+            turns: whether halves of large passes that are captured take turns: what one of them adds up travels while
+                the other is computed. On CUDA devices that cannot write to each other's memory if not given.
 
         Raises:
             ModelError: the decoder does not compute such a model, see :func:`tpplan.decoder.settings.settings_of`, or
@@ -132,6 +139,9 @@ class Decoder:
         self.generations = 0
         holders = sorted({device for each in heads for device in each})
         self._tables = dict(zip(holders, context.rope_tables(self._settings.rope, self.length), strict=True))
+        if turns is None:
+            turns = joint and context.transport != "peer" and context.devices[holders[0]].device.type == "cuda"
+        self._in_turns = turns
         self.prompt_graphs = graphs_of(self, self._settings.attention_cap, graphs=graphs)
 
     @property
@@ -207,7 +217,21 @@ class Decoder:
             numbers: on each device, of each row: its token and what :func:`tpplan.decoder.prompts.numbers_of` says.
             stretches: of all rows; not given where nothing may depend on them, and the last rows may be nobody's.
         """
-        tokens, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
+        xs = self._embed([one[:, 0] for one in numbers])
+        count = len(numbers[0])
+        half = count // 2 // _EVEN * _EVEN
+        if not self._in_turns or stretches or half < _HALF:
+            return self.stack.run(xs, self._prefill(numbers, stretches))
+        halves = [
+            (tuple(x_RD[some] for x_RD in xs), self._prefill([one[some] for one in numbers]))
+            for some in (slice(half), slice(half, count))
+        ]
+        self.stack.run_in_turns(halves)
+        return xs
+
+    def _prefill(self, numbers: Sequence[Tensor], stretches: Sequence[Stretch] = ()) -> Prefill:
+        """Return what devices need to know of a pass of prompts, see :meth:`run`."""
+        _, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
         count = len(numbers[0])
         extent = Extent.of(stretches) if stretches else Extent(self.batch, min(count, self.length), self.length)
         cap, held = self._settings.attention_cap, [each for layer in self.stack.heads for each in layer.values()]
@@ -217,7 +241,7 @@ class Decoder:
             for device, positions, sequences, before in zip(self.context.all_devices, *others, strict=True)
             if device in self._tables and some_attend
         }
-        return self.stack.run(self._embed(tokens), Prefill(self._angles(others[0]), groups, stretches))
+        return Prefill(self._angles(others[0]), groups, stretches)
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int = 0) -> tuple[Tensor, ...]:

@@ -7,12 +7,13 @@ one tensor for each device, in device order.
 from __future__ import annotations
 
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from tpplan.axes import Axis
 from tpplan.decoder.plain import Plain, Turn
+from tpplan.exec.torch_shims import leaving_processors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +24,26 @@ if TYPE_CHECKING:
     from tpplan.decoder.held import Held
     from tpplan.decoder.passes import Pass
     from tpplan.decoder.settings import Settings
+    from tpplan.exec.aside import Aside
     from tpplan.exec.context import TPContext
     from tpplan.model import Block
+
+#: Multiprocessors that products leave free for sums of other passes: without, these wait for a product to end.
+_LEFT: Final = 8
+
+
+class Made(NamedTuple):
+    """What devices have made of the residual stream, to be put together and added to it.
+
+    Attributes:
+        ys: by device; the stream itself if it is added already.
+        axis: whose devices have made them.
+        post: the norm that comes before they are added, if any does.
+    """
+
+    ys: Sequence[Tensor]
+    axis: Axis
+    post: str = ""
 
 
 class Stack:
@@ -75,21 +94,42 @@ class Stack:
     def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         """Return the residual stream ``[R, D]`` behind the last layer, equal on all devices in use."""
         for layer, block in enumerate(self._blocks):
-            xs = self._attention(layer, xs, rows)
-            xs = self._mixture(layer, xs, fixed=rows.fixed) if block.experts else self._mlp(layer, xs)
+            xs = self._add(layer, self._attention(layer, xs, rows), xs)
+            make = self._mixture if block.experts else self._mlp
+            xs = self._add(layer, make(layer, xs, rows), xs)
         return xs
+
+    def run_in_turns(self, passes: Sequence[tuple[tuple[Tensor, ...], Pass]]) -> None:
+        """Do that with several passes of a model without experts, where their residual streams are.
+
+        While one of them is computed, what devices have made of the others is put together. A pass may attend to what
+        those before it keep, for it comes after them in every layer.
+        """
+        adding: list[tuple[Aside, Made] | None] = [None] * len(passes)  # what is made is kept until it is added
+        with leaving_processors([device.device for device in self.context.devices.values()], _LEFT):
+            for layer in range(len(self._blocks)):
+                for make in (self._attention, self._mlp):
+                    for i, (xs, rows) in enumerate(passes):
+                        if before := adding[i]:
+                            before[0].wait()
+                        made = make(layer, xs, rows)
+                        with self.context.aside() as aside:
+                            self._add(layer, made, xs)
+                        adding[i] = aside, made
+            for each in adding:
+                if each:
+                    each[0].wait()
 
     def normed(self, xs: Sequence[Tensor], device: int, norm: str, fused: str, names: Sequence[str] = ()) -> Tensor:
         """Multiply the rows of a device behind one of its norms; see :meth:`tpplan.decoder.plain.Plain.normed`."""
         weights, x_RD = self._weights[device], xs[self._places[device]]
         return self.steps[device].normed(x_RD, weights[f"{norm}.weight"], weights, fused, names)
 
-    def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
+    def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Made:
         found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]
         name = f"model.layers.{layer}.self_attn.o_proj"
         post = "post_attention_layernorm" if self._family.sandwich else ""
-        ys = self._lead_back(layer, found, name, Axis.Q, xs=xs, dim=self._head_dims[layer])
-        return self._add(layer, ys, Axis.Q, xs, post)
+        return Made(self._lead_back(layer, found, name, Axis.Q, xs=xs, dim=self._head_dims[layer]), Axis.Q, post)
 
     def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
         """Return what the query heads of a device find, side by side in ``[R, ...]``."""
@@ -105,11 +145,10 @@ class Stack:
         steps, heads = self.steps[device], self.heads[layer][device]
         return rows.attention(steps, heads, qkv_RHK, turn, device, scale=scale, cap=cap)
 
-    def _mlp(self, layer: int, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _mlp(self, layer: int, xs: tuple[Tensor, ...], _rows: Pass) -> Made:
         name = f"model.layers.{layer}.mlp.down_proj"
         post = "post_feedforward_layernorm" if self._family.sandwich else ""
-        ys = self._lead_back(layer, self._gated(layer, xs), name, Axis.ID, xs=xs)
-        return self._add(layer, ys, Axis.ID, xs, post)
+        return Made(self._lead_back(layer, self._gated(layer, xs), name, Axis.ID, xs=xs), Axis.ID, post)
 
     def _gated(self, layer: int, xs: tuple[Tensor, ...]) -> list[Tensor]:
         """Return what every device has between the matrices of an MLP."""
@@ -121,7 +160,7 @@ class Stack:
             found.append(self.steps[part.device].gated(x_RD, norm, weights, f"{start}gate_up_proj", names))
         return found
 
-    def _mixture(self, layer: int, xs: tuple[Tensor, ...], *, fixed: bool) -> tuple[Tensor, ...]:
+    def _mixture(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Made:
         start, names, count = f"model.layers.{layer}.", self._family.experts, self._blocks[layer].experts_per_token
         devices = self.context.devices_of(Axis.EX, layer)
         norm = f"{self._before_mlp(layer)}.weight"
@@ -139,7 +178,7 @@ class Stack:
             weights, x_RD = self._weights[device], inputs[device]
             hidden.append(
                 self.steps[device].experts_up(
-                    x_RD, weights.experts(gate), weights.experts(up), choices[device], fixed=fixed
+                    x_RD, weights.experts(gate), weights.experts(up), choices[device], fixed=rows.fixed
                 )
             )
         del inputs
@@ -151,11 +190,11 @@ class Stack:
         to_RD = xs[0] if len(xs) == 1 else None  # who has all of it adds it to the residual stream at once
         ys = [
             self.steps[device].experts_down(
-                h_RCI, self._weights[device].experts(down), choices[device], to_RD, fixed=fixed
+                h_RCI, self._weights[device].experts(down), choices[device], to_RD, fixed=rows.fixed
             )
             for device, h_RCI in zip(devices, hidden, strict=True)
         ]
-        return xs if len(xs) == 1 else self._add(layer, ys, Axis.EX, xs, "")
+        return Made(xs if len(xs) == 1 else ys, Axis.EX)
 
     def _lead_back(
         self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, *, xs: tuple[Tensor, ...], dim: int = 1
@@ -200,11 +239,9 @@ class Stack:
         channel.run(launches)
         return True
 
-    def _add(
-        self, layer: int, ys: Sequence[Tensor], axis: Axis, xs: tuple[Tensor, ...], post: str
-    ) -> tuple[Tensor, ...]:
+    def _add(self, layer: int, made: Made, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Put together what the devices have made, and add it to the residual stream, behind a norm if there is one."""
-        ctx = self.context
+        ctx, (ys, axis, post) = self.context, made
         if ys is xs:  # which it is in already
             return xs
         if post:

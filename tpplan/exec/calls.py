@@ -118,11 +118,15 @@ class Calls:
         places: torch's device for each of the plan's in use, and for HOST.
         max_rows: most rows of an operand.
         captured: whether they become part of graphs.
+        aside: whether they are issued beside other work.
     """
 
-    def __init__(self, engine: Engine, places: Mapping[int, torch.device], max_rows: int, *, captured: bool) -> None:
+    def __init__(
+        self, engine: Engine, places: Mapping[int, torch.device], max_rows: int, *, captured: bool, aside: bool
+    ) -> None:
         self.engine = engine
         self.captured = captured
+        self.aside = aside
         self.places = places
         self.max_rows = max_rows
 
@@ -241,7 +245,7 @@ class Calls:
         program = unpinned = None
         on_gpus = any(place.type == "cuda" for place in self.places.values())
         if rows:
-            way = self.engine.route(what, rows, outputs.dtype.itemsize, captured=self.captured)
+            way = self.engine.route(what, rows, outputs.dtype.itemsize, captured=self.captured, aside=self.aside)
             program = self.engine.program(what, way)
             if on_gpus and way == Route("local", small=True):  # by kernels, which write nowhere else
                 unpinned = self.engine.program(what, Route("local"))

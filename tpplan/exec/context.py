@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import product
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.axes import Axis
+    from tpplan.exec.aside import Aside
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.engine import Engine
     from tpplan.exec.explain import Explanation
@@ -72,9 +74,11 @@ class TPContext(ContextMemory):
         self._engine = engine
         places = {d.index: d.device for d in devices}
         places[HOST] = torch.device("cpu")
-        called, captured = (Calls(engine, places, max_rows, captured=captured) for captured in (False, True))
-        resolvers = Resolver(self._cuts, called), Resolver(self._cuts, captured)
-        self._runner = Runner(engine.backend, self._inflight, *resolvers)
+        resolvers = {
+            (captured, aside): Resolver(self._cuts, Calls(engine, places, max_rows, captured=captured, aside=aside))
+            for captured, aside in product((False, True), repeat=2)
+        }
+        self._runner = Runner(engine.backend, self._inflight, resolvers)
 
     def __enter__(self) -> Self:
         return self
@@ -267,6 +271,11 @@ class TPContext(ContextMemory):
             outputs, _ = self._runner.run(name, asked, inputs, out)
             return outputs
 
+    @property
+    def transport(self) -> str:
+        """By which means devices talk to each other: ``peer``, ``host`` or ``events``."""
+        return self._engine.transport
+
     def explain(self) -> Explanation:
         """Return how each operation goes on each axis, for how many rows, and why; ``str()`` makes a table of it."""
         with self._guard:
@@ -289,6 +298,18 @@ class TPContext(ContextMemory):
         with self._guard:
             whole("channel: elements", elements, 1)
             return self._engine.backend.channel(elements)
+
+    def aside(self) -> Aside:
+        """Let a ``with`` block issue operations beside what the devices compute meanwhile.
+
+        The block has second streams of all devices as current ones, which begin behind what the current ones hold:
+        ``with ctx.aside() as aside: ctx.all_reduce(parts, out=sums)``. What is issued after the block does not wait
+        for it until ``aside.wait()``. Up to then, keep the tensors that it reads and writes, or torch would give their
+        memory to others; pass ``out``, for new tensors belong to the second streams. What no slot takes is left to copy
+        engines, and kernels of others keep their multiprocessors.
+        """
+        with self._guard:
+            return self._engine.backend.aside()
 
     def capture(self) -> Graph:
         """Capture operations, and the caller's own torch work on all devices, into one CUDA graph.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.aside import Aside
 from tpplan.exec.programs.lower import Route, lower, route
 from tpplan.exec.programs.operation import Operation, Reduction
 from tpplan.exec.programs.ordering import verify
@@ -22,7 +23,13 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """Where programs run."""
+    """Where programs run.
+
+    Attributes:
+        is_aside: whether they are issued beside other work, and should leave kernels of others their room.
+    """
+
+    is_aside: bool
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Issue a program on matrices ``[rows, columns]``, one for each of the caller's buffers that it names."""
@@ -39,6 +46,9 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Return when everything that was issued is complete."""
 
+    def aside(self) -> Aside:
+        """Return what lets a ``with`` block issue beside other work."""
+
     def capture(self) -> Graph:
         """Return a graph that captures what a ``with`` block issues.
 
@@ -51,7 +61,13 @@ class Backend(Protocol):
 
 
 class Virtual:
-    """What devices in the CPU's memory have not."""
+    """What devices in the CPU's memory have not.
+
+    Attributes:
+        is_aside: see :class:`Backend`.
+    """
+
+    is_aside = False
 
     def bind(self, *_: object) -> None:
         """Return nothing: to issue a program again costs as much as the first time."""
@@ -63,6 +79,10 @@ class Virtual:
     def channel(self, _: int) -> None:
         """Return nothing: there are no kernels."""
         return
+
+    def aside(self) -> Aside:
+        """Return what lets programs go as beside other work, though there is none."""
+        return Aside(self)
 
     def capture(self) -> NoReturn:
         """Refuse: there is no CUDA graph without CUDA devices.
@@ -107,6 +127,8 @@ class Engine:
             self._programs[key] = verify(lower(operation, way), in_place=isinstance(operation, Reduction))
         return self._programs[key]
 
-    def route(self, operation: Operation, rows: int, item_bytes: int, *, captured: bool = False) -> Route:
-        """Return how an operation of this size goes, called or captured."""
-        return route(operation, self.transport, rows, item_bytes, self.limits, captured=captured)
+    def route(
+        self, operation: Operation, rows: int, item_bytes: int, *, captured: bool = False, aside: bool = False
+    ) -> Route:
+        """Return how an operation of this size goes, called or captured, alone or beside other work."""
+        return route(operation, self.transport, rows, item_bytes, self.limits, captured=captured, aside=aside)

@@ -16,7 +16,7 @@ from tpplan.exec.gathered import Pending
 from tpplan.exec.torch_shims import alike
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tpplan.exec.calls import Call
     from tpplan.exec.engine import Backend
@@ -62,16 +62,15 @@ class Runner:
     Only a storage that somebody has shrunk, or host memory that is not pinned any more, goes unnoticed.
     """
 
-    def __init__(self, backend: Backend, inflight: Inflight, called: Resolver, captured: Resolver) -> None:
+    def __init__(self, backend: Backend, inflight: Inflight, resolvers: Mapping[tuple[bool, bool], Resolver]) -> None:
         """Start without anything that could come again.
 
         Args:
             backend: issues programs.
             inflight: host memory that devices may still be writing.
-            called: finds calls.
-            captured: finds those that become part of a graph.
+            resolvers: find calls, by whether these become part of a graph, and whether they go beside other work.
         """
-        self._resolvers = called, captured
+        self._resolvers = resolvers
         self._backend = backend
         self._inflight = inflight
         self._known: dict[object, _Known] = {}
@@ -100,19 +99,19 @@ class Runner:
             ExecutionError: see :meth:`Call.admit`, and :class:`~tpplan.exec.resolver.Resolver`.
             RequestError: see there.
         """
-        is_captured = self._backend.is_capturing()
+        mode = self._backend.is_capturing(), self._backend.is_aside
         if out is None:
-            out = self._find(name, is_captured)(*asked, inputs, out).new()
+            out = self._find(name, mode)(*asked, inputs, out).new()
         key = known = None
         try:
             tensors = (*chain.from_iterable(inputs), *out) if len(inputs) > 1 else (*inputs[0], *out)
             if tensors and (where := _where(asked, inputs, out, tensors)):
-                key = (name, is_captured, asked, tensors[0].shape, *where)
+                key = (name, mode, asked, tensors[0].shape, *where)
                 known = self._known.get(key)
         except (RuntimeError, TypeError):  # of sparse tensors, which have no addresses, and of what is no sequence
             key = None
         if known is None or not (known.fits(*tensors) and known.takes(tensors[-1])):
-            call = self._find(name, is_captured)(*asked, inputs, out)
+            call = self._find(name, mode)(*asked, inputs, out)
             return tuple(out), self._run_first(call, inputs, out, key)
         for i in known.hosted:
             self._inflight.settle(tensors[i])
@@ -123,9 +122,9 @@ class Runner:
         self._known.clear()
         self._keys.clear()
 
-    def _find(self, name: str, is_captured: bool) -> Callable[..., Call]:  # noqa: FBT001
+    def _find(self, name: str, mode: tuple[bool, bool]) -> Callable[..., Call]:
         """Return what finds the calls of an operation."""
-        find: Callable[..., Call] = getattr(self._resolvers[is_captured], name)
+        find: Callable[..., Call] = getattr(self._resolvers[mode], name)
         return find
 
     def _run_first(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +12,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.nn.attention import SDPBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 def _own(name: str) -> Any:
@@ -25,6 +28,55 @@ is_capturing: Callable[[], bool] = _own("_cuda_isCurrentStreamCapturing")
 current_device: Callable[[], int] = _own("_cuda_getDevice")
 #: Makes a CUDA device current, and returns the one that was.
 switch_device: Callable[[int], int] = _own("_cuda_exchangeDevice")
+
+
+def make_current(streams: Sequence[torch.cuda.Stream]) -> None:
+    """Make each stream its device's current one, without changing the current device."""
+    before = torch.cuda.current_device()
+    for stream in streams:
+        torch.cuda.set_stream(stream)
+    torch.cuda.set_device(before)
+
+
+@contextmanager
+def leaving_processors(places: Sequence[torch.device], count: int) -> Iterator[None]:
+    """Let this thread's products by cuBLAS leave so many multiprocessors of CUDA devices free, as far as it can.
+
+    Torch has no way to say so. Where cuBLAS is not found, nothing changes.
+    """
+    set_target = _sm_count_target() if any(place.type == "cuda" for place in places) else None
+    if set_target is None:
+        yield
+        return
+
+    def tell(left: int) -> None:
+        for place in places:
+            total = torch.cuda.get_device_properties(place).multi_processor_count
+            with torch.cuda.device(place):
+                handle = torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+                set_target(handle, total - left if left else 0)  # 0: all
+
+    tell(count)
+    try:
+        yield
+    finally:
+        tell(0)
+
+
+@cache
+def _sm_count_target() -> Callable[[int, int], int] | None:
+    """Return cuBLAS's own function, of the library that torch has loaded."""
+    version = torch.version.cuda
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{version.partition('.')[0]}") if version else None
+    except OSError:
+        return None
+    if library is None:
+        return None
+    found: Any = library.cublasSetSmCountTarget
+    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_int
+    told: Callable[[int, int], int] = found
+    return told
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

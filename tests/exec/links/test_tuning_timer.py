@@ -85,8 +85,10 @@ def test_the_timer_runs_what_it_is_asked_to(transport: str, devices: int, monkey
         made.append(compile_plan(plan, backend="cpu", transport=transport, tuning=tuning))
         return made[-1]
 
-    def observed(asked: Operation, way: str, rows: int, item: int, limits: Limits, *, captured: bool) -> Route:
-        found = route(asked, way, rows, item, limits, captured=captured)
+    def observed(
+        asked: Operation, way: str, rows: int, item: int, limits: Limits, *, captured: bool, aside: bool
+    ) -> Route:
+        found = route(asked, way, rows, item, limits, captured=captured, aside=aside)
         if captured:
             ran.add((kind_of(asked), rows * asked.columns * item, found))
         return found

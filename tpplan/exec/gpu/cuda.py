@@ -13,6 +13,7 @@ import torch
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.binding import no_memory
+from tpplan.exec.gpu.aside import StreamsAside, streams_aside
 from tpplan.exec.gpu.bound import Bound, BoundStep, ReadyProgram, Step
 from tpplan.exec.gpu.channel import Channel
 from tpplan.exec.gpu.copies import HostCopy, Transfer
@@ -51,8 +52,11 @@ class CudaDevices(Streams):
 
     Attributes:
         captures: whether a graph of the context is being captured.
+        is_aside: whether programs are issued beside other work.
         transport: ``peer``, ``host`` or ``events``.
     """
+
+    is_aside = False
 
     def __init__(self, memory: Memory, places: Mapping[int, torch.device], *, transport: str) -> None:
         """Load the kernels on every device.
@@ -70,6 +74,7 @@ class CudaDevices(Streams):
         self._graphs = LaunchGraphs(self._ordinals)
         self._ready: dict[tuple[int, torch.dtype], ReadyProgram] = {}
         self._channels: dict[int, Channel] = {}
+        self._streams_aside: tuple[torch.cuda.Stream, ...] = ()
         # Torch gives access when it first copies between two devices. What may fail comes before the exchanges, which
         # other contexts count with from then on.
         for source in places.values() if transport != "host" else ():
@@ -185,6 +190,11 @@ class CudaDevices(Streams):
                 if is_one_issued:
                     self._exchanges.interrupt()
                 raise
+
+    def aside(self) -> StreamsAside:
+        """Return what lets a ``with`` block issue beside other work."""
+        self._streams_aside = self._streams_aside or streams_aside(self._places.values())
+        return StreamsAside(self, self._streams_aside)
 
     def issuing(self) -> Issuing:
         """Return what is to be held while kernels are issued that devices exchange by."""

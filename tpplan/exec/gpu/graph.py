@@ -11,7 +11,7 @@ import torch
 from attrs import define
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.torch_shims import switch_device
+from tpplan.exec.torch_shims import make_current, switch_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -94,7 +94,7 @@ class Graph:
             for stream, place, pool in zip(others, self._places[1:], self._room.pools, strict=True):
                 stream.wait_stream(first)
                 stack.enter_context(torch.cuda.use_mem_pool(pool, device=place))
-            _make_current(self._room.streams)
+            make_current(self._room.streams)
             # By other transports a caller's kernel may follow a copy or another device, which was not tried.
             stack.enter_context(allowed(early=self._backend.transport == "peer"))
             self._stack = stack.pop_all()
@@ -183,12 +183,4 @@ def _streams_restored(places: Sequence[torch.device]) -> Iterator[None]:
     try:
         yield
     finally:
-        _make_current(before)
-
-
-def _make_current(streams: Sequence[torch.cuda.Stream]) -> None:
-    """Make each stream its device's current one, without changing the current device."""
-    device = torch.cuda.current_device()
-    for stream in streams:
-        torch.cuda.set_stream(stream)
-    torch.cuda.set_device(device)
+        make_current(before)

@@ -99,12 +99,12 @@ class Limits:
         is_gather = isinstance(operation, Moves) and all(target.buffer.device == HOST for _, target in operation.moves)
         return is_gather and operation.columns * column_bytes <= min(self.tuning.gathers_bytes, _MOST_COUNTED)
 
-    def copies(self, operation: Operation, message_bytes: int, *, captured: bool) -> bool:
+    def copies(self, operation: Operation, message_bytes: int, *, captured: bool, aside: bool) -> bool:
         """Tell whether a message that is too large for slots of ``peer`` goes by ``events``.
 
-        Where kernels can write straight, only in graphs: there an event costs next to nothing.
+        Where kernels can write straight, only beside other work, and in graphs: there an event costs next to nothing.
         """
-        return not self.straight or (captured and 0 < self.tuning.copies(kind_of(operation)) <= message_bytes)
+        return not self.straight or aside or (captured and 0 < self.tuning.copies(kind_of(operation)) <= message_bytes)
 
 
 def kind_of(operation: Operation) -> str:
@@ -139,7 +139,14 @@ class Route:
 
 
 def route(
-    operation: Operation, transport: str, rows: int, item_bytes: int, limits: Limits, *, captured: bool = False
+    operation: Operation,
+    transport: str,
+    rows: int,
+    item_bytes: int,
+    limits: Limits,
+    *,
+    captured: bool = False,
+    aside: bool = False,
 ) -> Route:
     """Choose between what a transport has for small and for large tensors.
 
@@ -150,6 +157,8 @@ def route(
         item_bytes: of an element.
         limits: of the context.
         captured: whether it will be part of a graph.
+        aside: whether it goes beside other work: what is large is left to copy engines then, for the threads of kernels
+            that wait would keep those of others out of their multiprocessors.
 
     Raises:
         ExecutionError: one row is more than the context has room for.
@@ -163,11 +172,16 @@ def route(
         if transport == "host":
             columns = operation.span  # one message for all
     row_bytes, slots = columns * item_bytes, RING_SLOTS
-    if small and (found := _through_slots(operation, transport, rows, row_bytes, limits)):
+    if small and (found := _through_slots(operation, transport, rows, row_bytes, limits, aside=aside)):
         return found
-    if transport == "peer" and isinstance(operation, Moves) and limits.passes_on(operation, rows * item_bytes):
+    if (
+        transport == "peer"
+        and not aside
+        and isinstance(operation, Moves)
+        and limits.passes_on(operation, rows * item_bytes)
+    ):
         return Route(transport, passed_on=True)
-    if transport == "peer" and limits.copies(operation, rows * row_bytes, captured=captured):
+    if transport == "peer" and limits.copies(operation, rows * row_bytes, captured=captured, aside=aside):
         transport = "events"
     if transport == "events" and isinstance(operation, Reduction):
         row_bytes = max(share.stop - share.start for share in operation.shares()) * item_bytes
@@ -182,11 +196,13 @@ def route(
     return Route(transport, parts=_parts(operation.name, rows, row_bytes, limit), slots=slots)
 
 
-def _through_slots(operation: Operation, transport: str, rows: int, row_bytes: int, limits: Limits) -> Route | None:
+def _through_slots(
+    operation: Operation, transport: str, rows: int, row_bytes: int, limits: Limits, *, aside: bool
+) -> Route | None:
     """Return the route of an operation that kernels do through slots, whole or in frames; None if they do not."""
     if rows * row_bytes <= limits.slots(operation, transport):
         return Route(transport, small=True)
-    parts = limits.frames(operation, rows, row_bytes) if transport == "host" else 0
+    parts = limits.frames(operation, rows, row_bytes) if transport == "host" and not aside else 0
     if not parts:
         return None
     spared, is_even = _spared(operation) * rows * row_bytes, _is_even(operation)
