@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
@@ -19,8 +19,9 @@ from tests.flash_cases import check_texts
 from tests.graph_cases import mixtures
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
-from tpplan.decoder import Decoder, Prompt, Sampling, generate, plain, prompt_graphs, steps
+from tpplan.decoder import Decoder, Prompt, Sampling, generate, model, plain, prompt_graphs, steps
 from tpplan.decoder.layers import attend, hiding
+from tpplan.decoder.stack import Stack
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.torch_shims import takes_cudnn
 from tpplan.weights import load_weights
@@ -141,7 +142,7 @@ def test_new_lengths_are_not_planned(tmp_path: Path) -> None:
             assert any("flash" in name for name in names), names
 
 
-def check_passes(directory: Path, devices: int, *, batch: int = 4, max_rows: int = 16) -> None:
+def check_passes(directory: Path, devices: int, *, batch: int = 4, max_rows: int = 16, transport: str = "auto") -> None:
     """Compare passes of prompts as graphs with the same as they are written, and with those of a decoder without.
 
     Before and after them are steps, whose graphs share their memory. Nothing else is written to the cache.
@@ -149,7 +150,7 @@ def check_passes(directory: Path, devices: int, *, batch: int = 4, max_rows: int
     request = evolve(request_of(batch=batch), max_rows=max_rows)
     plan = plan_of(directory, devices, request, {}, seed=4)
     with (
-        compile_plan(plan, backend="cuda", scratch=False) as context,
+        compile_plan(plan, backend="cuda", scratch=False, transport=transport) as context,
         patch.object(prompt_graphs, "_SMALLEST", max_rows // 4),
         torch.inference_mode(),
     ):
@@ -204,6 +205,22 @@ def test_passes_are_graphs(model_type: str, dtype: torch.dtype, tmp_path: Path) 
 def test_passes_are_graphs_over_gpus(model_type: str, tmp_path: Path) -> None:
     """The same over several, unevenly."""
     check_passes(saved(model_type, torch.bfloat16, tmp_path), min(GPUS, 4))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("transport", ["host", "events"])
+def test_halves_of_passes_take_turns(transport: str, tmp_path: Path) -> None:
+    """By default where devices cannot write to each other's memory; they find what whole passes find."""
+    turns, run = list[int](), Stack.run_in_turns
+
+    def noted(self: Stack, halves: Any) -> None:
+        turns.append(len(halves))
+        run(self, halves)
+
+    few = patch.multiple(model, _HALF=4, _EVEN=1)
+    with few, patch.object(Stack, "run_in_turns", noted):
+        check_passes(saved("llama", torch.bfloat16, tmp_path), min(GPUS, 4), transport=transport)
+    assert turns
 
 
 @pytest.mark.gpu

@@ -78,7 +78,7 @@ def test_widths_that_never_come_again_do_not_add_up(monkeypatch: pytest.MonkeyPa
                 x = torch.randn(rows, columns)
                 assert all(torch.equal(y, x) for y in ctx.broadcast(x)), (turn, rows, columns)
     assert len(ctx._engine._programs) <= 4
-    assert ctx._runner._resolvers[False]._broadcasts.cache_info().currsize <= 4
+    assert ctx._runner._resolvers[False, False]._broadcasts.cache_info().currsize <= 4
 
 
 def test_a_close_from_inside_an_operation_is_refused() -> None:

@@ -31,7 +31,7 @@ class Backend:
     """Virtual devices that keep what they are told to issue again."""
 
     def __init__(self, devices: Any) -> None:
-        self.devices, self.bound, self.issued, self.captures = devices, 0, 0, False
+        self.devices, self.bound, self.issued, self.captures, self.is_aside = devices, 0, 0, False, False
         self.names: list[str] = []
 
     def bind(self, program: Program, operands: Mapping[Buffer, torch.Tensor]) -> Callable[[], Pending]:
@@ -54,7 +54,7 @@ class Backend:
 def _watched(ctx: TPContext) -> Backend:
     """Return the backend of a context's runner from now on."""
     found = Backend(ctx._engine.backend)
-    ctx._runner = Runner(found, ctx._inflight, *ctx._runner._resolvers)  # type: ignore[arg-type]
+    ctx._runner = Runner(found, ctx._inflight, ctx._runner._resolvers)  # type: ignore[arg-type]
     return found
 
 
@@ -104,6 +104,15 @@ def test_other_memory_shapes_and_dtypes_are_other_calls(ctx: TPContext, backend:
     assert (backend.bound, backend.issued) == (4, 8)
     ctx.allgather([part.view(torch.int32) for part in parts], Axis.RS, out=[each.view(torch.int32) for each in out])
     assert (backend.bound, backend.issued) == (5, 9)
+
+
+def test_what_goes_beside_other_work_is_another_call(ctx: TPContext, backend: Backend) -> None:
+    """On the same memory: it may go another way."""
+    parts, out = _parts(ctx, 12), _outputs(ctx, 12)
+    for turn in range(6):
+        backend.is_aside = turn % 2 == 1
+        ctx.allgather(parts, Axis.RS, out=out)
+    assert (backend.bound, backend.issued) == (2, 6)
 
 
 def test_another_operation_on_the_same_tensors_is_another_call() -> None:

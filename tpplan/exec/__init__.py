@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from tpplan.extras import needing
 
 if TYPE_CHECKING:
+    from tpplan.exec.aside import Aside
     from tpplan.exec.compiler import compile  # noqa: A004
     from tpplan.exec.context import TPContext
     from tpplan.exec.device import DeviceContext
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "HOST": "programs.program",
+    "Aside": "aside",
     "DeviceContext": "device",
     "Gathered": "gathered",
     "Rope": "rope.tables",
@@ -35,7 +37,7 @@ _MODULE_OF = {
     "compile": "compiler",
 }
 
-__all__ = ["HOST", "DeviceContext", "Gathered", "Rope", "TPContext", "Tuning", "compile"]
+__all__ = ["HOST", "Aside", "DeviceContext", "Gathered", "Rope", "TPContext", "Tuning", "compile"]
 
 
 def __getattr__(name: str) -> object:
