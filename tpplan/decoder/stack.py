@@ -7,7 +7,7 @@ one tensor for each device, in device order.
 from __future__ import annotations
 
 from math import sqrt
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from tpplan.exec.aside import Aside
     from tpplan.exec.context import TPContext
     from tpplan.model import Block
-
-#: Multiprocessors that products leave free for sums of other passes: without, these wait for a product to end.
-_LEFT: Final = 8
 
 
 class Made(NamedTuple):
@@ -55,7 +52,11 @@ class Stack:
         steps: what computes on each device.
         has_experts: whether layers have.
         looks_at_spans: whether the work of a step depends on how many places of the cache it may look at.
+        processors_left: multiprocessors that products leave free where passes take turns: without, sums of the one wait
+            for a product of the other to end. More than 8 made products slower than they made sums sooner.
     """
+
+    processors_left = 8
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class Stack:
         those before it keep, for it comes after them in every layer.
         """
         adding: list[tuple[Aside, Made] | None] = [None] * len(passes)  # what is made is kept until it is added
-        with leaving_processors([device.device for device in self.context.devices.values()], _LEFT):
+        with leaving_processors([device.device for device in self.context.devices.values()], self.processors_left):
             for layer in range(len(self._blocks)):
                 for make in (self._attention, self._mlp):
                     for i, (xs, rows) in enumerate(passes):
