@@ -60,7 +60,7 @@ class Halves:
         self._places = [ctx.devices[d].device for d in ctx.all_devices]
         self.halves = [
             [torch.empty(rows, 4096, dtype=torch.bfloat16, device=place) for place in self._places]
-            for rows in (128, 640)
+            for rows in (16, 640)  # one through slots
         ]
 
     def fill(self) -> list[torch.Tensor]:
