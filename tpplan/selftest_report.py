@@ -15,7 +15,7 @@ class TestedAxis:
             is cut.
         narrow_rows: numbers of rows that ran with fewer columns.
         ways: that operands of the plan's width went: ``slots``, ``frames``, ``shared frames``, ``straight``,
-            ``passed on``, ``1 part``, ``2 parts`` or ``on each device``.
+            ``passed on``, ``1 part``, ``2 parts`` or ``on each device``; of what goes aside it is not told.
         skipped: ways that only operands too large for a test go.
     """
 
@@ -33,9 +33,9 @@ class Tested:
     Attributes:
         operation: its name; ``from the host`` where its tensor is in host memory.
         transport: of the context.
-        schedule: ``plain``; ``captured`` where some sizes that go each way are replayed in a CUDA graph, on other
-            contents; or ``adversarial`` on virtual devices where commands run in the worst of the orders that programs
-            allow.
+        schedule: ``plain``; ``aside`` where some sizes are issued beside other work; ``captured`` where some sizes that
+            go each way, and some aside, are replayed in a CUDA graph, on other contents; or ``adversarial`` on virtual
+            devices where commands run in the worst of the orders that programs allow.
         axes: on which it ran.
         checks: how often it ran.
         compared_bytes: of results, and of inputs afterwards.
@@ -58,12 +58,12 @@ class Fault:
     Attributes:
         operation: its name.
         transport: of the context.
-        schedule: ``plain``, ``captured`` or ``adversarial``.
+        schedule: ``plain``, ``aside``, ``captured`` or ``adversarial``.
         axis: on which it ran.
         rows: of its operands.
         dim: columns per element of the axis; of operations that cut nothing, the columns.
         elements: their dtype.
-        operands: what was special about them.
+        operands: what was special about them, and whether they went ``aside``.
         device: whose tensor was wrong, -1 for host memory; left out if the operation ended with an error.
         byte: the first one of that tensor that was wrong; left out likewise.
         message: all of it in words.

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 _KEYS = ("transport", "operation")
 
-#: What to add to a transport.
-_SCHEDULES = {"plain": "", "captured": ", in a graph", "adversarial": ", in the worst order"}
+#: What to add to a transport; what goes aside says so itself.
+_SCHEDULES = {"plain": "", "aside": "", "captured": ", in a graph", "adversarial": ", in the worst order"}
+
+#: Titles of columns that are of all transports.
+_OTHERS = {"aside": "aside", "in a graph": "captured", "worst order": "adversarial"}
 
 #: So many faults leave the rest of a screen to the table.
 _MOST_FAULTS = 6
@@ -78,8 +81,7 @@ def _rows(report: dict[str, Any]) -> str:
 def _operations(report: dict[str, Any]) -> list[Line]:
     """Return a row for each operation, with the checks by each transport and which ways it went."""
     transports, operations = (tuple(dict.fromkeys(one[key] for one in report["tested"])) for key in _KEYS)
-    others = {"in a graph": _of(report, "captured"), "in the worst order": _of(report, "adversarial")}
-    others = {title: tested for title, tested in others.items() if tested}
+    others = {title: tested for title, schedule in _OTHERS.items() if (tested := _of(report, schedule))}
     rows: list[list[Span]] = [[(title, "dim") for title in ("checks", *transports, *others, "ways")]]
     for operation in operations:
         mine = [one for one in _of(report, "plain") if one["operation"] == operation]
@@ -92,9 +94,10 @@ def _operations(report: dict[str, Any]) -> list[Line]:
 
 def _remarks(report: dict[str, Any]) -> Iterator[str]:
     """Say what was tried otherwise, and which ways nothing went."""
+    yield "aside: some sizes, as they go beside other work: what no slot takes goes by copies"
     if _of(report, "captured"):
-        yield "in a graph: captured, some sizes that go each way, and replayed on other contents"
-    yield "in the worst order: on virtual devices, which run commands as late and as mixed as programs allow"
+        yield "in a graph: captured, some sizes that go each way and some aside, and replayed on other contents"
+    yield "worst order: on virtual devices, which run commands as late and as mixed as programs allow"
     axes = [axis for one in _of(report, "plain") for axis in one["axes"]]
     went = {way for axis in axes for way in axis["ways"]}
     skipped = dict.fromkeys(way for axis in axes for way in axis["skipped"])

@@ -145,7 +145,9 @@ def test_the_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(
         one.startswith("most rows that every operation had at full width: 12 on all devices, 12 on ") for one in lines
     )
-    assert any(one.startswith("in the worst order: on virtual devices") for one in lines)
+    assert any(re.match(r"checks +events +aside +worst order +ways", one) for one in lines)
+    for told in ("aside: some sizes, as they go beside other work", "worst order: on virtual devices"):
+        assert any(one.startswith(told) for one in lines)
     assert done.err == "note: on virtual devices, because the plan has 4 and this machine 0 CUDA devices\n"
 
 
@@ -202,7 +204,9 @@ def test_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = json.loads(_selftest(path, "--backend", "cpu", "--json").out)
     SCHEMA.validate(document)
     assert document["ok"] is False
-    assert len(document["faults"]) == 3 < document["wrong"]
+    schedules = [one["schedule"] for one in document["faults"]]
+    assert schedules == ["plain"] * 3 + ["aside"] * 3
+    assert len(schedules) < document["wrong"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tests.contexts import ALONE, PLANS, UNEVEN, little_room  # noqa: F401 (for 
 from tests.exec.selftest_cases import Capturable, Recorded, compiler_of, on
 from tpplan.codec import unstructure
 from tpplan.errors import ExecutionError
+from tpplan.exec.cpu import Pending
 from tpplan.exec.links.tuning import Tuning
 from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.selftest import run as selftest
@@ -18,6 +19,11 @@ from tpplan.exec.selftest.references import KINDS
 from tpplan.render.selftest import selftest as view
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from tpplan.exec.programs.program import Buffer, Program
     from tpplan.selftest_report import SelftestReport, Tested
 
 #: What the host takes no part in.
@@ -145,13 +151,28 @@ def test_what_cannot_be_captured_is_a_fault() -> None:
     assert all(every > 1 for name, (_, every) in wrong.items() if name not in {"all_reduce", "add_residual"})
 
 
+class _AloneInGraphs(Capturable):
+    """Virtual devices that leave out what goes aside in a graph."""
+
+    def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
+        """Run a program, or do not."""
+        return Pending() if self.is_aside and self.is_capturing() else super().run(program, operands)
+
+
+def test_asides_are_captured() -> None:
+    """Some sizes of every operation, each of which is found wrong if its graph lacks it, and nothing else is."""
+    report = selftest.selftest(UNEVEN, on(UNEVEN, _AloneInGraphs), ["events"])
+    assert {name for name, (some, every) in _wrong(report).items() if 0 < some < every} == IN_GRAPHS
+    assert all(fault.operands.endswith(", aside") for fault in report.faults)
+
+
 def test_the_screen_tells_of_graphs() -> None:
     """In a column of their own, and what was captured; where there are no graphs it tells of none."""
     lines = [
         "".join(text for text, _ in one)
         for one in view(unstructure(selftest.selftest(ALONE, on(ALONE, Capturable), ["events"])))
     ]
-    assert any(re.match(r"checks +events +in a graph +in the worst order +ways", one) for one in lines)
+    assert any(re.match(r"checks +events +aside +in a graph +worst order +ways", one) for one in lines)
     assert any(one.startswith("in a graph: captured") for one in lines)
     lines = [
         "".join(text for text, _ in one)

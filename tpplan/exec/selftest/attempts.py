@@ -52,7 +52,8 @@ class Attempt:
         dim: columns per element of the axis; of operations that cut nothing, the columns.
         dtype: of the operands.
         narrow: whether ``dim`` is not the plan's.
-        how: which way it goes; empty where that is not known before.
+        how: which way it goes unless aside; empty where that is not known before.
+        aside: whether it goes beside other work.
     """
 
     axis: str
@@ -61,6 +62,7 @@ class Attempt:
     dtype: torch.dtype
     narrow: bool = False
     how: str = ""
+    aside: bool = False
 
 
 @frozen
@@ -96,9 +98,19 @@ class Attempts:
         yield from self._going(ways, _LARGE, _MOST)
 
     def together(self, ways: Sequence[Way], random: Random) -> Iterator[Attempt]:
-        """Yield fewer, whose operands can be kept until all were run: of every way, and a random size on every axis."""
+        """Yield fewer, whose operands can be kept until all were run: of every way, random small ones, some aside."""
         yield from self._going(ways, _SEVERAL, _LARGE)
         yield from self.some(random)
+        yield from self.aside(ways, random)
+
+    def aside(self, ways: Sequence[Way], random: Random) -> Iterator[Attempt]:
+        """Yield what goes beside other work: a random small size on every axis, and several of each way on one axis.
+
+        There, what is too large for slots goes by copies, whichever way it is called otherwise.
+        """
+        ways = [evolve(way, axes=(random.choice(way.axes),)) for way in ways]
+        for attempt in (*self.some(random), *self._going(ways, _SEVERAL, _LARGE)):
+            yield evolve(attempt, aside=True)
 
     def some(self, random: Random) -> Iterator[Attempt]:
         """Yield a random small size on every axis."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
-from itertools import cycle
+from itertools import chain, cycle
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tpplan.exec.selftest.trial import Form, Trial
     from tpplan.plan import SplitPlan
 
-PLAIN, CAPTURED, ADVERSARIAL = "plain", "captured", "adversarial"
+PLAIN, ASIDE, CAPTURED, ADVERSARIAL = "plain", "aside", "captured", "adversarial"
 
 #: How often a graph is replayed, with other contents every time.
 _REPLAYS = 2
@@ -77,7 +77,7 @@ def selftest(
             try:
                 with make(transport) as context:
                     devices, max_rows = context.devices, context.max_rows
-                    tallies += _plain(context, transport, busy)
+                    tallies += _called(context, transport, busy)
                     tallies += _captured(context, transport, busy)
             except ExecutionError as error:
                 errors[transport] = error
@@ -138,28 +138,33 @@ def _undisturbed() -> Iterator[None]:
             torch.cuda.set_device(device)
 
 
-def _plain(context: TPContext, transport: str, busy: Callable[[str], AbstractContextManager[None]]) -> Iterator[Tally]:
-    """Try all sizes of every operation, one after the other."""
-    noise = Noise(Random(0))  # noqa: S311 (to be the same every time)
-    forms, sources = cycle(FORMS), cycle(context.all_devices)
+def _called(context: TPContext, transport: str, busy: Callable[[str], AbstractContextManager[None]]) -> Iterator[Tally]:
+    """Try all sizes of every operation, one after the other, and then some beside other work."""
+    random = Random(0)  # noqa: S311 (to be the same every time)
+    noise, forms, sources = Noise(random), cycle(FORMS), cycle(context.all_devices)
     ways = context.explain().ways
     for name, kind in KINDS.items():
         mine = [way for way in ways if way.operation == name and way.transport != "refused"]
-        tally = Tally(name, transport, PLAIN, mine)
+        attempts = Attempts.of(context, kind)
+        tallies = Tally(name, transport, PLAIN, mine), Tally(name, transport, ASIDE)
         with busy(f"testing {name} by {transport}"):
-            for attempt in Attempts.of(context, kind).all(mine):
+            for attempt in chain(attempts.all(mine), attempts.aside(mine, random)):
+                tally = tallies[attempt.aside]
                 source = context.all_devices[0] if attempt.how else next(sources)
                 scene = _scene(context, kind, attempt, noise, source=source, form=next(forms))
                 trial = _issued(tally, kind, attempt, scene)
                 if trial:
                     tally.judge(attempt, scene, trial)
-        yield tally
+        yield from tallies
 
 
 def _captured(
     context: TPContext, transport: str, busy: Callable[[str], AbstractContextManager[None]]
 ) -> Iterator[Tally]:
-    """Capture operations in which the host takes no part, some that go each way, and replay them on other contents."""
+    """Capture operations in which the host takes no part, some that go each way and some that go beside other work.
+
+    They are replayed on other contents.
+    """
     random = Random(0)  # noqa: S311 (to be the same every time)
     noise, ways = Noise(random), context.explain().ways
     for name, kind in ((name, kind) for name, kind in KINDS.items() if not kind.hosted):
@@ -188,7 +193,7 @@ def _replay(graph: Graph, tally: Tally, kind: Kind, issued: list[tuple[Attempt, 
     try:
         with graph:
             for last in issued:
-                issue_again(last[-1])
+                issue_again(*last[1:])
         for _ in range(_REPLAYS):
             renewed = [renew(scene, trial, kind.make(scene)) for _, scene, trial in issued]
             graph.replay()
@@ -254,6 +259,7 @@ def _scene(context: TPContext, kind: Kind, attempt: Attempt, noise: Noise, *, so
         form=form,
         noise=noise,
         numbers=kind.adds,
+        aside=attempt.aside,
     )
 
 

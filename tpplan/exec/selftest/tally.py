@@ -70,7 +70,7 @@ class Tally:
         self.compared_bytes += compared_bytes(trial)
         axis, rows = self.axes[attempt.axis], prod(attempt.lead)
         (axis.narrow_rows if attempt.narrow else axis.rows).add(rows)
-        if attempt.how:
+        if attempt.how and not attempt.aside:
             axis.ways[attempt.how] = None
         try:
             found = next(judge(trial), None)
@@ -97,7 +97,7 @@ class Tally:
                 rows=prod(attempt.lead),
                 dim=attempt.dim,
                 elements=str(attempt.dtype).removeprefix("torch."),
-                operands=form.name,
+                operands=f"{form.name}, aside" if attempt.aside else form.name,
                 device=device,
                 byte=byte,
                 message=message,

@@ -146,6 +146,7 @@ class Scene:
         form: of the operands.
         noise: their contents.
         numbers: whether these can be added.
+        aside: whether the operation goes beside other work.
     """
 
     context: TPContext
@@ -158,6 +159,7 @@ class Scene:
     form: Form
     noise: Noise
     numbers: bool
+    aside: bool
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -203,13 +205,18 @@ class Scene:
 def issue(scene: Scene, trial: Trial) -> None:
     """Run an operation, into outputs of its own if that is the form."""
     _make_room(scene, trial)
-    issue_again(trial)
+    issue_again(scene, trial)
 
 
-def issue_again(trial: Trial) -> None:
+def issue_again(scene: Scene, trial: Trial) -> None:
     """Run an operation on the same tensors as before."""
     outputs = [operand.given for operand in (*trial.over, *trial.outputs)]
-    trial.results = trial.call(outputs or None)
+    if not scene.aside:
+        trial.results = trial.call(outputs or None)
+        return
+    with scene.context.aside() as aside:
+        trial.results = trial.call(outputs or None)
+    aside.wait()
 
 
 def renew(scene: Scene, trial: Trial, other: Trial) -> Trial:
