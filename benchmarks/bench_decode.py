@@ -142,6 +142,7 @@ def main() -> None:
             batches=wanted.batches,
             tokens=wanted.tokens,
             prefill=wanted.prefill,
+            max_rows=wanted.max_rows,
             eager=wanted.eager,
         )
         for who, one in runs(order, wanted.gpus, wanted.cuts, wanted.peers):
@@ -177,6 +178,7 @@ def _wanted() -> argparse.Namespace:
     add("--batches", type=numbers_of, default=(1, 8, 64), help="sequences that decode together (default 1,8,64)")
     add("--tokens", type=int, default=64, help="steps that are timed (default 64)")
     add("--prefill", type=int, default=4096, help="tokens of the long prompt (default 4096)")
+    add("--max-rows", type=int, default=2048, help="of a pass of prompts, at most (default 2048)")
     add("--peers", type=_names(*PEERS), help="others, of nccl,transformers (default both, nccl if quantised)")
     add("--eager", action="store_true", help="read prompts once more, without graphs where they have some")
     add("--json", action="store_true", help="print one JSON document; the table goes to standard error")

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 #: Shares of the largest budget, device after device, and the layout.
 CUTS: Final = {"even": ((1.0,), "reduce"), "uneven": ((1.0, 40 / 60), "reduce"), "gather": ((1.0,), "gather")}
-#: Tokens of a prompt that is decoded from, and of a pass.
+#: Tokens of a prompt that is decoded from.
 PROMPT: Final = 32
-_MAX_ROWS = 2048
 #: Steps before the first that is timed: as it is written, captured, and one more.
 WARM: Final = 3
 _VIRTUAL_BYTES = 2**36
@@ -39,6 +38,7 @@ class Order:
         batches: sequences that decode together, one measurement each.
         tokens: steps that are timed.
         prefill: tokens of the long prompt.
+        max_rows: of a pass, at most.
         nccl: whether the same decoder also runs over NCCL.
         eager: whether prompts are read once more without graphs, where they have some.
         started: when the process was started, as ``time.time()`` says.
@@ -52,6 +52,7 @@ class Order:
     batches: tuple[int, ...] = (1, 8, 64)
     tokens: int = 64
     prefill: int = 4096
+    max_rows: int = 2048
     nccl: bool = False
     eager: bool = False
     started: float = 0.0
@@ -89,7 +90,7 @@ class Order:
             cache=tpplan.Cache(tokens=batch * self.length),
             layout=layout,
             batch=batch,
-            max_rows=min(_MAX_ROWS, batch * self.length),
+            max_rows=min(self.max_rows, batch * self.length),
         )
 
     def _device(self) -> tpplan.Device:

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 import tpplan
-from benchmarks import decode_order, decode_run, random_checkpoint
+from benchmarks import decode_run, random_checkpoint
 from benchmarks.decode_order import WARM, Order
 from benchmarks.nccl_context import NcclContext
 from tests.bench_decode_cases import CONFIG, TOKENS, order
@@ -83,7 +83,6 @@ def test_prompts_are_read_by_graphs_and_without(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(model, "graphs_of", lambda decoder, cap, **_: graphs_of(decoder, cap, graphs=True))
     monkeypatch.setattr(model.Decoder, "captured", capture)
     monkeypatch.setattr(PromptGraphs, "run", noted)
-    monkeypatch.setattr(decode_order, "_MAX_ROWS", 32)
     found: list[tuple[str, str, list[str]]] = []
 
     def tell(row: Row) -> None:
@@ -92,7 +91,7 @@ def test_prompts_are_read_by_graphs_and_without(tmp_path: Path, monkeypatch: pyt
             found.append((row.who, row.what, read[:]))
         read.clear()
 
-    order = Order(directory=str(tmp_path), gpus=2, backend="cpu", batches=(2,), tokens=TOKENS, prefill=96)
+    order = Order(directory=str(tmp_path), gpus=2, backend="cpu", batches=(2,), tokens=TOKENS, prefill=96, max_rows=32)
     decode_run.measure(evolve(order, eager=True, nccl=True), tell)
     long, several = "prefill of 96 tokens", "prefill of 2 prompts of 32 tokens"  # three passes and two, each five times
     assert found == [
