@@ -66,7 +66,8 @@ class Stress:
             seed: of everything random.
             largest: bytes of the largest tensor, or more if a row of the widest axis has more.
             delays: whether some devices are late now and then; only with CUDA.
-            streams: that the work of each device goes to where they share a GPU; results are given tensors then.
+            streams: that the work of each device goes to where they share a GPU, whichever is current there; results
+                are given tensors then, and nothing goes aside.
         """
         self.context, self.turns = context, 0
         self._random = Random(seed)  # noqa: S311 (to be the same again)
@@ -76,7 +77,7 @@ class Stress:
         banks = {place: Bank(place, largest) for place in dict.fromkeys(places.values())}
         self._lanes = {d: Lane(banks[place], (streams or {}).get(d)) for d, place in places.items()}
         self._cuts = cuts(context.plan)
-        self._tasks = Tasks(context, self._random, largest, delays=delays, fresh=streams is None)
+        self._tasks = Tasks(context, self._random, largest, delays=delays, shared=streams is not None)
         self._checks: list[Task] = []
         self._late: list[_Late] = []
         self._others: dict[torch.device, list[torch.cuda.Stream]] = {}
@@ -150,6 +151,19 @@ class Stress:
         if task.delays and (delay := task.delays[phase])[1]:
             self._lanes[delay[0]].delay(delay[1])
 
+    @contextmanager
+    def _issuing(self, task: Task) -> Iterator[None]:
+        """Let a block issue an operation between two delays; if it goes aside, the second one is beside it."""
+        self._wait(task, 1)
+        if not task.aside:
+            yield
+            self._wait(task, 2)
+            return
+        with self.context.aside() as aside:
+            yield
+        self._wait(task, 2)
+        aside.wait()
+
     def _where(self, task: Task) -> tuple[Axis | None, int | None]:
         """Return an axis and a layer whose cut it is."""
         split: Split | None = self._cuts[task.axis]
@@ -189,9 +203,8 @@ class Stress:
         axis, layer = self._where(task)
         window, targets = Window(task.start, task.columns, task.columns), self.context.devices_of(axis, layer)
         x, out = self._put(task, task.source, 0, window), self._out(task, [(d, task.columns) for d in targets])
-        self._wait(task, 1)
-        results = self.context.broadcast(x, axis, layer=layer, source=task.source, out=out)
-        self._wait(task, 2)
+        with self._issuing(task):
+            results = self.context.broadcast(x, axis, layer=layer, source=task.source, out=out)
         for device, found in zip(targets, results, strict=True):
             self._check(task, check, device, found, window)
 
@@ -199,9 +212,8 @@ class Stress:
         axis, layer = self._where(task)
         x, slices = self._put(task, task.source, 0, self._whole(task)), self._slices(task)
         out = self._out(task, [(device, cut.columns) for device, cut in slices])
-        self._wait(task, 1)
-        results = self.context.scatter(x, axis or "", dim=task.columns, layer=layer, source=task.source, out=out)
-        self._wait(task, 2)
+        with self._issuing(task):
+            results = self.context.scatter(x, axis or "", dim=task.columns, layer=layer, source=task.source, out=out)
         for (device, cut), found in zip(slices, results, strict=True):
             self._check(task, check, device, found, cut)
 
@@ -226,9 +238,8 @@ class Stress:
         whole, targets = self._whole(task), self.context.all_devices
         parts = [self._put(task, device, 0, cut) for device, cut in self._slices(task)]
         out = self._out(task, [(device, whole.columns) for device in targets])
-        self._wait(task, 1)
-        results = self.context.allgather(parts, axis or "", dim=task.columns, layer=layer, out=out)
-        self._wait(task, 2)
+        with self._issuing(task):
+            results = self.context.allgather(parts, axis or "", dim=task.columns, layer=layer, out=out)
         for device, found in zip(targets, results, strict=True):
             self._check(task, check, device, found, whole)
 
@@ -244,9 +255,8 @@ class Stress:
             out = parts
         elif task.out == "residual" and residual:
             out = residual
-        self._wait(task, 1)
-        results = self.context.all_reduce(parts, residual, axis=axis, layer=layer, out=out)
-        self._wait(task, 2)
+        with self._issuing(task):
+            results = self.context.all_reduce(parts, residual, axis=axis, layer=layer, out=out)
         added = [*windows.values(), *((residue,) if residual else ())]
         for device, found in zip(takers, results, strict=True):
             self._check(task, check, device, found, *added)
@@ -257,8 +267,7 @@ class Stress:
         before = [cut._replace(start=cut.start + _APART) for _, cut in slices]
         source = [self._put(task, device, 0, whole if task.full else cut) for device, cut in slices]
         target = [self._put(task, device, 1, held) for (device, _), held in zip(slices, before, strict=True)]
-        self._wait(task, 1)
-        self.context.add_residual(target, source, axis or "", dim=task.columns, layer=layer)
-        self._wait(task, 2)
+        with self._issuing(task):
+            self.context.add_residual(target, source, axis or "", dim=task.columns, layer=layer)
         for (device, cut), held, found in zip(slices, before, target, strict=True):
             self._check(task, check, device, found, held, cut)

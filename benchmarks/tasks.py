@@ -29,6 +29,8 @@ _OUTS = ("new", "given", "parts", "residual")
 _HOST_BYTES = 2**19
 #: Devices that single tensors are on: few, for a program is made for each, and so many are remembered.
 _SOURCES = 2
+#: Share of operations that go beside other work, where they may.
+_ASIDE = 0.2
 #: Share of operations that are delayed, and most cycles, as a power of two: up to half a millisecond.
 _DELAYED, _MOST_CYCLES = 0.05, 20
 
@@ -50,6 +52,7 @@ class Task:
         out: where results go: to ``new`` tensors, to ``given`` ones, over the ``parts`` or over the ``residual``.
         full: whether a residual is added, or a source of ``add_residual`` is as wide as the axis.
         delays: before the operands are written, before the operation and before the check: a device and its cycles.
+        aside: whether it goes beside other work: the last delay.
     """
 
     kind: str
@@ -64,18 +67,20 @@ class Task:
     out: str
     full: bool
     delays: tuple[tuple[int, int], ...] = ()
+    aside: bool = False
 
     def __str__(self) -> str:
         name = str(self.dtype).partition(".")[2]
         size = f"{self.rows} x {self.columns} of {name}, {self.gap} columns apart, {self.shift} elements in"
         delayed = f", delays {self.delays}" if any(cycles for _, cycles in self.delays) else ""
-        return f"{self.kind} on {self.axis}, source {self.source}, {size}, out {self.out}, full {self.full}{delayed}"
+        kind = f"{self.kind} aside" if self.aside else self.kind
+        return f"{kind} on {self.axis}, source {self.source}, {size}, out {self.out}, full {self.full}{delayed}"
 
 
 class Tasks:
     """Random operations for a context."""
 
-    def __init__(self, context: TPContext, random: Random, largest: int, *, delays: bool, fresh: bool) -> None:
+    def __init__(self, context: TPContext, random: Random, largest: int, *, delays: bool, shared: bool) -> None:
         """Choose widths and sources, of which there are few.
 
         Args:
@@ -83,9 +88,10 @@ class Tasks:
             random: decides.
             largest: bytes of the largest tensor, but for single rows.
             delays: whether some devices are late now and then.
-            fresh: whether results may be new tensors.
+            shared: whether devices share a GPU: results are given tensors then, and nothing goes aside.
         """
-        self._context, self._random, self._largest, self._delays, self._fresh = context, random, largest, delays, fresh
+        self._context, self._random, self._largest = context, random, largest
+        self._delays, self._shared = delays, shared
         self._cuts = cuts(context.plan)
         hidden = context.plan.split(Axis.RS).size
         self._widths = (1, 5, hidden, *(random.randint(1, hidden) for _ in range(5)))
@@ -103,7 +109,8 @@ class Tasks:
             columns, size = random.choice((1, split.width, min(3, split.width))), split.size
         most = min(self._largest, _HOST_BYTES if kind in _ON_HOST else self._largest)
         rows = int(most ** random.random()) // (columns * size * dtype.itemsize)
-        out = random.choice(_OUTS if self._fresh else _OUTS[1:])
+        out = random.choice(_OUTS[1:] if self._shared else _OUTS)
+        is_given = kind == "add_residual" or (out != "new" and kind != "gather")
         return Task(
             kind=kind,
             axis=axis,
@@ -117,6 +124,7 @@ class Tasks:
             out=out if kind == "all_reduce" or out == "new" else "given",
             full=random.random() < 0.5,  # noqa: PLR2004
             delays=tuple(self._delay() for _ in range(3)) if self._delays else (),
+            aside=random.random() < _ASIDE and is_given and not self._shared,  # new tensors would be of other streams
         )
 
     def _delay(self) -> tuple[int, int]:

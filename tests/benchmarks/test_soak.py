@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from attrs import evolve
 
 from benchmarks import soak as command
+from benchmarks.contents import Lane
 from benchmarks.memory_use import MIB, Growth, foretold, is_enough
 from benchmarks.soak import plan_for, soak
 from benchmarks.stress import Stress
 from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for every test here)
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
+from tpplan.exec.aside import Aside
 from tpplan.exec.compiler import build
 from tpplan.exec.cpu import Pending, VirtualDevices
 from tpplan.exec.programs.lower import TRANSPORTS
@@ -79,17 +83,33 @@ def test_nothing_is_wrong_on_virtual_devices(transport: str) -> None:
 
 
 def test_every_kind_of_operation_comes() -> None:
-    """All operations come on all axes, with all dtypes, and with results in all places."""
+    """All operations come on all axes, with all dtypes, and with results in all places.
+
+    Now and then one goes aside, if its results are given tensors that are no handle's.
+    """
     with context(UNEVEN, "peer") as ctx:
         stress = Stress(ctx, 1, largest=LARGEST)
         tasks = [stress.task() for _ in range(2000)]
         on_devices = [stress.task(host=False) for _ in range(200)]
-    assert len({task.kind for task in tasks}) == 8
+    kinds, aside = {task.kind for task in tasks}, [task for task in tasks if task.aside]
+    assert len(kinds) == 8
+    assert {task.kind for task in aside} == kinds - {"gather"}
+    assert {task.kind for task in aside if task.out == "new"} == {"add_residual"}
+    assert 100 < len(aside) < 400
     assert {task.kind for task in on_devices} == {"broadcast", "scatter", "allgather", "all_reduce", "add_residual"}
     assert len({task.axis for task in tasks}) == len(UNEVEN.splits) + 1
     assert {task.dtype.itemsize for task in tasks} == {1, 2, 4, 8}
     assert {task.out for task in tasks} == {"new", "given", "parts", "residual"}
     assert {task.rows for task in tasks} == set(range(1, UNEVEN.request.max_rows + 1))
+
+
+def test_devices_that_share_a_gpu_have_given_results_and_nothing_aside() -> None:
+    """For the streams that their work goes to are not the current ones."""
+    with context(UNEVEN, "peer") as ctx:
+        stress = Stress(ctx, 1, largest=LARGEST, streams={})
+        tasks = [stress.task() for _ in range(500)]
+    assert {task.out for task in tasks} == {"given", "parts", "residual"}
+    assert not any(task.aside for task in tasks)
 
 
 def test_a_seed_gives_the_same_operations_again() -> None:
@@ -112,6 +132,81 @@ def test_a_wrong_bit_is_found(kind: str) -> None:
     assert len(faults) > 5
     assert all(fault.partition(": ")[2].startswith(kind) for fault in faults)
     assert all(fault.startswith("1 elements wrong") for fault in faults)
+
+
+class _FaultyAside(VirtualDevices):
+    """Virtual devices that do everything wrong that goes aside."""
+
+    def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
+        """Run a program, and spoil it."""
+        pending = super().run(program, operands)
+        if self.is_aside:
+            _flipped(program, operands)
+        return pending
+
+
+def test_a_wrong_bit_aside_is_found() -> None:
+    """Of each operation that goes aside, and of no other; the fault says so."""
+    with _context(_FaultyAside) as ctx:
+        stress = Stress(ctx, 4, largest=LARGEST)
+        tasks = [stress.task() for _ in range(400)]
+        for task in tasks:
+            stress.issue(task)
+        faults = stress.faults()
+    wrong = [fault.partition(": ")[2] for fault in faults]
+    assert sorted(wrong) == sorted(str(task) for task in tasks if task.aside)
+    assert all(" aside on " in task for task in wrong)
+
+
+class _Listing(VirtualDevices):
+    """Virtual devices that list what is done.
+
+    Attributes:
+        done: all of it.
+    """
+
+    done: list[str]
+
+    def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
+        """Run a program."""
+        self.done.append("aside" if self.is_aside else "operation")
+        return super().run(program, operands)
+
+    def aside(self) -> Aside:
+        """Return what lists when it is waited for."""
+        return _ListedAside(self)
+
+
+class _ListedAside(Aside):
+    """Lists when it is waited for."""
+
+    def __init__(self, devices: _Listing) -> None:
+        super().__init__(devices)
+        self._done = devices.done
+
+    def wait(self) -> None:
+        """List it."""
+        self._done.append("wait")
+
+
+def test_delays_come_beside_what_goes_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last delay stands before the wait, and the check behind it."""
+    done: list[str] = []
+    monkeypatch.setattr(_Listing, "done", done, raising=False)
+    for name in ("fill", "compare"):
+        monkeypatch.setattr(Lane, name, lambda *_, what=name, **__: done.append(what))
+    monkeypatch.setattr(Lane, "delay", lambda *_: done.append("delay"))
+    with _context(_Listing) as ctx:
+        stress = Stress(ctx, 1, largest=LARGEST)
+        tasks = {task.kind: task for task in (stress.task() for _ in range(200)) if task.aside}
+        assert len(tasks) == 7
+        for task in tasks.values():
+            for aside in (True, False):
+                done.clear()
+                stress.issue(evolve(task, delays=((0, 1),) * 3, aside=aside))
+                steps = [step for step, _ in groupby(done)]
+                called = ["aside", "delay", "wait"] if aside else ["operation", "delay"]
+                assert steps == ["delay", "fill", "delay", *called, "compare"]
 
 
 class _Failing(VirtualDevices):
