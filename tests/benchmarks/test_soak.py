@@ -140,7 +140,7 @@ class _FaultyAside(VirtualDevices):
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Run a program, and spoil it."""
         pending = super().run(program, operands)
-        if self.is_aside:
+        if self.asides:
             _flipped(program, operands)
         return pending
 
@@ -169,7 +169,7 @@ class _Listing(VirtualDevices):
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Run a program."""
-        self.done.append("aside" if self.is_aside else "operation")
+        self.done.append("aside" if self.asides else "operation")
         return super().run(program, operands)
 
     def aside(self) -> Aside:

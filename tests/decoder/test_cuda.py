@@ -142,12 +142,21 @@ def test_new_lengths_are_not_planned(tmp_path: Path) -> None:
             assert any("flash" in name for name in names), names
 
 
-def check_passes(directory: Path, devices: int, *, batch: int = 4, max_rows: int = 16, transport: str = "auto") -> None:
+def check_passes(
+    directory: Path,
+    devices: int,
+    *,
+    batch: int = 4,
+    max_rows: int = 16,
+    layout: str = "reduce",
+    transport: str = "auto",
+    turns: bool | None = None,
+) -> None:
     """Compare passes of prompts as graphs with the same as they are written, and with those of a decoder without.
 
     Before and after them are steps, whose graphs share their memory. Nothing else is written to the cache.
     """
-    request = evolve(request_of(batch=batch), max_rows=max_rows)
+    request = evolve(request_of(layout, batch=batch), max_rows=max_rows)
     plan = plan_of(directory, devices, request, {}, seed=4)
     with (
         compile_plan(plan, backend="cuda", scratch=False, transport=transport) as context,
@@ -155,7 +164,9 @@ def check_passes(directory: Path, devices: int, *, batch: int = 4, max_rows: int
         torch.inference_mode(),
     ):
         weights = load_weights(plan, directory, context)
-        decoder, without = (Decoder(context, directory, weights, graphs=graphs) for graphs in (None, False))
+        decoder, without = (
+            Decoder(context, directory, weights, graphs=graphs, turns=turns) for graphs in (None, False)
+        )
         graphs = decoder.prompt_graphs
         assert graphs
         assert not without.prompt_graphs
@@ -208,19 +219,21 @@ def test_passes_are_graphs_over_gpus(model_type: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("transport", ["host", "events"])
-def test_halves_of_passes_take_turns(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["reduce", "gather"])
+@pytest.mark.parametrize(("transport", "turns"), [("host", None), ("events", None), ("peer", True)])
+def test_halves_of_passes_take_turns(transport: str, turns: bool | None, layout: str, tmp_path: Path) -> None:
     """By default where devices cannot write to each other's memory; they find what whole passes find."""
-    turns, run = list[int](), Stack.run_in_turns
+    taken, run = list[int](), Stack.run_in_turns
 
     def noted(self: Stack, halves: Any) -> None:
-        turns.append(len(halves))
+        taken.append(len(halves))
         run(self, halves)
 
     few = patch.multiple(model, _HALF=4, _EVEN=1)
     with few, patch.object(Stack, "run_in_turns", noted):
-        check_passes(saved("llama", torch.bfloat16, tmp_path), min(GPUS, 4), transport=transport)
-    assert turns
+        directory = saved("llama", torch.bfloat16, tmp_path)
+        check_passes(directory, min(GPUS, 4), layout=layout, transport=transport, turns=turns)
+    assert taken
 
 
 @pytest.mark.gpu

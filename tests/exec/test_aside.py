@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from attrs import evolve
 from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for every test here)
 from tests.exec.test_thresholds import ALL_REDUCE, ALLGATHER, BROADCAST, LIMITS
 from tpplan.axes import Axis
+from tpplan.errors import ExecutionError
 from tpplan.exec import HOST, Gathered, torch_shims
 from tpplan.exec.gpu import aside as gpu_aside
 from tpplan.exec.gpu.aside import StreamsAside
@@ -62,7 +63,8 @@ def test_what_no_slot_takes_is_left_to_copy_engines(
 @pytest.mark.parametrize("seed", [None, 1, 2], ids=["plain", "adversarial", "adversarial again"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_operation_goes_beside_other_work(transport: str, seed: int | None) -> None:
-    """Of any size, with the same results, and large ones of devices by other programs than calls."""
+    """Of any size, with the same results; what is large and does not come from the host, by other programs."""
+    ways = set[Route]()
     with context(UNEVEN, transport, seed) as ctx:
         for rows in (1, 12):
             x = torch.randn(rows, 40)
@@ -77,33 +79,61 @@ def test_every_operation_goes_beside_other_work(transport: str, seed: int | None
                 partial(ctx.gather, pieces, Axis.RS),
             ]
             for call in calls:
-                alone = call()
+                alone, known = call(), set(ctx._engine._programs)
                 with ctx.aside() as aside:
                     beside = call()
                 aside.wait()
                 ctx.synchronize()
-                pairs = zip(
-                    *([each.tensor] if isinstance(each, Gathered) else each for each in (alone, beside)), strict=True
-                )
+                pairs = zip(*([x.tensor] if isinstance(x, Gathered) else x for x in (alone, beside)), strict=True)
                 assert all(torch.equal(*pair) for pair in pairs)
-        ways = {way.transport + " in frames" * way.framed for _, way in ctx._engine._programs}
-    if transport == "host":
-        assert ways >= {"host", "host in frames"}
-    elif transport == "peer":
-        assert ways >= {"peer", "events"}
+                ways |= {way for _, way in set(ctx._engine._programs) - known}
+    assert {way.transport for way in ways} == {"peer": {"events"}, "host": {"host"}}.get(transport, set())
+    assert not any(way.framed or way.small for way in ways)
 
 
 def test_a_block_ends_whatever_happens() -> None:
-    """Also by an error; one within another does not end that."""
+    """Also by an error; one within another does not end that, nor one that ends before another one."""
     with context(UNEVEN, "host") as ctx:
         backend = ctx._engine.backend
         with pytest.raises(KeyError), ctx.aside():
             _fail()
-        with ctx.aside():
-            with ctx.aside():
-                pass
-            inner = backend.is_aside
-        assert (inner, backend.is_aside) == (True, False)
+        assert backend.asides == 0
+        first, second = ctx.aside(), ctx.aside()
+        with ExitStack() as stack:
+            stack.enter_context(first)
+            second.__enter__()
+            with pytest.raises(ExecutionError, match="this aside is open already"):
+                first.__enter__()
+        assert backend.asides == 1
+        second.__exit__(None, None, None)
+        assert backend.asides == 0
+        with first:
+            assert backend.asides == 1
+        ctx.aside().wait()
+
+
+def test_a_row_that_has_no_room_to_be_copied_goes_as_it_would_alone() -> None:
+    """By any transport; what has no room there either is refused as it is alone."""
+    with context(UNEVEN, "peer") as ctx:
+        ctx._engine.limits = evolve(ctx._engine.limits, exchange_bytes=256)
+        parts = [torch.randn(2, 2000) for _ in ctx.all_devices]
+        with pytest.raises(ExecutionError, match="one row takes"):
+            route(
+                operation.all_reduce(2000, (0, 2, 3), (0, 2, 3), residual=False),
+                "peer",
+                2,
+                4,
+                ctx._engine.limits,
+                aside=True,
+            )
+        with ctx.aside() as aside:
+            sums = ctx.all_reduce(parts)
+        aside.wait()
+        assert all(map(torch.equal, sums, ctx.all_reduce(parts)))
+    with context(UNEVEN, "events") as ctx:
+        ctx._engine.limits = evolve(ctx._engine.limits, exchange_bytes=256)
+        with pytest.raises(ExecutionError, match="one row takes"), ctx.aside():
+            ctx.all_reduce(parts)
 
 
 def _fail() -> None:
@@ -132,13 +162,16 @@ def test_second_streams_are_current_in_the_block(fails: bool, monkeypatch: pytes
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream(current[device]))
     monkeypatch.setattr(gpu_aside, "make_current", make_current)
-    backend: Any = SimpleNamespace(is_aside=False)
+    backend: Any = SimpleNamespace(asides=0)
     aside = StreamsAside(backend, [stream("second 0"), stream("second 1")])
     with suppress(KeyError), aside:
-        said.append("block" * backend.is_aside)
+        said.append("block" * backend.asides)
         if fails:
             _fail()
-    assert not backend.is_aside
+    assert not backend.asides
+    if fails:  # nobody else may wait
+        assert said[5:] == ["main 0 waits for the end of second 0", "main 1 waits for the end of second 1"]
+        del said[5:]
     current[1] = "other 1"
     aside.wait()
     assert said == [
@@ -181,7 +214,7 @@ def test_products_leave_multiprocessors_free(monkeypatch: pytest.MonkeyPatch) ->
     places = [torch.device("cuda", i) for i in range(2)]
     with pytest.raises(KeyError), leaving_processors(places, 8):
         _fail()
-    assert told == [(70, 124), (71, 76), (70, 0), (71, 0)]
+    assert told == [(70, 124), (71, 79), (70, 0), (71, 0)]
     with leaving_processors([CPU], 8):
         pass
     assert len(told) == 4

@@ -103,6 +103,7 @@ def test_calls_go_as_explained(name: str, transport: str, monkeypatch: pytest.Mo
                     dim=_wide(plan, axis, cuts_axis=kind.cuts),
                     dtype=torch.bfloat16,
                     form=FORMS[1],
+                    aside=False,
                     noise=noise,
                     numbers=kind.adds,
                 )

@@ -31,7 +31,7 @@ class Backend:
     """Virtual devices that keep what they are told to issue again."""
 
     def __init__(self, devices: Any) -> None:
-        self.devices, self.bound, self.issued, self.captures, self.is_aside = devices, 0, 0, False, False
+        self.devices, self.bound, self.issued, self.captures, self.asides = devices, 0, 0, False, 0
         self.names: list[str] = []
 
     def bind(self, program: Program, operands: Mapping[Buffer, torch.Tensor]) -> Callable[[], Pending]:
@@ -110,7 +110,7 @@ def test_what_goes_beside_other_work_is_another_call(ctx: TPContext, backend: Ba
     """On the same memory: it may go another way."""
     parts, out = _parts(ctx, 12), _outputs(ctx, 12)
     for turn in range(6):
-        backend.is_aside = turn % 2 == 1
+        backend.asides = turn % 2
         ctx.allgather(parts, Axis.RS, out=out)
     assert (backend.bound, backend.issued) == (2, 6)
 

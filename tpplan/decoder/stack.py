@@ -6,6 +6,7 @@ one tensor for each device, in device order.
 
 from __future__ import annotations
 
+from itertools import product
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -106,20 +107,22 @@ class Stack:
         While one of them is computed, what devices have made of the others is put together. A pass may attend to what
         those before it keep, for it comes after them in every layer.
         """
-        adding: list[tuple[Aside, Made] | None] = [None] * len(passes)  # what is made is kept until it is added
+        adding: dict[int, tuple[Aside, Made]] = {}  # what is made is kept until it is added up
         with leaving_processors([device.device for device in self.context.devices.values()], self.processors_left):
-            for layer in range(len(self._blocks)):
-                for make in (self._attention, self._mlp):
+            try:
+                for layer, make in product(range(len(self._blocks)), (self._attention, self._mlp)):
                     for i, (xs, rows) in enumerate(passes):
-                        if before := adding[i]:
-                            before[0].wait()
+                        if i in adding:
+                            adding[i][0].wait()
+                            del adding[i]
                         made = make(layer, xs, rows)
                         with self.context.aside() as aside:
                             self._add(layer, made, xs)
                         adding[i] = aside, made
-            for each in adding:
-                if each:
-                    each[0].wait()
+                        del made
+            finally:
+                for aside, _ in adding.values():
+                    aside.wait()
 
     def normed(self, xs: Sequence[Tensor], device: int, norm: str, fused: str, names: Sequence[str] = ()) -> Tensor:
         """Multiply the rows of a device behind one of its norms; see :meth:`tpplan.decoder.plain.Plain.normed`."""

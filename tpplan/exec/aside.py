@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, Self
 
+from tpplan.errors import ExecutionError
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -12,10 +14,10 @@ class Noting(Protocol):
     """What has to know that something is issued beside other work.
 
     Attributes:
-        is_aside: whether it is.
+        asides: how many blocks are open in which it is.
     """
 
-    is_aside: bool
+    asides: int
 
 
 class Aside:
@@ -31,16 +33,20 @@ class Aside:
             backend: issues programs.
         """
         self._backend = backend
-        self._was_aside = False
+        self._is_open = False
 
     def __enter__(self) -> Self:
-        self._was_aside, self._backend.is_aside = self._backend.is_aside, True
+        if self._is_open:
+            raise ExecutionError("this aside is open already", "ask the context for another one")
+        self._is_open = True
+        self._backend.asides += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._backend.is_aside = self._was_aside
+        self._is_open = False
+        self._backend.asides -= 1
 
     def wait(self) -> None:
-        """Let what is issued from now on come after what the block has issued; does not wait on the host."""
+        """Let what is issued from now on come after what the block has issued, if anything; the host does not wait."""

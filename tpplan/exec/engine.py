@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from tpplan.errors import ExecutionError
@@ -26,10 +28,10 @@ class Backend(Protocol):
     """Where programs run.
 
     Attributes:
-        is_aside: whether they are issued beside other work, and should leave kernels of others their room.
+        asides: how many blocks are open in which they go beside other work, and leave kernels of others their room.
     """
 
-    is_aside: bool
+    asides: int
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Issue a program on matrices ``[rows, columns]``, one for each of the caller's buffers that it names."""
@@ -64,10 +66,10 @@ class Virtual:
     """What devices in the CPU's memory have not.
 
     Attributes:
-        is_aside: see :class:`Backend`.
+        asides: see :class:`Backend`.
     """
 
-    is_aside = False
+    asides = 0
 
     def bind(self, *_: object) -> None:
         """Return nothing: to issue a program again costs as much as the first time."""
@@ -130,5 +132,15 @@ class Engine:
     def route(
         self, operation: Operation, rows: int, item_bytes: int, *, captured: bool = False, aside: bool = False
     ) -> Route:
-        """Return how an operation of this size goes, called or captured, alone or beside other work."""
-        return route(operation, self.transport, rows, item_bytes, self.limits, captured=captured, aside=aside)
+        """Return how an operation of this size goes, called or captured, alone or beside other work.
+
+        Where a row has no room to be copied, it goes there as it would alone.
+
+        Raises:
+            ExecutionError: see :func:`tpplan.exec.programs.lower.route`.
+        """
+        find = partial(route, operation, self.transport, rows, item_bytes, self.limits, captured=captured)
+        if aside:
+            with suppress(ExecutionError):
+                return find(aside=True)
+        return find(aside=False)

@@ -99,7 +99,7 @@ class Runner:
             ExecutionError: see :meth:`Call.admit`, and :class:`~tpplan.exec.resolver.Resolver`.
             RequestError: see there.
         """
-        mode = self._backend.is_capturing(), self._backend.is_aside
+        mode = self._backend.is_capturing(), self._backend.asides > 0
         if out is None:
             out = self._find(name, mode)(*asked, inputs, out).new()
         key = known = None

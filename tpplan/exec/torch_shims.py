@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,12 @@ from torch.nn.attention import SDPBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+
+#: Of a device's multiprocessors, no more than one in so many is left free.
+_SHARE = 16
+#: Finds no library that torch has not loaded; not known everywhere.
+_LOADED = ctypes.DEFAULT_MODE | getattr(os, "RTLD_NOLOAD", 0)
 
 
 def _own(name: str) -> Any:
@@ -42,7 +49,8 @@ def make_current(streams: Sequence[torch.cuda.Stream]) -> None:
 def leaving_processors(places: Sequence[torch.device], count: int) -> Iterator[None]:
     """Let this thread's products by cuBLAS leave so many multiprocessors of CUDA devices free, as far as it can.
 
-    Torch has no way to say so. Where cuBLAS is not found, nothing changes.
+    Of small devices it is no more than one in sixteen. Torch has no public way to say so; where its cuBLAS is not
+    found, nothing changes.
     """
     set_target = _sm_count_target() if any(place.type == "cuda" for place in places) else None
     if set_target is None:
@@ -54,10 +62,10 @@ def leaving_processors(places: Sequence[torch.device], count: int) -> Iterator[N
             total = torch.cuda.get_device_properties(place).multi_processor_count
             with torch.cuda.device(place):
                 handle = torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
-                set_target(handle, total - left if left else 0)  # 0: all
+                set_target(handle, total - min(left, total // _SHARE) if left else 0)  # 0: all
 
-    tell(count)
     try:
+        tell(count)
         yield
     finally:
         tell(0)
@@ -68,7 +76,7 @@ def _sm_count_target() -> Callable[[int, int], int] | None:
     """Return cuBLAS's own function, of the library that torch has loaded."""
     version = torch.version.cuda
     try:
-        library = ctypes.CDLL(f"libcublas.so.{version.partition('.')[0]}") if version else None
+        library = ctypes.CDLL(f"libcublas.so.{version.partition('.')[0]}", _LOADED) if version else None
     except OSError:
         return None
     if library is None:

@@ -47,6 +47,7 @@ def test_every_way_is_gone_aside(transport: str, ways: set[tuple[str, bool]], mo
         found = real(self, operation, rows, item_bytes, **mode)
         if mode.get("aside"):
             gone.add((operation.name, found.transport, found.small))
+            assert not found.framed
         return found
 
     monkeypatch.setattr(Engine, "route", noted)
@@ -80,7 +81,7 @@ class _Harmful(VirtualDevices):
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Run a program, and change a bit of its results."""
         pending = super().run(program, operands)
-        if self.is_aside:
+        if self.asides:
             _flip_results(operands)
         return pending
 
@@ -94,7 +95,7 @@ class _Late(_Harmful):
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Run a program, and note what is wrong for now."""
-        if self.is_aside:
+        if self.asides:
             self.late.append(operands)
         return super().run(program, operands)
 

@@ -156,7 +156,7 @@ class _AloneInGraphs(Capturable):
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Run a program, or do not."""
-        return Pending() if self.is_aside and self.is_capturing() else super().run(program, operands)
+        return Pending() if self.asides and self.is_capturing() else super().run(program, operands)
 
 
 def test_asides_are_captured() -> None:

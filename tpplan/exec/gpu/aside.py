@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from tpplan.exec.aside import Aside
+from tpplan.exec.gpu.streams import PRIORITY
 from tpplan.exec.torch_shims import make_current
 
 if TYPE_CHECKING:
@@ -15,13 +16,10 @@ if TYPE_CHECKING:
 
     from tpplan.exec.aside import Noting
 
-#: Their blocks of threads come first where a multiprocessor gets free: what they lead to waits for other devices.
-_PRIORITY = -1
-
 
 def streams_aside(places: Iterable[torch.device]) -> tuple[torch.cuda.Stream, ...]:
     """Return a second stream of every device."""
-    return tuple(torch.cuda.Stream(place, priority=_PRIORITY) for place in places)  # type: ignore[no-untyped-call]
+    return tuple(torch.cuda.Stream(place, priority=PRIORITY) for place in places)  # type: ignore[no-untyped-call]
 
 
 class StreamsAside(Aside):
@@ -40,11 +38,12 @@ class StreamsAside(Aside):
         self._done: list[torch.cuda.Event] = []
 
     def __enter__(self) -> Self:
+        super().__enter__()
         self._before = [torch.cuda.current_stream(stream.device) for stream in self._streams]
         for stream, before in zip(self._streams, self._before, strict=True):
             stream.wait_stream(before)
         make_current(self._streams)
-        return super().__enter__()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -52,8 +51,10 @@ class StreamsAside(Aside):
         super().__exit__(kind, error, trace)
         make_current(self._before)
         self._done = [stream.record_event() for stream in self._streams]
+        if kind:  # nobody may be left who would
+            self.wait()
 
     def wait(self) -> None:
         """Let the current streams go on behind what the block has issued."""
-        for stream, done in zip(self._streams, self._done, strict=True):
+        for stream, done in zip(self._streams, self._done, strict=False):  # nothing, before it has
             torch.cuda.current_stream(stream.device).wait_event(done)

@@ -52,11 +52,11 @@ class CudaDevices(Streams):
 
     Attributes:
         captures: whether a graph of the context is being captured.
-        is_aside: whether programs are issued beside other work.
+        asides: how many blocks are open in which programs go beside other work.
         transport: ``peer``, ``host`` or ``events``.
     """
 
-    is_aside = False
+    asides = 0
 
     def __init__(self, memory: Memory, places: Mapping[int, torch.device], *, transport: str) -> None:
         """Load the kernels on every device.

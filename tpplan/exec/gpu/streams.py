@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
+#: Of streams that lead to other devices, or add up what comes from them: where a multiprocessor gets free, blocks of
+#: their kernels come before those of callers, for somebody waits for them.
+PRIORITY = -1
+
+
 class Streams:
     """The streams of a context's devices; :class:`tpplan.exec.gpu.cuda.CudaDevices` issues programs to them.
 
@@ -37,7 +42,7 @@ class Streams:
         """
         self._places = places
         self._ordinals = {device: int(place.index) for device, place in places.items()}
-        self._loads = {d: torch.cuda.Stream(place) for d, place in places.items()}  # type: ignore[no-untyped-call]
+        self._loads = {d: torch.cuda.Stream(place, priority=PRIORITY) for d, place in places.items()}  # type: ignore[no-untyped-call]
         self._loaded: set[int] = set()
         self._current: dict[int, int] = {}
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
