@@ -306,7 +306,7 @@ class TPContext(ContextMemory):
         ``with ctx.aside() as aside: ctx.all_reduce(parts, out=sums)``. What is issued after the block does not wait
         for it until ``aside.wait()``. Up to then, keep the tensors that it reads and writes, or torch would give their
         memory to others; pass ``out``, for new tensors belong to the second streams. In a graph, wait before that ends.
-        What no slot takes is left to copy engines as far as there is room, and other kernels keep their multiprocessors.
+        What no slot takes is left to copy engines where there is room, and other kernels keep their multiprocessors.
         """
         with self._guard:
             return self._engine.backend.aside()
