@@ -1,4 +1,4 @@
-"""The context of a compiled plan: its operations."""
+"""The context of a compiled plan, with its communication operations."""
 
 from __future__ import annotations
 
@@ -35,27 +35,28 @@ if TYPE_CHECKING:
 
 
 class TPContext(ContextMemory):
-    """A plan, compiled: every operation that moves data between the plan's devices.
+    """A compiled plan: the operations that move data between its devices.
 
     Devices are named by their index in the plan. Tensors have the shape ``[..., columns]``; all dimensions but the last
-    together are the rows (tokens), 0 to ``max_rows``. An operation on an axis takes or returns one tensor for each
-    device that holds a part of the axis, in device order (:meth:`devices_of`); ``axis=None`` stands for all devices in
-    use. A part has the columns of the device's slice, times ``dim`` (such as the head size). ``layer`` is needed only
-    where the plan cuts layers differently.
+    are flattened into rows (tokens), 0 to ``max_rows``. An operation on an axis takes or returns one tensor for each
+    device that holds a part of the axis, in device order (:meth:`devices_of`). ``axis=None`` means all devices in use.
+    A part has as many columns as the device's slice has elements, times ``dim`` (such as the head size). ``layer`` is
+    needed only where the plan cuts layers differently.
 
-    Ordering: an operation reads its operands after what the caller's current streams on their devices hold at the time
-    of the call, and these streams go on after its results. So a result may be used, and an operand overwritten, right
-    away. Results are new tensors that no later call writes, unless the caller passes ``out``. No call changes the
-    current device or stream. Everything is checked before anything moves: an error leaves all tensors as they were.
+    Ordering: an operation runs after the work already queued on the caller's current streams of its devices, and later
+    work on these streams runs after the operation. So results can be used, and operands overwritten, right away.
+    Results are new tensors that no later call writes, unless the caller passes ``out``. No call changes the current
+    device or stream. All arguments are checked before any data moves: an error leaves every tensor unchanged.
 
-    A context serves one thread at a time and says so to others. Leaving it as a context manager closes it.
+    Only one thread at a time may use a context; a call from a second one raises an error. As a context manager, it
+    closes on exit.
 
     Attributes:
-        plan: what was compiled.
-        devices: what the context has on each device in use.
-        all_devices: the devices in use, ascending.
-        max_rows: most rows of an operand.
-        dtype: of the activations, for scratch and RoPE tables; operations take any dtype.
+        plan: the compiled plan.
+        devices: a DeviceContext for each device in use, by index.
+        all_devices: indices of the devices in use, ascending.
+        max_rows: maximum rows of an operand.
+        dtype: dtype of the activations, used for scratch and RoPE tables; operations take any dtype.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class TPContext(ContextMemory):
         max_rows: int,
         dtype: torch.dtype,
     ) -> None:
-        """Take over everything that :func:`tpplan.exec.compile` has made."""
+        """Take ownership of everything that :func:`tpplan.exec.compile` has made."""
         super().__init__(plan, devices, host, dtype)
         self.max_rows = max_rows
         self._engine = engine
@@ -105,17 +106,18 @@ class TPContext(ContextMemory):
 
         Args:
             x: ``[..., columns]``, any dtype of 1, 2, 4 or 8 bytes; on one of the devices or in host memory.
-            axis: whose devices get a copy.
-            layer: whose cut is meant.
-            source: the device that ``x`` is on, or HOST; needed only where its torch device does not tell: virtual
-                devices share the CPU, and ``x`` counts as the first one's.
-            out: tensors like the results, to write to instead of new ones.
+            axis: the axis whose devices get a copy; None for all devices in use.
+            layer: the layer whose cut to use.
+            source: the device that ``x`` is on, or HOST. Needed only where the torch device is ambiguous: virtual
+                devices share the CPU, and by default ``x`` counts as on the first one.
+            out: preallocated tensors for the results.
 
         Returns:
-            A tensor like ``x`` on each of the devices, also on the one that ``x`` is on.
+            A tensor like ``x`` on each of the devices, including the one that ``x`` is on.
 
         Raises:
-            ExecutionError: an operand of the wrong kind, shape, dtype, device or number, or a closed context.
+            ExecutionError: an operand has the wrong type, shape, dtype or device, there are too many or too few, or the
+                context is closed.
         """
         return self._run("broadcast", (axis, layer, source), ((x,),), out)
 
@@ -129,15 +131,15 @@ class TPContext(ContextMemory):
         source: int | None = None,
         out: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Copy to every device its slice of the columns of ``x``.
+        """Copy to each device its slice of the columns of ``x``.
 
         Args:
-            x: ``[..., size of the axis × dim]``; for dtype and place see :meth:`broadcast`.
-            axis: that cuts the columns.
+            x: ``[..., size of the axis × dim]``; for dtype and device see :meth:`broadcast`.
+            axis: the axis by which the columns are cut.
             dim: columns per element of the axis.
-            layer: whose cut is meant.
+            layer: the layer whose cut to use.
             source: see :meth:`broadcast`.
-            out: tensors like the results, to write to instead of new ones.
+            out: preallocated tensors for the results.
 
         Returns:
             ``[..., elements × dim]`` on each device that holds elements of the axis.
@@ -156,17 +158,17 @@ class TPContext(ContextMemory):
         layer: int | None = None,
         out: Tensor | None = None,
     ) -> Gathered:
-        """Copy the parts of all devices into one tensor in host memory, without waiting for it.
+        """Concatenate the parts of all devices into one tensor in host memory, asynchronously.
 
         Args:
             parts: ``[..., elements × dim]`` from each device that holds elements of the axis.
-            axis: that cuts the columns.
+            axis: the axis by which the columns are cut.
             dim: columns per element of the axis.
-            layer: whose cut is meant.
-            out: ``[..., size of the axis × dim]`` in host memory, to write to; not to be read before the result is.
+            layer: the layer whose cut to use.
+            out: preallocated ``[..., size of the axis × dim]`` in host memory; read it only when the handle is done.
 
         Returns:
-            A handle; its ``tensor``, ``[..., size of the axis × dim]``, waits until it is complete.
+            A handle; its ``tensor``, ``[..., size of the axis × dim]``, blocks until it is complete.
 
         Raises:
             ExecutionError: see :meth:`broadcast`.
@@ -188,15 +190,15 @@ class TPContext(ContextMemory):
         layer: int | None = None,
         out: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Copy the parts of all devices into one tensor on every device that holds a part of ``to``.
+        """Concatenate the parts of all devices into one tensor on every device that holds a part of ``to``.
 
         Args:
             parts: ``[..., elements × dim]`` from each device that holds elements of ``axis``.
-            axis: that cuts the columns.
-            to: whose devices get the whole.
+            axis: the axis by which the columns are cut.
+            to: the axis whose devices get the result; None for all devices in use.
             dim: columns per element of ``axis``.
-            layer: whose cuts are meant.
-            out: tensors like the results, to write to instead of new ones.
+            layer: the layer whose cuts to use.
+            out: preallocated tensors for the results.
 
         Returns:
             ``[..., size of the axis × dim]`` on each device of ``to``.
@@ -215,17 +217,17 @@ class TPContext(ContextMemory):
         layer: int | None = None,
         out: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Add up the parts of all devices, and a residual, on every device in use.
+        """Sum the parts of all devices, and optionally a residual, on every device in use.
 
-        The parts are added in float32 in device order, then the residual, and the sum is rounded once: all devices
-        hold the same bits, and the same as on one device.
+        The parts are added in float32 in device order, then the residual, and the sum is rounded once. So the result
+        is bitwise equal on all devices, and equal to that on one device.
 
         Args:
             parts: ``[..., columns]`` in float16, bfloat16 or float32 from each device that holds elements of ``axis``.
-            residual: tensors like the parts, one on each device in use, all with the same contents.
-            axis: whose devices have parts.
-            layer: whose cut is meant.
-            out: tensors like the results, to write to instead of new ones; may be parts or residuals themselves.
+            residual: tensors like the parts, one on each device in use, all with the same values.
+            axis: the axis whose devices have parts; None for all devices in use.
+            layer: the layer whose cut to use.
+            out: preallocated tensors for the results; may be the parts or residuals themselves.
 
         Returns:
             ``[..., columns]`` on each device in use.
@@ -245,14 +247,14 @@ class TPContext(ContextMemory):
         dim: int = 1,
         layer: int | None = None,
     ) -> None:
-        """Add to every target, in place, the columns of its source that belong to the device's slice.
+        """Add to each target, in place, the device's slice of the columns of its source.
 
         Args:
             target: ``[..., elements × dim]`` in float16, bfloat16 or float32, on each device that holds elements.
-            source: on each of them ``[..., size of the axis × dim]``, of which the slice is taken, or the slice.
-            axis: that cuts the columns.
+            source: on each of these devices either the whole ``[..., size of the axis × dim]`` or just the slice.
+            axis: the axis by which the columns are cut.
             dim: columns per element of the axis.
-            layer: whose cut is meant.
+            layer: the layer whose cut to use.
 
         Raises:
             ExecutionError: see :meth:`broadcast`.
@@ -273,40 +275,41 @@ class TPContext(ContextMemory):
 
     @property
     def transport(self) -> str:
-        """By which means devices talk to each other: ``peer``, ``host`` or ``events``."""
+        """The transport between the devices: ``peer``, ``host`` or ``events``."""
         return self._engine.transport
 
     def explain(self) -> Explanation:
-        """Return how each operation goes on each axis, for how many rows, and why; ``str()`` makes a table of it."""
+        """Return which path each operation takes on each axis at each row count, and why; ``str()`` gives a table."""
         with self._guard:
             return explain(self.plan, self.all_devices, self._engine, self.max_rows, self.dtype)
 
     def channel(self, elements: int) -> Channel | None:
-        """Return what kernels of the caller's add up by while they compute, instead of ``all_reduce`` behind them.
+        """Return a channel, by which the caller's own kernels sum across devices without a separate ``all_reduce``.
 
         Args:
-            elements: most of a sum: rows × columns.
+            elements: maximum elements of a sum (rows × columns).
 
         Returns:
-            One that all devices in use take part in, the same for the same number of elements; None where a kernel
-            cannot write to other devices, as on virtual ones, or there is a single device.
+            A channel between all devices in use, the same one for the same ``elements``. None if kernels cannot write
+            to other devices' memory, as on virtual devices, or if there is only one device.
 
         Raises:
-            ExecutionError: this is no whole number from 1, the context is closed, or is being captured and was not
-                asked for it before.
+            ExecutionError: ``elements`` is not a positive integer, the context is closed, or a capture is running and
+                this channel was not created before it.
         """
         with self._guard:
             whole("channel: elements", elements, 1)
             return self._engine.backend.channel(elements)
 
     def aside(self) -> Aside:
-        """Let a ``with`` block issue operations beside what the devices compute meanwhile.
+        """Return a context manager whose block runs operations concurrently with other work on the devices.
 
-        The block has second streams of all devices as current ones, which begin behind what the current ones hold:
-        ``with ctx.aside() as aside: ctx.all_reduce(parts, out=sums)``. What is issued after the block does not wait
-        for it until ``aside.wait()``. Up to then, keep the tensors that it reads and writes, or torch would give their
-        memory to others; pass ``out``, for new tensors belong to the second streams. In a graph, wait before that ends.
-        What no slot takes is left to copy engines where there is room, and other kernels keep their multiprocessors.
+        Inside ``with ctx.aside() as aside: ctx.all_reduce(parts, out=sums)``, side streams are current on all devices.
+        They start after the work already queued on the current streams. Work issued after the block does not wait for
+        it until ``aside.wait()``. Until then, keep references to the tensors that the block reads and writes, or torch
+        may reuse their memory. Pass ``out``, as new tensors belong to the side streams. Inside a captured graph, wait
+        before the capture ends. Messages too large for a slot go by copy engine where there is room, which leaves the
+        multiprocessors to other kernels.
         """
         with self._guard:
             return self._engine.backend.aside()
@@ -314,9 +317,9 @@ class TPContext(ContextMemory):
     def capture(self) -> Graph:
         """Capture operations, and the caller's own torch work on all devices, into one CUDA graph.
 
-        ``with ctx.capture() as graph:`` records what the block issues; ``graph.replay()`` runs it. Run everything once
-        before; inputs and outputs keep their addresses, so write new inputs into the old tensors. What the host takes
-        part in cannot be captured: gather, and operations on tensors in host memory.
+        ``with ctx.capture() as graph:`` records the work of the block; ``graph.replay()`` runs it. Run the same work
+        once before capturing. Inputs and outputs keep their addresses, so copy new inputs into the captured tensors.
+        Work that involves the host cannot be captured: gather, and operations on tensors in host memory.
 
         Raises:
             ExecutionError: the context is on virtual devices.
@@ -325,15 +328,15 @@ class TPContext(ContextMemory):
             return self._engine.backend.capture()
 
     def synchronize(self) -> None:
-        """Return when everything that was issued is complete."""
+        """Wait until all issued operations are complete."""
         with self._guard:
             self._engine.backend.synchronize()
 
     def close(self) -> None:
-        """Wait for everything, and give all memory back, also if something has failed; closing again does nothing.
+        """Wait for all operations and free all memory, even after a failure; closing twice does nothing.
 
         Raises:
-            ExecutionError: a device waited in vain, or the call comes from inside an operation.
+            ExecutionError: a device timed out waiting for another, or the call comes from inside an operation.
         """
         if self._guard.close():
             with ExitStack() as stack:
