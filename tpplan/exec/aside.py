@@ -1,4 +1,4 @@
-"""What a context issues beside its devices' other work."""
+"""Operations that run concurrently with other work on a context's devices."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ if TYPE_CHECKING:
 
 
 class Noting(Protocol):
-    """What has to know that something is issued beside other work.
+    """A backend that counts the open :class:`Aside` blocks.
 
     Attributes:
-        asides: how many blocks are open in which it is.
+        asides: number of open blocks.
     """
 
     asides: int
 
 
 class Aside:
-    """Lets a ``with`` block issue operations beside what is issued outside of it, until somebody waits for them.
+    """A context manager whose block runs operations concurrently with work issued outside of it, until :meth:`wait`.
 
     On virtual devices everything runs in order.
     """
 
     def __init__(self, backend: Noting) -> None:
-        """Begin and end with the block.
+        """Create it closed; the ``with`` statement opens it.
 
         Args:
-            backend: issues programs.
+            backend: the backend that issues programs, and whose ``asides`` the block is counted in.
         """
         self._backend = backend
         self._is_open = False
@@ -49,4 +49,4 @@ class Aside:
         self._backend.asides -= 1
 
     def wait(self) -> None:
-        """Let what is issued from now on come after what the block has issued, if anything; the host does not wait."""
+        """Order work issued from now on after the work of the block, if there is any, without blocking the host."""

@@ -1,4 +1,4 @@
-"""Compiling: a plan is held against the machine, and what it needs there is made."""
+"""Compiling: checking a plan against the machine, and allocating what its operations need there."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from tpplan.exec.programs.program import Queue
 
 BACKENDS = ("auto", "cpu", "cuda")
-#: What virtual devices use if not told otherwise: the fewest copies.
+#: The default transport of virtual devices: it makes the fewest copies.
 _PLAINEST = "events"
-#: For arguments of :func:`compile`: their types, and what errors say of them.
+#: For arguments of :func:`compile`: their types, and the wording of errors about them.
 _KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
     "devices": ((list, tuple, range), "a list with one for each of the plan's", 'a list such as ["cuda:0", "cuda:1"]'),
     "model": ((ModelSpec, str, PathLike), "a model or its directory", "what tpplan.read_model takes or returns"),
@@ -65,31 +65,31 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     tuning: Tuning | None = None,
     scratch: bool = True,
 ) -> TPContext:
-    """Hold a plan against the machine and make everything that its operations need.
+    """Check a plan against the machine and allocate everything that its operations need.
 
     Args:
-        plan: to run by.
+        plan: the plan to run.
         backend: ``cuda``, ``cpu`` (virtual devices, all in host memory), or ``auto``: CUDA if the machine has the
             devices.
-        devices: torch devices, one for each of the plan's; ``cuda:0``, ``cuda:1``, … if not given.
-        model: that is to run, or its directory; refused if the plan is for another.
-        max_rows: most rows of an operand, up to what the plan has room for, which is the default.
-        dtype: of the activations, float16, bfloat16 or float32 and no wider than the plan's, which is the default.
+        devices: torch devices, one for each device of the plan; by default ``cuda:0``, ``cuda:1``, …
+        model: the model to run, or its directory, to check that the plan is for this model.
+        max_rows: maximum rows of an operand; by default the plan's ``max_rows``, which it may not exceed.
+        dtype: dtype of the activations: float16, bfloat16 or float32, no wider than the plan's, which is the default.
         transport: ``peer``, ``host``, ``events``, or ``auto``: on CUDA devices the first of ``peer``, ``events`` and
-            ``host`` that nothing speaks against: links that are not verified, or what the environment forbids.
-        tuning: thresholds; those that ``tpplan devices --links`` has measured on these GPUs, or the defaults, if not
-            given.
-        scratch: whether to allocate the plan's scratch. Who computes with tensors of torch's allocator has that part of
-            the budget there, and needs no second one.
+            ``host`` that is not ruled out by unverified links or by the environment.
+        tuning: thresholds; by default those that ``tpplan devices --links`` has measured on these GPUs, or built-in
+            ones.
+        scratch: whether to allocate the plan's scratch. Pass False if you compute with tensors from torch's allocator,
+            which then uses that part of the budget.
 
     Returns:
-        A context; closing it gives everything back.
+        A context; closing it frees everything.
 
     Raises:
         PlanError: the plan breaks a rule.
-        ExecutionError: the plan does not fit the machine or the arguments; every difference is listed.
+        ExecutionError: the plan does not fit the machine or the arguments; the message lists every difference.
         ModelError: the model cannot be read.
-        RequestError: an argument has no meaning.
+        RequestError: an argument is invalid.
     """
     if type(plan) is not SplitPlan:
         raise RequestError(f"compile takes a plan, this is {type(plan).__name__}", "read its file with tpplan.load")
@@ -146,20 +146,20 @@ def build(
     notes: Sequence[str] = (),
     scratch: bool = True,
 ) -> TPContext:
-    """Make a context on devices that were looked at.
+    """Allocate a context on devices that are already checked.
 
     Args:
-        plan: that obeys the rules.
-        places: a torch device for each of the plan's.
-        start: makes the backend over the context's memory.
+        plan: a verified plan.
+        places: a torch device for each device of the plan.
+        start: creates the backend over the context's memory.
         transport: ``peer``, ``host`` or ``events``.
-        max_rows: most rows of an operand.
-        dtype: of the activations.
-        straight: whether the backend can write straight into the tensors of other devices.
-        waits: whether kernels of devices may wait for each other.
-        tuning: thresholds; the defaults if not given.
-        notes: what a person should know of how all this came about.
-        scratch: whether to allocate it.
+        max_rows: maximum rows of an operand.
+        dtype: dtype of the activations.
+        straight: whether the backend can write directly into the tensors of other devices.
+        waits: whether kernels on different devices may wait for each other.
+        tuning: thresholds; the built-in ones if not given.
+        notes: notes for the user on how the transport and thresholds were chosen.
+        scratch: whether to allocate the plan's scratch.
 
     Raises:
         ExecutionError: there is not enough memory.
@@ -212,7 +212,7 @@ def build(
 
 
 def _mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows: int, dtype: torch.dtype) -> list[str]:
-    """Return what of the arguments the plan has no room for."""
+    """Return a message for each argument that does not fit the plan."""
     problems = []
     if model is not None:
         given = fingerprint(model if isinstance(model, ModelSpec) else read_model(model))
