@@ -1,4 +1,4 @@
-"""The memory of a context that callers use: scratch, RoPE tables, and buffers in host memory."""
+"""The memory that a context offers to callers: scratch, RoPE tables, and buffers in host memory."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 class ContextMemory:
-    """What a compiled plan has on its devices; :class:`tpplan.exec.context.TPContext` adds the operations.
+    """The memory of a compiled plan; :class:`tpplan.exec.context.TPContext` adds the operations.
 
     Attributes:
-        plan: what was compiled.
-        devices: what the context has on each device in use, by index.
-        all_devices: the devices in use, ascending.
-        dtype: of the activations, for scratch and RoPE tables; operations take any dtype.
+        plan: the compiled plan.
+        devices: a DeviceContext for each device in use, by index.
+        all_devices: indices of the devices in use, ascending.
+        dtype: dtype of the activations, used for scratch and RoPE tables; operations take any dtype.
     """
 
     def __init__(self, plan: SplitPlan, devices: Sequence[DeviceContext], host: HostMemory, dtype: torch.dtype) -> None:
-        """Take over what was allocated."""
+        """Take ownership of the allocated memory."""
         self.plan = plan
         self.devices: Mapping[int, DeviceContext] = {device.index: device for device in devices}
         self.all_devices = tuple(self.devices)
@@ -49,15 +49,17 @@ class ContextMemory:
         self._cuts = Cuts(plan, self.all_devices)
 
     def split(self, axis: Axis | str, layer: int | None = None) -> tuple[Slice, ...]:
-        """Return the slices of the devices that hold a part of ``axis``, in elements; also of a closed context.
+        """Return the slice, in elements, of each device that holds a part of ``axis``; works on a closed context too.
 
         Raises:
-            RequestError: the plan has no such axis or layer, or cuts the axis in several ways and no layer was named.
+            RequestError: the plan has no such axis or layer, or layers cut the axis differently and none was given.
         """
         return self._cuts.split(axis, layer)
 
     def devices_of(self, axis: Axis | str | None, layer: int | None = None) -> tuple[int, ...]:
-        """Return the devices that hold a part of ``axis``, ascending, all in use for None; also of a closed context.
+        """Return the devices that hold a part of ``axis``, ascending; for None, all devices in use.
+
+        Works on a closed context too.
 
         Raises:
             RequestError: see :meth:`split`.
@@ -65,14 +67,14 @@ class ContextMemory:
         return self._cuts.devices_of(axis, layer)
 
     def copy_pinned(self, buffer: int, x: Tensor) -> Tensor:
-        """Copy a tensor into one of the two host buffers, and wait until it is there.
+        """Copy a tensor into one of the two host buffers, synchronously.
 
         Args:
             buffer: 0 or 1.
-            x: of any shape, on any device; it may lie in the buffers itself.
+            x: a tensor of any shape, on any device; it may itself be a view of the buffers.
 
         Returns:
-            The copy: a view of the buffer, valid until it is used for something else.
+            The copy: a view of the buffer, valid until the buffer is used again.
 
         Raises:
             ExecutionError: there is no such buffer, it is too small, or the tensor has no values that can be copied.
@@ -94,16 +96,16 @@ class ContextMemory:
             return view
 
     def get_pinned(self, buffer: int, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor over one of the two host buffers, pinned where devices read it; no gather is writing it.
+        """Return a view of one of the two host buffers, which are pinned on CUDA; waits for gathers that write it.
 
         Args:
             buffer: 0 or 1.
-            shape: of the tensor, such as ``batch, query length, columns``, or these in a tuple.
-            dtype: the activations' if not given.
+            shape: shape of the tensor, such as ``batch, query length, columns``, as integers or as one tuple.
+            dtype: dtype of the tensor; that of the activations by default.
 
         Raises:
-            ExecutionError: there is no such buffer, it is too small, or an argument is no whole number from 0 or no
-                dtype.
+            ExecutionError: there is no such buffer, it is too small, a size is not a non-negative integer, or
+                ``dtype`` is not a dtype.
         """
         with self._guard:
             dtype = self.dtype if dtype is None else dtype
@@ -115,7 +117,7 @@ class ContextMemory:
             return view
 
     def begin_scratch(self) -> None:
-        """Make the scratch of all devices free again: slices from now on may alias those handed out before."""
+        """Free the scratch of all devices: slices handed out from now on may alias earlier ones."""
         with self._guard:
             for device in self.devices.values():
                 device.begin_scratch()
@@ -130,22 +132,22 @@ class ContextMemory:
         layer: int | None = None,
         full: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Return uninitialised tensors of scratch, valid until :meth:`begin_scratch`; they make a good ``out``.
+        """Return uninitialised scratch tensors, valid until :meth:`begin_scratch`; useful as ``out`` of an operation.
 
         Args:
             rows: tokens.
-            axis: on whose devices.
+            axis: the axis whose devices get a tensor.
             dim: columns per element.
-            dtype: the activations' if not given.
-            layer: whose cut is meant.
-            full: as wide as the whole axis, on every device, instead of as its slice.
+            dtype: dtype of the tensors; that of the activations by default.
+            layer: the layer whose cut to use.
+            full: make every tensor as wide as the whole axis, instead of as its device's slice.
 
         Returns:
             ``[rows, elements × dim]`` on each device that holds elements of the axis.
 
         Raises:
-            ExecutionError: a device has too little room, or an argument is no whole number or no dtype; no device has
-                given any room away then.
+            ExecutionError: a device has too little room, a size is not an integer, or ``dtype`` is not a dtype; no
+                scratch is taken on any device then.
         """
         with self._guard:
             slices = self._cuts.columns("scratch", axis, layer, dim)
@@ -156,10 +158,10 @@ class ContextMemory:
             return tuple(device.arena.slice(rows, columns, dtype) for device, columns in wanted)
 
     def reserve_scratch(self, sizes: Mapping[int, int]) -> None:
-        """Make sure that slices of these bytes, by device, can follow a :meth:`begin_scratch`.
+        """Check that each device has this many bytes of scratch after a :meth:`begin_scratch`.
 
         Raises:
-            ExecutionError: a device has less scratch than that, or is not in use, or a size is no whole number from 0.
+            ExecutionError: a device has less scratch or is not in use, or a size is not a non-negative integer.
         """
         with self._guard:
             check_type("reserve_scratch: sizes", sizes, Mapping, "name bytes by device, such as {0: 4096}")
@@ -170,17 +172,18 @@ class ContextMemory:
                 self.devices[index].reserve_scratch(size)
 
     def rope_tables(self, rope: Rope, positions: int | None = None) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return the sine and the cosine table on each device that holds KV heads, made once and kept.
+        """Return the sine and cosine tables on each device that holds KV heads, computed once and cached.
 
         Args:
-            rope: of the model; see :meth:`tpplan.exec.rope.tables.Rope.from_config`.
-            positions: rows of the tables; as many as the plan's cache has tokens per sequence if not given.
+            rope: the model's RoPE parameters; see :meth:`tpplan.exec.rope.tables.Rope.from_config`.
+            positions: rows of the tables; by default the tokens per sequence of the plan's cache.
 
         Returns:
             Two tensors ``[positions, rope.width]`` for each device, in the activations' dtype.
 
         Raises:
-            ExecutionError: this is no Rope or no number of positions, or the plan left too little room for the tables.
+            ExecutionError: ``rope`` is not a Rope, ``positions`` is invalid, or the plan left too little room for the
+                tables.
         """
         with self._guard:
             request = self.plan.request
