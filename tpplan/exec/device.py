@@ -1,4 +1,4 @@
-"""One device of a context: its memory, its stream, its RoPE tables."""
+"""One device of a context, with its memory, stream and RoPE tables."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 class DeviceContext:
-    """What a context has on one of the plan's devices.
+    """The memory and stream of a context on one of the plan's devices.
 
     Attributes:
-        index: into the plan's devices.
-        name: of the device in the plan.
-        device: torch's.
-        arena: all of the device's workspace: the bytes of the plan's ledger, in one block.
-        control: of it, flags and slots.
-        exchange: of it, the buffer of large exchanges.
+        index: index of the device in the plan.
+        name: name of the device in the plan.
+        device: the torch device.
+        arena: the device's whole workspace in one block, with the size in the plan's ledger.
+        control: the part of the workspace with flags and slots.
+        exchange: the part of the workspace that buffers large exchanges.
     """
 
     def __init__(self, index: int, name: str, device: torch.device, areas: Areas) -> None:
         """Allocate the device's workspace.
 
         Raises:
-            ExecutionError: there is no room.
+            ExecutionError: there is not enough memory.
         """
         self.index = index
         self.name = name
@@ -53,15 +53,15 @@ class DeviceContext:
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """What the next operation uses: the current stream of a CUDA device; None on a virtual one."""
+        """The stream that the next operation uses: the current stream of a CUDA device, None on a virtual one."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def begin_scratch(self) -> None:
-        """Make all scratch free again; see :class:`tpplan.exec.arena.Arena`."""
+        """Free all scratch; see :class:`tpplan.exec.arena.Arena`."""
         self.arena.begin()
 
     def scratch(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised ``[rows, columns]`` that is the caller's until :meth:`begin_scratch`.
+        """Return an uninitialised scratch tensor ``[rows, columns]``, valid until :meth:`begin_scratch`.
 
         Raises:
             ExecutionError: see :meth:`check_scratch`.
@@ -70,33 +70,33 @@ class DeviceContext:
         return self.arena.slice(rows, columns, dtype)
 
     def check_scratch(self, rows: int, columns: int, dtype: torch.dtype) -> None:
-        """Make sure that :meth:`scratch` will succeed.
+        """Check that :meth:`scratch` will succeed.
 
         Raises:
-            ExecutionError: an argument is no whole number from 0 or no dtype, or there is too little room, with the
-                numbers.
+            ExecutionError: a size is not a non-negative integer, ``dtype`` is not a dtype, or there is too little room;
+                the message says how much.
         """
         whole("scratch: rows", rows)
         whole("scratch: columns", columns)
         check_dtype("scratch: dtype", dtype)
         if align(rows * columns * dtype.itemsize) > self.arena.free_bytes:
-            self.arena.slice(rows, columns, dtype)  # which says so
+            self.arena.slice(rows, columns, dtype)  # which raises the error
 
     def reserve_scratch(self, size_bytes: int) -> None:
-        """Make sure that slices of this size together can follow a :meth:`begin_scratch`.
+        """Check that the device has this many bytes of scratch after a :meth:`begin_scratch`.
 
         Raises:
-            ExecutionError: there is less scratch than that, or it is no whole number from 0.
+            ExecutionError: there is less scratch, or the size is not a non-negative integer.
         """
         whole(f"reserve_scratch: sizes[{self.index}]", size_bytes, hint="name bytes for each device")
         self.arena.reserve(size_bytes)
 
     def check_rope_tables(self, rope: Rope, positions: int, dtype: torch.dtype) -> None:
-        """Make sure that :meth:`rope_tables` will succeed.
+        """Check that :meth:`rope_tables` will succeed.
 
         Raises:
-            ExecutionError: this is no Rope or no number of positions, the plan left too little room for the tables, or
-                the context is closed.
+            ExecutionError: ``rope`` is not a Rope, ``positions`` or ``dtype`` is invalid, the plan left too little room
+                for the tables, or the context is closed.
         """
         check_type("rope_tables: rope", rope, Rope, "make one with Rope.from_config")
         whole("rope_tables: positions", positions, 1)
@@ -113,7 +113,7 @@ class DeviceContext:
             )
 
     def rope_tables(self, rope: Rope, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the sine and the cosine table, ``[positions, rope.width]`` each, made once and kept.
+        """Return the sine and the cosine table, ``[positions, rope.width]`` each, computed once and cached.
 
         Raises:
             ExecutionError: see :meth:`check_rope_tables`.
@@ -133,7 +133,7 @@ class DeviceContext:
         return self._tables[key]
 
     def close(self) -> None:
-        """Let go of the device's memory."""
+        """Release the device's memory."""
         self._closed = True
         self.control = self.exchange = self._rope_area = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._tables.clear()

@@ -1,4 +1,4 @@
-"""What a gather returns before it is complete."""
+"""The future that a gather returns before it is complete."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: By how much longer a coroutine sleeps each time before it asks again, and how long at most.
+#: How much longer a coroutine sleeps after each poll, and the longest sleep.
 _STEP_SECONDS, _LONGEST_SECONDS = 2e-5, 1e-3
 
 
 class Pending(Protocol):
-    """A program that was issued."""
+    """A program that is issued and may not be complete."""
 
     def done(self) -> bool:
         """Return whether its results in host memory are complete."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when they are.
+        """Wait until its results are complete.
 
         Raises:
-            TimeoutError: they are not, after ``timeout`` seconds.
+            TimeoutError: they are not complete after ``timeout`` seconds.
         """
 
 
 def wait_within(timeout: float, done: Callable[[], bool]) -> None:
-    """Return when something is done; others may work in the meantime.
+    """Wait until ``done`` returns true, letting other threads run in the meantime.
 
     Args:
-        timeout: seconds.
-        done: tells it.
+        timeout: maximum wait, in seconds.
+        done: the condition.
 
     Raises:
-        TimeoutError: it is not, after these.
+        TimeoutError: it is still false after ``timeout`` seconds.
     """
     end = time.monotonic() + timeout
     while not done():
@@ -47,15 +47,15 @@ def wait_within(timeout: float, done: Callable[[], bool]) -> None:
 
 
 class Gathered:
-    """A tensor in host memory that devices may still be writing; it cannot be seen before it is complete.
+    """A future for a tensor in host memory; it gives no access to the tensor while devices may still be writing it.
 
-    Works like a future: ``done()``, ``result(timeout)``, ``exception(timeout)``, and ``await`` in a coroutine.
+    It has ``done()``, ``result(timeout)`` and ``exception(timeout)``, and supports ``await`` in a coroutine.
     """
 
     __slots__ = ("__weakref__", "_pending", "_tensor")
 
     def __init__(self, tensor: Tensor, pending: Pending | None) -> None:
-        """Hold back ``tensor`` until ``pending`` is done; None if it is complete."""
+        """Hold back ``tensor`` until ``pending`` is done; pass None if the tensor is already complete."""
         self._tensor = tensor
         self._pending = pending
 
@@ -63,17 +63,17 @@ class Gathered:
         return f"<Gathered {list(self._tensor.shape)} {'done' if self.done() else 'pending'}>"
 
     def done(self) -> bool:
-        """Return whether the tensor is complete; does not wait."""
+        """Return whether the tensor is complete, without waiting."""
         return self._pending is None or self._pending.done()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the tensor is complete.
 
         Args:
-            timeout: in seconds; None waits for as long as it takes.
+            timeout: maximum wait, in seconds; None for no limit.
 
         Raises:
-            TimeoutError: it is not complete in time.
+            TimeoutError: the tensor is not complete in time.
         """
         if self._pending is not None:
             self._pending.wait(timeout)
@@ -85,17 +85,17 @@ class Gathered:
         return self._tensor
 
     def exception(self, timeout: float | None = None) -> None:
-        """Wait, as :meth:`wait` does, and return None: what arrives has no exception."""
+        """Wait, as :meth:`wait` does, and return None: a completed gather has no exception."""
         self.wait(timeout)
 
     @property
     def tensor(self) -> Tensor:
-        """The complete tensor ``[..., columns]`` on the CPU; waits for it."""
+        """The tensor ``[..., columns]`` on the CPU; waits until it is complete."""
         self.wait()
         return self._tensor
 
     def __await__(self) -> Generator[None, None, Tensor]:
-        delay = 0.0  # most copies are done at once or soon; what takes longer is not asked all the time
+        delay = 0.0  # most copies are done at once or soon; longer ones are polled less and less often
         while not self.done():
             yield from asyncio.sleep(delay).__await__()
             delay = min(delay + _STEP_SECONDS, _LONGEST_SECONDS)

@@ -1,4 +1,4 @@
-"""Thresholds: up to which size a message goes which way."""
+"""Thresholds: which message sizes take which path between devices."""
 
 from __future__ import annotations
 
@@ -16,43 +16,44 @@ if TYPE_CHECKING:
 
 KIB, MIB = 2**10, 2**20
 
-#: What is moved by one device, what by several, and what is added up.
+#: Kinds of traffic: one device sends, several send, or messages are summed.
 FANS, EXCHANGES, SUMS = KINDS = ("fans", "exchanges", "sums")
 
-#: Ways: through slots; what is large by kernels that write straight, by copy engines, or in frames through host memory.
+#: Ways: through slots, or for large messages by kernels that write directly to the destination, by copy engines, or in
+#: frames through host memory.
 SLOTS, STRAIGHT, COPIES, FRAMES = "slots", "straight", "copies", "frames"
-#: What is large and for several: each gets a share, and passes it on to the others.
+#: For large messages with several receivers: each receives a share and passes it on to the others.
 PASSED_ON = "passed on"
-#: How many devices have somebody to pass on to.
+#: Fewest devices with which a receiver has another one to pass its share on to.
 _SEVERAL = 3
 
-#: Sizes that are measured: twice as large from one to the next.
+#: Message sizes to measure, each twice the one before.
 _SIZES = tuple(2**i * KIB for i in range(2, 17))
 LARGEST: int = _SIZES[-1]
 
 
 @frozen(kw_only=True)
 class Tuning:
-    """Up to which size a message goes which way; what is left out is as measured on two NVIDIA H200 with NVLink.
+    """Message sizes at which operations switch paths; the defaults were measured on two NVIDIA H200 with NVLink.
 
-    A message is what one device sends to one other. What is larger than a slot goes through none, whatever is here.
-    Moves are ``fans`` where one device sends, as in broadcast and scatter, and ``exchanges`` where several do, as in
-    allgather.
+    A message is the data that one device sends to one other. Messages larger than a slot never go through slots,
+    whatever the thresholds. Traffic counts as ``fans`` if one device sends, as in broadcast and scatter, and as
+    ``exchanges`` if several do, as in allgather.
 
     Attributes:
-        peer_fans_bytes: the largest that one device sends through slots of ``peer``; 0 for none.
-        peer_exchanges_bytes: the largest that each of several sends through them.
-        peer_sums_bytes: the largest that is added up through them.
-        host_fans_bytes: the largest that one device sends through slots of ``host``.
-        host_exchanges_bytes: the largest that each of several sends through them.
-        host_sums_bytes: the largest that is added up through them.
-        copies_fans_bytes: from which size on copy engines move what is too large for slots of ``peer`` and what kernels
-            would write straight, if one device sends; 0 for never.
-        copies_exchanges_bytes: the same, if several do.
-        passed_on_bytes: devices of ``peer`` pass on what would else leave its source again and again, if that spares it
-            at least so many bytes, and no slot has room; 0 for never.
-        gathers_bytes: the largest slice that a device's kernel writes into the host's memory, in a gather; what is
-            larger, copy engines do. 0 for none.
+        peer_fans_bytes: largest message through slots of ``peer`` when one device sends; 0 for none.
+        peer_exchanges_bytes: largest message through slots of ``peer`` when several devices send.
+        peer_sums_bytes: largest message that is summed through slots of ``peer``.
+        host_fans_bytes: largest message through slots of ``host`` when one device sends.
+        host_exchanges_bytes: largest message through slots of ``host`` when several devices send.
+        host_sums_bytes: largest message that is summed through slots of ``host``.
+        copies_fans_bytes: size from which copy engines, instead of kernels that write directly, move messages too large
+            for slots of ``peer`` when one device sends; 0 for never.
+        copies_exchanges_bytes: the same when several devices send.
+        passed_on_bytes: bytes that the source must save at least for receivers on ``peer`` to pass data on to each
+            other, where it fits no slot; 0 for never.
+        gathers_bytes: largest slice that a device's kernel writes into host memory in a gather; copy engines move
+            larger ones. 0 for none.
     """
 
     peer_fans_bytes: int = 512 * KIB
@@ -73,17 +74,17 @@ class Tuning:
                 raise RequestError(message, "leave it out for the default")
 
     def slots(self, transport: str, kind: str) -> int:
-        """Return the largest message that goes through slots of ``peer`` or ``host``."""
+        """Return the size of the largest message that goes through slots of ``peer`` or ``host``."""
         largest: int = getattr(self, slots_field(transport, kind))
         return largest
 
     def copies(self, kind: str) -> int:
-        """Return from which size on copy engines take over; 0 for never, as always for sums."""
+        """Return the size from which copy engines take over; 0 for never, which is always so for sums."""
         first: int = 0 if kind == SUMS else getattr(self, copies_field(kind))
         return first
 
 
-#: Defaults, as measured on so many NVIDIA H200 with NVLink.
+#: Defaults by number of devices, measured on NVIDIA H200 with NVLink.
 _MEASURED = {
     2: Tuning(),
     4: Tuning(
@@ -96,34 +97,34 @@ _MEASURED = {
 
 
 def default(devices: int) -> Tuning:
-    """Return the thresholds for so many devices where nothing was measured: those of four for three and more."""
+    """Return the default thresholds for this number of devices; three or more use those of four."""
     return _MEASURED[4 if devices >= _SEVERAL else 2]
 
 
 def slots_field(transport: str, kind: str) -> str:
-    """Return the name of a threshold of slots."""
+    """Return the field name of a slot threshold."""
     return f"{transport}_{kind}_bytes"
 
 
 def copies_field(kind: str) -> str:
-    """Return the name of a threshold of copy engines, for ``fans`` or ``exchanges``."""
+    """Return the field name of a copy-engine threshold, for ``fans`` or ``exchanges``."""
     return f"copies_{kind}_bytes"
 
 
 def forced(way: str) -> Tuning:
-    """Return the thresholds by which all goes one way that can."""
+    """Return thresholds that force every message that can to go one way."""
     slots = LARGEST if way == SLOTS else 0
     by_start = {"peer": slots, "host": slots, "copies": int(way == COPIES), "passed": int(way == PASSED_ON)}
     by_start["gathers"] = slots
     return Tuning(**{name: by_start[name.partition("_")[0]] for name in asdict(Tuning())})
 
 
-#: Returns the times of a transport's operation of some kind and size by each of several ways.
+#: Returns the time of an operation by each way, given the transport, the kind, the size and the ways.
 Time = Callable[[str, str, int, tuple[str, ...]], Sequence[float]]
 
 
 def largest(kind: str, devices: int) -> int:
-    """Return the largest message that is measured: of exchanges, a device's part of what others send as well."""
+    """Return the largest message to measure; for exchanges, where all devices send, one device's share of the limit."""
     return LARGEST // devices if kind == EXCHANGES else LARGEST
 
 
@@ -131,14 +132,14 @@ def tune(time: Time, slots: Mapping[str, int], devices: int, *, straight: bool) 
     """Measure thresholds.
 
     Args:
-        time: measures.
-        slots: bytes of data that fit a slot, of each transport that is to be measured; the others keep their defaults.
-        devices: that take part.
-        straight: whether kernels of ``peer`` can write straight into other devices' tensors.
+        time: measures the time of an operation by each way.
+        slots: bytes of data per slot, for each transport to measure; other transports keep their defaults.
+        devices: number of devices that take part.
+        straight: whether kernels of ``peer`` can write directly into other devices' tensors.
 
     Returns:
-        The tuning under which everything that was measured takes the least time, each size counting as much. What is
-        passed on instead comes on top: the rest is chosen as if nothing were, for few moves are for several devices.
+        The tuning with the least total time over all measurements, every size weighted equally. The threshold for
+        passing on is chosen last, and the others as if nothing were passed on: few moves have several receivers.
     """
     tuned = default(devices)
     for transport, room in slots.items():
@@ -159,7 +160,7 @@ def tune(time: Time, slots: Mapping[str, int], devices: int, *, straight: bool) 
 
 
 def _ways(transport: str, kind: str, devices: int, *, straight: bool) -> tuple[str, ...]:
-    """Return the ways between which thresholds choose, from small to large messages."""
+    """Return the ways that thresholds choose between, from small to large messages."""
     if transport == "host":
         return SLOTS, FRAMES
     if not straight:
@@ -170,41 +171,41 @@ def _ways(transport: str, kind: str, devices: int, *, straight: bool) -> tuple[s
 
 
 def _thresholds(transport: str, kind: str, sizes: Sequence[int], cuts: tuple[int, ...]) -> dict[str, int]:
-    """Return thresholds by name, for what :func:`_cuts` says of some sizes."""
+    """Return thresholds by field name, from the cuts that :func:`_cuts` found between the sizes."""
     small, *rest = cuts
     found = {slots_field(transport, kind): sizes[small - 1] if small else 0}
     return found | {copies_field(kind): _start(sizes, small, first) for first in rest}
 
 
 def _passed_on(sizes: Sequence[int], times: Sequence[Sequence[float]], cuts: tuple[int, ...]) -> int:
-    """Return from which size on passing on, the last way, is faster than what others :func:`_cuts` has chosen."""
+    """Return the size from which passing on, the last way, is faster than the way that :func:`_cuts` chose."""
     chosen = [(each[sum(i >= cut for cut in cuts)], each[-1]) for i, each in enumerate(times)]
     return _start(sizes, cuts[0], *_cuts(chosen, 2))
 
 
 def _start(sizes: Sequence[int], small: int, first: int) -> int:
-    """Return from which size on a way is gone that is the fastest from the first of some sizes on; 0 for never.
+    """Return the threshold of a way that is the fastest from the size at index ``first``; 0 for never.
 
     Args:
-        sizes: that were measured.
+        sizes: the measured sizes.
         small: how many of them go through slots.
-        first: index of the size; slots come before it.
+        first: index of the first size for the way, at least ``small``.
     """
     if first == len(sizes):
         return 0
     if first > small:
         return sizes[first]
-    return sizes[small - 1] if small else 1  # right after slots, with what is between two sizes
+    return sizes[small - 1] if small else 1  # right after slots, including sizes between two measured ones
 
 
 def _cuts(times: Sequence[Sequence[float]], ways: int) -> tuple[int, ...]:
     """Return how many of the sizes should go the first way, the first or second one, and so on, for the least time.
 
-    A single size that was measured badly does not decide.
+    A single bad measurement does not decide.
 
     Args:
-        times: by size, of each way; infinite where there is none.
-        ways: how many of them, the first ones.
+        times: for each size, the time of each way; infinite where the way cannot be taken.
+        ways: how many of the ways to choose between, counted from the first.
     """
 
     def total(cuts: tuple[int, ...]) -> float:
