@@ -1,4 +1,4 @@
-"""How a context does each operation, for how many rows, and why."""
+"""Explaining which path a context takes for each operation, at each row count, and why."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from tpplan.plan import Split, SplitPlan
     from tpplan.render.text import Span
 
-#: Stands for the devices in use, where an axis is expected.
+#: In place of an axis: all devices in use.
 ALL = "all devices"
 
-#: Stands behind the name of an operation that goes otherwise there.
+#: Suffix of an operation's name for the way it takes only in a graph.
 IN_GRAPH = " in a graph"
 
-#: Columns of two texts that are broken into lines, so that a table has 120 at most.
+#: Widths of the two columns of the table that are wrapped, so that it is 120 wide at most.
 _AXES, _WHY = 22, 46
 
-#: What to call the context's memory: its role, and whether it is on the host.
+#: Names of the context's memory areas, by role and whether they are on the host.
 _BUFFERS = {
     (EXCHANGE, False): "exchange buffer",
     (STAGE, True): "host rings",
@@ -49,21 +49,20 @@ _BUFFERS = {
 
 @frozen(kw_only=True)
 class Way:
-    """How an operation goes on some axes, for some numbers of rows.
+    """The path of an operation on some axes, for a range of row counts.
 
     Attributes:
-        operation: its name; ``from the host`` where its tensor is in host memory, and ``in a graph`` where it goes
-            otherwise than called, if it is captured.
-        axes: on which of them it goes like this: names, with the layers where these are cut differently, or
-            ``all devices``.
+        operation: name of the operation, with ``from the host`` if its tensor is in host memory, and ``in a graph`` if
+            it takes this path only when captured.
+        axes: names of the axes, with layers where these are cut differently, or ``all devices``.
         first: fewest rows.
         last: most rows.
-        transport: ``peer``, ``host``, ``events``, ``local`` where no device talks to another, or ``refused``.
-        how: ``slots``, ``frames``, ``shared frames``, ``straight``, ``passed on`` among those that get the same, in how
-            many parts, or, if ``local``, ``on each device`` or, into the host's memory, ``written`` or ``copied``.
-        why: in words.
-        row_bytes: that one row moves from one memory to another, on all devices together.
-        buffers: of the context's memory that are used.
+        transport: ``peer``, ``host``, ``events``, ``local`` where devices exchange nothing, or ``refused``.
+        how: ``slots``, ``frames``, ``shared frames``, ``straight``, or ``passed on`` between receivers of the same
+            data, with the number of parts; if ``local``, ``on each device``, or ``written`` or ``copied`` to the host.
+        why: reason for this path, in words.
+        row_bytes: bytes that one row moves from one memory to another, summed over all devices.
+        buffers: areas of the context's memory that are used.
     """
 
     operation: str
@@ -79,19 +78,19 @@ class Way:
 
 @frozen(kw_only=True)
 class Explanation:
-    """How a context does each operation; as text, a table of 120 columns at most, without the buffers.
+    """Which path a context takes for each operation; ``str()`` gives a table at most 120 wide, without the buffers.
 
-    Broadcasts and all-reduces are of the width of the residual stream, the others of their axis, all in the dtype of
-    the activations. Other widths and dtypes go the same ways at other numbers of rows.
+    Broadcasts and all-reduces have the width of the residual stream, other operations that of their axis, all in the
+    dtype of the activations. Other widths and dtypes take the same paths, at other row counts.
 
     Attributes:
-        model: the name of the plan's model.
-        transport: the context's.
-        dtype: of the activations.
-        max_rows: most rows of an operand.
-        ways: by operation, then axis, then rows.
-        limits: room for messages, and thresholds.
-        notes: why the transport is not a faster one, and where thresholds come from.
+        model: name of the plan's model.
+        transport: transport of the context.
+        dtype: dtype of the activations.
+        max_rows: maximum rows of an operand.
+        ways: one entry per path, ordered by operation, then axis, then rows.
+        limits: buffer sizes and thresholds.
+        notes: why no faster transport was chosen, and where the thresholds come from.
     """
 
     model: str
@@ -108,7 +107,7 @@ class Explanation:
 
 
 def _table(ways: Sequence[Way]) -> Iterator[str]:
-    """Yield the lines of a table of ways, with the name of each operation above its own."""
+    """Yield the lines of a table of ways, with the name of each operation above its rows."""
     on: dict[str, set[str]] = {}
     for way in ways:
         on.setdefault(way.operation.removesuffix(IN_GRAPH), set()).update(way.axes)
@@ -135,7 +134,7 @@ def _table(ways: Sequence[Way]) -> Iterator[str]:
 
 
 def _joined(ways: Sequence[Way]) -> list[Way]:
-    """Join ways of which the next has more rows in more parts and is the same otherwise: ``1 to 8 parts``."""
+    """Join successive ways that differ only in rows and number of parts: ``1 to 8 parts``."""
     found: list[Way] = []
     for way in ways:
         before = found[-1] if found else way
@@ -149,14 +148,14 @@ def _joined(ways: Sequence[Way]) -> list[Way]:
 
 
 def cuts(plan: SplitPlan) -> dict[str, Split | None]:
-    """Return every way that a plan cuts an axis by what to call it, and None for all devices."""
+    """Return the splits of a plan by display name, with None for all devices."""
     several = [split.axis for split in plan.splits]
     names = (f"{s.axis} in layers {s.layers}" if several.count(s.axis) > 1 else str(s.axis) for s in plan.splits)
     return {ALL: None, **dict(zip(names, plan.splits, strict=True))}
 
 
 def in_graphs(ways: Sequence[Way], name: str) -> Iterator[Way]:
-    """Yield how an operation goes where it is captured: otherwise for some rows, and as it is called for the rest."""
+    """Yield the ways of an operation when captured: those that differ in a graph, and for other rows the usual ones."""
     called, others = ([one for one in ways if one.operation == each] for each in (name, name + IN_GRAPH))
     yield from others
     for way in called:
@@ -173,14 +172,14 @@ def in_graphs(ways: Sequence[Way], name: str) -> Iterator[Way]:
 def explain(
     plan: SplitPlan, devices: tuple[int, ...], engine: Engine, max_rows: int, dtype: torch.dtype
 ) -> Explanation:
-    """Return how an engine does each operation of a plan.
+    """Return which path an engine takes for each operation of a plan.
 
     Args:
-        plan: that was compiled.
-        devices: in use.
-        engine: of the context.
-        max_rows: most rows of an operand.
-        dtype: of the activations.
+        plan: the compiled plan.
+        devices: the devices in use.
+        engine: the context's engine.
+        max_rows: maximum rows of an operand.
+        dtype: dtype of the activations.
     """
     grouped: dict[Way, list[str]] = {}
     for name, axis, wanted in _operations(plan, devices):
@@ -201,7 +200,7 @@ def explain(
 
 
 def _operations(plan: SplitPlan, devices: tuple[int, ...]) -> Iterator[tuple[str, str, Operation]]:
-    """Yield every operation on every axis: its name, the axis, and what is moved or added."""
+    """Yield every operation on every axis, as its name, the name of the axis, and the operation."""
     stream = plan.split(Axis.RS).size
     slices = {
         axis: tuple((x.device, x.start * split.width, x.end * split.width) for x in slices_of(split.bounds))
@@ -226,12 +225,12 @@ def _operations(plan: SplitPlan, devices: tuple[int, ...]) -> Iterator[tuple[str
 def _ways(
     name: str, operation: Operation, engine: Engine, max_rows: int, item_bytes: int, *, captured: bool
 ) -> list[Way]:
-    """Return how an operation goes, from one row to the most; axes are filled in later."""
+    """Return the ways of an operation, from one row to ``max_rows``; the caller fills in the axes."""
     bare = partial(Way, operation=name, axes=())
 
     def route_of(rows: int) -> Route:
         found = engine.route(operation, rows, item_bytes, captured=captured)
-        return evolve(found, parts=1) if found.framed else found  # one way, into however many parts frames are put
+        return evolve(found, parts=1) if found.framed else found  # frames are one way, whatever their number of parts
 
     ways = []
     first = 1
@@ -239,7 +238,7 @@ def _ways(
         while first <= max_rows:
             route = route_of(rows=first)
             last = _last(route, route_of, first, max_rows)
-            program = lower(operation, evolve(route, parts=1))  # parts move the same bytes, together
+            program = lower(operation, evolve(route, parts=1))  # all parts together move the same bytes
             way = bare(
                 first=first,
                 last=last,
@@ -260,12 +259,12 @@ def _ways(
 
 
 def _is_part(way: Way, other: Way) -> bool:
-    """Tell whether a way is another one, for some of its rows."""
+    """Return whether a way equals another one on a subrange of its rows."""
     return other.first <= way.first and way.last <= other.last and evolve(other, first=way.first, last=way.last) == way
 
 
 def _last(route: Route, route_of: Callable[..., Route], first: int, most: int) -> int:
-    """Return the most rows that go like the first ones: more rows never go back to an earlier way."""
+    """Return the most rows with the same route as ``first``, by bisection: more rows never return to an earlier one."""
     low, high = first, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -274,7 +273,7 @@ def _last(route: Route, route_of: Callable[..., Route], first: int, most: int) -
 
 
 def _crossing(program: Program) -> int:
-    """Return the columns, counted once per row, that commands read or write outside their device's memory."""
+    """Return how many columns of each row commands read or write outside their device's memory."""
     return sum(
         view.stop - view.start
         for step in flat(program)
@@ -284,7 +283,7 @@ def _crossing(program: Program) -> int:
 
 
 def _buffers(program: Program) -> tuple[str, ...]:
-    """Return which of the context's memory a program uses."""
+    """Return the names of the memory areas that a program uses."""
     used = {
         (view.buffer.role, _place(view.buffer) == HOST)
         for step in flat(program)
@@ -294,7 +293,7 @@ def _buffers(program: Program) -> tuple[str, ...]:
 
 
 def _place(buffer: Buffer) -> int:
-    """Return the device in whose memory a buffer is, or HOST."""
+    """Return the device whose memory holds a buffer, or HOST."""
     if buffer.role == STAGE:
         return HOST
     return buffer.queue.place if buffer.queue else buffer.device

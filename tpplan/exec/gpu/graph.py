@@ -1,4 +1,4 @@
-"""Graphs: operations and the caller's own torch work on all devices, captured once and launched as one."""
+"""CUDA graphs of operations and the caller's own torch work on all devices, captured once and launched as one."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
     from tpplan.exec.gpu.cuda import CudaDevices
 
-#: What dead graphs have left, given back before and after the next one is captured; and what is being captured. Not at
-#: once: torch aborts the process if a graph's memory is given back during any capture, of another thread too, and a
-#: graph may die at any time, as when `with ctx.capture() as graph` drops an older `graph`.
+#: Resources of deleted graphs, freed before and after the next capture; and the graphs being captured. They are not
+#: freed at once: torch aborts the process if a graph's memory is freed during any capture, even in another thread, and
+#: a graph may be deleted at any time, as when `with ctx.capture() as graph` drops an older `graph`.
 _RETIRED: list[object] = []
 _UNDERWAY: list[object] = []
-#: No capture begins while something is given back.
+#: Keeps a capture from starting while resources are freed.
 _TURN = Lock()
 
 
 @define
 class _Room:
-    """What graphs that share memory have in common.
+    """The streams and memory pools that several graphs share.
 
     Attributes:
-        streams: to capture on, of every device. Libraries keep memory for each stream that they have worked on.
-        pools: memory of every device but the first.
-        graph: the first that was captured, which has the first device's.
+        streams: a stream of each device to capture on; shared, as libraries keep memory for every stream they used.
+        pools: a memory pool for each device but the first.
+        graph: the first graph captured, which owns the first device's pool.
     """
 
     streams: list[torch.cuda.Stream]
@@ -44,26 +44,26 @@ class _Room:
 
     @classmethod
     def on(cls, places: Sequence[torch.device]) -> Self:
-        """Return a new one."""
+        """Create new streams and pools on these devices."""
         streams = [torch.cuda.Stream(place) for place in places]  # type: ignore[no-untyped-call]
         return cls(streams, [_new_pool(place) for place in places[1:]])
 
 
 class Graph:
-    """What a ``with`` block issues on all devices, as one CUDA graph.
+    """A CUDA graph of the work that a ``with`` block issues on all devices.
 
-    Inside the block, new streams are current on all devices; torch work on any device and operations of the context are
-    recorded, not run. Tensors that it makes keep their memory as long as the graph lives. Everything has to have run
-    once before: nothing can be compiled, loaded or looked up while a graph is captured.
+    Inside the block, capture streams are current on all devices. Torch work on any device and operations of the context
+    are recorded, not run. Tensors created in the block keep their memory as long as the graph lives. The same work must
+    have run once before: nothing can be compiled, loaded or looked up during a capture.
     """
 
     def __init__(self, backend: CudaDevices, places: Mapping[int, torch.device], room: _Room | None = None) -> None:
-        """Get ready to capture on these devices.
+        """Prepare to capture on these devices.
 
         Args:
-            backend: of the context.
-            places: the devices.
-            room: that another graph works in; a new one if not given.
+            backend: the context's backend.
+            places: torch devices by index in the plan.
+            room: streams and memory to share with another graph; new ones if not given.
         """
         self._backend = backend
         self._places = tuple(places.values())
@@ -95,7 +95,7 @@ class Graph:
                 stream.wait_stream(first)
                 stack.enter_context(torch.cuda.use_mem_pool(pool, device=place))
             make_current(self._room.streams)
-            # By other transports a caller's kernel may follow a copy or another device, which was not tried.
+            # With other transports a caller's kernel may follow a copy or another device, which is untested.
             stack.enter_context(allowed(early=self._backend.transport == "peer"))
             self._stack = stack.pop_all()
         self._backend.captures = True
@@ -105,7 +105,7 @@ class Graph:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with warnings.catch_warnings(action="ignore" if kind else None):  # that what failed at once has no commands
+            with warnings.catch_warnings(action="ignore" if kind else None):  # of an empty graph, if it failed early
                 self._stack.__exit__(kind, error, trace)
         finally:
             self._backend.captures = False
@@ -118,18 +118,18 @@ class Graph:
             give_back()
 
     def __del__(self) -> None:
-        held = vars(self)  # not all of it, where an error has left it half made
+        held = vars(self)  # incomplete if __init__ failed
         _RETIRED.append([held.get(name) for name in ("_graph", "_room", "_used")])
 
     def replay(self) -> None:
-        """Run what was captured: after what the current streams of all devices hold, which then wait for it.
+        """Launch the graph after the work queued on the current streams of all devices, which then wait for it.
 
         Raises:
-            ExecutionError: nothing was captured, the context is closed, or it has failed.
+            ExecutionError: nothing was captured, or the context is closed or has failed.
         """
         self._check_captured()
         with self._backend.issuing():
-            self._backend.turn_to_current()  # which waits for what was issued to other streams
+            self._backend.turn_to_current()  # waits for work issued to other streams
             first, *others = (torch.cuda.current_stream(place) for place in self._places)
             for stream in others:
                 first.wait_stream(stream)
@@ -139,9 +139,9 @@ class Graph:
                 stream.wait_stream(first)
 
     def beside(self) -> Graph:
-        """Return another one to capture, that works in this one's memory.
+        """Return a new graph to capture that shares this one's memory.
 
-        What one of the two has made is lost when the other one is replayed, unless it was there before both.
+        Replaying one of the two overwrites tensors that the other created; tensors from before both captures are safe.
 
         Raises:
             ExecutionError: nothing was captured.
@@ -154,21 +154,21 @@ class Graph:
             raise ExecutionError("nothing was captured", "use the graph in a with statement first")
 
     def _join(self) -> None:
-        """Let the first device's stream wait for all others, as the end of a capture demands."""
+        """Make the first device's stream wait for all others, which is required to end a capture."""
         first, *others = self._room.streams
         for stream in (*self._backend.streams(), *others):
             first.wait_stream(stream)
 
 
 def give_back() -> None:
-    """Let go of what dead graphs have left, which is idle since the devices were waited for, unless one is captured."""
+    """Free the resources of deleted graphs unless a capture is running; the devices were synchronised since."""
     with _TURN:
         if not _UNDERWAY:
             _RETIRED.clear()
 
 
 def _new_pool(place: torch.device) -> torch.cuda.MemPool:
-    """Return a pool that keeps memory of a device: the one that is current when it is made, or torch frees it early."""
+    """Return a memory pool of a device, created while it is the current one, or torch would free its memory early."""
     before = switch_device(place.index)
     try:
         return torch.cuda.MemPool()
@@ -178,7 +178,7 @@ def _new_pool(place: torch.device) -> torch.cuda.MemPool:
 
 @contextmanager
 def _streams_restored(places: Sequence[torch.device]) -> Iterator[None]:
-    """Set the streams of some devices back at the end, and the current device."""
+    """Restore the current device and the current streams of these devices at the end."""
     before = [torch.cuda.current_stream(place) for place in places]
     try:
         yield
