@@ -1,4 +1,4 @@
-"""Channels: memory by which kernels of a caller's add up what all devices have, as soon as they have it."""
+"""Channels: memory through which a caller's own kernels sum across devices while they compute."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ if TYPE_CHECKING:
 
 
 def adders_on(processors: int) -> int:
-    """Return how many blocks may wait on a GPU of so many multiprocessors.
+    """Return how many blocks may wait for other devices on a GPU with this many multiprocessors.
 
-    Where two contexts have come to two GPUs in different orders, those of both wait on each of them, for blocks that
-    send: one more needs room, and a multiprocessor has that of one block at least.
+    Two contexts may reach two GPUs in different orders. Then the waiting blocks of both occupy each GPU, and one more
+    block, which sends, must still fit; a multiprocessor has room for at least one block.
     """
     return max(1, min(MOST_ADDERS, (processors - 1) // 2))
 
 
 class Channel:
-    """What :mod:`tpplan.exec.gpu.channel_table` describes, on a context's devices, all of which give and take parts.
+    """Memory through which the caller's kernels on all devices of a context sum their results.
 
-    A kernel that adds up by it does what a product and ``all_reduce`` do in two, and is told :meth:`words`. Those of
-    all devices are issued by :meth:`run`. On each it takes 16 bytes × devices × elements, of torch's allocator.
+    A kernel that uses it does in one launch the work of a matrix product and an ``all_reduce``. It takes :meth:`words`
+    as its parameter, laid out as in :mod:`tpplan.exec.gpu.channel_table`. :meth:`run` launches the kernels of all
+    devices. A channel takes 16 bytes × devices × elements on each device, from torch's allocator.
 
     Attributes:
-        elements: most of a sum.
+        elements: maximum elements of a sum.
     """
 
     def __init__(
@@ -53,16 +54,16 @@ class Channel:
         headers: Mapping[int, Mapping[int, int]],
         issue: Callable[[Sequence[Callable[[], None]]], None],
     ) -> None:
-        """Take the memory.
+        """Allocate the memory.
 
         Args:
-            elements: most of a sum.
-            places: torch's CUDA device for each of the plan's in use.
-            headers: words that kernels of exchanges are told on each, by their place.
-            issue: a method of the context's that calls something for each device, when it is its turn.
+            elements: maximum elements of a sum.
+            places: torch's CUDA device for each device of the plan in use.
+            headers: for each device, the words that exchange kernels take, by their index.
+            issue: a bound method that runs a callable for each device when it is the context's turn.
         """
         self.elements = elements
-        self._issue = WeakMethod(issue)  # or nothing of a dropped context would go before a collector comes
+        self._issue = WeakMethod(issue)  # or a dropped context would live until garbage collection
         devices, slot = len(places), elements * ELEMENT
         memories = [torch.zeros(2 * devices * slot, dtype=torch.uint8, device=place) for place in places.values()]
         numbers = [torch.ones(MOST_BLOCKS, dtype=torch.int32, device=place) for place in places.values()]
@@ -74,30 +75,30 @@ class Channel:
             table |= {MEMORIES + i: memory.data_ptr() for i, memory in enumerate(memories)}
             words = {**headers[device], **table}
             self._words[device] = [words.get(index, 0) for index in range(MOST_WORDS)]
-            torch.cuda.synchronize(place)  # before anybody writes there
+            torch.cuda.synchronize(place)  # before other devices write there
 
     def words(self, device: int, own: Sequence[int] = ()) -> list[int]:
-        """Return what a kernel of a device is told: all words of its parameter, those of the caller's own among them.
+        """Return the parameter array of a kernel on a device, including the caller's own words.
 
         Args:
-            device: the plan's.
-            own: the caller's, from :data:`tpplan.exec.gpu.channel_table.CALLERS` on; the others are 0.
+            device: index of the device in the plan.
+            own: the caller's words, placed from :data:`tpplan.exec.gpu.channel_table.CALLERS` on; the rest are 0.
         """
         words = list(self._words[device])
         words[CALLERS : CALLERS + len(own)] = own
         return words
 
     def run(self, launches: Sequence[Callable[[], None]]) -> None:
-        """Launch a kernel on every device in use, on the current streams; all of them take part in one sum.
+        """Launch a kernel on every device in use, on the current streams, to take part in one sum.
 
-        What a launch raises is raised. Behind the first one, devices do not agree any more, and the context refuses
-        everything from then on.
+        An exception from a launch propagates. If it comes after the first launch, the devices are out of step and the
+        context refuses all further work.
 
         Args:
-            launches: one for each device, in device order.
+            launches: one callable for each device in use, in device order.
 
         Raises:
-            ExecutionError: there are more or fewer, the context is closed, or a device waited in vain earlier.
+            ExecutionError: the number of launches is wrong, the context is closed, or a device timed out earlier.
         """
         if len(launches) != len(self._words):
             message = f"{len(launches)} launches for a channel of {len(self._words)} devices"
