@@ -1,4 +1,4 @@
-"""The devices that a plan is made for, and how people name them."""
+"""The devices that a plan is made for, and the text form in which users name them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tpplan.sizes import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-#: CUDA context and libraries where nobody measured them on the device itself.
+#: Memory of the CUDA context and libraries, where it was not measured on the device itself.
 DEFAULT_OVERHEAD_BYTES = 512 * 2**20
 
 #: More devices than this in a list is a mistake or an attack.
@@ -29,13 +29,13 @@ _ENTRY = re.compile(r"(?:(?P<count>[0-9]+) ?[xX×] ?)?(?P<gpu>[^:]*)(?P<colon>:(
 
 @frozen(kw_only=True)
 class Device:
-    """A GPU, or whatever has its memory.
+    """A GPU, or another device with a memory budget.
 
     Attributes:
-        name: what people call it, such as ``RTX 4090``.
-        budget_bytes: bytes that tpplan may use on it, for everything.
-        overhead_bytes: of these, what the driver's context and libraries take once the device is used.
-        bandwidth_bytes_per_second: of its memory, 0 if unknown.
+        name: display name such as ``RTX 4090``.
+        budget_bytes: total bytes that tpplan may use on the device.
+        overhead_bytes: part of the budget that the CUDA context and libraries take if the device is used.
+        bandwidth_bytes_per_second: memory bandwidth, 0 if unknown.
         capability: CUDA compute capability such as ``8.9``, empty if unknown.
     """
 
@@ -47,19 +47,19 @@ class Device:
 
 
 def parse_devices(spec: str, tell: Callable[[str], None] | None = None) -> tuple[Device, ...]:
-    """Read the devices that somebody wants to plan for.
+    """Parse a description of the devices to plan for.
 
     Args:
         spec: a list of entries such as ``2x24GiB,12GiB`` (memory), ``4xRTX4090,2xRTX3060`` (GPUs of the catalogue, with
             all their memory) or ``H100:72GiB`` (with a budget); or the path of a devices file, ending in ``.json``;
             or ``auto`` for the GPUs of this machine, each with the memory that is free on it now.
-        tell: called with each note of what a person should know of ``auto``, such as that a GPU was left out.
+        tell: called with each note about ``auto`` for the user, such as that a GPU was left out.
 
     Raises:
-        DeviceError: an entry has no meaning, a GPU is unknown (with a near name as a hint), a budget is beyond its
-            GPU's memory, there is no device or more than 4096, a devices file breaks its rules, or no GPU was found.
+        DeviceError: an entry is invalid, a GPU is unknown (the hint has a similar name), a budget exceeds its GPU's
+            memory, there is no device or more than 4096, a devices file breaks its rules, or no GPU was found.
     """
-    # What follows imports on demand: most commands want Device alone, and these bring the catalogue, cattrs, drivers.
+    # Imports on demand: most commands need only Device, and these modules load the catalogue, cattrs and drivers.
     spec = spec.strip()
     if spec.casefold() == "auto":
         from tpplan import probe  # noqa: PLC0415
@@ -87,7 +87,7 @@ def parse_devices(spec: str, tell: Callable[[str], None] | None = None) -> tuple
 
 
 def spec_of(devices: Sequence[Device]) -> str:
-    """Return a list that :func:`parse_devices` reads as these devices, their names aside; nothing if there is none."""
+    """Return a list that :func:`parse_devices` reads as these devices, up to their names; empty if there is none."""
     entries = []
     for device, run in groupby(devices):
         budget = device.budget_bytes
@@ -98,13 +98,13 @@ def spec_of(devices: Sequence[Device]) -> str:
     spec = ",".join(entries)
     try:
         found = parse_devices(spec)
-    except DeviceError:  # neither of the catalogue nor a plain size
+    except DeviceError:  # neither in the catalogue nor a plain size
         return ""
     return spec if [evolve(d, name="") for d in found] == [evolve(d, name="") for d in devices] else ""
 
 
 def _entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
-    """Read one entry: how often, and the device; the error of a slip says what was probably meant."""
+    """Parse one entry into a count and a device; the hint of an error suggests what was probably meant."""
     try:
         return _parse_entry(entry, number, spec)
     except DeviceError as error:
@@ -114,7 +114,7 @@ def _entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
 
 
 def _meant(entry: str) -> str:
-    """Return a list that an entry without meaning was probably meant as, or nothing."""
+    """Return the valid list that an invalid entry was probably meant as, or an empty string."""
     if len(entry) > _LONGEST_SLIP:
         return ""
     slips = [
@@ -135,7 +135,7 @@ def _meant(entry: str) -> str:
 
 
 def _parse_entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
-    """Read one entry: how often, and the device."""
+    """Parse one entry into a count and a device."""
     from tpplan import catalogue  # noqa: PLC0415
 
     match = _ENTRY.fullmatch(entry)

@@ -1,4 +1,4 @@
-"""The plan: what is split where, for which model and devices, and what it costs in memory."""
+"""The plan: how a model is split over devices, and the memory that each device needs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ CACHE_KINDS = {"fp16": 32, "fp8": 16, "q8": 17, "q6": 13, "q4": 9}
 
 @frozen
 class Cache:
-    """The key/value cache to make room for.
+    """The key/value cache that a plan reserves memory for.
 
     Attributes:
         kind: ``fp16``, ``fp8``, ``q8``, ``q6`` or ``q4``.
-        tokens: tokens of all sequences together; 0 asks for the model's longest context for every sequence.
+        tokens: total tokens of all sequences; 0 for the model's maximum context for each sequence.
     """
 
     kind: str = "fp16"
@@ -39,15 +39,15 @@ class Cache:
 
 @frozen
 class Request:
-    """What was asked of the planner; planning again from it gives the same plan.
+    """A request to the planner; planning again from it gives the same plan.
 
     Attributes:
         layout: ``reduce`` or ``gather``.
         strategy: ``balanced``, ``latency`` or ``exllamav2``.
-        cache: kind and tokens, the tokens resolved.
-        batch: sequences that share the cache.
+        cache: kind and tokens of the cache, with the default of 0 tokens resolved.
+        batch: number of sequences that share the cache.
         max_rows: tokens in the largest forward pass (batch × query length).
-        kv: ``idle`` leaves devices beyond the KV heads without attention, ``replicate`` repeats the heads for them.
+        kv: use of devices in excess of the KV heads: ``idle`` gives them no attention, ``replicate`` replicates heads.
     """
 
     layout: str
@@ -63,11 +63,11 @@ class PlanModel:
     """The model that a plan is for.
 
     Attributes:
-        name: what people call it.
-        architecture: as in the model's config.
+        name: display name.
+        architecture: architecture name in the model's config.
         fingerprint: ``sha256:`` and the hash of the normalised ModelSpec.
-        dtype: of the activations, ``float32``, ``float16`` or ``bfloat16``.
-        layers: how many.
+        dtype: dtype of the activations: ``float32``, ``float16`` or ``bfloat16``.
+        layers: number of layers.
     """
 
     name: str
@@ -82,13 +82,13 @@ class Split:
     """How one axis is cut, in the layers that share the cut.
 
     Attributes:
-        axis: which.
-        layers: inclusive ranges such as ``0-31`` or ``0,3-5``; empty outside the layers.
-        size: elements of the axis; replicated KV heads count each time.
-        unit: elements that move together; only the last unit of an axis may be shorter.
-        width: elements of a tensor per element of the axis (the head size, a token's experts), else 1.
-        replicas: how often each KV head is repeated, else 1.
-        bounds: cut points, one more than devices, from 0 to ``size``.
+        axis: the axis that is cut.
+        layers: inclusive ranges of layers such as ``0-31`` or ``0,3-5``; empty for axes outside the layers.
+        size: elements of the axis; every replica of a KV head counts.
+        unit: elements that a cut may not separate; only the last unit of an axis may be shorter.
+        width: tensor elements per element of the axis (the head size, the experts per token), else 1.
+        replicas: number of copies of each KV head, else 1.
+        bounds: cut points from 0 to ``size``, one more than there are devices.
     """
 
     axis: Axis
@@ -102,17 +102,17 @@ class Split:
 
 @frozen
 class DeviceMemory:
-    """The ledger of one device, in bytes; with ``free_bytes`` the buckets add up to the device's budget.
+    """The memory ledger of one device, in bytes; its buckets, with ``free_bytes``, add up to the device's budget.
 
     Attributes:
-        device: index into the plan's devices.
-        weights_bytes: tensors and parts of tensors, exact.
+        device: index of the device in the plan.
+        weights_bytes: tensors and slices of tensors, exact.
         cache_bytes: key/value cache, exact.
-        workspace_bytes: what the executor allocates, exact.
-        overhead_bytes: CUDA context and libraries, the device's calibrated constant; 0 on an idle device.
-        free_bytes: what is left of the budget.
-        reads_bytes: of weights and cache, what one token reads (of experts, the part that it is routed to); stated for
-            the strategy ``latency``, which shares these out by bandwidth, and 0 for others.
+        workspace_bytes: memory that the executor allocates, exact.
+        overhead_bytes: CUDA context and libraries, a calibrated constant of the device; 0 on an idle device.
+        free_bytes: remainder of the budget.
+        reads_bytes: bytes of weights and cache that one token reads (of experts, only those it is routed to); given for
+            the strategy ``latency``, which distributes these reads by bandwidth, 0 for others.
     """
 
     device: int
@@ -131,15 +131,15 @@ class DeviceMemory:
 
 @frozen(kw_only=True)
 class SplitPlan:
-    """An immutable decision: which device holds which slice of every axis of a model.
+    """An immutable plan: which device holds which slice of every axis of a model.
 
     Attributes:
-        format_version: of the file format.
-        model: what the plan is for.
-        request: what was asked.
-        devices: in the order that indices refer to.
+        format_version: version of the file format.
+        model: the model that the plan is for.
+        request: the request that the plan answers.
+        devices: the devices, in the order that indices refer to.
         splits: one entry for each way that an axis is cut.
-        memory: one entry per device.
+        memory: one ledger per device.
     """
 
     format_version: str = FORMAT_VERSION
@@ -153,7 +153,7 @@ class SplitPlan:
         """Return the split of ``axis``; ``layer`` is needed only where layers differ.
 
         Raises:
-            RequestError: the plan has no such axis, not in that layer, or has several and no layer was named.
+            RequestError: the plan lacks the axis, or lacks it in that layer, or layers differ and none was given.
         """
         cuts = [s for s in self.splits if s.axis == axis]
         found = [s for s in cuts if layer is None or not s.layers or layer in parse_layers(s.layers)]
@@ -168,15 +168,15 @@ class SplitPlan:
         raise RequestError(f"the plan for {self.model.name} has no axis {axis}{where}", hint)
 
     def bounds(self, axis: Axis | str, layer: int | None = None) -> tuple[int, ...]:
-        """Return the cut points of ``axis``, one more than devices, in elements; see :meth:`split` for errors."""
+        """Return the cut points of ``axis`` in elements, one more than devices; see :meth:`split` for errors."""
         return self.split(axis, layer).bounds
 
     def slices(self, axis: Axis | str, layer: int | None = None) -> tuple[Slice, ...]:
-        """Return the slices of the devices that hold a part of ``axis``; see :meth:`split` for errors."""
+        """Return the slice of each device that holds a part of ``axis``; see :meth:`split` for errors."""
         return slices_of(self.bounds(axis, layer))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan's file: atomically, and not at all if it is there with these bytes.
+        """Write the plan to a file, atomically; a file that already has the same bytes is not touched.
 
         Raises:
             TpplanError: the file cannot be written.
