@@ -1,4 +1,4 @@
-"""What a plan has to know of a model: its layers, their parameters, and what each layer caches per token."""
+"""A model as the planner sees it: its layers, their parameters, and what each layer caches per token."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Segment:
     """A run of elements along one dimension of a tensor.
 
     Attributes:
-        axis: the axis that cuts the run, in equal parts for equal parts of the axis; None if nothing cuts it.
-        length: elements in the tensor as it is stored (a packed dimension is shorter than the axis it follows).
-        block: elements of it that a cut may not separate.
+        axis: the axis that the run is cut with, in proportion; None if it is never cut.
+        length: number of elements as stored (a packed dimension is shorter than its axis).
+        block: number of stored elements that a cut may not separate.
     """
 
     axis: Axis | None
@@ -39,22 +39,22 @@ class Segment:
     block: int = 1
 
     def unit(self, size: int) -> int:
-        """Return how many of the ``size`` elements of its axis end together with a block."""
+        """Return the fewest elements of its axis, which has ``size``, that span a whole number of blocks."""
         return size * self.block // gcd(size * self.block, self.length)
 
 
 @frozen
 class Parameter:
-    """A tensor of the checkpoint, or the equal tensors of several experts.
+    """A tensor of the checkpoint, or the equally shaped tensors of several experts.
 
     Attributes:
-        name: its name in the checkpoint, with ``{layer}`` and ``{expert}`` where the number goes.
-        dtype: as safetensors writes it, such as ``BF16``.
-        dims: for each dimension the segments it is made of; a fused ``qkv_proj`` has three in its first.
-        out: the dimension that holds the layer's outputs, which the layout ``gather`` cuts; None if there is none.
-        home: the axis whose devices need this parameter wherever it is not cut; None means every device in use.
-        copies: how many tensors the name stands for (experts), 1 otherwise.
-        lookup: whether a token reads single rows of it (an embedding that is no output matrix too).
+        name: name in the checkpoint, with ``{layer}`` and ``{expert}`` in place of the numbers.
+        dtype: dtype in safetensors notation, such as ``BF16``.
+        dims: segments of each dimension; a fused ``qkv_proj`` has three in its first.
+        out: the dimension of the layer's outputs, which the layout ``gather`` cuts; None if there is none.
+        home: the axis whose devices need this parameter where it is not cut; None for every device in use.
+        copies: number of tensors that the name stands for (experts), else 1.
+        lookup: whether a token reads single rows of it (an embedding that is not also the output matrix).
     """
 
     name: str
@@ -67,7 +67,7 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements per dimension of one tensor."""
+        """Shape of one tensor."""
         return tuple(sum(s.length for s in dim) for dim in self.dims)
 
     @property
@@ -83,7 +83,8 @@ class Parameter:
     def cut_dim(self, layout: str) -> int | None:
         """Return the dimension that ``layout`` cuts, or None if every device that needs the tensor holds all of it.
 
-        ``gather`` cuts outputs. ``reduce`` cuts along every axis but the residual stream, whichever side that is on.
+        ``gather`` cuts the output dimension. ``reduce`` cuts the first dimension with an axis other than the residual
+        stream, be it input or output.
         """
         if layout == "gather":
             cut = self.out is not None and any(s.axis for s in self.dims[self.out])
@@ -99,11 +100,11 @@ class Attention:
     """The attention of one layer.
 
     Attributes:
-        q_heads: query heads.
-        kv_heads: key/value heads; with a latent cache, the heads that are cut, each its own.
+        q_heads: number of query heads.
+        kv_heads: number of key/value heads; with a latent cache, of the heads that are cut, each on its own.
         head_dim: elements of one query or key head.
         v_head_dim: elements of one value head.
-        window: tokens that a sliding window keeps per sequence; 0 keeps all.
+        window: size of the sliding window in tokens per sequence; 0 for full attention.
         latent_dim: elements cached per token for all heads together (MLA: latent + rotary part); 0 caches K and V
             per head.
     """
@@ -118,16 +119,16 @@ class Attention:
 
 @frozen
 class Block:
-    """Layers that are equal in everything that a plan can see.
+    """Layers that are identical for the planner.
 
     Attributes:
-        layers: their numbers, ascending.
-        attention: None for layers without attention.
+        layers: layer numbers, ascending.
+        attention: attention of each of these layers, None if they have none.
         intermediate: width of the dense MLP, 0 without one.
         expert_intermediate: width of one routed expert, 0 without experts.
         shared_intermediate: width of all shared experts together, 0 without them.
-        experts: routed experts.
-        experts_per_token: experts that a token is routed to.
+        experts: number of routed experts.
+        experts_per_token: number of experts that a token is routed to.
         parameters: tensors of each of these layers.
     """
 
@@ -156,20 +157,20 @@ class Block:
 
 @frozen
 class ModelSpec:
-    """A model as tpplan sees it: normalised, immutable, and the same whichever file form it was read from.
+    """An immutable, normalised description of a model, the same whichever file format it was read from.
 
     Attributes:
-        name: what people call it: the directory's name, or the config's; not part of the fingerprint.
+        name: display name, from the directory or the config; not part of the fingerprint.
         architecture: the first entry of the config's ``architectures``, or the family's default.
         model_type: the config's ``model_type``.
         hidden_size: width of the residual stream.
         vocab_size: rows of the output matrix, as stored.
-        max_context: tokens per sequence that the model was made for.
-        tied_embeddings: whether the output matrix is the embedding.
-        dtype: of the activations: ``float32``, ``float16`` or ``bfloat16``.
-        weight_format: how the weights are stored: ``BF16``, ``GPTQ 4-bit g128``, …
-        parameter_count: parameters as the unquantised model has them.
-        blocks: the layers, grouped by equality, in order of their first layer.
+        max_context: maximum tokens per sequence.
+        tied_embeddings: whether the embedding is also the output matrix.
+        dtype: dtype of the activations: ``float32``, ``float16`` or ``bfloat16``.
+        weight_format: storage format of the weights: ``BF16``, ``GPTQ 4-bit g128``, …
+        parameter_count: number of parameters of the unquantised model.
+        blocks: groups of identical layers, in order of their first layer.
         parameters: the tensors outside the layers.
         gather_only: why the weights' input dimension cannot be cut, so that only ``gather`` works; else empty.
     """
@@ -190,11 +191,11 @@ class ModelSpec:
 
     @property
     def layer_count(self) -> int:
-        """Layers of all blocks."""
+        """Number of layers in all blocks."""
         return sum(len(block.layers) for block in self.blocks)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all tensors, each counted once."""
+        """Total bytes of all tensors, each counted once."""
         layers = sum(p.bytes * len(block.layers) for block in self.blocks for p in block.parameters)
         return layers + sum(p.bytes for p in self.parameters)

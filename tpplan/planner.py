@@ -1,4 +1,4 @@
-"""plan(): from a model, devices and a request to a plan that keeps every budget, or to an explanation of why not."""
+"""plan(): split a model over devices within every memory budget, or explain why this is not possible."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def plan(
     Args:
         model: from :func:`tpplan.read_model`.
         devices: from :func:`tpplan.parse_devices`; their order is the order of the plan's device indices.
-        cache: kind and tokens of the key/value cache; ``fp16`` for the model's longest context by default.
+        cache: kind and tokens of the key/value cache; by default ``fp16`` for the model's maximum context.
         layout: ``reduce`` (matrices cut by columns, then by rows, with an all-reduce) or ``gather`` (all by output
             columns). By default ``reduce``, or ``gather`` where the weights' rows cannot be cut.
-        strategy: ``balanced`` minimises the largest share of a budget, ``latency`` the longest time in which a device
-            reads what one token needs, ``exllamav2`` cuts as ExLlamaV2 does.
-        batch: sequences that share the cache.
+        strategy: ``balanced`` minimises the largest fraction of a budget in use, ``latency`` the longest time that a
+            device takes to read its bytes of one token, ``exllamav2`` cuts as ExLlamaV2 does.
+        batch: number of sequences that share the cache.
         max_rows: tokens in the largest forward pass.
-        kv: what becomes of devices beyond the KV heads: ``idle`` or ``replicate``.
+        kv: use of devices in excess of the KV heads: ``idle`` gives them no attention, ``replicate`` replicates heads.
 
     Raises:
-        InfeasibleError: no plan fits, or ExLlamaV2's does not; with the bytes that are missing and what would help.
-        RequestError: the request has no meaning for this model or these devices.
+        InfeasibleError: no plan fits, or ExLlamaV2's does not; it says how many bytes are missing and what would help.
+        RequestError: the request is not valid for this model or these devices.
     """
     devices, cache = tuple(devices), cache or Cache()
     check_kinds(model, devices, cache)
@@ -75,7 +75,7 @@ def plan(
 
 
 def replan(model: ModelSpec, old: SplitPlan) -> SplitPlan:
-    """Plan again for what an old plan was asked and the devices it names; see :func:`plan` for errors."""
+    """Plan again with the request and the devices of an old plan; see :func:`plan` for errors."""
     r = old.request
     return plan(
         model,
@@ -91,15 +91,15 @@ def replan(model: ModelSpec, old: SplitPlan) -> SplitPlan:
 
 @frozen
 class Attempt:
-    """A way to cut every axis, whether or not it keeps the budgets.
+    """Cuts of every axis, which may exceed the budgets.
 
     Attributes:
-        model: what is cut.
-        devices: where to.
-        request: what was asked.
+        model: the model that is cut.
+        devices: the devices that it is cut over.
+        request: the request to the planner.
         wanted: the axes and their costs.
-        bounds: for each of these axes.
-        memory: the ledger; free bytes are negative where the budget does not suffice.
+        bounds: the cut points of each of these axes.
+        memory: the ledger of each device; free bytes are negative where the budget is exceeded.
     """
 
     model: ModelSpec
@@ -111,11 +111,11 @@ class Attempt:
 
     @property
     def lacking(self) -> int:
-        """Bytes beyond the budgets, of all devices together."""
+        """Bytes in excess of the budgets, summed over all devices."""
         return sum(max(0, -entry.free_bytes) for entry in self.memory)
 
     def plan(self) -> SplitPlan:
-        """Return the plan."""
+        """Return the plan with these cuts."""
         m = self.model
         return SplitPlan(
             model=PlanModel(m.name, m.architecture, fingerprint(m), m.dtype, m.layer_count),
@@ -129,9 +129,9 @@ class Attempt:
 def attempt(
     model: ModelSpec, devices: tuple[Device, ...], request: Request, *, thorough: bool = True
 ) -> Attempt | None:
-    """Cut every axis by the request's strategy; None if it finds no way within the budgets.
+    """Cut every axis by the request's strategy; return None if it finds no cuts within the budgets.
 
-    ``exllamav2`` knows no budgets: its attempt may lack bytes. Without ``thorough``, any way will do.
+    ``exllamav2`` ignores budgets, so its attempt may exceed them. Without ``thorough``, any cuts that fit will do.
     """
     wanted = demands(model, request, len(devices))
     if request.strategy == "exllamav2":
@@ -141,14 +141,14 @@ def attempt(
     counts = place(wanted, bins, request.strategy, thorough=thorough)
     if counts:
         return finish(model, devices, request, wanted, counts)
-    # A ragged unit is charged as a whole one, replicated heads at the most that they can cost: where that is too much
-    # by a little, the exact ledger may still accept a cut.
+    # The solver overestimates: it charges a ragged unit as a whole one, and replicated heads at their highest cost.
+    # Where that exceeds a budget by a little, the exact ledger may still accept a cut.
     found = most_even(model, devices, request) if thorough else None
     return found if found and not found.lacking else None
 
 
 def most_even(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> Attempt:
-    """Return the cut that follows the budgets, whether or not it keeps them."""
+    """Return cuts in proportion to the budgets, whether or not they fit."""
     wanted = demands(model, request, len(devices))
     bins = [evolve(bin_of(d, wanted, "balanced"), room=d.budget_bytes * _PLENTY) for d in devices]
     counts = place(wanted, bins, "balanced", thorough=False)
@@ -163,7 +163,7 @@ def finish(
     wanted: Demands,
     counts: Sequence[Sequence[int]],
 ) -> Attempt:
-    """Turn units per axis and device into bounds and a ledger."""
+    """Convert the units of every axis on each device into bounds and a ledger."""
     bounds = tuple(bounds_of(row, d.unit, d.size) for row, d in zip(counts, wanted.axes, strict=True))
     memory = ledger(bounds, wanted, devices, reads=request.strategy == "latency")
     return Attempt(model, devices, request, wanted, bounds, memory)
@@ -172,10 +172,10 @@ def finish(
 def place(
     wanted: Demands, bins: Sequence[Bin], strategy: str, *, thorough: bool = True
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Return the units of every axis on each device, or None if they do not fit.
+    """Return how many units of every axis each device gets, or None if they do not fit.
 
-    Axes that cost nothing (the residual stream in the layout ``reduce``) follow the others: in proportion to speed,
-    over the devices that are in use anyway.
+    Axes that cost nothing (the residual stream in the layout ``reduce``) are placed last, in proportion to speed, over
+    the devices that are already in use.
     """
     items = {i: _item(demand, strategy) for i, demand in enumerate(wanted.axes)}
     first = [i for i, demand in enumerate(wanted.axes) if demand.replicas > 1 and demand.units >= len(bins)]
@@ -193,14 +193,14 @@ def place(
     shares = [host.speed if first or any(row[b] for row in placed) else 0 for b, host in enumerate(bins)]
     for i in items.keys() - rows.keys():
         count, minimum = items[i].count, items[i].minimum
-        # Any used bin could hold all; its room decides between equal shares, or the order of the devices would.
+        # Any used bin could hold all units; adding its room breaks ties by room instead of by the devices' order.
         uppers = [count + host.room if share else 0 for host, share in zip(bins, shares, strict=True)]
         rows[i] = tuple(apportion(count, minimum, shares, uppers) or ()) if count else (0,) * len(bins)
     return tuple(tuple(units + (i in first) for units in rows[i]) for i in sorted(rows))
 
 
 def _with_one(item: Item, host: Bin) -> Bin:
-    """Return what a bin is after one unit of an item has been put there."""
+    """Return a bin with one unit of an item added."""
     return evolve(host, room=host.room - item.kept - item.cost, load=host.load + item.load)
 
 
@@ -211,10 +211,10 @@ def _item(demand: Demand, strategy: str) -> Item:
 
 
 def bin_of(device: Device, wanted: Demands, strategy: str) -> Bin:
-    """Return a device as a bin: its room, and its budget or bandwidth as speed.
+    """Return a device as a bin, with its room, and its budget or bandwidth as speed.
 
-    The room is exact, but the load counts every fixed cost, as if the device held a part of every axis. Otherwise the
-    best plan for equal GPUs would leave one of them without attention, to save it its copy of a latent cache.
+    The room is exact, but the load includes every fixed cost, as if the device held a part of every axis. Otherwise the
+    best plan for equal GPUs would leave one of them without attention, to save its copy of a latent cache.
     """
     kept = sum((demand.fixed_cost() for demand in wanted.axes), wanted.common)
     room = device.budget_bytes - device.overhead_bytes - wanted.common.bytes
