@@ -1,4 +1,4 @@
-"""What ``tpplan check`` tells of plans: whether planning again gives the same plan."""
+"""Checking whether plans are current: whether planning again gives the same plan, as ``tpplan check`` reports."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 
 
 class StaleReason(StrEnum):
-    """Why a plan is not what planning again gives."""
+    """Why planning again gives another plan, or none."""
 
-    MODEL = "model"  # the plan is for another fingerprint
-    DEVICES = "devices"  # the plan is for others than those that were named
-    PLANNING = "planning"  # the same inputs, another decision: edited by hand, or by another tpplan
-    INFEASIBLE = "infeasible"  # nothing fits any more
-    REQUEST = "request"  # the request has no meaning for the model any more
+    MODEL = "model"  # the plan is for a model with another fingerprint
+    DEVICES = "devices"  # the plan is for other devices than the given ones
+    PLANNING = "planning"  # the same inputs, another result: edited by hand, or by another tpplan
+    INFEASIBLE = "infeasible"  # no plan fits any more
+    REQUEST = "request"  # the request is no longer valid for the model
 
 
 @frozen(kw_only=True)
 class PlanCheck:
-    """One plan.
+    """The result of checking one plan.
 
     Attributes:
-        path: of its file, as it was named.
+        path: path of the file, as given.
         current: whether planning again gives the same plan.
-        reasons: why it is stale, empty if it is current or was not checked.
-        message: the same in words.
-        error: why it was not checked: it cannot be read, or is no valid plan; left out if it was.
-        diff: from the plan to the one that planning again gives; left out if it gives none or the same.
+        reasons: why the plan is stale, empty if it is current or was not checked.
+        message: the result in words.
+        error: why the plan was not checked: it cannot be read, or is not valid; left out if it was checked.
+        diff: changes from the plan to the new one; left out if there is no new one or it is the same.
     """
 
     path: str
@@ -57,11 +57,11 @@ class PlanCheck:
 
 @frozen
 class CheckReport:
-    """Several plans.
+    """The results of checking several plans.
 
     Attributes:
-        current: whether all of them are.
-        plans: in the order in which they were named.
+        current: whether all plans are current.
+        plans: one result per plan, in the order given.
     """
 
     current: bool
@@ -71,12 +71,12 @@ class CheckReport:
 def check(
     plans: Mapping[str, SplitPlan | TpplanError], model: ModelSpec, devices: tuple[Device, ...] = ()
 ) -> CheckReport:
-    """Plan again what each plan was asked, for ``model``, and compare.
+    """Plan each plan's request again, for ``model``, and compare the results.
 
     Args:
-        plans: by the paths of their files, or why one cannot be read.
-        model: to plan for.
-        devices: to plan for; each plan's own by default.
+        plans: for the path of each file its plan, or the error that kept it from being read.
+        model: the model to plan for.
+        devices: the devices to plan for; by default those of each plan.
     """
     checks = tuple(_check(path, plan, model, devices) for path, plan in plans.items())
     return CheckReport(all(c.current for c in checks), checks)
@@ -89,7 +89,7 @@ def _check(path: str, old: SplitPlan | TpplanError, model: ModelSpec, devices: t
     devices = devices or old.devices
     was, now = old.model.fingerprint, fingerprint(model)
     reasons, texts = [], []
-    if was == now:  # a folder may have another name where the plans are checked
+    if was == now:  # the model's directory may have another name on this machine
         model = attrs.evolve(model, name=old.model.name)
     else:
         reasons.append(StaleReason.MODEL)

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
-    """Compare two valid plans; they may be for other models and other devices.
+    """Compare two valid plans, which may be for different models and devices.
 
-    A device is the same in both plans if it is described the same, preferably at the same index; failing that, if it
-    has the same name, or the same index.
+    Devices of the two plans are matched by equal descriptions, preferably at the same index; failing that, by name,
+    then by index.
 
     Raises:
-        RequestError: one of them is no plan.
+        RequestError: an argument is not a plan.
     """
     for one in (a, b):
         if not isinstance(one, SplitPlan):
@@ -66,12 +66,12 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
     )
 
 
-#: Devices that the summary names.
+#: Maximum number of devices that the summary names.
 _TOLD = 3
 
 _REASONS = {"format_version": Reason.FORMAT, "model": Reason.MODEL, "request": Reason.REQUEST}
 
-#: What makes a device of one plan the device of the other, the surest first.
+#: Keys by which devices of the two plans are matched, the most specific first.
 _SAME: tuple[Callable[[int, Device], Hashable], ...] = (
     lambda index, device: (index, device),
     lambda _, device: device,
@@ -82,7 +82,7 @@ _SAME: tuple[Callable[[int, Device], Hashable], ...] = (
 
 
 def _pairs(a: tuple[Device, ...], b: tuple[Device, ...]) -> Iterator[DevicePair]:
-    """Yield the devices of both plans, each once: in the second plan's order, then those that it does not have."""
+    """Yield each device of both plans once: in the second plan's order, then those that only the first plan has."""
     match: dict[int, int] = {}
     left = dict(enumerate(a))
     for same in _SAME:
@@ -100,7 +100,7 @@ def _pairs(a: tuple[Device, ...], b: tuple[Device, ...]) -> Iterator[DevicePair]
 
 
 def _field_changes(a: attrs.AttrsInstance, b: attrs.AttrsInstance, path: str) -> Iterator[FieldChange]:
-    """Yield the numbers and texts that differ between two objects of a class, not looking into tuples."""
+    """Yield the numbers and strings that differ between two objects of a class, ignoring tuples."""
     for name in (field.name for field in attrs.fields(type(a))):
         before, after = getattr(a, name), getattr(b, name)
         if attrs.has(type(before)):
@@ -110,7 +110,7 @@ def _field_changes(a: attrs.AttrsInstance, b: attrs.AttrsInstance, path: str) ->
 
 
 def _device_changes(a: SplitPlan, b: SplitPlan, pairs: tuple[DevicePair, ...]) -> Iterator[DeviceChange]:
-    """Yield the devices that are not the same in both plans."""
+    """Yield the devices that differ between the plans."""
     for pair in pairs:
         fields: tuple[FieldChange, ...] = ()
         if pair.before is not None and pair.after is not None:
@@ -120,7 +120,7 @@ def _device_changes(a: SplitPlan, b: SplitPlan, pairs: tuple[DevicePair, ...]) -
 
 
 def _aligned(a: SplitPlan, b: SplitPlan, axis: Axis) -> Iterator[tuple[tuple[Split | None, Split | None], str]]:
-    """Yield the splits of an axis in both plans, and in which layers the two meet; one is None where it is missing."""
+    """Yield pairs of an axis's splits in both plans, None where missing, with the layers in which they coincide."""
     cuts: list[dict[int, Split]] = []
     for plan in (a, b):
         here = [split for split in plan.splits if split.axis == axis]
@@ -135,7 +135,7 @@ def _aligned(a: SplitPlan, b: SplitPlan, axis: Axis) -> Iterator[tuple[tuple[Spl
 def _split_change(
     axis: Axis, before: Split | None, after: Split | None, layers: str, pairs: tuple[DevicePair, ...]
 ) -> SplitChange | None:
-    """Return what differs between the two cuts of an axis, None if nothing does."""
+    """Return the difference between two cuts of an axis, None if there is none."""
     fields: tuple[FieldChange, ...] = ()
     if before and after:
         fields = tuple(_field_changes(attrs.evolve(before, layers=after.layers), after, ""))
@@ -154,18 +154,18 @@ def _split_change(
 
 
 def _share(before: Split | None, after: Split | None, pair: DevicePair) -> Share | None:
-    """Return what a device holds before and after, None if it is nothing both times."""
+    """Return a device's share of an axis before and after, None if both are empty."""
     old, new = _elements(before, pair.before), _elements(after, pair.after)
     return Share(pair, old, new, new - old) if old or new else None
 
 
 def _elements(split: Split | None, device: int | None) -> int:
-    """Return what a device holds of an axis, nothing where one of them is missing."""
+    """Return how many elements of an axis a device holds, 0 if the split or the device is missing."""
     return split.bounds[device + 1] - split.bounds[device] if split and device is not None else 0
 
 
 def _memory_changes(a: SplitPlan, b: SplitPlan, pairs: tuple[DevicePair, ...]) -> Iterator[MemoryChange]:
-    """Yield the devices whose memory is not used the same in both plans."""
+    """Yield the devices whose memory use differs between the plans."""
     for pair in pairs:
         before = () if pair.before is None else (a.memory[pair.before],)
         after = () if pair.after is None else (b.memory[pair.after],)
@@ -176,14 +176,14 @@ def _memory_changes(a: SplitPlan, b: SplitPlan, pairs: tuple[DevicePair, ...]) -
 
 
 def _bucket_changes(before: tuple[DeviceMemory, ...], after: tuple[DeviceMemory, ...]) -> Iterator[BucketChange]:
-    """Yield every bucket, summed over devices."""
+    """Yield the change of every bucket, summed over devices."""
     for bucket in Bucket:
         old, new = (sum(getattr(entry, f"{bucket}_bytes") for entry in entries) for entries in (before, after))
         yield BucketChange(bucket, old, new, new - old)
 
 
 def _inputs(fields: tuple[FieldChange, ...]) -> list[str]:
-    """Say which inputs differ; a model of another name is the same model."""
+    """Return which inputs differ, in words; a model that only has another name is the same model."""
     paths = [change.path for change in fields]
     words = {"format_version": "the format", "model.": "the model", "request.": "the request"}
     if [path for path in paths if path.startswith("model.")] == ["model.name"]:
@@ -194,7 +194,7 @@ def _inputs(fields: tuple[FieldChange, ...]) -> list[str]:
 def _summary(
     inputs: list[str], devices: tuple[DeviceChange, ...], splits: str, memory: tuple[MemoryChange, ...]
 ) -> str:
-    """Say the most important in one line."""
+    """Return a one-line summary of the most important changes."""
     kinds = [device.change for device in devices]
     moves = sorted(memory, key=lambda change: (-abs(_largest(change).delta_bytes), -abs(change.delta_reads_bytes)))
     moves = [change for change in moves if _largest(change).delta_bytes or change.delta_reads_bytes]
@@ -211,18 +211,18 @@ def _summary(
 
 
 def _devices(count: int, what: str) -> str:
-    """Count devices: ``1 device removed``, ``2 devices changed``."""
+    """Format a count of devices: ``1 device removed``, ``2 devices changed``."""
     return f"{count} {'device' if count == 1 else 'devices'} {what}"
 
 
 def _largest(change: MemoryChange) -> BucketChange:
-    """Return a device's bucket, other than what is free, that changes most."""
+    """Return a device's bucket, other than the free one, that changes most."""
     used = [bucket for bucket in change.buckets if bucket.bucket != Bucket.FREE]
     return max(used, key=lambda bucket: abs(bucket.delta_bytes))
 
 
 def _told(change: MemoryChange) -> str:
-    """Say what a device gains or loses, or how much more or less a token reads where that is all."""
+    """Return what memory a device gains or loses, in words, or the change in bytes read per token if that is all."""
     device, bucket, reads = change.device, _largest(change), change.delta_reads_bytes
     where = f"device {device.after}" if device.after is not None else f"removed device {device.before}"
     if not bucket.delta_bytes:

@@ -1,4 +1,4 @@
-"""The difference between two plans, as records: what changed of the inputs, the cuts, and the bytes per device."""
+"""The difference between two plans, as records: changes in the inputs, the cuts, and the bytes per device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Reason(StrEnum):
     MODEL = "model"
     REQUEST = "request"
     DEVICES = "devices"
-    PLANNING = "planning"  # the same inputs, another decision: edited by hand, or by another tpplan
+    PLANNING = "planning"  # the same inputs, another result: edited by hand, or by another tpplan
 
 
 class Change(StrEnum):
@@ -24,12 +24,12 @@ class Change(StrEnum):
 
     ADDED = "added"
     REMOVED = "removed"
-    MOVED = "moved"  # a device that is the same but for its index
+    MOVED = "moved"  # the same device at another index
     CHANGED = "changed"
 
 
 class Bucket(StrEnum):
-    """Where a device's bytes go."""
+    """A category of a device's memory."""
 
     WEIGHTS = "weights"
     CACHE = "cache"
@@ -43,9 +43,9 @@ class FieldChange:
     """One value that differs.
 
     Attributes:
-        path: of the value, such as ``request.cache.tokens``, or its name within a device or a split.
-        before: in the first plan.
-        after: in the second plan.
+        path: path of the value, such as ``request.cache.tokens``, or its name within a device or a split.
+        before: value in the first plan.
+        after: value in the second plan.
     """
 
     path: str
@@ -55,12 +55,12 @@ class FieldChange:
 
 @frozen
 class DevicePair:
-    """A device, and where each plan has it.
+    """A device, and its index in each plan.
 
     Attributes:
-        name: in the second plan if it is there, else in the first.
-        before: its index in the first plan, left out if that does not have it.
-        after: its index in the second plan, left out if that does not have it.
+        name: name in the second plan if the device is in it, else in the first.
+        before: index in the first plan, left out if the device is not in it.
+        after: index in the second plan, left out if the device is not in it.
     """
 
     name: str
@@ -69,7 +69,7 @@ class DevicePair:
 
     @property
     def change(self) -> Change | None:
-        """What happened to its place, None for nothing."""
+        """Whether the device was added, removed or moved; None if it was not."""
         if self.before is None or self.after is None:
             return Change.ADDED if self.before is None else Change.REMOVED
         return Change.MOVED if self.before != self.after else None
@@ -77,12 +77,12 @@ class DevicePair:
 
 @frozen
 class DeviceChange:
-    """A device that is not the same in both plans.
+    """A device that differs between the plans.
 
     Attributes:
-        change: what happened to it.
-        device: which.
-        fields: of a changed device, what differs.
+        change: what happened to the device.
+        device: the device.
+        fields: values that differ, if the device is changed.
     """
 
     change: Change
@@ -92,13 +92,13 @@ class DeviceChange:
 
 @frozen
 class Share:
-    """What a device holds of an axis.
+    """A device's share of an axis.
 
     Attributes:
-        device: which.
-        before_elements: in the first plan.
-        after_elements: in the second plan.
-        delta_elements: gained, or lost if negative.
+        device: the device.
+        before_elements: elements in the first plan.
+        after_elements: elements in the second plan.
+        delta_elements: elements gained, or lost if negative.
     """
 
     device: DevicePair
@@ -109,16 +109,16 @@ class Share:
 
 @frozen(kw_only=True)
 class SplitChange:
-    """An axis that is not cut the same in both plans, in the layers where the difference is the same.
+    """An axis that is cut differently in the two plans, in the layers where the difference is the same.
 
     Attributes:
-        change: what happened to it.
-        axis: which.
-        layers: inclusive ranges, left out outside the layers.
-        fields: what differs beside the bounds: size, unit, width, replicas.
-        before_bounds: the first plan's, empty if it does not have the axis there.
-        after_bounds: the second plan's, empty if it does not have the axis there.
-        shares: of every device that holds a part in either plan.
+        change: what happened to the split.
+        axis: the axis that is cut.
+        layers: inclusive ranges of layers, left out for axes outside the layers.
+        fields: values other than the bounds that differ: size, unit, width, replicas.
+        before_bounds: bounds in the first plan, empty if it lacks the axis in these layers.
+        after_bounds: bounds in the second plan, empty if it lacks the axis in these layers.
+        shares: share of every device that holds a part in either plan.
     """
 
     change: Change
@@ -132,13 +132,13 @@ class SplitChange:
 
 @frozen
 class BucketChange:
-    """Bytes of one bucket.
+    """The bytes of one bucket in both plans.
 
     Attributes:
-        bucket: which.
-        before_bytes: in the first plan.
-        after_bytes: in the second plan.
-        delta_bytes: gained, or lost if negative.
+        bucket: the bucket.
+        before_bytes: bytes in the first plan.
+        after_bytes: bytes in the second plan.
+        delta_bytes: bytes gained, or lost if negative.
     """
 
     bucket: Bucket
@@ -149,14 +149,14 @@ class BucketChange:
 
 @frozen
 class MemoryChange:
-    """A device whose memory is not used the same in both plans.
+    """A device whose memory use differs between the plans.
 
     Attributes:
-        device: which.
-        buckets: all five of it.
-        before_reads_bytes: of weights and cache, what one token reads in the first plan; 0 if that does not state it.
-        after_reads_bytes: in the second plan.
-        delta_reads_bytes: read more, or less if negative.
+        device: the device.
+        buckets: all five buckets of the device.
+        before_reads_bytes: weights and cache that one token reads in the first plan; 0 if the plan does not say.
+        after_reads_bytes: the same in the second plan.
+        delta_reads_bytes: bytes more that one token reads, or fewer if negative.
     """
 
     device: DevicePair
@@ -168,17 +168,17 @@ class MemoryChange:
 
 @frozen
 class PlanDiff:
-    """What changes from one plan to another; false if nothing does.
+    """The changes from one plan to another; false if there are none.
 
     Attributes:
-        summary: one line for people.
-        reasons: which of the inputs differ.
+        summary: one line for humans.
+        reasons: why the plans differ.
         fields: values of the format, the model and the request that differ.
-        devices: that are not the same in both plans.
-        splits: that are not the same in both plans.
-        split_count: how many splits there are, the same ones and the others.
-        memory: of the devices where it is not the same.
-        total: of all devices.
+        devices: devices that differ between the plans.
+        splits: splits that differ between the plans.
+        split_count: number of splits compared, equal ones included.
+        memory: memory of the devices where it differs.
+        total: change of every bucket, summed over all devices.
     """
 
     summary: str
