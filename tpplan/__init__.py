@@ -1,7 +1,7 @@
-"""Plan how a large language model is split over several GPUs, save the plan, and run by it.
+"""Plan how to split a large language model over several GPUs, save the plan, and run it.
 
-The plan half, everything here, imports neither torch nor numba. Names are imported when they are first used, so that
-showing or validating a plan does not pay for planning.
+The plan half, which is every name here, imports neither torch nor numba; :mod:`tpplan.exec` runs plans. Names are
+imported on first use, so that showing or validating a plan does not load the planner.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its module."""
+    """Import a public name from its module on first use."""
     if name not in _MODULE_OF:
         message = f"module 'tpplan' has no attribute {name!r}"
         raise AttributeError(message)
@@ -79,12 +79,12 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Name what there is, for ``help()`` and completion, whether or not it was used yet."""
+    """List all public names for ``help()`` and completion, including those not imported yet."""
     return sorted({*globals(), *__all__})
 
 
 class _Package(ModuleType):
-    """Keeps ``tpplan.plan`` a function when the import of a module of that name would put the module in its place."""
+    """A module that keeps ``tpplan.plan`` a function when the submodule of the same name is imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in _MODULE_OF or not isinstance(value, ModuleType):

@@ -1,7 +1,7 @@
-"""The errors that tpplan raises on purpose.
+"""The errors that tpplan raises deliberately.
 
-Every one of them is a :class:`TpplanError`: a sentence with names and numbers, and a hint that says what to do next.
-Anything else that escapes from tpplan is a bug.
+Each is a :class:`TpplanError`: a message with names and numbers, and a hint that says what to do next. Any other
+exception from tpplan is a bug.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class TpplanError(Exception):
-    """What is wrong, and what to do about it.
+    """Base class of tpplan's errors, with a message and a hint.
 
     Attributes:
-        message: one sentence or paragraph with the names and numbers that are at odds.
-        hint: the next thing to do; empty if there is nothing sensible to say.
+        message: a sentence or paragraph that says what is wrong, with the names and numbers involved.
+        hint: what to do next; empty if there is nothing useful to suggest.
     """
 
     def __init__(self, message: str, hint: str = "") -> None:
@@ -30,22 +30,22 @@ class TpplanError(Exception):
 
 
 class ModelError(TpplanError):
-    """A model's config or checkpoint that cannot be read, is not supported, or contradicts itself."""
+    """A model's config or checkpoint cannot be read, is not supported, or is inconsistent."""
 
 
 class DeviceError(TpplanError):
-    """A device, a memory size or a devices file that cannot be understood or found."""
+    """A device, a memory size or a devices file is invalid or cannot be found."""
 
 
 class RequestError(TpplanError):
-    """A request that has no meaning for the model: an unknown cache kind, a context beyond the model's."""
+    """A request is invalid for the model: an unknown cache kind, a context longer than the model's."""
 
 
 class PlanError(TpplanError):
-    """A plan or document that breaks the rules of its format.
+    """A plan or document breaks the rules of its format.
 
     Attributes:
-        problems: every rule that it breaks, one by one; the message lists them.
+        problems: one entry for each violation; the message lists them.
     """
 
     def __init__(self, message: str, hint: str = "", problems: tuple[Problem, ...] = ()) -> None:
@@ -54,12 +54,12 @@ class PlanError(TpplanError):
 
 
 class ExecutionError(TpplanError):
-    """A compiled plan cannot do what it was asked: operands of the wrong shape or device, no room, use after close."""
+    """A compiled plan cannot do what is asked: operands of the wrong shape or device, no memory, use after close."""
 
 
 class UsageError(TpplanError):
-    """Arguments that are no command."""
+    """The command-line arguments are not a valid command."""
 
 
 class InternalError(TpplanError):
-    """A bug in tpplan, told without a traceback."""
+    """A bug in tpplan, reported without a traceback."""
