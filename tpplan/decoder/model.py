@@ -1,4 +1,4 @@
-"""A decoder that runs by a plan: every device computes its slices, and the context's operations tie them together.
+"""A decoder that runs on a compiled plan: each device computes its slices, and the context's operations combine them.
 
 Shapes: B batch, R rows, D hidden, V vocabulary. A plural such as ``xs`` is one tensor for each device, in device order.
 """
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-#: Rows of half a pass at least, for halves to take turns, and a multiple of which the first one has. No graph is of so
-#: few, but for the smallest, so that there are rows of somebody in the second half.
+#: Minimum rows of half a pass for the halves to take turns, and a multiple that the first half is rounded down to. A
+#: graph this large is always more than half full, so that the second half is never all padding.
 _HALF, _EVEN = 512, 128
 
 
@@ -55,12 +55,12 @@ class Decoder:
 
     Attributes:
         stack: the model's layers.
-        batch: sequences that can decode together.
-        weights: by device and name, those with the same input joined where they lie side by side.
-        length: tokens that each can have: the plan's cache tokens over its batch.
-        graph: the latest that was captured of its work, or None; all of them share their memory.
-        prompt_graphs: what reads passes of prompts by graphs, or None.
-        generations: how many have begun; the cache is the latest one's.
+        batch: maximum number of sequences that decode together.
+        weights: tensors by device and name; adjacent matrices with the same input are joined into one.
+        length: maximum tokens of a sequence: the plan's cache tokens divided by its batch.
+        graph: the latest graph captured of the decoder's work, or None; all of its graphs share their memory.
+        prompt_graphs: runs passes of prompts as graphs, or None if they run without.
+        generations: number of generations started; the cache belongs to the latest.
     """
 
     @torch.inference_mode()
@@ -75,24 +75,24 @@ class Decoder:
         kernels: bool = True,
         turns: bool | None = None,
     ) -> None:
-        """Make the cache, in the memory that the plan counts for it.
+        """Prepare the weights and allocate the cache, in the memory that the plan reserves for it.
 
         Args:
             context: a compiled plan for the model.
-            directory: the model's, with a config.json.
-            weights: of the model, from :func:`tpplan.weights.load_weights`.
-            cache: its kind; the plan's if not given. ``fp32``, which no plan has, loses nothing.
-            graphs: whether passes of prompts are captured, where they can be: see
-                :func:`tpplan.decoder.prompt_graphs.is_fixed`. On CUDA devices if not given.
-            kernels: whether devices compute by kernels of :mod:`tpplan.decoder.fused` what these take; else by torch.
-            turns: whether halves of large passes that are captured take turns: what one of them adds up travels while
-                the other is computed. On CUDA devices that cannot write to each other's memory if not given.
+            directory: the model's directory, with a config.json.
+            weights: weights of the model, from :func:`tpplan.weights.load_weights`.
+            cache: kind of cache; the plan's if not given. ``fp32``, which no plan has, is lossless.
+            graphs: whether to capture passes of prompts as graphs where possible, see
+                :func:`tpplan.decoder.prompt_graphs.is_fixed`; by default on CUDA devices.
+            kernels: whether to use the fused kernels of :mod:`tpplan.decoder.fused` where they apply, instead of torch.
+            turns: whether the halves of large captured passes take turns, so that the all-reduce of one overlaps the
+                computation of the other; by default on CUDA devices that cannot write to each other's memory.
 
         Raises:
-            ModelError: the decoder does not compute such a model, see :func:`tpplan.decoder.settings.settings_of`, or
-                the plan is for another one.
-            RequestError: the weights are not those of the plan.
-            ExecutionError: it has no cache of the kind.
+            ModelError: the decoder does not support the model, see :func:`tpplan.decoder.settings.settings_of`, or the
+                plan is for another one.
+            RequestError: the weights do not match the plan.
+            ExecutionError: the decoder has no cache of this kind.
         """
         request, model = context.plan.request, read_model(directory)
         self.batch = request.batch
@@ -106,11 +106,11 @@ class Decoder:
         blocks = {layer: block for block in model.blocks for layer in block.layers}
         layers = [blocks[layer] for layer in range(model.layer_count)]
         self.weights = {}
-        for device in context.all_devices:  # before there is a cache: who rearranges codes needs room for them
+        for device in context.all_devices:  # before there is a cache: rearranging codes takes memory
             matrices = matrices_of(weights[device], slices[device], self._settings.scheme)
             self.weights[device] = joined(weights[device], matrices, layers, self._family, context.dtype)
             if matrices and context.devices[device].device.type == "cuda":
-                torch.cuda.empty_cache()  # of what rearranging took
+                torch.cuda.empty_cache()  # frees the memory that rearranging took
         windows = [block.attention.window if block.attention else 0 for block in layers]
         kind = cache or request.cache.kind
         heads = [heads_of(context, layer, window, kind) for layer, window in enumerate(windows)]
@@ -150,21 +150,21 @@ class Decoder:
         return self.stack.context
 
     def cache_bytes(self, device: int) -> int:
-        """Return the bytes that the cache takes on a device."""
+        """Return the size of the cache on a device, in bytes."""
         return sum(heads[device].cache.nbytes for heads in self.stack.heads if device in heads)
 
     def steps(self, sequences: int) -> Steps:
-        """Return what makes the first so many sequences of the cache grow; made once, and kept with its graphs."""
+        """Return the decoding steps of the cache's first ``sequences`` sequences; created once and kept with graphs."""
         if sequences not in self._steps:
             self._steps[sequences] = Steps(self, sequences)
         return self._steps[sequences]
 
     def captured(self, issue: Callable[[], None], what: str) -> Graph | None:
-        """Return a graph of some work, which works in the memory of those before; None, and a warning, if that fails.
+        """Capture work as a graph that shares the memory of earlier ones; return None and log a warning on failure.
 
         Args:
             issue: does the work.
-            what: to call it.
+            what: name of the work in the warning.
         """
         try:
             with self.graph.beside() if self.graph else self.context.capture() as graph:
@@ -176,24 +176,24 @@ class Decoder:
         return graph
 
     def prefill(self, tokens: Sequence[int], sequence: int = 0, start: int = 0) -> tuple[Tensor, ...]:
-        """Take the next tokens of one sequence; see :meth:`read`.
+        """Process the next tokens of one sequence; see :meth:`read`.
 
         Args:
-            tokens: one or more.
-            sequence: its number.
-            start: tokens that it has already.
+            tokens: one or more tokens.
+            sequence: index of the sequence.
+            start: number of tokens already in its cache.
         """
         return self.read([Prompt(tokens, sequence, start)])
 
     @torch.inference_mode()
     def read(self, prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:
-        """Take the next tokens of some sequences, in as many passes as the plan's rows make of all of them.
+        """Process the next tokens of several sequences, in passes of at most the context's ``max_rows`` rows.
 
         Args:
-            prompts: one or more, of different sequences.
+            prompts: one or more prompts, of different sequences.
 
         Returns:
-            The logits of what follows each, ``[B, V]``, on each device its part of the vocabulary.
+            The logits of the token after each prompt, ``[B, V]``, on each device for its part of the vocabulary.
 
         Raises:
             RequestError: see :func:`tpplan.decoder.prompts.check`.
@@ -202,8 +202,8 @@ class Decoder:
         ends: list[list[Tensor]] = [[] for _ in self.context.all_devices]
         xs: tuple[Tensor, ...] = ()
         for tokens, stretches in cut(prompts, self.context.max_rows):
-            numbers = torch.tensor([tokens, *numbers_of(stretches)]).T.contiguous()  # as many columns for any length
-            xs = ()  # room for the next
+            numbers = torch.tensor([tokens, *numbers_of(stretches)]).T.contiguous()  # the same shape but for the rows
+            xs = ()  # frees memory for the next pass
             xs = self.prompt_graphs.run(numbers) if self.prompt_graphs else ()
             xs = xs or self.run(self.context.broadcast(numbers, source=HOST), stretches)
             last = [torch.cat([x_RD[each.ends] for each in stretches]) for x_RD in xs]
@@ -211,11 +211,11 @@ class Decoder:
         return self._logits([torch.cat(kept) for kept in ends])
 
     def run(self, numbers: Sequence[Tensor], stretches: Sequence[Stretch] = ()) -> tuple[Tensor, ...]:
-        """Return the residual stream behind a pass of prompts.
+        """Return the residual stream after a pass of prompts.
 
         Args:
-            numbers: on each device, of each row: its token and what :func:`tpplan.decoder.prompts.numbers_of` says.
-            stretches: of all rows; not given where nothing may depend on them, and the last rows may be nobody's.
+            numbers: on each device, for each row its token and its :func:`tpplan.decoder.prompts.numbers_of`.
+            stretches: stretches of all rows; left out if the pass must not depend on them, and may end with padding.
         """
         xs = self._embed([one[:, 0] for one in numbers])
         count = len(numbers[0])
@@ -230,7 +230,7 @@ class Decoder:
         return xs
 
     def _prefill(self, numbers: Sequence[Tensor], stretches: Sequence[Stretch] = ()) -> Prefill:
-        """Return what devices need to know of a pass of prompts, see :meth:`run`."""
+        """Return the pass that :meth:`run` computes for these rows."""
         _, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
         count = len(numbers[0])
         extent = Extent.of(stretches) if stretches else Extent(self.batch, min(count, self.length), self.length)
@@ -245,15 +245,15 @@ class Decoder:
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int = 0) -> tuple[Tensor, ...]:
-        """Take one token of each sequence; nothing waits, and no shape depends on a value, so that a graph can do it.
+        """Process one token of each sequence; it can be captured, as nothing waits and no shape depends on a value.
 
         Args:
-            tokens: ``[B]`` on each device in use: of the first B sequences.
-            positions: theirs, ``[B]`` on each device in use.
-            span: more than the largest position; as many as the cache holds if not given.
+            tokens: tokens of the first B sequences, ``[B]`` on each device in use.
+            positions: positions of these tokens, ``[B]`` on each device in use.
+            span: a number above the largest position; by default the maximum length of a sequence.
 
         Returns:
-            The logits of what follows, ``[B, V]``; see :meth:`read`.
+            The logits of the next tokens, ``[B, V]``; see :meth:`read`.
 
         Raises:
             RequestError: see :func:`tpplan.decoder.prompts.check_step`.
@@ -271,12 +271,12 @@ class Decoder:
         return Decode(self._angles(positions), where)
 
     def _angles(self, positions: Sequence[Tensor]) -> dict[int, Angles]:
-        """Return how the heads of rows at some positions are turned, on each device that has heads."""
+        """Return the RoPE angles of rows at these positions, on each device that has KV heads."""
         at = dict(zip(self.context.all_devices, positions, strict=True))
         return {device: angles(*(table[at[device]] for table in tables)) for device, tables in self._tables.items()}
 
     def _embed(self, tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the tokens' rows of the embedding: a device has zeros for those that others hold, and all add up."""
+        """Return the embeddings of tokens: the sum over devices, each with zeros for tokens that others hold."""
         ids = dict(zip(self.context.all_devices, tokens, strict=True))
         parts = []
         for part in self.context.split(Axis.VC):

@@ -1,4 +1,4 @@
-"""The layers of a model: what each of them makes of the residual stream, on all devices of a compiled plan.
+"""The layers of a model, computed on all devices of a compiled plan.
 
 Shapes: R rows, D hidden, H heads, K elements of a head, I intermediate, C experts of a row. A plural such as ``xs`` is
 one tensor for each device, in device order.
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 class Made(NamedTuple):
-    """What devices have made of the residual stream, to be put together and added to it.
+    """The output of an attention or MLP on each device, to be combined and added to the residual stream.
 
     Attributes:
-        ys: by device; the stream itself if it is added already.
-        axis: whose devices have made them.
-        post: the norm that comes before they are added, if any does.
+        ys: one tensor for each device; the stream itself if the output is already added to it.
+        axis: the axis whose devices have an output.
+        post: name of the norm applied before the addition, empty if there is none.
     """
 
     ys: Sequence[Tensor]
@@ -45,16 +45,16 @@ class Made(NamedTuple):
 
 
 class Stack:
-    """All layers of a model, each cut over the devices as the plan says.
+    """All layers of a model, each split over the devices as the plan says.
 
     Attributes:
-        context: the compiled plan, whose operations tie the devices together.
-        heads: what each device holds of each layer's attention.
-        steps: what computes on each device.
-        has_experts: whether layers have.
-        looks_at_spans: whether the work of a step depends on how many places of the cache it may look at.
-        processors_left: multiprocessors that products leave free where passes take turns: without, sums of the one wait
-            for a product of the other to end. More than 8 made products slower than they made sums sooner.
+        context: the compiled plan, whose operations combine the devices' results.
+        heads: attention heads of each layer, by device.
+        steps: the computation steps of each device.
+        has_experts: whether any layer has experts.
+        looks_at_spans: whether the work of a step depends on how many places of the cache it may read.
+        processors_left: multiprocessors that matrix products leave free while passes take turns; otherwise the sums of
+            one wait for a product of the other. With more than 8, products lost more time than sums gained.
     """
 
     processors_left = 8
@@ -69,15 +69,15 @@ class Stack:
         *,
         steps: Mapping[int, Plain],
     ) -> None:
-        """Put together what a layer needs.
+        """Create the layers.
 
         Args:
             context: a compiled plan for the model.
-            settings: of the model.
-            blocks: what is in each layer.
-            weights: by device, see :func:`tpplan.decoder.joined.joined`.
-            heads: of each layer, by device.
-            steps: what computes on each device.
+            settings: settings of the model.
+            blocks: the block that each layer belongs to.
+            weights: weights of each device, see :func:`tpplan.decoder.joined.joined`.
+            heads: attention heads of each layer, by device.
+            steps: the computation steps of each device.
         """
         self.context = context
         self.heads = heads
@@ -94,7 +94,7 @@ class Stack:
         self._head_dims = [context.plan.split(Axis.KV, layer).width for layer in range(len(blocks))]
 
     def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
-        """Return the residual stream ``[R, D]`` behind the last layer, equal on all devices in use."""
+        """Return the residual stream ``[R, D]`` after the last layer, equal on all devices in use."""
         for layer, block in enumerate(self._blocks):
             xs = self._add(layer, self._attention(layer, xs, rows), xs)
             make = self._mixture if block.experts else self._mlp
@@ -102,12 +102,12 @@ class Stack:
         return xs
 
     def run_in_turns(self, passes: Sequence[tuple[tuple[Tensor, ...], Pass]]) -> None:
-        """Do that with several passes of a model without experts, where their residual streams are.
+        """Run several passes of a model without experts in turn, updating their residual streams in place.
 
-        While one of them is computed, what devices have made of the others is put together. A pass may attend to what
-        those before it keep, for it comes after them in every layer.
+        While one pass is computed, the devices' outputs of the others are combined. A pass may attend to keys and
+        values of the passes before it, as it comes after them in every layer.
         """
-        adding: dict[int, tuple[Aside, Made]] = {}  # what is made is kept until it is added up
+        adding: dict[int, tuple[Aside, Made]] = {}  # keeps the outputs alive until they are added up
         with leaving_processors([device.device for device in self.context.devices.values()], self.processors_left):
             try:
                 for layer, make in product(range(len(self._blocks)), (self._attention, self._mlp)):
@@ -125,7 +125,7 @@ class Stack:
                     aside.wait()
 
     def normed(self, xs: Sequence[Tensor], device: int, norm: str, fused: str, names: Sequence[str] = ()) -> Tensor:
-        """Multiply the rows of a device behind one of its norms; see :meth:`tpplan.decoder.plain.Plain.normed`."""
+        """Normalise the rows of a device and multiply by matrices; see :meth:`tpplan.decoder.plain.Plain.normed`."""
         weights, x_RD = self._weights[device], xs[self._places[device]]
         return self.steps[device].normed(x_RD, weights[f"{norm}.weight"], weights, fused, names)
 
@@ -136,7 +136,7 @@ class Stack:
         return Made(self._lead_back(layer, found, name, Axis.Q, xs=xs, dim=self._head_dims[layer]), Axis.Q, post)
 
     def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
-        """Return what the query heads of a device find, side by side in ``[R, ...]``."""
+        """Return the attention output of a device's query heads, concatenated to ``[R, ...]``."""
         start, head_dim = f"model.layers.{layer}.self_attn.", self._head_dims[layer]
         weights = self._weights[device]
         names = [f"{start}{which}_proj" for which in "qkv"]
@@ -155,7 +155,7 @@ class Stack:
         return Made(self._lead_back(layer, self._gated(layer, xs), name, Axis.ID, xs=xs), Axis.ID, post)
 
     def _gated(self, layer: int, xs: tuple[Tensor, ...]) -> list[Tensor]:
-        """Return what every device has between the matrices of an MLP."""
+        """Return each device's gated hidden activations of an MLP."""
         start, found = f"model.layers.{layer}.mlp.", []
         names = [f"{start}gate_proj", f"{start}up_proj"]
         for part in self.context.split(Axis.ID, layer):
@@ -171,7 +171,7 @@ class Stack:
         inputs = {
             device: self.steps[device].norm(xs[self._places[device]], self._weights[device][norm]) for device in devices
         }
-        # One device chooses for all: others may round differently, and would take other experts.
+        # One device chooses for all: others may round differently and choose other experts.
         first = devices[0]
         scores_RE = self.steps[first].linear(inputs[first], self._weights[first], start + names.router)
         choice_RC = self.steps[first].choose(scores_RE, count, normalised=self._settings.normalised)
@@ -191,7 +191,7 @@ class Stack:
             wholes = self.context.allgather(hidden, Axis.EX, Axis.RS, dim=count, layer=layer)
             hidden = [torch.unflatten(whole, 1, (-1, count)).transpose(1, 2) for whole in wholes]
             devices = self.context.devices_of(Axis.RS)
-        to_RD = xs[0] if len(xs) == 1 else None  # who has all of it adds it to the residual stream at once
+        to_RD = xs[0] if len(xs) == 1 else None  # a single device adds directly to the residual stream
         ys = [
             self.steps[device].experts_down(
                 h_RCI, self._weights[device].experts(down), choices[device], to_RD, fixed=rows.fixed
@@ -203,9 +203,9 @@ class Stack:
     def _lead_back(
         self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, *, xs: tuple[Tensor, ...], dim: int = 1
     ) -> Sequence[Tensor]:
-        """Multiply what an axis is cut of by the matrix that leads back to the residual stream.
+        """Multiply the parts of an axis by the matrix that projects back to the residual stream.
 
-        Where that is added to it at once, by a single device or by few rows, the stream is returned.
+        If the product is added to the stream at once, on a single device or for few rows, return the stream.
         """
         devices = self.context.devices_of(axis, layer)
         if len(xs) == 1 and not self._family.sandwich:
@@ -222,13 +222,13 @@ class Stack:
         ]
 
     def _most_joint(self, steps: Iterable[Plain]) -> int:
-        """Return the most elements of the stream that kernels add the devices' products to; 0 if there are none."""
+        """Return the most elements of the stream for which one kernel multiplies and all-reduces; 0 for none."""
         if not self._reduce or self._family.sandwich:
             return 0
         return min(each.joint_rows for each in steps) * self.context.plan.split(Axis.RS).bounds[-1]
 
     def _add_at_once(self, parts: Sequence[Tensor], name: str, xs: tuple[Tensor, ...]) -> bool:
-        """Add to the residual stream what all devices' matrices make, in one kernel on each, if there are such."""
+        """Add the product of all devices to the residual stream with one kernel on each; return False if none can."""
         if len(parts) != len(xs) or xs[0].numel() > self._joint_elements:
             return False
         channel = self.context.channel(self._joint_elements)
@@ -244,9 +244,9 @@ class Stack:
         return True
 
     def _add(self, layer: int, made: Made, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Put together what the devices have made, and add it to the residual stream, behind a norm if there is one."""
+        """Combine the outputs of the devices and add them to the residual stream, after the norm if there is one."""
         ctx, (ys, axis, post) = self.context, made
-        if ys is xs:  # which it is in already
+        if ys is xs:  # already added
             return xs
         if post:
             if self._reduce:
