@@ -1,4 +1,4 @@
-"""Generating texts: prompts in, tokens out, one of each text at a time."""
+"""Generating tokens from prompts, one token of each text at a time."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ def generate(
     sampling: Sampling = _GREEDY,
     end: Collection[int] = (),
 ) -> Iterator[tuple[int | None, ...]]:
-    """Continue prompts together, and return an iterator over their new tokens.
+    """Continue a batch of prompts, and return an iterator over their new tokens.
 
     Args:
-        decoder: that has room for as many sequences; whatever is in its cache is overwritten.
+        decoder: a decoder whose batch has room for the prompts; its cache is overwritten.
         prompts: the tokens of each text.
-        max_new_tokens: of each text.
-        sampling: how tokens are chosen; the likeliest by default.
-        end: tokens that end a text.
+        max_new_tokens: maximum new tokens of each text.
+        sampling: how tokens are chosen; greedily by default.
+        end: end-of-text tokens; each ends its text, and is itself yielded.
 
     Yields:
-        The next token of each text, None where it has ended; the token that ends it comes before that.
+        The next token of each text, None for texts that have ended.
 
     Raises:
-        RequestError: there are no prompts or too many, or one is empty, too long for the plan's cache, or of other
-            tokens; or the decoder has begun other texts since, in the same cache.
+        RequestError: there are no prompts or too many, or one is empty, too long for the plan's cache, or has tokens
+            outside the vocabulary; or another generation has started since, in the same cache.
     """
     check_prompts(prompts, max_new_tokens, decoder.context.plan)
     return _tokens(decoder, prompts, sampling, max_new_tokens, frozenset(end))
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: SplitPlan) -> None:
-    """Make sure that prompts are tokens of a plan's model, and that the plan has room for them and what follows.
+    """Check that prompts are tokens of a plan's model, and that the plan has room for them and the new tokens.
 
     Args:
         prompts: the tokens of each text.
-        max_new_tokens: of each text.
-        plan: to run by.
+        max_new_tokens: maximum new tokens of each text.
+        plan: the plan to run.
 
     Raises:
         RequestError: see :func:`generate`.

@@ -1,4 +1,4 @@
-"""From logits to tokens: the likeliest on the devices, or one drawn at random on the host."""
+"""Choosing tokens from logits: the likeliest on the devices, or one sampled at random on the host."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Sampling:
     """How tokens are chosen.
 
     Attributes:
-        temperature: what logits are divided by before one is drawn; 0 takes the likeliest.
-        top_p: only the likeliest tokens are drawn from, as many as it takes for their probabilities to reach this
-            (nucleus sampling, Holtzman et al., arXiv 1904.09751).
-        seed: of what is drawn.
+        temperature: divisor of the logits before sampling; 0 takes the likeliest token.
+        top_p: sample only from the fewest likeliest tokens whose probabilities add up to this (nucleus sampling,
+            Holtzman et al., arXiv 1904.09751).
+        seed: seed of the random generator.
     """
 
     temperature: float = 0.0
@@ -43,7 +43,7 @@ class Sampling:
             raise RequestError(f"the seed is {self.seed}", "choose one from 0 to 2^63 - 1")
 
     def draw(self, logits_BV: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a token for each row of logits in host memory."""
+        """Sample a token for each row of logits in host memory."""
         below_BV = logits_BV.double() - logits_BV.amax(-1, keepdim=True)  # 0 is the likeliest at any temperature
         probabilities, order = (below_BV / self.temperature).softmax(-1).sort(-1, descending=True)
         before = probabilities.cumsum(-1) - probabilities
@@ -52,13 +52,13 @@ class Sampling:
 
 
 def best_of(logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
-    """Return the largest logits of rows and the tokens they are of, ``[B, 2 × places]``: in two columns of zeros.
+    """Return each row's largest logit and its token, in two columns of an otherwise zero ``[B, 2 × places]``.
 
     Args:
-        logits_BV: rows.
-        start: the first token.
-        place: of the columns.
-        places: how many there are.
+        logits_BV: logits of a range of tokens.
+        start: the first token of the range.
+        place: which pair of columns to fill.
+        places: number of pairs.
     """
     best_B, token_B = logits_BV.max(-1)
     found = logits_BV.new_zeros(len(logits_BV), 2 * places, dtype=torch.float32)
@@ -70,13 +70,13 @@ def best_of(logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
 def likeliest(context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Plain]) -> tuple[Tensor, ...]:
     """Return the likeliest tokens ``[B]`` on every device in use.
 
-    Each device finds its own best. These meet in one small sum, in which every device has columns to itself: float32
-    holds every token number exactly, and all devices choose by the same bits.
+    Each device finds its own best token. One small all-reduce collects these, as every device has columns of its own.
+    float32 holds every token number exactly, and all devices choose by the same bits.
 
     Args:
         context: the compiled plan.
-        logits: ``[B, V]`` on each device that holds some.
-        steps: what computes on each device.
+        logits: ``[B, V]`` on each device that holds a part of the vocabulary.
+        steps: the computation steps of each device.
     """
     parts = context.split(Axis.VC)
     bests = [
