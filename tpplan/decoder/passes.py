@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.plain import Plain, Turn
 
-#: Sines and cosines of the rows' positions, from :func:`tpplan.decoder.layers.angles`.
+#: Sines and cosines for the rows' positions, from :func:`tpplan.decoder.layers.angles`.
 Angles = Tensor
 
 
 @frozen
 class Prefill:
-    """The next tokens of some sequences; shapes depend on how many there are, and the host may wait for devices.
+    """A pass over the next tokens of several sequences; shapes depend on the tokens, and the host may wait for devices.
 
     Attributes:
-        angles: by device.
-        groups: of all rows, by device; none if they are one stretch.
-        stretches: of all rows, in their order; none if they are sure to attend at once.
+        angles: RoPE angles of the rows, by device.
+        groups: the grouping of all rows for a single attention call, by device; empty if they are one stretch.
+        stretches: the stretches of all rows, in order; empty if all rows are sure to attend in a single call.
         sizes: rows of each stretch.
     """
 
@@ -51,16 +51,16 @@ class Prefill:
     def attention(
         self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, device: int, *, scale: float, cap: float | None
     ) -> Tensor:
-        """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``.
+        """Write the rows' keys and values to the cache, and return the attention output ``[R, H × K]``.
 
         Args:
-            steps: of the device.
-            heads: of a layer on it.
-            qkv_RHK: queries, keys and values; they are written over.
-            turn: what becomes of them before they meet.
-            device: its number.
-            scale: of the scores.
-            cap: see :class:`tpplan.decoder.settings.Settings`.
+            steps: the computation steps of the device.
+            heads: the attention heads of a layer on the device.
+            qkv_RHK: queries, keys and values; overwritten.
+            turn: the norms and rotation applied to queries and keys first.
+            device: index of the device.
+            scale: factor of the attention scores.
+            cap: soft cap of the scores, see :class:`tpplan.decoder.settings.Settings`.
         """
         group = self.groups.get(device)
         if group and heads.attend_at_once(group.extent.most, cap):
@@ -77,7 +77,7 @@ class Prefill:
     def _read(
         each: Stretch, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], attending: Callable[..., Tensor]
     ) -> Tensor:
-        """Do that for one of them."""
+        """Return the attention output of one stretch."""
 
         def find(some: slice, keys: slice) -> Tensor:
             sequences = slice(each.sequence + some.start, each.sequence + some.stop)
@@ -91,11 +91,11 @@ class Prefill:
 
 @frozen
 class Decode:
-    """One token of each sequence; no shape depends on a value, and nothing waits, so that a graph can do it.
+    """A pass over one token of each sequence; it can be captured, as no shape depends on a value and nothing waits.
 
     Attributes:
-        angles: by device.
-        where: in caches of some length the tokens go, by device and length.
+        angles: RoPE angles of the rows, by device.
+        where: where the tokens go in the caches, by device and cache length.
     """
 
     angles: Mapping[int, Angles]
@@ -105,7 +105,7 @@ class Decode:
     def attention(
         self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, device: int, *, scale: float, cap: float | None
     ) -> Tensor:
-        """Do the same as :meth:`Prefill.attention`."""
+        """Write to the cache and attend; see :meth:`Prefill.attention`."""
         where = self.where[device][heads.cache.length]
         steps.keep(qkv_RHK, heads, turn, where.sequences, where.places)
         return steps.attend(qkv_RHK, heads, where, scale=scale, cap=cap)

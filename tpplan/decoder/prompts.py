@@ -1,4 +1,4 @@
-"""Prompts, cut into passes of as many rows as a plan allows. The rows of a pass may belong to several sequences."""
+"""Prompts, and cutting them into passes with rows of one or more sequences, each as large as the plan allows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from tpplan.plan import SplitPlan
 
-#: The numbers of a row that is nobody's, behind all others of a pass: its token, and what :func:`numbers_of` says.
+#: Numbers of a padding row at the end of a pass: its token, and its numbers as from :func:`numbers_of`.
 NOBODY: Final = 0, 0, -1, 2**31 - 1
 
-#: Characters of what is no token or no prompt.
+#: Maximum characters of an invalid token or prompt in an error.
 _SHOWN: Final = 60
 
 
@@ -31,9 +31,9 @@ class Prompt:
     """The next tokens of a sequence.
 
     Attributes:
-        tokens: one or more.
-        sequence: its number.
-        start: tokens that it has already.
+        tokens: one or more tokens.
+        sequence: index of the sequence.
+        start: number of tokens already in its cache.
     """
 
     tokens: Sequence[int]
@@ -43,16 +43,16 @@ class Prompt:
 
 @frozen
 class Stretch:
-    """Rows of a pass that are successive tokens of a sequence, or as many of each of several sequences.
+    """Rows of a pass that are successive tokens of a sequence, or equally many of each of several sequences.
 
     Attributes:
-        first: of the rows.
-        size: rows of a sequence.
-        start: tokens that it has before them.
-        sequence: the number of the first sequence.
-        count: of sequences; their numbers follow each other, and so do their rows.
-        is_last: whether prompts end with them.
-        is_full: whether they are of one sequence, and there is no room for more rows in a pass.
+        first: index of the first row.
+        size: rows per sequence.
+        start: number of tokens that each sequence has before these rows.
+        sequence: index of the first sequence.
+        count: number of sequences, which have consecutive indices and consecutive rows.
+        is_last: whether their prompts end with these rows.
+        is_full: whether rows of a single sequence fill the pass.
     """
 
     first: int
@@ -65,23 +65,23 @@ class Stretch:
 
     @property
     def rows(self) -> slice:
-        """All of them."""
+        """All rows of the stretch."""
         return slice(self.first, self.first + self.count * self.size)
 
     @property
     def ends(self) -> slice:
-        """The rows with which prompts end."""
+        """The last row of each prompt; none if the prompts go on."""
         return slice(self.first + self.size - 1, self.rows.stop if self.is_last else 0, self.size)
 
 
 @frozen
 class Extent:
-    """How much a pass has at most.
+    """Upper bounds on the size of a pass.
 
     Attributes:
-        count: of sequences with rows in it.
-        longest: rows of a sequence.
-        most: tokens of a sequence: its rows and all before them.
+        count: number of sequences with rows in the pass.
+        longest: most rows of a sequence.
+        most: most tokens of a sequence, its rows and all before them.
     """
 
     count: int
@@ -90,16 +90,16 @@ class Extent:
 
     @classmethod
     def of(cls, stretches: Sequence[Stretch]) -> Self:
-        """Return that of the stretches of a pass."""
+        """Return the extent of a pass of these stretches."""
         ends = [each.start + each.size for each in stretches]
         return cls(sum(each.count for each in stretches), max(each.size for each in stretches), max(ends))
 
 
 def check(prompts: Sequence[Prompt], plan: SplitPlan) -> None:
-    """Make sure that a plan has such sequences, room for the prompts, and their tokens.
+    """Check that prompts have sequences and tokens of the plan's model, and fit its cache.
 
     Raises:
-        RequestError: it has not, there is no prompt or no token, or a sequence comes twice.
+        RequestError: they do not, there are no prompts, one has no tokens, or two have the same sequence.
     """
     batch, length = plan.request.batch, length_of(plan.request)
     if not prompts:
@@ -119,15 +119,15 @@ def check(prompts: Sequence[Prompt], plan: SplitPlan) -> None:
 
 
 def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> None:
-    """Make sure that these are tokens, and that the model of a plan has them.
+    """Check that these are tokens in the vocabulary of a plan's model.
 
     Raises:
-        RequestError: they are a text or other numbers, for instance.
+        RequestError: they are not, such as a string or numbers out of range.
     """
     size, hint = plan.split(Axis.VC).size, "give the numbers that the model's own tokenizer makes of a text"
     try:
         listed = list(tokens[:])
-    except (TypeError, LookupError):  # of a number or an iterator
+    except (TypeError, LookupError):  # such as from a number or an iterator
         raise RequestError(f"a prompt is {_shown(tokens)}, which is no list of tokens", hint) from None
     for token in listed:
         try:
@@ -139,15 +139,15 @@ def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> None:
 
 
 def _shown(given: object) -> str:
-    """Return how something is written, but for what is too long."""
+    """Return the representation of an object, shortened."""
     return " ".join(repr(given).split())[:_SHOWN]
 
 
 def check_step(tokens: Sequence[Tensor], positions: Sequence[Tensor], devices: int, plan: SplitPlan) -> None:
-    """Make sure that every device has a token and a position for each of some sequences, and that a plan has as many.
+    """Check that every device has a token and a position of each sequence, and that they fit the plan's batch.
 
     Raises:
-        RequestError: it has not, or there is no sequence.
+        RequestError: they do not, or there are no sequences.
     """
     if len(tokens) != devices or len(positions) != devices:
         what = f"devices: {devices} in use, {len(tokens)} with tokens, {len(positions)} with positions"
@@ -163,11 +163,11 @@ def check_step(tokens: Sequence[Tensor], positions: Sequence[Tensor], devices: i
 
 
 def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[Stretch]]]:
-    """Yield the tokens of each pass, and whose they are: prompts follow each other, and break where a pass is full.
+    """Yield the tokens and stretches of each pass; prompts follow each other, and are cut where a pass is full.
 
     Args:
-        prompts: of different sequences.
-        most: rows of a pass.
+        prompts: prompts of different sequences.
+        most: maximum rows of a pass.
     """
     tokens: list[int] = []
     stretches: list[Stretch] = []
@@ -189,7 +189,7 @@ def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[
 
 
 def numbers_of(stretches: Iterable[Stretch]) -> tuple[list[int], list[int], list[int]]:
-    """Return of each row its position, the number of its sequence, and how many sequences have rows before it."""
+    """Return for each row its position, the index of its sequence, and how many sequences have rows before."""
     positions: list[int] = []
     sequences: list[int] = []
     before: list[int] = []
@@ -202,9 +202,10 @@ def numbers_of(stretches: Iterable[Stretch]) -> tuple[list[int], list[int], list
 
 
 def _joined(before: list[Stretch], new: Stretch) -> list[Stretch]:
-    """Return one stretch for the latest and a new one if they are alike, so that they are computed at once.
+    """Join a new stretch to the latest one if they are alike, so that they are computed at once.
 
-    Only what begins is: what sequences have already may take much memory, of many of them.
+    Only stretches at the start of sequences are joined: the tokens that many sequences already have may take too much
+    memory.
     """
     for old in before:
         if new.start == 0 and new == evolve(old, first=old.rows.stop, sequence=old.sequence + old.count, count=1):
