@@ -189,7 +189,7 @@ def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[
 
 
 def numbers_of(stretches: Iterable[Stretch]) -> tuple[list[int], list[int], list[int]]:
-    """Return for each row its position, the index of its sequence, and how many sequences have rows before."""
+    """Return for each row its position, the index of its sequence, and how many sequences have rows before it."""
     positions: list[int] = []
     sequences: list[int] = []
     before: list[int] = []

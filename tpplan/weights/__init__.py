@@ -1,6 +1,6 @@
-"""The weights of a checkpoint, cut by a plan: which slices go where, and loading them.
+"""The weights of a checkpoint, cut by a plan: computing each device's slices, and loading them.
 
-Names are imported when they are first used, as in ``tpplan`` itself: knowing the slices takes no torch.
+Names are imported on first use, as in ``tpplan`` itself: computing the slices does not need torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["TensorSlice", "Weights", "iter_slices", "load_weights"]
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its module.
+    """Import a public name from its module on first use.
 
     Raises:
         MissingError: torch is not installed.

@@ -1,4 +1,4 @@
-"""Loading a checkpoint by a plan: every device gets its slices, and nothing else is kept."""
+"""Loading a checkpoint by a plan: each device gets its slices, and nothing else is kept in memory."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
     Held = dict[str, list[tuple[TensorSlice, int]]]
 
-#: Threads that read: one copies some 6 GB a second out of the system's cache, and a link takes 55.
+#: Threads that read: one copies some 6 GB a second from the page cache, and a link takes 55.
 THREADS: Final = 8
 
 #: The number of a layer in a tensor's name.
 _LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
 
-#: torch's names of the dtypes of the safetensors format; it has none of 4 and 6 bits.
+#: torch's names of the dtypes of the safetensors format; torch has none with 4 or 6 bits.
 _NAMES: Final = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -68,11 +68,11 @@ DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, of) for name, of i
 class Weights:
     """The tensors of a model on the devices of a plan.
 
-    ``weights[device]`` has the device's tensors by name, each cut to what the plan gives the device. A device without
-    a part of a tensor has no tensor of this name.
+    ``weights[device]`` has the device's tensors by name, each cut to the device's slice. Tensors of which a device has
+    no part are left out.
 
     Attributes:
-        tensors: by device, an index into the plan's devices, and name.
+        tensors: tensors by index of the device in the plan, then by name.
     """
 
     tensors: Mapping[int, Mapping[str, Tensor]]
@@ -82,28 +82,31 @@ class Weights:
 
 
 def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weights:
-    """Load from a model's directory what each device of a plan holds.
+    """Load each device's slices of a checkpoint.
 
-    A device's tensors are one block of its memory: the matrices of a layer in the order of :func:`iter_slices`, of
-    quantised ones all codes, all scales and so on, and last the vectors, each from a multiple of 64 bytes on. So the
-    query, key and value projections of a layer follow each other.
+    The tensors of a device lie in one block of its memory, each aligned to 64 bytes: first the matrices of each layer
+    in the order of :func:`iter_slices` (quantised ones as all codes, all scales and so on), last the vectors. So the
+    query, key and value projections of a layer are adjacent.
 
     Args:
-        plan: to load by.
-        model_dir: with config.json and safetensors files.
-        ctx: the compiled plan, whose devices the tensors go to.
+        plan: the plan to load by.
+        model_dir: directory with config.json and safetensors files.
+        ctx: the compiled plan, to whose devices the tensors go.
+
+    Returns:
+        The tensors of each device.
 
     Raises:
-        PlanError: the plan breaks a rule, or its ledger counts other bytes than its slices take.
-        ModelError: the directory has another model than the plan is for, or tensors are missing, too many, or of other
-            shapes or dtypes; nothing was read of any then.
-        ExecutionError: there is no room on a device, or the context is closed.
-        RequestError: the context is of another plan.
+        PlanError: the plan breaks a rule, or the weights in its ledger differ from the size of its slices.
+        ModelError: the directory has another model than the plan is for, or tensors are missing, unexpected, or of the
+            wrong shape or dtype; no tensor is read then.
+        ExecutionError: a device has too little memory, or the context is closed.
+        RequestError: the context is for another plan.
     """
     if ctx.plan != plan:
         what = f"the context was compiled from another plan ({ctx.plan.model.name}) than the one to load by"
         raise RequestError(f"{what} ({plan.model.name})", "pass the plan that was compiled")
-    ctx.synchronize()  # which fails where the context is closed
+    ctx.synchronize()  # fails if the context is closed
     source = Source.read(Path(model_dir))
     source.check(plan)
     parts: dict[int, list[TensorSlice]] = {device: [] for device in ctx.all_devices}
@@ -116,18 +119,18 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
     reads = joined(read for name in order for read in reads_of(headers[name], held[name]))
     for block in blocks.values():
         if block.device.type == "cuda":
-            torch.cuda.synchronize(block.device)  # whoever had this memory before is done with it
+            torch.cuda.synchronize(block.device)  # earlier users of this memory are done
     with progress(f"loading {plan.model.name}", sum(headers[name].nbytes for name in held)) as done:
         _run(reads, source.directory, blocks, done)
     return weights
 
 
 def _check(plan: SplitPlan, source: Source, parts: Mapping[int, Sequence[TensorSlice]]) -> None:
-    """Make sure that torch has all the dtypes, and that the ledger counts all the bytes.
+    """Check that torch has all dtypes, and that the ledger's weights equal the size of the slices.
 
     Raises:
-        ModelError: a tensor has a dtype that torch has not.
-        PlanError: the plan promises other bytes than its slices take.
+        ModelError: a tensor has a dtype that torch lacks.
+        PlanError: the ledger states another size than the slices take.
     """
     for part in {each.dtype: each for found in parts.values() for each in found}.values():
         if part.dtype not in DTYPES:
@@ -141,13 +144,13 @@ def _check(plan: SplitPlan, source: Source, parts: Mapping[int, Sequence[TensorS
 
 
 def _allocate(ctx: TPContext, parts: Mapping[int, Sequence[TensorSlice]]) -> tuple[Held, Mapping[int, Tensor], Weights]:
-    """Make room for all parts, a single block on each device.
+    """Allocate memory for all parts, a single block on each device.
 
     Returns:
-        Who holds what of each tensor, and where in its block; the blocks; and the tensors that they are made of.
+        For each tensor its parts and their offsets in the blocks; the blocks; and the tensors, as views of them.
 
     Raises:
-        ExecutionError: there is no room.
+        ExecutionError: there is not enough memory.
     """
     held: Held = {}
     blocks: dict[int, Tensor] = {}
@@ -166,17 +169,17 @@ def _allocate(ctx: TPContext, parts: Mapping[int, Sequence[TensorSlice]]) -> tup
 
 
 def _order(part: TensorSlice) -> tuple[bool, int, str]:
-    """Return what says where a tensor lies: alike ones of a layer's matrices side by side, no biases between them."""
+    """Return the sort key of a tensor in its block: tensors of one kind in a layer are adjacent, vectors come last."""
     layer = _LAYER.search(part.name)
     return len(part.whole) < 2, int(layer[1]) if layer else -1, split_name(part.name)[1]  # noqa: PLR2004 (a vector)
 
 
 def _run(reads: Iterator[Read], directory: Path, blocks: Mapping[int, Tensor], done: Callable[[int], None]) -> None:
-    """Do all reads with a few threads; where one fails, the others stop too.
+    """Run all reads in a few threads; if one fails, the others stop too.
 
     Raises:
         ModelError: a file cannot be read.
-        ExecutionError: a device takes nothing.
+        ExecutionError: a copy to a device fails.
     """
     turn = Lock()
     stop = False

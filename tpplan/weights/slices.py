@@ -1,4 +1,4 @@
-"""Which part of which tensor each of a plan's devices holds: what the ledger charges, as ranges of elements."""
+"""The slice of every tensor that each device of a plan holds, as ranges of elements; the ledger charges for these."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class TensorSlice:
     """The part of a tensor that one device holds.
 
     Attributes:
-        name: of the tensor, with the family's prefix also where the checkpoint leaves it out.
-        device: index into the plan's devices.
-        dtype: as safetensors writes it, such as ``BF16``.
-        whole: elements per dimension of the whole tensor.
-        dim: the dimension that is cut; None if the device holds all of the tensor.
-        ranges: of this dimension, start (included) and end (excluded); a fused tensor has one for each of its
-            segments, to be concatenated in order. Empty where nothing is cut.
+        name: name of the tensor, with the family's prefix even where the checkpoint leaves it out.
+        device: index of the device in the plan.
+        dtype: dtype in safetensors notation, such as ``BF16``.
+        whole: shape of the whole tensor.
+        dim: the dimension that is cut; None if the device holds the whole tensor.
+        ranges: start (included) and end (excluded) in this dimension. A fused tensor has one range for each of its
+            segments, to be concatenated in order. Empty if nothing is cut.
     """
 
     name: str
@@ -48,7 +48,7 @@ class TensorSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements per dimension of the part."""
+        """Shape of the part."""
         if self.dim is None:
             return self.whole
         length = sum(end - start for start, end in self.ranges)
@@ -56,23 +56,23 @@ class TensorSlice:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part."""
+        """Size of the part in bytes."""
         return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
 def iter_slices(plan: SplitPlan, model: ModelSpec) -> Iterator[TensorSlice]:
-    """Yield which part of every tensor goes to which device, the tensors outside the layers first, then by layer.
+    """Yield each device's part of every tensor, first of the tensors outside the layers, then layer by layer.
 
     Devices that hold no part of a tensor are left out. Where the plan replicates KV heads, a device holds each head
-    once, however many replicas of it are its own.
+    once, however many replicas of it the plan gives the device.
 
     Args:
-        plan: that cuts the model.
-        model: from :func:`tpplan.read_model`.
+        plan: the plan that cuts the model.
+        model: a model from :func:`tpplan.read_model`.
 
     Raises:
         PlanError: the plan breaks a rule.
-        ModelError: the plan is for another model.
+        ModelError: the plan is for another model, or the tensors are stored so that its cuts cannot be made.
     """
     verify(plan)
     given = fingerprint(model)
@@ -96,13 +96,13 @@ def iter_slices(plan: SplitPlan, model: ModelSpec) -> Iterator[TensorSlice]:
 
 @frozen
 class _Held:
-    """Who holds what of a parameter of one layer.
+    """The parts of one layer's parameter, by device.
 
     Attributes:
-        parameter: which.
-        name: of the tensor, with ``{expert}`` where the number goes.
+        parameter: the parameter.
+        name: name of the tensor, with ``{expert}`` in place of the number.
         dim: the dimension that is cut, None if none is.
-        ranges: of it, by device.
+        ranges: ranges of this dimension, by device.
     """
 
     parameter: Parameter
@@ -121,12 +121,12 @@ class _Held:
 
 @frozen
 class _Cuts:
-    """How a plan cuts the axes of one layer, or of what is outside the layers.
+    """How a plan cuts the axes of one layer, or those outside the layers.
 
     Attributes:
-        layout: the plan's.
-        splits: by axis.
-        used: the devices that hold a part of anything.
+        layout: layout of the plan.
+        splits: splits by axis.
+        used: the devices that hold a part of any axis.
     """
 
     layout: str
@@ -135,7 +135,7 @@ class _Cuts:
 
     @classmethod
     def of(cls, plan: SplitPlan, sizes: Iterable[tuple[Axis, int]], layer: int | None) -> _Cuts:
-        """Look the axes up, which have these sizes in the model.
+        """Look up the splits of these axes, given their sizes in the model.
 
         Raises:
             ModelError: the plan cuts an axis of another size.
@@ -152,7 +152,7 @@ class _Cuts:
         return cls(plan.request.layout, splits, tuple(sorted(used)))
 
     def held(self, parameter: Parameter, name: str) -> _Held:
-        """Return who holds what of a parameter: what pays for it in the ledger.
+        """Return each device's part of a parameter, for which the ledger charges the device.
 
         Raises:
             ModelError: a cut of the plan separates elements that are stored together.
@@ -169,12 +169,12 @@ class _Cuts:
         return _Held(parameter, name, dim, dict(sorted(ranges.items())))
 
     def _holders(self, home: Axis | None) -> tuple[int, ...]:
-        """Return who holds what no axis cuts: the devices of its home, or all in use where it has none."""
+        """Return the devices that hold an uncut tensor: those of its home axis, or all in use if it has none."""
         split = self.splits.get(home) if home else None
         return tuple(each.device for each in slices_of(split.bounds)) if split else self.used
 
     def _parts(self, segment: Segment, home: Axis | None, name: str) -> Iterator[tuple[int, int, int]]:
-        """Yield who holds which elements of a segment; of replicated heads, all that a device has a replica of."""
+        """Yield each device's range of a segment; of replicated heads, all heads that it has a replica of."""
         split = self.splits.get(segment.axis) if segment.axis else None
         if split is None:
             yield from ((device, 0, segment.length) for device in self._holders(segment.axis or home))
