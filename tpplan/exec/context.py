@@ -48,8 +48,8 @@ class TPContext(ContextMemory):
     Results are new tensors that no later call writes, unless the caller passes ``out``. No call changes the current
     device or stream. All arguments are checked before any data moves: an error leaves every tensor unchanged.
 
-    Only one thread at a time may use a context; a call from a second one raises an error. As a context manager, it
-    closes on exit.
+    Only one thread at a time may use a context; a call from a second one meanwhile raises an error. As a context
+    manager, it closes on exit.
 
     Attributes:
         plan: the compiled plan.

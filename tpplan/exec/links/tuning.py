@@ -50,8 +50,8 @@ class Tuning:
         copies_fans_bytes: size from which copy engines, instead of kernels that write directly, move messages too large
             for slots of ``peer`` when one device sends; 0 for never.
         copies_exchanges_bytes: the same when several devices send.
-        passed_on_bytes: bytes that the source must save at least for receivers on ``peer`` to pass data on to each
-            other, where it fits no slot; 0 for never.
+        passed_on_bytes: bytes saved at the source from which receivers on ``peer`` pass data on to each other, if it
+            fits no slot; 0 for never.
         gathers_bytes: largest slice that a device's kernel writes into host memory in a gather; copy engines move
             larger ones. 0 for none.
     """
