@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ class MissingError(ExecutionError, ImportError):
 
 
 def install_command(extra: str) -> str:
-    """Return what installs an extra of tpplan for the Python that runs, named as a shell finds it.
+    """Return what installs an extra of tpplan for the Python that runs, from the directory that tpplan came from.
 
     Args:
         extra: of tpplan.
@@ -31,7 +32,21 @@ def install_command(extra: str) -> str:
         python = name
     if " " in python:
         python = f'"{python}"'
-    return f'{python} -m pip install "tpplan[{extra}]"'
+    return f'{python} -m pip install "{_origin()}[{extra}]"'
+
+
+def _origin() -> str:
+    """Return the directory that tpplan was installed from, if it is still there, else its name (PEP 610)."""
+    from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415 (takes longer than most commands)
+    from urllib.parse import unquote, urlsplit  # noqa: PLC0415
+
+    try:
+        text = distribution("tpplan").read_text("direct_url.json")
+    except PackageNotFoundError:
+        text = None
+    url = urlsplit(json.loads(text)["url"] if text else "")
+    path = unquote(url.path)
+    return path if url.scheme == "file" and Path(path).is_dir() else "tpplan"
 
 
 @contextmanager

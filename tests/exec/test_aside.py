@@ -109,7 +109,11 @@ def test_a_block_ends_whatever_happens() -> None:
         assert backend.asides == 0
         with first:
             assert backend.asides == 1
-        ctx.aside().wait()
+        with pytest.raises(ExecutionError, match="that has not ended"):
+            ctx.aside().wait()
+        with pytest.raises(ExecutionError, match="that has not ended"), first:
+            first.wait()
+        first.wait()
 
 
 def test_a_row_that_has_no_room_to_be_copied_goes_as_it_would_alone() -> None:

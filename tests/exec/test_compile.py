@@ -21,6 +21,7 @@ from tpplan.exec.machine import Found, differences
 from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope
 from tpplan.plan import Cache, SplitPlan
+from tpplan.sizes import format_bytes
 from tpplan.workspace import areas
 
 if TYPE_CHECKING:
@@ -144,6 +145,15 @@ def test_a_plan_that_breaks_rules_is_not_run(plan: SplitPlan) -> None:
     with pytest.raises(PlanError, match="TP") as error:
         tpx.compile(broken, backend="cpu", max_rows=999)
     assert len(error.value.problems) >= 2
+
+
+def test_a_workspace_that_takes_more_than_is_counted(plan: SplitPlan) -> None:
+    """As where the request was edited, and memory was not; with numbers for each device."""
+    edited = evolve(plan, request=evolve(plan.request, max_rows=4096))
+    found = refusal(edited, backend="cpu")
+    assert [problem.partition(":")[0] for problem in found] == ["memory[0]", "memory[1]"]
+    for problem, memory in zip(found, plan.memory, strict=True):
+        assert f"the plan counts {format_bytes(memory.workspace_bytes)}" in problem
 
 
 def test_the_model_may_be_given(plan: SplitPlan, llama_config: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +16,37 @@ from tpplan.extras import install_command
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def came_from(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Let tpplan have been installed from a URL, or from an index if that is empty."""
+    text = json.dumps({"url": url, "dir_info": {}}) if url else None
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda _: SimpleNamespace(read_text=lambda _: text))
+
+
+@pytest.fixture(autouse=True)
+def from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tpplan have come from an index."""
+    came_from(monkeypatch, "")
+
+
+def test_a_clone_is_installed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tpplan came from a directory that is still there; what came from elsewhere goes by its name."""
+    clone = tmp_path / "a clone"
+    clone.mkdir()
+    monkeypatch.setattr(sys, "executable", "")
+    came_from(monkeypatch, clone.as_uri())
+    assert install_command("probe") == f'python -m pip install "{clone}[probe]"'
+    for url in ((tmp_path / "gone").as_uri(), "https://example.org/tpplan.whl"):
+        came_from(monkeypatch, url)
+        assert install_command("probe") == 'python -m pip install "tpplan[probe]"'
+    monkeypatch.undo()
+    monkeypatch.setattr(importlib.metadata, "distribution", _missing)
+    assert install_command("probe").endswith('"tpplan[probe]"')
+
+
+def _missing(name: str) -> None:
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 @pytest.mark.parametrize("name", ["python", "python3.99"])

@@ -33,20 +33,26 @@ class Aside:
             backend: the backend that issues programs, and whose ``asides`` the block is counted in.
         """
         self._backend = backend
-        self._is_open = False
+        self._is_open = self._has_ended = False
 
     def __enter__(self) -> Self:
         if self._is_open:
             raise ExecutionError("this aside is open already", "ask the context for another one")
-        self._is_open = True
+        self._is_open, self._has_ended = True, False
         self._backend.asides += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._is_open = False
+        self._is_open, self._has_ended = False, True
         self._backend.asides -= 1
 
     def wait(self) -> None:
-        """Order work issued from now on after the work of the block, if there is any, without blocking the host."""
+        """Order work issued from now on after the work of the block, without blocking the host.
+
+        Raises:
+            ExecutionError: the block has not ended.
+        """
+        if not self._has_ended:
+            raise ExecutionError("an aside is waited for that has not ended", "call wait() behind the with statement")

@@ -21,7 +21,7 @@ from tpplan.exec.gpu.slot_table import capacity
 from tpplan.exec.host import HostMemory
 from tpplan.exec.links.tuning import Tuning, default
 from tpplan.exec.links.tuning_cache import stored
-from tpplan.exec.machine import differences, look_at, places_for
+from tpplan.exec.machine import differences, look_at, places_for, uncounted
 from tpplan.exec.operands import ADDABLE
 from tpplan.exec.programs.lower import SPARED_BYTES, TRANSPORTS, Limits
 from tpplan.exec.programs.program import HOST, SLOTS
@@ -104,7 +104,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     dtype = getattr(torch, plan.model.dtype) if dtype is None else dtype
     max_rows = plan.request.max_rows if max_rows is None else max_rows
     places, problems = places_for(plan, backend, devices)
-    problems += _mismatches(plan, model, max_rows, dtype)
+    problems += [*uncounted(plan), *_mismatches(plan, model, max_rows, dtype)]
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes and places]
     choice = Choice(transport)
     if backend != "cpu":

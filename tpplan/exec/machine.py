@@ -8,6 +8,7 @@ import torch
 from attrs import frozen
 
 from tpplan.sizes import format_bytes
+from tpplan.workspace import workspace_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +50,16 @@ def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
         if device.capability and _version(here.capability) < _version(device.capability):
             problems.append(f"{where}: planned for capability {device.capability}, has {here.capability}")
     return problems
+
+
+def uncounted(plan: SplitPlan) -> list[str]:
+    """Return where the workspace takes more than the plan counts: it was edited, or made by another version."""
+    needed = workspace_bytes(plan.splits, plan.model.dtype, plan.request)
+    return [
+        f"memory[{i}]: the workspace takes {format_bytes(size)}, the plan counts {format_bytes(memory.workspace_bytes)}"
+        for i, (size, memory) in enumerate(zip(needed, plan.memory, strict=True))
+        if size > memory.workspace_bytes
+    ]
 
 
 def _version(text: str) -> tuple[int, ...]:

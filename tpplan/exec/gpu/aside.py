@@ -56,5 +56,6 @@ class StreamsAside(Aside):
 
     def wait(self) -> None:
         """Let the current streams go on behind what the block has issued."""
-        for stream, done in zip(self._streams, self._done, strict=False):  # nothing, before it has
+        super().wait()
+        for stream, done in zip(self._streams, self._done, strict=True):
             torch.cuda.current_stream(stream.device).wait_event(done)
