@@ -90,24 +90,34 @@ def test_reviewers_are_told_what_moves(repository: Path) -> None:
     assert "device 1 GPU gains\n706.00 MiB of weights\n```\n" in summary
 
 
-@pytest.mark.usefixtures("repository")
-def test_what_cannot_be_compared_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that cannot be read, and a base that does not exist, fail the script, although others could be told."""
+@pytest.mark.parametrize("broken", ["old", "new"])
+def test_what_cannot_be_compared_is_told(repository: Path, broken: str) -> None:
+    """For a plan with an invalid version the summary has the error, in a block that ends, and then the next plan."""
     whole = Path(PLAN).read_text(encoding="utf-8")
     other = Path("plans/llama/zzz.json")
-    shutil.copy(PLAN, other)
+    other.write_text(whole, encoding="utf-8")
+    if broken == "old":
+        Path(PLAN).write_text("{}", encoding="utf-8")
     assert run("git add . && git commit -q -m more").returncode == 0
     machine(20)
     plan()
     shutil.move(PLAN, other)
-    Path(PLAN).write_text("{}", encoding="utf-8")
+    Path(PLAN).write_text(whole if broken == "old" else "{}", encoding="utf-8")
     done = run(TELL)
-    assert done.returncode != 0
-    assert f"{PLAN} " in done.stderr
-    Path(PLAN).write_text(whole, encoding="utf-8")
-    assert run(TELL).returncode == 0
-    monkeypatch.setenv("BASE", "nowhere")
-    assert run(TELL).returncode != 0
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = (repository.parent / "summary.md").read_text(encoding="utf-8").split(f"### {other}\n")
+    assert first.startswith(f"### {PLAN}\n\n```text\nerror: ")
+    assert first.endswith("\n```\n\n")
+    assert "gains\n706.00 MiB of weights\n```\n" in second
+
+
+@pytest.mark.usefixtures("repository")
+@pytest.mark.parametrize("script", ["BASE=nowhere\n", "tpplan() { return 127; }\n"])
+def test_telling_fails_without_its_means(script: str) -> None:
+    """A base that does not exist and a command that cannot run fail the script."""
+    machine(20)
+    plan()
+    assert run(script + TELL).returncode != 0
 
 
 @pytest.mark.usefixtures("repository")
@@ -118,6 +128,21 @@ def test_git_shows_screens() -> None:
     plan()
     done = run("git diff -- plans")
     assert re.search(r"^\+0  GPU .*%$", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.usefixtures("repository")
+def test_git_shows_the_text_of_what_is_no_valid_plan() -> None:
+    """A version of a plan that is invalid or of a newer format is compared as it is, and history stays readable."""
+    assert run(ATTRIBUTES).returncode == 0
+    path = Path("plans/llama/with 'quotes' and blanks.json")
+    path.write_text('{"format_version": "2.0"}\n', encoding="utf-8")
+    assert run("git add . && git commit -q -m newer").returncode == 0
+    shutil.copy(PLAN, path)
+    for script in ("git diff -- plans", "git commit -q -a -m older && git log -p -- plans"):
+        done = run(script)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert '\n-{"format_version": "2.0"}\n+' in done.stdout
+        assert "\n+weights, cache and workspace are exact;" in done.stdout
 
 
 def test_every_reason_is_explained() -> None:
