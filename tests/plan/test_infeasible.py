@@ -213,7 +213,7 @@ def test_enough_in_all_but_not_in_whole_heads() -> None:
     devices = (Device(name="x", budget_bytes=358 * MIB, overhead_bytes=0),) * 4
     asked: dict[str, Any] = {"cache": Cache("fp16", 1024), "max_rows": 1}
     error = refused(model, devices, **asked)
-    assert "there is enough in all, but whole units do not divide so" in error.message
+    assert "there is enough in all, but some axes have too few units for 4 devices: kv_heads (1)" in error.message
     assert_adds_up(error, devices)
     found = follow(by_kind(error)["kv"], model, devices, asked)
     assert [s.end - s.start for s in found.slices(Axis.KV)] == [1, 1, 1, 1]
