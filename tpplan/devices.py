@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -108,6 +109,9 @@ def _entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
     try:
         return _parse_entry(entry, number, spec)
     except DeviceError as error:
+        if os.path.isdir(spec):  # noqa: PTH112 (a long list of GPUs is no path at all)
+            path = os.path.join(spec, "devices.json")  # noqa: PTH118
+            raise DeviceError(f"{spec[:60]!r} is a directory", f"name a devices file, such as {path}") from error
         if meant := _meant(entry):
             raise DeviceError(error.message, f"did you mean {meant}?") from error
         raise
@@ -122,6 +126,7 @@ def _meant(entry: str) -> str:
         re.sub(r" *[;+&/|] *| +", ",", entry),
         re.sub(r"^(.+?) *[xX×*] *([0-9]+)$", r"\2x\1", entry),
         re.sub(r"^([0-9]+) *\* *", r"\1x", entry),
+        re.sub(r"^[xX×*] *([0-9]+) *", r"\1x", entry),
         re.sub(r" *[@=] *", ":", entry),
     ]
     for slip in slips:
@@ -145,6 +150,8 @@ def _parse_entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
     digits, name, budget = match["count"] or "1", match["gpu"].strip(), match["budget"]
     count = int(digits) if len(digits) < len(str(_LONGEST_SPEC)) else MAX_DEVICES + 1
     if not 0 < count <= MAX_DEVICES:
+        if not name[0].isdecimal() and not catalogue.lookup(name):
+            catalogue.find(entry)  # such as 7900XTX, which raises with the name in full
         raise DeviceError(f"{entry[:60]!r} asks for {digits[:20]} devices, expected 1 to {MAX_DEVICES}", _EXAMPLE)
     if budget is not None and not budget.strip():
         raise DeviceError(f"{entry[:60]!r} has no memory after the colon", _EXAMPLE)

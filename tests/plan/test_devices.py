@@ -105,6 +105,16 @@ def test_what_has_no_meaning_is_explained(spec: str, words: str) -> None:
     assert len(str(raised.value)) < 400
 
 
+def test_a_directory_is_no_devices_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory is called one, and the hint names a file in it; one with the name of a GPU hides no GPU."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("machines", "RTX3060"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(DeviceError, match=r"'machines' is a directory\nhint: name .*, such as machines/devices.json"):
+        parse_devices("machines")
+    assert parse_devices("RTX3060") == (RTX_3060,)
+
+
 def test_as_many_devices_as_allowed() -> None:
     """The limit itself is allowed."""
     assert len(parse_devices(f"{MAX_DEVICES - 1}x1MiB,RTX3060")) == MAX_DEVICES
