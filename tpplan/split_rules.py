@@ -50,7 +50,7 @@ def bounds_ascend(plan: SplitPlan) -> Iterator[Finding]:
     for i, split in enumerate(plan.splits):
         for j, (a, b) in enumerate(pairwise(split.bounds)):
             if b < a:
-                yield f"splits[{i}].bounds[{j + 1}]", f"{b} comes after {a}"
+                yield f"splits[{i}].bounds[{j + 1}]", f"bounds[{j}] {a} exceeds bounds[{j + 1}] {b}"
 
 
 def whole_units(plan: SplitPlan) -> Iterator[Finding]:

@@ -68,7 +68,7 @@ VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
         {f"splits[{RS}].bounds": (0, 1024, 1536, 1984, 1984)},
         "TP004 at splits[4].bounds: ends at 1984, expected 2048",
     ),
-    ("TP005", {f"splits[{RS}].bounds": (0, 1536, 1024, 2048, 2048)}, "splits[4].bounds[2]: 1024 comes after 1536"),
+    ("TP005", {f"splits[{RS}].bounds": (0, 1536, 1024, 2048, 2048)}, "bounds[1] 1536 exceeds bounds[2] 1024"),
     ("TP006", {f"splits[{RS}].bounds": (0, 1000, 1536, 2048, 2048)}, "1000 is not a multiple of the unit 32"),
     ("TP006", {f"splits[{VC}].bounds": (0, 25600, 38401, 50257, 50257)}, "38401 is not a multiple of the unit 32"),
     (
