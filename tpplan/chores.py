@@ -16,7 +16,6 @@ from tpplan.errors import TpplanError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tpplan.error_report import ErrorBody
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
 
@@ -63,9 +62,9 @@ def plan_or_error(path: str) -> SplitPlan | TpplanError:
         return error
 
 
-def advise(errors: Iterable[ErrorBody]) -> None:
+def advise(hints: Iterable[str]) -> None:
     """Say on standard error what to do about errors, what helps against several once."""
-    for hint in dict.fromkeys(error.hint for error in errors if error.hint):
+    for hint in dict.fromkeys(filter(None, hints)):
         console.say("hint", hint, "hint")
 
 

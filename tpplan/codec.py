@@ -27,7 +27,7 @@ from tpplan.jsontext import render, shown
 from tpplan.plan import SCHEMA_URN, SplitPlan
 from tpplan.problems import FORM, MOST_PROBLEMS, Problem, refusal
 from tpplan.verify import verify
-from tpplan.versions import is_newer, version_of, version_problem
+from tpplan.versions import OTHER_VERSION, is_newer, version_of, version_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -97,8 +97,7 @@ def loads(text: str | bytes, what: str = "the plan", *, allow_newer: bool = Fals
     newer = allow_newer and is_newer(version)
     if version and not newer and (message := version_problem(version)):
         # alone, because nobody here knows what the keys of that version mean
-        hint = "upgrade tpplan, or make the plan again with this one"
-        raise refusal(what, [Problem("TP001", "format_version", message)], hint)
+        raise refusal(what, [Problem("TP001", "format_version", message)], OTHER_VERSION)
     if message := mistaken(data, PLAN):
         raise refusal(what, [Problem(FORM, "", message)], "tpplan plan makes a plan of a model and devices")
     plan = structure(data, SplitPlan, what, allow_unknown=newer)

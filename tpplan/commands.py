@@ -192,11 +192,8 @@ def validate(*plans: str, json: bool = False) -> int:
 
     found = judge(chores.some(plans), console.read)
     console.answer(found, view, json=json)
-    if any(file.problems for file in found.files):
-        console.say("hint", "make it again with tpplan plan; docs/plan-format.md explains the rules", "hint")
-    unread = [file.error for file in found.files if file.error]
-    chores.advise(unread)
-    return FAILED if unread else OK if found.ok else NO
+    chores.advise(file.hint for file in found.files)
+    return FAILED if any(file.error for file in found.files) else OK if found.ok else NO
 
 
 @app.command(sort_key=7, usage="Usage: tpplan check --model STR [OPTIONS] PLANS...")
@@ -236,7 +233,7 @@ def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) 
             hint = f"name with --model the model that the plan is for, {', '.join(dict.fromkeys(others))}; or {hint}"
         console.say("hint", hint, "hint", filter(None, again))
     unread = [one.error for one in found.plans if one.error]
-    chores.advise(unread)
+    chores.advise(error.hint for error in unread)
     return FAILED if unread else OK if found.current else NO
 
 

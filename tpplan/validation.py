@@ -10,6 +10,8 @@ from tpplan.codec import loads, uncanonical_line
 from tpplan.error_report import ErrorBody, error_report
 from tpplan.errors import PlanError, TpplanError
 from tpplan.problems import Problem
+from tpplan.verify import REMAKE
+from tpplan.versions import OTHER_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -32,6 +34,15 @@ class FileReport:
     problems: tuple[Problem, ...]
     uncanonical_line: int
     error: ErrorBody | None = None
+
+    @property
+    def hint(self) -> str:
+        """What to do about the file; empty if it is a valid plan."""
+        if self.error:
+            return self.error.hint
+        if all(problem.rule == "TP001" for problem in self.problems):
+            return OTHER_VERSION if self.problems else ""
+        return REMAKE
 
 
 @frozen

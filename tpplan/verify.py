@@ -13,6 +13,9 @@ from tpplan.versions import is_newer
 if TYPE_CHECKING:
     from tpplan.plan import SplitPlan
 
+#: What to do about a plan that breaks a rule.
+REMAKE = "make it again with tpplan plan; docs/plan-format.md explains the rules"
+
 
 def problems(plan: SplitPlan) -> tuple[Problem, ...]:
     """Return the violations of every rule, in the order of the rules, up to 100 of each; empty for a valid plan."""
@@ -38,4 +41,4 @@ def verify(plan: SplitPlan, what: str = "the plan", *, allow_newer: bool = False
     """
     newer = allow_newer and is_newer(plan.format_version)
     if found := [p for p in problems(plan) if not (newer and p.rule == "TP001")]:
-        raise refusal(what, found, "make it again with tpplan plan; docs/plan-format.md explains the rules")
+        raise refusal(what, found, REMAKE)

@@ -6,6 +6,9 @@ import re
 
 from tpplan.plan import FORMAT_VERSION
 
+#: What to do about a plan that :func:`version_problem` refuses.
+OTHER_VERSION = "upgrade tpplan, or make the plan again with this one"
+
 _VERSION = re.compile(r"([1-9][0-9]{0,3})\.(0|[1-9][0-9]{0,3})")
 
 
