@@ -1,16 +1,17 @@
-"""Lowering: an operation, a transport and a class of sizes make a program.
+"""Lowering: an operation, a transport and a size class determine a program.
 
-- ``events``: copies from device to device between fences of events. Needs nothing but copies that arrive.
-- ``peer``: one kernel per device, which writes into the others' memory. What is small goes through slots; what is not
-  goes straight where it belongs, and sums are shared out by columns; who sends little passes on a part of what others
-  send to several. Large moves may be left to copy engines.
-- ``host``: through pinned host memory, by kernels: what is small through slots, what is not in frames; sums that would
-  bring each device too much are shared out by columns. Where kernels may not wait, in parts by copies.
+- ``events``: copies from device to device, ordered by events. Requires nothing but working copies.
+- ``peer``: one kernel per device, which writes to the other devices' memory. Small messages go through slots. Large
+  ones are written straight to their targets, and reductions are divided by columns. Devices that send little relay a
+  part of what others send to several. Large moves may be left to copy engines.
+- ``host``: kernels send through pinned host memory, small messages through slots and large ones in frames. Reductions
+  that would bring each device too much data are divided by columns. Where kernels may not wait for each other, copies
+  in parts.
 
-What is small, and what copy engines get, is told by the room in a slot and by the thresholds of a
-:class:`~tpplan.exec.links.tuning.Tuning`.
+The slot size and the thresholds of a :class:`~tpplan.exec.links.tuning.Tuning` decide which messages count as small,
+and which go to copy engines.
 
-What comes from the host, or stays on its device, is the same for all.
+Copies from the host and within a device are the same for all transports.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ if TYPE_CHECKING:
     from tpplan.exec.programs.operation import Operation
     from tpplan.exec.programs.program import Program
 
-#: Bytes that go through host memory at once, if a row has not more: a copy engine stands still between smaller ones
-#: (of 64 MiB between two H200, 4 MiB at a time took 3 % less time than 2), and of larger ones too little is read while
-#: others are filled.
+#: Range of chunk sizes in bytes for copies through host memory, unless a row is larger. Copy engines idle between
+#: smaller chunks (64 MiB between two H200 took 3 % less time in chunks of 4 MiB than of 2 MiB); larger ones overlap
+#: too little.
 _SMALLEST_CHUNK, LARGEST_CHUNK = 2**20, 2**22
 
-#: Slots of a sender's pinned ring, if each has room for a row; else there are two.
+#: Slots of a sender's pinned ring if each has room for a row; otherwise two.
 RING_SLOTS = 4
 
-#: If sums that are shared out spare each device so many bytes, they are: about what its link carries in the time that
-#: the totals take from one device to another.
+#: Reductions in frames are divided by columns if that saves each device this many bytes: about what its link carries
+#: in the time that the sums take from one device to another.
 SPARED_BYTES = 256 * 2**10
-#: If so many could be spared of a sum in which not all devices take part alike, it goes by copies, which share it out.
+#: If an uneven reduction could save this many bytes, it is done by copies, which divide it by columns.
 _COPIED_BYTES = 2 * 2**20
 
-#: Bytes of a message that goes in frames, or that a kernel writes into the host's memory: it counts them in 32 bits.
+#: Maximum bytes of a message in frames, or that a kernel writes to host memory: kernels count them in 32 bits.
 _MOST_COUNTED = 2**32 - 1
 
 TRANSPORTS = ("peer", "host", "events")
@@ -53,16 +54,16 @@ TRANSPORTS = ("peer", "host", "events")
 
 @frozen
 class Limits:
-    """Room for messages in the context's memory, and which of them go which way.
+    """Sizes of the context's communication buffers, and the thresholds between paths.
 
     Attributes:
-        slot_bytes: of a slot of a queue.
-        frame_bytes: of a slot of frames in host memory; 0 where there are none.
-        streams: whether kernels send a message of any length through these; if not, it is cut into parts that fit.
-        spared_bytes: sums in frames are shared out if that spares each device more.
-        stage_bytes: of half a pinned ring, see :meth:`ring_slot`.
-        exchange_bytes: of a device's exchange buffer.
-        straight: whether kernels can write straight into other devices' tensors; if not, large ones go by ``events``.
+        slot_bytes: size of a queue's slot.
+        frame_bytes: size of a slot for frames in host memory; 0 if there are none.
+        streams: whether kernels stream messages of any length through frames; if not, messages are cut to fit.
+        spared_bytes: reductions in frames are divided by columns if that saves each device more than this.
+        stage_bytes: size of half a pinned ring, see :meth:`ring_slot`.
+        exchange_bytes: size of a device's exchange buffer.
+        straight: whether kernels can write to other devices' tensors; if not, large messages go by ``events``.
         tuning: thresholds.
     """
 
@@ -76,39 +77,39 @@ class Limits:
     tuning: Tuning = field(factory=Tuning)
 
     def slots(self, operation: Operation, transport: str) -> int:
-        """Return the largest message of an operation that goes through slots."""
+        """Return the maximum bytes of an operation's message that goes through slots."""
         return min(self.slot_bytes, self.tuning.slots(transport, kind_of(operation)))
 
     def ring_slot(self, slots: int) -> int:
-        """Return the bytes of each of so many slots of a pinned ring."""
+        """Return the bytes of a slot if a pinned ring is divided into ``slots`` slots."""
         return PAIR * self.stage_bytes // slots // ALIGNMENT * ALIGNMENT
 
     def frames(self, operation: Operation, rows: int, row_bytes: int) -> int:
-        """Return in how many parts messages of so many rows go in frames; 0 if they do not."""
+        """Return the number of parts in which messages of this size go in frames; 0 if they cannot."""
         fits = bool(self.frame_bytes) if self.streams else row_bytes <= self.frame_bytes
         if not fits or rows * row_bytes > _MOST_COUNTED:
             return 0
         return 1 if self.streams else _parts(operation.name, rows, row_bytes, self.frame_bytes)
 
     def passes_on(self, operation: Moves, column_bytes: int) -> bool:
-        """Tell whether devices of ``peer`` pass on a part of what one of them sends."""
+        """Return whether devices of ``peer`` relay a part of what one of them sends."""
         return self.straight and 0 < self.tuning.passed_on_bytes <= relays.spared(operation) * column_bytes
 
     def lands(self, operation: Operation, column_bytes: int) -> bool:
-        """Tell whether every device's kernel writes what an operation brings to the host."""
+        """Return whether an operation is a gather that kernels, not copy engines, write to host memory."""
         is_gather = isinstance(operation, Moves) and all(target.buffer.device == HOST for _, target in operation.moves)
         return is_gather and operation.columns * column_bytes <= min(self.tuning.gathers_bytes, _MOST_COUNTED)
 
     def copies(self, operation: Operation, message_bytes: int, *, captured: bool, aside: bool) -> bool:
-        """Tell whether a message that is too large for slots of ``peer`` goes by ``events``.
+        """Return whether a message that is too large for slots of ``peer`` goes by ``events``.
 
-        Where kernels can write straight, only beside other work, and in graphs: there an event costs next to nothing.
+        If kernels can write to other devices, only aside and in graphs, where an event costs next to nothing.
         """
         return not self.straight or aside or (captured and 0 < self.tuning.copies(kind_of(operation)) <= message_bytes)
 
 
 def kind_of(operation: Operation) -> str:
-    """Return which thresholds are for an operation: ``fans``, ``exchanges`` or ``sums``."""
+    """Return the class of thresholds that apply to an operation: ``fans``, ``exchanges`` or ``sums``."""
     if not isinstance(operation, Moves):
         return SUMS
     senders = {s.buffer.device for s, target in operation.moves if s.buffer.device != target.buffer.device}
@@ -117,16 +118,16 @@ def kind_of(operation: Operation) -> str:
 
 @frozen
 class Route:
-    """How an operation of some size goes; equal routes have equal programs.
+    """The path of an operation of some size; equal routes give equal programs.
 
     Attributes:
-        transport: ``peer``, ``host``, ``events``, or ``local`` where no device talks to another.
-        small: whether every message goes through a slot; of ``local`` moves, whether kernels write what the host gets.
-        passed_on: whether devices pass on a part of what another one sends.
-        framed: whether kernels send it in frames.
-        shared: whether sums in frames are shared out.
-        parts: into how many parts the rows are cut.
-        slots: of a ring that they go through.
+        transport: ``peer``, ``host``, ``events``, or ``local`` if no devices communicate.
+        small: whether every message goes through a slot; for ``local`` moves, whether kernels write to host memory.
+        passed_on: whether devices relay a part of what another device sends.
+        framed: whether kernels send messages in frames.
+        shared: whether a reduction in frames is divided by columns.
+        parts: number of parts of the rows.
+        slots: number of slots of the ring, if one is used.
     """
 
     transport: str
@@ -148,20 +149,20 @@ def route(
     captured: bool = False,
     aside: bool = False,
 ) -> Route:
-    """Choose between what a transport has for small and for large tensors.
+    """Choose among a transport's paths for small and large tensors.
 
     Args:
-        operation: to be lowered.
+        operation: the operation to lower.
         transport: ``peer``, ``host`` or ``events``.
-        rows: at least 1.
-        item_bytes: of an element.
-        limits: of the context.
-        captured: whether it will be part of a graph.
-        aside: whether it goes beside other work: what is large is left to copy engines then, for the threads of kernels
-            that wait would keep those of others out of their multiprocessors.
+        rows: number of rows, at least 1.
+        item_bytes: bytes of an element.
+        limits: the context's buffer sizes and thresholds.
+        captured: whether the operation will be part of a CUDA graph.
+        aside: whether it runs concurrently with other work. Then large tensors are left to copy engines, as waiting
+            kernels would occupy multiprocessors.
 
     Raises:
-        ExecutionError: one row is more than the context has room for.
+        ExecutionError: one row exceeds the context's buffers.
     """
     if _is_local(operation):
         return Route("local", small=limits.lands(operation, rows * item_bytes))
@@ -170,7 +171,7 @@ def route(
         if any(source.buffer.device == HOST for source, _ in operation.moves):
             transport, small = "host", False  # by copies
         if transport == "host":
-            columns = operation.span  # one message for all
+            columns = operation.span  # one message for all receivers
     row_bytes, slots = columns * item_bytes, RING_SLOTS
     if small and (found := _through_slots(operation, transport, rows, row_bytes, limits, aside=aside)):
         return found
@@ -199,7 +200,7 @@ def route(
 def _through_slots(
     operation: Operation, transport: str, rows: int, row_bytes: int, limits: Limits, *, aside: bool
 ) -> Route | None:
-    """Return the route of an operation that kernels do through slots, whole or in frames; None if they do not."""
+    """Return the route of an operation through slots, whole or in frames; None if neither is suitable."""
     if rows * row_bytes <= limits.slots(operation, transport):
         return Route(transport, small=True)
     parts = limits.frames(operation, rows, row_bytes) if transport == "host" and not aside else 0
@@ -212,14 +213,14 @@ def _through_slots(
 
 
 def _is_local(operation: Operation) -> bool:
-    """Tell whether every device keeps to itself, or talks to the host alone."""
+    """Return whether no device communicates with another; sending to the host is allowed."""
     if isinstance(operation, Moves):
         return all(target.buffer.device in {HOST, source.buffer.device} for source, target in operation.moves)
     return isinstance(operation, Addition) or len(operation.devices) == 1
 
 
 def _spared(operation: Operation) -> float:
-    """Return how many messages fewer come to a device if the columns of a sum are shared out; 0 if it is none."""
+    """Return how many messages a device receives less if a reduction is divided by columns; 0 for other operations."""
     if not isinstance(operation, Reduction):
         return 0
     devices = len(operation.devices)
@@ -227,19 +228,19 @@ def _spared(operation: Operation) -> float:
 
 
 def _is_even(operation: Operation) -> bool:
-    """Tell whether every device has a part, and gets the sum, and could add up a share of it."""
+    """Return whether the operation is a reduction in which every device has a part, gets the sum, and has a share."""
     if not isinstance(operation, Reduction):
         return False
     return {*operation.givers} == {*operation.takers} and len(operation.shares()) == len(operation.takers)
 
 
 def _chunk_bytes(rows: int, row_bytes: int) -> int:
-    """Return how much of so many rows to move through host memory at once, in whole rows."""
+    """Return the bytes of a chunk of these rows for copies through host memory."""
     return min(max(-(-rows // CHUNKS) * row_bytes, _SMALLEST_CHUNK), LARGEST_CHUNK)
 
 
 def _parts(what: str, rows: int, row_bytes: int, limit: int) -> int:
-    """Return into how many parts to cut the rows so that each fits: a power of two, so that programs stay few.
+    """Return the number of parts to cut the rows into so that each fits: a power of two, to keep programs few.
 
     Raises:
         ExecutionError: a single row does not fit.
@@ -256,7 +257,7 @@ def _parts(what: str, rows: int, row_bytes: int, limit: int) -> int:
 
 
 def lower(operation: Operation, way: Route) -> Program:
-    """Return the program of an operation for a route that :func:`route` gave for it."""
+    """Return the program of an operation for a route from :func:`route`."""
     if isinstance(operation, Addition):
         return lower_events.addition(operation)
     return _lower_moves(operation, way) if isinstance(operation, Moves) else _lower_reduction(operation, way)

@@ -1,4 +1,4 @@
-"""Lowering to copies between devices that events keep in order; what works wherever copies do."""
+"""Lowering to copies between devices, ordered by events; works wherever such copies do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def moves(operation: Moves) -> Program:
-    """Every target pulls its columns."""
+    """Lower moves: every target device pulls its columns."""
     ends = [(source.buffer.device, target.buffer.device) for source, target in operation.moves]
     touched = [(device, target) for source, target in ends for device in (source, target)]
     hub = own(min(target for _, target in ends))
@@ -27,9 +27,9 @@ def moves(operation: Moves) -> Program:
 
 
 def local(operation: Moves) -> Program:
-    """Every device copies its own columns, within itself or to the host; none waits for another."""
+    """Lower local moves: each device copies its own columns, within its memory or to the host, waiting for no other."""
     commands: list[Command] = []
-    leave: list[Command] = []  # in the end, so that no copy starts later for it
+    leave: list[Command] = []  # issued last, so that it delays no copy
     results = []
     for source, target in operation.moves:
         device = source.buffer.device
@@ -43,7 +43,7 @@ def local(operation: Moves) -> Program:
 
 
 def landing(operation: Moves) -> Program:
-    """Every device writes its own columns into the host's memory by a kernel; none waits for another."""
+    """Lower a gather: each device's kernel writes its own columns to host memory, waiting for no other."""
     commands: list[Command] = []
     leave: list[Command] = []
     for source, target in operation.moves:
@@ -56,7 +56,7 @@ def landing(operation: Moves) -> Program:
 
 
 def addition(operation: Addition) -> Program:
-    """Every device adds its own columns."""
+    """Lower an addition: every device adds its own columns."""
     commands: list[Command] = []
     for share in operation.shares:
         device = share.taker
@@ -68,7 +68,7 @@ def addition(operation: Addition) -> Program:
 
 
 def reduction(operation: Reduction, parts: int) -> Program:
-    """Each taker pulls its share of the columns from all givers, adds it up, and then pulls the other shares."""
+    """Lower a reduction: each taker pulls its share from all givers, sums it, and pulls the other takers' sums."""
     callers = [caller(device) for device in operation.devices]
     workers = [own(taker) for taker in operation.takers]
     shares = operation.shares()

@@ -1,4 +1,4 @@
-"""Lowering to one kernel per device; the kernels write into memory that others read, and flags keep them in order."""
+"""Lowering to one kernel per device; the kernels write to memory that others read, synchronised by flags."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 
 class Message(NamedTuple):
-    """A view that a device puts into a slot for others.
+    """A view that a device writes into a slot for other devices.
 
     Attributes:
-        source: what it sends.
-        queue: to whom.
+        source: the view to send.
+        queue: the queue of the slot.
     """
 
     source: View
     queue: Queue
 
     def slot(self, start: int, stop: int) -> View:
-        """Return where these columns of the source are on their way."""
+        """Return the slot's view of these columns of the source."""
         first, last, slot = self.source.start, self.source.stop, Buffer(SLOT, self.queue.place, queue=self.queue)
         return View(slot, start - first, stop - first, self.source.part, self.source.parts, last - first)
 
     def send(self) -> Iterator[Step]:
-        """Wait until every receiver has freed the slot, fill it, and say so."""
+        """Wait until every receiver has freed the slot, fill it, and signal that it is full."""
         stream = own(self.queue.sender)
         yield from (Await(stream, Flag("free", self.queue, r), self.queue.slots) for r in self.queue.receivers)
         yield Copy(stream, self.source, self.slot(self.source.start, self.source.stop))
@@ -58,7 +58,7 @@ class Message(NamedTuple):
 def _messages(sends: Iterable[tuple[View, int]], *, on_host: bool, framed: bool) -> dict[tuple[int, int], Message]:
     """Return the message for every sender and receiver.
 
-    Host memory can be read by all, so that one message there, of all columns that anybody wants, serves all receivers.
+    All devices can read host memory, so one message there, with all columns needed anywhere, serves all receivers.
     """
     wanted = {(source.buffer.device, receiver): source for source, receiver in sends}
     if not on_host:
@@ -74,13 +74,13 @@ def _messages(sends: Iterable[tuple[View, int]], *, on_host: bool, framed: bool)
 
 
 def moves(operation: Moves, *, on_host: bool, framed: bool = False, parts: int = 1) -> Program:
-    """Send every view through slots.
+    """Lower moves: send every view through slots.
 
     Args:
-        operation: to be lowered.
+        operation: the operation to lower.
         on_host: whether the slots are in host memory.
-        framed: whether they are those for frames.
-        parts: of the rows, each of which is a message.
+        framed: whether messages are sent in frames.
+        parts: number of parts of the rows; each part is a message.
     """
     kernels: dict[int, list[Step]] = {device: [] for device in operation.devices}
     for part in range(parts):
@@ -104,7 +104,7 @@ def moves(operation: Moves, *, on_host: bool, framed: bool = False, parts: int =
 
 
 def reduction(operation: Reduction, *, on_host: bool, framed: bool = False, parts: int = 1) -> Program:
-    """Send every part to every taker, which adds them up; for the arguments see :func:`moves`."""
+    """Lower a reduction: send every part to every taker, which sums them; for the arguments see :func:`moves`."""
     kernels: dict[int, list[Step]] = {device: [] for device in operation.devices}
     for part in range(parts):
         sends = [
@@ -126,11 +126,11 @@ def reduction(operation: Reduction, *, on_host: bool, framed: bool = False, part
 
 
 def shared_reduction(operation: Reduction, parts: int) -> Program:
-    """Send every part in frames to every taker, which adds up its share and sends that in the same way.
+    """Lower a reduction: send every part in frames to every taker, which sums its share and sends the sum likewise.
 
     Args:
-        operation: whose takers are its givers, and all of which have a share.
-        parts: of the rows.
+        operation: a reduction whose takers are its givers and all have a share.
+        parts: number of parts of the rows.
     """
     kernels: dict[int, list[Step]] = {device: [] for device in operation.devices}
     queues = {d: Queue(HOST, d, tuple(sorted(_others(d, operation.takers))), framed=True) for d in operation.takers}
@@ -145,7 +145,7 @@ def shared_reduction(operation: Reduction, parts: int) -> Program:
 def _shared(
     operation: Reduction, shares: dict[int, Share], wholes: dict[int, View], queues: dict[int, Queue], device: int
 ) -> Iterator[Step]:
-    """Yield what a device does with a part of the rows: it sends, adds up, sends its totals, takes those of others."""
+    """Yield a device's steps for a part of the rows: send its part, sum its share, send the sum, receive other sums."""
     stream, others, share = own(device), _others(device, operation.takers), shares[device]
     yield from Message(wholes[device], queues[device]).send()
     slots = {other: Message(wholes[other], queues[other]).slot(share.start, share.stop) for other in others}
@@ -161,11 +161,11 @@ def _shared(
 
 
 def direct_moves(operation: Moves, *, passed_on: bool = False) -> Program:
-    """Write every view where it belongs, as soon as the target's device is ready for it.
+    """Lower moves: write every view straight to its target, as soon as the target's device is ready.
 
     Args:
-        operation: that moves.
-        passed_on: whether relays take a part of what a device sends to several.
+        operation: the operation to lower.
+        passed_on: whether relays send a part of what a device sends to several.
     """
     copies, cuts = [], relays.shares(operation) if passed_on else {}
     for source, targets in relays.sends(operation).items():
@@ -189,7 +189,7 @@ def direct_moves(operation: Moves, *, passed_on: bool = False) -> Program:
 
 
 def direct_reduction(operation: Reduction) -> Program:
-    """Every taker adds up its share of the columns straight from all givers and writes it to all takers."""
+    """Lower a reduction: every taker sums its share straight from the givers' memory and writes it to all takers."""
     shares = operation.shares()
     pairs = [_pair(share.taker, d) for share in shares for d in operation.devices if d != share.taker]
     kernels = _opened(operation.devices, pairs)
@@ -204,12 +204,12 @@ def direct_reduction(operation: Reduction) -> Program:
 
 
 def _columns(view: View, start: int, stop: int) -> View:
-    """Return some of a view's columns."""
+    """Return columns ``start`` to ``stop`` of a view."""
     return view._replace(start=view.start + start, stop=view.start + stop)
 
 
 def _others(device: int, devices: Iterable[int]) -> list[int]:
-    """Return other devices in the order in which one writes to them: not all to the same at the same time."""
+    """Return the other devices in the order in which to write to them, staggered so that not all write to the same."""
     return sorted((other for other in devices if other != device), key=lambda other: (other < device, other))
 
 
@@ -218,7 +218,7 @@ def _pair(sender: int, receiver: int) -> Queue:
 
 
 def _opened(devices: Iterable[int], pairs: list[Queue]) -> dict[int, list[Step]]:
-    """Start kernels in which the sender of every pair waits until the receiver's tensors may be read and written."""
+    """Return the first steps of kernels: every pair's sender waits until it may access the receiver's tensors."""
     kernels: dict[int, list[Step]] = {device: [] for device in devices}
     for pair in pairs:
         kernels[pair.place].append(Signal(own(pair.place), Flag("ready", pair, pair.place)))
@@ -228,7 +228,7 @@ def _opened(devices: Iterable[int], pairs: list[Queue]) -> dict[int, list[Step]]
 
 
 def _close(kernels: dict[int, list[Step]], pairs: list[Queue]) -> None:
-    """End kernels: the receiver of every pair waits until the sender has done with its tensors."""
+    """Add the last steps of kernels: every pair's receiver waits until the sender no longer accesses its tensors."""
     for pair in pairs:
         kernels[pair.sender].append(Signal(own(pair.sender), Flag("done", pair)))
     for pair in pairs:
@@ -240,7 +240,7 @@ def _slots(*, on_host: bool, framed: bool) -> str:
 
 
 def _send(kernels: dict[int, list[Step]], messages: dict[tuple[int, int], Message]) -> None:
-    """Add what each device sends to its kernel."""
+    """Add the sending of each message to its sender's kernel."""
     for message in dict.fromkeys(messages.values()):
         kernels[message.queue.sender] += message.send()
 

@@ -1,10 +1,10 @@
-"""Lowering to copies through pinned host memory, a ring of it for each sender, in parts that overlap.
+"""Lowering to pipelined copies through pinned host memory, with a ring buffer for each sender.
 
-So goes what comes from the host; and all that ``host`` moves, where kernels may not wait for each other.
+Used for copies from the host, and for everything that ``host`` moves if kernels may not wait for each other.
 
-A part of the rows goes in a round: all senders fill the next slot of their rings, then all receivers read it, while the
-senders fill the others. Events keep the rounds in order, for the copy engines know no flags. Of two slots one would
-stand idle while an event passes from device to device.
+Each round moves a part of the rows: all senders fill the next slot of their rings, then all receivers read it, while
+the senders fill other slots. Rounds are ordered by events, as copy engines cannot poll flags. Two slots are not enough:
+one would be idle while an event passes from device to device.
 """
 
 from __future__ import annotations
@@ -38,59 +38,59 @@ if TYPE_CHECKING:
 
     from tpplan.exec.programs.operation import Moves, Reduction
 
-#: All rings were read; the next program that fills one waits for it.
+#: Recorded when all rings were read; the next program that fills a ring waits for it.
 _DRAINED = Event("drained", HOST_STREAM)
 
-#: Every share is added up, and all rings were read.
+#: Recorded when every share is summed and all rings were read.
 _SUMMED = Event("summed", HOST_STREAM)
 
 
 def load(device: int) -> Stream:
-    """Return tpplan's second stream on a device: what comes from the host does not wait for what goes there."""
+    """Return tpplan's second stream on a device, on which copies from the host overlap with copies to it."""
     return Stream(LOAD, device)
 
 
 def staged(source: View, start: int, stop: int, slots: int) -> View:
-    """Return where these columns of what is sent are in the sender's ring; parts take turns with its slots."""
+    """Return the view of the sender's ring that stages these columns; parts use its slots in turn."""
     ring = Buffer(STAGE, source.buffer.device, source.part % slots, slots)
     width = source.stop - source.start
     return View(ring, start - source.start, stop - source.start, source.part, source.parts, width)
 
 
 class _Round(NamedTuple):
-    """A part of the rows on its way.
+    """The transfer of a part of the rows.
 
     Attributes:
-        sent: what fills a slot of each sender's ring.
-        taken: what reads there.
+        sent: the commands that fill a slot of each sender's ring.
+        taken: the commands that read these slots.
     """
 
     sent: tuple[Copy, ...]
     taken: tuple[Copy | Sum, ...]
 
     def readings(self) -> list[tuple[Stream, Stream]]:
-        """Return whose slot is read by whom: by which stream it is filled, and which reads it."""
+        """Return for each slot and reader the stream that fills the slot and the stream that reads it."""
         fills = {copy.target.buffer: copy.stream for copy in self.sent}
         read = ((fills.get(view.buffer), each.stream) for each in self.taken for view in reads(each))
         return list(dict.fromkeys((filler, reader) for filler, reader in read if filler))
 
 
 def _rounds(begin: Event, rounds: Sequence[_Round], end: Event, slots: int) -> Iterator[Command]:
-    """Let rounds by the same streams follow one another: each starts when the slot's last message is read.
+    """Pipeline rounds on the same streams: each starts when the slot's previous message is read.
 
     Args:
-        begin: all slots are free.
-        rounds: in order.
-        end: is recorded when all slots are free again.
-        slots: of each ring.
+        begin: the event after which all slots are free.
+        rounds: the rounds in order.
+        end: the event to record when all slots are free again.
+        slots: number of slots of each ring.
     """
-    freed: dict[int, tuple[Wait, ...]] = {}  # what the next to fill a slot wait for
+    freed: dict[int, tuple[Wait, ...]] = {}  # by slot: waits before it is filled again
     for number, each in enumerate(rounds):
         senders = list(dict.fromkeys(copy.stream for copy in each.sent))
         readings = each.readings()
         yield from freed.get(number % slots, ()) if number else (Wait(sender, begin) for sender in senders)
         yield from each.sent
-        if HOST_STREAM not in senders:  # what the host has done is done before it issues what follows
+        if HOST_STREAM not in senders:  # the host completes its copies before it issues later commands
             told, waits = announce("staged", readings, senders[0])
             yield from (*told, *waits)
         yield from each.taken
@@ -105,17 +105,17 @@ def _rounds(begin: Event, rounds: Sequence[_Round], end: Event, slots: int) -> I
 
 
 def _sent(views: Iterable[View], whole: View, slots: int) -> Iterator[Copy]:
-    """Yield what sends parts of the columns that have a place in a ring together."""
+    """Yield the copies of these views into the ring slot that stages ``whole``, which contains them all."""
     return (Copy(own(v.buffer.device), v, staged(whole, v.start, v.stop, slots)) for v in views)
 
 
 def _program(name: str, commands: Iterable[Command]) -> Program:
-    """Put commands between the caller's streams, unless other commands put them there.
+    """Order commands after earlier and before later work of the callers' streams, where not implied already.
 
     Every copy and sum touches operands of its own device only.
     """
     body: list[Command] = []
-    entered: defaultdict[Stream | Event, set[int]] = defaultdict(set)  # whose caller's stream it comes after
+    entered: defaultdict[Stream | Event, set[int]] = defaultdict(set)  # devices whose caller streams it follows
     for command in commands:
         stream, device = command.stream, command.stream.device
         if isinstance(command, Record):
@@ -128,7 +128,7 @@ def _program(name: str, commands: Iterable[Command]) -> Program:
         body.append(command)
     devices = sorted({command.stream.device for command in body} - {HOST})
     leave: list[Command] = []
-    left: defaultdict[Stream | Event, set[int]] = defaultdict(set)  # whose caller's stream comes after it
+    left: defaultdict[Stream | Event, set[int]] = defaultdict(set)  # devices whose caller streams follow it
     left[HOST_STREAM].update(devices)
     for command in reversed(body):
         stream, device = command.stream, command.stream.device
@@ -144,12 +144,12 @@ def _program(name: str, commands: Iterable[Command]) -> Program:
 
 
 def moves(operation: Moves, parts: int, slots: int) -> Program:
-    """Every sender sends all columns that anybody else wants of its tensor, and every receiver takes its own.
+    """Lower moves: each sender stages all columns that others need, and each receiver reads those it needs.
 
     Args:
-        operation: to be lowered.
-        parts: of the rows.
-        slots: of each ring.
+        operation: the operation to lower.
+        parts: number of parts of the rows.
+        slots: number of slots of each ring.
     """
     within: list[Command] = []
     remote = []
@@ -170,17 +170,17 @@ def moves(operation: Moves, parts: int, slots: int) -> Program:
         )
         sends = (copy for view in piece.values() for copy in _sent((view,), view, slots))
         rounds.append(_Round(tuple(sends), tuple(taken)))
-    # What stays on its device comes last, for the others wait for the rounds.
+    # Copies within a device come last, as other devices wait for the rounds.
     return _program(operation.name, (*_rounds(_DRAINED, rounds, _DRAINED, slots), *within))
 
 
 def reduction(operation: Reduction, parts: int, slots: int) -> Program:
-    """Every taker adds up its share of the columns, of others from their rings, and sends the sum to the others.
+    """Lower a reduction: each taker sums its share, reading other parts from their rings, and sends it to the others.
 
     Args:
-        operation: to be lowered.
-        parts: of the rows.
-        slots: of each ring.
+        operation: the operation to lower.
+        parts: number of parts of the rows.
+        slots: number of slots of each ring.
     """
     asked = {giver: operation.asked_of(giver) for giver in operation.givers}
     adding, spreading = [], []
@@ -208,7 +208,7 @@ def reduction(operation: Reduction, parts: int, slots: int) -> Program:
         sends = (copy for view in sent.values() for copy in _sent((view,), view, slots))
         spreading.append(_Round(tuple(sends), tuple(copies)))
     spread = partial(_rounds, rounds=spreading, end=_DRAINED, slots=slots)
-    if not any(asked.values()):  # who adds up all columns has all that there is to add up
+    if not any(asked.values()):  # the only giver sums all columns
         alone = (operation.total(own(each.taker), each, partial(each.of, INPUT)) for each in operation.shares())
         return _program(operation.name, (*alone, *spread(_DRAINED)))
     if len(operation.takers) == 1:
@@ -217,5 +217,5 @@ def reduction(operation: Reduction, parts: int, slots: int) -> Program:
 
 
 def _fetched(given: dict[int, View], start: int, stop: int, slots: int, giver: int) -> View:
-    """Return where a giver's columns are staged."""
+    """Return the view of the ring in which a giver's columns are staged."""
     return staged(given[giver], start, stop, slots)

@@ -1,4 +1,4 @@
-"""What an operation moves or adds up, before it is known by which transport."""
+"""Operations as copies and sums between devices, independent of the transport."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
     from tpplan.exec.programs.program import Stream
 
-#: What a device adds up or passes on for all starts at multiples of so many columns: a kernel reads 16 bytes at a time.
+#: Shares of columns start at multiples of this: a kernel reads 16 bytes at a time.
 _GRAIN = 8
 
 
 class Move(NamedTuple):
-    """Columns that are to be copied.
+    """A copy of columns.
 
     Attributes:
-        source: of a caller's tensor.
+        source: columns of a caller's tensor.
         target: as many columns of a caller's tensor.
     """
 
@@ -35,8 +35,8 @@ class Moves:
     """An operation that only copies.
 
     Attributes:
-        name: for people.
-        moves: in device order; none is empty, and no two write the same columns.
+        name: a name to display.
+        moves: the copies in device order; none is empty, and no two write the same columns.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Moves:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Those that read or write, without the host, ascending."""
+        """The devices that read or write, without the host, ascending."""
         ends = {view.buffer.device for move in self.moves for view in (move.source, move.target)}
         return tuple(sorted(ends - {HOST}))
 
@@ -55,7 +55,7 @@ class Moves:
 
     @property
     def span(self) -> int:
-        """Columns from the first to the last that anybody wants of one tensor, of the widest."""
+        """Columns from the first to the last that is read of one tensor; the maximum over all tensors."""
         wanted: dict[Buffer, list[View]] = {}
         for source, _ in self.moves:
             wanted.setdefault(source.buffer, []).append(source)
@@ -63,14 +63,14 @@ class Moves:
 
 
 class Share(NamedTuple):
-    """Columns that one taker adds up for all.
+    """Columns that one taker sums for all takers.
 
     Attributes:
-        taker: the device.
+        taker: the device that sums.
         start: first column.
-        stop: one past the last.
-        part: of the rows.
-        parts: of the rows.
+        stop: one past the last column.
+        part: index of the part of the rows.
+        parts: number of parts of the rows.
     """
 
     taker: int
@@ -85,7 +85,7 @@ class Share(NamedTuple):
 
 
 def share_out(columns: int, weights: Mapping[int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Return columns (device, start, stop) for each device, about as many as its weight says; some may get none."""
+    """Divide columns among devices roughly by weight; return (device, start, stop) for each that gets any."""
     total, reached = sum(weights.values()) * _GRAIN, accumulate(weights.values(), initial=0)
     cuts = [min(columns, -(-columns * weight // total) * _GRAIN) for weight in reached]
     return tuple((device, a, b) for device, (a, b) in zip(weights, pairwise(cuts), strict=True) if b > a)
@@ -93,12 +93,12 @@ def share_out(columns: int, weights: Mapping[int, int]) -> tuple[tuple[int, int,
 
 @frozen
 class Reduction:
-    """An operation that adds up: every taker gets the sum of all parts and of its residual.
+    """A reduction: every taker gets the sum of all parts and of its residual.
 
     Attributes:
-        name: for people.
-        columns: of a part and of the sum.
-        givers: devices that have a part, in the order of adding.
+        name: a name to display.
+        columns: columns of a part and of the sum.
+        givers: devices that have a part, in the order of addition.
         takers: devices that get the sum, ascending.
         residual: whether the takers have a residual, which is added last.
     """
@@ -111,23 +111,23 @@ class Reduction:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Those that read or write, ascending."""
+        """The devices that read or write, ascending."""
         return tuple(sorted({*self.givers, *self.takers}))
 
     def shares(self, part: int = 0, parts: int = 1) -> tuple[Share, ...]:
-        """Return about equal columns for each taker; few columns are not enough for all takers."""
+        """Divide the columns about equally among the takers; if there are few columns, some takers get no share."""
         even = dict.fromkeys(self.takers, 1)
         return tuple(Share(taker, a, b, part, parts) for taker, a, b in share_out(self.columns, even))
 
     @property
     def span(self) -> int:
-        """Columns from the first to the last that others fetch of one part, or of a share, of the widest."""
+        """Columns from the first to the last that others fetch of one part, or of one share; the maximum over all."""
         asked = (self.asked_of(giver) for giver in self.givers)
         shares = (share.stop - share.start for share in self.shares())
         return max((*(spans[-1][1] - spans[0][0] for spans in asked if spans), *shares))
 
     def asked_of(self, giver: int) -> tuple[tuple[int, int], ...]:
-        """Return the columns (start, stop) of a giver's part that others add up: before its own share and behind it."""
+        """Return the columns (start, stop) of a giver's part that other takers sum: before and after its own share."""
         mine = [(share.start, share.stop) for share in self.shares() if share.taker == giver]
         start, stop = mine[0] if mine else (self.columns, self.columns)
         return tuple(span for span in ((0, start), (stop, self.columns)) if span[0] < span[1])
@@ -137,14 +137,14 @@ class Reduction:
         return tuple(giver for giver in self.givers if giver != taker)
 
     def slab(self, share: Share, giver: int) -> View:
-        """Return where in its exchange buffer the taker of a share keeps another giver's columns."""
+        """Return the view of the taker's exchange buffer that receives another giver's columns of a share."""
         others = self.others(share.taker)
         buffer = Buffer(EXCHANGE, share.taker, others.index(giver), len(others))
         width = share.stop - share.start
         return View(buffer, 0, width, share.part, share.parts, width)
 
     def total(self, stream: Stream, share: Share, fetched: Callable[[int], View]) -> Sum:
-        """Return the command that adds up a share; ``fetched`` tells where the parts of other givers are."""
+        """Return the command that sums a share; ``fetched`` maps each other giver to the view of its columns."""
         own = (share.of(INPUT, g) if g == share.taker else fetched(g) for g in self.givers)
         residual = (share.of(RESIDUAL, share.taker),) if self.residual else ()
         return Sum(stream, (*own, *residual), share.of(OUTPUT, share.taker))
@@ -152,11 +152,11 @@ class Reduction:
 
 @frozen
 class Addition:
-    """An operation within each device: columns of its input are added to its output.
+    """An operation within each device, which adds columns of its input to its output.
 
     Attributes:
-        name: for people.
-        shares: the columns of the input that belong to the output's, for each device.
+        name: a name to display.
+        shares: for each device, the columns of the input that correspond to its output.
     """
 
     name: str
@@ -164,7 +164,7 @@ class Addition:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Those that add, ascending."""
+        """The devices that add, ascending."""
         return tuple(share.taker for share in self.shares)
 
     @property
@@ -204,7 +204,7 @@ def allgather(name: str, slices: tuple[tuple[int, int, int], ...], targets: tupl
 
 
 def all_reduce(columns: int, givers: tuple[int, ...], takers: tuple[int, ...], residual: bool) -> Reduction:  # noqa: FBT001
-    """Add up the givers' parts, and a residual, on all takers."""
+    """Sum the givers' parts, and optionally a residual, on all takers."""
     return Reduction("all_reduce", columns, givers, takers, residual)
 
 

@@ -1,13 +1,13 @@
-"""A happens-before checker: whatever the streams do, nothing touches bytes that something else is writing.
+"""A happens-before checker, which proves programs free of data races and deadlocks under any scheduling of streams.
 
-What is checked, of programs that one context is given one after the other:
+For programs that one context runs one after the other, it checks:
 
 - Any two accesses to the same bytes, one of which writes, are ordered: by a stream, an event, a flag or the host.
-- Nothing waits for ever, or for a command that is not issued by the end of the program.
-- Every program raises each flag as often as it is awaited, and every message is freed, so that the counts by which
-  senders and receivers find a slot stay together.
-- What a program reads of the context's memory or of its outputs, it has written before, and it has not yet written what
-  it reads of its inputs.
+- No command waits for ever, or for a command that is not issued by the end of the program.
+- Every program raises each flag as often as it is awaited, and every message is freed, so that senders and receivers
+  agree on the index of the next slot.
+- A program reads the context's memory and its outputs only where it has written them before, and its inputs only where
+  it has not.
 - No output has a gap.
 """
 
@@ -51,7 +51,7 @@ _SHOWN = 5
 
 @frozen
 class Finding:
-    """Something that is wrong with programs.
+    """A defect of programs.
 
     Attributes:
         kind: ``race``, ``deadlock``, ``flags``, ``unwritten``, ``overwritten`` or ``gap``.
@@ -66,17 +66,17 @@ class Finding:
 
 
 def verify(program: Program, *, in_place: bool = False) -> Program:
-    """Return a program that may run any number of times in a row.
+    """Check that a program may run any number of times in a row, and return it.
 
     Args:
-        program: to be checked.
+        program: the program to check.
         in_place: whether each device's output may be its input or its residual.
 
     Raises:
-        InternalError: something is wrong with it.
+        InternalError: the program is not safe.
     """
-    # Every run leaves the same behind, so that the second meets what all later ones meet; but in a slot a run meets the
-    # message that was there before, which in the worst case is as many runs ago as the queue has slots.
+    # Every run leaves the same state, so the second run stands for all later ones. But a slot may hold a message of an
+    # earlier run, in the worst case as many runs ago as the queue has slots.
     views = (view for step in flat(program) for view in writes(step))
     slots = max((view.buffer.queue.slots for view in views if view.buffer.queue), default=1)
     found = check([Call(program, in_place)] * (1 + slots))
@@ -87,14 +87,14 @@ def verify(program: Program, *, in_place: bool = False) -> Program:
 
 
 def check(calls: Sequence[Call]) -> tuple[Finding, ...]:
-    """Return what is wrong with programs that one context is given in this order; nothing if all is well.
+    """Return all findings on programs that one context runs in this order; empty if they are safe.
 
-    What is wrong again in a later call of the same program is told once.
+    A finding that recurs in a later call of the same program is reported once.
     """
     timeline = Timeline()
     for call in calls:
         timeline.run(call)
-    programs = {id(call.program): call.program for call in calls}.values()  # a hash of a program takes its time
+    programs = {id(call.program): call.program for call in calls}.values()  # hashing a program is slow
     found = [finding for program in programs for finding in (*_flags(program), *_gaps(program))]
     order = _order(timeline.nodes)
     found += _deadlocks(timeline, order)
@@ -126,7 +126,7 @@ def _flags(program: Program) -> Iterator[Finding]:
 
 
 def _gaps(program: Program) -> Iterator[Finding]:
-    """Find columns of an output that are not written, though later ones or other rows of them are."""
+    """Find columns of an output that are not written although later columns, or other rows of them, are."""
     written: defaultdict[Buffer, list[View]] = defaultdict(list)
     for step in flat(program):
         for view in writes(step):
@@ -145,14 +145,14 @@ def _gaps(program: Program) -> Iterator[Finding]:
 
 
 def _order(nodes: Sequence[Node]) -> list[int]:
-    """Return the nodes that ever run, each behind those that it comes after."""
+    """Return the nodes in topological order, without those that never run."""
     left = [len(node.after) for node in nodes]
     followers: list[list[int]] = [[] for _ in nodes]
     for index, node in enumerate(nodes):
         for earlier in node.after:
             followers[earlier].append(index)
     order = [index for index, count in enumerate(left) if not count]
-    for index in order:  # which grows
+    for index in order:  # grows in the loop
         for follower in followers[index]:
             left[follower] -= 1
             if not left[follower]:
@@ -161,7 +161,7 @@ def _order(nodes: Sequence[Node]) -> list[int]:
 
 
 def _deadlocks(timeline: Timeline, order: Sequence[int]) -> Iterator[Finding]:
-    """Find what waits for ever."""
+    """Find nodes that wait for ever."""
     for node, wanted, raised in timeline.stuck:
         yield Finding(DEADLOCK, f"{node} waits for {wanted} signals, of which {raised} are issued with it or before")
     blocked = {*range(len(timeline.nodes))}.difference(order)
@@ -178,15 +178,15 @@ _Accesses = dict[Memory, list[tuple[int, Region]]]
 
 @define
 class _Watch:
-    """Looks at all accesses to memory, in an order in which they may happen.
+    """Checks all memory accesses, in an order in which they may happen.
 
     Attributes:
-        nodes: of a timeline.
-        found: so far, by the commands.
-        past: for each node, a bit for every node that is complete by its end.
-        read: each memory, by which nodes. Forgets what a later write covers: whatever is to come after the one is
-            compared with the other, which comes after it.
-        written: the same.
+        nodes: the nodes of a timeline.
+        found: findings so far, by the commands.
+        past: for each node, a bit set of the nodes that are complete when it ends.
+        read: for each memory, the reads and their nodes. Reads that a later write covers are dropped: the write is
+            ordered after them, and later accesses are compared with it.
+        written: the same for writes.
     """
 
     nodes: Sequence[Node]
@@ -196,7 +196,7 @@ class _Watch:
     written: _Accesses = Factory(lambda: defaultdict(list))
 
     def watch(self, order: Iterable[int]) -> Iterable[Finding]:
-        """Return races, and reads of what is not there yet or not there any more."""
+        """Return races, reads of unwritten data, and reads of overwritten data."""
         self.past = [1 << index for index in range(len(self.nodes))]
         for index in order:
             node = self.nodes[index]
@@ -217,14 +217,14 @@ class _Watch:
         return self.found.values()
 
     def _compare(self, index: int, region: Region, accesses: _Accesses) -> None:
-        """Find accesses to the same bytes that this one does not come after."""
+        """Find accesses to the same bytes that are not ordered before this one."""
         past = self.past[index]
         for earlier, other in accesses[region.memory]:
             if not past >> earlier & 1 and region.overlaps(other):
                 self._tell(RACE, f"{region.view} in {{}} and {other.view} in {{}} are in no order", index, earlier)
 
     def _check_content(self, index: int, region: Region) -> None:
-        """Find reads of what the program has not written yet, or of operands that it has, unless they are races."""
+        """Find reads of data not yet written by the program, or of inputs it has overwritten, unless they are races."""
         node, view = self.nodes[index], region.view
         for target in node.writes:
             if target.memory == region.memory and target.overlaps(region) and target[2:] != region[2:]:
@@ -239,12 +239,12 @@ class _Watch:
                 if region.overlaps(other):
                     self._tell(OVERWRITTEN, f"{{}} reads {view} after {{}} wrote {other.view}", index, earlier)
         elif not (isinstance(node.what, Sum) and view == node.what.target):
-            spans = ((r.start, r.stop) for _, r in written if r[2:5] == region[2:5])  # the same place for the same rows
+            spans = ((r.start, r.stop) for _, r in written if r[2:5] == region[2:5])  # same place and rows
             column = gap(spans, region.start, region.stop)
             if column is not None:
                 self._tell(UNWRITTEN, f"{{}} reads {view} before column {column} is written", index, index)
 
     def _tell(self, kind: str, sentence: str, index: int, other: int) -> None:
-        """Keep a finding about two nodes, once for all runs of the same commands."""
+        """Add a finding on two nodes, once for all runs of the same commands."""
         first, second = self.nodes[index], self.nodes[other]
         self.found.setdefault((kind, sentence, first.what, second.what), Finding(kind, sentence.format(first, second)))

@@ -1,11 +1,11 @@
-"""Programs: what an operation does, as commands on streams that say which bytes they read and write.
+"""Programs: the intermediate representation of operations, as commands on streams with explicit reads and writes.
 
-A program knows neither rows nor dtype: every buffer is a matrix with one row per token, and a view names columns of it.
-So one program serves every pass of its kind, and what is proved of it holds for all of them.
+A program depends on neither row count nor dtype: every buffer is a matrix with one row per token, and a view names
+columns of it. So one program serves all calls of its kind, and what is proved of it holds for all of them.
 
-Its commands stand in the order in which the host issues them. Those of one stream run in that order; between streams
-nothing is ordered but by events (Record, Wait) and flags (Signal, Await). The host is a stream too: it runs each of its
-commands before it issues the next one of any stream.
+Commands are listed in the order in which the host issues them. The commands of one stream run in that order. Streams
+are ordered with each other only by events (Record, Wait) and flags (Signal, Await). The host is a stream too: it
+completes each of its commands before it issues the next command of any stream.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Stands for the host where a device's index is expected.
 HOST = -1
 
-#: Messages that a queue on a device holds, and the fewest slots of a ring: one is filled while another is read.
+#: Slots of a queue in device memory, and minimum slots of a ring: one slot is filled while another is read.
 SLOTS = PAIR
 
 #: Kinds of streams: the caller's current one, tpplan's, and tpplan's second one, for copies from the host.
@@ -34,7 +34,7 @@ OPERANDS = (INPUT, RESIDUAL, OUTPUT)
 
 
 class Stream(NamedTuple):
-    """Where commands run in order.
+    """A stream: its commands run in order.
 
     Attributes:
         kind: ``caller``, ``own`` or ``load``; the host's stream is ``("own", HOST)``.
@@ -49,14 +49,14 @@ class Stream(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """A ring of messages from one device to others, guarded by flags.
+    """A ring buffer of messages from one device to others, guarded by flags.
 
     Attributes:
-        place: the device in whose memory the slots are, or HOST.
-        sender: fills them.
-        receivers: read them; a slot is filled again when all of them have freed it.
-        framed: whether kernels cut messages into frames with flags of their own, which pass through while the rest is
-            on its way, so that a message may be longer than its slot; if not, flags travel inside the data.
+        place: the device whose memory holds the slots, or HOST.
+        sender: the device that fills the slots.
+        receivers: the devices that read the slots; a slot is reused once all of them have freed it.
+        framed: whether kernels cut messages into frames, each with its own flag. Frames are pipelined, so a message may
+            be longer than its slot. If false, flags are part of the data.
     """
 
     place: int
@@ -66,23 +66,23 @@ class Queue(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How many messages it holds: more in host memory, where it takes long to see that one was read."""
+        """Number of slots; more in host memory, where the sender learns late that a slot was read."""
         if self.framed:
             return FRAME_SLOTS
         return HOST_SLOTS if self.place == HOST else SLOTS
 
 
 class Buffer(NamedTuple):
-    """A matrix of one row per token.
+    """A matrix with one row per token.
 
     Attributes:
         role: ``input``, ``residual`` and ``output`` are the caller's and hold all rows; ``exchange``, ``stage`` and
             ``slot`` are the context's and hold the rows of one part.
-        device: where it is, or HOST. The ring of a ``stage`` is pinned host memory; ``device`` is its sender.
-        piece: which of ``pieces`` equal pieces of the device's exchange buffer, or slot of the ring (stage).
-        pieces: how many.
-        queue: of a slot. Which of the queue's slots: as many as its sender has signalled ``full``, or its receiver
-            ``free``, before, modulo :attr:`Queue.slots`.
+        device: the device that holds it, or HOST. A ``stage`` is in pinned host memory; ``device`` is its sender.
+        piece: index of the piece of the device's exchange buffer, or of the ring's slot (``stage``).
+        pieces: number of equal pieces or of slots.
+        queue: the queue of a ``slot``. The slot's index is the number of earlier ``full`` signals by the sender, or
+            ``free`` signals by the receiver, modulo :attr:`Queue.slots`.
     """
 
     role: str
@@ -100,10 +100,10 @@ class Buffer(NamedTuple):
 
 
 class View(NamedTuple):
-    """Columns ``start`` to ``stop`` of part ``part`` of ``parts`` of a buffer's rows.
+    """Columns ``start`` to ``stop`` of a buffer, in part ``part`` of ``parts`` of the rows.
 
-    Of ``R`` rows a part has those from ``R·part // parts`` to ``R·(part + 1) // parts``. The caller's buffers hold all
-    rows; the context's hold the rows of the part, ``width`` columns wide and densely packed.
+    Of ``R`` rows, a part has rows ``R·part // parts`` to ``R·(part + 1) // parts``. The caller's buffers hold all rows.
+    The context's buffers hold the rows of the part, ``width`` columns wide and densely packed.
     """
 
     buffer: Buffer
@@ -123,12 +123,12 @@ class View(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A name for a point in a stream; a Wait is for the latest Record that was issued before it, if there is one.
+    """The name of an event; a Wait waits for the latest Record issued before it, or for nothing if there is none.
 
     Attributes:
         name: what has happened.
-        stream: of which stream; ``("own", HOST)`` where any stream may record it.
-        number: tells apart the events of one name.
+        stream: the stream that records it; ``("own", HOST)`` if any stream may.
+        number: distinguishes events with the same name.
     """
 
     name: str
@@ -140,13 +140,13 @@ class Event(NamedTuple):
 
 
 class Flag(NamedTuple):
-    """A counter in memory that one device raises and others poll.
+    """A counter in memory that one device increments and others poll.
 
     Attributes:
-        name: ``full`` (a message is in the queue's slot) or ``done`` (written where it belongs), raised by the sender;
+        name: ``full`` (a message is in the queue's slot) or ``done`` (the target is written), raised by the sender;
             ``free`` (the slot was read) or ``ready`` (the target may be written), raised by the receiver ``device``.
-        queue: whose.
-        device: the receiver, where each has its own flag; else HOST.
+        queue: the queue that the flag guards.
+        device: the receiver, if each receiver has its own flag; else HOST.
     """
 
     name: str
@@ -160,12 +160,12 @@ class Flag(NamedTuple):
 
 @frozen
 class Copy:
-    """Copies as many columns as both views have; within one device or between memories.
+    """Copies a view to one of the same number of columns, within one memory or between two.
 
     Attributes:
-        stream: that runs it.
-        source: read.
-        target: written.
+        stream: the stream that runs it.
+        source: the view to read.
+        target: the view to write.
     """
 
     stream: Stream
@@ -178,12 +178,12 @@ class Copy:
 
 @frozen
 class Sum:
-    """Adds in float32, in the given order, and rounds once; the target may be one of the sources.
+    """Adds views in float32, in the given order, and rounds once; the target may be one of the sources.
 
     Attributes:
-        stream: that runs it.
-        sources: at least one.
-        target: written.
+        stream: the stream that runs it.
+        sources: the views to add, at least one.
+        target: the view to write.
     """
 
     stream: Stream
@@ -196,7 +196,7 @@ class Sum:
 
 @frozen
 class Record:
-    """Marks the point that ``stream`` has reached."""
+    """Records ``event`` on ``stream``."""
 
     stream: Stream
     event: Event
@@ -207,7 +207,7 @@ class Record:
 
 @frozen
 class Wait:
-    """Holds ``stream`` until the latest recorded point of ``event`` is passed."""
+    """Makes ``stream`` wait for the latest record of ``event``."""
 
     stream: Stream
     event: Event
@@ -218,7 +218,7 @@ class Wait:
 
 @frozen
 class Signal:
-    """Raises a flag by one, after everything before it in its stream."""
+    """Increments a flag after all earlier commands of its stream."""
 
     stream: Stream
     flag: Flag
@@ -229,12 +229,12 @@ class Signal:
 
 @frozen
 class Await:
-    """Holds ``stream``: its n-th wait for ``flag`` lasts until the flag was raised ``n - behind`` times.
+    """Makes ``stream`` poll a flag: its n-th wait for ``flag`` lasts until the flag was raised ``n - behind`` times.
 
     Attributes:
-        stream: that polls.
-        flag: polled.
-        behind: how many times the flag may be behind: 0 for a message, the queue's slots for the credit to send one.
+        stream: the stream that waits.
+        flag: the flag to poll.
+        behind: how far the flag may lag: 0 to receive a message, the queue's number of slots for a credit to send one.
     """
 
     stream: Stream
@@ -250,11 +250,11 @@ Step = Copy | Sum | Signal | Await
 
 @frozen
 class Exchange:
-    """One kernel per device that goes through its steps while those of other devices do the same.
+    """A kernel on one device that runs its steps concurrently with the kernels of the other devices.
 
     Attributes:
-        stream: that runs it.
-        steps: in order; each on ``stream``.
+        stream: the stream that runs it.
+        steps: the steps in order, each on ``stream``.
     """
 
     stream: Stream
@@ -269,11 +269,11 @@ Command = Copy | Sum | Record | Wait | Exchange
 
 @frozen
 class Program:
-    """An operation, lowered.
+    """A lowered operation.
 
     Attributes:
-        name: of the operation and its transport, for people.
-        commands: in the order of issue.
+        name: operation and transport, to be displayed.
+        commands: the commands in order of issue.
         results: events that the host waits for before it reads an output in host memory.
     """
 
@@ -286,7 +286,7 @@ class Program:
 
 
 def flat(program: Program) -> Iterator[Step | Record | Wait]:
-    """Yield the commands in order of issue, with the steps of exchanges in place of them."""
+    """Yield the commands in order of issue, with each exchange replaced by its steps."""
     for command in program.commands:
         if isinstance(command, Exchange):
             yield from command.steps

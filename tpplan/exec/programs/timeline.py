@@ -1,8 +1,8 @@
-"""Programs issued one after the other, unrolled into what runs and what each of it has to wait for.
+"""Dependency graphs of programs issued one after the other.
 
-Callers are in it too, at their worst: each program is called from streams of its own, in which its operands are written
-just before it, and read and overwritten just after it. The host overwrites what it gave as soon as the program is
-issued; what it got it reads and overwrites when the program's results are there.
+They include the worst-case caller. Each program is called from new streams, which write its operands just before it,
+and read and overwrite them just after it. The host overwrites its inputs as soon as the program is issued, and reads
+and overwrites its outputs once the program's results are complete.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """A program with its caller's operands, which are not those of any other call.
+    """A call of a program, with operands that no other call uses.
 
     Attributes:
-        program: to be run.
+        program: the program to run.
         in_place: whether each device's output may be its input or its residual.
     """
 
@@ -56,14 +56,14 @@ class Call(NamedTuple):
 
 
 class Node(NamedTuple):
-    """Something that runs.
+    """A node of the dependency graph.
 
     Attributes:
-        program: of which call, as an index into the sequence.
-        what: a command, or in words what the caller does.
-        reads: regions.
-        writes: regions.
-        after: indices of nodes that are complete before this one starts; those before them are not all named.
+        program: index of its call in the sequence.
+        what: a command, or a description of what the caller does.
+        reads: regions that it reads.
+        writes: regions that it writes.
+        after: indices of nodes that are complete before this one starts; indirect dependencies may be left out.
     """
 
     program: int
@@ -77,12 +77,12 @@ class Node(NamedTuple):
 
 
 class Stuck(NamedTuple):
-    """A node that waits in vain.
+    """A node that waits for ever.
 
     Attributes:
         node: an Await.
-        wanted: how many signals it waits for.
-        raised: how many there are by the end of its program.
+        wanted: number of signals that it waits for.
+        raised: number of signals issued by the end of its program.
     """
 
     node: Node
@@ -92,11 +92,11 @@ class Stuck(NamedTuple):
 
 @define
 class Timeline:
-    """What a sequence of programs does on one context.
+    """The dependency graph of a sequence of programs on one context.
 
     Attributes:
-        nodes: in order of issue.
-        stuck: among them.
+        nodes: the nodes in order of issue.
+        stuck: the nodes that wait for ever.
     """
 
     nodes: list[Node] = Factory(list)
@@ -112,7 +112,7 @@ class Timeline:
     _polling: list[tuple[int, Flag, int]] = Factory(list)
 
     def run(self, call: Call) -> None:
-        """Issue a program, with what its caller does before and after it."""
+        """Add a program, with its caller's accesses before and after it."""
         program, self._in_place = call
         self._program += 1
         steps = tuple(flat(program))
@@ -137,7 +137,7 @@ class Timeline:
     def _call(
         self, does: str, device: int, roles: tuple[str, ...], stream: Stream | None, after: Iterable[int] = ()
     ) -> None:
-        """Add an access of the caller to all of some operands, if there are any."""
+        """Add an access of the caller to all operands of a device in these roles, if there are any."""
         operands = sorted(b for b in self._operands if b.device == device and b.role in roles)
         if operands:
             wholes = tuple(r for b in operands for r in self._regions(View(b, 0, self._operands[b]), device))
@@ -162,7 +162,7 @@ class Timeline:
         self._add(step.stream, node)
 
     def _add(self, stream: Stream | None, node: Node) -> None:
-        """Add a node that comes after its stream's last and the host's last; without a stream, nothing follows it."""
+        """Add a node after its stream's last node and the host's; without a stream, no node follows it."""
         follows = [(HOST_STREAM, 0)]
         if stream and stream != HOST_STREAM:
             follows.append((stream, self._program if stream.kind == CALLER else 0))
@@ -172,7 +172,7 @@ class Timeline:
         self.nodes.append(node)
 
     def _raise(self) -> None:
-        """Let every Await of the program come after its Signal, which may have been issued later."""
+        """Add the dependency of every Await of the program on its Signal, which may have been issued later."""
         for index, flag, wanted in self._polling:
             raised = self._raised[flag]
             if wanted > len(raised):
@@ -182,7 +182,7 @@ class Timeline:
         self._polling.clear()
 
     def _regions(self, view: View, device: int) -> Iterator[Region]:
-        """Yield the memory that a view is, or may be, on the part of a device."""
+        """Yield the regions of a view that a device accesses, including those of possible aliases."""
         buffer, slot = view.buffer, 0
         if buffer.queue:
             sends = device == buffer.queue.sender
