@@ -29,7 +29,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
                 raise malformed(os.fspath(path), f"has {size} bytes, the most is {LARGEST_DOCUMENT}")
             data = file.read((size or LARGEST_DOCUMENT) + 1)  # a device or pipe has no size
     except (OSError, ValueError) as error:
-        inside = f"name files in it, such as {Path(path) / '*.json'}"
+        inside = f"name one of its files; validate and check also take several, such as {Path(path) / '*.json'}"
         hint = inside if isinstance(error, IsADirectoryError) else "check the path"
         raise TpplanError(f"cannot read {os.fspath(path)!r}: {_reason(error)}", hint) from error
     return decode(data, os.fspath(path))

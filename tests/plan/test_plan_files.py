@@ -42,8 +42,9 @@ def test_unreadable(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_directory_of_plans(tmp_path: Path) -> None:
-    """Who names a directory is told to name its files."""
-    with pytest.raises(TpplanError, match=r"Is a directory\nhint: name files in it, such as .*/\*\.json"):
+    """Who names a directory is told to name one of its files, and which commands take several."""
+    hint = r"name one of its files; validate and check also take several, such as .*/\*\.json"
+    with pytest.raises(TpplanError, match=rf"Is a directory\nhint: {hint}"):
         codec.load(tmp_path)
 
 
