@@ -194,12 +194,12 @@ def test_lists_are_the_stored_ones() -> None:
             "no tensor parallelism",
         ),
         ({"model": {"modules": [named("ExLlamaV2MLP", 5)]}}, ModelError, "has 1 of ExLlamaV2MLP, expected 2"),
-        ({"gpu_split": []}, RequestError, "0 devices"),
-        ({"gpu_split": [0, 0.0]}, RequestError, "0 devices"),
+        ({"gpu_split": []}, RequestError, r"gpu_split is \[\], which has 0 devices\nhint: pass gpu_split, such as"),
+        ({"gpu_split": [0, 0.0]}, RequestError, "0 devices\nhint: pass gpu_split"),
         ({"gpu_split": [1.0, -1.0]}, RequestError, r"gpu_split\[1\] is -1.0"),
         ({"gpu_split": [math.nan]}, RequestError, r"gpu_split\[0\] is nan"),
         ({"gpu_split": [math.inf]}, RequestError, r"gpu_split\[0\] is inf"),
-        ({"gpu_split": ["24"]}, RequestError, r"gpu_split\[0\] is 24"),
+        ({"gpu_split": ["24", 1.5]}, RequestError, r"gpu_split\[0\] is '24', of the type str\n"),
         ({"gpu_split": 24.0}, RequestError, "gpu_split is 24.0"),
         ({"expect_cache_tokens": -1}, RequestError, "expect_cache_tokens is -1"),
         ({"expect_cache_tokens": 1.5}, RequestError, "expect_cache_tokens is 1.5"),
@@ -218,6 +218,13 @@ def test_bad_arguments(change: dict[str, Any], error: type[TpplanError], message
     model = small_model(**keys.pop("model", {}))
     with pytest.raises(error, match=message):
         TPContext(model, **({"gpu_split": [1.0, 1.0]} | keys))
+
+
+@pytest.mark.parametrize("model", [None, "models/llama", SimpleNamespace(config=None)])
+def test_no_config(model: Any) -> None:
+    """What is no model is refused by what it lacks."""
+    with pytest.raises(ModelError, match="the model has no config"):
+        TPContext(model, [1.0, 1.0])
 
 
 def test_wrong_backend() -> None:

@@ -37,8 +37,11 @@ def read_gpu_split(gpu_split: Any) -> tuple[tuple[int, ...], tuple[Device, ...]]
         raise RequestError(f"gpu_split is {gpu_split!s:.40}", "pass a list of GiB, such as [20.0, 20.0]")
     for i, budget in enumerate(gpu_split):
         if not isinstance(budget, int | float) or not 0 <= budget < _MOST_GIB:
-            raise RequestError(f"gpu_split[{i}] is {budget!s:.40}", "pass GiB, 0 to leave a GPU alone")
+            what = f"gpu_split[{i}] is {budget!r:.40}, of the type {type(budget).__name__}"
+            raise RequestError(what, "pass GiB as a number, 0 to leave a GPU alone")
     kept = {i: int(budget * _GIB) for i, budget in enumerate(gpu_split) if int(budget * _GIB)}
+    if not kept:
+        raise RequestError(f"gpu_split is {gpu_split!s:.40}, which has 0 devices", _HINT)
     return tuple(kept), tuple(Device(name=f"GPU {i}", budget_bytes=budget) for i, budget in kept.items())
 
 

@@ -80,12 +80,14 @@ def read_numbers(config: Any) -> Numbers:
     """Read a config.
 
     Args:
-        config: anything with the attributes of an ExLlamaV2Config.
+        config: anything with the attributes of an ExLlamaV2Config; None if the model has none.
 
     Raises:
-        ModelError: an attribute is missing, is no whole number or out of range, or ExLlamaV2 does not split such a
-            model.
+        ModelError: there is no config, an attribute is missing, is no whole number or out of range, or ExLlamaV2 does
+            not split such a model.
     """
+    if config is None:
+        raise ModelError("the model has no config", "pass an ExLlamaV2 model, or an object with such a config")
     arch = getattr(config, "arch", None)
     if getattr(getattr(arch, "lm", arch), "supports_tp", True) is False:
         name = getattr(arch, "arch_string", "this architecture")

@@ -118,7 +118,7 @@ class Splits:
             DeviceError: there is no GPU to be asked for its memory, or torch does not see one that was.
             RequestError: an argument has no meaning.
         """
-        numbers = read_numbers(self.model.config)
+        numbers = read_numbers(getattr(self.model, "config", None))
         ordinals, devices = read_gpu_split(gpu_split)
         kind, tokens = cache_kind(expect_cache_base), expect_cache_tokens or numbers.context * numbers.batch
         reserved = 0 if self._scratch_bytes is None else self._scratch_bytes
