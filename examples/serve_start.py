@@ -85,4 +85,5 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
     except TpplanError as error:
-        sys.exit(f"error: {error.message}\nhint: {error.hint}")
+        hint = error.hint.replace('backend="cpu"', "cpu as the third argument")
+        sys.exit(f"error: {error.message}\nhint: {hint}")

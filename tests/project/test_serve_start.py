@@ -50,6 +50,17 @@ def test_a_stale_plan_is_refused(example: dict[str, Any], tmp_path: Path) -> Non
         pass
 
 
+def test_without_gpus_the_hint_names_the_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with too few GPUs ends the script with a hint that its own command line understands."""
+    directory, path = model_of("mistral").directory, tmp_path / "plan.json"
+    devices = tpplan.parse_devices("3x3GiB")
+    tpplan.plan(tpplan.read_model(directory), devices, cache=tpplan.Cache("fp16", LENGTH), max_rows=8).save(path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["serve_start.py", str(path), str(directory)])
+    with pytest.raises(SystemExit, match="or run on virtual devices with cpu as the third argument$"):
+        runpy.run_path(str(ROOT / "examples/serve_start.py"), run_name="__main__")
+
+
 def test_the_python_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines of docs/run-a-model.md run, and give a text of as many tokens as they ask for."""
     text = (ROOT / "docs/run-a-model.md").read_text(encoding="utf-8")
