@@ -1,4 +1,4 @@
-"""From an operation to its program: lowered and checked once, and kept."""
+"""The engine: lowers operations to programs, checks and caches them."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """Where programs run.
+    """The interface of backends, which run programs on devices.
 
     Attributes:
-        asides: how many blocks are open in which they go beside other work, and leave kernels of others their room.
+        asides: number of open ``aside`` blocks, in which programs run concurrently with other work.
     """
 
     asides: int
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
-        """Issue a program on matrices ``[rows, columns]``, one for each of the caller's buffers that it names."""
+        """Issue a program on matrices ``[rows, columns]``, one for each caller's buffer in the program."""
 
     def bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Callable[[], Pending] | None:
-        """Return what issues a program on the same memory as often as it is called; None where that saves nothing."""
+        """Return a callable that issues a program on the same memory again; None if that saves nothing."""
 
     def is_capturing(self) -> bool:
-        """Tell whether what is issued becomes part of a graph."""
+        """Return whether issued work is being captured in a graph."""
 
     def channel(self, elements: int) -> Channel | None:
-        """Return what kernels of callers add up by, for sums of so many elements; None where there is no such thing."""
+        """Return a channel for sums of up to this many elements by callers' kernels; None if there are none."""
 
     def synchronize(self) -> None:
-        """Return when everything that was issued is complete."""
+        """Block until all issued work is complete."""
 
     def aside(self) -> Aside:
-        """Return what lets a ``with`` block issue beside other work."""
+        """Return a context manager whose block issues work concurrently with other work."""
 
     def capture(self) -> Graph:
-        """Return a graph that captures what a ``with`` block issues.
+        """Return a graph that captures the work that its ``with`` block issues.
 
         Raises:
             ExecutionError: this backend has no graphs.
         """
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 class Virtual:
-    """What devices in the CPU's memory have not.
+    """Base class of virtual devices, with the GPU features that they lack.
 
     Attributes:
         asides: see :class:`Backend`.
@@ -72,22 +72,22 @@ class Virtual:
     asides = 0
 
     def bind(self, *_: object) -> None:
-        """Return nothing: to issue a program again costs as much as the first time."""
+        """Return None: binding a program to memory would save nothing."""
 
     def is_capturing(self) -> bool:
-        """Tell that there are no graphs here."""
+        """Return False: there are no graphs."""
         return False
 
     def channel(self, _: int) -> None:
-        """Return nothing: there are no kernels."""
+        """Return None: there are no kernels."""
         return
 
     def aside(self) -> Aside:
-        """Return what lets programs go as beside other work, though there is none."""
+        """Return a context manager in whose block programs take the routes for concurrent work, without any."""
         return Aside(self)
 
     def capture(self) -> NoReturn:
-        """Refuse: there is no CUDA graph without CUDA devices.
+        """Raise an error: CUDA graphs need CUDA devices.
 
         Raises:
             ExecutionError: always.
@@ -95,18 +95,18 @@ class Virtual:
         raise ExecutionError("virtual devices have no graphs", 'capture with backend="cuda"')
 
 
-#: How many programs are remembered.
+#: Maximum number of cached programs.
 _KEPT = 1024
 
 
 class Engine:
-    """Keeps every program that a context was asked for.
+    """Lowers a context's operations and caches their programs.
 
     Attributes:
-        backend: runs them.
+        backend: runs the programs.
         transport: ``peer``, ``host`` or ``events``.
-        limits: of the context's memory.
-        notes: what a person should know of how these came about.
+        limits: sizes of the context's buffers, and thresholds.
+        notes: reasons for the choice of these, for the user.
     """
 
     def __init__(self, backend: Backend, transport: str, limits: Limits, notes: Sequence[str] = ()) -> None:
@@ -117,14 +117,14 @@ class Engine:
         self._programs: dict[tuple[Operation, Route], Program] = {}
 
     def program(self, operation: Operation, way: Route) -> Program:
-        """Return the program of an operation, lowered and checked once.
+        """Return the program of an operation, lowered and checked on first use.
 
         Raises:
-            InternalError: what was lowered is not safe.
+            InternalError: the program is not safe.
         """
         key = (operation, way)
         if key not in self._programs:
-            if len(self._programs) >= _KEPT:  # widths that never come again do not add up: the oldest is forgotten
+            if len(self._programs) >= _KEPT:  # drop the oldest: some widths never recur
                 del self._programs[next(iter(self._programs))]
             self._programs[key] = verify(lower(operation, way), in_place=isinstance(operation, Reduction))
         return self._programs[key]
@@ -132,9 +132,9 @@ class Engine:
     def route(
         self, operation: Operation, rows: int, item_bytes: int, *, captured: bool = False, aside: bool = False
     ) -> Route:
-        """Return how an operation of this size goes, called or captured, alone or beside other work.
+        """Return the route of an operation of this size, called or captured, alone or aside.
 
-        Where a row has no room to be copied, it goes there as it would alone.
+        If the buffers for copies aside cannot hold a row, the route is the same as alone.
 
         Raises:
             ExecutionError: see :func:`tpplan.exec.programs.lower.route`.

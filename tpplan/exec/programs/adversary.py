@@ -1,10 +1,9 @@
-"""An adversarial scheduler: runs programs on the CPU in any order that they allow, and makes the worst of each.
+"""An adversarial scheduler: runs programs on the CPU in random orders that they allow, with worst-case interleaving.
 
-It knows nothing of why a program is right. It is a small machine with the rules of real devices: streams are queues,
-events mean what was recorded last when they are waited for, flags are counters in memory. Copies and sums take time:
-from begin to end, their target holds garbage, and what somebody else changes under them becomes garbage in the result.
-So a program that leaves anything unordered gives wrong bytes under some seed, and one that waits for what never happens
-is a deadlock that shows what each stream waits for.
+It is independent of any reasoning about programs: a small machine with the rules of real devices. Streams are queues; a
+wait is for the event's latest record; flags are counters in memory. Copies and sums take time: meanwhile their target
+holds garbage, and any element of a source or target that changes becomes garbage in the result. So under some seed a
+program with a data race gives wrong bytes. A deadlock raises an error that tells what each stream waits for.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ if TYPE_CHECKING:
     from tpplan.exec.binding import Memory
     from tpplan.exec.programs.program import Event, Flag, Program, Queue, Stream
 
-#: A stream is up to so many times as likely to be chosen as another, so that some fall far behind.
+#: Maximum ratio of the probabilities of two streams to be chosen, so that some fall far behind.
 _UNFAIR = 1000
 
-#: After about so many choices, other streams are the likely ones.
+#: Average number of choices until the probabilities change.
 _MOOD = 50
 
 
 @define(eq=False)
 class _Mark:
-    """A point in a stream that a Record stands for.
+    """A recorded event.
 
     Attributes:
-        passed: whether the stream got there.
+        passed: whether the stream has reached it.
     """
 
     passed: bool = False
@@ -50,10 +49,10 @@ class _Mark:
 
 @frozen(eq=False)
 class _Call:
-    """A caller's own work.
+    """The caller's own work on a stream.
 
     Attributes:
-        work: to be done at once.
+        work: a callable that does it.
     """
 
     work: Callable[[], object]
@@ -64,13 +63,13 @@ class _Call:
 
 @define(eq=False)
 class _Task:
-    """A step that was issued.
+    """An issued step.
 
     Attributes:
-        step: what to do.
+        step: the step.
         operands: the caller's tensors.
-        mark: of a Record or Wait; a Wait without one waits for nothing.
-        writing: of a Copy or Sum that has begun.
+        mark: the event of a Record or Wait; a Wait without one waits for nothing.
+        writing: the state of a Copy or Sum in progress.
     """
 
     step: Step | Record | Wait | _Call
@@ -81,14 +80,14 @@ class _Task:
 
 @frozen(eq=False)
 class _Writing:
-    """A Copy or Sum on its way; tensors are of integers.
+    """A Copy or Sum in progress; all tensors are viewed as integers.
 
     Attributes:
-        sources: what is read.
-        seen: what they held after the target was poisoned.
-        target: what is written.
-        poison: that it was given.
-        result: what it is to hold in the end.
+        sources: tensors to read.
+        seen: contents of the sources just before the target was poisoned.
+        target: tensor to write.
+        poison: garbage that the target holds meanwhile.
+        result: final contents of the target.
     """
 
     sources: tuple[Tensor, ...]
@@ -99,44 +98,42 @@ class _Writing:
 
 
 class Pending:
-    """A program that was issued.
+    """A handle for an issued program.
 
-    Its results are those in host memory; a program without any has nothing to wait for, and one that has been waited
-    for may still be at work on other tensors.
+    It waits only for results in host memory: the program may still be working on other tensors afterwards.
     """
 
     def __init__(self, machine: Adversary, marks: Iterable[_Mark]) -> None:
-        """Wait for marks of a machine."""
+        """Create a handle that is done when a machine has passed all marks."""
         self._machine = machine
         self._marks = tuple(marks)
 
     def done(self) -> bool:
-        """Return whether the results may be read; time passes with every question."""
+        """Return whether the results may be read; every call lets time pass."""
         self._machine.pass_time()
         return all(mark.passed for mark in self._marks)
 
     def wait(self, timeout: float | None = None) -> None:  # noqa: ARG002
-        """Let time pass until the results may be read; ``timeout`` is for devices that have a clock.
+        """Let time pass until the results may be read; ``timeout`` is ignored, as there is no clock.
 
         Raises:
-            InternalError: they never may.
+            InternalError: the results are never complete.
         """
         self._machine.drive(lambda: all(mark.passed for mark in self._marks))
 
 
 class Adversary(Virtual):
-    """Virtual devices that do the worst that programs allow; the same interface as ``VirtualDevices``.
+    """Virtual devices with worst-case scheduling and the interface of ``VirtualDevices``; not thread-safe.
 
-    :meth:`run` only issues: everything but what the host itself does happens at random later, while the host waits for
-    something. Not safe for two threads at once.
+    :meth:`run` only issues commands. All but the host's own run later, in random order, while the host waits.
     """
 
     def __init__(self, memory: Memory, random: Random) -> None:
         """Fill the context's memory with garbage.
 
         Args:
-            memory: of the context, on the CPU.
-            random: decides everything.
+            memory: the context's memory, on the CPU.
+            random: the source of all random choices.
         """
         self._memory = memory
         self._random = random
@@ -154,7 +151,7 @@ class Adversary(Virtual):
         """Issue a program; for the operands see ``VirtualDevices``.
 
         Raises:
-            InternalError: the host itself waits for something that never happens.
+            InternalError: the host itself deadlocks.
         """
         for step in flat(program):
             stream = self._callers.get(step.stream, step.stream)
@@ -168,26 +165,26 @@ class Adversary(Virtual):
         return Pending(self, (mark for mark in marks if mark))
 
     def call(self, stream: Stream, work: Callable[[], object]) -> None:
-        """Issue the caller's own work on a stream, which is done in one go."""
+        """Issue the caller's own work on a stream; it runs atomically."""
         self._issue(stream, _Task(_Call(work)))
 
     def use(self, stream: Stream) -> None:
-        """Make another stream the caller's current one on its device; what is in the old one is not waited for."""
+        """Make another stream the caller's current one on its device, without waiting for the old one."""
         self._callers[caller(stream.device)] = stream
 
     def synchronize(self) -> None:
-        """Let time pass until everything that was issued is done.
+        """Let time pass until all issued work is complete.
 
         Raises:
-            InternalError: something never is.
+            InternalError: some streams deadlock.
         """
         self.drive(lambda: not any(self._queues.values()))
 
     def close(self) -> None:
-        """Do what was issued; closing again does nothing.
+        """Complete all issued work; closing again does nothing.
 
         Raises:
-            InternalError: some of it is never done.
+            InternalError: some streams deadlock.
         """
         try:
             self.synchronize()
@@ -195,10 +192,10 @@ class Adversary(Virtual):
             self._queues.clear()
 
     def drive(self, reached: Callable[[], bool]) -> None:
-        """Run commands until something is reached.
+        """Run commands until ``reached`` returns true.
 
         Raises:
-            InternalError: nothing can run before that.
+            InternalError: a deadlock comes first.
         """
         while not reached():
             if not self.pass_time():
@@ -206,7 +203,7 @@ class Adversary(Virtual):
                 raise InternalError(f"deadlock: {'; '.join(heads) or 'nothing was issued'}")
 
     def pass_time(self) -> bool:
-        """Run one command, or half of one, of any stream that can; return whether there was one."""
+        """Run a command, or half of one, of a random stream that is not blocked; return False if all are."""
         able = [stream for stream, queue in self._queues.items() if queue and self._is_able(queue[0])]
         if not able:
             return False
@@ -219,7 +216,7 @@ class Adversary(Virtual):
         return True
 
     def _issue(self, stream: Stream, task: _Task) -> None:
-        """Queue a task; those of the host's stream are done before anything else is issued."""
+        """Queue a task; a task of the host's stream completes before anything else is issued."""
         queue = self._queues.setdefault(stream, deque())
         queue.append(task)
         if stream.device == HOST:
@@ -233,7 +230,7 @@ class Adversary(Virtual):
         return not isinstance(step, Wait) or task.mark is None or task.mark.passed
 
     def _advance(self, task: _Task) -> bool:
-        """Do a task, or the next half of it; return whether it is done."""
+        """Run a task, or half of one that takes time; return whether it is complete."""
         step = task.step
         if isinstance(step, Copy | Sum):
             if task.writing is None:
@@ -252,7 +249,7 @@ class Adversary(Virtual):
 
     @torch.inference_mode()
     def _begin(self, step: Copy | Sum, operands: Mapping[Buffer, Tensor]) -> _Writing:
-        """Read the sources, and poison the target so that none of its elements is right."""
+        """Read the sources and poison the target: each of its elements becomes wrong."""
         some = next(iter(operands.values()))
         tensors = []
         for view in (step.target, *reads(step)):
@@ -276,14 +273,14 @@ class Adversary(Virtual):
 
     @torch.inference_mode()
     def _end(self, writing: _Writing) -> None:
-        """Write the result, with garbage where a source or the target was written meanwhile."""
+        """Write the result, with garbage where a source or the target has changed meanwhile."""
         changed = writing.target != writing.poison
         for source, seen in zip(writing.sources, writing.seen, strict=True):
             changed |= source != seen
         writing.target.copy_(torch.where(changed, self._garbage(writing.result), writing.result))
 
     def _garbage(self, right: Tensor) -> Tensor:
-        """Return integers each of which is wrong."""
+        """Return random integers, each different from that in ``right``."""
         noise = bytearray(self._random.randbytes(right.numel() * right.element_size()))
         if not noise:
             return right

@@ -1,4 +1,4 @@
-"""The commands by which streams wait for each other."""
+"""Synchronisation between streams by events."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def own(device: int) -> Stream:
 
 
 def fence(name: str, before: Iterable[Stream], hub: Stream, after: Iterable[Stream]) -> Iterator[Command]:
-    """Let everything later in ``after`` wait for everything earlier in ``before``, over one stream.
+    """Make the streams ``after`` wait for all earlier work of the streams ``before``, through the stream ``hub``.
 
-    That takes an event for each stream, where waiting for each other would take the product of their numbers.
+    This takes one event per stream; without a hub, the number of waits would be the product of both counts.
     """
     for stream in before:
         if stream != hub:
@@ -41,7 +41,7 @@ def fence(name: str, before: Iterable[Stream], hub: Stream, after: Iterable[Stre
 
 
 def meet(name: str, pairs: Iterable[tuple[Stream, Stream]], hub: Stream) -> Iterator[Command]:
-    """Let the second stream of each pair wait for the first; over one stream, if that takes fewer waits."""
+    """Make the second stream of each pair wait for the first; through ``hub`` if that takes fewer waits."""
     told, waits = announce(name, pairs, hub)
     yield from (*told, *waits)
 
@@ -49,13 +49,13 @@ def meet(name: str, pairs: Iterable[tuple[Stream, Stream]], hub: Stream) -> Iter
 def announce(
     name: str, pairs: Iterable[tuple[Stream, Stream]], hub: Stream, number: int = 0
 ) -> tuple[tuple[Command, ...], tuple[Wait, ...]]:
-    """Return what :func:`meet` does in two steps: what the first streams tell, and how the second wait for it, later.
+    """Return the commands of :func:`meet` in two steps: the first streams' records, and the second streams' waits.
 
     Args:
-        name: of the events.
-        pairs: the first streams, and who waits for each.
-        hub: among them, over which they tell it if that takes fewer waits.
-        number: of the events for which the second streams wait.
+        name: name of the events.
+        pairs: pairs of a stream and one that waits for it.
+        hub: one of the first streams, used to combine the events if that takes fewer waits.
+        number: number of the events that the second streams wait for.
     """
     pairs = dict.fromkeys(pairs)
     firsts, seconds = (dict.fromkeys(pair[end] for pair in pairs) for end in (0, 1))
@@ -71,13 +71,13 @@ def announce(
 
 
 def order(name: str, first: Stream, then: Stream) -> Iterator[Command]:
-    """Let ``then`` wait for what is in ``first`` by now."""
+    """Make ``then`` wait for all earlier work of ``first``."""
     yield Record(first, Event(name, first))
     yield Wait(then, Event(name, first))
 
 
 def without_callers(program: Program) -> tuple[Command, ...]:
-    """Return the commands of a program whose callers' streams are tpplan's, without events that order nothing."""
+    """Return a program's commands with the callers' streams replaced by tpplan's, without redundant events."""
     recorded: dict[Event, Stream] = {}
     waiting: list[Command] = []
     for each in program.commands:
@@ -87,7 +87,7 @@ def without_callers(program: Program) -> tuple[Command, ...]:
             recorded[command.event] = command.stream
         if not (isinstance(command, Wait) and recorded.get(command.event) == command.stream):
             waiting.append(command)
-    # Events that any stream may record order programs too; all others order commands of one.
+    # Events that any stream may record also order programs; all others only order commands of one program.
     wanted = {*program.results, *(event for event in recorded if event.stream == HOST_STREAM)}
     kept: list[Command] = []
     for command in reversed(waiting):

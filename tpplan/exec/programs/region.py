@@ -1,4 +1,4 @@
-"""Regions of memory, as far as programs without rows and dtypes can tell them apart."""
+"""Regions of memory, as far as programs can tell them apart without row counts and dtypes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Region(NamedTuple):
     """Bytes that a command reads or writes.
 
     Attributes:
-        view: how the command calls them.
-        memory: regions of different memories never overlap.
-        cut: (piece, pieces) of the memory; different ones of as many pieces do not overlap.
-        shape: how rows lie in the piece; regions of different shapes are taken to overlap.
-        rows: (part, parts) of the rows whose data is there.
+        view: the command's view of them.
+        memory: identifies the memory; regions of different memories never overlap.
+        cut: (piece, pieces) of the memory; different pieces of equally many do not overlap.
+        shape: layout of rows in the piece; regions of different layouts are assumed to overlap.
+        rows: (part, parts) of the rows whose data it holds.
         start: first column.
-        stop: one past the last.
+        stop: one past the last column.
     """
 
     view: View
@@ -36,13 +36,13 @@ class Region(NamedTuple):
     stop: int
 
     def overlaps(self, other: Region) -> bool:
-        """Tell whether there may be bytes of both, given that they are of the same memory."""
+        """Return whether two regions of the same memory may overlap."""
         if self.cut != other.cut:
             return self.cut[1] != other.cut[1]
         return self.shape != other.shape or (self.start < other.stop and other.start < self.stop)
 
     def covers(self, other: Region) -> bool:
-        """Tell whether what overlaps the other overlaps this one too, given that they are of the same memory."""
+        """Return whether whatever overlaps ``other``, a region of the same memory, also overlaps this one."""
         return (
             self.start <= other.start
             and other.stop <= self.stop
@@ -54,14 +54,14 @@ class Region(NamedTuple):
 def regions(view: View, program: int, parts: int, slot: int = 0) -> Iterator[Region]:
     """Yield the regions of a view.
 
-    Operands of different programs are different memory, and so are different rows of one. The context's memory is
-    everybody's: what two programs keep in the same place may have rows of different lengths and dtypes.
+    Operands of different programs count as different memory, and so do different rows of an operand. The context's
+    memory is shared by all programs, which may use it with rows of different lengths and dtypes.
 
     Args:
-        view: in a command.
-        program: a number for the program that it is in.
-        parts: into which the rows of operands can be cut so that every view of the program has whole parts.
-        slot: of the queue, if there is one.
+        view: a view in a command.
+        program: number of its program.
+        parts: number of parts of the operands' rows such that every view of the program covers whole parts.
+        slot: index of the queue's slot, if the view is in one.
     """
     buffer, start, stop, part, of = view[:5]
     if buffer.role in OPERANDS:
@@ -74,7 +74,7 @@ def regions(view: View, program: int, parts: int, slot: int = 0) -> Iterator[Reg
 
 
 def gap(spans: Iterable[tuple[int, int]], start: int, stop: int) -> int | None:
-    """Return the first column from ``start`` to ``stop`` that is in no span (start, stop)."""
+    """Return the first column from ``start`` to ``stop`` that no span (start, stop) contains; None if all do."""
     for first, last in sorted(spans):
         if first <= start < last:
             start = last
