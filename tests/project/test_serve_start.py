@@ -57,7 +57,7 @@ def test_without_gpus_the_hint_names_the_argument(tmp_path: Path, monkeypatch: p
     tpplan.plan(tpplan.read_model(directory), devices, cache=tpplan.Cache("fp16", LENGTH), max_rows=8).save(path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["serve_start.py", str(path), str(directory)])
-    with pytest.raises(SystemExit, match="or run on virtual devices with cpu as the third argument$"):
+    with pytest.raises(SystemExit, match=r"or run on virtual devices with cpu as the third argument$"):
         runpy.run_path(str(ROOT / "examples/serve_start.py"), run_name="__main__")
 
 
