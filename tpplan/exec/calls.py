@@ -1,4 +1,4 @@
-"""Calls: what an operation wants of tensors of some shape, found once and held against all that come."""
+"""Calls: the requirements of an operation on tensors of some shape, computed once and checked for each use."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class Call:
-    """An operation on tensors of a shape and dtype.
+    """An operation on tensors of some shape and dtype.
 
     Attributes:
-        name: of the operation, for errors.
+        name: name of the operation, for errors.
         inputs: groups of tensors that are only read.
-        outputs: tensors that are written.
-        own: for each input, which output may be the very same tensor; nothing where none may.
-        rows: of every tensor.
-        program: to run; None if there are no rows.
-        unpinned: instead of it, where an output in host memory is not pinned; None if any memory will do.
-        buffers: of the program: those of the inputs, then those of the outputs.
-        sizes: bytes of each.
-        hosted: which of them are in host memory.
-        pinned: whether new outputs in host memory are.
+        outputs: the group of tensors that are written.
+        own: for each input, the index of the output that may be the same tensor; empty if no output may be an input.
+        rows: rows of every tensor.
+        program: the program to run; None if there are no rows.
+        unpinned: the program to run if the output in host memory is not pinned; None if pinning makes no difference.
+        buffers: the program's buffers for the inputs, then for the outputs.
+        sizes: bytes of each tensor.
+        hosted: indices of the tensors in host memory.
+        pinned: whether to create outputs in host memory as pinned.
     """
 
     name: str
@@ -58,10 +58,10 @@ class Call:
     pinned: bool
 
     def admit(self, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], bool]:
-        """Check tensors.
+        """Check the tensors of a call.
 
         Returns:
-            The inputs and then the outputs, and whether all are contiguous and their bytes their values.
+            The inputs followed by the outputs, and whether all are dense: contiguous, with their values as stored.
 
         Raises:
             ExecutionError: see :meth:`Group.check`, :func:`~tpplan.exec.tensors.check_writable` and
@@ -84,7 +84,7 @@ class Call:
         return tensors, is_dense
 
     def operands(self, tensors: tuple[Tensor, ...], *, is_dense: bool) -> dict[Buffer, Tensor]:
-        """Return what :meth:`admit` returned as matrices, by the program's buffers."""
+        """Return the tensors from :meth:`admit` as matrices, by the program's buffers."""
         matrices: Sequence[Tensor] = tensors
         if not is_dense:
             matrices = [matrix(tensor) for tensor in tensors]
@@ -93,15 +93,15 @@ class Call:
         return dict(zip(self.buffers, matrices, strict=True))
 
     def _are_apart(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Tell whether dense tensors share no memory, but for outputs that may be inputs."""
+        """Return whether dense tensors do not overlap, except for outputs that are their own input."""
         if are_apart(tensors, self.sizes):
             return True
         out = tensors[len(self.own) :]
         others = [x for x, i in zip(tensors, self.own, strict=False) if x is not out[i]]
-        return bool(self.own) and are_apart((*out, *others), self.sizes)  # which all have the same size
+        return bool(self.own) and are_apart((*out, *others), self.sizes)  # all have the same size
 
     def new(self) -> list[Tensor]:
-        """Return uninitialised tensors to write to; those on the host are pinned if devices write them."""
+        """Create uninitialised outputs; those in host memory are pinned if CUDA devices write them."""
         wants, dtype = self.outputs.wants, self.outputs.dtype
         if self.pinned:
             return [torch.empty(*shape, dtype=dtype, device=place, pin_memory=True) for shape, place, _ in wants]
@@ -109,16 +109,16 @@ class Call:
 
 
 class Calls:
-    """Makes calls for a context's tensors.
+    """Creates the calls of a context.
 
-    Each kind takes the devices, which are checked, then the shape and dtype of the first tensor, which are not.
+    Each method takes devices, which are already checked, and the shape and dtype of the first tensor, which are not.
 
     Attributes:
-        engine: has the programs.
-        places: torch's device for each of the plan's in use, and for HOST.
-        max_rows: most rows of an operand.
-        captured: whether they become part of graphs.
-        aside: whether they are issued beside other work.
+        engine: provides the programs.
+        places: torch device for each device of the plan in use, and for HOST.
+        max_rows: maximum rows of an operand.
+        captured: whether the calls become part of CUDA graphs.
+        aside: whether the calls run concurrently with other work.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class Calls:
         self.max_rows = max_rows
 
     def check_source(self, what: str, source: int) -> None:
-        """Refuse what is no device of the context, nor HOST.
+        """Check that a source is a device of the context or HOST.
 
         Raises:
-            ExecutionError: naming those that there are.
+            ExecutionError: it is neither; the message lists the valid ones.
         """
         if type(source) is not int or source not in self.places:
             names = ", ".join(map(str, self.places))
@@ -146,7 +146,7 @@ class Calls:
         """Return the call that copies one tensor to the targets.
 
         Raises:
-            ExecutionError: there are no such tensors, or none on this device.
+            ExecutionError: shape or dtype is not supported, or no device of the context is on ``device``.
         """
         rows = check_facts("broadcast: x", shape, dtype, self.max_rows)
         origin, columns = self._origin("broadcast", source, device), shape[-1]
@@ -157,7 +157,7 @@ class Calls:
     def scatter(
         self, source: int | None, slices: Slices, shape: torch.Size, dtype: torch.dtype, device: torch.device
     ) -> Call:
-        """Return the call that copies to each device its slice of one tensor.
+        """Return the call that copies to each device its slice of a tensor.
 
         Raises:
             ExecutionError: see :meth:`broadcast`.
@@ -174,7 +174,7 @@ class Calls:
         """Return the call that copies the parts of all slices to every target.
 
         Raises:
-            ExecutionError: there are no such tensors.
+            ExecutionError: shape or dtype is not supported.
         """
         rows = check_facts(f"{name}: parts[0]", shape, dtype, self.max_rows)
         parts = self._group(f"{name}: parts", [(d, b - a) for d, a, b in slices], shape, dtype)
@@ -189,10 +189,10 @@ class Calls:
         shape: torch.Size,
         dtype: torch.dtype,
     ) -> Call:
-        """Return the call that adds up the givers' tensors, and the takers' residuals, on all takers.
+        """Return the call that sums the givers' tensors, and optionally the takers' residuals, on all takers.
 
         Raises:
-            ExecutionError: there are no such tensors.
+            ExecutionError: shape or dtype is not supported.
         """
         columns = columns_of("all_reduce: parts[0]", shape)
         rows = check_facts("all_reduce: parts[0]", shape, dtype, self.max_rows, adds=True)
@@ -203,10 +203,10 @@ class Calls:
         return self._call(operation.all_reduce(columns, givers, takers, residual), (parts, *residuals), outputs, rows)
 
     def add_residual(self, slices: Slices, wholes: tuple[bool, ...], shape: torch.Size, dtype: torch.dtype) -> Call:
-        """Return the call that adds to each device's tensor its slice of another, of which some have all columns.
+        """Return the call that adds to each device's tensor its slice of a source; ``wholes`` marks uncut sources.
 
         Raises:
-            ExecutionError: there are no such tensors.
+            ExecutionError: shape or dtype is not supported.
         """
         rows = check_facts("add_residual: target[0]", shape, dtype, self.max_rows, adds=True)
         size = slices[-1][2]
@@ -218,7 +218,7 @@ class Calls:
         return self._call(operation.add(taken), (sources,), targets, rows)
 
     def _origin(self, what: str, source: int | None, device: torch.device) -> int:
-        """Return the device that a tensor is on, if the caller does not say so, or HOST."""
+        """Return the source given by the caller, or else the plan's device that a tensor is on, or HOST."""
         if source is not None:
             return source
         found = next((index for index, place in self.places.items() if place == device), None)
@@ -231,7 +231,7 @@ class Calls:
         return Group(what, (what,), (origin,), (self._want(origin, shape, dtype),), dtype)
 
     def _group(self, what: str, widths: list[tuple[int, int]], shape: torch.Size, dtype: torch.dtype) -> Group:
-        """Return a tensor of so many columns on each device."""
+        """Return the group with a tensor of the given width (device, columns) on each device."""
         names = tuple(f"{what}[{i}] of device {device}" for i, (device, _) in enumerate(widths))
         wants = tuple(self._want(device, (*shape[:-1], width), dtype) for device, width in widths)
         return Group(what, names, tuple(device for device, _ in widths), wants, dtype)
@@ -247,7 +247,7 @@ class Calls:
         if rows:
             way = self.engine.route(what, rows, outputs.dtype.itemsize, captured=self.captured, aside=self.aside)
             program = self.engine.program(what, way)
-            if on_gpus and way == Route("local", small=True):  # by kernels, which write nowhere else
+            if on_gpus and way == Route("local", small=True):  # by kernels, which write only to pinned memory
                 unpinned = self.engine.program(what, Route("local"))
         devices = [device for group in (*inputs, outputs) for device in group.devices]
         read = devices[: -len(outputs.devices)]
@@ -268,7 +268,7 @@ class Calls:
 
 
 def _buffers(operation: Operation) -> tuple[Buffer, ...]:
-    """Return the buffers of an operation, those that are only read first."""
+    """Return the buffers of an operation, inputs first."""
     if isinstance(operation, Moves):
         ends = [view.buffer for ends in zip(*operation.moves, strict=True) for view in ends]
         return tuple(dict.fromkeys(ends))

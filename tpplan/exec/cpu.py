@@ -1,7 +1,7 @@
-"""Virtual devices: programs run on the CPU, at once, in one of the orders that they allow.
+"""Virtual devices: programs run on the CPU, synchronously, in one of the orders that they allow.
 
-What keeps streams in order on real devices costs nothing here: the order is found once for a program, and what is left
-are its copies and sums. :mod:`tpplan.exec.programs.adversary` has the same interface and takes the worst order instead.
+Synchronisation costs nothing here: the order is computed once per program, and only copies and sums are run.
+:mod:`tpplan.exec.programs.adversary` has the same interface, with worst-case orders.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from tpplan.exec.binding import Memory
     from tpplan.exec.programs.program import Buffer, Event, Flag, Program, Step, Stream, View
 
-#: How many programs, and programs bound to a size, are remembered: prompts of any length come, so that sizes never end.
+#: Maximum number of cached programs, and of programs bound to a size: prompts may have any length.
 _KEPT = 128
 
-#: Elements that are added at once by each of torch's threads, so that the sums so far stay in its cache.
+#: Elements that each torch thread adds at a time, so that partial sums stay in its cache.
 _CACHED = 2**16
 
 
 class Place(NamedTuple):
-    """What a command reads or writes.
+    """Memory that a command reads or writes.
 
     Attributes:
-        view: of an operand or of the context's memory.
-        slot: which of a queue's slots, counted from the one that was next when the program began.
+        view: a view of an operand or of the context's memory.
+        slot: index of the queue's slot, relative to the one that was next when the program began.
     """
 
     view: View
@@ -44,11 +44,11 @@ class Place(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A Copy or Sum: adds up its sources, of which a Copy has one.
+    """A Copy or Sum; a Copy has a single source.
 
     Attributes:
-        target: written.
-        sources: read.
+        target: memory to write.
+        sources: memory to read.
     """
 
     target: Place
@@ -56,27 +56,27 @@ class Work(NamedTuple):
 
 
 class Pending:
-    """A program that was run, and so is done."""
+    """A handle for a program, which is complete already."""
 
     def done(self) -> bool:
-        """Return whether the results may be read: yes."""
+        """Return True: the results may be read."""
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return at once, for there is nothing to wait for, however many seconds ``timeout`` gives it."""
+        """Return at once, whatever the ``timeout`` in seconds: there is nothing to wait for."""
 
 
 _DONE = Pending()
 
 
 class _Bound(NamedTuple):
-    """A program for operands of some size.
+    """A program bound to operands of some size.
 
     Attributes:
-        program: kept alive, for its identity is part of the key.
-        memory: the context's, as tensors.
+        program: the program, kept alive because its identity is part of the key.
+        memory: tensors in the context's memory.
         operands: views of the caller's tensors.
-        work: indices into the tensors of both: target, sources.
+        work: (target, sources) as indices into the tensors of ``memory`` followed by those of ``operands``.
     """
 
     program: Program
@@ -86,29 +86,29 @@ class _Bound(NamedTuple):
 
 
 class VirtualDevices(Virtual):
-    """Runs programs on the CPU; whatever a call was to do is done when it returns. Not safe for two threads at once."""
+    """Runs programs on the CPU synchronously; not thread-safe."""
 
     def __init__(self, memory: Memory) -> None:
-        """Use the context's memory, all of it on the CPU."""
+        """Use the context's memory, which is all on the CPU."""
         self._memory: Memory | None = memory
         self._work: dict[int, tuple[Program, tuple[Work, ...]]] = {}
         self._bound: dict[tuple[int, int, torch.dtype], _Bound] = {}
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
-        """Run a program now.
+        """Run a program synchronously.
 
         Args:
-            program: best the same object each time, for its order is remembered by identity.
+            program: the program; use the same object each time, as its order is cached by identity.
             operands: the caller's tensors, ``[rows, columns]`` each with any strides, all with the same number of rows
                 and of the same dtype. An ``output`` may be the same tensor as its device's ``input`` or ``residual``.
 
         Raises:
             ExecutionError: the devices are closed.
-            InternalError: the program waits for something that never happens, or needs more memory than there is.
+            InternalError: the program deadlocks, or needs more memory than the context has.
         """
         some = next(iter(operands.values()))
         rows, dtype = some.shape[0], some.dtype
-        with torch.inference_mode():  # whatever the operands are to autograd, their bytes are moved
+        with torch.inference_mode():  # autograd does not matter: only bytes are moved
             bound = self._bound.get((id(program), rows, dtype)) or self._bind(program, rows, dtype)
             tensors = [*bound.memory, *[_cut(operands[view.buffer], view, rows) for view in bound.operands]]
             for target, sources in bound.work:
@@ -119,16 +119,16 @@ class VirtualDevices(Virtual):
         return _DONE
 
     def synchronize(self) -> None:
-        """Return at once: nothing is ever under way."""
+        """Return at once: no work is ever pending."""
 
     def close(self) -> None:
-        """Let go of the memory; closing again does nothing."""
+        """Release the memory; closing again does nothing."""
         self._memory = None
         self._work.clear()
         self._bound.clear()
 
     def _bind(self, program: Program, rows: int, dtype: torch.dtype) -> _Bound:
-        """Resolve what a program uses of the context's memory, and number the rest."""
+        """Resolve a program's views of the context's memory to tensors, and index all views."""
         if self._memory is None:
             raise ExecutionError("the virtual devices are closed", "compile the plan again")
         for kept in (self._bound, self._work):
@@ -153,16 +153,16 @@ class VirtualDevices(Virtual):
 def sequence(program: Program) -> tuple[Work, ...]:
     """Return a program's copies and sums in an order in which its streams could run them.
 
-    Slots are numbered from the start of the program, which is right for a program that runs alone and, like all that
-    are lowered, leaves every queue empty.
+    Slots are numbered from the start of the program. This is valid as programs run one at a time, and lowered programs
+    leave every queue empty.
 
     Raises:
-        InternalError: some stream waits for something that never happens.
+        InternalError: the program deadlocks.
     """
     order: list[Work] = []
     raised: Counter[Flag] = Counter()
     awaited: Counter[tuple[Stream, Flag]] = Counter()
-    passed: set[int] = set()  # records, by their position
+    passed: set[int] = set()  # positions of Records
     pending = _resolved(program)
     while pending:
         left: list[tuple[int, Step | Record | Wait, int | None]] = []
@@ -193,7 +193,7 @@ def sequence(program: Program) -> tuple[Work, ...]:
 
 
 def _resolved(program: Program) -> list[tuple[int, Step | Record | Wait, int | None]]:
-    """Return every step with its position, and that of the Record if it is a Wait for one of the same program."""
+    """Return every step with its position and, for a Wait, the position of its Record if in the same program."""
     latest: dict[Event, int] = {}
     steps: list[tuple[int, Step | Record | Wait, int | None]] = []
     for position, step in enumerate(flat(program)):
@@ -204,11 +204,11 @@ def _resolved(program: Program) -> list[tuple[int, Step | Record | Wait, int | N
 
 
 def add(target: Tensor, sources: Sequence[Tensor]) -> None:
-    """Add in float32, in the given order, and round once: to the bit, but for what else a NaN carries.
+    """Add in float32, in the given order, and round once: bitwise reproducible except for NaN payloads.
 
     Args:
-        target: float16, bfloat16 or float32; it may be one of the sources.
-        sources: at least two, of the target's shape and dtype.
+        target: the result in float16, bfloat16 or float32; it may be one of the sources.
+        sources: at least two tensors of the target's shape and dtype.
     """
     if len(sources) == 2:  # noqa: PLR2004
         torch.add(*sources, out=target)  # torch adds two halves in float32, too
@@ -234,7 +234,7 @@ def _add(target: Tensor, sources: Sequence[Tensor]) -> None:
 
 
 def _cut(tensor: Tensor, view: View, rows: int) -> Tensor:
-    """Return a view's part of an operand; the whole tensor, which is what most views are, costs nothing."""
+    """Return a view's part of an operand; fast for the whole tensor, the most common case."""
     _, start, stop, part, parts, _ = view
     if parts > 1:
         first, end = rows * part // parts, rows * (part + 1) // parts

@@ -1,4 +1,4 @@
-"""The caller's tensors: checked before anything moves, and seen as matrices with a row per token."""
+"""The caller's tensors: checked before any data moves, and viewed as matrices with one row per token."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from tpplan.exec.tensors import check_copied, check_kind, check_stored, name_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Device, first column and one past the last, of each.
+#: Slices as (device, first column, one past the last column).
 Slices = tuple[tuple[int, int, int], ...]
 
 SEQUENCES = (list, tuple)
 _ITEM_BYTES = (1, 2, 4, 8)
-#: Dtypes that are added up, and so those of activations.
+#: Dtypes that can be summed, and so those of activations.
 ADDABLE = (torch.float16, torch.bfloat16, torch.float32)
-#: Dtypes of complex numbers and of their parts: torch conjugates and negates them when their values are asked for.
+#: Complex dtypes and those of their parts, whose tensors may be conjugated or negated lazily.
 LAZY = {torch.complex64, torch.complex32, torch.float16, torch.float32, torch.float64}
 
 
 @frozen(eq=False)
 class Group:
-    """What the tensors that an operation takes, one for each of some devices, have to be.
+    """The requirements on a group of tensors, one per device.
 
     Attributes:
-        what: to call them in errors.
-        names: to call each of them in errors.
-        devices: of the plan.
-        wants: shape, device and bytes of each.
-        dtype: of all.
+        what: name of the group in errors.
+        names: name of each tensor in errors.
+        devices: indices of the devices in the plan.
+        wants: shape, torch device and bytes of each tensor.
+        dtype: dtype of all tensors.
     """
 
     what: str
@@ -45,9 +45,9 @@ class Group:
     dtype: torch.dtype
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether tensors are right, and contiguous, and their bytes their values: the most usual ones are.
+        """Return whether tensors meet the requirements and are dense: contiguous, with their values as stored.
 
-        It takes most of the time of a call, so that nothing is prepared for an error; :meth:`check` finds that.
+        This takes most of the time of a call, so it collects nothing for an error message; :meth:`check` does.
         """
         if not isinstance(tensors, SEQUENCES) or len(tensors) != len(self.wants):
             return False
@@ -65,12 +65,12 @@ class Group:
                     or tensor.storage_offset() * item_bytes + size > tensor.untyped_storage().nbytes()
                 ):
                     return False
-        except RuntimeError:  # of tensors without a shape or a storage, such as nested and sparse ones
+        except RuntimeError:  # from tensors without a shape or a storage, such as nested and sparse ones
             return False
         return True
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Refuse tensors that are not right, contiguous or not.
+        """Check tensors, which need not be dense.
 
         Raises:
             ExecutionError: see :func:`check_count` and :func:`check`.
@@ -81,17 +81,17 @@ class Group:
 
 
 def check_facts(what: str, shape: Sequence[int], dtype: torch.dtype, max_rows: int, *, adds: bool = False) -> int:
-    """Refuse tensors of a shape and dtype of which no operation takes any, and return their rows.
+    """Check that an operation supports tensors of a shape and dtype, and return their rows.
 
     Args:
-        what: to call the tensor in errors.
-        shape: ``[..., columns]``; one without leading dimensions is a single row.
-        dtype: of the elements.
-        max_rows: rows that the context was compiled for.
-        adds: whether its elements are added, which takes float16, bfloat16 or float32.
+        what: name of the tensor in errors.
+        shape: ``[..., columns]``; without leading dimensions, it is a single row.
+        dtype: dtype of the elements.
+        max_rows: maximum rows that the context was compiled for.
+        adds: whether elements are added, which requires float16, bfloat16 or float32.
 
     Raises:
-        ExecutionError: its elements cannot be moved or added, it has no columns, or too many rows.
+        ExecutionError: the dtype cannot be moved or added, or the tensor has no columns or too many rows.
     """
     if adds and dtype not in ADDABLE:
         hint = "convert it to one of float16, bfloat16 and float32"
@@ -107,10 +107,10 @@ def check_facts(what: str, shape: Sequence[int], dtype: torch.dtype, max_rows: i
 
 
 def facts_of(what: str, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    """Return what decides what the other tensors of an operation have to be.
+    """Return the shape and dtype of a tensor, which determine those of the operation's other tensors.
 
     Raises:
-        ExecutionError: it is no dense tensor.
+        ExecutionError: it is not a dense tensor.
     """
     if type(tensor) is not torch.Tensor or tensor.is_nested:
         check_kind(what, tensor)
@@ -118,10 +118,10 @@ def facts_of(what: str, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def first_of(what: str, tensors: Sequence[Tensor], slices: Slices) -> Tensor:
-    """Return the first of the tensors, of which there is one for each slice.
+    """Return the first of the tensors, of which there should be one for each slice.
 
     Raises:
-        ExecutionError: there is none.
+        ExecutionError: there are none.
     """
     if not isinstance(tensors, SEQUENCES) or not tensors:
         check_count(what, tensors, [device for device, _, _ in slices])
@@ -132,7 +132,7 @@ def columns_of(what: str, shape: Sequence[int]) -> int:
     """Return the size of the last dimension.
 
     Raises:
-        ExecutionError: there is none.
+        ExecutionError: the shape has no dimensions.
     """
     if not shape:
         raise ExecutionError(f"{what} has no dimensions, so no columns", "the last dimension holds the columns")
@@ -140,10 +140,10 @@ def columns_of(what: str, shape: Sequence[int]) -> int:
 
 
 def check(what: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a tensor that does not fit the others of its operation.
+    """Check a tensor against the shape, dtype and device that its operation requires.
 
     Raises:
-        ExecutionError: naming what it has and what was expected.
+        ExecutionError: one of them differs; the message gives the actual and the expected value.
     """
     check_kind(what, tensor)
     if tensor.device != device:
@@ -158,7 +158,7 @@ def check(what: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, d
 
 
 def _instead(tensor: Tensor, shape: Sequence[int]) -> str:
-    """Return what to do about a shape: most often ``dim`` was forgotten, and the columns are a multiple."""
+    """Return a hint on a wrong shape; the most common cause is a missing ``dim``, which gives a multiple of columns."""
     words = "parts have the columns of their device's slice, times dim"
     times, rest = divmod(tensor.shape[-1], shape[-1]) if tensor.shape else (0, 0)
     if times > 1 and not rest and tensor.shape[:-1] == shape[:-1]:
@@ -167,10 +167,10 @@ def _instead(tensor: Tensor, shape: Sequence[int]) -> str:
 
 
 def check_count(what: str, tensors: Sequence[Tensor], devices: Sequence[int]) -> None:
-    """Refuse another number of tensors than devices.
+    """Check that there is one tensor for each device.
 
     Raises:
-        ExecutionError: naming both.
+        ExecutionError: there is not; the message gives both.
     """
     if not isinstance(tensors, SEQUENCES) or len(tensors) != len(devices):
         got = f"{len(tensors)} tensors" if isinstance(tensors, SEQUENCES) else type(tensors).__name__
@@ -179,7 +179,7 @@ def check_count(what: str, tensors: Sequence[Tensor], devices: Sequence[int]) ->
 
 
 def matrix(tensor: Tensor) -> Tensor:
-    """Return a tensor as ``[rows, columns]``: a view if its strides allow one, else a copy; its bits are its values."""
+    """Return a tensor as ``[rows, columns]``, not lazily conjugated or negated: a view if possible, else a copy."""
     is_special = tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
     flat = tensor.detach().resolve_conj().resolve_neg() if is_special else tensor
     if flat.dim() != 2:  # noqa: PLR2004

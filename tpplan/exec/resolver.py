@@ -1,4 +1,4 @@
-"""From what an operation is asked for to its call: names of axes become devices and columns."""
+"""Resolving the arguments of an operation to its call: axes become devices and columns."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from tpplan.exec.calls import Call, Calls
     from tpplan.exec.cuts import Cuts
 
-    #: Of an operation's inputs: one tensor for each device.
+    #: Groups of an operation's inputs, each with one tensor per device.
     Groups: TypeAlias = tuple[Sequence[Tensor], ...]
 
-#: How many calls of each operation are remembered: prompts of any length come, so that shapes never end.
+#: Maximum number of cached calls of each operation: prompts may have any length.
 _KEPT = 4096
 
 
 class Resolver:
-    """Finds calls; every method takes the arguments of the context's, its inputs, and the outputs if they are given.
+    """Finds and caches calls; each method takes the arguments of the context's method, the inputs, and the outputs.
 
-    All raise ExecutionError for tensors that no operation takes, and RequestError for what the plan does not cut.
+    All raise ExecutionError for unsupported tensors, and RequestError for axes that the plan does not cut.
     """
 
     def __init__(self, cuts: Cuts, calls: Calls) -> None:
-        """Remember the calls that are found.
+        """Create empty caches.
 
         Args:
-            cuts: of the plan.
-            calls: makes them.
+            cuts: the plan's cuts.
+            calls: creates calls.
         """
         self._cuts = cuts
         self._check_source = calls.check_source

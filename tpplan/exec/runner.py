@@ -1,4 +1,4 @@
-"""Running operations: checked and prepared the first time, and issued at once where the same memory comes again."""
+"""Running operations: checked and prepared on first use, and issued directly when the same memory recurs."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from tpplan.exec.inflight import Inflight
     from tpplan.exec.resolver import Resolver
 
-#: On how many memories operations are remembered.
+#: Maximum number of cached calls.
 _KEPT = 1024
-#: What operations that come again are asked for by, and of what their inputs and outputs are; True is no 1.
+#: Types of the arguments, and of the tensor sequences, of calls that are cached; exact, as True must not match 1.
 _WORDS, _GROUPS = {int, str, Axis, type(None)}, {list, tuple}
 
 
 @define(eq=False)
 class _Known:
-    """An operation on tensors that were right.
+    """A cached call, whose tensors were checked.
 
     Attributes:
-        fits: tells whether what is at the same addresses is of the same kind.
-        hosted: which of them are in host memory.
-        issue: issues it.
-        pinned: the output that was last found to be pinned; None if it need not be.
+        fits: returns whether tensors at the same addresses have the same properties.
+        hosted: indices of the tensors in host memory.
+        issue: issues the operation.
+        pinned: the output last found to be pinned; None if the output need not be pinned.
     """
 
     fits: Callable[..., bool]
@@ -46,7 +46,7 @@ class _Known:
     pinned: weakref.ref[Tensor] | None
 
     def takes(self, out: Tensor) -> bool:
-        """Tell whether an output will do: memory that comes again need not be pinned, but the same tensor is."""
+        """Return whether an output is pinned if required; memory at the same address may no longer be pinned."""
         if self.pinned is None or self.pinned() is out:
             return True
         if is_pinned := out.is_pinned():
@@ -55,27 +55,28 @@ class _Known:
 
 
 class Runner:
-    """Runs the operations of a context.
+    """Runs the operations of a context, and caches calls by the addresses of their tensors.
 
-    Servers use the same memory all the time, and so does torch's allocator where results are new tensors: what was
-    found right about tensors holds of all others of their kind that lie where they did, and what was worked out, too.
-    Only a storage that somebody has shrunk, or host memory that is not pinned any more, goes unnoticed.
+    Servers reuse the same memory all the time, and torch's allocator does so for new results. The checks and the
+    prepared program are valid for all tensors of the same kind at the same addresses. Only a storage that was shrunk,
+    or host memory that is no longer pinned, goes unnoticed.
     """
 
     def __init__(self, backend: Backend, inflight: Inflight, resolvers: Mapping[tuple[bool, bool], Resolver]) -> None:
-        """Start without anything that could come again.
+        """Start with an empty cache.
 
         Args:
             backend: issues programs.
             inflight: host memory that devices may still be writing.
-            resolvers: find calls, by whether these become part of a graph, and whether they go beside other work.
+            resolvers: resolvers by (captured, aside): whether calls become part of a graph, and whether they run
+                concurrently with other work.
         """
         self._resolvers = resolvers
         self._backend = backend
         self._inflight = inflight
         self._known: dict[object, _Known] = {}
         self._keys: list[object] = []
-        self._random = Random(0)  # noqa: S311 (to be the same every time)
+        self._random = Random(0)  # noqa: S311 (for reproducibility)
 
     def run(
         self,
@@ -87,17 +88,17 @@ class Runner:
         """Issue an operation.
 
         Args:
-            name: of a method of the resolvers.
-            asked: of it, before the tensors.
+            name: name of the resolvers' method.
+            asked: its arguments before the tensors.
             inputs: the tensors of each group.
             out: tensors to write to; None for new ones.
 
         Returns:
-            The outputs, and what is issued if there are any rows.
+            The outputs, and a handle for the issued program; None if there are no rows.
 
         Raises:
-            ExecutionError: see :meth:`Call.admit`, and :class:`~tpplan.exec.resolver.Resolver`.
-            RequestError: see there.
+            ExecutionError: see :meth:`Call.admit` and :class:`~tpplan.exec.resolver.Resolver`.
+            RequestError: see :class:`~tpplan.exec.resolver.Resolver`.
         """
         mode = self._backend.is_capturing(), self._backend.asides > 0
         if out is None:
@@ -108,7 +109,7 @@ class Runner:
             if tensors and (where := _where(asked, inputs, out, tensors)):
                 key = (name, mode, asked, tensors[0].shape, *where)
                 known = self._known.get(key)
-        except (RuntimeError, TypeError):  # of sparse tensors, which have no addresses, and of what is no sequence
+        except (RuntimeError, TypeError):  # from sparse tensors, which have no address, and from non-sequences
             key = None
         if known is None or not (known.fits(*tensors) and known.takes(tensors[-1])):
             call = self._find(name, mode)(*asked, inputs, out)
@@ -118,19 +119,19 @@ class Runner:
         return tuple(out), known.issue()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Clear the cache."""
         self._known.clear()
         self._keys.clear()
 
     def _find(self, name: str, mode: tuple[bool, bool]) -> Callable[..., Call]:
-        """Return what finds the calls of an operation."""
+        """Return the resolver's method for an operation."""
         find: Callable[..., Call] = getattr(self._resolvers[mode], name)
         return find
 
     def _run_first(
         self, call: Call, inputs: tuple[Sequence[Tensor], ...], out: Sequence[Tensor], key: object
     ) -> Pending | None:
-        """Check the tensors of a call, and issue it."""
+        """Check the tensors of a call, issue it, and cache it if possible."""
         tensors, is_dense = call.admit(inputs, out)
         for i in call.hosted:
             self._inflight.settle(tensors[i])
@@ -142,13 +143,13 @@ class Runner:
         issue = self._backend.bind(program, operands)
         if issue is None:
             return self._backend.run(program, operands)
-        if is_dense and key is not None:  # of others there may be copies
+        if is_dense and key is not None:  # other operands may be copies
             pinned = weakref.ref(out[-1]) if has_to_be_pinned else None
             self._remember(key, _Known(alike(tensors), call.hosted, issue, pinned))
         return issue()
 
     def _remember(self, key: object, known: _Known) -> None:
-        """Remember a call; of too many, any other goes: if the oldest did, none of more that take turns would last."""
+        """Cache a call, evicting a random one if full: evicting the oldest would fail if too many calls take turns."""
         if key not in self._known:
             if len(self._keys) < _KEPT:
                 self._keys.append(key)
@@ -165,9 +166,9 @@ def _where(
     out: Sequence[Tensor],
     tensors: tuple[Tensor, ...],
 ) -> list[int]:
-    """Return how many tensors the groups have, and the addresses of all; nothing of what never comes again.
+    """Return the sizes of the groups and the addresses of all tensors; empty for a call that is not cached.
 
-    Loops take less time than what maps types.
+    Plain loops are faster than mapping over types.
     """
     found = [len(inputs), len(inputs[0]), len(out)]
     for word in asked:
@@ -179,7 +180,7 @@ def _where(
     if type(out) not in _GROUPS:
         return []
     for tensor in tensors:
-        if type(tensor) is not Tensor:  # others warn of the question
+        if type(tensor) is not Tensor:  # data_ptr() of others may warn
             return []
         found.append(tensor.data_ptr())
     return found
