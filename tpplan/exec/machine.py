@@ -1,4 +1,4 @@
-"""What the machine has for a plan: its devices and their memory."""
+"""The machine's devices and their memory, compared with those that a plan expects."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @frozen
 class Found:
-    """What a machine has where the plan expects a device.
+    """A device found on the machine.
 
     Attributes:
-        name: of the device.
-        free_bytes: of its memory.
+        name: name of the device.
+        free_bytes: free bytes of its memory.
         capability: CUDA compute capability such as ``8.9``.
     """
 
@@ -32,11 +32,11 @@ class Found:
 
 
 def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
-    """Return what the plan expects of each device and the machine does not have; a newer capability does as well.
+    """Return where the devices do not meet the plan's requirements; a newer compute capability is accepted.
 
     Args:
-        plan: to be compiled.
-        found: for each of the plan's devices; None where none is needed.
+        plan: the plan to compile.
+        found: the device found for each of the plan's; None for devices not in use.
     """
     problems = []
     for i, (device, here) in enumerate(zip(plan.devices, found, strict=False)):
@@ -44,7 +44,7 @@ def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
             continue
         where = f"devices[{i}] ({device.name}), here {here.name}"
         memory = plan.memory[i]
-        needed = memory.used_bytes - memory.overhead_bytes  # the driver's part is taken by the time of asking
+        needed = memory.used_bytes - memory.overhead_bytes  # the driver's overhead is already allocated here
         if here.free_bytes < needed:
             problems.append(f"{where}: needs {format_bytes(needed)}, {format_bytes(here.free_bytes)} are free")
         if device.capability and _version(here.capability) < _version(device.capability):
@@ -53,7 +53,7 @@ def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
 
 
 def uncounted(plan: SplitPlan) -> list[str]:
-    """Return where the workspace takes more than the plan counts: it was edited, or made by another version."""
+    """Return where the workspace exceeds the plan's; such a plan was edited, or made by another version."""
     needed = workspace_bytes(plan.splits, plan.model.dtype, plan.request)
     return [
         f"memory[{i}]: the workspace takes {format_bytes(size)}, the plan counts {format_bytes(memory.workspace_bytes)}"
@@ -69,7 +69,7 @@ def _version(text: str) -> tuple[int, ...]:
 def places_for(
     plan: SplitPlan, backend: str, devices: Sequence[torch.device | str | int] | None
 ) -> tuple[tuple[torch.device, ...], list[str]]:
-    """Return a torch device for each of the plan's, and why there is none for some."""
+    """Return a torch device for each of the plan's devices, and the problems if that is not possible."""
     wanted = len(plan.devices)
     here = torch.cuda.device_count() if backend != "cpu" and torch.cuda.is_available() else 0
     if devices is not None:
@@ -89,14 +89,14 @@ def places_for(
 
 
 def _place(device: torch.device | str | int, backend: str, here: int) -> torch.device | str:
-    """Return the torch device that a caller means, or why it will not do; a machine has so many of CUDA's."""
+    """Return the torch device that a caller names, or why it cannot be used; ``here`` is the number of CUDA devices."""
     text, kind = f"cuda:{device}" if type(device) is int else str(device), "cpu" if backend == "cpu" else "cuda"
     unknown = f"{text[:40]!r} is no torch device"
     try:
         place = torch.device(text)
     except RuntimeError:
         return unknown
-    if str(place) != text:  # numbers that are too large come out smaller
+    if str(place) != text:  # torch wraps ordinals that are too large
         return unknown
     if place.type != kind:
         return f"{place} is not for the backend {backend}"
@@ -106,7 +106,7 @@ def _place(device: torch.device | str | int, backend: str, here: int) -> torch.d
 
 
 def look_at(device: torch.device) -> Found:
-    """Return what a CUDA device has now."""
+    """Return the name, free memory and compute capability of a CUDA device."""
     major, minor = torch.cuda.get_device_capability(device)
     free, _ = torch.cuda.mem_get_info(device)
     return Found(torch.cuda.get_device_name(device), free, f"{major}.{minor}")

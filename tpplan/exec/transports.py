@@ -1,4 +1,4 @@
-"""Which transport CUDA devices use: the first of which all that it needs is verified, or the one that was asked for."""
+"""Choosing the transport of CUDA devices: the fastest that is verified to work, or the one requested."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from tpplan.exec.links.known import Mechanism, Verdict, link_report
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: The fastest first; what has to be verified from each device to each other.
+#: Transports, fastest first, with the mechanisms that must be verified from each device to each other.
 _NEEDED = {"peer": (Mechanism.COPY, Mechanism.STORE, Mechanism.FLAG), "events": (Mechanism.COPY,), "host": ()}
-#: What kernels of ``peer`` need besides for what is larger than a slot: sums and relays read other devices' tensors.
+#: Mechanisms that ``peer`` needs besides for messages larger than a slot: sums and relays read other devices' tensors.
 _STRAIGHT = {"straight": (Mechanism.LOAD,)}
-#: The first that rounds two numbers to 16 bits in one instruction. The decoder's kernels, which are for a context's
-#: devices, want no newer one: for that, for products of 16 columns, and for what lanes have at most.
+#: Minimum compute capability: the first that rounds two numbers to 16 bits in one instruction. It also suffices for
+#: the decoder's kernels: for this rounding, for matrix products of 16 columns, and for their state per lane.
 _LEAST_CAPABILITY = (8, 0)
-#: Faults of links that are named.
+#: Maximum number of link faults listed in a message.
 _NAMED = 4
 
 
 @frozen
 class Choice:
-    """How devices talk to each other.
+    """The choice of a transport.
 
     Attributes:
         transport: ``peer``, ``events`` or ``host``.
-        waits: whether their kernels may wait for each other.
-        straight: whether kernels of ``peer`` may use tensors of other devices.
-        notes: why it is not a faster one, or does not all that it could.
+        waits: whether the devices' kernels may wait for each other.
+        straight: whether kernels of ``peer`` may access tensors of other devices.
+        notes: reasons why it is not a faster transport, or is used with restrictions.
     """
 
     transport: str
@@ -44,13 +44,13 @@ class Choice:
 
 
 def choose(places: Sequence[torch.device], wanted: str) -> tuple[Choice, list[str]]:
-    """Return the transport for CUDA devices, and what speaks against it.
+    """Return the transport for CUDA devices, and the reasons why it cannot be used, if any.
 
-    A single pair that lacks something decides for all devices: every operation is a program of one transport.
+    A mechanism that fails between one pair is not used between any: every operation is a program of one transport.
 
     Args:
-        places: torch's devices, with their ordinals.
-        wanted: a transport, or ``auto`` for the fastest that nothing speaks against.
+        places: torch devices, with their ordinals.
+        wanted: a transport, or ``auto`` for the fastest usable one.
     """
     serial = serialised()
     pairs = [(a.index, b.index) for a in places for b in places if a != b]
@@ -77,7 +77,7 @@ def _no_waiting(serial: str) -> str:
 
 
 def _obstacles(pairs: Sequence[tuple[int, int]], serial: str, wanted: str) -> dict[str, str]:
-    """Return why each transport, or going straight, must not be used between some devices; empty if it may."""
+    """Return for each transport, and for ``straight``, why it cannot be used between some devices; empty if it can."""
     every = _NEEDED | _STRAIGHT
     against = dict.fromkeys(every, "")
     if not pairs:
@@ -100,7 +100,7 @@ def _obstacles(pairs: Sequence[tuple[int, int]], serial: str, wanted: str) -> di
 
 
 def _kernel_problems(places: Sequence[torch.device]) -> list[str]:
-    """Return why kernels cannot run on all devices."""
+    """Return the reasons why kernels cannot run on all devices, if any."""
     problems = []
     if lacks := kernel_cache.lacks():
         problems.append(f"kernels: {lacks}")

@@ -1,4 +1,4 @@
-"""What is issued to second streams of CUDA devices, beside what their current ones do meanwhile."""
+"""Operations on side streams of CUDA devices, concurrent with the work on their current streams."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 def streams_aside(places: Iterable[torch.device]) -> tuple[torch.cuda.Stream, ...]:
-    """Return a second stream of every device."""
+    """Create a side stream on every device."""
     return tuple(torch.cuda.Stream(place, priority=PRIORITY) for place in places)  # type: ignore[no-untyped-call]
 
 
 class StreamsAside(Aside):
-    """Makes second streams current in the block; they begin behind what the current ones hold."""
+    """Makes side streams current in its block; they start after the work queued on the current streams."""
 
     def __init__(self, backend: Noting, streams: Sequence[torch.cuda.Stream]) -> None:
-        """Begin and end with the block.
+        """Create it closed; the ``with`` statement opens it.
 
         Args:
             backend: issues programs to the current streams.
-            streams: a second one of every device.
+            streams: a side stream of every device.
         """
         super().__init__(backend)
         self._streams = streams
@@ -51,11 +51,11 @@ class StreamsAside(Aside):
         super().__exit__(kind, error, trace)
         make_current(self._before)
         self._done = [stream.record_event() for stream in self._streams]
-        if kind:  # nobody may be left who would
+        if kind:  # after an error the caller may never wait
             self.wait()
 
     def wait(self) -> None:
-        """Let the current streams go on behind what the block has issued."""
+        """Make the current streams wait for the work of the block."""
         super().wait()
         for stream, done in zip(self._streams, self._done, strict=True):
             torch.cuda.current_stream(stream.device).wait_event(done)

@@ -1,4 +1,4 @@
-"""CUDA devices: programs run on streams; copies by the copy engines, sums and exchanges by kernels.
+"""The backend for CUDA devices: programs run on streams, copies by copy engines, sums and exchanges by kernels.
 
 Nothing here changes the current device or stream.
 """
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
     from tpplan.exec.gathered import Pending
     from tpplan.exec.programs.program import Buffer
 
-#: How many programs are remembered, each for a dtype.
+#: Maximum number of cached programs, each for a dtype.
 _KEPT = 1024
 
-#: Stands for the handle of a stream where there is none: the host's.
+#: Placeholder for the handle of the host's stream, which has none.
 _NONE = -1
 
 
 class CudaDevices(Streams):
-    """Runs programs on CUDA devices. Not safe for two threads at once.
+    """Runs programs on CUDA devices; not thread-safe.
 
     Attributes:
         captures: whether a graph of the context is being captured.
-        asides: how many blocks are open in which programs go beside other work.
+        asides: number of open ``aside`` blocks, in which programs run concurrently with other work.
         transport: ``peer``, ``host`` or ``events``.
     """
 
@@ -62,9 +62,9 @@ class CudaDevices(Streams):
         """Load the kernels on every device.
 
         Args:
-            memory: of the context, on these devices.
-            places: torch's device for each of the plan's in use, with its ordinal.
-            transport: ``peer``, ``host`` or ``events``; of ``host`` no device reaches into another's memory.
+            memory: the context's memory on these devices.
+            places: torch device, with its ordinal, for each device of the plan in use.
+            transport: ``peer``, ``host`` or ``events``; with ``host`` no device accesses another's memory.
         """
         super().__init__(places)
         self.transport = transport
@@ -75,14 +75,14 @@ class CudaDevices(Streams):
         self._ready: dict[tuple[int, torch.dtype], ReadyProgram] = {}
         self._channels: dict[int, Channel] = {}
         self._streams_aside: tuple[torch.cuda.Stream, ...] = ()
-        # Torch gives access when it first copies between two devices. What may fail comes before the exchanges, which
-        # other contexts count with from then on.
+        # Torch enables peer access when it first copies between two devices. Steps that may fail come before the
+        # exchanges, which register with other contexts.
         for source in places.values() if transport != "host" else ():
             for target in places.values():
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
         with ISSUING:
             self._exchanges = Exchanges(memory, places, kernels_for(len(places), transport))
-        ask = WeakMethod(self._is_busy)  # or nothing of a dropped context would go before a collector comes
+        ask = WeakMethod(self._is_busy)  # or a dropped context would live until garbage collection
         self._exchanges.landings.watch(lambda: (is_busy := ask()) is None or is_busy())
         self._issuing = Issuing(self._exchanges)
 
@@ -90,27 +90,29 @@ class CudaDevices(Streams):
         """Issue a program.
 
         Args:
-            program: of some operation.
+            program: the program of an operation.
             operands: the caller's tensors, ``[rows, columns]`` each.
 
         Raises:
-            ExecutionError: a copy failed, a device waited in vain in an earlier exchange, or something is captured
-                that was not run before, or in which the host takes part.
+            ExecutionError: a copy failed, a device timed out in an earlier exchange, or a program is captured that did
+                not run before or in which the host takes part.
         """
         return self.issue(self._bind(self._ready_for(program, operands), operands))
 
     def bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Callable[[], Pending] | None:
-        """Return what issues a program as often as it is called; None if that would keep tensors, for the host copies.
+        """Return a callable that issues a program on the same memory again; None if the host copies.
+
+        A program in which the host copies would have to keep the tensors alive.
 
         Args:
-            program: of some operation.
+            program: the program of an operation.
             operands: see :meth:`run`; only their addresses are kept.
         """
         ready = self._ready_for(program, operands)
         return None if ready.copies else partial(self.issue, self._bind(ready, operands))
 
     def issue(self, bound: Bound) -> Pending:
-        """Issue a program; see :meth:`run`."""
+        """Issue a bound program; see :meth:`run`."""
         ready = bound.ready
         with ISSUING:
             self._issuing.check()
@@ -118,7 +120,7 @@ class CudaDevices(Streams):
             try:
                 self._go_through(bound.quick or self._graphs.steps(bound), ready.loads)
                 return ready.pending()
-            except BaseException:  # between two devices, perhaps
+            except BaseException:  # perhaps issued on only some devices
                 self._exchanges.interrupt()
                 raise
 
@@ -142,7 +144,7 @@ class CudaDevices(Streams):
         return ready
 
     def _go_through(self, steps: tuple[BoundStep, ...], loads: frozenset[int]) -> None:
-        """Issue the steps of a program; where that is to a default stream, its device is made current for it."""
+        """Issue the steps of a program, switching the current device where a step goes to a default stream."""
         if loads:
             self._loaded |= loads
         before = here = current_device()
@@ -158,12 +160,12 @@ class CudaDevices(Streams):
                 switch_device(before)
 
     def channel(self, elements: int) -> Channel | None:
-        """Return what kernels of callers add up by, for sums of so many elements at most; the same for the same number.
+        """Return the channel for sums of at most this many elements, the same one for the same number.
 
-        There is none unless several devices, each a GPU of its own, write to each other's memory.
+        None unless there are several devices, each a GPU of its own, whose kernels write to each other's memory.
 
         Raises:
-            ExecutionError: it would have to be made while a graph is being captured.
+            ExecutionError: a new channel is needed while a graph is being captured.
         """
         places = self._places
         if self.transport != "peer" or not 1 < len(places) == len(set(places.values())):
@@ -178,7 +180,7 @@ class CudaDevices(Streams):
             return self._channels[elements]
 
     def _issue_all(self, launches: Sequence[Callable[[], None]]) -> None:
-        """Let something be launched on every device, which wait for each other."""
+        """Run one launch for every device, of kernels that wait for each other."""
         with self._issuing:
             self._turn_to_current(self._ordinals)
             is_one_issued = False
@@ -192,39 +194,39 @@ class CudaDevices(Streams):
                 raise
 
     def aside(self) -> StreamsAside:
-        """Return what lets a ``with`` block issue beside other work."""
+        """Return a context manager whose block issues work on side streams, concurrently with other work."""
         self._streams_aside = self._streams_aside or streams_aside(self._places.values())
         return StreamsAside(self, self._streams_aside)
 
     def issuing(self) -> Issuing:
-        """Return what is to be held while kernels are issued that devices exchange by."""
+        """Return the lock to hold while issuing kernels that exchange data."""
         return self._issuing
 
     def synchronize(self) -> None:
-        """Return when everything that was issued is complete.
+        """Block until all issued work is complete.
 
         Raises:
-            ExecutionError: a device waited in vain.
+            ExecutionError: a device timed out.
         """
         for stream in self.streams():
             stream.synchronize()
         self._exchanges.check()
 
     def capture(self) -> Graph:
-        """Return a graph that captures what a ``with`` block issues."""
+        """Return a graph that captures the work that its ``with`` block issues."""
         return Graph(self, self._places)
 
     def kernels(self) -> tuple[object, ...]:
-        """Return the kernels that were issued so far; they have to be loaded as long as a graph has them."""
+        """Return the kernels loaded so far, which graphs must keep alive."""
         return (*self._exchanges.kernels.values(), *self._sums.kernels.values())
 
     def forget(self) -> None:
-        """Start anew after everything is complete, as a graph does that is to be captured, or was."""
+        """Forget issued work, all of which is complete; called before and after the capture of a graph."""
         super().forget()
         self._marks.forget()
 
     def close(self) -> None:
-        """Let go of streams, events and kernels; closing again does nothing."""
+        """Release streams, events and kernels; closing again does nothing."""
         self._issuing.closed = True
         for held in (self._current, self._streams, self._ready, self._channels, self._marks, self._graphs):
             held.clear()
@@ -237,7 +239,7 @@ class CudaDevices(Streams):
             self._ready.clear()
         launches = iter(self._exchanges.prepare(program, dtype, captured=self.is_capturing()))
         commands, is_landing = without_callers(program), lands(program)
-        if is_landing:  # whose kernels say themselves that they are complete
+        if is_landing:  # its kernels signal their completion themselves
             commands = tuple(each for each in commands if isinstance(each, Exchange))
         streams = {command.stream for command in commands}
         fixed = {Stream(LOAD, device): handle for device, handle in self._load_handles.items()} | {HOST_STREAM: _NONE}
@@ -266,7 +268,7 @@ class CudaDevices(Streams):
         return ready
 
     def _step(self, command: Copy | Sum | Record | Wait, program: Program, dtype: torch.dtype) -> Step:
-        """Return a command, ready for all operands."""
+        """Return a prepared command, to be bound to any operands."""
         on_host = command.stream == HOST_STREAM
         if isinstance(command, Record):
             return self._marks.recording(command, program.results)
@@ -278,5 +280,5 @@ class CudaDevices(Streams):
 
 
 def _in_a_graph(issue: Callable[[int], None]) -> Callable[[int], None]:
-    """Return what issues a step where it is captured."""
+    """Return the callable that issues a step during a capture."""
     return early(issue) if isinstance(issue, Ready) and issue.early else issue

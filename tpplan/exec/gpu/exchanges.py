@@ -1,4 +1,4 @@
-"""Exchanges on CUDA devices: their kernels, loaded and ready to be launched, and what becomes of those that fail."""
+"""Exchanges on CUDA devices: loading their kernels, preparing launches and checking for failures."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 #: Kinds of kernels of each transport.
 _WAYS = {"peer": ("slot", "straight"), "host": ("slot", "frame"), "events": ()}
-#: Threads of a block.
+#: Threads per block.
 _THREADS = {"slot": slot_table.THREADS, "frame": frame_table.THREADS, "straight": straight_table.THREADS}
-#: A device that does not answer for so many nanoseconds never will.
+#: Timeout of waits for another device, in nanoseconds.
 _DEADLINE = 10_000_000_000
 _INTERRUPTED = 4
-#: What the status says.
+#: Messages for the codes of the status word.
 _FAILURES = {
     1: "a device waited for a message that never came",
     2: "a device waited for a slot to be freed that never came",
@@ -43,20 +43,20 @@ _FAILURES = {
 
 
 class Exchanges:
-    """Makes the launches of exchanges; they are issued in the same order on all devices.
+    """Prepares the launches of exchanges, which are issued in the same order on all devices.
 
     Attributes:
-        kernels: that are loaded, by name and compute capability.
-        landings: those of its launches by which devices write into the host's memory.
+        kernels: the loaded kernels, by name and compute capability.
+        landings: prepares the launches by which devices write to host memory.
     """
 
     def __init__(self, memory: Memory, places: Mapping[int, torch.device], kernels: tuple[str, ...]) -> None:
-        """Load every kernel on every device: one that is loaded later would wait for those that wait for it.
+        """Load every kernel on every device now: loading one later could deadlock with kernels that wait for it.
 
         Args:
-            memory: of the context.
-            places: torch's device for each of the plan's in use.
-            kernels: names of those that will be used.
+            memory: the context's memory.
+            places: torch device for each device of the plan in use.
+            kernels: names of the kernels that will be used.
         """
         self._memory = memory
         self._places = places
@@ -77,16 +77,16 @@ class Exchanges:
         self.kernels = {each: kernel_cache.load(*each) for each in wanted}
         self._streams = {d: torch.cuda.Stream(place) for d, place in places.items()}  # type: ignore[no-untyped-call]
         for device, place in places.items():
-            torch.cuda.synchronize(place)  # so that all counters are 0
+            torch.cuda.synchronize(place)  # until all counters are 0
             stream = self._streams[device]
             for name in kernels:
                 self._nothing(name, device)(stream.cuda_stream)
             stream.synchronize()
-        self.tell_alone(alone=False)  # which loads what writes it
+        self.tell_alone(alone=False)  # also loads the kernel that fills the word
         alone.enter(self, list(places.values()))
 
     def tell_alone(self, *, alone: bool) -> None:
-        """Let kernels know whether the context has its GPUs to itself."""
+        """Tell kernels whether the context has its GPUs to itself."""
         first = ALONE * COUNTER_BYTES
         for device, stream in self._streams.items():
             with torch.cuda.stream(stream):
@@ -94,23 +94,23 @@ class Exchanges:
                 stream.synchronize()
 
     def header(self, device: int) -> dict[int, int]:
-        """Return the words that every kernel of an exchange is told on a device, by their place."""
+        """Return the words that every exchange kernel on a device takes, by their index."""
         return {DEADLINE: _DEADLINE, STATUS: self._status.data_ptr(), COUNTERS: self._counters.area(device)}
 
     def check(self) -> None:
-        """Refuse to go on after the end, or an exchange in which a device waited in vain.
+        """Check that no exchange has timed out or was interrupted.
 
         Raises:
-            ExecutionError: there was one.
+            ExecutionError: one has.
         """
         _refuse(self._seen)
 
     def interrupt(self) -> None:
-        """Refuse everything from now on: some devices have their part of a program, and others have not."""
+        """Mark the context as failed: a program was issued on some devices but not on others."""
         self._seen[0] = _INTERRUPTED
 
     def close(self) -> None:
-        """Let go of the context's memory."""
+        """Release the context's memory."""
         try:
             alone.leave(self)
         finally:
@@ -120,12 +120,12 @@ class Exchanges:
         """Return the launches of a program's exchanges, in order.
 
         Args:
-            program: of some operation.
-            dtype: of the operands.
-            captured: whether they become part of a graph.
+            program: the program of an operation.
+            dtype: dtype of the operands.
+            captured: whether the launches become part of a graph.
 
         Raises:
-            ExecutionError: slots would have to be cleared while a graph is being captured.
+            ExecutionError: slots must be cleared first, but a graph is being captured.
         """
         exchanges = [command for command in program.commands if isinstance(command, Exchange)]
         if lands(program):
@@ -148,7 +148,7 @@ class Exchanges:
         return tuple(self._launch(f"slot_{what}", work) for work in works)
 
     def _clear(self, fresh: Collection[Queue]) -> None:
-        """Clear the slots that were not used before: where no message is, no number may be."""
+        """Clear the slots of queues on first use, so that they hold no message numbers."""
         for queue in fresh:
             self._memory.slots(queue).zero_()
         for place in self._places.values() if fresh else ():
@@ -164,7 +164,7 @@ class Exchanges:
         return Launch(kernels, work, blocks, _THREADS[way], self.header(device), early=may_be_early)
 
     def _nothing(self, name: str, device: int) -> Ready:
-        """Return the launch of a kernel that has nothing to do."""
+        """Return a launch of a kernel without any work."""
         if name == LANDING:
             return self.landings.nothing(device, self._kernel(name, device))
         return self._launch(name, Work(Stream(OWN, device), 0, (), Operands((), 0, 1), 0)).bind({}, 0)
@@ -177,17 +177,17 @@ class Exchanges:
 
 
 def kernels_for(devices: int, transport: str) -> tuple[str, ...]:
-    """Return the kernels that so many devices may need: one alone has nobody to exchange with but the host."""
+    """Return the names of the kernels that this many devices may need; a single one exchanges only with the host."""
     ways = _WAYS[transport] if devices > 1 else ()
     return (*(f"{way}_{what}" for way in ways for what in ("move", *NAMES.values())), LANDING)
 
 
 def _refuse(seen: memoryview) -> None:
-    """Raise an error if a status says that something failed."""
+    """Raise an error if the status word reports a failure."""
     if code := seen[0]:
         raise ExecutionError(_FAILURES[code], "close the context, and compile again")
 
 
 def _for_packets(name: str) -> str:
-    """Return the name of the kernel that does the same where everything is aligned to packets."""
+    """Return the name of the variant of a kernel for operands aligned to packets."""
     return name.replace("slot_", "packet_")

@@ -1,7 +1,7 @@
-"""Which streams of CUDA devices programs are issued to.
+"""The CUDA streams that programs are issued to.
 
-They are torch's, so that a caller's torch work and tpplan's wait for each other. Nothing here changes the current
-device or stream.
+They are torch's streams, so the caller's torch work and tpplan's are ordered. Nothing here changes the current device
+or stream.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-#: Of streams that lead to other devices, or add up what comes from them: where a multiprocessor gets free, blocks of
-#: their kernels come before those of callers, for somebody waits for them.
+#: Priority of streams for communication: their kernels' blocks are scheduled before those of callers' kernels, as other
+#: devices wait for them.
 PRIORITY = -1
 
 
 class Streams:
     """The streams of a context's devices; :class:`tpplan.exec.gpu.cuda.CudaDevices` issues programs to them.
 
-    tpplan's stream of a device is the one that is current there at the time of the call, so that most programs need no
-    events between the caller's stream and tpplan's. A second one loads from host memory.
+    tpplan's stream on a device is the current one at the time of the call, so most programs need no events between the
+    caller's stream and tpplan's. A second stream copies from host memory.
 
     Attributes:
         captures: whether a graph of the context is being captured.
@@ -35,10 +35,10 @@ class Streams:
     captures = False
 
     def __init__(self, places: Mapping[int, torch.device]) -> None:
-        """Make the streams that load.
+        """Create the streams that copy from host memory.
 
         Args:
-            places: torch's device for each of the plan's in use, with its ordinal.
+            places: torch device, with its ordinal, for each device of the plan in use.
         """
         self._places = places
         self._ordinals = {device: int(place.index) for device, place in places.items()}
@@ -49,10 +49,10 @@ class Streams:
         self._load_handles = {device: stream.cuda_stream for device, stream in self._loads.items()}
 
     def is_capturing(self) -> bool:
-        """Tell whether the context is being captured: by its own graphs, or whoever captures its only device.
+        """Return whether the context is being captured, by its own graph or, for a single device, by any.
 
         Raises:
-            ExecutionError: somebody else captures the current stream, and there are several devices.
+            ExecutionError: a foreign graph captures the current stream, and there are several devices.
         """
         if self.captures:
             return True
@@ -63,17 +63,17 @@ class Streams:
         return False
 
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
-        """Return the streams on which something was issued since the last :meth:`forget`."""
-        current = [self._streams[each] for each in tuple(self._current.items())]  # other threads may ask
+        """Return the streams on which work was issued since the last :meth:`forget`."""
+        current = [self._streams[each] for each in tuple(self._current.items())]  # other threads may call this
         return (*current, *(self._loads[device] for device in sorted(self._loaded)))
 
     def forget(self) -> None:
-        """Start anew after everything is complete, as a graph does that is to be captured, or was."""
+        """Forget issued work, all of which is complete; called before and after the capture of a graph."""
         self._current.clear()
         self._loaded.clear()
 
     def turn_to_current(self) -> None:
-        """Let what is issued from now on follow what the current streams hold."""
+        """Order work issued from now on after the work queued on the current streams."""
         self._turn_to_current(self._ordinals)
 
     def _turn_to_current(self, devices: Iterable[int]) -> None:
@@ -83,26 +83,26 @@ class Streams:
                 self._turn_to(device, handle)
 
     def _is_busy(self) -> bool:
-        """Tell whether any stream has something left to do.
+        """Return whether any stream has unfinished work.
 
         Raises:
-            ExecutionError: something has failed on a device.
+            ExecutionError: work on a device failed.
         """
         try:
             return not all(stream.query() for stream in self.streams())
-        except RuntimeError as error:  # which torch's errors of devices are
+        except RuntimeError as error:  # the base class of torch's device errors
             message = f"a device failed: {str(error).partition(chr(10))[0]}"
             raise ExecutionError(message, "close the context, and compile again") from error
 
     def _handle(self, device: int) -> int:
-        """Return the address of a device's current stream; 0 for its default one."""
+        """Return the handle of a device's current stream; 0 for its default one."""
         return stream_handle(self._ordinals[device])
 
     def _turn_to(self, device: int, handle: int) -> None:
-        """Make the current stream of a device tpplan's: it waits for the one that was, if that was another.
+        """Make a device's current stream tpplan's; it waits for tpplan's previous one, if that is another.
 
         Raises:
-            ExecutionError: somebody else captures it, and there are several devices.
+            ExecutionError: a foreign graph captures it, and there are several devices.
         """
         is_foreign = not self.captures and _is_capturing_on(self._ordinals[device])
         if is_foreign and not self._is_single:
@@ -115,14 +115,14 @@ class Streams:
             if handle:
                 stream = torch.cuda.ExternalStream(handle, place)  # type: ignore[no-untyped-call]
             self._streams[key] = stream
-        # What is captured cannot wait for what is not; whoever captures has waited for that.
+        # Captured work cannot wait for work that is not; whoever captures has waited for it.
         if before is not None and (not is_foreign or _is_captured(self._streams[device, before])):
             self._streams[key].wait_stream(self._streams[device, before])
         self._current[device] = handle
 
     @property
     def _is_single(self) -> bool:
-        """Whether there is a single device, which waits for no others."""
+        """Whether there is only one device."""
         return len(self._ordinals) == 1
 
 
@@ -140,6 +140,6 @@ def _is_captured(stream: torch.cuda.Stream) -> bool:
 
 
 def _foreign(ordinal: int) -> ExecutionError:
-    """Return what is raised where a device would wait for others that are not captured with it."""
+    """Return the error for a capture of one device without the others that it exchanges data with."""
     message = f"cuda:{ordinal} is being captured, but not by the context"
     return ExecutionError(message, "capture with ctx.capture(), which takes all devices")
