@@ -1,4 +1,4 @@
-"""How the keys and values of one layer's heads on one device are stored, and where those of new tokens go."""
+"""Storage of the keys and values of one layer's heads on one device, and the places of new tokens in it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _FLOAT8: Final = torch.float8_e4m3fn
-#: Elements that share a scale of 16 bits in a cache of kind ``q8``: 8.5 bits for each, as the plan counts.
+#: Elements that share a 16-bit scale in a ``q8`` cache: 8.5 bits for each element, as the plan counts.
 _GROUP: Final = 32
 _LARGEST: Final = 127
 
 #: Kinds of caches; no plan has the last one.
 _KINDS: Final = ("fp16", "fp8", "q8", "fp32")
-#: Those that kernels read and write, and what the kernels' names say of them.
+#: Kinds that kernels read and write, and the suffixes of these kernels' names.
 KERNEL_KINDS: Final = {"fp16": "", "fp8": "_fp8", "q8": "_q8"}
 
-#: What an element is stored as: several tensors, and from these back.
+#: Stored form of a tensor: its elements, and for some kinds their scales.
 Parts = tuple["Tensor", ...]
 
 
@@ -47,14 +47,14 @@ def _to_int8(x: Tensor) -> Parts:
 
 def _from_int8(parts: Parts, out: Tensor) -> None:
     whole, groups = (torch.unflatten(x, -1, (-1, _GROUP)) for x in (parts[0], out))
-    torch.mul(whole, parts[1].unsqueeze(-1), out=groups)  # at once: they may be most of what there is room for
+    torch.mul(whole, parts[1].unsqueeze(-1), out=groups)  # into out: temporaries may not fit into memory
 
 
 def check_kind(kind: str, head_dim: int) -> None:
-    """Make sure that there are caches of a kind for heads of a size.
+    """Check that the decoder has a cache of this kind for heads of this size.
 
     Raises:
-        ExecutionError: there are none.
+        ExecutionError: it has none.
     """
     if kind not in _KINDS or (kind == "q8" and head_dim % _GROUP):
         known = ", ".join(known for known in _KINDS if known in CACHE_KINDS)
@@ -65,25 +65,25 @@ def check_kind(kind: str, head_dim: int) -> None:
 
 
 class Store:
-    """Keys and values ``[2, B, H, L, K]``: so many heads and places for each sequence.
+    """Storage for keys and values ``[2, B, H, L, K]``: B sequences, H KV heads, L places, K elements of a head.
 
     Attributes:
-        kind: of the cache.
-        heads: of a sequence.
-        head_dim: elements of each.
-        is_plain: whether what is read is what is stored, and takes no memory.
-        halves: keys and values as they are stored, ``[B, H, L, K]``: its own memory.
-        scales: theirs, ``[B, H, L, K / 32]``, if it is of kind ``q8``; none of others.
+        kind: kind of cache.
+        heads: number of KV heads.
+        head_dim: elements of a head.
+        is_plain: whether elements are stored in the activations' dtype, so that reading them takes no memory.
+        halves: stored keys and stored values, ``[B, H, L, K]`` each; views of the storage.
+        scales: scales of keys and of values, ``[B, H, L, K / 32]`` each, for kind ``q8``; empty for other kinds.
     """
 
     def __init__(self, kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        """Take the memory that the plan counts for a cache of this kind.
+        """Allocate the memory that the plan counts for a cache of this kind.
 
         Args:
-            kind: ``fp16`` (16 bits in the activations' dtype, float16 if that is wider), ``fp8`` or ``q8``.
+            kind: ``fp16`` (the activations' dtype, or float16 if that is wider), ``fp8``, ``q8`` or ``fp32``.
             shape: B, H, L and K.
-            dtype: of the activations.
-            device: where.
+            dtype: dtype of the activations.
+            device: device of the memory.
 
         Raises:
             ExecutionError: the decoder has no cache of this kind.
@@ -115,18 +115,18 @@ class Store:
         return sum(part.nbytes for part in self._parts)
 
     def in_a_row(self) -> tuple[Tensor, Tensor, int]:
-        """Return keys and values as rows ``[T, H, K]`` of all sequences, and how many rows apart these begin.
+        """Return keys and values of all sequences as rows ``[T, H, K]``, and the row stride between sequences.
 
-        It is the store's own memory: the first L rows of a sequence are its places, the others mean nothing.
+        They are views of the storage. The first L rows of a sequence are its places; its other rows are meaningless.
         """
         return self._rows
 
     def extend(
         self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values to places from ``start`` on, and return those of all places up to them."""
+        """Write keys and values to places from ``start`` on, and return those of all places up to the last new one."""
         end = start + k_BHSK.shape[2]
-        if self.is_plain:  # in few calls of torch: with many devices, the time of a pass is the host's
+        if self.is_plain:  # few torch calls: with many devices, the host limits the speed of a pass
             k_BHTK, v_BHTK = (half[sequences, heads, :end] for half in self.halves)
             for kept, new in ((k_BHTK, k_BHSK), (v_BHTK, v_BHSK)):
                 some_of(kept, slice(start, end), dim=2).copy_(new)
@@ -136,12 +136,12 @@ class Store:
         return k_BHTK, v_BHTK
 
     def write(self, sequences: Tensor | slice, heads: slice, places: Tensor | slice, kv: Tensor) -> None:
-        """Write heads to places: ``[2, B, H, places, K]`` of a slice of sequences, or ``[B, 2, H, K]``, one of each."""
+        """Write keys and values to places: ``[2, B, H, places, K]`` for slices, ``[B, 2, H, K]`` for tensors."""
         for stored, part in zip(self._parts, self._encode(kv), strict=True):
             stored[:, sequences, heads, places] = part
 
     def read(self, sequences: slice, heads: slice, places: slice) -> Tensor:
-        """Return some heads of some places, ``[2, B, H, places, K]``."""
+        """Return the keys and values of some heads at some places, ``[2, B, H, places, K]``."""
         parts = self._some(sequences, heads, places)
         if self.is_plain:
             return parts[0]
@@ -150,7 +150,7 @@ class Store:
         return out
 
     def read_before(self, sequences: slice, heads: slice, places: list[slice], new: Tensor) -> Tensor:
-        """Return some heads of one range of places after the other, and new ones behind them, in memory of its own."""
+        """Return a new tensor of the keys and values at ranges of places, in order, followed by new ones."""
         *shape, count, width = new.shape
         sizes = [each.stop - each.start for each in places]
         out = new.new_empty(*shape, sum(sizes) + count, width)
@@ -166,15 +166,15 @@ class Store:
 
 @frozen
 class Where:
-    """Where the next tokens of some sequences go in caches of a length, and what they see; the same for all layers.
+    """Where one new token of each sequence goes in caches of a length, and what it attends to; equal for all layers.
 
-    No shape depends on the positions, so that a graph can do it.
+    No shape depends on the positions, so that a graph can be captured.
 
     Attributes:
-        sequences: their numbers, ``[B]``.
-        places: of the new tokens, ``[B]``.
-        positions: of the new tokens, ``[B]``: of 64 bits, side by side.
-        span: places that may be in use.
+        sequences: numbers of the sequences, ``[B]``.
+        places: places of the new tokens in the cache, ``[B]``.
+        positions: positions of the new tokens, ``[B]``, int64 and contiguous.
+        span: number of places that may be in use.
     """
 
     sequences: Tensor
@@ -189,19 +189,19 @@ class Where:
         """Return where tokens go.
 
         Args:
-            positions_B: of the tokens, of any integers, with any gaps between them.
-            length: of the caches.
-            span: places that may be in use.
-            dtype: of the scores.
+            positions_B: positions of the tokens, of any integer dtype and stride.
+            length: length of the caches, in places.
+            span: number of places that may be in use.
+            dtype: dtype of the attention scores.
         """
-        positions_B = positions_B.long().contiguous()  # as kernels read them
+        positions_B = positions_B.long().contiguous()  # as kernels expect
         places = positions_B if span <= length else positions_B % length
         sequences = torch.arange(len(positions_B), device=positions_B.device)
         return cls(sequences, places, positions_B, min(span, length), dtype)
 
     @property
     def mask(self) -> Tensor:
-        """Of the places in use, ``[B, 1, 1, T]``; see :func:`tpplan.decoder.layers.attend`."""
+        """Attention mask of the places in use, ``[B, 1, 1, T]``; see :func:`tpplan.decoder.layers.attend`."""
         if not self._masks:
             seen = torch.arange(self.span, device=self.positions.device) <= self.positions[:, None]
             self._masks.append(hiding(seen[:, None, None], self._dtype))
@@ -209,7 +209,7 @@ class Where:
 
 
 def _in_a_row(stored: Tensor) -> Tensor:
-    """Return ``[B, H, L, K]`` as ``[T, H, K]``: head h of sequence b and place l is in row ``b × H × L + l``."""
+    """Return a view ``[T, H, K]`` of ``[B, H, L, K]``: head h of sequence b and place l is in row ``b × H × L + l``."""
     _, heads, length, width = stored.shape
     rows = stored.shape[:3].numel() - (heads - 1) * length
     return stored.as_strided((rows, heads, width), (width, length * width, 1))

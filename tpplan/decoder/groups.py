@@ -1,4 +1,4 @@
-"""Rows of a pass that attend at once: those of several sequences, by one call of a kernel that reads their cache.
+"""Attention of the rows of several sequences by one call of a kernel that reads the cache.
 
 Shapes: R rows, T places of a cache, H heads, K elements of a head.
 """
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 @frozen
 class Group:
-    """Rows of several sequences on a device, each behind any number of tokens that its sequence has already.
+    """The rows of several sequences on a device, each sequence with any number of earlier tokens in the cache.
 
-    Whose rows these are and where they go is in the device's memory: no shape depends on it, so that a graph can do it.
+    Sequences and positions are in device memory and no shape depends on them, so that a graph can be captured.
 
     Attributes:
-        sequences: of each row.
-        positions: of each row.
-        bounds: with which row each sequence begins, and the number of rows, in 32 bits. The last may have none.
-        numbers: of each sequence, and one more that means nothing, in 32 bits.
-        ends: tokens that each has with these rows, in 32 bits.
-        extent: of the pass.
-        kept: the row whose keys and values are written for each: its own, or of nobody's the first once more. None if
-            all are somebody's.
+        sequences: sequence of each row.
+        positions: position of each row.
+        bounds: first row of each sequence, then the number of rows, in int32. The last sequences may have no rows.
+        numbers: number of each sequence, then one meaningless value, in int32.
+        ends: tokens of each sequence including these rows, in int32.
+        extent: extent of the pass.
+        kept: for each row, the row whose keys and values are written: the row itself, or row 0 again for padding. None
+            if no row is padding.
     """
 
     sequences: Tensor
@@ -48,14 +48,14 @@ class Group:
 
     @classmethod
     def of(cls, positions: Tensor, sequences: Tensor, before: Tensor, extent: Extent, *, is_filled: bool) -> Self:
-        """Group rows.
+        """Group rows by sequence.
 
         Args:
-            positions: of each, see :func:`tpplan.decoder.prompts.numbers_of`.
-            sequences: of each.
-            before: of each, but for a number that is the same for all.
-            extent: of the pass.
-            is_filled: whether the last rows may be nobody's.
+            positions: position of each row, see :func:`tpplan.decoder.prompts.numbers_of`.
+            sequences: sequence of each row.
+            before: for each row, the number of sequences before its own, up to a constant common to all rows.
+            extent: extent of the pass.
+            is_filled: whether the last rows may be padding.
         """
         kept = None
         if is_filled:
@@ -68,7 +68,7 @@ class Group:
         return cls(sequences, positions, bounds, numbers, ends, extent, kept)
 
     def attention(self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, *, scale: float) -> Tensor:
-        """Keep the rows' keys and values, and return what their queries find, ``[R, H × K]``."""
+        """Write the rows' keys and values to the cache, and return the attention output ``[R, H × K]``."""
         steps.keep(qkv_RHK, heads, turn, self.sequences, self.positions, kept=self.kept)
         q_RHK = qkv_RHK[:, : heads.queries]
         k_THK, v_THK, apart = heads.cache.in_a_row()
@@ -86,7 +86,7 @@ class Group:
         return together([out_RHK.flatten(1) for out_RHK in found], dim=1)
 
     def _starts_of(self, apart: int) -> Tensor:
-        """Return with which place each sequence begins, where these are so many places apart."""
+        """Return the first row of each sequence in the cache, where sequences begin ``apart`` rows apart."""
         if apart not in self._starts:
             self._starts[apart] = self.numbers * apart
         return self._starts[apart]

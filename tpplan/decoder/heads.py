@@ -1,4 +1,4 @@
-"""The heads of one layer on one device: which query heads read which KV heads, and their cache."""
+"""The attention heads of one layer on one device: which query heads read which KV heads, and the cache."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @frozen
 class Run:
-    """Successive KV heads, each of which is read by equally many successive query heads.
+    """Successive KV heads, each read by the same number of successive query heads.
 
     Attributes:
-        queries: where the query heads are among the device's.
-        keys: where the KV heads are among the device's.
+        queries: the slice of query heads, among those of the device.
+        keys: the slice of KV heads, among those of the device.
         group: query heads per KV head.
     """
 
@@ -40,14 +40,14 @@ class Run:
 
 @frozen
 class Heads:
-    """What a device holds of a layer's attention.
+    """The attention heads of a layer on one device.
 
     Attributes:
-        queries: query heads.
-        keys: KV heads; one of which the plan gives the device several replicas counts once.
-        runs: which of the former read which of the latter.
-        cache: keys and values of the latter.
-        have_a_kernel: whether one finds keys and values of several sequences where they are in the cache.
+        queries: number of query heads.
+        keys: number of KV heads; several replicas of one on the same device count once.
+        runs: which query heads read which KV heads.
+        cache: cache of the KV heads.
+        have_a_kernel: whether an attention kernel can read several sequences directly from the cache.
     """
 
     queries: int
@@ -64,23 +64,23 @@ class Heads:
         return takes_flash(one_1HSK, one_1HSK, one_1HSK)
 
     def attend_at_once(self, most: int, cap: float | None) -> bool:
-        """Tell whether the rows of a pass do, whatever sequences they are of.
+        """Tell whether all rows of a pass can attend in one kernel call, whatever sequences they belong to.
 
-        It is so where rows see all that is before them, and the kernel finds that in the cache.
+        They can if there is a kernel, the scores have no cap, and the cache holds all tokens of each sequence.
 
         Args:
-            most: tokens of a sequence: its rows and all before them.
-            cap: of the scores.
+            most: maximum tokens of a sequence, including the rows of the pass.
+            cap: soft cap of the scores.
         """
         return self.have_a_kernel and cap is None and most <= self.cache.length
 
     def apart(self, qkv_RHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values of rows that have all of them side by side."""
+        """Split the heads of rows into queries, keys and values."""
         q_RHK, k_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, [self.queries, self.keys, self.keys], dim=1)
         return q_RHK, k_RHK, v_RHK
 
     def runs_of(self, some: slice) -> Iterator[Run]:
-        """Yield which query heads read some of the KV heads; ``keys`` are where these are among the some."""
+        """Yield the runs of a slice of the KV heads, with ``keys`` relative to the start of the slice."""
         if some == slice(0, self.keys):
             yield from self.runs
             return
@@ -95,7 +95,7 @@ class Heads:
 def found_by(
     runs: Iterable[Run], q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, attending: Callable[..., Tensor]
 ) -> Tensor:
-    """Return what the queries find that read some KV heads, ``[R, H × K]``."""
+    """Return the attention output ``[R, H × K]`` of the query heads of some runs, computed by ``attending``."""
     parts = []
     for run in runs:
         kv = [some_of(x_BHTK, run.keys, dim=1) for x_BHTK in (k_BHTK, v_BHTK)]
@@ -105,21 +105,21 @@ def found_by(
 
 
 def length_of(request: Request) -> int:
-    """Return the tokens that each sequence of a request can have: its part of the cache."""
+    """Return the maximum tokens of a sequence of a request: the cache's tokens divided by the batch."""
     return request.cache.tokens // request.batch
 
 
 def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int, Heads]:
-    """Return what each device holds of a layer's attention, with a cache in memory of its own.
+    """Return the attention heads of a layer by device, and allocate their caches.
 
     Args:
         context: the compiled plan.
-        layer: whose.
+        layer: number of the layer.
         window: tokens that a query sees, itself included; 0 for all.
-        kind: of the cache.
+        kind: kind of cache.
 
     Raises:
-        ExecutionError: the decoder has no cache of the kind.
+        ExecutionError: the decoder has no cache of this kind.
     """
     request, split = context.plan.request, context.plan.split(Axis.KV, layer)
     group = context.plan.split(Axis.Q, layer).size // split.size
@@ -135,7 +135,7 @@ def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int
 
 
 def _queries_per_key(part: Slice, replicas: int, group: int) -> list[int]:
-    """Return how many query heads of a device read each of its KV heads; the outer ones may have fewer replicas."""
+    """Return the number of a device's query heads per KV head; its first and last KV heads may have fewer replicas."""
     first, last = part.start // replicas, -(-part.end // replicas)
     held = [min(part.end, (head + 1) * replicas) - max(part.start, head * replicas) for head in range(first, last)]
     return [group * count for count in held]

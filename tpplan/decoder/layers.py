@@ -1,7 +1,7 @@
-"""What a layer computes on one device, in plain torch.
+"""Functions of a layer on one device in plain torch: RMS norm, RoPE and attention.
 
-Shapes are written at the end of a name: R rows (tokens of a pass), B batch, S sequence (queries), T keys, D hidden,
-H heads (KV heads of keys and values), K elements of a head, W columns of a RoPE table, I intermediate.
+Shapes are suffixes of names: R rows (tokens of a pass), B batch, S sequence (queries), T keys, D hidden, H heads (KV
+heads of keys and values), K elements of a head, W columns of a RoPE table, I intermediate.
 """
 
 from __future__ import annotations
@@ -19,26 +19,24 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: Elements that are made at a time of what could take any amount of memory: of 16 bits, 32 MiB.
+#: Maximum elements of a temporary tensor whose size would otherwise be unbounded: 32 MiB in 16 bits.
 AT_ONCE: Final = 2**24
 
-#: Rows that are in float32 at a time.
+#: Rows that are converted to float32 at a time.
 _WIDENED: Final = 512
 
-#: The flash kernel takes heads of a multiple of so many elements.
+#: The head size that the flash kernel takes is a multiple of this.
 _FLASH_HEADS: Final = 8
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Divide rows by their root mean square (Zhang and Sennrich, arXiv 1910.07467), and multiply them by weights.
-
-    It is done in float32, and rounded once.
+    """Return the RMS norm of rows (Zhang and Sennrich, arXiv 1910.07467), computed in float32 and rounded once.
 
     Args:
         x: rows.
-        weight: in their dtype, or in float32.
-        eps: is added to the mean square.
-        out: to write to, may be ``x``; a new tensor if not given.
+        weight: weights of the norm, in the dtype of the rows or in float32.
+        eps: epsilon added to the mean square.
+        out: tensor for the result, may be ``x``; a new one if not given.
     """
     if out is None and weight.dtype == x.dtype:
         return functional.rms_norm(x, weight.shape, weight, eps)  # one kernel on GPUs
@@ -49,23 +47,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
 
 
 def angles(sin_RW: Tensor, cos_RW: Tensor) -> Tensor:
-    """Return rows of RoPE tables as :func:`rotate` takes them.
+    """Return rows of RoPE tables in the layout that :func:`rotate` takes.
 
     Args:
         sin_RW: sines.
         cos_RW: cosines.
 
     Returns:
-        What the halves of a head count in both halves, ``[R, 1, 2, 2, W / 2]``: by the one, then by the other.
+        The factors of each input half of a head in each output half, ``[R, 1, 2, 2, W / 2]``: input half, then output
+        half.
     """
     (sin_1, sin_2), (cos_1, cos_2) = sin_RW.chunk(2, dim=-1), cos_RW.chunk(2, dim=-1)
     return torch.unflatten(torch.stack((cos_1, sin_2, -sin_1, cos_2), dim=1), 1, (1, 2, 2))
 
 
 def rotate(x_RHK: Tensor, by: Tensor) -> None:
-    """Turn the leading elements of heads, where they are, by their rows' :func:`angles` (RoPE; pairs are i, i + W / 2).
+    """Rotate the leading elements of heads in place by the rows' :func:`angles` (RoPE; pairs are i, i + W / 2).
 
-    In two kernels: no half may be written over before all of the other is made of it.
+    This takes two kernels, because each half is read for both halves before it is overwritten.
     """
     x_RH2W = torch.unflatten(x_RHK[..., : 2 * by.shape[-1]], -1, (2, -1))
     first, second = (x_RH2W[..., None, :] * by).unbind(2)
@@ -73,7 +72,7 @@ def rotate(x_RHK: Tensor, by: Tensor) -> None:
 
 
 def side_by_side(x_RHK: Tensor, y_RHK: Tensor) -> Tensor:
-    """Return heads as one tensor, ``[R, 2, H, K]``; those of one matrix's rows lie so that none is copied."""
+    """Return two tensors of heads as one, ``[R, 2, H, K]``: a view if they share storage and strides, else a copy."""
     step = y_RHK.storage_offset() - x_RHK.storage_offset()
     is_one = x_RHK.untyped_storage().data_ptr() == y_RHK.untyped_storage().data_ptr()
     if not is_one or step < 0 or x_RHK.stride() != y_RHK.stride():
@@ -83,8 +82,8 @@ def side_by_side(x_RHK: Tensor, y_RHK: Tensor) -> Tensor:
 
 
 def hiding(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores: nothing where a query sees a key, else minus infinity."""
-    return seen.to(dtype).log_()  # of 1 and of 0
+    """Return an additive attention mask: 0 where a query sees a key, else minus infinity."""
+    return seen.to(dtype).log_()  # log 1 = 0, log 0 = -inf
 
 
 def attend(
@@ -98,23 +97,24 @@ def attend(
     window: int = 0,
     recurs: bool = False,
 ) -> Tensor:
-    """Return the values, weighed by how well their keys match the queries: ``[B, H, S, K]``.
+    """Return the attention output ``[B, H, S, K]``.
 
     Args:
-        q_BHSK: queries; equally many successive heads of them share each KV head.
+        q_BHSK: queries; each KV head is shared by the same number of successive query heads.
         k_BHTK: keys.
         v_BHTK: values.
-        mask: from :func:`hiding`, ``[B or 1, 1, S, T]``; None if the queries are those of the last S tokens, and see
-            these and all before.
-        scale: of the scores.
-        cap: see :class:`tpplan.decoder.settings.Settings`.
+        mask: mask from :func:`hiding`, ``[B or 1, 1, S, T]``; None for causal attention, where the queries belong to
+            the last S tokens.
+        scale: factor of the attention scores.
+        cap: soft cap of the scores, see :class:`tpplan.decoder.settings.Settings`.
         window: tokens that a query sees without a mask, itself included; 0 for all.
-        recurs: whether such shapes come again and again: cuDNN is fast, but makes a plan for each, in 36 ms on an H200.
+        recurs: whether these shapes occur repeatedly. Only then is cuDNN worth using: it is fast, but builds a plan for
+            each shape, which takes 36 ms on an H200.
     """
     count, total = q_BHSK.shape[2], k_BHTK.shape[2]
     if window:
         parts = []
-        for some in torch.split(q_BHSK, max(1, AT_ONCE // (4 * total)), dim=2):  # a mask, and what it is made of
+        for some in torch.split(q_BHSK, max(1, AT_ONCE // (4 * total)), dim=2):  # mask and temporaries
             hides = _hiding_others(some, total - count, total, window)
             parts.append(attend(some, k_BHTK, v_BHTK, hides, scale=scale, cap=cap, recurs=recurs))
             count -= some.shape[2]
@@ -122,7 +122,7 @@ def attend(
     out_BHSK = None if cap is not None else _fused(q_BHSK, k_BHTK, v_BHTK, mask, scale, recurs=recurs)
     if out_BHSK is not None:
         return out_BHSK
-    alike = 1 if cap is None else 4  # scores, their mask, and what becomes of them
+    alike = 1 if cap is None else 4  # tensors of this size: scores, their mask, and temporaries
     block = max(1, AT_ONCE // (alike * q_BHSK.shape[:2].numel() * total))
     found = []
     for first in range(0, count, block):
@@ -135,13 +135,13 @@ def attend(
 
 
 def takes_flash(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> bool:
-    """Tell whether the flash kernel attends, where query heads share KV heads."""
+    """Tell whether the flash kernel takes these tensors, with query heads that share KV heads."""
     params = SDPAParams(q_BHSK, k_BHTK, v_BHTK, None, 0.0, False, True)  # noqa: FBT003
     return not q_BHSK.shape[3] % _FLASH_HEADS and can_use_flash_attention(params)
 
 
 def _hiding_others(q_BHSK: Tensor, first: int, total: int, window: int = 0) -> Tensor:
-    """Return what hides from the queries of successive tokens, from the first one on, all but their own window."""
+    """Return the causal mask, with a window if it is not 0, for queries of successive tokens from ``first`` on."""
     tokens = torch.arange(total, device=q_BHSK.device)
     query = tokens[first : first + q_BHSK.shape[2], None]
     seen = tokens <= query
@@ -151,17 +151,17 @@ def _hiding_others(q_BHSK: Tensor, first: int, total: int, window: int = 0) -> T
 
 
 def together(parts: list[Tensor], dim: int) -> Tensor:
-    """Join tensors; mostly there is one, which need not be copied."""
+    """Concatenate tensors; a single one, the usual case, is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def apart(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
-    """Cut a tensor into pieces; mostly there is one, which takes no call of torch."""
+    """Split a tensor into pieces; a single one, the usual case, takes no torch call."""
     return (x,) if len(sizes) == 1 else torch.split_with_sizes(x, sizes, dim)
 
 
 def some_of(x: Tensor, some: slice, dim: int) -> Tensor:
-    """Return a part of a tensor; mostly it is all of it, which takes no call of torch."""
+    """Return a slice of a tensor along a dimension; the whole, the usual case, takes no torch call."""
     size: int = x.shape[dim]
     return x if some.start == 0 and some.stop == size else x.narrow(dim, some.start, some.stop - some.start)
 
@@ -169,14 +169,14 @@ def some_of(x: Tensor, some: slice, dim: int) -> Tensor:
 def _fused(
     q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor | None, scale: float, *, recurs: bool
 ) -> Tensor | None:
-    """Attend by a kernel that takes as many queries as there are and lets them share KV heads, if there is one."""
+    """Return the output of a fused attention kernel with shared KV heads for all queries, or None if none applies."""
     if mask is not None:
         if not recurs or not takes_cudnn(q_BHSK, k_BHTK, v_BHTK, mask, scale):
             return None
         return functional.scaled_dot_product_attention(q_BHSK, k_BHTK, v_BHTK, mask, scale=scale, enable_gqa=True)
     if not takes_flash(q_BHSK, k_BHTK, v_BHTK):
         return None
-    if recurs and q_BHSK.shape[2] == k_BHTK.shape[2]:  # by cuDNN, where torch prefers it
+    if recurs and q_BHSK.shape[2] == k_BHTK.shape[2]:  # cuDNN, where torch prefers it
         return functional.scaled_dot_product_attention(
             q_BHSK, k_BHTK, v_BHTK, is_causal=True, scale=scale, enable_gqa=True
         )
@@ -184,7 +184,7 @@ def _fused(
 
 
 def _behind(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, *, scale: float, cap: float | None) -> Tensor:
-    """Attend behind a mask. Heads that share a KV head stand where those of several tokens would: none is copied."""
+    """Return masked attention. Query heads that share a KV head become extra queries, so that no KV head is copied."""
     q_BHGSK = torch.unflatten(q_BHSK, 1, (k_BHTK.shape[1], -1))
     q_BHRK = q_BHGSK.flatten(2, 3)
     mask_B1RT = mask[:, :, None].expand(-1, -1, q_BHGSK.shape[2], -1, -1).flatten(2, 3)

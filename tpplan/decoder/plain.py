@@ -1,7 +1,7 @@
-"""What a device computes in a layer, by plain torch: everywhere, in any dtype.
+"""The computation steps of a layer on one device in plain torch, for any device and dtype.
 
-Shapes: R rows, D hidden, O columns of some matrices, I intermediate, H heads, K elements of a head, E experts, C of
-them that a row is sent to.
+Shapes: R rows, D hidden, O output columns of some matrices, I intermediate, H heads, K elements of a head, E experts,
+C experts of a row.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 @frozen
 class Turn:
-    """What becomes of the queries and keys of rows before they meet.
+    """The norms and rotation applied to queries and keys before attention.
 
     Attributes:
-        angles: of the rows, from :func:`tpplan.decoder.layers.angles`.
-        norms: the weights of the norms that a query head and a key head get first, if they get any.
+        angles: RoPE angles of the rows, from :func:`tpplan.decoder.layers.angles`.
+        norms: weights of the norms applied to query and key heads before the rotation; empty if there are none.
     """
 
     angles: Tensor
@@ -43,72 +43,72 @@ class Turn:
 
 
 class Plain:
-    """The steps of a layer on one device, each as large as something could do it at once.
+    """The computation steps of a layer on one device, each as large as one fused kernel could compute.
 
-    Who knows faster ways for some tensors overrides what it takes.
+    Subclasses override the steps for which they have faster kernels.
 
     Attributes:
-        joint_rows: most rows that :meth:`joint` takes.
+        joint_rows: maximum rows that :meth:`joint` takes.
     """
 
     joint_rows = 0
 
     def __init__(self, eps: float, activation: Callable[[Tensor], Tensor], at_once: int = AT_ONCE) -> None:
-        """Know a model.
+        """Create the steps for a model.
 
         Args:
-            eps: what norms add to the mean square.
-            activation: of gates; it writes over what it is given.
-            at_once: elements of quantised matrices that are made at a time.
+            eps: epsilon that norms add to the mean square.
+            activation: activation function of the gate; it works in place.
+            at_once: elements of a quantised matrix to dequantise at a time.
         """
         self._making = Making(self.make, at_once)
         self._eps = eps
         self._activation = activation
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return rows behind a norm; see :func:`tpplan.decoder.layers.rms_norm`."""
+        """Return the RMS norm of rows; see :func:`tpplan.decoder.layers.rms_norm`."""
         return rms_norm(x_RD, weight, self._eps, out)
 
     def linear(self, x: Tensor, weights: Held, name: str, *, bias: bool = True) -> Tensor:
-        """Multiply by the matrix of this name, and add its bias, if it has one and it is wanted."""
+        """Multiply by a matrix, given by name, and add its bias if it has one and ``bias`` is true."""
         return linear(x, weights.matrix(name), weights.bias(name) if bias else None, self._making)
 
     def add_linear(self, to: Tensor, x: Tensor, weights: Held, name: str) -> None:
-        """Add to rows of the residual stream what a matrix makes of others."""
+        """Add the product of rows and a matrix, with its bias if it has one, to the residual stream in place."""
         add_linear(to, x, weights.matrix(name), weights.bias(name), self._making)
 
     def make(self, matrix: Quantised, start: int, out_RK: Tensor) -> None:
-        """Make rows of a quantised matrix, from a number on: computed in float32, rounded once."""
+        """Dequantise rows of a matrix from row ``start`` on into ``out_RK``: computed in float32, rounded once."""
         by_torch(matrix, start, out_RK)
 
     def joint(  # noqa: PLR0917 (all that a product and a sum need)
         self, to: Tensor, x: Tensor, weights: Held, name: str, channel: Channel, device: int
     ) -> Callable[[], None] | None:
-        """Return what adds to rows of the residual stream what matrices of all devices make, in one kernel.
+        """Return the launch of one kernel that adds all devices' products with a matrix to the residual stream.
 
         Args:
-            to: the rows, the same on all devices.
-            x: the columns of others that the device has.
-            weights: of the device, by name.
-            name: of the matrix.
-            channel: by which the devices add up.
-            device: this one.
+            to: rows of the residual stream, equal on all devices.
+            x: the device's columns of the rows to multiply.
+            weights: weights of the device.
+            name: name of the matrix.
+            channel: channel through which the devices add up their products.
+            device: index of this device.
 
         Returns:
-            What launches it; None if there is no such kernel.
+            A function that launches the kernel; None if there is no such kernel.
         """
         del to, x, weights, name, channel, device
         return None
 
     def normed(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str] = ()) -> Tensor:
-        """Multiply rows behind a norm by some matrices, side by side: ``[R, O]``.
+        """Multiply the norm of rows by several matrices, and return the products side by side: ``[R, O]``.
 
         Args:
-            x_RD: rows.
-            norm: the weights of their norm.
-            weights: of the device, by name.
-            fused: the name of the one matrix that is made of them, which mostly there is.
-            names: theirs.
+            x_RD: rows before the norm.
+            norm: weights of the norm.
+            weights: weights of the device.
+            fused: name of the matrix that the matrices are joined into; usually the device has it.
+            names: names of the separate matrices, used if it does not.
         """
         y_RD = self.norm(x_RD, norm)
         if weights.find(fused) is not None:
@@ -116,35 +116,35 @@ class Plain:
         return torch.cat([self.linear(y_RD, weights, name) for name in names], dim=-1)
 
     def gated(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
-        """Return the gate of rows behind a norm, ``[R, I]``; of the two matrices the first has the activation."""
+        """Return the gated output ``[R, I]`` of two matrices for the norm of rows; the first has the activation."""
         gate_RI, up_RI = self.normed(x_RD, norm, weights, fused, names).chunk(2, dim=-1)
         return self.gate(gate_RI, up_RI)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Multiply the activation of one tensor by another, and return the former, which is written over."""
+        """Return the activation of ``gate``, multiplied by ``up``; ``gate`` is overwritten with it and returned."""
         return self._activation(gate).mul_(up)
 
     def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:
-        """Return what experts rows are sent to, ``[R, 2 × C]`` in float32: weights of them, then their numbers.
+        """Return the experts that rows are routed to, ``[R, 2 × C]`` in float32: their weights, then their numbers.
 
         Args:
-            scores_RE: of all experts.
-            count: of experts that a row is sent to.
-            normalised: whether their weights add up to 1.
+            scores_RE: router scores of all experts.
+            count: number of experts of a row.
+            normalised: whether the weights of a row's experts add up to 1.
         """
         return torch.cat(experts.choose(scores_RE, count, normalised=normalised), dim=1)
 
     def experts_up(
         self, x_RD: Tensor, gate_EID: Tensor | Stacked, up_EID: Tensor | Stacked, choice_RC: Tensor, *, fixed: bool
     ) -> Tensor:
-        """Return what the experts of rows have between their matrices, ``[R, C, I]``.
+        """Return the intermediate activations of the rows' experts, ``[R, C, I]``.
 
         Args:
             x_RD: rows.
-            gate_EID: see :func:`tpplan.decoder.experts.up`.
-            up_EID: likewise.
-            choice_RC: what :meth:`choose` returns.
-            fixed: whether no shape may depend on that.
+            gate_EID: gate matrices of all experts, see :func:`tpplan.decoder.experts.up`.
+            up_EID: up matrices of all experts.
+            choice_RC: the result of :meth:`choose`.
+            fixed: whether no shape may depend on the choice.
         """
         return experts.up(
             x_RD, gate_EID, up_EID, choice_RC.chunk(2, dim=1)[1].long(), self.gate, self._making, fixed=fixed
@@ -153,13 +153,13 @@ class Plain:
     def experts_down(
         self, h_RCI: Tensor, down_EDI: Tensor | Stacked, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
     ) -> Tensor:
-        """Return the weighed sum of what the experts of rows make of ``h``, ``[R, D]``, which may be written over.
+        """Return the weighted sum of the outputs of the rows' experts, ``[R, D]``; ``h_RCI`` may be overwritten.
 
         Args:
-            h_RCI: what they have between their matrices.
-            down_EDI: the last of these.
-            choice_RC: what :meth:`choose` returns.
-            to_RD: rows that the sum is added to, where they are; they are returned then.
+            h_RCI: intermediate activations of the experts.
+            down_EDI: down matrices of all experts.
+            choice_RC: the result of :meth:`choose`.
+            to_RD: rows to which to add the sum in place; they are returned then.
             fixed: whether no shape may depend on the choice.
         """
         weights_RC, numbers_RC = choice_RC.chunk(2, dim=1)
@@ -167,12 +167,12 @@ class Plain:
         return y_RD if to_RD is None else to_RD.add_(y_RD)
 
     def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
-        """Turn the query and key heads of rows where they are, behind their norms.
+        """Apply the norms and rotation to the query and key heads of rows, in place.
 
         Args:
             qkv_RHK: queries, then keys, then values.
-            heads: how many there are.
-            turn: how.
+            heads: the attention heads of the layer on the device.
+            turn: the norms and rotation.
         """
         if turn.norms:
             for x_RHK, weight in zip(heads.apart(qkv_RHK), turn.norms, strict=False):
@@ -189,35 +189,36 @@ class Plain:
         *,
         kept: Tensor | None = None,
     ) -> None:
-        """Do that, and write the keys and values to the heads' cache.
+        """Apply :meth:`turn`, and write the keys and values to the cache.
 
         Args:
             qkv_RHK: queries, then keys, then values.
-            heads: with the cache.
-            turn: how.
-            sequences: of the rows; of nobody's below 0.
-            places: of the rows in the cache.
-            kept: the row that is written for each, which is somebody's; its own if not given, and all are somebody's.
+            heads: the attention heads of the layer on the device, with their cache.
+            turn: the norms and rotation.
+            sequences: sequence of each row; below 0 for padding.
+            places: place of each row in the cache.
+            kept: for each row, the number of the row to write, which is never padding. If not given, each row is
+                written and none is padding.
         """
         self.turn(qkv_RHK, heads, turn)
         kv_RHK = qkv_RHK[:, heads.queries :]
-        if kept is not None:  # no shape may depend on how many are nobody's: what is written twice is the same
+        if kept is not None:  # no shape may depend on the amount of padding: it writes a real row again, unchanged
             kv_RHK, sequences, places = (x.index_select(0, kept) for x in (kv_RHK, sequences, places))
         heads.cache.put(sequences, places, *kv_RHK.chunk(2, dim=1))
 
     def attends(self, heads: Heads) -> bool:  # noqa: ARG002 (a kernel may)
-        """Tell whether :meth:`attend` does the same work for heads wherever texts end, without a mask."""
+        """Tell whether :meth:`attend` needs no mask for these heads, and issues the same work for any positions."""
         return False
 
     def attend(self, qkv_RHK: Tensor, heads: Heads, where: Where, *, scale: float, cap: float | None) -> Tensor:
-        """Return what the queries of one token of each sequence find in the heads' cache, ``[R, H × K]``.
+        """Return the attention output ``[R, H × K]`` of one token of each sequence, over the cache.
 
         Args:
             qkv_RHK: queries, then keys, then values.
-            heads: with the cache, which has these keys and values already.
-            where: they are.
-            scale: of the scores.
-            cap: see :class:`tpplan.decoder.settings.Settings`.
+            heads: the attention heads, whose cache already has these keys and values.
+            where: where the tokens are in the cache.
+            scale: factor of the attention scores.
+            cap: soft cap of the scores, see :class:`tpplan.decoder.settings.Settings`.
         """
         attending = partial(attend, scale=scale, cap=cap, recurs=True)
 
