@@ -1,10 +1,9 @@
-"""A mixture of experts on one device: the router's choice, and the matrices of the experts that it chose.
+"""A mixture of experts on one device in plain torch: routing, and the products with the chosen experts' matrices.
 
-Where no shape may depend on the choice, few rows multiply by copies of what they chose, and many by all experts; the
-kernels that need no copies are in :mod:`tpplan.decoder.launches.experts`.
+Where no shape may depend on the choice, few rows are multiplied by copies of the chosen matrices, and many rows by all
+experts. The kernels in :mod:`tpplan.decoder.launches.experts` need no copies.
 
-Shapes: R rows, D hidden, E experts, C experts chosen for a row, I the device's part of an expert's width, N choices
-of all rows.
+Shapes: R rows, D hidden, E experts, C experts of a row, I intermediate (the device's part), N choices of all rows.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-#: Parts of all choices, of which an expert takes one at a time: most may be the same expert's.
+#: An expert takes at most one part in this many of all choices at a time, as most choices may be the same expert.
 _PARTS: Final = 4
 
 _BY_TORCH: Final = Making()
 
 
 def choose(scores_RE: Tensor, count: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Return the weights and the numbers of the experts that each row is routed to, ``[R, C]``, weights in float32."""
+    """Return the weights, in float32, and the numbers of the experts that rows are routed to, ``[R, C]`` each."""
     weights_RC, experts_RC = scores_RE.softmax(-1, dtype=torch.float32).topk(count, dim=-1)
     if normalised:
         weights_RC = weights_RC / weights_RC.sum(-1, keepdim=True)
     return weights_RC, experts_RC
 
 
-def up(  # noqa: PLR0917 (one for each of what an expert takes)
+def up(  # noqa: PLR0917 (the inputs of an expert)
     x_RD: Tensor,
     gate_EID: Tensor | Stacked,
     up_EID: Tensor | Stacked,
@@ -46,15 +45,15 @@ def up(  # noqa: PLR0917 (one for each of what an expert takes)
     *,
     fixed: bool,
 ) -> Tensor:
-    """Return what the chosen experts have between their matrices, ``[R, C, I]``.
+    """Return the intermediate activations of the chosen experts, ``[R, C, I]``.
 
     Args:
         x_RD: rows.
-        gate_EID: the matrix of each expert to which the activation belongs.
-        up_EID: the other one.
-        experts_RC: chosen.
-        gating: makes one tensor of what both matrices make; it may write over the first.
-        making: of rows of quantised matrices.
+        gate_EID: gate matrices of all experts, whose outputs get the activation.
+        up_EID: up matrices of all experts.
+        experts_RC: numbers of the chosen experts.
+        gating: combines the outputs of gate and up matrices; it may overwrite the former.
+        making: how to dequantise rows of quantised matrices.
         fixed: whether no shape may depend on the choice, as in a graph.
     """
     count = len(gate_EID)
@@ -81,9 +80,15 @@ def down(
     *,
     fixed: bool,
 ) -> Tensor:
-    """Return the weighed sum of what the experts make of ``h``, ``[R, D]``; for the arguments see :func:`up`.
+    """Return the weighted sum of the chosen experts' outputs, ``[R, D]``; ``h_RCI`` is overwritten.
 
-    It writes over ``h``.
+    Args:
+        h_RCI: intermediate activations of the chosen experts.
+        down_EDI: down matrices of all experts.
+        experts_RC: numbers of the chosen experts.
+        weights_RC: weights of the chosen experts.
+        making: how to dequantise rows of quantised matrices.
+        fixed: whether no shape may depend on the choice, as in a graph.
     """
     h_RCI *= weights_RC[..., None].to(h_RCI.dtype)
     rows, chosen, width = h_RCI.shape
@@ -101,9 +106,9 @@ def down(
 
 
 def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield each expert that was chosen, and the places of its choices among all rows'; again, if these are many.
+    """Yield each chosen expert with the indices of its choices, in several parts if there are many.
 
-    The host waits once for all.
+    The host waits for the device once.
     """
     flat = experts_RC.flatten()
     sizes = (flat[:, None] == torch.arange(count, device=flat.device)).sum(0).tolist()
@@ -114,7 +119,7 @@ def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _multiply(matrix_EOI: Tensor | Stacked, experts_RC: Tensor, x_RCI: Tensor) -> Tensor:
-    """Multiply by copies of the chosen experts' matrices, made for some columns of the result at a time."""
+    """Multiply by copies of the chosen experts' matrices, for some columns of the result at a time."""
     _, rows, columns = matrix_EOI.shape
     if isinstance(matrix_EOI, Stacked):
         x_RCI = matrix_EOI.ordered(x_RCI, experts_RC)
@@ -130,5 +135,5 @@ def _multiply(matrix_EOI: Tensor | Stacked, experts_RC: Tensor, x_RCI: Tensor) -
 
 
 def _places(experts_RC: Tensor, all_REI: Tensor) -> Tensor:
-    """Return where the chosen experts' elements are along the second dimension of those of all."""
+    """Return the indices of the chosen experts along the second dimension of ``all_REI``, expanded over its last."""
     return experts_RC[..., None].expand(-1, -1, all_REI.shape[-1])

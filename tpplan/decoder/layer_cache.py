@@ -1,4 +1,4 @@
-"""The latest keys and values of one layer's heads on one device."""
+"""The KV cache of one layer's heads on one device: all tokens, or the latest of a sliding window."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class LayerCache:
-    """Keys and values of the latest tokens of each sequence: position p is at place p modulo ``length``.
+    """A ring buffer of the latest keys and values of each sequence: position p is at place p modulo ``length``.
 
     Attributes:
-        length: places of a sequence: all that the plan caches, or as many as a sliding window keeps.
+        length: places of a sequence: all tokens that the plan caches, or those of a sliding window.
         window: tokens that a query sees, itself included; 0 for all.
     """
 
     def __init__(self, store: Store, length: int, window: int) -> None:
-        """Hold a store of ``length`` places."""
+        """Create a cache on a store of ``length`` places."""
         self.length = length
         self.window = window
         self._store = store
 
     @property
     def is_plain(self) -> bool:
-        """Whether what is read is what is stored."""
+        """Whether elements are stored in the activations' dtype, so that reading them takes no memory."""
         return self._store.is_plain
 
     @property
@@ -42,12 +42,12 @@ class LayerCache:
 
     @property
     def halves(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are stored, ``[B, H, L, K]``: the store's own memory."""
+        """Stored keys and stored values, ``[B, H, L, K]`` each; views of the storage."""
         return self._store.halves
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """Theirs, ``[B, H, L, K / 32]``, if it is of kind ``q8``; none of others."""
+        """Scales of keys and of values, ``[B, H, L, K / 32]`` each, for kind ``q8``; empty for other kinds."""
         return self._store.scales
 
     @property
@@ -56,15 +56,15 @@ class LayerCache:
         return self._store.nbytes
 
     def in_pieces(self, sequences: int, start: int, end: int, find: Callable[[slice, slice], Tensor]) -> Tensor:
-        """Put together what queries find, ``[R, H × K]``, in keys and values of some sequences and heads at a time.
+        """Return the attention output ``[R, H × K]``, computed for slices of the sequences and KV heads.
 
-        It is all of them at once, unless that takes memory beside the cache's.
+        All are computed in one call, unless reading their keys and values takes memory beside the cache.
 
         Args:
-            sequences: how many there are.
-            start: of the new tokens of each.
-            end: of these.
-            find: what the queries of some sequences find in some KV heads.
+            sequences: number of sequences.
+            start: position of the first new token of each sequence.
+            end: position after the last new token.
+            find: returns the attention output of a slice of the sequences and a slice of the KV heads.
         """
         heads, (most_sequences, most_heads) = self._store.heads, (sequences, self._store.heads)
         if end > self.length or not self._store.is_plain:
@@ -78,24 +78,24 @@ class LayerCache:
     def extend(
         self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor
     ) -> tuple[Tensor, Tensor, int]:
-        """Take the next tokens of some sequences, and return what they attend to.
+        """Write the next tokens of some sequences, and return the keys and values they attend to.
 
         Args:
-            sequences: their numbers.
-            heads: of the keys and values.
-            start: tokens that each has already.
-            k_BHSK: keys of the new ones.
-            v_BHSK: values of the new ones.
+            sequences: slice of the sequences.
+            heads: slice of the KV heads.
+            start: number of tokens that each sequence already has.
+            k_BHSK: keys of the new tokens.
+            v_BHSK: values of the new tokens.
 
         Returns:
-            Keys and values ``[B, H, T, K]`` of successive tokens, the last of them the last new one, and how many of
-            them a query sees at most, itself included; 0 for all.
+            Keys and values ``[B, H, T, K]`` of successive tokens up to the last new one, and the window: the maximum
+            tokens that a query sees, itself included; 0 for all.
         """
         end = start + k_BHSK.shape[2]
         first = self._first(start, end)
         if end <= self.length:
             k, v = self._store.extend(sequences, heads, start, k_BHSK, v_BHSK)
-        else:  # the new tokens push out older ones, which the first of them still see
+        else:  # new tokens overwrite older ones, which the first new tokens still see
             new_2BHSK = torch.stack((k_BHSK, v_BHSK))
             k, v = self._store.read_before(sequences, heads, self._places(first, start), new_2BHSK)
             kept = max(start, end - self.length)
@@ -107,36 +107,36 @@ class LayerCache:
         return k, v, self.window if end - first > self.window else 0
 
     def in_a_row(self) -> tuple[Tensor, Tensor, int]:
-        """Return the rows of the store; see :meth:`Store.in_a_row`."""
+        """Return the cache as rows; see :meth:`Store.in_a_row`."""
         return self._store.in_a_row()
 
     def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor) -> None:
-        """Take tokens of any sequences.
+        """Write one token for each row.
 
         Args:
-            sequences_R: their numbers.
-            places_R: of the tokens.
-            k_RHK: their keys.
-            v_RHK: their values.
+            sequences_R: sequence of each row.
+            places_R: place of each row in the cache.
+            k_RHK: keys.
+            v_RHK: values.
         """
         self._store.write(sequences_R, slice(None), places_R, side_by_side(k_RHK, v_RHK))
 
     def read(self, sequences: slice, heads: slice, count: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[B, H, count, K]`` of the first places."""
+        """Return keys and values ``[B, H, count, K]`` of the first ``count`` places."""
         k, v = self._store.read(sequences, heads, slice(0, count))
         return k, v
 
     def _first(self, start: int, end: int) -> int:
-        """Return the first token that any of the tokens from ``start`` to ``end`` sees, of those that are there."""
+        """Return the first cached position that any of the tokens from ``start`` to ``end`` sees."""
         return 0 if end <= self.length else max(0, start - self.length + 1)
 
     def _places(self, first: int, end: int) -> list[slice]:
-        """Return where the tokens ``first`` to ``end`` are, which fit: in one range, or in two around the end."""
+        """Return the places of at most ``length`` tokens ``first`` to ``end``: one range, or two if these wrap."""
         start, count = first % self.length, end - first
         around = start + count - self.length
         return [slice(start, self.length), slice(0, around)] if around > 0 else [slice(start, start + count)]
 
 
 def _slices(count: int, most: int) -> list[slice]:
-    """Cut so many things into slices of a length at most."""
+    """Split a range of ``count`` into slices of at most ``most``."""
     return [slice(first, min(first + most, count)) for first in range(0, count, most)]

@@ -1,6 +1,6 @@
-"""Products of rows and matrices by torch; of quantised matrices some rows at a time are made 16-bit, or 32-bit, first.
+"""Products of rows and matrices in torch. Quantised matrices are dequantised piece by piece to 16 or 32 bits first.
 
-Shapes: R rows, K columns of a matrix, N rows of it, E experts, O rows of each, I columns of each.
+Shapes: R rows, K columns of a matrix, N rows of a matrix, E experts, O rows and I columns of an expert's matrix.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from tpplan.decoder.quantised import Matrix, Quantised, Stacked
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Elements of a quantised matrix that are made at a time, at least and at most: of 16 bits, 8 and 16 MiB. Products by
-#: less of a matrix keep a GPU less busy, more does not help.
+#: Minimum and maximum elements of a quantised matrix to dequantise at a time: 8 and 16 MiB in 16 bits. Products with
+#: smaller pieces keep a GPU less busy, and larger ones do not help.
 AT_ONCE: Final = 2**22
 _MOST_AT_ONCE: Final = 2**23
-#: Rows that are made at a time are a multiple of this: of others cuBLAS takes two to ten times as long.
+#: The rows of a piece are a multiple of this; with other numbers cuBLAS takes two to ten times as long.
 _EVEN: Final = 128
-#: Of the elements that a plan has scratch for, no more than one in so many.
+#: A piece takes at most one part in this many of the elements that a plan has scratch for.
 _SHARE: Final = 8
 
 
 def made_at_once(room: int) -> int:
-    """Return how many elements are made at a time, where a plan has scratch for so many."""
+    """Return the elements to dequantise at a time, where a plan has scratch for ``room`` elements."""
     return max(AT_ONCE, min(_MOST_AT_ONCE, room // _SHARE))
 
 
 def by_torch(matrix: Quantised, start: int, out_RK: Tensor) -> None:
-    """Make some rows of a matrix as it says itself."""
+    """Dequantise rows of a matrix from row ``start`` on into ``out_RK``, in torch."""
     matrix.write(start, out_RK)
 
 
 @frozen
 class Making:
-    """How rows of quantised matrices are made.
+    """How rows of quantised matrices are dequantised.
 
     Attributes:
-        rows: writes rows of a matrix from a number on to a tensor, ``[R, K]``.
-        at_once: elements that are made at a time.
+        rows: dequantises rows of a matrix, from a row number on, into a tensor ``[R, K]``.
+        at_once: elements to dequantise at a time.
     """
 
     rows: Callable[[Quantised, int, Tensor], None] = by_torch
@@ -55,13 +55,13 @@ _BY_TORCH: Final = Making()
 
 
 def linear(x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None = None, making: Making = _BY_TORCH) -> Tensor:
-    """Multiply rows by a matrix, and add a bias: ``[R, N]``.
+    """Return the product of rows and a matrix, plus a bias: ``[R, N]``.
 
     Args:
         x_RK: rows.
         matrix_NK: the matrix.
-        bias_N: if there is one.
-        making: of a quantised matrix.
+        bias_N: the bias, if there is one.
+        making: how to dequantise a quantised matrix.
     """
     if isinstance(matrix_NK, Tensor):
         return functional.linear(x_RK, matrix_NK, bias_N)
@@ -77,7 +77,7 @@ def linear(x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None = None, making
 def add_linear(
     to_RN: Tensor, x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None, making: Making = _BY_TORCH
 ) -> None:
-    """Add to rows what :func:`linear` returns; without a bias in one kernel for each piece."""
+    """Add the result of :func:`linear` to rows in place; without a bias, in one kernel for each piece."""
     if isinstance(matrix_NK, Tensor):
         to_RN.addmm_(x_RK, matrix_NK.mT)
     else:
@@ -89,7 +89,7 @@ def add_linear(
 
 
 def linear_of_all(x_RK: Tensor, matrix_EOI: Tensor | Stacked, making: Making = _BY_TORCH) -> Tensor:
-    """Multiply rows by the matrices of all experts: ``[R, E, O]``."""
+    """Return the products of rows and the matrices of all experts: ``[R, E, O]``."""
     if isinstance(matrix_EOI, Stacked) and matrix_EOI.columns is not None:
         y_REO = x_RK.new_empty(len(x_RK), *matrix_EOI.shape[:2])
         for expert in range(len(matrix_EOI)):
@@ -100,7 +100,7 @@ def linear_of_all(x_RK: Tensor, matrix_EOI: Tensor | Stacked, making: Making = _
 
 
 def sum_of_all(x_REI: Tensor, matrix_EOI: Tensor | Stacked, making: Making = _BY_TORCH) -> Tensor:
-    """Add up the products of rows by the matrices of all experts: ``[R, O]``."""
+    """Return the sum over experts of the products of their rows and matrices: ``[R, O]``."""
     if isinstance(matrix_EOI, Tensor):
         return (x_REI.transpose(0, 1) @ matrix_EOI.mT).sum(0)
     y_RO = linear(x_REI[:, 0], matrix_EOI[0], making=making)
@@ -110,7 +110,7 @@ def sum_of_all(x_REI: Tensor, matrix_EOI: Tensor | Stacked, making: Making = _BY
 
 
 def _pieces(matrix: Quantised, dtype: torch.dtype, making: Making) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield some rows of a matrix at a time, where the last were, and which these are."""
+    """Yield pieces of a matrix: first row, end row, and the dequantised rows, valid until the next piece."""
     rows, columns = matrix.shape
     step = max(1, making.at_once // columns)
     step = min(rows, step - step % _EVEN if step > _EVEN else step)

@@ -1,4 +1,4 @@
-"""Passes of prompts as graphs: each is filled up to one of a few numbers of rows, with one graph for all of so many."""
+"""Passes of prompts as graphs: each pass is padded to one of a few sizes, with one graph for each size."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from tpplan.decoder.stack import Stack
     from tpplan.exec.gpu.graph import Graph
 
-#: No graph is of half as many rows: they would take GPUs nearly as long, since these read all weights for any number.
+#: Minimum rows of a graph. With half of them, a pass takes a GPU nearly as long, as it still reads all weights.
 _SMALLEST: Final = 128
-#: Rows of a graph on a single GPU: of larger passes the host issues all work before they end. It does not where
-#: matrices are quantised, each of which is many pieces.
+#: Maximum rows of a graph on a single GPU: larger passes take longer than the host needs to launch them. This does not
+#: hold for quantised matrices, whose products are launched in many pieces.
 _MOST_ALONE: Final = 512
 
 
 def graphs_of(decoder: Decoder, cap: float | None, *, graphs: bool | None = None) -> PromptGraphs | None:
-    """Return what reads the prompts of a decoder by graphs, or None where they are read as they are written.
+    """Return the prompt graphs of a decoder, or None if its prompts run without graphs.
 
     Args:
-        decoder: that has its layers and its cache.
-        cap: of the scores.
-        graphs: whether it shall, where its passes are fixed, see :func:`is_fixed`; on CUDA devices if not given.
+        decoder: the decoder, with its layers and cache.
+        cap: soft cap of the attention scores.
+        graphs: whether to use graphs if passes are fixed, see :func:`is_fixed`; by default on CUDA devices.
     """
     context, length = decoder.context, decoder.length
     places = [device.device for device in context.devices.values()]
@@ -45,27 +45,28 @@ def graphs_of(decoder: Decoder, cap: float | None, *, graphs: bool | None = None
 
 
 def is_fixed(stack: Stack, cap: float | None, length: int) -> bool:
-    """Tell whether passes of as many rows differ in numbers in the devices' memory only, whatever prompts these are of.
+    """Tell whether passes of the same size differ only in values in device memory, whatever their prompts are.
 
-    It is so where all rows of a pass attend at once in every layer: by the flash kernel, in 16 bits without a cap, from
-    a cache of 16 bits without a window that is shorter; and where no rows are sent to experts.
+    They do if no layer has experts, and if in every layer all rows of a pass attend in one kernel call. This takes the
+    flash kernel: 16-bit activations, scores without a cap, and a 16-bit cache without a sliding window shorter than
+    ``length``.
 
     Args:
         stack: the model's layers.
-        cap: of the scores.
-        length: tokens of a sequence at most.
+        cap: soft cap of the attention scores.
+        length: maximum tokens of a sequence.
     """
     heads = [each for layer in stack.heads for each in layer.values()]
     return not stack.has_experts and all(each.attend_at_once(length, cap) for each in heads)
 
 
 def sizes_of(max_rows: int, room: int, most: int | None = None) -> list[int]:
-    """Return the rows of each graph, in ascending order: as many as a plan allows, half of them, and so on.
+    """Return the rows of each graph, in ascending order: the maximum rows of a pass, half of them, and so on.
 
     Args:
-        max_rows: of a pass.
-        room: tokens that the cache holds: where half as many rows are enough for all, there is no graph of more.
-        most: rows of a graph, if there is a limit.
+        max_rows: maximum rows of a pass.
+        room: tokens that the cache holds; a size is left out if half of it is enough for them.
+        most: maximum rows of a graph, if there is a limit.
     """
     sizes, size = [], max_rows
     while True:
@@ -77,24 +78,24 @@ def sizes_of(max_rows: int, room: int, most: int | None = None) -> list[int]:
 
 
 class PromptGraphs:
-    """What reads passes of prompts by the smallest graph that has room for their rows; others are rows of nobody.
+    """Runs passes of prompts, each padded to the smallest graph that has room for its rows.
 
-    The first pass of a size runs as it is written, the second is captured, and others replay that. If capturing fails,
-    a warning is logged, and the decoder reads all prompts as they are written from then on.
+    The first pass of a size runs without a graph, the second is captured, and later ones replay the graph. If capturing
+    fails, a warning is logged and the decoder runs all later prompts without graphs.
 
     Attributes:
         sizes: rows of each graph, in ascending order.
     """
 
     def __init__(self, decoder: Decoder, sizes: Sequence[int]) -> None:
-        """Make room for the numbers of the rows on every device.
+        """Allocate the numbers of the rows on every device.
 
         Args:
-            decoder: whose passes; it has to live as long, and its passes have to be fixed, see :func:`is_fixed`.
+            decoder: the decoder, which must outlive this object and have fixed passes, see :func:`is_fixed`.
             sizes: rows of each graph, in ascending order.
         """
         self.sizes = tuple(sizes)
-        self._decoder: Decoder = proxy(decoder)  # which keeps this object
+        self._decoder: Decoder = proxy(decoder)  # it refers to this object
         places = [device.device for device in decoder.context.devices.values()]
         self._numbers = [torch.zeros(max(sizes), 4, dtype=torch.int64, device=place) for place in places]
         self._nobody = torch.tensor([NOBODY])
@@ -103,13 +104,13 @@ class PromptGraphs:
         self._xs: dict[int, tuple[Tensor, ...]] = {}
 
     def run(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Return the residual stream behind a pass, of more rows; it is lost when the decoder does anything else.
+        """Run a pass, and return the residual stream after the last layer, valid until the decoder's next work.
 
         Args:
-            numbers: in host memory, see :meth:`tpplan.decoder.Decoder.run`.
+            numbers: numbers of the rows in host memory, see :meth:`tpplan.decoder.Decoder.run`.
 
         Returns:
-            Of the pass's rows and of nobody's behind them, whose values mean nothing; nothing if no graph has room.
+            The residual stream of the rows, followed by meaningless rows of padding; empty if no graph has room.
         """
         rows = len(numbers)
         size = next((each for each in self.sizes if each >= rows), 0)
@@ -131,9 +132,9 @@ class PromptGraphs:
         return self._xs[size]
 
     def _numbers_of(self, size: int) -> list[Tensor]:
-        """Return where the numbers of so many rows are on each device."""
+        """Return the memory on each device for the numbers of ``size`` rows."""
         return [numbers[:size] for numbers in self._numbers]
 
     def _issue(self, size: int) -> None:
-        """Issue a pass: all of it on the devices, without anything that waits."""
+        """Launch a pass on the devices, without waiting."""
         self._xs[size] = self._decoder.run(self._numbers_of(size))

@@ -1,4 +1,4 @@
-"""Decoding step by step: the tokens and positions of some sequences on all devices, and the graphs of the steps."""
+"""Decoding step by step: the latest tokens and positions of the sequences on all devices, and the steps' graphs."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from tpplan.decoder.model import Decoder
     from tpplan.exec.gpu.graph import Graph
 
-#: A step looks at so many places of the cache at least, then at twice as many, and so on: as many graphs are captured.
+#: Minimum span of a step: the places of the cache it may read. Spans double from here, and each has its own graph.
 _SHORTEST_SPAN: Final = 256
 
 
 class Steps:
-    """The first sequences of a decoder's cache, one token further with every step.
+    """Decodes the first sequences of a decoder's cache, one token of each in a step.
 
-    On CUDA devices a step is one graph: the first step of a span runs as it is written, the second is captured. If that
-    fails, a warning is logged, and steps run as they are written from then on, unless the context has failed with it.
+    On CUDA devices a step is one graph: the first step of a span runs without a graph, the second is captured. If that
+    fails, a warning is logged and all later steps run without graphs, unless the context has failed too.
     """
 
     @torch.inference_mode()
     def __init__(self, decoder: Decoder, sequences: int, *, graphs: bool | None = None) -> None:
-        """Make tokens and positions on every device.
+        """Allocate tokens and positions on every device.
 
         Args:
-            decoder: whose cache; it has to live as long.
-            sequences: how many.
-            graphs: whether to capture steps; where devices have graphs if not given.
+            decoder: the decoder, which must outlive this object.
+            sequences: number of sequences.
+            graphs: whether to capture steps; by default on CUDA devices.
         """
-        self._decoder: Decoder = proxy(decoder)  # which keeps this object: its memory shall not wait for a collector
+        self._decoder: Decoder = proxy(decoder)  # it refers to this object: a cycle would delay freeing its memory
         self._context = decoder.context
         places = [device.device for device in self._context.devices.values()]
         self._tokens, self._positions = (
@@ -57,14 +57,14 @@ class Steps:
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
-        """Put prompts into the cache, and return the token that follows each.
+        """Run prompts, filling the cache, and return the next token of each.
 
         Args:
-            prompts: one for each sequence.
-            sampling: how tokens are chosen, from now on.
+            prompts: one prompt for each sequence.
+            sampling: how to choose tokens, here and in later steps.
 
         Raises:
-            RequestError: there are more or fewer prompts, or they cannot be read: see
+            RequestError: the number of prompts is not that of the sequences, or a prompt is invalid, see
                 :func:`tpplan.decoder.prompts.check`.
         """
         if len(prompts) != (count := self._tokens[0].shape[1]):
@@ -80,10 +80,10 @@ class Steps:
 
     @torch.inference_mode()
     def step(self) -> list[int]:
-        """Put the latest tokens into the cache, and return the token that follows each.
+        """Run the latest token of each sequence, and return the next ones.
 
         Raises:
-            RequestError: there is no room for them.
+            RequestError: the cache has no room for them.
         """
         if self._longest == self._decoder.length:
             what = f"the longest text has {self._longest} tokens, as many as the plan caches of a sequence"
@@ -96,10 +96,10 @@ class Steps:
 
     @torch.inference_mode()
     def prepare(self, sampling: Sampling) -> None:
-        """Run what texts start with, and a step; on CUDA devices steps of every span, and capture them.
+        """Run a prompt and a step for each sequence; if steps are captured, run and capture a step of every span.
 
         Args:
-            sampling: how tokens are chosen.
+            sampling: how to choose tokens.
 
         Raises:
             RequestError: see :meth:`start`.
@@ -112,7 +112,7 @@ class Steps:
             self._run(span)
 
     def _spans(self) -> Iterator[int]:
-        """Yield how many places of the cache a step may look at, in ascending order."""
+        """Yield the spans that steps may have, in ascending order."""
         span = _SHORTEST_SPAN
         while span < self._decoder.length and self._decoder.stack.looks_at_spans:
             yield span
@@ -120,7 +120,7 @@ class Steps:
         yield self._decoder.length
 
     def _run(self, span: int) -> None:
-        """Run a step, or the graph of it."""
+        """Run a step of a span, by its graph if there is one."""
         key = (span, self._sampling.temperature == 0)
         if not self._captures or key not in self._graphs:
             self._issue(span)
@@ -136,9 +136,9 @@ class Steps:
         captured.replay()
 
     def _issue(self, span: int) -> None:
-        """Issue a step: all of it on the devices, without anything that waits."""
+        """Launch a step on the devices, without waiting."""
         logits = self._decoder.decode([t[0] for t in self._tokens], [p[0] for p in self._positions], span)
-        if self._sampling.temperature:  # kept for the host, where no graph of another span makes its own
+        if self._sampling.temperature:  # copied to one place for the host, as each graph has logits of its own
             self._logits = self._logits or tuple(map(torch.empty_like, logits))
             for kept, new in zip(self._logits, logits, strict=True):
                 kept.copy_(new)
@@ -149,7 +149,7 @@ class Steps:
             positions.add_(1)
 
     def _choose(self, logits: tuple[Tensor, ...]) -> Tensor:
-        """Return the tokens that logits lead to, in host memory."""
+        """Choose tokens from logits, and return them in host memory."""
         if not self._sampling.temperature:
             return self._likeliest(logits)[0].cpu()
         whole = self._context.gather(logits, Axis.VC).tensor
@@ -159,5 +159,5 @@ class Steps:
         return likeliest(self._context, logits, self._decoder.stack.steps)
 
     def _set(self, tensors: list[Tensor], values: Sequence[int]) -> None:
-        """Write numbers into a tensor of every device."""
+        """Write values into the tensor of every device."""
         self._context.broadcast(torch.tensor([values]), source=HOST, out=tensors)
