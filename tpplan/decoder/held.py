@@ -1,4 +1,4 @@
-"""What a device holds of a model's weights, as the decoder computes with them."""
+"""The weights of a model on one device, in the form that the decoder computes with."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tpplan.decoder.quantised import Matrix, Quantised, Stacked
 
 @frozen(eq=False)
 class Held:
-    """Weights by name, those of matrices and experts fused or stacked where they can be.
+    """The weights of one device by name, with matrices fused and experts stacked where possible.
 
     Attributes:
-        tensors: all that are not quantised.
-        quantised: matrices that are, under the name that such a one has otherwise.
-        stacked: quantised experts of a layer, under the name that has ``{expert}`` in it.
+        tensors: all weights that are not quantised.
+        quantised: quantised matrices, under the names that they would have unquantised.
+        stacked: quantised experts of a layer, under the name with ``{expert}`` in it.
     """
 
     tensors: Mapping[str, Tensor]
@@ -36,14 +36,18 @@ class Held:
         return self.quantised.get(f"{name}.weight") if found is None else found
 
     def matrix(self, name: str) -> Matrix:
-        """Return the matrix of a module, which the device has."""
+        """Return the matrix of a module.
+
+        Raises:
+            KeyError: the device has none.
+        """
         found = self.find(name)
         if found is None:
             raise KeyError(name)
         return found
 
     def bias(self, name: str) -> Tensor | None:
-        """Return the bias of a module, if it has one."""
+        """Return the bias of a module, or None if it has none."""
         return self.tensors.get(f"{name}.bias")
 
     def experts(self, name: str) -> Tensor | Stacked:

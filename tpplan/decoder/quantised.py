@@ -1,6 +1,6 @@
-"""Matrices whose elements are codes and scales, as the decoder multiplies by them.
+"""Quantised matrices of codes and scales, in the layout that the decoder computes with.
 
-Shapes: N rows of a matrix (outputs), K columns (inputs), G groups of columns that share a scale, W words of 32 bits, E
+Shapes: N rows of a matrix (outputs), K columns (inputs), G groups of columns that share a scale, W 32-bit words, E
 experts.
 """
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
     Join = Callable[[Sequence[Tensor]], Tensor | None]
 
-#: Which of eight columns are in the nibbles of a word, lowest bits first: pairs of neighbours are 16 bits apart.
+#: Order of eight columns in the nibbles of a word, lowest bits first: neighbours 2i and 2i + 1 are 16 bits apart.
 ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 #: Bits of a nibble, and nibbles of a word.
 _BITS, _WORD = 4, 8
-#: Elements that torch makes at a time: each takes up to 29 bytes meanwhile.
+#: Elements that torch dequantises at a time; each takes up to 29 bytes of temporary memory.
 _AT_ONCE: Final = 2**19
 
 
 @frozen(eq=False)
 class _Coded(ABC):
-    """A matrix of codes, and scales that many of them share.
+    """A quantised matrix of codes and shared scales.
 
     Attributes:
-        codes: of rows below each other.
-        scales: in 16 or 32 bits.
+        codes: codes, one row of the matrix after the other.
+        scales: scales, in 16 or 32 bits.
     """
 
     codes: Tensor
@@ -51,49 +51,50 @@ class _Coded(ABC):
         """Rows and columns."""
 
     def ordered(self, x: Tensor) -> Tensor:
-        """Return inputs, along the last dimension, in the order of the columns."""
+        """Return inputs reordered along the last dimension to match the columns."""
         return x
 
     def write(self, start: int, out_RK: Tensor) -> None:
-        """Write rows from a number on: computed in float32, rounded once."""
+        """Dequantise rows from row ``start`` on into ``out_RK``: computed in float32, rounded once."""
         self._write(torch.arange(start, start + len(out_RK), device=self.codes.device), out_RK)
 
     def dense(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Return some rows ``[end - start, K]``; see :meth:`write`."""
+        """Return dequantised rows ``start`` to ``end``, ``[end - start, K]``; see :meth:`write`."""
         out_RK = torch.empty(end - start, self.shape[1], dtype=dtype, device=self.codes.device)
         self.write(start, out_RK)
         return out_RK
 
     def chosen(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows of these numbers, ``[..., K]``; see :meth:`write`."""
+        """Return dequantised rows, given by number, ``[..., K]``; see :meth:`write`."""
         out_RK = torch.empty(rows.numel(), self.shape[1], dtype=dtype, device=rows.device)
         self._write(rows.flatten(), out_RK)
         return out_RK.view(*rows.shape, -1)
 
     def _write(self, rows: Tensor, out_RK: Tensor) -> None:
-        """Write the rows of these numbers, so few at a time that it takes little memory beside them."""
+        """Dequantise rows, given by number, into ``out_RK``; few at a time, to take little temporary memory."""
         step = max(1, _AT_ONCE // self.shape[1])
         for to, some in zip(torch.split(out_RK, step), torch.split(rows, step), strict=True):
             to.copy_(self._values(some))
 
     @abstractmethod
     def _values(self, rows: Tensor) -> Tensor:
-        """Return rows in float32."""
+        """Return dequantised rows, given by number, in float32."""
 
 
 @frozen(eq=False)
 class IntMatrix(_Coded):
-    """A matrix of whole numbers of 4 or 8 bits: an element is its code less its group's zero, times its group's scale.
+    """A matrix of 4-bit or 8-bit integers: an element is (code - zero of its group) × scale of its group.
 
     Attributes:
-        codes: of 8 bits ``uint8 [N, K]``; of 4 bits ``int32 [N, W]``, eight of a row in a word, in :data:`ORDER`.
+        codes: 8-bit codes ``uint8 [N, K]``, or 4-bit codes ``int32 [N, W]`` with eight of a row in a word, in
+            :data:`ORDER`.
         scales: ``[N, G]``, in 16 or 32 bits.
-        zeros: ``uint8 [N, G]``, or all of them as nibbles of ``int32 [W]``, row after row, lowest bits first; None if
-            all are in the middle of the codes.
-        plus: is added to each of them.
+        zeros: zero points ``uint8 [N, G]``, or packed as nibbles of ``int32 [W]``, row after row, lowest bits first;
+            None if all are the middle of the code range.
+        plus: number added to each stored zero point.
         group: columns that share a scale.
-        bits: of a code.
-        columns: which of the inputs each column is, ``[K]``; None if they are in order.
+        bits: bits of a code.
+        columns: index of the input of each column, ``[K]``; None if they are in order.
     """
 
     zeros: Tensor | None
@@ -108,7 +109,7 @@ class IntMatrix(_Coded):
         return len(self.codes), self.codes.shape[1] * (_WORD if self.bits == _BITS else 1)
 
     def part(self, start: int, end: int) -> Self:
-        """Return some rows, which are copied nowhere; those before them have whole words of zeros."""
+        """Return rows ``start`` to ``end`` without a copy; the zero points of the rows before must fill whole words."""
         zeros = self.zeros
         if zeros is not None:
             per = 1 if zeros.dtype == torch.uint8 else self.scales.shape[1]
@@ -117,7 +118,7 @@ class IntMatrix(_Coded):
         return evolve(self, codes=self.codes[start:end], scales=self.scales[start:end], zeros=zeros)
 
     def ordered(self, x: Tensor) -> Tensor:
-        """Return inputs, along the last dimension, in the order of the columns."""
+        """Return inputs reordered along the last dimension to match the columns."""
         return x if self.columns is None else x.index_select(-1, self.columns)
 
     def _values(self, rows: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ class IntMatrix(_Coded):
         return (codes - zeros) * scales
 
     def _by_column(self, values: Tensor) -> Tensor:
-        """Return what groups have for each of their columns."""
+        """Repeat the value of each group for each of its columns."""
         return values.repeat_interleave(self.group, dim=-1)[..., : self.shape[1]]
 
     def _zeros(self, rows: Tensor) -> Tensor:
@@ -143,13 +144,13 @@ class IntMatrix(_Coded):
 
 @frozen(eq=False)
 class Float8Matrix(_Coded):
-    """A matrix of floats of 8 bits: an element is its code times the scale of its block.
+    """A matrix of 8-bit floats: an element is its code times the scale of its block.
 
     Attributes:
-        codes: ``[N, K]``, of torch's dtypes.
-        scales: one for each block, rows of blocks after one another; in 16 or 32 bits.
-        rows: of a block.
-        columns: of a block.
+        codes: ``[N, K]``, in one of torch's float8 dtypes.
+        scales: one for each block, one row of blocks after the other; in 16 or 32 bits.
+        rows: rows of a block.
+        columns: columns of a block.
     """
 
     rows: int
@@ -161,11 +162,11 @@ class Float8Matrix(_Coded):
         return len(self.codes), self.codes.shape[1]
 
     def part(self, start: int, end: int) -> Self:
-        """Return some rows, which are copied nowhere; they are whole blocks."""
+        """Return rows ``start`` to ``end`` without a copy; they must be whole blocks."""
         return evolve(self, codes=self.codes[start:end], scales=self.scales[start // self.rows : -(-end // self.rows)])
 
     def _values(self, rows: Tensor) -> Tensor:
-        codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)  # which torch does not index
+        codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)  # torch cannot index float8
         scales = self.scales[rows // self.rows].float().repeat_interleave(self.columns, dim=-1)
         return codes.float() * scales[..., : self.shape[1]]
 
@@ -175,18 +176,18 @@ Matrix = Tensor | Quantised
 
 
 def ordered(x: Tensor, matrix: Matrix) -> Tensor:
-    """Return inputs, along the last dimension, in the order of a matrix's columns."""
+    """Return inputs reordered along the last dimension to match the columns of a matrix."""
     return x if isinstance(matrix, Tensor) else matrix.ordered(x)
 
 
 @frozen(eq=False)
 class Stacked:
-    """The quantised matrices of a layer's experts, one below the other.
+    """The quantised matrices of a layer's experts, stacked along their rows.
 
     Attributes:
-        matrix: all of them.
-        count: of experts.
-        columns: which of the inputs each column of an expert's matrix is, ``[E, K]``; None if they are in order.
+        matrix: the rows of all experts.
+        count: number of experts.
+        columns: index of the input of each column of each expert's matrix, ``[E, K]``; None if they are in order.
     """
 
     matrix: Quantised
@@ -195,14 +196,14 @@ class Stacked:
 
     @classmethod
     def of(cls, matrices: Sequence[Quantised], join: Join) -> Self:
-        """Put matrices one below the other, see :func:`below`; they are copied where they cannot be joined.
+        """Stack matrices, see :func:`below`; they are copied if ``join`` cannot join them.
 
         Raises:
-            ModelError: they are of different kinds.
+            ModelError: the matrices are quantised in different ways.
         """
         ints = [each for each in matrices if isinstance(each, IntMatrix)]
         columns: list[Tensor] = []
-        if any(each.columns is not None for each in ints):  # other ones for each
+        if any(each.columns is not None for each in ints):  # each expert has its own order
             order = torch.arange(ints[0].shape[1], dtype=torch.int32, device=ints[0].codes.device)
             columns = [order if each.columns is None else each.columns for each in ints]
             matrices = [evolve(each, columns=None) for each in ints]
@@ -216,7 +217,7 @@ class Stacked:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Experts, and rows and columns of each."""
+        """Number of experts, and rows and columns of each expert's matrix."""
         rows, columns = self.matrix.shape
         return self.count, rows // self.count, columns
 
@@ -228,21 +229,21 @@ class Stacked:
         return evolve(found, columns=self.columns[expert])
 
     def ordered(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Return inputs ``[..., K]`` of experts, whose numbers are ``[...]``, in the order of their columns."""
+        """Return inputs ``[..., K]`` reordered to match the columns of experts, given by number, ``[...]``."""
         return x if self.columns is None else x.expand(*experts.shape, -1).gather(-1, self.columns[experts].long())
 
     def chosen(self, experts: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Return some rows of the matrices of these experts, ``[..., end - start, K]``, columns as they are."""
+        """Return dequantised rows of experts' matrices, ``[..., end - start, K]``, with columns in stored order."""
         rows = experts[..., None] * self.shape[1] + torch.arange(start, end, device=experts.device)
         return self.matrix.chosen(rows, dtype)
 
 
 def below(matrices: Sequence[Quantised], join: Join) -> Quantised | None:
-    """Return matrices of the same kind one below the other, as one; None if they cannot be.
+    """Return matrices stacked along their rows as one matrix; None if they cannot be.
 
     Args:
-        matrices: with the same columns.
-        join: makes one tensor of several along the first dimension, or None if it cannot.
+        matrices: matrices with the same number of columns.
+        join: joins tensors along the first dimension, or returns None if it cannot.
     """
     if all(isinstance(each, IntMatrix) for each in matrices):
         return _ints_below([each for each in matrices if isinstance(each, IntMatrix)], join)
@@ -267,7 +268,7 @@ def _ints_below(matrices: Sequence[IntMatrix], join: Join) -> IntMatrix | None:
 
 
 def _joined(tensors: Sequence[Tensor], join: Join) -> Tensor:
-    """Join what is so small that it may be copied."""
+    """Join tensors that are small enough to be copied if necessary."""
     found = join(tensors)
     return torch.cat(list(tensors)) if found is None else found
 
@@ -285,7 +286,7 @@ def _floats_below(matrices: Sequence[Float8Matrix], join: Join) -> Float8Matrix 
     height = rows.pop() if len(rows) == 1 else 0
     if height.bit_count() == 1 and not any(len(each) % height for each in matrices[:-1]):
         scales = _joined([each.scales for each in matrices], join)
-    else:  # blocks do not follow each other, or kernels do not find them: a scale for each row
+    else:  # blocks of several matrices differ, or kernels cannot index them: use a scale for each row
         scales = torch.cat([_by_row(each) for each in matrices])
         height = 1
     return evolve(matrices[0], codes=codes, scales=scales, rows=height)

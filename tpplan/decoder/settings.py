@@ -1,4 +1,4 @@
-"""What of a model's config.json a decoder needs and a plan does not."""
+"""Settings of a model's config.json that the decoder needs and a plan does not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
 
-#: By ``hidden_act`` of a config.json; they write over what they are given.
+#: Activation functions by ``hidden_act`` of a config.json; they work in place.
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "silu": partial(functional.silu, inplace=True),
     "gelu": torch.ops.aten.gelu_,
@@ -37,13 +37,13 @@ ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 @frozen
 class Experts:
-    """How the names of a layer's experts go on after the layer's own.
+    """Names of the matrices of a layer's experts, relative to the layer; ``{expert}`` is the number of the expert.
 
     Attributes:
-        router: the matrix that scores the experts.
-        gate: the first of an expert's matrices, to which the activation belongs; ``{expert}`` is its number.
-        up: the second.
-        down: the third, back to the residual stream.
+        router: router matrix, which scores the experts.
+        gate: gate matrix, whose output gets the activation.
+        up: up matrix.
+        down: down matrix.
     """
 
     router: str = "mlp.gate"
@@ -54,21 +54,21 @@ class Experts:
 
 @frozen(kw_only=True)
 class Family:
-    """What the models of an architecture have in common; defaults stand for keys that a config.json leaves out.
+    """What the models of an architecture have in common, and defaults for keys that a config.json leaves out.
 
     Attributes:
-        norm_eps: the default of ``rms_norm_eps``.
-        activation_key: where the activation's name is.
-        activation: its default.
-        offset: what a norm adds to its weights before it multiplies by them (Gemma stores them less 1).
-        sandwich: whether attention and MLP have a norm behind them too.
-        scaled_embedding: whether the embedding is multiplied by the root of the hidden size.
-        attention_scalar: the default of ``query_pre_attn_scalar``; None if scores are divided by the root of the head
-            size.
-        attention_cap: the default of ``attn_logit_softcapping``; None if the family has none.
-        logit_cap: the default of ``final_logit_softcapping``; None if the family has none.
-        experts: their names.
-        normalised: whether the weights of a token's experts add up to 1; None if ``norm_topk_prob`` says so.
+        norm_eps: default of ``rms_norm_eps``.
+        activation_key: key of the activation's name.
+        activation: default name of the activation.
+        offset: number added to the stored weights of a norm (Gemma stores them minus 1).
+        sandwich: whether the outputs of attention and MLP are normed too.
+        scaled_embedding: whether the embedding is multiplied by the square root of the hidden size.
+        attention_scalar: default of ``query_pre_attn_scalar``; None if scores are divided by the square root of the
+            head size.
+        attention_cap: default of ``attn_logit_softcapping``; None if the family has no such cap.
+        logit_cap: default of ``final_logit_softcapping``; None if the family has no such cap.
+        experts: names of the experts' matrices.
+        normalised: whether the weights of a token's experts add up to 1; None if ``norm_topk_prob`` decides.
     """
 
     norm_eps: float = 1e-6
@@ -114,18 +114,18 @@ FAMILIES: Final[dict[str, Family]] = {
 
 @frozen(kw_only=True)
 class Settings:
-    """How one model computes.
+    """Settings of one model.
 
     Attributes:
-        family: what it shares with others of its architecture.
-        norm_eps: what a norm adds to the mean square.
-        activation: of the gate.
-        attention_scalar: what scores are divided by the root of; None for the head size.
-        attention_cap: scores ``s`` become ``cap · tanh(s / cap)``; None if they stay.
-        logit_cap: the same for the logits.
+        family: settings common to its architecture.
+        norm_eps: epsilon that norms add to the mean square.
+        activation: activation function of the gate.
+        attention_scalar: scores are divided by the square root of it; None for the head size.
+        attention_cap: soft cap: scores ``s`` become ``cap · tanh(s / cap)``; None if there is none.
+        logit_cap: soft cap of the logits, likewise.
         normalised: whether the weights of a token's experts add up to 1.
-        rope: how heads are turned.
-        scheme: how the checkpoint stores matrices.
+        rope: parameters of RoPE.
+        scheme: how the checkpoint stores quantised matrices.
     """
 
     family: Family
@@ -144,7 +144,7 @@ class Settings:
 
         Raises:
             ModelError: the decoder does not know the architecture, the activation or the kind of RoPE, or a number is
-                none.
+                invalid.
         """
         model_type = config.text("model_type")
         family = FAMILIES.get(model_type)
@@ -169,15 +169,15 @@ class Settings:
 
 
 def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
-    """Return the settings of a model that the decoder can compute.
+    """Return the settings of a model, and check that the decoder supports it.
 
     Args:
-        directory: with its config.json.
-        model: what :func:`tpplan.read_model` says of it.
+        directory: the model's directory, with a config.json.
+        model: the model, from :func:`tpplan.read_model`.
 
     Raises:
-        ModelError: the decoder does not know the architecture, the activation or the kind of RoPE, a number is none, or
-            weights are stored in a way that it does not compute with, see
+        ModelError: the decoder does not know the architecture, the activation or the kind of RoPE, a number is invalid,
+            or weights have a format that the decoder does not support, see
             :func:`tpplan.decoder.stored.check_formats`.
     """
     config = read_config(directory)
@@ -187,12 +187,12 @@ def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
 
 
 def check_model(directory: str | Path, model: ModelSpec, plan: SplitPlan) -> None:
-    """Make sure that the decoder computes a model by a plan, which can be known before the weights are loaded.
+    """Check that the decoder supports a model and its plan; this can be done before the weights are loaded.
 
     Args:
-        directory: with its config.json.
-        model: what :func:`tpplan.read_model` says of it.
-        plan: of the model.
+        directory: the model's directory, with a config.json.
+        model: the model, from :func:`tpplan.read_model`.
+        plan: a plan for the model.
 
     Raises:
         ModelError: see :func:`settings_of`.
@@ -205,10 +205,10 @@ def check_model(directory: str | Path, model: ModelSpec, plan: SplitPlan) -> Non
 
 
 def end_tokens(directory: str | Path) -> frozenset[int]:
-    """Return the tokens that end a text: of generation_config.json, else of config.json; empty if neither says.
+    """Return the tokens that end a text, from generation_config.json or else config.json; empty if neither has any.
 
     Raises:
-        ModelError: a file cannot be read, or has something else than tokens there.
+        ModelError: a file cannot be read, or its ``eos_token_id`` is not a token or a list of tokens.
     """
     path = Path(directory) / "generation_config.json"
     given = read_object(path, "fetch it again, or remove it").get("eos_token_id")
@@ -221,10 +221,10 @@ def end_tokens(directory: str | Path) -> frozenset[int]:
 
 
 def _rope(config: Config) -> Rope:
-    """Return how heads are turned: element i together with the one half of the turned part behind it.
+    """Return the parameters of RoPE in the neox style: element i is paired with the one half the rotated part later.
 
     Raises:
-        ModelError: the kind is unknown, or neighbours are turned together.
+        ModelError: the kind of RoPE is unknown, or it pairs neighbouring elements.
     """
     rope = Rope.from_config(config.data)
     if rope.style != "neox":
@@ -233,7 +233,7 @@ def _rope(config: Config) -> Rope:
 
 
 def _number(config: Config, key: str, default: float | None) -> float | None:
-    """Return a positive number, or None for null; a family that has no default has no such key."""
+    """Return a positive number of a config.json, or None for null; a key without a default is ignored."""
     if default is None or key not in config:
         return default
     value = config.raw(key)

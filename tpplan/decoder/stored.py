@@ -1,4 +1,4 @@
-"""Formats of quantised matrices that the decoder computes with: where their tensors have codes, scales and zeros."""
+"""Formats of quantised matrices that the decoder supports, and how they store codes, scales and zero points."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 @frozen
 class Layout:
-    """Where the tensors of a format have the matrix.
+    """How the tensors of a format store a matrix.
 
     Attributes:
-        codes: the suffix of the codes.
-        scales: of their scales, ``[N, G]`` or transposed.
-        zeros: of their zeros, likewise, of which words have those of several rows.
-        groups: of the group of each column.
+        codes: suffix of the codes' name.
+        scales: suffix of the scales, ``[N, G]`` or transposed.
+        zeros: suffix of the zero points, shaped likewise, with several rows packed into a word.
+        groups: suffix of the group indices of the columns.
         transposed: whether rows of the matrix are columns of these tensors.
-        packs_rows: whether a word has the codes of several rows, not of several columns.
-        order: of the codes in a word, see :func:`tpplan.decoder.packing.unpacked`.
-        bits: of a code.
+        packs_rows: whether a word packs the codes of several rows rather than columns.
+        order: order of the codes in a word, see :func:`tpplan.decoder.packing.unpacked`.
+        bits: numbers of bits that a code may have.
     """
 
     codes: str = ".qweight"
@@ -42,11 +42,11 @@ class Layout:
 
     @property
     def suffixes(self) -> frozenset[str]:
-        """Those of all tensors of a matrix."""
+        """The suffixes of all tensors of a matrix."""
         return frozenset({self.codes, self.scales, self.zeros, self.groups})
 
 
-#: By the method that quantised.
+#: Layouts by quantisation method.
 LAYOUTS: Final = {
     "gptq": Layout(),
     "awq": Layout(packs_rows=True, order=AWQ, bits=(NIBBLE,)),
@@ -56,7 +56,7 @@ LAYOUTS: Final = {
 }
 
 
-#: What belongs to codes that are floats; scales of activations, which are not rounded here, are not used.
+#: Stored dtypes of float codes, and suffixes of their scales. Activations are not quantised, so theirs are unused.
 _FLOATS: Final = ("F8_E4M3", "F8_E5M2")
 SCALES: Final = (".weight_scale_inv", ".weight_scale")
 _UNUSED: Final = frozenset({
@@ -65,15 +65,15 @@ _UNUSED: Final = frozenset({
 
 
 def check_formats(model: ModelSpec, scheme: Scheme, source: str) -> None:
-    """Make sure that the decoder computes with all tensors of a model as they are stored.
+    """Check that the decoder supports the formats of all tensors of a model.
 
     Args:
-        model: from :func:`tpplan.read_model`.
-        scheme: of its checkpoint.
-        source: names the model.
+        model: the model, from :func:`tpplan.read_model`.
+        scheme: quantisation scheme of its checkpoint.
+        source: name of the model for the error.
 
     Raises:
-        ModelError: one is stored in another way.
+        ModelError: a tensor has another format.
     """
     layout = LAYOUTS.get(scheme.method)
     is_told = scheme.format or scheme.method == "compressed-tensors"
@@ -83,7 +83,7 @@ def check_formats(model: ModelSpec, scheme: Scheme, source: str) -> None:
     for layer, parameter in found:
         suffix = split_name(parameter.name)[1]
         is_float = suffix in SCALES or (suffix == ".weight" and parameter.dtype in _FLOATS)
-        # Packers make biases of 16-bit floats, whatever the model has.
+        # Quantisation tools store biases as 16-bit floats, whatever the dtype of the model.
         is_bias = suffix == ".bias" and layout is not None
         if parameter.dtype == DTYPES[model.dtype] or suffix in ints or suffix in _UNUSED or is_float or is_bias:
             continue
