@@ -1,22 +1,22 @@
-"""The table of a frame kernel: what one device does in an exchange through slots of frames in host memory.
+"""The parameter table of a frame kernel: a device's part of an exchange through slots of frames in host memory.
 
-A message is cut into frames, row by row. Every block of threads has a frame of each slot: the first block has the first
-frame of a message, the last one's is followed by the first block's next, in the next slot. Beside the slots are flags,
-a line of memory for each block: ``full`` is the number of the latest frame that the block of the sender has filled,
-``freed``, one for each receiver, of the latest that the block of a receiver has read. Numbers go on from message to
-message, so a message may have any length: it passes through the slots as these get free.
+A message is cut into frames, row by row. Frames are dealt to thread blocks in turn: every block owns one frame of each
+slot, and the last block's frame is followed by the first block's frame in the next slot. Each block has flags, a line
+of memory each: ``full`` is the number of the latest frame that the sender's block has filled; ``freed``, one for each
+receiver, is the number of the latest frame that the receiver's block has read. Numbers continue across messages. A
+message may have any length, as it passes through the slots while they become free.
 
-Behind the header come the queues, first that which the device fills, once for each receiver, and then those that it
-reads:
+The header is followed by one entry for each queue that the device reads, preceded by one per receiver for the queue
+that it fills:
 
-- the addresses of the block's number of the latest frame, of the slots, of ``full`` and of ``freed``, and of what the
-  sender knows of the last one, for that takes long to be read; then the bytes of a row of the message.
+- the addresses of the block's latest frame number, of the slots, of ``full``, of ``freed``, and of the sender's copy of
+  the latter, as reading host memory is slow; then the bytes of a row of the message.
 
-Then the sources of a sum, each a queue, or what else it is; and what is moved to the output: which of the queues, the
-column of the output, the columns that are skipped and the width that is taken.
+Then come the sources of a sum, each the index of a queue or the code of an operand; and the moves to the output, each
+with the index of a queue, the output's column, the columns to skip and the width to take.
 
-Where a sum is shared out, every device adds up its share of the columns, and sends that in the frame after the one with
-its part, where it lies as in a whole row: what a thread has added up is what it sends, and what others take.
+If a sum is divided by columns, every device sums its share and sends it in the frame after that with its part. The
+share has the same place as in a whole row, so each thread sends the elements that it has summed.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ from tpplan.workspace import FRAME_BYTES, FRAME_SLOT_BYTES
 if TYPE_CHECKING:
     from tpplan.exec.programs.program import Exchange, View
 
-#: Bytes that a thread moves at once, and how often it does for a frame.
+#: Bytes that a thread moves at once, and how many times per frame.
 VECTOR_BYTES, VECTORS = 16, 4
-#: Threads of a block, and most blocks.
+#: Threads per block, and maximum number of blocks.
 THREADS = FRAME_BYTES // VECTORS // VECTOR_BYTES
 MOST_BLOCKS = FRAME_SLOT_BYTES // FRAME_BYTES
-#: Bytes of a line of flags, and of those of a queue's sender or of one receiver.
+#: Bytes of a block's line of flags, and of all lines of a queue's sender or of one receiver.
 LINE = 64
 LINES_BYTES = LINE * MOST_BLOCKS
 
-#: How many entries of queues are of the one that is filled, and how many there are in all; of a sum and of moves.
+#: Number of entries of the filled queue, of all queues, of the sum's sources, and of moves.
 FILLED, QUEUES, SOURCES, MOVES = range(FIRST_OPERAND + 6, FIRST_OPERAND + 10)
-#: Blocks that share a slot, bytes of a slot, and how many there are.
+#: Blocks that share a slot, bytes of a slot, and number of slots.
 BLOCKS, STRIDE, COUNT = range(MOVES + 1, MOVES + 4)
-#: First byte of the message in a row of the input, and its bytes, or those of a sum; of the longest row of all.
+#: First byte in a row, and bytes, of the message or else of the sum; bytes of the longest row.
 COLUMN, WIDTH, LONGEST = range(COUNT + 1, COUNT + 4)
-#: First byte of what is copied to the device's own output, its bytes, and where to.
+#: Copy to the device's own output: first byte in a row, bytes, and first byte in the output's row.
 LOCAL_COLUMN, LOCAL_WIDTH, LOCAL_TO = range(LONGEST + 1, LONGEST + 4)
-#: Whether the sum is shared out, the first byte of the device's share in a row, and its bytes.
+#: Whether the sum is divided by columns; first byte in a row, and bytes, of the device's share.
 SHARED, SHARE_SKIP, SHARE_WIDTH = range(LOCAL_TO + 1, LOCAL_TO + 4)
-#: Where sources and moves are, and the first queue.
+#: Indices of the first source, move and queue.
 SOURCES_AT, MOVES_AT, FIRST_QUEUE = range(SHARE_WIDTH + 1, SHARE_WIDTH + 4)
-#: Words of an entry; a source is one.
+#: Words per entry of a queue and of a move; a source takes one.
 QUEUE_WORDS, MOVE_WORDS = 6, 4
 
 
 @frozen
 class Place:
-    """Where a queue is, for one of its devices.
+    """The addresses of a queue, for one of its devices.
 
     Attributes:
         slots: address of the first slot.
-        numbers: address of the device's numbers of frames, of 4 bytes for each block.
-        full: address of the lines of the sender's flags.
-        freed: those of each receiver's that the device writes or waits for.
-        known: of the sender, the address of what it knows of each of them, of 4 bytes for each block.
+        numbers: address of the device's frame numbers, 4 bytes for each block.
+        full: address of the sender's lines of flags.
+        freed: address of the lines of flags of each receiver that the device writes or waits for.
+        known: for the sender, the address of its copy of each of these, 4 bytes for each block.
     """
 
     slots: int
@@ -78,7 +78,7 @@ class Place:
     known: tuple[int, ...] = ()
 
     def entries(self, width: int) -> list[tuple[int, ...]]:
-        """Return the words of the queue, for each receiver, given the bytes of a row of its messages."""
+        """Return the queue's entries, one for each receiver, given the bytes of a row of its messages."""
         known = self.known or (0,) * len(self.freed)
         return [
             (self.numbers, self.slots, self.full, freed, noted, width)
@@ -88,11 +88,11 @@ class Place:
 
 @frozen
 class FrameTable:
-    """What a frame kernel is told of a program.
+    """The parameter table of a frame kernel.
 
     Attributes:
-        words: of the table, to be put behind the operands.
-        bits: of all bytes at which something starts in a row of an operand, and of all widths.
+        words: the words that follow the operands.
+        bits: bitwise or of all byte offsets in rows of operands and of all widths, for alignment.
         longest: bytes of the longest row that is sent, received or copied.
     """
 
@@ -103,20 +103,20 @@ class FrameTable:
 
 @define
 class _Entries:
-    """A table in the making.
+    """Builds a table.
 
     Attributes:
         item: bytes per element.
-        places: of the queues.
+        places: addresses of the queues.
         widths: bytes of a row of each queue's messages, in the order of the entries.
-        filled: how many entries are of the queue that the device fills.
-        message: first byte and bytes of a row of what it sends or adds up.
-        local: first byte and bytes of a row of what it copies to its own output, and where to.
-        share: first byte and bytes of a row of what it adds up.
-        shared: whether it sends that, too.
-        sources: of the sum, in order.
-        moves: in order.
-        bits: of all that was added.
+        filled: number of entries of the queue that the device fills.
+        message: first byte in a row, and bytes, of the columns that the device sends or sums.
+        local: first byte in a row, and bytes, of the copy to its own output, and first byte in the output's row.
+        share: first byte in a row, and bytes, of the columns that it sums.
+        shared: whether it also sends the sum.
+        sources: the sum's sources in order.
+        moves: the moves in order.
+        bits: bitwise or of all byte offsets and widths so far.
     """
 
     item: int
@@ -138,7 +138,7 @@ class _Entries:
         return found
 
     def received(self, view: View, queue: Queue) -> int:
-        """Return which entry is that of a queue that is read, perhaps again."""
+        """Return the index of the entry of a queue that is read, adding the queue if it is new."""
         if queue not in self.widths:
             self.widths[queue] = view.width * self.item
             self.bits |= self.widths[queue]
@@ -146,7 +146,7 @@ class _Entries:
         return sum(len(self.places[each].freed) for each in before)
 
     def copy(self, step: Copy) -> None:
-        """Add what is sent, received, or copied within the device."""
+        """Add a copy: a send, a receive, or a copy within the device."""
         (first, width), (to, _) = self.columns(step.source), self.columns(step.target)
         if step.source.buffer.role == OUTPUT and (first, width) == self.share:
             self.shared = True
@@ -155,7 +155,7 @@ class _Entries:
                 raise InternalError(f"no frame kernel sends anything but one message, first: {step}")
             self.message, self.widths[queue], self.filled = (first, width), width, len(self.places[queue].freed)
         elif queue := step.source.buffer.queue:
-            skip = to if self.shared else first  # totals lie as in a whole row
+            skip = to if self.shared else first  # sums have their place in a whole row
             self.moves.append((self.received(step.source, queue), to, skip, width))
         elif self.local[1]:
             raise InternalError(f"no frame kernel copies twice within its device: {step}")
@@ -176,7 +176,7 @@ class _Entries:
         """Return the table.
 
         Raises:
-            InternalError: there are more entries than there is room for.
+            InternalError: there are too many entries.
         """
         entries = [entry for queue, width in self.widths.items() for entry in self.places[queue].entries(width)]
         longest = max(self.message[1], self.local[1], *self.widths.values(), 0)
@@ -195,14 +195,14 @@ def table(exchange: Exchange, item: int, places: dict[Queue, Place], blocks: int
     """Return the table of an exchange in frames.
 
     Args:
-        exchange: of one device.
+        exchange: the exchange of one device.
         item: bytes per element.
-        places: of its queues.
-        blocks: that share a slot.
+        places: addresses of its queues.
+        blocks: number of blocks that share a slot.
         stride: bytes of a slot.
 
     Raises:
-        InternalError: it has steps that no frame kernel knows, or too many.
+        InternalError: it has steps that frame kernels do not support, or too many.
     """
     entries = _Entries(item, places)
     for step in exchange.steps:

@@ -37,34 +37,34 @@ if TYPE_CHECKING:
 
     from tpplan.exec.programs.program import Exchange, View
 
-#: Threads of a block: each block has a part of every slot of its own.
+#: Threads per block; each block owns a part of every slot.
 THREADS = 256
-#: Bytes that a packet carries, and that it takes in a slot.
+#: Bytes of data in a packet, and bytes that it takes in a slot.
 DATA_BYTES, PACKET_BYTES = 8, 16
 
-#: How many queues are filled, and how many there are in all; how many sends and receives.
+#: Number of queues to fill, of all queues, of sends, and of receives.
 FILLED, QUEUES, SENDS, RECEIVES = range(FIRST_OPERAND + 6, FIRST_OPERAND + 10)
-#: Bytes of a block's part of a slot, and of a slot; how many slots a queue has.
+#: Bytes of a block's part of a slot, bytes of a slot, and number of slots of a queue.
 REGION, STRIDE, COUNT = range(RECEIVES + 1, RECEIVES + 4)
-#: Bytes of a row of a sum, or else of the only send, the first column of that, and what it says of the output.
+#: Bytes of a row of the sum, or else of the only send; that send's first column and its word for the output.
 WIDTH, COLUMN, LOCAL = range(COUNT + 1, COUNT + 4)
-#: Where the first entries are.
+#: Indices of the first send, lane and receive.
 SENDS_AT, LANES_AT, RECEIVES_AT = range(LOCAL + 1, LOCAL + 4)
 FIRST_QUEUE = RECEIVES_AT + 1
-#: Words of an entry; a lane is one.
+#: Words per entry of each kind; a lane takes one.
 QUEUE_WORDS, SEND_WORDS, SOURCE_WORDS, RECEIVE_WORDS = 4, 5, 2, 6
 
 
 @frozen
 class Place:
-    """Where a queue is, for one of its devices.
+    """The addresses of a queue, for one of its devices.
 
     Attributes:
         slots: address of the first slot.
-        messages: address of the device's counter of the messages.
-        freed: the addresses of the counts of the messages that each receiver has freed; the sender reads all of them,
-            a receiver writes its own.
-        known: of the sender of a queue in host memory, the addresses of what it knows of these counts; else nothing.
+        messages: address of the device's message counter.
+        freed: addresses of each receiver's count of freed messages; the sender reads them all, a receiver writes its
+            own.
+        known: for the sender of a queue in host memory, the addresses of its copies of these counts; else empty.
     """
 
     slots: int
@@ -74,19 +74,19 @@ class Place:
 
     @property
     def entries(self) -> tuple[tuple[int, int, int, int], ...]:
-        """The words of the queue, for each receiver."""
+        """The queue's entries, one for each receiver."""
         known = self.known or self.freed
         return tuple((self.messages, f, 0 if i else self.slots, known[i]) for i, f in enumerate(self.freed))
 
 
 def regions(stride: int, most: int = BLOCKS) -> tuple[int, int]:
-    """Return into how many parts a slot of ``stride`` bytes is cut, one for each block, and their bytes.
+    """Return the number of parts of a slot of ``stride`` bytes, one for each block, and the bytes of each.
 
     A message has a turn of its threads in each part, then another; so there are only as many parts as blocks may run.
 
     Args:
         stride: bytes of a slot.
-        most: blocks that may run.
+        most: maximum number of blocks that may run.
     """
     least = PACKET_BYTES * THREADS
     blocks = min(most, stride // least)
@@ -94,14 +94,14 @@ def regions(stride: int, most: int = BLOCKS) -> tuple[int, int]:
 
 
 def capacity(stride: int, most: int = BLOCKS) -> int:
-    """Return the bytes of data that fit a slot of ``stride`` bytes, if so many blocks may run."""
+    """Return the bytes of data that fit a slot of ``stride`` bytes, if at most ``most`` blocks may run."""
     blocks, region = regions(stride, most)
     return blocks * region // PACKET_BYTES * DATA_BYTES
 
 
 @define
 class _Send:
-    """Columns that are sent, and perhaps copied to the device's own output."""
+    """Columns to send, and optionally to copy to the device's own output."""
 
     first: int
     width: int
@@ -111,7 +111,7 @@ class _Send:
 
 @define
 class _Entries:
-    """A table in the making."""
+    """Builds a table."""
 
     item: int
     queues: list[tuple[Queue, tuple[int, int, int, int]]]
@@ -124,17 +124,17 @@ class _Entries:
 
     @property
     def simple(self) -> bool:
-        """Whether :mod:`tpplan.exec.kernels.packet` can do it, if everything lies at a multiple of a packet's bytes."""
+        """Whether :mod:`tpplan.exec.kernels.packet` supports this, if everything is aligned to packets."""
         if self.width:
             return all((send.first, send.width) == (0, self.width) for send in self.sends)
         return len(self.sends) <= 1 and all(message == width for _, _, message, _, _, width in self.receives)
 
     def lane(self, queue: Queue) -> int:
-        """Return which of the queues one is."""
+        """Return the index of a queue."""
         return [each for each, _ in self.queues].index(queue)
 
     def source(self, queue: Queue) -> tuple[int, int]:
-        """Return which of the queues one that is read is, and 1 more than which other it answers, or 0."""
+        """Return the index of a queue to read, and 1 plus the index of the filled queue that it answers, or 0."""
         return self.lane(queue), self.asked.get(queue.sender, -1) + 1
 
     def columns(self, view: View) -> tuple[int, int]:
@@ -142,7 +142,7 @@ class _Entries:
         return view.start * self.item, (view.stop - view.start) * self.item
 
     def copy(self, step: Copy) -> None:
-        """Add what is sent, received, or copied within the device."""
+        """Add a copy: a send, a receive, or a copy within the device."""
         first, width = self.columns(step.source)
         to, _ = self.columns(step.target)
         if step.target.buffer.queue is not None:
@@ -173,7 +173,7 @@ class _Entries:
         """Return the table.
 
         Raises:
-            InternalError: there are more entries than there is room for.
+            InternalError: there are too many entries.
         """
         ends = [0, *accumulate(len(send.lanes) for send in self.sends)]
         sends = [(s.first, s.width, a, b, s.local) for s, (a, b) in zip(self.sends, pairwise(ends), strict=True)]
@@ -185,19 +185,19 @@ class _Entries:
             raise InternalError(f"no slot kernel has room for {len(self.queues)} queues and {end} words")
         counts = self.filled, len(self.queues), len(sends), len(self.receives)
         only = self.sends[0] if len(self.sends) == 1 else _Send(0, 0)
-        slots = max((queue.slots for queue, _ in self.queues), default=1)  # of which all are in one kind of memory
+        slots = max((queue.slots for queue, _ in self.queues), default=1)  # all are in one kind of memory
         sizes = regions(stride, most)[1], stride, slots, self.width or only.width, only.first, only.local
         return [*counts, *sizes, *places, *chain.from_iterable(kinds)]
 
 
 @frozen
 class SlotTable:
-    """What a slot kernel is told of a program.
+    """The parameter table of a slot kernel.
 
     Attributes:
-        words: of the table, to be put behind the operands.
-        bits: of all bytes at which something starts in a row of an operand, and of all widths.
-        simple: whether at most one message is sent, and all of every message received is wanted.
+        words: the words that follow the operands.
+        bits: bitwise or of all byte offsets in rows of operands and of all widths, for alignment.
+        simple: whether at most one message is sent, and every received message is used in full.
     """
 
     words: list[int]
@@ -209,14 +209,14 @@ def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int
     """Return the table of an exchange through slots.
 
     Args:
-        exchange: of one device.
+        exchange: the exchange of one device.
         item: bytes per element.
-        places: of its queues.
+        places: addresses of its queues.
         stride: bytes of a slot.
-        most: blocks that may run.
+        most: maximum number of blocks that may run.
 
     Raises:
-        InternalError: it has steps that no slot kernel knows, or too many.
+        InternalError: it has steps that slot kernels do not support, or too many.
     """
     device = exchange.stream.device
     own = [(queue, entry) for queue, place in places.items() if queue.sender == device for entry in place.entries]
@@ -241,6 +241,6 @@ def queues(exchange: Exchange) -> tuple[Queue, ...]:
 
 
 def widest(exchanges: Iterable[Exchange]) -> int:
-    """Return the columns of the widest message of a program."""
+    """Return the number of columns of a program's widest message."""
     steps = (step for exchange in exchanges for step in exchange.steps)
     return max((s.target.width for s in steps if isinstance(s, Copy) and s.target.buffer.role == SLOT), default=0)

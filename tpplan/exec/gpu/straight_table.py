@@ -1,4 +1,4 @@
-"""The table of a straight kernel: the steps of one device that reads and writes the tensors of others.
+"""The parameter table of a straight kernel: the steps of a device that reads and writes other devices' tensors.
 
 It starts with the number and the place of the sequences, each the number of a counter of the device and by how much the
 exchange raises it, and with the number and the place of the steps. These are:
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     from tpplan.exec.programs.program import Step, View
 
-#: Threads of a block.
+#: Threads per block.
 THREADS = 512
-#: What a thread reads at once, where everything is aligned to it.
+#: Bytes that a thread reads at once, if everything is aligned to them.
 VECTOR_BYTES = 16
 
-#: Most operands: an input, a residual and an output of each of eight devices.
+#: Maximum number of operands: an input, a residual and an output of each of eight devices.
 _MOST_OPERANDS = 24
-#: Where the number of sequences and of steps are; their place is in the next word.
+#: Indices of the numbers of sequences and of steps; the word after each is the index of the first one.
 SEQUENCES = FIRST_OPERAND + 2 * _MOST_OPERANDS
 STEPS = SEQUENCES + 2
 _FIRST_ENTRY = SEQUENCES + 4
@@ -47,13 +47,13 @@ OPEN, SIGNAL, AWAIT, COPY, ADD = range(5)
 
 @define
 class _Entries:
-    """A table in the making.
+    """Builds a table.
 
     Attributes:
         item: bytes per element.
-        operands: all that the program names, in order.
-        address: tells where a flag is.
-        raised: how often the device has raised or awaited each flag in this exchange.
+        operands: the program's operands in order.
+        address: returns the address of a flag.
+        raised: how many times the device has raised or awaited each flag in this exchange.
     """
 
     item: int
@@ -63,7 +63,7 @@ class _Entries:
     steps: list[list[int]] = Factory(list)
 
     def flag(self, step: Signal | Await) -> None:
-        """Add a flag to the last step if that is of the same kind."""
+        """Add a flag, to the last step if that is of the same kind."""
         worked = any(each[0] in {COPY, ADD} for each in self.steps)
         kind = AWAIT if isinstance(step, Await) else SIGNAL if worked else OPEN
         if not self.steps or self.steps[-1][0] != kind:
@@ -77,7 +77,7 @@ class _Entries:
         return [self.operands.index(view.buffer), view.start * self.item]
 
     def work(self, step: Copy | Sum, others: Iterable[View]) -> None:
-        """Add a copy or a sum, whose result goes to other places too."""
+        """Add a copy or a sum, whose result also goes to other targets."""
         targets = [step.target, *others]
         width = (step.target.stop - step.target.start) * self.item
         rows = [width, step.target.part, step.target.parts, len(targets)]
@@ -90,21 +90,21 @@ class _Entries:
 
 
 def operands(exchanges: Iterable[Exchange]) -> tuple[Buffer, ...]:
-    """Return the caller's tensors that a program names, in a fixed order."""
+    """Return the caller's buffers in a program, in a fixed order."""
     steps = [step for exchange in exchanges for step in exchange.steps]
     return tuple(dict.fromkeys(view.buffer for step in steps for view in (*reads(step), *writes(step))))
 
 
 def longest(exchanges: Iterable[Exchange]) -> int:
-    """Return the columns of a program's longest step, per row of all the operands' rows, rounded up."""
+    """Return the columns of a program's longest step, averaged over all rows of the operands and rounded up."""
     views = (view for exchange in exchanges for step in exchange.steps for view in writes(step))
     return max((-(-(view.stop - view.start) // view.parts) for view in views), default=0)
 
 
 def bits(exchanges: Iterable[Exchange], item: int) -> int:
-    """Return the bits of all bytes at which something starts in a row, and of all widths, on any device.
+    """Return the bitwise or of all byte offsets in rows and of all widths, on all devices.
 
-    All devices move pieces of the same size, for a block passes on only what the same block of another has written.
+    All devices move pieces of the same size, as a relaying block forwards what the same block of another has written.
     """
     steps = [step for exchange in exchanges for step in exchange.steps]
     columns = (view.start | (view.stop - view.start) for step in steps for view in (*reads(step), *writes(step)))
@@ -118,17 +118,17 @@ def table(
     counters: Callable[[Flag], int],
     address: Callable[[Flag], int],
 ) -> list[int]:
-    """Return the words of an exchange straight between tensors, which follow those of the operands.
+    """Return the table of an exchange straight between tensors, whose words follow those of the operands.
 
     Args:
-        exchange: of one device.
+        exchange: the exchange of one device.
         item: bytes per element.
         operands: see :func:`operands`.
-        counters: tells the number of the device's counter of a flag.
-        address: tells where a flag is.
+        counters: returns the index of the device's counter of a flag.
+        address: returns the address of a flag.
 
     Raises:
-        InternalError: it has steps that no straight kernel knows, or too many.
+        InternalError: it has steps that straight kernels do not support, or too many.
     """
     entries = _Entries(item, operands, address)
     for step, others in _fused(exchange.steps):
@@ -146,7 +146,7 @@ def table(
 
 
 def _fused(steps: Iterable[Step]) -> Iterable[tuple[Step, list[View]]]:
-    """Yield every step, with the targets of those that follow and copy what it writes or reads: read it only once."""
+    """Yield every step, with the targets of following copies of the same data, so that it is read only once."""
     found: list[tuple[Step, list[View]]] = []
     for step in steps:
         before = found[-1][0] if found else None
@@ -160,5 +160,5 @@ def _fused(steps: Iterable[Step]) -> Iterable[tuple[Step, list[View]]]:
 
 
 def home(flag: Flag) -> int:
-    """Return the device in whose memory a flag is: the one that waits for it."""
+    """Return the device whose memory holds a flag: the one that waits for it."""
     return flag.queue.sender if flag.device != HOST else flag.queue.receivers[0]
