@@ -1,4 +1,4 @@
-"""Integer apportionment: cutting whole units as near to given shares as bounds allow."""
+"""Integer apportionment: dividing units as nearly in proportion to given shares as bounds allow."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def apportion(count: int, minimum: int, shares: Sequence[int], uppers: Sequence[int]) -> list[int] | None:
-    """Give out ``count`` units in proportion to ``shares``; each place gets none, or ``minimum`` to its upper.
+    """Divide ``count`` units in proportion to ``shares``; each place gets none, or ``minimum`` to its upper bound.
 
-    Shares need no common scale; a share of 0 or less gets units only if the others cannot take them all. Places whose
-    share would be below the minimum get none, the smallest first.
+    Only the ratios of shares matter. A place with a share of 0 or less gets units only if the other places cannot take
+    them all. Places whose proportional share is below the minimum get none, starting with the smallest.
 
     Returns:
-        Units per place, or None if no choice adds up to ``count``.
+        Units per place, or None if no division adds up to ``count``.
     """
     ranked = sorted(
         (p for p, upper in enumerate(uppers) if upper >= minimum),
@@ -35,9 +35,9 @@ def apportion(count: int, minimum: int, shares: Sequence[int], uppers: Sequence[
 def _chosen(
     count: int, minimum: int, places: list[int], shares: Sequence[int], uppers: Sequence[int]
 ) -> list[int] | None:
-    """Return the places that get units: as many as have a fair share of the minimum, more if they cannot hold it all.
+    """Return the places that get units: those whose share reaches the minimum, and more if these cannot hold all units.
 
-    ``places`` are sorted by falling share.
+    ``places`` are sorted by descending share.
     """
     most = min(count // minimum, len(places))
     number = 0
@@ -56,10 +56,10 @@ def _chosen(
 
 
 def _fill(count: int, lower: int, shares: list[int], uppers: list[int]) -> list[int]:
-    """Give every place between ``lower`` and its upper, in proportion where that is free; the bounds must allow it.
+    """Give every place between ``lower`` and its upper bound, in proportion where possible; the bounds must allow it.
 
-    Places that proportion would push beyond a bound are set to that bound, on the side that matters more, until none is
-    left; what rounding leaves over goes by largest remainder.
+    While proportional shares violate bounds, the places on the side with the larger total violation are fixed to their
+    bound. The largest remainder method distributes the units that rounding leaves over.
     """
     units = [0] * len(shares)
     free = list(range(len(shares)))

@@ -1,4 +1,4 @@
-"""What an axis of a model costs, in exact integers: the whole of it, a part of it, and what comes with any part."""
+"""Costs of a model's axes in bytes, as exact integers: of a whole axis, of a slice, and of holding any slice at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tpplan.axes import Axis, unit_count
 
 @frozen
 class Cost:
-    """Bytes by bucket, and the bytes of them that one decoded token reads."""
+    """Bytes by bucket, and how many of these bytes one decoded token reads."""
 
     weights: int = 0
     cache: int = 0
@@ -18,11 +18,11 @@ class Cost:
 
     @property
     def bytes(self) -> int:
-        """Weights, cache and workspace together."""
+        """Sum of weights, cache and workspace."""
         return self.weights + self.cache + self.workspace
 
     def __add__(self, other: Cost) -> Cost:
-        """Add bucket by bucket."""
+        """Add two costs, bucket by bucket."""
         return Cost(
             self.weights + other.weights,
             self.cache + other.cache,
@@ -31,7 +31,7 @@ class Cost:
         )
 
     def part(self, numerator: int, denominator: int, *, up: bool = False) -> Cost:
-        """Return a part; what does not divide rounds down, or ``up``. Reads, an estimate, always round up."""
+        """Return a fraction of the cost, rounded down, or up with ``up``; reads, an estimate, always round up."""
         more = denominator - 1 if up else 0
         return Cost(
             (self.weights * numerator + more) // denominator,
@@ -43,19 +43,20 @@ class Cost:
 
 @frozen
 class Demand:
-    """One axis to cut, with everything that follows the cut.
+    """An axis to cut, with the costs of everything that its cut distributes.
 
     Attributes:
         axis: the axis; query heads follow ``kv_heads`` and have no demand of their own.
-        layers: that share the cut, as ranges; empty outside the layers.
-        size: elements; replicated KV heads count each time.
-        unit: elements that move together.
-        width: elements of a tensor per element of the axis.
-        replicas: how often each KV head is repeated: elements ``r·i`` to ``r·i + r - 1`` are KV head ``i``.
+        layers: ranges of the layers that share the cut; empty for axes outside the layers.
+        size: elements of the axis; every replica of a KV head counts.
+        unit: elements that a cut may not separate.
+        width: tensor elements per element of the axis.
+        replicas: number of copies of each KV head: elements ``r·i`` to ``r·i + r - 1`` are KV head ``i``.
         group: query heads per (replicated) KV head; 0 for other axes.
-        split: the cost of the whole axis; a device pays for its elements.
-        kept: what a device pays as soon as it holds any of it.
-        head: where KV heads are replicated, the cost of one, which a device pays once however many replicas it holds.
+        split: cost of the whole axis, of which a device pays the fraction that it holds.
+        kept: fixed cost of a device that holds any element.
+        head: cost of a KV head if KV heads are replicated; a device pays it once per head, however many replicas it
+            holds.
     """
 
     axis: Axis
@@ -71,23 +72,23 @@ class Demand:
 
     @property
     def units(self) -> int:
-        """How many units; a ragged last one counts as one."""
+        """Number of units; a ragged last unit counts as one."""
         return unit_count(self.size, self.unit)
 
     def unit_cost(self) -> Cost:
-        """Return what planning charges for one whole unit, which may lie anywhere: see :meth:`fixed_cost`."""
+        """Return the planner's cost of a whole unit, wherever it lies on the axis; see :meth:`fixed_cost`."""
         return self._elements(self.unit) + self.head.part(self.unit, self.replicas, up=True)
 
     def fixed_cost(self) -> Cost:
-        """Return what planning charges for holding any: with :meth:`unit_cost` never less than :meth:`cost`.
+        """Return the planner's cost of holding any unit; with :meth:`unit_cost` it never falls below :meth:`cost`.
 
-        Elements of replicated heads touch at most one head for the first, one more for the second, and then one for
-        each ``replicas``: ``n`` elements at most ``n / r + 2 - 2 / r``.
+        With ``r`` replicas, a slice of ``n`` elements covers at most ``n / r + 2 - 2 / r`` heads: one for the first
+        element, another for the second, and then one more for every ``r`` elements.
         """
         return self.kept + self.head.part(2 * self.replicas - 2, self.replicas, up=True)
 
     def cost(self, start: int, end: int) -> Cost:
-        """Return the exact cost of a slice; nothing for an empty one."""
+        """Return the exact cost of a slice; an empty slice costs nothing."""
         if start == end:
             return Cost()
         heads = unit_count(end, self.replicas) - start // self.replicas
@@ -100,11 +101,11 @@ class Demand:
 
 @frozen
 class Demands:
-    """Everything a model and a request ask of the devices.
+    """The costs of a model for a request.
 
     Attributes:
-        axes: what is cut.
-        common: what every device in use pays.
+        axes: the axes to cut, with their costs.
+        common: cost of every device in use, whatever it holds.
     """
 
     axes: tuple[Demand, ...]

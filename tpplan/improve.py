@@ -1,7 +1,7 @@
-"""A local search: units move between the bin that limits a placement and the others, while that helps.
+"""Local search that improves a placement by moving units out of its worst bin.
 
-A move takes units of one item from the worst bin to another one and may take units of a second item back. The worst
-bin is the one that lacks the most room, or else the one that takes longest.
+A move takes units of one item from the worst bin to another bin and may bring units of a second item back. The worst
+bin is the one that lacks the most room; if none lacks room, it is the slowest one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tpplan.packing import Bin, Item
 
-#: Of many bins only the emptiest are looked at as partners.
+#: Most bins to consider as partners of a move: the least loaded ones.
 _PARTNERS = 24
 _MOST_MOVES = 400
 _FEW = 12
@@ -26,7 +26,7 @@ _Side: TypeAlias = tuple[int, int]
 
 
 def numbers() -> Iterator[int]:
-    """Yield the same sequence of scattered numbers each time, on every version of Python."""
+    """Yield pseudorandom numbers, the same sequence each time and on every version of Python."""
     state = 1
     while True:
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
@@ -44,11 +44,11 @@ class _Move:
 
 
 class Improver:
-    """A placement that is being improved.
+    """A placement under improvement.
 
     Attributes:
-        units: of each item in each bin.
-        sides: the room that each bin has left, negative if too little, and the load that it bears, its own included.
+        units: number of units of each item in each bin.
+        sides: remaining room of each bin, negative if it lacks room, and its load, including the bin's own.
     """
 
     def __init__(self, items: Sequence[Item], bins: Sequence[Bin], placement: Sequence[Sequence[int]]) -> None:
@@ -67,13 +67,13 @@ class Improver:
         return any(row[b] for row in self.units)
 
     def score(self) -> tuple[int, int]:
-        """Return the bytes that are lacking, and the longest time in 2^-64."""
+        """Return the bytes of room that the bins lack, and the longest time in units of 2^-64."""
         lack = sum(max(0, -room) for room, _ in self.sides)
         times = [-(-(side[1] << 64) // self.bins[b].speed) for b, side in enumerate(self.sides) if self._used(b)]
         return lack, max(times)
 
     def run(self, goal: int) -> None:
-        """Improve until no move helps, or every bin has room and takes at most ``goal`` in 2^-64."""
+        """Improve until no move helps, or no bin lacks room or takes longer than ``goal``, in units of 2^-64."""
         for _ in range(_MOST_MOVES):
             worst = self._worst()
             room, load = self.sides[worst]
@@ -85,7 +85,7 @@ class Improver:
             self._apply(move)
 
     def shake(self, numbers: Iterator[int]) -> None:
-        """Move units at random, to leave a place where no single move helps."""
+        """Move units at random, to leave a local optimum."""
         usable = [b for b, host in enumerate(self.bins) if host.room >= 0]
         for _ in range(2 + next(numbers) % _SHAKES):
             i, giver, taker, n = (next(numbers) for _ in range(4))
@@ -103,7 +103,7 @@ class Improver:
         self._add(move.back, move.giver, move.back_units)
 
     def _worst(self) -> int:
-        """Return the bin that lacks most, or else takes longest."""
+        """Return the bin that lacks the most room, or else the slowest one."""
         worst, lack, load, speed = -1, 0, -1, 1
         for b, side in enumerate(self.sides):
             missing, s = max(0, -side[0]), self.bins[b].speed
@@ -112,10 +112,10 @@ class Improver:
         return worst
 
     def _best_move(self, giver: int) -> _Move | None:
-        """Return the move after which the two bins lack least, then take the least time; None if none is better."""
+        """Return the move after which both bins lack the least room, then take the least time; None if none helps."""
         (room, load), speed = self.sides[giver], self.bins[giver].speed
         best: _Move | None = None
-        # What the best move changes: bytes that the two lack, then the longer time of the two as load and speed.
+        # Of the best move: change in the bytes that both bins lack, and the longer of their times as load and speed.
         least_change, least_load, least_speed = 0, load, speed
         for taker in self._partners(giver):
             other_room, other_load = self.sides[taker]
@@ -140,7 +140,7 @@ class Improver:
         return sorted(partners, key=lambda b: ((self.sides[b][1] << 32) // self.bins[b].speed, b))[:_PARTNERS]
 
     def _moves(self, giver: int, taker: int) -> Iterator[tuple[tuple[int, ...], _Side, _Side]]:
-        """Yield moves (item, units, item back, units back), and both sides after each."""
+        """Yield moves (item, units, item back, units back), each with the sides of giver and taker after it."""
         speeds = self.bins[giver].speed, self.bins[taker].speed
         for i, item in enumerate(self.items):
             have, there = self.units[i][giver], self.units[i][taker]
@@ -156,7 +156,7 @@ class Improver:
 
 
 def _with(side: _Side, item: Item, have: int, more: int) -> _Side:
-    """Return a bin's room and load when ``more`` units join the ``have`` of an item, or leave them if negative."""
+    """Return a bin's room and load after adding ``more`` units (removing, if negative) to ``have`` of an item."""
     if not more:
         return side
     starts = (not have) - (have + more == 0)
@@ -164,7 +164,7 @@ def _with(side: _Side, item: Item, have: int, more: int) -> _Side:
 
 
 def _returns(item: Item, have: tuple[int, int], sides: tuple[_Side, _Side], speeds: tuple[int, int]) -> Iterator[int]:
-    """Yield how many units to take back: what makes the taker's room, fills the giver's, or evens the times."""
+    """Yield numbers of units to bring back: to make room in the taker, fill the giver, or equalise the times."""
     mine, theirs = have
     given, taken = sides
     amounts = {theirs, item.minimum}
@@ -179,7 +179,7 @@ def _returns(item: Item, have: tuple[int, int], sides: tuple[_Side, _Side], spee
 
 
 def _amounts(have: int, there: int, minimum: int) -> Iterator[int]:
-    """Yield how many of ``have`` units to give: few, all, and some steps between."""
+    """Yield numbers of units to move out of ``have``: each small number, all, and some steps between."""
     n = 1
     while n <= have:
         if not 0 < have - n < minimum and there + n >= minimum:

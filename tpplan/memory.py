@@ -1,7 +1,7 @@
-"""The ledger: what every part of a model costs on the device that holds it, in exact integers.
+"""The memory ledger: the exact number of bytes that each part of a model takes on the device that holds it.
 
-A device in use pays for three things: its overhead, what every device in use holds (norms, buffers), and for each axis
-of which it holds a part a fixed price (tensors that are needed whole) and a price per unit.
+The cost of a device in use has three parts: its overhead, the tensors and buffers that every device in use holds (such
+as norms), and for each axis of which it holds a slice a fixed cost (tensors that are needed whole) and a cost per unit.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 def cache_bytes(elements: int, kind: str) -> int:
-    """Return the bytes that ``elements`` cached together take, rounded up."""
+    """Return the bytes of a cache of ``elements`` elements, rounded up once for all of them."""
     return -(-elements * CACHE_KINDS[kind] // 16)
 
 
 def cache_bytes_per_token(model: ModelSpec, kind: str) -> int:
-    """Return the bytes that one more token takes in all layers together, while no sliding window is full."""
+    """Return the cache bytes of one token, summed over all layers, while no sliding window is full."""
     return sequence_cache_bytes(model, kind, 1)
 
 
 def sequence_cache_bytes(model: ModelSpec, kind: str, tokens: int) -> int:
-    """Return the bytes that a sequence of ``tokens`` takes in all layers, as far as sliding windows keep it."""
+    """Return the cache bytes of a sequence of ``tokens``, summed over all layers; sliding windows limit it."""
     return sum(
         len(block.layers) * kept * (_latent_bytes(block.attention, kind) or _head_bytes(block.attention, kind) * heads)
         for block in model.blocks
@@ -55,7 +55,7 @@ def _latent_bytes(attention: Attention, kind: str) -> int:
 
 @define
 class _Group:
-    """Layers whose cut of one axis is shared, while their costs are added up."""
+    """Accumulator for the costs of the layers that share the cut of one axis."""
 
     axis: Axis
     size: int
@@ -69,7 +69,7 @@ class _Group:
     head: Cost = field(factory=Cost)
 
     def add_heads(self, cost: Cost) -> None:
-        """Charge something that is cut by KV heads: repeated heads are stored once on each device."""
+        """Add a cost that is cut by KV heads; a device stores each head once, however many replicas it holds."""
         if self.replicas == 1:
             self.split += cost
         else:
@@ -77,10 +77,10 @@ class _Group:
 
 
 def demands(model: ModelSpec, request: Request, device_count: int) -> Demands:
-    """Add up what ``model`` costs for ``request``, axis by axis.
+    """Compute the costs of ``model`` for ``request``, per axis.
 
-    ``device_count`` matters only where KV heads are replicated: each is repeated by the least factor that gives every
-    device one, if the query heads allow it.
+    ``device_count`` matters only if KV heads are replicated: they are repeated by the smallest factor that gives every
+    device a head, as far as the number of query heads allows.
     """
     shared = {Axis.VC: _Group(Axis.VC, model.vocab_size), Axis.RS: _Group(Axis.RS, model.hidden_size)}
     groups: dict[tuple[Axis | int, ...], _Group] = {(axis,): group for axis, group in shared.items()}
@@ -104,7 +104,7 @@ def demands(model: ModelSpec, request: Request, device_count: int) -> Demands:
 
 
 def _layer_groups(block: Block, request: Request, devices: int) -> Iterator[tuple[Axis, _Group]]:
-    """Yield the axes that a block's layers have; query heads go with the KV heads."""
+    """Yield the axes of a block's layers, each with a new group; the KV heads' group includes the query heads."""
     for axis, size in block.sizes():
         if axis is Axis.KV and block.attention:
             heads = block.attention
@@ -116,7 +116,7 @@ def _layer_groups(block: Block, request: Request, devices: int) -> Iterator[tupl
 
 
 def replicas(attention: Attention, devices: int) -> int:
-    """Return how often to repeat each KV head so that ``devices`` devices get one, as far as query heads allow."""
+    """Return the number of copies of each KV head that gives every device one, as far as query heads allow."""
     group = attention.q_heads // attention.kv_heads
     factors = [f for f in range(1, group + 1) if group % f == 0]
     return next((f for f in factors if attention.kv_heads * f >= devices), group)
@@ -133,7 +133,7 @@ def _add_cache(group: _Group, attention: Attention, layers: int, request: Reques
 
 
 def _charge(own: dict[Axis, _Group], parameter: Parameter, block: Block | None, layout: str) -> Cost:
-    """Charge a parameter to the axes that cut it or that it goes with; return what every device in use pays."""
+    """Charge a parameter to the axes that cut it or that it belongs to; return the rest, common to all devices."""
     dim = parameter.cut_dim(layout)
     segments = (Segment(None, 1),) if dim is None else parameter.dims[dim]
     length = sum(segment.length for segment in segments)
@@ -190,15 +190,16 @@ def _demand(group: _Group, dtype: str, request: Request) -> Demand:
 
 
 def axis_unit(axis: Axis, size: int, units: Iterable[int] = ()) -> int:
-    """Return the elements of an axis that move together.
+    """Return the unit of an axis: the number of elements that a cut may not separate.
 
-    The default unit relaxes to the largest power of two that divides the size (vocab keeps it, with a ragged tail), and
-    rises until a cut falls between stored elements of every tensor: packed words, quantisation groups, blocks.
+    The default unit is reduced to the largest power of two that divides the size (the vocabulary keeps the default and
+    a ragged last unit). It is then raised to a multiple of every tensor's unit, so that no cut divides a packed word, a
+    quantisation group or a block.
 
     Args:
-        axis: which.
-        size: its elements.
-        units: of the dimensions that the axis cuts, see :meth:`~tpplan.model.Segment.unit`.
+        axis: the axis.
+        size: number of elements of the axis.
+        units: units of the tensor dimensions that the axis cuts, see :meth:`~tpplan.model.Segment.unit`.
     """
     unit = DEFAULT_UNIT[axis]
     if axis is not Axis.VC:
@@ -209,13 +210,13 @@ def axis_unit(axis: Axis, size: int, units: Iterable[int] = ()) -> int:
 def ledger(
     bounds: Sequence[Sequence[int]], wanted: Demands, devices: Sequence[Device], *, reads: bool = False
 ) -> tuple[DeviceMemory, ...]:
-    """Return what each device pays; ``free_bytes`` is negative where the budget does not suffice.
+    """Return the memory of each device; ``free_bytes`` is negative where the budget is exceeded.
 
     Args:
-        bounds: for each of the wanted axes, in their order.
-        wanted: the axes and what they cost.
-        devices: as many as the bounds cut the axes for.
-        reads: whether to state what a token reads.
+        bounds: the cut points of each axis, in the order of ``wanted.axes``.
+        wanted: the axes and their costs.
+        devices: one for each slice of the bounds.
+        reads: whether to fill in ``reads_bytes``.
     """
     entries = []
     for index, device in enumerate(devices):
@@ -225,7 +226,7 @@ def ledger(
         total = total + wanted.common if used else Cost()
         overhead = device.overhead_bytes if used else 0
         free = device.budget_bytes - total.bytes - overhead
-        # What is rounded up never exceeds what is there; who only looks rows up reads next to nothing, but something.
+        # Rounded up, reads must not exceed the bytes held; a device with only lookup tables reads little, but not 0.
         read = min(max(total.reads, 1), total.weights + total.cache) if reads and used else 0
         entries.append(DeviceMemory(index, total.weights, total.cache, total.workspace, overhead, free, read))
     return tuple(entries)

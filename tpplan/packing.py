@@ -1,14 +1,14 @@
-"""Putting units of several axes on devices: the integer program behind planning.
+"""Placing units of several axes on devices: the integer program behind planning.
 
-Every bin (device) has room in bytes and a speed. Every item (axis) comes in units that must all be placed; a bin holds
-none of an item, or at least its minimum, and pays once for holding any. Wanted is the placement whose slowest bin is
-fastest: the least ``t`` such that no bin's load exceeds ``t`` times its speed. Everything is an integer; ``t`` is a
-fixed-point number with ``SHIFT`` bits after the point.
+Every bin (device) has room in bytes and a speed. Every item (axis) consists of units that must all be placed. A bin
+holds no units of an item or at least the item's minimum, and holding any has a fixed cost. The objective is to minimise
+the time of the slowest bin: the least ``t`` such that no bin's load exceeds ``t`` times its speed. All numbers are
+integers; ``t`` is a fixed-point number with ``SHIFT`` bits after the point.
 
-Four parts, from cheap to thorough, of which the later ones run only where the earlier leave a gap. A necessary
-condition bounds ``t`` from below. A placement cuts every item in proportion to the bins, coarse items first, finer ones
-making up for their rounding. A local search (:mod:`tpplan.improve`) moves units. An exhaustive search
-(:mod:`tpplan.search`) leaves no doubt.
+There are four steps, from cheap to thorough; the later ones run only if a gap remains. A necessary condition gives a
+lower bound on ``t``. A greedy placement cuts every item in proportion to the bins, coarse items first, so that finer
+ones compensate their rounding. A local search (:mod:`tpplan.improve`) moves units. An exhaustive search
+(:mod:`tpplan.search`) settles what remains.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
 SHIFT = 64
 #: A placement within 1/2048 of the lower bound is good enough.
 TOLERANCE_BITS = 11
-#: Rounds of the local search without gain before it gives up, times items, times bins squared.
+#: Rounds of the local search without improvement before it stops, times items, times bins squared.
 PATIENCE = 40_000
-#: Moves that the exhaustive search may look at: to find a placement at all, and to improve one.
+#: Moves that the exhaustive search may examine: to find a first placement, and to improve one.
 FIRST_BUDGET = 600_000
 BETTER_BUDGET = 200_000
 _UNLIMITED = 1 << 200
 
-#: For each item, the units in each bin.
+#: Units of each item in each bin.
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @frozen
 class Item:
-    """What is placed.
+    """An item to place.
 
     Attributes:
-        count: units, at least 1.
+        count: number of units, at least 1.
         minimum: fewest units in a bin that holds any.
-        cost: bytes of a unit.
-        kept: bytes that holding any unit costs once.
-        load: of a unit.
+        cost: bytes per unit.
+        kept: fixed cost in bytes of a bin that holds any unit.
+        load: load per unit.
     """
 
     count: int
@@ -59,7 +59,7 @@ class Item:
     load: int
 
     def upper(self, room: int, limit: int) -> int:
-        """Return the most units that fit into ``room`` bytes and ``limit`` load, 0 if that is below the minimum."""
+        """Return the most units that fit into ``room`` bytes and a load of ``limit``, 0 if below the minimum."""
         room -= self.kept
         if room < 0 or limit < 0:
             return 0
@@ -73,12 +73,12 @@ class Item:
 
 @frozen
 class Bin:
-    """Where it is placed.
+    """A bin that holds units of items.
 
     Attributes:
         room: bytes for items; negative if the bin cannot be used.
-        speed: load that it takes in one unit of ``t``, positive.
-        load: what it bears before the first item.
+        speed: load per unit of ``t``, positive.
+        load: load of the bin without any items.
     """
 
     room: int
@@ -86,16 +86,16 @@ class Bin:
     load: int
 
     def limit(self, t: int | None) -> int:
-        """Return the load for items that keeps the bin within ``t``; None sets no limit."""
+        """Return the most load of items that keeps the bin within ``t``; None sets no limit."""
         return _UNLIMITED if t is None else (t * self.speed >> SHIFT) - self.load
 
 
 def solve(items: Sequence[Item], bins: Sequence[Bin], *, thorough: bool = True) -> Placement | None:
-    """Return a placement whose ``t`` is the least, or within 1/2048 of it, or None if nothing fits.
+    """Return a placement whose ``t`` is within 1/2048 of the least, or None if nothing fits.
 
-    The answer does not depend on the order of the bins, other than among equal ones. The exhaustive search has a
-    budget; where that ends (many bins, many coarse units, hardly any slack), it returns the best so far, or None.
-    Without ``thorough`` any placement will do, and in a tight spot one may be overlooked.
+    The result does not depend on the order of the bins, except among equal ones. The exhaustive search has a budget; if
+    it is used up (many bins, many coarse units, hardly any slack), the result is the best placement so far, or None.
+    Without ``thorough`` any placement is accepted, and in tight cases an existing one may be missed.
     """
     usable = (b for b, host in enumerate(bins) if host.room >= 0)
     order = sorted(usable, key=lambda b: (-bins[b].room, -bins[b].speed, bins[b].load, b))
@@ -112,7 +112,7 @@ def solve(items: Sequence[Item], bins: Sequence[Bin], *, thorough: bool = True) 
 
 @frozen
 class _Solver:
-    """Items from coarse to fine, bins from roomy to tight."""
+    """Solver for items sorted from coarse to fine and bins sorted from roomy to tight."""
 
     items: list[Item]
     bins: list[Bin]
@@ -143,7 +143,7 @@ class _Solver:
         return best
 
     def _evened(self, found: Placement, t: int) -> Placement:
-        """Return a placement that is hardly slower and in proportion, as far as that goes: searches do not care."""
+        """Return a placement that is nearly as fast and as proportional as possible; searches ignore proportion."""
         for fixed in range(len(self.items)):
             evened = self._place(t + (t >> TOLERANCE_BITS + 1), found[:fixed])
             if evened:
@@ -154,7 +154,7 @@ class _Solver:
         return high - low > low >> TOLERANCE_BITS
 
     def _improve(self, start: Placement | None, low: int) -> Placement | None:
-        """Search around ``start``, which may lack room, until it is near ``low`` or the rounds are over."""
+        """Run the local search from ``start``, which may lack room, until near ``low`` or out of rounds."""
         if start is None:
             return None
         best = Improver(self.items, self.bins, start)
@@ -175,7 +175,7 @@ class _Solver:
         return None if score[0] else tuple(map(tuple, best.units))
 
     def _close(self, best: Placement, low: int) -> Placement:
-        """Halve the gap between what is known to be impossible and the best placement until it is small."""
+        """Bisect between the lower bound ``low`` and the time of the best placement until the gap is small."""
         high = self._time(best)
         while self._is_gap(low, high):
             middle = (low + high) // 2
@@ -190,7 +190,7 @@ class _Solver:
         return best
 
     def _time(self, placement: Placement) -> int:
-        """Return the least ``t`` that the placement keeps."""
+        """Return the time of a placement's slowest bin, the least ``t`` that it satisfies."""
         times = [0]
         for b, host in enumerate(self.bins):
             units = [row[b] for row in placement]
@@ -200,7 +200,7 @@ class _Solver:
         return max(times)
 
     def _lower_bound(self, high: int) -> int:
-        """Return the least ``t`` that the necessary conditions allow, at most ``high``."""
+        """Return the least ``t`` that satisfies the necessary condition, at most ``high``."""
         low = 0
         while low < high:
             middle = (low + high) // 2
@@ -211,12 +211,12 @@ class _Solver:
         return low
 
     def _possible(self, t: int | None) -> bool:
-        """Return whether ``t`` passes: every item fits alone, and all together fit by bytes and by load."""
+        """Return whether ``t`` satisfies the necessary condition: items fit alone, and together by bytes and load."""
         spaces = [(b.room, limit) for b in self.bins if b.room >= 0 and (limit := b.limit(t)) >= 0]
         cost = load = 0
         for item in self.items:
             uppers = sorted((item.upper(*space) for space in spaces), reverse=True)
-            # So many bins hold the item at the least, and each pays for holding it.
+            # At least this many bins hold the item, and each pays the fixed cost.
             hosts = sum(held < item.count for held in accumulate(uppers, initial=0))
             if hosts > min(len(uppers), item.count // item.minimum):
                 return False
@@ -225,9 +225,9 @@ class _Solver:
         return cost <= sum(room for room, _ in spaces) and load <= sum(limit for _, limit in spaces)
 
     def _place(self, t: int | None, given: Sequence[Sequence[int]] = (), *, relaxed: bool = False) -> Placement | None:
-        """Cut every item in proportion to the bins, or as near to that as ``t`` and the rooms allow.
+        """Cut every item as nearly in proportion to the bins as ``t`` and the rooms allow.
 
-        Each item's target makes up for what the items before it got too much or too little. ``given`` fixes the
+        Each item's target compensates for the deviations of the items before it. ``given`` fixes the placement of the
         first items; ``relaxed`` lets usable bins overflow.
         """
         rooms = [b.room for b in self.bins]
@@ -256,7 +256,7 @@ class _Solver:
         return tuple(placement)
 
     def _search(self, t: int | None, budget: int) -> Placement | None:
-        """Search exhaustively, unless a glance shows that nothing fits."""
+        """Search exhaustively, unless the necessary condition already fails."""
         if not self._possible(t):
             return None
         return search(self.items, [(b.room, b.limit(t)) for b in self.bins], budget)

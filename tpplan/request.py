@@ -1,4 +1,4 @@
-"""Checking what is asked of the planner, before anything is planned."""
+"""Validation of requests to the planner, before planning."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NAMED = 3
 
 
 def check_kinds(model: object, devices: Sequence[object], cache: object) -> None:
-    """Refuse names where the things themselves are wanted.
+    """Check the types of a model, devices and a cache, for which names are a common mistake.
 
     Raises:
-        RequestError: naming what makes them.
+        RequestError: an argument has the wrong type; the hint names the function or class that makes the right one.
     """
     if not isinstance(model, ModelSpec):
         raise RequestError(f"the model is {model!r:.60}, expected a ModelSpec", "tpplan.read_model(path) reads one")
@@ -38,7 +38,7 @@ def check_kinds(model: object, devices: Sequence[object], cache: object) -> None
 def resolve(
     model: ModelSpec, cache: Cache, layout: str, *, strategy: str, batch: int, max_rows: int, kv: str
 ) -> Request:
-    """Check a request against the model and fill in what it leaves open.
+    """Check a request against the model and fill in its defaults.
 
     Raises:
         RequestError: an unknown choice, a number out of range, or a context longer than the model's.
@@ -69,10 +69,11 @@ def resolve(
 
 
 def check_devices(devices: Sequence[Device], strategy: str) -> None:
-    """Refuse no devices, too many, impossible numbers, and a strategy whose speeds nobody knows.
+    """Check the number of devices, their values, and whether the strategy's bandwidths are known.
 
     Raises:
-        RequestError: naming them.
+        RequestError: there are no or too many devices, a value is out of range (the error names the device), or the
+            strategy is ``latency`` and the bandwidth of a device is unknown.
     """
     if not 0 < len(devices) <= _MOST_DEVICES:
         raise RequestError(f"{len(devices)} devices, expected 1 to {_MOST_DEVICES}", "name GPUs such as 2x24GiB,12GiB")

@@ -1,4 +1,4 @@
-"""An exhaustive search for a placement, bin by bin over the states that can still succeed."""
+"""Exhaustive search for a placement: dynamic programming over the bins, limited to states that can still succeed."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
     from tpplan.packing import Item
 
 
-#: Units that the filler could have in all bins so far, the state before, the bin's coarse units, its filler units.
+#: Filler units that fit in all bins so far, the previous state, and the bin's coarse units and filler units.
 _Step: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
 
 class OutOfBudgetError(Exception):
-    """The search would take longer than its caller can wait; nothing is known."""
+    """The search used up its budget without an answer."""
 
 
 def search(items: Sequence[Item], spaces: Sequence[tuple[int, int]], budget: int) -> tuple[tuple[int, ...], ...] | None:
     """Return units of every item per bin that fit, or None if there is no such placement.
 
-    A state is what is left of every item but the finest, whose units fill the bins' remaining space: of two ways to
-    the same state only the one with more such space matters.
+    The finest item, the filler, fills the space that the other items leave in the bins. A state is the number of units
+    of each other item that are not yet placed. Of several paths to a state, only the one with the most filler counts.
 
     Args:
-        items: what is placed.
-        spaces: room in bytes and limit of load of each bin; a negative one means that the bin cannot be used.
-        budget: moves to look at.
+        items: the items to place.
+        spaces: room in bytes and limit of load of each bin; a bin with a negative value cannot be used.
+        budget: number of moves to examine.
 
     Raises:
-        OutOfBudgetError: the budget ended first.
+        OutOfBudgetError: the budget was used up.
     """
     finest = max(range(len(items)), key=lambda i: (items[i].count // items[i].minimum, -items[i].cost))
-    # If some bins had to go without the finest item, its space alone would not decide: then it is a coarse one too.
+    # The filler needs its minimum for every bin: otherwise its total space does not decide, and it is coarse too.
     filler = items[finest] if items[finest].count // items[finest].minimum >= len(spaces) else None
     coarse = [item for i, item in enumerate(items) if filler is None or i != finest]
     steps = _Walk(coarse, filler, spaces, budget).steps()
@@ -56,7 +56,7 @@ def search(items: Sequence[Item], spaces: Sequence[tuple[int, int]], budget: int
 
 
 class _Walk:
-    """The states that are reached bin by bin, while they can still end well."""
+    """A forward pass over the bins that keeps the states from which a placement is still possible."""
 
     def __init__(self, coarse: list[Item], filler: Item | None, spaces: Sequence[tuple[int, int]], budget: int) -> None:
         self.coarse, self.filler, self.spaces, self.budget = coarse, filler, spaces, budget
@@ -69,7 +69,7 @@ class _Walk:
         self.later_units = [*totals][::-1][1:]
 
     def steps(self) -> list[dict[tuple[int, ...], _Step]]:
-        """Return for each bin the states after it: the filler's space so far, the state before, and the bin's units."""
+        """Return the states after each bin, each with the step that reached it."""
         steps: list[dict[tuple[int, ...], _Step]] = []
         states: dict[tuple[int, ...], _Step] = {tuple(item.count for item in self.coarse): (0, (), (), 0)}
         for b, space in enumerate(self.spaces):
@@ -90,7 +90,7 @@ class _Walk:
         return steps
 
     def _moves(self, state: tuple[int, ...], space: tuple[int, int]) -> Iterator[tuple[tuple[int, ...], int, int]]:
-        """Yield the units of the coarse items that a bin may take, with the room and limit that they leave."""
+        """Yield the units of the coarse items that a bin may take, with the remaining room and limit."""
         if min(space) < 0:
             yield (0,) * len(state), 0, -1
             return
@@ -111,7 +111,7 @@ class _Walk:
         yield from partial
 
     def _hopeful(self, b: int, left: tuple[int, ...], filled: int) -> bool:
-        """Return whether the bins after ``b`` could hold what is left, by number, by bytes and by load."""
+        """Return whether the bins after ``b`` could hold the remaining units by number, bytes and load."""
         if any(have > most for have, most in zip(left, self.later_units[b], strict=True)):
             return False
         room, limit = self.later[b]

@@ -1,7 +1,7 @@
-"""The workspace: every buffer that the executor allocates on a device, and the host memory that it pins.
+"""Sizes of the workspace (the buffers that the executor allocates on a device) and of the host memory that it pins.
 
-The planner, the rules and the executor share this arithmetic, which is why the ledger's workspace is exact. Pinned
-memory is the host's: it is sized here too, but no device's ledger counts it.
+The planner, the rules and the executor share this arithmetic, so the workspace in the ledger is exact. Pinned memory
+belongs to the host and is in no device's ledger.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ if TYPE_CHECKING:
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-#: Every buffer starts at a multiple of this.
+#: Alignment of every buffer, in bytes.
 ALIGNMENT = 64
-#: Flags, epochs and the slots of small exchanges, on every device in use.
+#: The control area of every device in use: flags, epochs and the slots of small exchanges.
 CONTROL_BYTES = 8 * 2**20
-#: Of them, the flags and epochs; the rest are slots.
+#: The part of the control area for flags and epochs; the rest is slots.
 FLAG_BYTES = 128 * 2**10
 #: Slots on devices come in pairs: one is filled while the other is read. A staging ring has room for two chunks.
 PAIR = 2
-#: Slots of a queue in host memory, a power of two: until its sender sees there that a message was read, as many more
-#: could be sent as fill two or three.
+#: Slots of a queue in host memory, a power of two. Before its sender sees that a message was read, it could have sent
+#: enough messages to fill two or three more slots.
 HOST_SLOTS = 4
-#: Buffers of ``max_rows`` rows per axis: how many as wide as the device's slice, for the layer in flight (queries and
-#: attention output share one; keys and values; gate and up, of experts for each that a token is routed to).
+#: Number of buffers per axis with ``max_rows`` rows as wide as the device's slice, for the current layer: one shared by
+#: queries and attention output, keys and values, gate and up (for experts: for each that a token is routed to).
 SLICE_BUFFERS = {Axis.Q: 1, Axis.KV: 2, Axis.ID: 2, Axis.EX: 2, Axis.SX: 2}
 #: Buffers as wide as the residual stream, on every device in use: the stream, its normed copy, and an exchange.
 FULL_BUFFERS = 3
-#: More of them where there are experts: the rows that are routed to one.
+#: Additional full buffers if there are experts: the rows that are routed to one expert.
 EXPERT_BUFFERS = 1
-#: For the alignment of pieces of the exchange buffer.
+#: Reserve for aligning the pieces of the exchange buffer.
 SPARE_BYTES = 64 * 2**10
-#: Sine and cosine.
+#: Number of RoPE tables: sine and cosine.
 ROPE_TABLES = 2
 LOGIT_BYTES = 4
-#: Copies through host memory are cut into chunks of at least this.
+#: Smallest chunk of a copy through host memory, in bytes.
 CHUNK_BYTES = 2 * 2**20
-#: And into this many, or a few more: while one is filled another is read, and every one costs some commands.
+#: Target number of chunks of such a copy. Chunks overlap filling with reading, but each costs some commands.
 CHUNKS = 8
-#: Bytes of data of a small message in a slot in host memory.
+#: Bytes of data in a slot for small messages in host memory.
 HOST_SLOT_BYTES = 128 * 2**10
-#: And of the counters of such a queue.
+#: Bytes of the counters of such a queue.
 HOST_FLAG_BYTES = 4 * 2**10
-#: What is larger goes there in frames, each with a flag beside it: the bytes of one, and of a slot, which has one for
-#: each block of threads; how many slots a queue has.
+#: Larger messages go through host memory in frames, each with a flag beside it: the bytes of a frame, the bytes of a
+#: slot (one frame for each block of threads), and the slots of a queue.
 FRAME_BYTES = 8 * 2**10
 FRAME_SLOT_BYTES = 128 * FRAME_BYTES
 FRAME_SLOTS = 8
-#: Bytes of such a queue's flags: a line of 64 for each frame of a slot, of the sender and of up to seven receivers.
+#: Bytes of such a queue's flags: 64 for each frame of a slot, for the sender and each of up to seven receivers.
 FRAME_FLAG_BYTES = 64 * 2**10
-#: Of the widest element that an operation may move.
+#: Bytes of the widest element that an operation may move.
 LARGEST_ITEM = 8
 
 
@@ -66,10 +66,10 @@ class Areas:
     """How the executor divides a device's workspace, in bytes; all 0 on an idle device.
 
     Attributes:
-        control_bytes: flags, and the slots of small exchanges, see :func:`slot_bytes`.
+        control_bytes: flags and the slots of small exchanges, see :func:`slot_bytes`.
         exchange_bytes: one buffer of ``max_rows`` rows of the residual stream, for large exchanges.
-        rope_bytes: the sine and cosine tables of every cut of the KV heads of which the device holds a part.
-        scratch_bytes: everything else, handed out in slices.
+        rope_bytes: sine and cosine tables, for every cut of the KV heads of which the device holds a slice.
+        scratch_bytes: the remaining buffers, allocated as slices of this area.
     """
 
     control_bytes: int = 0
@@ -85,16 +85,16 @@ class Areas:
 
 @frozen
 class Pinned:
-    """The host memory that the executor pins, in bytes; not on any device, so in no ledger.
+    """The host memory that the executor pins, in bytes; it is in no device's ledger.
 
     Attributes:
-        buffer_bytes: each of two buffers that callers may use. Holds ``max_rows`` rows of the widest axis but the
-            vocabulary in the activations' dtype, or ``batch`` rows of logits.
-        chunk_bytes: the most that a copy through host memory moves at once: an eighth of the rows that such a buffer
-            holds, but at least 2 MiB, and a row of any axis in the widest dtype.
-        rings: of a pair of chunks: one for each device in use, and one for what the host itself sends.
-        queues: of slots in host memory, which only the transport ``host`` has: each device in use may send to the
-            devices of every axis, and to all of them, small messages and, through slots of their own, larger ones.
+        buffer_bytes: size of each of the two buffers that callers may use. A buffer holds ``max_rows`` rows of the
+            widest axis except the vocabulary, in the dtype of the activations, or ``batch`` rows of logits.
+        chunk_bytes: size of the chunks that copies through host memory are cut into: an eighth of those ``max_rows``
+            rows, but at least 2 MiB and one row of any axis in the widest dtype.
+        rings: number of rings of two chunks each: one for each device in use, and one for data that the host sends.
+        queues: number of message queues in host memory, which only the transport ``host`` uses: for each device in
+            use, one to the devices of every axis and one to all devices. Small and larger messages have separate slots.
     """
 
     buffer_bytes: int
@@ -104,7 +104,7 @@ class Pinned:
 
     @property
     def total_bytes(self) -> int:
-        """Both buffers, the rings, and the queues, whose small slots take twice the bytes of their data."""
+        """Both buffers, the rings and the queues; a slot for small messages takes twice the bytes of its data."""
         slots = HOST_SLOTS * 2 * HOST_SLOT_BYTES + FRAME_SLOTS * FRAME_SLOT_BYTES
         return (
             2 * self.buffer_bytes
@@ -114,12 +114,12 @@ class Pinned:
 
 
 def align(size: int) -> int:
-    """Round a buffer's bytes up to the alignment."""
+    """Round a number of bytes up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def unit_workspace(axis: Axis, unit: int, width: int, group: int, dtype: str, *, request: Request) -> int:
-    """Return the bytes of workspace per unit of an axis; a ragged unit takes as much as a whole one."""
+    """Return the workspace bytes per unit of an axis; a ragged last unit takes as much as a whole one."""
     item = ITEM_BYTES[dtype]
     if axis is Axis.VC:
         return align(request.batch * unit * LOGIT_BYTES)
@@ -129,22 +129,22 @@ def unit_workspace(axis: Axis, unit: int, width: int, group: int, dtype: str, *,
 
 
 def rope_workspace(width: int, dtype: str, request: Request) -> int:
-    """Return the bytes of the RoPE tables of a cut of the KV heads, on every device that holds any of them.
+    """Return the bytes of the RoPE tables for a cut of the KV heads, on each device that holds any of the heads.
 
-    A table has a row of ``width`` elements for every position that a sequence can reach.
+    A table has one row of ``width`` elements per position of a sequence.
     """
     positions = -(-request.cache.tokens // request.batch)
     return ROPE_TABLES * align(positions * width * ITEM_BYTES[dtype])
 
 
 def common_workspace(splits: Iterable[tuple[Axis, int, int]], dtype: str, request: Request) -> int:
-    """Return the bytes of workspace that every device in use has, whatever it holds.
+    """Return the workspace bytes of every device in use that do not depend on its slices.
 
     Args:
         splits: axis, size and width of every split, query heads included.
-        dtype: of the activations.
-        request: its ``max_rows`` and layout. ``gather`` also needs the whole input of the matrices that are cut by
-            residual columns: one buffer as wide as the widest of them.
+        dtype: dtype of the activations.
+        request: the request, for its ``max_rows`` and layout. The layout ``gather`` also needs the whole input of the
+            matrices that are cut by residual columns: one buffer as wide as the widest input.
     """
     sizes = tuple(splits)
     inputs = max((size * width for axis, size, width in sizes if axis in SLICE_BUFFERS), default=0)
@@ -159,21 +159,21 @@ def _full_buffer(splits: Iterable[tuple[Axis, int, int]], dtype: str, request: R
 
 
 def _exchange(splits: Iterable[tuple[Axis, int, int]], dtype: str, request: Request) -> int:
-    """Return the bytes of the exchange buffer: a row of float32 always fits, in as many aligned pieces as devices."""
+    """Return the bytes of the exchange buffer; one row of float32 always fits, in an aligned piece per device."""
     sizes = tuple(splits)
     hidden = max((size for axis, size, _ in sizes if axis is Axis.RS), default=0)
     return max(_full_buffer(sizes, dtype, request), align(hidden * LOGIT_BYTES) + SPARE_BYTES)
 
 
 def areas(splits: Sequence[Split], dtype: str, request: Request) -> tuple[Areas, ...]:
-    """Return how each device's workspace is divided; all 0 where a device holds no part of any axis.
+    """Return how each device's workspace is divided; all areas are 0 if the device holds no slice of any axis.
 
     Args:
-        splits: of a plan, all of them.
-        dtype: of the activations.
-        request: what was asked of the planner.
+        splits: all splits of a plan.
+        dtype: dtype of the activations.
+        request: the request that the plan answers.
     """
-    # Layers that share a cut of the query heads need not share one of the KV heads.
+    # Layers with the same cut of the query heads may have different cuts of the KV heads.
     queries = {layer: s.size for s in splits if s.axis is Axis.Q for layer in parse_layers(s.layers)}
     sizes = [(s.axis, s.size, s.width) for s in splits]
     exchange = _exchange(sizes, dtype, request)
@@ -204,10 +204,10 @@ def workspace_bytes(splits: Sequence[Split], dtype: str, request: Request) -> tu
 
 
 def slot_bytes(devices_in_use: int) -> int:
-    """Return the bytes of data that one message of a small exchange may have, a multiple of 64; 0 for one device.
+    """Return the most bytes of data in a message of a small exchange, a multiple of 64; 0 for one device.
 
-    The control area has, after its flags, two slots for the incoming messages of each other device. A slot takes twice
-    the bytes of its data: flags travel inside the data, 8 bytes of them with every 8 bytes of it.
+    After its flags, the control area has two slots for incoming messages from each other device. A slot takes twice the
+    bytes of its data, because 8 bytes of flags accompany every 8 bytes of data.
     """
     senders = devices_in_use - 1
     if senders < 1:
@@ -217,7 +217,7 @@ def slot_bytes(devices_in_use: int) -> int:
 
 
 def pinned_bytes(splits: Sequence[Split], dtype: str, request: Request) -> Pinned:
-    """Return the host memory that the executor pins; for the arguments see :func:`areas`."""
+    """Return the sizes of the host memory that the executor pins; for the arguments see :func:`areas`."""
     vocab = max((s.size for s in splits if s.axis is Axis.VC), default=0)
     widest = max((s.size * s.width for s in splits if s.axis is not Axis.VC), default=0)
     message = align(request.max_rows * widest * ITEM_BYTES[dtype])
@@ -232,5 +232,5 @@ def pinned_bytes(splits: Sequence[Split], dtype: str, request: Request) -> Pinne
 
 
 def _used(splits: Iterable[Split]) -> frozenset[int]:
-    """Return the devices that hold a slice."""
+    """Return the devices that hold a slice of any axis."""
     return frozenset(held.device for split in splits for held in slices_of(split.bounds))
