@@ -1,4 +1,4 @@
-"""What a CUDA device computes in a layer by kernels of tpplan, each of which does what torch does in several."""
+"""The computation steps of a layer on a CUDA device by tpplan's fused kernels, each in place of several of torch."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def steps_on(
     codes: Collection[str] = (),
     at_once: int = AT_ONCE,
 ) -> Plain:
-    """Return what computes the steps of layers on a device: by kernels where there are any.
+    """Return the computation steps of a device: with fused kernels if it has any, else in plain torch.
 
     Args:
         place: the device.
-        dtype: of the activations.
-        settings: of the model.
-        head_dims: elements of a head, of all layers.
-        kind: of the cache.
-        kernels: whether there shall be any.
-        joint: whether also those that add up what several devices have.
-        experts: whether layers have any.
-        codes: what quantised matrices are made of, of :data:`tpplan.decoder.launches.dense.KINDS`.
-        at_once: elements of them that are made at a time.
+        dtype: dtype of the activations.
+        settings: settings of the model.
+        head_dims: head sizes of all layers, in elements.
+        kind: kind of cache.
+        kernels: whether to use fused kernels.
+        joint: whether to load kernels that add up the products of several devices.
+        experts: whether any layer has experts.
+        codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.launches.dense.KINDS`.
+        at_once: elements of a quantised matrix to dequantise at a time.
     """
     if kernels and has_kernels(place, dtype):
         return Fused(
@@ -75,18 +75,18 @@ def steps_on(
 
 
 def has_kernels(place: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether there are kernels for activations of a dtype on a device."""
+    """Tell whether there are fused kernels for activations of a dtype on a device."""
     return place.type == "cuda" and dtype in DTYPES and not kernel_cache.lacks()
 
 
 def codes_of(weights: Held) -> list[str]:
-    """Return what quantised matrices of a device are made of, of :data:`tpplan.decoder.launches.dense.KINDS`."""
+    """Return the kinds of codes of a device's quantised matrices, from :data:`tpplan.decoder.launches.dense.KINDS`."""
     matrices = [*weights.quantised.values(), *(each.matrix for each in weights.stacked.values())]
     return sorted({dense.kind_of(each) for each in matrices}.intersection(dense.KINDS))
 
 
 class Fused(Plain):
-    """The steps of a layer in 16 bits; what its kernels do not take is left to torch."""
+    """The steps of a layer by fused kernels, in 16 bits; tensors that no kernel takes are left to torch."""
 
     def __init__(
         self,
@@ -105,14 +105,14 @@ class Fused(Plain):
 
         Args:
             place: a CUDA device.
-            dtype: of the activations, of 16 bits.
-            settings: of the model.
-            head_dims: elements of a head, of all layers.
-            kind: of the cache.
-            joint: whether also those that add up what several devices have.
-            experts: whether layers have any.
-            codes: what quantised matrices are made of, of :data:`tpplan.decoder.launches.dense.KINDS`.
-            at_once: elements of them that are made at a time.
+            dtype: 16-bit dtype of the activations.
+            settings: settings of the model.
+            head_dims: head sizes of all layers, in elements.
+            kind: kind of cache.
+            joint: whether to load kernels that add up the products of several devices.
+            experts: whether any layer has experts.
+            codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.launches.dense.KINDS`.
+            at_once: elements of a quantised matrix to dequantise at a time.
         """
         super().__init__(settings.norm_eps, settings.activation, at_once)
         self.joint_rows = skinny.MOST_JOINT if joint else 0
@@ -126,7 +126,7 @@ class Fused(Plain):
         names += [*dense.names_of(dtype, codes), *packed.names_of(dtype, codes), *wide.names_of(dtype, codes)]
         names += packed.names_of(dtype, codes, joint=True) if joint else ()
         capability = torch.cuda.get_device_capability(place)
-        kernel_cache.prepare((name, capability) for name in names)  # all at the same time
+        kernel_cache.prepare((name, capability) for name in names)  # compiled in parallel
         self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name, kind)
         self._gemv = Gemv(place, dtype, joint=joint)
         self._joint: list[JointRows[Any]] = [self._gemv, Skinny(place, dtype, joint=joint)]
@@ -140,19 +140,19 @@ class Fused(Plain):
         self._dense = Dense(place, dtype, codes)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return rows behind a norm."""
+        """Return the RMS norm of rows."""
         found = self._pointwise.norm(x_RD, weight, out)
         return super().norm(x_RD, weight, out) if found is None else found
 
     def linear(self, x: Tensor, weights: Held, name: str, *, bias: bool = True) -> Tensor:
-        """Multiply by a matrix."""
+        """Multiply by a matrix, and add its bias if it has one and ``bias`` is true."""
         matrix, own = weights.matrix(name), weights.bias(name) if bias else None
         if kernels := self._of_few(x, matrix):
             return kernels.linear(ordered(x, matrix), matrix, own)
         return super().linear(x, weights, name, bias=bias)
 
     def add_linear(self, to: Tensor, x: Tensor, weights: Held, name: str) -> None:
-        """Add to rows of the residual stream what a matrix makes of others."""
+        """Add the product of rows and a matrix, with its bias if it has one, to the residual stream in place."""
         matrix, bias = weights.matrix(name), weights.bias(name)
         if kernels := self._of_few(x, matrix):
             kernels.add(to, ordered(x, matrix), matrix)
@@ -162,7 +162,7 @@ class Fused(Plain):
             super().add_linear(to, x, weights, name)
 
     def make(self, matrix: Quantised, start: int, out_RK: Tensor) -> None:
-        """Make rows of a quantised matrix, from a number on."""
+        """Dequantise rows of a matrix from row ``start`` on into ``out_RK``."""
         if self._dense.takes(matrix):
             self._dense(matrix, start, start + len(out_RK), out_RK)
         else:
@@ -171,7 +171,7 @@ class Fused(Plain):
     def joint(  # noqa: PLR0917
         self, to: Tensor, x: Tensor, weights: Held, name: str, channel: Channel, device: int
     ) -> Callable[[], None] | None:
-        """Return what adds to rows of the residual stream what matrices of all devices make, in one kernel."""
+        """Return the launch of one kernel that adds all devices' products with a matrix to the residual stream."""
         matrix = weights.matrix(name)
         kernels = next((each for each in self._joint if each.adds_up(x, matrix)), None)
         if kernels is None or weights.bias(name) is not None:
@@ -179,14 +179,14 @@ class Fused(Plain):
         return partial(kernels.joint, to, ordered(x, matrix), matrix, channel, device)
 
     def normed(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str] = ()) -> Tensor:
-        """Multiply rows behind a norm by some matrices, ``[R, O]``."""
+        """Multiply the norm of rows by several matrices, and return the products side by side: ``[R, O]``."""
         matrix = weights.find(fused)
         if isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, norm=norm):
             return self._gemv.normed(x_RD, matrix, Norm(norm, self._eps), weights.bias(fused))
         return super().normed(x_RD, norm, weights, fused, names)
 
     def gated(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
-        """Return the gate of rows behind a norm, ``[R, I]``."""
+        """Return the gated output ``[R, I]`` of two matrices for the norm of rows; the first has the activation."""
         matrix, bias = weights.find(fused), weights.bias(fused)
         if isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, gated=True, norm=norm):
             return self._gemv.normed_gated(x_RD, matrix, self._name, Norm(norm, self._eps), bias)
@@ -195,34 +195,34 @@ class Fused(Plain):
         return super().gated(x_RD, norm, weights, fused, names)
 
     def _of_few(self, x: Tensor, matrix: Matrix, *, gated: bool = False) -> FewRows[Any] | None:
-        """Return what multiplies rows by a matrix, if they are few."""
+        """Return the kernels for a product of few rows and a matrix, or None if none take it."""
         return next((each for each in self._few if each.takes(x, matrix, gated=gated)), None)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Multiply the activation of one tensor by another, and return the former, which is written over."""
+        """Return the activation of ``gate``, multiplied by ``up``; ``gate`` is overwritten with it and returned."""
         return gate if self._pointwise.gate(gate, up) else super().gate(gate, up)
 
     def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:
-        """Return what experts rows are sent to, ``[R, 2 × C]``."""
+        """Return the experts that rows are routed to, ``[R, 2 × C]``: their weights, then their numbers."""
         found = self._experts.choose(scores_RE, count, normalised=normalised) if self._experts else None
         return super().choose(scores_RE, count, normalised=normalised) if found is None else found
 
     def experts_up(
         self, x_RD: Tensor, gate_EID: Tensor | Stacked, up_EID: Tensor | Stacked, choice_RC: Tensor, *, fixed: bool
     ) -> Tensor:
-        """Return what the experts of rows have between their matrices, ``[R, C, I]``."""
+        """Return the intermediate activations of the rows' experts, ``[R, C, I]``."""
         found = self._experts.up(x_RD, gate_EID, up_EID, choice_RC) if self._experts else None
         return super().experts_up(x_RD, gate_EID, up_EID, choice_RC, fixed=fixed) if found is None else found
 
     def experts_down(
         self, h_RCI: Tensor, down_EDI: Tensor | Stacked, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
     ) -> Tensor:
-        """Return the weighed sum of what the experts of rows make of ``h``, ``[R, D]``."""
+        """Return the weighted sum of the outputs of the rows' experts, ``[R, D]``."""
         found = self._experts.down(h_RCI, down_EDI, choice_RC, to_RD) if self._experts else None
         return super().experts_down(h_RCI, down_EDI, choice_RC, to_RD, fixed=fixed) if found is None else found
 
     def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
-        """Turn the query and key heads of rows where they are, behind their norms."""
+        """Apply the norms and rotation to the query and key heads of rows, in place."""
         if not self._pointwise.turn(qkv_RHK, (heads.queries, heads.keys), turn.angles, turn.norms):
             super().turn(qkv_RHK, heads, turn)
 
@@ -236,17 +236,17 @@ class Fused(Plain):
         *,
         kept: Tensor | None = None,
     ) -> None:
-        """Do that, and write the keys and values to the heads' cache."""
+        """Apply :meth:`turn`, and write the keys and values to the cache."""
         to = Places(*heads.cache.in_a_row(), sequences, places, heads.cache.scales)
         if not self._pointwise.turn(qkv_RHK, (heads.queries, heads.keys), turn.angles, turn.norms, to):
             super().keep(qkv_RHK, heads, turn, sequences, places, kept=kept)
 
     def attends(self, heads: Heads) -> bool:
-        """Tell whether a kernel attends, which needs no mask."""
+        """Tell whether there is an attention kernel for these heads; it needs no mask."""
         return heads.cache.head_dim in self._attention
 
     def attend(self, qkv_RHK: Tensor, heads: Heads, where: Where, *, scale: float, cap: float | None) -> Tensor:
-        """Return what the queries of one token of each sequence find in the heads' cache, ``[R, H × K]``."""
+        """Return the attention output ``[R, H × K]`` of one token of each sequence, over the cache."""
         if not self.attends(heads):
             return super().attend(qkv_RHK, heads, where, scale=scale, cap=cap)
         kernel, cache = self._attention[heads.cache.head_dim], heads.cache

@@ -1,7 +1,7 @@
-"""A device's weights as the decoder multiplies by them: matrices with the same input are one, and so are experts.
+"""Joining of a device's weights: matrices with the same input become one, and so do a layer's experts.
 
-Loading lays a layer's matrices side by side, so that only biases are copied, and norms whose weights are stored less 1;
-where matrices lie otherwise, projections stay apart, and experts are copied.
+Loading places a layer's matrices next to each other, so that joining copies only biases, and norms whose weights are
+stored minus 1. If matrices are placed otherwise, projections stay separate and experts are copied.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _FUSED = {
 
 
 def check_weights(weights: Weights, plan: SplitPlan, model: ModelSpec) -> dict[int, dict[str, TensorSlice]]:
-    """Make sure that every device has what a plan gives it of a model, and return what that is, by device and name.
+    """Check that every device has the tensors that a plan gives it, and return their slices by device and name.
 
     Raises:
-        RequestError: tensors are missing, or have other shapes.
+        RequestError: tensors are missing or have wrong shapes.
         ModelError: the plan is for another model.
     """
     held: dict[int, Mapping[str, Tensor]] = {}
@@ -65,15 +65,16 @@ def joined(
     family: Family,
     dtype: torch.dtype,
 ) -> Held:
-    """Return a device's weights, those of Phi-3's kind (``qkv_proj``, ``gate_up_proj``) fused as there.
+    """Return a device's weights, with projections fused as in Phi-3 (``qkv_proj``, ``gate_up_proj``).
+
+    A layer's experts become one tensor ``[E, out, in]`` under the name with ``{expert}`` in it.
 
     Args:
-        weights: by name in the checkpoint.
-        matrices: those that are quantised, from :func:`tpplan.decoder.matrices.matrices_of`.
-        blocks: what is in each layer.
-        family: names its experts, which become one tensor ``[E, out, in]`` under the name that has ``{expert}`` in it;
-            and what its norms add to their weights.
-        dtype: of the biases of quantised matrices, whichever they are stored in.
+        weights: the device's tensors by name in the checkpoint.
+        matrices: the quantised matrices, from :func:`tpplan.decoder.matrices.matrices_of`.
+        blocks: the block that each layer belongs to.
+        family: the model's family, with the names of experts and the offset of norms.
+        dtype: dtype to convert the biases of quantised matrices to.
     """
     found = _tensors(weights, matrices, dtype)
     if family.offset:
@@ -105,7 +106,10 @@ def joined(
 
 
 def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors that store no codes, without biases that are all 0: some packers add one to every matrix."""
+    """Return the tensors that are not part of quantised matrices, and the biases of these matrices.
+
+    Biases of all zeros are left out, because some quantisation tools add one to every matrix.
+    """
     found = {}
     for name, tensor in weights.items():
         stem, suffix = split_name(name)
@@ -117,7 +121,7 @@ def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], d
 
 
 def _biases(stem: str) -> list[str]:
-    """Return the biases of what a module is fused with, and its own."""
+    """Return the names of the biases of a module and of the modules it is fused with."""
     for names in _FUSED.values():
         for own in names:
             if stem.endswith(f".{own}"):
@@ -128,7 +132,7 @@ def _biases(stem: str) -> list[str]:
 def _fused(
     names: Sequence[str], tensors: Mapping[str, Tensor], quantised: Mapping[str, Quantised]
 ) -> Tensor | Quantised | None:
-    """Return matrices one below the other, if the device has them all and they follow each other in its memory."""
+    """Return matrices joined along their rows; None if the device lacks one or they are not adjacent in memory."""
     if all(name in tensors for name in names):
         return neighbours([tensors[name] for name in names])
     if all(name in quantised for name in names):
@@ -137,7 +141,7 @@ def _fused(
 
 
 def neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that follow each other in memory as one, along the first dimension; None if they do not."""
+    """Return a view that joins tensors along the first dimension; None if they are not adjacent in memory."""
     first, end = tensors[0], tensors[0].data_ptr()
     for tensor in tensors:
         is_next = tensor.data_ptr() == end and tensor.is_contiguous() and tensor.dtype == first.dtype

@@ -1,7 +1,8 @@
-"""A device's quantised matrices, from the tensors in which formats store them, and in the memory of these.
+"""Conversion of a device's quantised matrices from the stored format to the decoder's layout, in the same memory.
 
-GPTQ and AWQ store the transposed matrix, words of several columns or rows; afterwards the codes of a row follow one
-another. Nothing grows, so that the plan's bytes stay what they are. For shapes see :mod:`tpplan.decoder.quantised`.
+GPTQ and AWQ store the transposed matrix, in words of several columns or rows. The decoder's layout has the codes of a
+row one after the other. It takes no more memory, so that the plan's bytes stay right. For shapes see
+:mod:`tpplan.decoder.quantised`.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-#: What codes whose memory was rearranged know: their matrix, or None until that is done.
+#: Attribute of a code tensor whose memory was rearranged: its matrix, or None until that is done.
 _MADE: Final = "tpplan_matrix"
 
 
 @frozen
 class _Stored:
-    """A matrix on one device, as its format stores it.
+    """A quantised matrix on one device in its stored format.
 
     Attributes:
-        name: of the matrix, without a suffix.
-        tensors: by suffix.
-        slices: which part of the stored tensors these are.
-        scheme: of the checkpoint.
+        name: name of the matrix, without a suffix.
+        tensors: the device's tensors of the matrix, by suffix.
+        slices: the parts of the whole tensors that these are, by suffix.
+        scheme: quantisation scheme of the checkpoint.
     """
 
     name: str
@@ -48,7 +49,7 @@ class _Stored:
     scheme: Scheme
 
     def numbers(self, suffix: str, dim: int, per: int = 1) -> Tensor:
-        """Return which rows, columns or groups of the whole matrix a tensor has, of which each element packs some."""
+        """Return the rows, columns or groups of the whole matrix that a tensor has, with ``per`` in each element."""
         part = self.slices[suffix]
         ranges = part.ranges if part.dim == dim else [(0, part.whole[dim])]
         return torch.cat([torch.arange(start * per, end * per) for start, end in ranges])
@@ -59,15 +60,16 @@ def matrices_of(
 ) -> dict[str, Quantised]:
     """Return the quantised matrices of a device by name, ``….weight``.
 
-    The memory of the tensors that store whole numbers is rearranged, once, however often this is called.
+    The memory of tensors of integers is rearranged by the first call; later calls return the same matrices.
 
     Args:
-        weights: by name in the checkpoint, contiguous.
-        slices: which part of the stored tensors these are.
-        scheme: of the checkpoint, of which :func:`check_formats` accepts its matrices.
+        weights: the device's tensors by name in the checkpoint, contiguous.
+        slices: the parts of the whole tensors that these are, by name.
+        scheme: quantisation scheme of the checkpoint, whose matrices
+            :func:`tpplan.decoder.stored.check_formats` accepts.
 
     Raises:
-        ModelError: groups or blocks cannot be told.
+        ModelError: groups or blocks cannot be determined.
         RequestError: an earlier call was interrupted.
     """
     stems: dict[str, dict[str, Tensor]] = {}
@@ -87,10 +89,10 @@ def matrices_of(
 
 
 def _once(codes: Tensor, name: str, make: Callable[[], IntMatrix]) -> IntMatrix:
-    """Return what was made of some codes, or make it.
+    """Return the matrix made from a code tensor, making it in the first call.
 
     Raises:
-        RequestError: who began to write over them did not end.
+        RequestError: an earlier call was interrupted while it overwrote the codes.
     """
     if not hasattr(codes, _MADE):
         setattr(codes, _MADE, make())
@@ -101,10 +103,10 @@ def _once(codes: Tensor, name: str, make: Callable[[], IntMatrix]) -> IntMatrix:
 
 
 def _ints(stored: _Stored, layout: Layout) -> IntMatrix:
-    """Rearrange a matrix of whole numbers.
+    """Rearrange a matrix of integers.
 
     Raises:
-        ModelError: its groups cannot be told.
+        ModelError: its groups cannot be determined.
     """
     words, scales, zeros = (stored.tensors.get(suffix) for suffix in (layout.codes, layout.scales, layout.zeros))
     if words is None or scales is None:
@@ -132,7 +134,7 @@ def _ints(stored: _Stored, layout: Layout) -> IntMatrix:
         codes = codes.mT if layout.transposed else codes
         return codes.contiguous() if order is None else codes[:, order]
 
-    setattr(words, _MADE, None)  # from here on it is written over
+    setattr(words, _MADE, None)  # from here on it is overwritten
     return IntMatrix(
         codes=rearranged(words, (len(rows), len(columns)), bits, part),
         scales=_kept(scales, values),
@@ -147,21 +149,21 @@ def _ints(stored: _Stored, layout: Layout) -> IntMatrix:
 def _groups(
     stored: _Stored, layout: Layout, columns: Tensor, held: Tensor, group: int
 ) -> tuple[Tensor, int, Tensor | None]:
-    """Return which of the groups that there are columns have, one after the other.
+    """Return the groups of a matrix's columns, in order.
 
     Args:
         stored: the matrix.
-        layout: of its format.
-        columns: the numbers of its columns.
-        held: of groups.
-        group: columns of each, in the whole matrix.
+        layout: layout of its format.
+        columns: numbers of its columns in the whole matrix.
+        held: numbers of the groups whose scales the device has.
+        group: columns of a group in the whole matrix.
 
     Returns:
-        The places of groups; how many columns each has here; and the order that brings its columns together, if they
-        are not.
+        Indices of the groups among ``held``; columns that share a scale here; and the column order that brings the
+        columns of each group together, None if they are together.
 
     Raises:
-        ModelError: they have groups that are not there, or groups are not alike.
+        ModelError: the device does not have the groups of all its columns, or groups differ in size.
     """
     groups, order = columns // group, None
     if layout.groups in stored.tensors:
@@ -185,7 +187,7 @@ def _bits_and_group(stored: _Stored, layout: Layout, into: int) -> tuple[int, in
     """Return the bits of a code and the columns of a group.
 
     Raises:
-        ModelError: they cannot be told.
+        ModelError: they cannot be determined, or the decoder does not support codes of these bits.
     """
     whole, count = stored.slices[layout.codes].whole, stored.slices[layout.scales].whole[into]
     shape = stored.tensors.get(".weight_shape")
@@ -203,10 +205,10 @@ def _bits_and_group(stored: _Stored, layout: Layout, into: int) -> tuple[int, in
 
 
 def _floats(stored: _Stored) -> Float8Matrix:
-    """Return a matrix of floats of 8 bits, with a scale for each of its blocks.
+    """Return a matrix of 8-bit floats, with a scale for each of its blocks.
 
     Raises:
-        ModelError: blocks cannot be told.
+        ModelError: its scales are missing, or its blocks cannot be determined.
     """
     codes = stored.tensors[".weight"]
     suffix = next((each for each in SCALES if each in stored.tensors), "")
@@ -237,7 +239,7 @@ def _floats(stored: _Stored) -> Float8Matrix:
 
 
 def _places(asked: Tensor, held: Tensor) -> Tensor:
-    """Return where numbers are among those that are there, which ascend."""
+    """Return the indices of numbers among the ascending numbers ``held``."""
     return torch.searchsorted(held, asked.contiguous())
 
 
@@ -246,14 +248,14 @@ def _is_all(some: Tensor, size: int) -> bool:
 
 
 def _some(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return some rows and columns of a matrix, mostly all."""
+    """Return some rows and columns of a matrix; all of them, the usual case, are not copied."""
     if not _is_all(rows, len(values)):
         values = values[rows.to(values.device)]
     return values if _is_all(columns, values.shape[1]) else values[:, columns.to(values.device)]
 
 
 def _kept(memory: Tensor, values: Tensor) -> Tensor:
-    """Write values over a tensor that is no longer needed, where they have room, and return them there."""
+    """Return values in the memory of a tensor that is no longer needed, or in a copy if it is too small."""
     values = values.clone(memory_format=torch.contiguous_format)
     if values.nbytes > memory.nbytes:
         return values

@@ -1,4 +1,4 @@
-"""Codes of 4 and 8 bits in words of 32, as formats pack them and as the decoder does.
+"""Packing of 4-bit and 8-bit codes into 32-bit words, in the order of stored formats and of the decoder.
 
 Shapes are those of :mod:`tpplan.decoder.quantised`.
 """
@@ -19,21 +19,22 @@ if TYPE_CHECKING:
 WORD: Final = 32
 NIBBLE: Final = 4
 
-#: Codes that are unpacked at a time; each takes some bytes meanwhile.
+#: Codes to unpack at a time; each takes a few bytes of temporary memory.
 _AT_ONCE: Final = 2**20
 
-#: Where AWQ has the first of eight codes, the second, and so on.
+#: Position in an AWQ word of the first of eight codes, the second, and so on.
 AWQ: Final = tuple(ORDER.index(i) for i in range(8))
 
 
 def unpacked(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
-    """Return the codes in some words, one in a byte.
+    """Unpack the codes in words, one code to a byte.
 
     Args:
-        words: ``int32``.
-        bits: of a code.
-        dim: the dimension that grows: along it the codes of a word follow each other.
-        order: where in a word the first is, the second, and so on, lowest bits first; in their order if not given.
+        words: packed codes, ``int32``.
+        bits: bits of a code.
+        dim: dimension along which to put the codes of a word.
+        order: position in a word of the first code, the second, and so on, counted from the lowest bits; ascending if
+            not given.
     """
     codes = words.movedim(dim, -1).contiguous().view(torch.uint8)
     if bits == NIBBLE:
@@ -44,30 +45,30 @@ def unpacked(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = N
 
 
 def packed(codes: Tensor, order: Sequence[int]) -> Tensor:
-    """Return eight nibbles of the last dimension in a word.
+    """Pack each eight 4-bit codes along the last dimension into a word.
 
     Args:
-        codes: one in a byte.
-        order: which of eight the lowest bits have, and so on.
+        codes: one code to a byte.
+        order: which of the eight codes is in the lowest bits of the word, the next ones, and so on.
     """
     eights = torch.unflatten(codes, -1, (-1, len(order)))[..., list(order)]
     return (eights[..., ::2] | eights[..., 1::2] << NIBBLE).flatten(-2).view(torch.int32)
 
 
 def rearranged(words: Tensor, size: tuple[int, int], bits: int, some: Callable[[Tensor, int, int], Tensor]) -> Tensor:
-    """Return codes as the decoder has them, in the memory of those that are stored.
+    """Rearrange stored codes into the decoder's layout, in the same memory.
 
     Args:
-        words: ``int32``, contiguous.
+        words: stored codes, ``int32``, contiguous.
         size: rows and columns of the matrix.
-        bits: of a code.
-        some: takes words, and returns the codes of some rows, ``uint8 [end - start, K]``.
+        bits: bits of a code.
+        some: returns the codes of rows ``start`` to ``end`` from words, ``uint8 [end - start, K]``.
     """
     rows, columns = size
     memory = words.view(-1).view(torch.int32 if bits == NIBBLE else torch.uint8)
     to = memory.view(rows, -1)
     words = words.clone()
-    step = max(WORD, _AT_ONCE // columns // WORD * WORD)  # whole words of rows, where these are packed
+    step = max(WORD, _AT_ONCE // columns // WORD * WORD)  # rows of whole words, where words pack rows
     for start in range(0, rows, step):
         end = min(start + step, rows)
         codes = some(words, start, end)

@@ -1,4 +1,4 @@
-"""What ``tpplan generate`` does: a checkpoint and a plan in, a text out."""
+"""The implementation of ``tpplan generate``: it loads a checkpoint by a plan and generates a text."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
     from tpplan.plan import SplitPlan
 
-#: New tokens where nobody says how many, if the plan's cache has room.
+#: Default number of new tokens, if the plan's cache has room.
 _USUAL: Final = 128
 
 
 @frozen(kw_only=True)
 class Order:
-    """What is to be generated.
+    """What to generate.
 
     Attributes:
-        directory: the checkpoint's.
-        prompt: a text; empty if tokens are given.
-        tokens: of the prompt; empty if a text is given.
-        chat: whether the prompt is what a user says, and goes into the checkpoint's chat template.
-        system: what the system says before, if so; empty if nothing.
-        max_new_tokens: at most; 0 for 128, or as many as the plan's cache has room for.
-        sampling: how tokens are chosen.
+        directory: directory of the checkpoint.
+        prompt: text of the prompt; empty if tokens are given.
+        tokens: tokens of the prompt; empty if a text is given.
+        chat: whether the prompt is a user's message, to be put into the checkpoint's chat template.
+        system: system message of the chat; empty if there is none.
+        max_new_tokens: maximum new tokens; 0 for 128, or fewer if the plan's cache has no room for them.
+        sampling: how to choose tokens.
         backend: ``cuda``, ``cpu`` or ``auto``.
     """
 
@@ -54,13 +54,13 @@ class Order:
 
 
 def run(plan: SplitPlan, order: Order, note: Callable[[str], None], tell: Callable[[str], None]) -> GenerateReport:
-    """Load a checkpoint by a plan, and continue a prompt. What can be refused is refused before anything is loaded.
+    """Load a checkpoint by a plan, and continue a prompt. Whatever can be checked is checked before the weights load.
 
     Args:
-        plan: to load and run by.
-        order: what is to be generated.
-        note: told why the devices are virtual ones, if they are.
-        tell: told every piece of the text, or every token if tokens were given.
+        plan: the plan to load and run by.
+        order: what to generate.
+        note: called with the reason if the devices are virtual.
+        tell: called with every piece of the text, or every token if tokens were given.
 
     Raises:
         TpplanError: the plan, the checkpoint, the machine and the order do not fit together.
@@ -79,7 +79,7 @@ def run(plan: SplitPlan, order: Order, note: Callable[[str], None], tell: Callab
     with compiler(plan, order.backend, note, scratch=False)("auto") as context:
         decoder = Decoder(context, order.directory, load_weights(plan, order.directory, context))
         for (token,) in generate(decoder, [prompt], count, sampling=order.sampling, end=end):
-            assert token is not None  # noqa: S101 - a single text ends when it ends
+            assert token is not None  # noqa: S101 - None is only for texts that end before others
             piece = stream.add(token) if stream else f"{',' if new else ''}{token}"
             new.append(token)
             text += piece
@@ -99,7 +99,7 @@ def run(plan: SplitPlan, order: Order, note: Callable[[str], None], tell: Callab
 
 
 def _encode(order: Order, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a prompt, or of what the chat template makes of it, which writes special ones itself."""
+    """Return the tokens of a prompt, in the chat template if asked for; the template adds special tokens itself."""
     if not order.chat:
         return tokenizer.encode(order.prompt)
     with needing("--chat", "generate"):
