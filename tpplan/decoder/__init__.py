@@ -1,8 +1,8 @@
-"""A tensor-parallel decoder that runs by a plan, and the generation of text with it.
+"""A tensor-parallel decoder that runs on a compiled plan, and the generation of text with it.
 
-It is readable in one sitting: ``model`` leads from tokens to logits, ``stack`` has the layers and ties the devices
-together, ``plain`` and ``layers`` compute on one device by torch. ``fused`` is ``plain`` once more, by kernels where
-these take what there is; everything is right without it. docs/run-a-model.md has a table of what is where.
+It is readable in one sitting: ``model`` leads from tokens to logits, ``stack`` has the layers and combines the devices'
+results, ``plain`` and ``layers`` compute on one device in torch. ``fused`` overrides ``plain`` with kernels where these
+take the tensors; results are right without it. docs/run-a-model.md has a table of the modules.
 
 Names are imported when they are first used, as in ``tpplan`` itself. Everything here needs torch.
 """

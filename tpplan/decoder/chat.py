@@ -1,4 +1,4 @@
-"""What is said to a model as one text: a checkpoint's chat template, rendered by jinja2 in its sandbox."""
+"""Rendering of a checkpoint's chat template, by jinja2 in its sandbox."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tpplan.errors import ModelError, RequestError
 if TYPE_CHECKING:
     from jinja2.parser import Parser
 
-#: Characters that an error tells of what a template says.
+#: Maximum characters of a template's message in an error.
 _TOLD: Final = 200
-#: Special tokens that models have by these names.
+#: Usual names of special tokens.
 _USUAL: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FETCH: Final = "fetch it again, or leave out --chat"
 
 
 @frozen
 class ChatTemplate:
-    """How a checkpoint writes down who says what.
+    """The chat template of a checkpoint, which turns messages into a prompt.
 
     Attributes:
-        text: in jinja's language.
-        source: the file that has it.
-        tokens: special ones by name, such as ``bos_token``.
+        text: the template, in jinja's language.
+        source: the file that it comes from.
+        tokens: special tokens by name, such as ``bos_token``.
     """
 
     text: str
@@ -43,10 +43,10 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, directory: str | Path) -> Self:
-        """Read a checkpoint's template, and its special tokens: chat_template.jinja, else of tokenizer_config.json.
+        """Read a checkpoint's template, from chat_template.jinja or else tokenizer_config.json, and its special tokens.
 
         Raises:
-            ModelError: there is none, there are several without a default, or a file cannot be read.
+            ModelError: there is no template, there are several without a default, or a file cannot be read.
         """
         names = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
         alone, beside, older = (Path(directory) / name for name in names)
@@ -61,14 +61,15 @@ class ChatTemplate:
         return cls(text, beside, tokens)
 
     def render(self, user: str, system: str = "") -> str:
-        """Return the text behind which the model answers.
+        """Return the prompt that the model answers.
 
         Args:
-            user: what the user says.
-            system: what the system says before; nothing if empty.
+            user: the user's message.
+            system: the system message; none if empty.
 
         Raises:
-            RequestError: the template refuses this, or what is said has half a character.
+            RequestError: the template refuses the messages, or one is not valid text, see
+                :func:`tpplan.decoder.text.check_text`.
             ModelError: the template fails.
         """
         check_text(system, "--system")
@@ -77,7 +78,7 @@ class ChatTemplate:
         given = {
             "messages": [{"role": role, "content": content} for role, content in said.items()],
             "add_generation_prompt": True,
-            "tools": None,  # templates ask whether they are none
+            "tools": None,  # templates compare these with None
             "documents": None,
         }
         try:
@@ -85,28 +86,28 @@ class ChatTemplate:
         except _RefusedError as error:
             hint = "leave out --system" if system else "leave out --chat, and write the whole prompt"
             raise RequestError(f"the chat template of {self.source} refuses this: {_told(error)}", hint) from error
-        except Exception as error:  # a template can do anything wrong
+        except Exception as error:  # a template can raise anything
             problem = f"the chat template of {self.source} fails: {type(error).__name__}: {_told(error)}"
             raise ModelError(problem, _FETCH) from error
 
 
 class _RefusedError(Exception):
-    """What a template raises on purpose."""
+    """The error of a template that refuses its messages by ``raise_exception``."""
 
 
 class _Generation(Extension):
-    """``{% generation %}``, by which transformers finds what the assistant said; the text is what it is without."""
+    """The tag ``{% generation %}``, by which transformers finds the assistant's text; it does not change the text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return what is between the tags."""
+        """Return the content between the tags."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return what templates find around them, which is what transformers gives them."""
+    """Return the environment of templates, with the same options, filters and functions as in transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -120,12 +121,12 @@ def _refuse(message: object) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005 - the date where the user is
+    return datetime.now().strftime(form)  # noqa: DTZ005 - the user's local date
 
 
 def _tojson(
     value: object,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates may give them by place
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates may pass them by position
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
@@ -139,11 +140,12 @@ def _told(error: Exception) -> str:
 
 
 def _special(config: Mapping[str, object], older: Mapping[str, object]) -> dict[str, str]:
-    """Return special tokens by name: of several with the same name the one that transformers takes.
+    """Return special tokens by name, with the precedence of transformers if a name has several.
 
     Args:
-        config: of tokenizer_config.json.
-        older: of special_tokens_map.json, which older checkpoints have; empty where the former has all added tokens.
+        config: content of tokenizer_config.json.
+        older: content of special_tokens_map.json, which older checkpoints have; empty if the former has all added
+            tokens.
     """
     keys = {key: value for key, value in {**config, **older}.items() if key.endswith("_token")}
     named: dict[str, object] = {
@@ -152,7 +154,7 @@ def _special(config: Mapping[str, object], older: Mapping[str, object]) -> dict[
         if key.endswith("_token") and key not in _USUAL and isinstance(value, str)
     }
     named |= _object(config.get("extra_special_tokens"))
-    if not named:  # what transformers writes where it saves them
+    if not named:  # the key under which transformers saves them
         named = _object(config.get("model_specific_special_tokens"))
     told = keys | named | _object(older.get("extra_special_tokens"))
     return {key: content for key, value in told.items() if (content := _content(value)) is not None}
@@ -163,13 +165,13 @@ def _object(found: object) -> dict[str, object]:
 
 
 def _content(token: object) -> str | None:
-    """Return a special token's text, which may stand beside how it is matched."""
+    """Return the text of a special token, given as text or as an object with matching options; None if neither."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
 def _default(found: object, path: Path) -> str | None:
-    """Return the template of a tokenizer_config.json; None if there is none."""
+    """Return the default template of a tokenizer_config.json; None if there is none."""
     if isinstance(found, list):
         entries = [(each.get("name"), each.get("template")) for each in found if isinstance(each, dict)]
         named = {name: template for name, template in entries if isinstance(name, str)}

@@ -1,4 +1,4 @@
-"""Files beside a checkpoint's config.json, which may come from anybody."""
+"""Reading of files beside a checkpoint's config.json, which are untrusted."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def read_text(path: Path, hint: str) -> str:
     """Return the text of a file.
 
     Args:
-        path: of the file.
-        hint: what to do where it cannot be read.
+        path: path of the file.
+        hint: hint for the error.
 
     Raises:
-        ModelError: it cannot.
+        ModelError: the file cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -28,14 +28,14 @@ def read_text(path: Path, hint: str) -> str:
 
 
 def read_object(path: Path, hint: str) -> dict[str, object]:
-    """Return an object of JSON; an empty one where there is no file.
+    """Return the JSON object in a file; an empty one if there is no file.
 
     Args:
-        path: of the file.
-        hint: what to do where it cannot be read.
+        path: path of the file.
+        hint: hint for the error.
 
     Raises:
-        ModelError: it cannot, or has something else.
+        ModelError: the file cannot be read, or is not a JSON object.
     """
     if not path.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Text and tokens: a checkpoint's tokenizer.json, read by the library ``tokenizers``."""
+"""Conversion between text and tokens, by a checkpoint's tokenizer.json and the library ``tokenizers``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tpplan.extras import install_command
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: What stands for bytes that are not a whole character yet.
+#: Replacement character, which tokenizers return for an incomplete character.
 _INCOMPLETE: Final = "\ufffd"
-#: Tokens of the prompt that the first new one is seen behind: whether a word starts with a blank depends on them.
+#: Tokens of the prompt to decode together with the first new one: they decide whether a word starts with a space.
 _CONTEXT: Final = 4
 
 
 def check_text(text: str, what: str) -> None:
-    """Make sure that a text is one.
+    """Check that a text can be encoded in UTF-8.
 
     Args:
-        text: of the command line.
-        what: it is.
+        text: text from the command line.
+        what: name of the text for the error.
 
     Raises:
-        RequestError: it has half a character, as Python reads bytes of a command line that are no UTF-8.
+        RequestError: it has a lone surrogate, as which Python reads bytes of a command line that are not UTF-8.
     """
     try:
         text.encode()
@@ -35,14 +35,14 @@ def check_text(text: str, what: str) -> None:
 
 
 class Tokenizer:
-    """Text to tokens, and back."""
+    """Converts text to tokens, and back."""
 
     def __init__(self, directory: str | Path) -> None:
         """Read a checkpoint's tokenizer.json.
 
         Raises:
             ExecutionError: the library is not installed.
-            ModelError: there is no such file, or it is none.
+            ModelError: the file does not exist or cannot be read.
         """
         try:
             import tokenizers  # noqa: PLC0415 - an extra
@@ -58,7 +58,7 @@ class Tokenizer:
             raise ModelError(f"{path} cannot be read: {error}", "fetch it again, or give --token-ids") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text, with those that the tokenizer puts around it unless the text has them.
+        """Return the tokens of a text, by default with the special tokens that the tokenizer puts around it.
 
         Raises:
             RequestError: see :func:`check_text`.
@@ -67,21 +67,21 @@ class Tokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of some tokens, without special ones."""
+        """Return the text of tokens, without special ones."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 class Stream:
-    """A text that grows token by token, told in pieces of whole characters."""
+    """Decodes a growing text token by token, in pieces of whole characters."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        """Start behind the tokens of a prompt."""
+        """Start after the tokens of a prompt."""
         self._tokenizer = tokenizer
         self._tokens = list(prompt)
         self._start, self._told = max(0, len(prompt) - _CONTEXT), len(prompt)
 
     def add(self, token: int) -> str:
-        """Return what one more token adds: nothing while its last character is not complete."""
+        """Add a token, and return the new text; empty while its last character is incomplete."""
         self._tokens.append(token)
         piece = self.rest()
         if piece.endswith(_INCOMPLETE):
@@ -91,6 +91,6 @@ class Stream:
         return piece
 
     def rest(self) -> str:
-        """Return what has not been told yet, incomplete or not."""
+        """Return the text not yet returned by :meth:`add`, incomplete characters included."""
         before = self._tokenizer.decode(self._tokens[self._start : self._told])
         return self._tokenizer.decode(self._tokens[self._start :])[len(before) :]
