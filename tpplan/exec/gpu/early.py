@@ -1,10 +1,10 @@
-"""Launches in graphs that begin before the kernel before them ends, which saves up to a microsecond each.
+"""Programmatic dependent launch in graphs: a kernel begins before the preceding one ends; saves up to 1 µs each.
 
-Their kernels call ``tpplan.exec.kernels.ptx.after_earlier`` before they touch anything that others write or read; what
-never changes, such as weights, they may read before. They let the next begin as soon as they have waited: only then, so
-that no more than two of a stream are there at a time. It takes what room blocks that have ended leave, and asks for its
-first weights. Those that wait for other devices do so only where the context has its GPUs to itself, see
-:mod:`tpplan.exec.gpu.alone`. CUDA calls it programmatic dependent launch.
+Such kernels call ``tpplan.exec.kernels.ptx.after_earlier`` before they access memory that other kernels write or read;
+constant data such as weights they may read before. Only after this wait they let the next kernel begin, so at most two
+kernels of a stream are resident at a time. The next kernel occupies the room that finished blocks leave, and prefetches
+its first weights. Kernels that wait for other devices do this only if the context has its GPUs to itself, see
+:mod:`tpplan.exec.gpu.alone`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from tpplan.exec.gpu.launch import Ready
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
-#: CUDA 12.3: graphs of older drivers have no edges that let a kernel begin before the one before it ends.
+#: CUDA 12.3: older drivers do not support programmatic dependent launch in graphs.
 _OLDEST_DRIVER = 12030
 
 
 class _Thread(local):
-    """What is known of a thread.
+    """State of a thread.
 
     Attributes:
-        allows: whether what it captures now may have such launches.
+        allows: whether its current capture may have early launches.
     """
 
     allows = False
@@ -44,20 +44,20 @@ _THREAD = _Thread()
 
 @cache
 def is_possible(capability: tuple[int, int]) -> bool:
-    """Tell whether graphs may have such launches on GPUs of a compute capability, with the driver that is here."""
+    """Return whether this driver supports early launches in graphs on GPUs of a compute capability."""
     error, version = driver.cuDriverGetVersion()
     return bool(capability >= OVERLAPS and error == _SUCCESS and version >= _OLDEST_DRIVER)
 
 
 def launch(function: Any, blocks: tuple[int, int, int], threads: int, stream: int, parameters: int) -> Any:
-    """Launch a kernel so, and return what the driver says.
+    """Launch a kernel early, and return the driver's result.
 
     Args:
-        function: of the driver.
-        blocks: how many.
-        threads: of each.
-        stream: that is being captured.
-        parameters: the address of those of the kernel's parameters.
+        function: the driver's function.
+        blocks: number of blocks in x, y and z.
+        threads: threads per block.
+        stream: a stream that is being captured.
+        parameters: address of the array of the parameters' addresses.
     """
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -72,7 +72,10 @@ def launch(function: Any, blocks: tuple[int, int, int], threads: int, stream: in
 
 @contextmanager
 def allowed(*, early: bool) -> Iterator[None]:
-    """Tell kernels of callers, as the decoder's, whether this thread may capture them so; exchanges do not ask."""
+    """Set whether this thread may capture early launches of callers' kernels, such as the decoder's, in the block.
+
+    Exchange kernels do not depend on it.
+    """
     before, _THREAD.allows = _THREAD.allows, early
     try:
         yield
@@ -81,7 +84,7 @@ def allowed(*, early: bool) -> Iterator[None]:
 
 
 def is_captured(stream: int) -> bool:
-    """Tell whether a stream is being captured by a graph that allows such launches."""
+    """Return whether a stream is being captured by a graph that allows early launches."""
     if not _THREAD.allows:
         return False
     error, status = driver.cuStreamIsCapturing(stream)
@@ -89,7 +92,7 @@ def is_captured(stream: int) -> bool:
 
 
 def early(ready: Ready) -> Callable[[int], None]:
-    """Return what does so with a kernel that is ready, in a graph."""
+    """Return a callable that launches a prepared kernel early, in a graph."""
 
     def issue(stream: int) -> None:
         blocks, threads = ready.shape

@@ -1,6 +1,6 @@
-"""Landings on CUDA devices: what each device's kernel writes into the host's memory, and how the host sees it arrive.
+"""Landings on CUDA devices: kernels write to host memory and raise flags there, which the host polls.
 
-An event would take the host two more calls of the driver for each device, to record it and to wait for it.
+Events would cost the host two more driver calls for each device, to record and to wait.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ if TYPE_CHECKING:
     from tpplan.exec.programs.program import Buffer, Program
 
 KERNEL = "landing_move"
-#: Words of 4 bytes from one device's flag to the next, each of which has a line of the memory for itself.
+#: Distance between two devices' flags in words of 4 bytes; each flag has a line of memory of its own.
 LINE = 16
 _MASK, _BEHIND = 2**32 - 1, 2**31
 _THREADS, _VECTOR_BYTES = 512, 16
-#: Bytes that a block moves, if there are not too many blocks for that: so few fill the link to the host.
+#: Bytes that a block moves, and maximum number of blocks: so few saturate the link to the host.
 _BLOCK_BYTES, _MOST_BLOCKS = 2**14, 32
-#: How often the host looks for a flag before it lets others work, and after how long it asks whether devices do.
+#: Polls of a flag before the host yields to other threads, and seconds between checks that devices are still working.
 _PATIENCE, _LOOK_SECONDS = 512, 0.01
-#: Of the kernel.
+#: Number of the kernel's arguments.
 _ARGUMENTS = 9
 
 
 def lands(program: Program) -> bool:
-    """Tell whether every device writes its own columns of the host's memory by a kernel."""
+    """Return whether a program consists of kernels that write to host memory."""
     steps = [step for command in program.commands if isinstance(command, Exchange) for step in command.steps]
     return bool(steps) and all(view.buffer.device == HOST for step in steps for view in writes(step))
 
 
 class Landings:
-    """Makes landings, and counts them."""
+    """Prepares landings, and counts them."""
 
     def __init__(self, devices: Sequence[int], flags: Tensor, counters: Counters, check: Callable[[], None]) -> None:
-        """Get ready.
+        """Start with all counts zero.
 
         Args:
-            devices: of the plan that are in use.
-            flags: zeros in pinned memory, ``[LINE]`` in 32 bits for each of them.
-            counters: of the context.
-            check: refuses results of devices that waited in vain.
+            devices: the plan's devices in use.
+            flags: zeros in pinned memory, ``[LINE]`` in 32 bits for each device.
+            counters: the context's counters.
+            check: raises an error if a device timed out.
         """
         self._flags = flags
         self._seen = memoryview(flags.numpy())  # type: ignore[arg-type]
@@ -65,15 +65,15 @@ class Landings:
         self._is_busy: Callable[[], bool] = lambda: True
 
     def watch(self, is_busy: Callable[[], bool]) -> None:
-        """Ask ``is_busy`` now and then, while something is waited for, whether devices have anything left to do."""
+        """Set ``is_busy``, called from time to time during a wait to check that devices have unfinished work."""
         self._is_busy = is_busy
 
     def prepare(self, program: Program, kernels: Sequence[Any], item: int) -> tuple[Landing, ...]:
         """Return the launches of a program.
 
         Args:
-            program: that :func:`lands`.
-            kernels: for each of its exchanges, as cuda.core has loaded it there.
+            program: a program that :func:`lands`.
+            kernels: the kernel for each of its exchanges, loaded by cuda.core on its device.
             item: bytes of an element.
         """
         steps = [step for each in program.commands if isinstance(each, Exchange) for step in each.steps]
@@ -88,17 +88,17 @@ class Landings:
         return self._flags.data_ptr() + 4 * self._words[device]
 
     def _counter(self, device: int) -> int:
-        """Return the address at which a device counts its landings."""
+        """Return the address of a device's counter of landings."""
         return self._counters.address(device, "landed")
 
     def nothing(self, device: int, kernel: Any) -> Ready:
-        """Return what launches the kernel on no columns, which is a landing all the same, and counts it."""
+        """Return a launch of the kernel on no columns, and count it as a landing."""
         self._counts[device] += 1
         words = (0, 0, 0, 0, 0, 1, 1, self._counter(device), self.flag(device))
         return _ready(device, driver.CUfunction(int(kernel.handle)), 1, words)
 
     def results(self, devices: Sequence[int]) -> Callable[[], Landed]:
-        """Return what counts a landing of each of some devices, that was issued, and returns what waits for all."""
+        """Return a callable that counts an issued landing on each of these devices and returns a handle for them."""
         counts, words = self._counts, [(device, self._words[device]) for device in devices]
 
         def landed() -> Landed:
@@ -112,21 +112,21 @@ class Landings:
 
 
 class Landing:
-    """A kernel that writes a device's columns into the host's memory.
+    """A kernel that writes a device's columns to host memory.
 
     Attributes:
-        stream: of the program, that it is to be launched on.
+        stream: the program's stream to launch it on.
     """
 
     def __init__(self, kernel: Any, step: Copy, item: int, counter: int, flag: int) -> None:
-        """Work out what is the same for all calls.
+        """Prepare everything that does not depend on the operands.
 
         Args:
-            kernel: loaded by cuda.core.
-            step: of a program.
+            kernel: the kernel, loaded by cuda.core.
+            step: the program's copy.
             item: bytes of an element.
-            counter: address of the device's counter of them.
-            flag: address of what the host sees of it.
+            counter: address of the device's counter of landings.
+            flag: address of the device's flag in host memory.
         """
         self.stream = step.stream
         self._kernel = driver.CUfunction(int(kernel.handle))
@@ -135,11 +135,11 @@ class Landing:
         self._places = counter, flag
 
     def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Ready:
-        """Return what launches the kernel, as often as it is called, on the stream that it is given.
+        """Return a callable that launches the kernel on a given stream any number of times.
 
         Args:
-            operands: the caller's tensors, of which that in host memory is pinned; only their addresses are kept.
-            rows: of each.
+            operands: the caller's tensors; the one in host memory is pinned. Only their addresses are kept.
+            rows: rows of each tensor.
         """
         width = self._width
         target, step, _ = self._target(operands, rows)
@@ -159,7 +159,7 @@ def _ready(device: int, kernel: driver.CUfunction, blocks: int, words: Sequence[
 
 
 class Landed:
-    """A program of landings that was issued."""
+    """A handle for an issued program of landings."""
 
     __slots__ = ("_check", "_flags", "_is_busy", "_is_done", "_look", "_wanted")
 
@@ -170,13 +170,13 @@ class Landed:
         is_busy: Callable[[], bool],
         check: Callable[[], None],
     ) -> None:
-        """Wait for flags.
+        """Create a handle that waits for flags.
 
         Args:
-            flags: of all devices.
-            wanted: which of them, and the numbers that they are to reach.
-            is_busy: tells whether devices have anything left to do.
-            check: refuses results of devices that waited in vain.
+            flags: the flags of all devices.
+            wanted: indices of flags, and the numbers that they must reach.
+            is_busy: returns whether devices have unfinished work.
+            check: raises an error if a device timed out.
         """
         self._flags, self._wanted = flags, wanted
         self._is_busy, self._check = is_busy, check
@@ -186,7 +186,7 @@ class Landed:
         """Return whether the results are complete.
 
         Raises:
-            ExecutionError: they never will be, for something has failed.
+            ExecutionError: they never will be, as work on a device failed.
         """
         if not self._is_done:
             self._is_done = self._have_arrived()
@@ -199,11 +199,11 @@ class Landed:
         return self._is_done
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the results are complete.
+        """Wait until the results are complete.
 
         Raises:
-            TimeoutError: they are not, after ``timeout`` seconds.
-            ExecutionError: they never will be, for a device waited in vain, or something has failed.
+            TimeoutError: they are not complete after ``timeout`` seconds.
+            ExecutionError: they never will be, as a device timed out or work on it failed.
         """
         if timeout is None:
             flags, polls = self._flags, 0

@@ -1,4 +1,4 @@
-"""The launch of a kernel of an exchange, prepared so that it costs the host little more than the driver."""
+"""Launches of exchange kernels, prepared so that they cost the host little more than the driver's call."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 @frozen(eq=False)
 class Operands:
-    """The caller's tensors, as a kernel is told of them.
+    """The caller's tensors as parameters of a kernel.
 
     Attributes:
-        buffers: in the order of the words; there may be no tensor for some.
-        bits: of all bytes at which something starts in a row, and of all widths.
-        piece: the largest that is moved at once, in bytes.
+        buffers: the buffers in the order of the words; some may have no tensor.
+        bits: bitwise or of all byte offsets in rows and of all widths.
+        piece: maximum bytes that are moved at once.
     """
 
     buffers: tuple[Buffer, ...]
@@ -36,7 +36,7 @@ class Operands:
     piece: int
 
     def words(self, tensors: Mapping[Buffer, Tensor]) -> list[int]:
-        """Return the largest piece to which everything is aligned, then address and pitch of each."""
+        """Return the largest piece to which everything is aligned, then the address and pitch of each tensor."""
         words, every = [0], self.bits | self.piece
         for buffer in self.buffers:
             matrix = tensors.get(buffer)
@@ -49,17 +49,17 @@ class Operands:
 
 @frozen(eq=False)
 class Work:
-    """What one device does in an exchange, for a dtype.
+    """A device's work in an exchange, for a dtype.
 
     Attributes:
-        stream: of the program.
-        place: of the table in the parameter.
-        table: its words.
-        operands: of the call.
-        row_bytes: that the longest step moves of each row, rounded up.
-        blocks: most of a launch.
-        simple: whether there is a kernel that does it faster where everything is aligned to the largest piece.
-        pieces: that a thread has at once.
+        stream: the program's stream.
+        place: index of the table in the parameter.
+        table: the words of the table.
+        operands: the operands of the call.
+        row_bytes: bytes per row that the longest step moves, rounded up.
+        blocks: maximum blocks of a launch.
+        simple: whether there is a faster kernel for operands aligned to the largest piece.
+        pieces: pieces that a thread handles at once.
     """
 
     stream: Stream
@@ -73,10 +73,10 @@ class Work:
 
 
 class Launch:
-    """A kernel with its parameter.
+    """A kernel with its parameter, to be bound to operands.
 
     Attributes:
-        stream: of the program, that it is to be launched on.
+        stream: the program's stream to launch it on.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class Launch:
         *,
         early: bool = False,
     ) -> None:
-        """Write all words that never change.
+        """Write all constant words of the parameter.
 
         Args:
-            kernels: loaded by cuda.core: one for all operands, and one for those aligned to the largest piece.
-            work: of the device.
-            blocks: most that run at once.
-            threads: of a block.
-            header: words of the context, by their place.
-            early: whether the kernels may be launched so in a graph, see :mod:`tpplan.exec.gpu.early`.
+            kernels: kernels loaded by cuda.core: one for all operands, and one for those aligned to the largest piece.
+            work: the device's work.
+            blocks: maximum blocks that run at once.
+            threads: threads per block.
+            header: the context's words, by index.
+            early: whether the kernels may be launched early in a graph, see :mod:`tpplan.exec.gpu.early`.
         """
         self._early = early
         self.stream = work.stream
@@ -112,11 +112,11 @@ class Launch:
         self._row_bytes, self._block_bytes = work.row_bytes, threads * self._piece * work.pieces
 
     def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Ready:
-        """Return what launches the kernel, as often as it is called, on the stream that it is given.
+        """Return a callable that launches the kernel on a given stream any number of times.
 
         Args:
             operands: the caller's tensors; only their addresses are kept.
-            rows: of each.
+            rows: rows of each tensor.
         """
         parameter = (ctypes.c_uint64 * MOST_WORDS).from_buffer_copy(self._words)
         piece, *_ = words = self._operands(operands)
@@ -129,14 +129,14 @@ class Launch:
 
 
 class Ready:
-    """A kernel with all that it is told, ready to be launched as often as wanted.
+    """A kernel with all of its parameters, which can be launched any number of times.
 
     Attributes:
-        what: to call it in errors.
-        kernel: of the driver.
-        shape: how many blocks, and threads of each.
-        parameters: the address of those of its parameters.
-        early: whether it may be launched so in a graph, see :mod:`tpplan.exec.gpu.early`.
+        what: name of the kernel in errors.
+        kernel: the driver's function.
+        shape: number of blocks, and threads per block.
+        parameters: address of the array of the parameters' addresses.
+        early: whether it may be launched early in a graph, see :mod:`tpplan.exec.gpu.early`.
     """
 
     __slots__ = ("_pointers", "_start", "_words", "early", "kernel", "parameters", "shape", "what")
@@ -154,12 +154,12 @@ class Ready:
         """Take the words of all parameters.
 
         Args:
-            what: to call the kernel in errors.
-            kernel: of the driver.
-            shape: how many blocks, and threads of each.
-            words: of the parameters; kept.
-            arguments: how many of them are parameters, one word each; the last one may have more.
-            early: whether it may be launched so in a graph.
+            what: name of the kernel in errors.
+            kernel: the driver's function.
+            shape: number of blocks, and threads per block.
+            words: the words of the parameters; kept.
+            arguments: number of parameters, each of one word; the last one may have more.
+            early: whether it may be launched early in a graph.
         """
         self.what, self.kernel, self.shape, self.early = what, kernel, shape, early
         first = ctypes.addressof(words)
@@ -168,10 +168,10 @@ class Ready:
         self.parameters = ctypes.addressof(self._pointers)
 
     def __call__(self, stream: int) -> None:
-        """Launch it on a stream; if that is a default stream, its device is current.
+        """Launch the kernel on a stream; if that is a default stream, its device must be current.
 
         Raises:
-            ExecutionError: the driver refuses.
+            ExecutionError: the driver reports an error.
         """
         blocks, threads = self.shape
         (result,) = self._start(self.kernel, blocks, 1, 1, threads, 1, 1, 0, stream, self.parameters, 0)
@@ -180,5 +180,5 @@ class Ready:
 
 
 def refused(what: str, result: driver.CUresult) -> ExecutionError:
-    """Return what is raised where the driver does not launch a kernel."""
+    """Return the error for a kernel that the driver did not launch."""
     return ExecutionError(f"{what} was not launched: {result.name}", "earlier work on this device may have failed")

@@ -1,6 +1,6 @@
-"""Marks: the points in streams that other streams, or the host, wait for; torch's events take several times as long.
+"""CUDA events for ordering streams and the host, through the runtime API, as torch's events are several times slower.
 
-A program's events are names: what was recorded last by a name, on whatever device, is what a wait for it is for.
+A program's events are names. A wait for a name is for its latest record, on whatever device.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from tpplan.exec.programs.program import Event, Record, Wait
 
 _SUCCESS = runtime.cudaError_t.cudaSuccess
-#: Of a question whether a point is passed.
+#: Results of a query that are not errors.
 _ANSWERS = _SUCCESS, runtime.cudaError_t.cudaErrorNotReady
 
 
 @frozen(eq=False)
 class Mark:
-    """An event of the driver: of one device, recorded again and again.
+    """A CUDA event of one device, which is recorded repeatedly.
 
     Attributes:
-        handle: of the driver.
+        handle: the event's handle.
     """
 
     handle: Any
-    _destroy = staticmethod(runtime.cudaEventDestroy)  # which is still there when modules are torn down
+    _destroy = staticmethod(runtime.cudaEventDestroy)  # still available when modules are torn down
 
     @classmethod
     def on(cls, ordinal: int) -> Self:
-        """Return a new one on a device that has this number in torch.
+        """Create an event on the device with this ordinal.
 
         Raises:
-            ExecutionError: the driver refuses.
+            ExecutionError: CUDA reports an error.
         """
         before = switch_device(ordinal)
         try:
@@ -57,30 +57,30 @@ class Mark:
         self._destroy(self.handle)
 
     def record(self, stream: int) -> None:
-        """Mark the point that a stream has reached; if it is a default stream, its device has to be current.
+        """Record the event on a stream; if that is a default stream, its device must be current.
 
         Raises:
-            ExecutionError: the driver refuses.
+            ExecutionError: CUDA reports an error.
         """
         (error,) = runtime.cudaEventRecord(self.handle, stream)
         if error != _SUCCESS:
             raise _failed(error)
 
     def hold(self, stream: int) -> None:
-        """Hold back a stream until the point is passed; if it is a default stream, its device has to be current.
+        """Make a stream wait for the event; if that is a default stream, its device must be current.
 
         Raises:
-            ExecutionError: the driver refuses.
+            ExecutionError: CUDA reports an error.
         """
         (error,) = runtime.cudaStreamWaitEvent(stream, self.handle, 0)
         if error != _SUCCESS:
             raise _failed(error)
 
     def is_passed(self) -> bool:
-        """Tell whether everything before the point is done.
+        """Return whether all work before the event is complete.
 
         Raises:
-            ExecutionError: something has failed on the device.
+            ExecutionError: work on the device failed.
         """
         (error,) = runtime.cudaEventQuery(self.handle)
         if error not in _ANSWERS:
@@ -88,10 +88,10 @@ class Mark:
         return bool(error == _SUCCESS)
 
     def wait(self) -> None:
-        """Return when everything before the point is done.
+        """Block until all work before the event is complete.
 
         Raises:
-            ExecutionError: something has failed on the device.
+            ExecutionError: work on the device failed.
         """
         (error,) = runtime.cudaEventSynchronize(self.handle)
         if error != _SUCCESS:
@@ -99,16 +99,16 @@ class Mark:
 
 
 class Pending:
-    """A program that was issued."""
+    """A handle for an issued program."""
 
-    _marks: Sequence[tuple[Mark, list[Mark]]] = ()  # of one that an error has left half made
+    _marks: Sequence[tuple[Mark, list[Mark]]] = ()  # in case __init__ failed
 
     def __init__(self, marks: Sequence[tuple[Mark, list[Mark]]], check: Callable[[], None]) -> None:
-        """Take over the marks of its results.
+        """Take ownership of the events of the program's results.
 
         Args:
-            marks: that nobody else records, each with where it goes when nobody can ask for it any more.
-            check: refuses results of devices that waited in vain.
+            marks: events that nothing else records, each with the list to return it to when the handle is deleted.
+            check: raises an error if a device timed out.
         """
         self._marks = marks
         self._check = check
@@ -125,11 +125,11 @@ class Pending:
         return self._is_done
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the results are complete.
+        """Wait until the results are complete.
 
         Raises:
-            TimeoutError: they are not, after ``timeout`` seconds.
-            ExecutionError: they never will be, for a device waited in vain, or something has failed.
+            TimeoutError: they are not complete after ``timeout`` seconds.
+            ExecutionError: they never will be, as a device timed out or work on it failed.
         """
         if timeout is None:
             for mark, _ in () if self._is_done else self._marks:
@@ -142,10 +142,10 @@ class Pending:
 
 @define(eq=False)
 class Name:
-    """An event of programs.
+    """A named event of programs.
 
     Attributes:
-        latest: what was recorded last by its name; None if nothing was.
+        latest: the CUDA event recorded last by this name; None if there is none.
     """
 
     latest: Mark | None = None
@@ -153,18 +153,18 @@ class Name:
 
 @frozen(eq=False)
 class Recording:
-    """A Record, ready to be issued.
+    """A prepared Record.
 
     Attributes:
-        name: of its event.
-        take: returns the mark to record.
+        name: its named event.
+        take: returns the CUDA event to record.
     """
 
     name: Name
     take: Callable[[], Mark]
 
     def bind(self, *_: object) -> Callable[[int], None]:
-        """Return what records on the stream that it is given, whatever the operands."""
+        """Return a callable that records on a given stream, whatever the operands."""
         return self._record
 
     def _record(self, stream: int) -> None:
@@ -175,18 +175,18 @@ class Recording:
 
 @frozen(eq=False, kw_only=True)
 class Waiting:
-    """A Wait, ready to be issued.
+    """A prepared Wait.
 
     Attributes:
-        name: of its event.
-        on_host: whether it is the host that waits.
+        name: its named event.
+        on_host: whether the host waits.
     """
 
     name: Name
     on_host: bool
 
     def bind(self, *_: object) -> Callable[[int], None]:
-        """Return what waits on the stream that it is given, whatever the operands."""
+        """Return a callable that makes a given stream wait, whatever the operands."""
         return self._wait
 
     def _wait(self, stream: int) -> None:
@@ -200,20 +200,20 @@ class Waiting:
 
 
 class Marks:
-    """The marks of all devices, by the names of the programs' events."""
+    """The CUDA events of all devices, by the programs' events."""
 
     def __init__(self, ordinals: Mapping[int, int]) -> None:
-        """Take torch's number of each of the plan's devices in use."""
+        """Take the ordinal of each device of the plan in use."""
         self._ordinals = ordinals
         self._names: dict[Event, Name] = {}
         self._own: dict[tuple[Event, int], Mark] = {}
         self._free: dict[int, list[Mark]] = {device: [] for device in ordinals}
 
     def recording(self, step: Record, results: Collection[Event]) -> Recording:
-        """Return a Record, ready to be issued.
+        """Return a prepared Record.
 
-        Each device has a mark of its own for each event, for any device may record some events. Those of results are
-        the caller's, to wait for at any time: the next call records others.
+        Each device has a CUDA event of its own for each named event, as any device may record some of them. Events of
+        results belong to the caller, who may wait for them at any time, so each call records new ones.
         """
         device = step.stream.device
         name = self._name(step.event)
@@ -226,11 +226,11 @@ class Marks:
         return Recording(name, lambda: mark)
 
     def waiting(self, step: Wait, *, on_host: bool) -> Waiting:
-        """Return a Wait, ready to be issued."""
+        """Return a prepared Wait."""
         return Waiting(name=self._name(step.event), on_host=on_host)
 
     def results(self, events: Sequence[Event], check: Callable[[], None]) -> Callable[[], Pending]:
-        """Return what waits for the latest marks of events; ``check`` is for :class:`Pending`."""
+        """Return a callable that creates a handle for the latest records of events; see :class:`Pending`."""
         if not events:
             nothing = Pending((), check)
             return lambda: nothing
@@ -238,12 +238,12 @@ class Marks:
         return lambda: Pending([(name.latest, free) for name, free in names if name.latest], check)
 
     def forget(self) -> None:
-        """Forget what was recorded."""
+        """Forget all records."""
         for name in self._names.values():
             name.latest = None
 
     def clear(self) -> None:
-        """Let go of all marks but those that somebody may still ask for."""
+        """Release all CUDA events but those that handles still hold."""
         self._names.clear()
         self._own.clear()
         for free in self._free.values():

@@ -1,24 +1,24 @@
-"""The table of a slot kernel: what one device does in an exchange through slots.
+"""The parameter table of a slot kernel: a device's part of an exchange through slots.
 
-A kernel waits for every part of its parameter that it reads for the first time, so there are no gaps. Behind the header
-come the queues, those that the device fills and then those that it reads, one entry for each receiver:
+The table is dense, as a kernel stalls on its first read of each part of its parameter. The header is followed by the
+queues that the device fills, then those that it reads, with one entry for each receiver:
 
-- the addresses of the counter of their messages, of the count of those that the receiver has freed, which the sender
-  reads and the receiver writes, of the slots, or 0 if an earlier entry has that, and of what the sender knows of the
-  second one: that itself, unless it is in host memory, which takes long to be read. There the sender looks only if what
-  it knows does not let it send, and notes what it found.
+- the addresses of the message counter; of the count of freed messages, which the receiver writes and the sender reads;
+  of the slots, or 0 if an earlier entry has it; and of the sender's copy of the freed count. This is the count itself
+  unless that is in host memory, which is slow to read. Then the sender reads the count only if its copy does not allow
+  it to send, and updates the copy.
 
-The header says where the others begin:
+The header gives the indices of the other entries:
 
-- sends: first column, width, first lane and the one past the last, and 1 more than the column of the output to which
-  the device itself copies, or 0;
-- lanes: which of the queues;
-- receives: which of the queues, or what else the source of a sum is, and 1 more than which of the filled queues that
-  message is an answer to, or 0; of a move also the width of the message, the column of the output, the columns that
-  are skipped and the width that is taken.
+- sends: first column, width, first lane, one past the last lane, and 1 plus the column of the output to which the
+  device itself copies, or 0;
+- lanes: the index of a queue;
+- receives: the index of a queue or the code of another source of a sum, and 1 plus the index of the filled queue that
+  the message answers, or 0; a move also has the width of the message, the output's column, the columns to skip and the
+  width to take.
 
-The sender of a message has read all that it got in earlier exchanges. So whoever has sent it something knows that all
-but this was freed, and need not look for it in host memory before the next exchange.
+The sender of a message has read all messages that it got in earlier exchanges. So a device that gets an answer knows
+that all of its messages but the latest were freed, and need not check host memory before the next exchange.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The parameter table of a straight kernel: the steps of a device that reads and writes other devices' tensors.
 
-It starts with the number and the place of the sequences, each the number of a counter of the device and by how much the
-exchange raises it, and with the number and the place of the steps. These are:
+It starts with the number and the index of the sequences, and the number and the index of the steps. A sequence is the
+index of a counter of the device and its increment by the exchange. The steps are:
 
-- ``OPEN`` and ``SIGNAL``, flags to be raised before and after there was anything to do, and ``AWAIT``: how many flags
-  at once, then for each which of the sequences, how far it is past the start of the exchange, and the flag's address;
-- ``COPY``: operand and first column that are read, the width, the part of the rows and of how many, how many targets,
-  and the operand and the first column of each;
-- ``ADD``: the same without the first two, and then how many sources, and the operand and the first column of each.
+- ``OPEN`` and ``SIGNAL``, to raise flags before and after any work, and ``AWAIT``: the number of flags, then for each
+  the index of its sequence, its offset from the start of the exchange, and the flag's address;
+- ``COPY``: the source's operand and first column, the width, the part of the rows, the number of parts, the number of
+  targets, and the operand and the first column of each;
+- ``ADD``: the same without the source, then the number of sources, and the operand and the first column of each.
 
-The operands are the caller's tensors on all devices, each with address and pitch, in the same order on all of them.
+The operands are the caller's tensors on all devices, each with address and pitch, in the same order on all devices.
 """
 
 from __future__ import annotations
