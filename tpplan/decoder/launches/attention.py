@@ -1,4 +1,4 @@
-"""Attention of one token of each of some sequences to their cache, by a kernel that needs no mask.
+"""Attention of one token of each sequence over the cache, by a kernel that needs no mask.
 
 Shapes: R tokens, one of each of the first R sequences, B sequences, L places of a sequence, H heads (KV heads of keys
 and values), K elements of a head.
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: Of a head: elements that 16 bytes hold, as many as leave a kernel room for 8 warps, and at most.
+#: Elements of a head: in 16 bytes, the maximum with room for 8 warps in a kernel, and the maximum.
 _VECTOR, _WIDE, _WIDEST = 8, 128, 256
-#: As the kernels have them.
+#: Queries and places of a tile, as in the kernels.
 _QUERIES, _TILE = 8, 16
-#: Tiles of a block that shares a token with others, at least: fewer are read sooner than merged.
+#: Minimum tiles of a block that shares a token with others: reading fewer is faster than merging them.
 _LEAST: Final = 4
-#: Compute capabilities: with matrix instructions for both dtypes, and whose kernels for wide heads of 16 bits need no
-#: memory.
+#: Minimum compute capabilities: for matrix instructions in both dtypes, and for kernels for wide heads of 16 bits that
+#: need no memory.
 _OLDEST, _OLDEST_WIDE = (8, 0), (9, 0)
 
 
@@ -36,7 +36,7 @@ def name_of(dtype: torch.dtype, head_dim: int, cap: float | None, kind: str = "f
 
 
 class Attention:
-    """The kernel of a device, a dtype, a size of heads and a kind of cache, and what its blocks tell each other.
+    """The kernel for one device, dtype, head size and kind of cache, with the memory that its blocks share.
 
     Calls on different streams must not overlap.
     """
@@ -44,14 +44,14 @@ class Attention:
     def __init__(
         self, place: torch.device, dtype: torch.dtype, head_dim: int, cap: float | None = None, kind: str = "fp16"
     ) -> None:
-        """Load it.
+        """Load the kernel.
 
         Args:
             place: the CUDA device.
             dtype: bfloat16 or float16.
             head_dim: elements of a head; see :meth:`takes`.
-            cap: of the scores; see :class:`tpplan.decoder.settings.Settings`.
-            kind: of the cache: ``fp16``, ``q8`` or ``fp8``, see :class:`tpplan.decoder.cache.Store`.
+            cap: soft cap of the scores; see :class:`tpplan.decoder.settings.Settings`.
+            kind: kind of cache: ``fp16``, ``q8`` or ``fp8``, see :class:`tpplan.decoder.cache.Store`.
         """
         warps, width = 8 if head_dim <= _WIDE else 4, -(-head_dim // 64) * 64
         self._threads, self._cap = 32 * warps, cap
@@ -63,7 +63,7 @@ class Attention:
 
     @staticmethod
     def takes(place: torch.device, dtype: torch.dtype, head_dim: int, kind: str = "fp16") -> bool:
-        """Tell whether there is a kernel for such heads in such a cache."""
+        """Tell whether there is a kernel for a device, dtype, head size and kind of cache."""
         if place.type != "cuda" or dtype not in DTYPES or kind not in KERNEL_KINDS:
             return False
         if head_dim % _VECTOR or head_dim > _WIDEST:
@@ -81,23 +81,23 @@ class Attention:
         *,
         scale: float,
     ) -> Tensor:
-        """Return what tokens find at places 0 to their position, or at all places if they are behind these.
+        """Return the attention output of tokens over places 0 to their position, or all places if these are fewer.
 
-        Nothing waits, and no launch depends on the positions. Scores and sums are in float32, and rounded once. What a
-        cache has in 8 bits is multiplied in float16, and so are the queries: of those in bfloat16 no element may be
-        beyond its 65,504.
+        The host does not wait, and no launch depends on the positions. Scores and sums are in float32, and rounded
+        once. With an 8-bit cache, products are in float16, queries included: no element of queries in bfloat16 may
+        exceed 65,504.
 
         Args:
-            q_RHK: queries, at any multiple of 16 bytes from one token to the next; equally many successive heads of
-                them share each KV head.
-            k_BHLK: keys of all sequences, as the cache stores them; heads and places lie side by side.
-            v_BHLK: values, in the same way.
-            positions_R: of the tokens, 64 bits each, side by side.
-            scales: of keys and of values in a cache of kind ``q8``, ``[B, H, L, K / 32]``, in the same way.
-            scale: of the scores.
+            q_RHK: queries, with a token stride of any multiple of 16 bytes; each KV head is shared by the same number
+                of successive query heads.
+            k_BHLK: keys of all sequences, as the cache stores them; heads and places are contiguous.
+            v_BHLK: values, laid out likewise.
+            positions_R: positions of the tokens, int64 and contiguous.
+            scales: scales of keys and of values in a ``q8`` cache, ``[B, H, L, K / 32]``, laid out likewise.
+            scale: factor of the attention scores.
 
         Returns:
-            ``[R, H × K]``.
+            The attention output ``[R, H × K]``.
         """
         count, queries, size = q_RHK.shape
         _, heads, length, _ = k_BHLK.shape
@@ -130,11 +130,11 @@ class Attention:
 
 
 def splits_of(count: int, length: int, processors: int) -> int:
-    """Return how many blocks share the places that a token sees: about as many as make one for each multiprocessor.
+    """Return the number of blocks that share the places a token sees, for about one block on each multiprocessor.
 
     Args:
-        count: of such things to share: tokens times KV heads.
-        length: of a cache.
-        processors: of the device, each of which has room for two blocks.
+        count: number of blocks without sharing: tokens times KV heads.
+        length: places of the cache.
+        processors: multiprocessors of the device, each with room for two blocks.
     """
     return max(1, min(-(-length // (_TILE * _LEAST)), (processors + count // 2) // count))

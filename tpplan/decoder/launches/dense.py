@@ -1,4 +1,4 @@
-"""Rows of quantised matrices in 16 bits, made by one kernel.
+"""Dequantisation of matrix rows to 16 bits, by one kernel.
 
 Shapes: R rows, K columns.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: Kinds of codes that there are kernels for, as their names say it: bits of whole numbers, or what floats are made of.
+#: Kinds of codes that kernels support, as in kernels' names: the bits of integers, or the format of floats.
 KINDS: Final = ("4", "8", "e4m3", "e5m2")
 
 _FLOATS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -30,34 +30,34 @@ _ONE: Final = 2**31
 
 
 def kind_of(matrix: Quantised) -> str:
-    """Return which of :data:`KINDS` the codes of a matrix are, if any."""
+    """Return the kind of a matrix's codes, from :data:`KINDS` if there are kernels for it."""
     return str(matrix.bits) if isinstance(matrix, IntMatrix) else _FLOATS.get(matrix.codes.dtype, "")
 
 
 def names_of(dtype: torch.dtype, kinds: Collection[str] = KINDS) -> list[str]:
-    """Return the names of the kernels that make rows of a dtype from codes of some kinds."""
+    """Return the names of the kernels that dequantise codes of some kinds to a dtype."""
     return [f"dense_{DTYPES[dtype]}_{kind}" for kind in kinds]
 
 
 class Dense:
-    """Kernels for one device and dtype.
+    """Dequantisation kernels for one device and dtype.
 
-    They are right for matrices that :meth:`takes` accepts, and unchecked.
+    They may only be called with matrices that :meth:`takes` accepts, and do not check this.
     """
 
     def __init__(self, place: torch.device, dtype: torch.dtype, kinds: Collection[str] = KINDS) -> None:
-        """Load them.
+        """Load the kernels.
 
         Args:
             place: a CUDA device.
-            dtype: of the rows that they make, one of :data:`tpplan.decoder.launches.launcher.DTYPES`.
-            kinds: of the codes of its matrices.
+            dtype: dtype of the result, one of :data:`tpplan.decoder.launches.launcher.DTYPES`.
+            kinds: kinds of codes of the device's matrices.
         """
         names = names_of(dtype, kinds)
         self._launchers = {kind: Launcher(name, place) for kind, name in zip(kinds, names, strict=True)}
 
     def takes(self, matrix: Quantised) -> bool:
-        """Return whether there is a kernel for a matrix: columns are in eights, each of which shares a scale."""
+        """Return whether there is a kernel for a matrix, whose columns must be in eights that share a scale."""
         (size, width), (rows, columns) = matrix.shape, block_of(matrix)
         if kind_of(matrix) not in self._launchers or str(matrix.scales.dtype) not in FORMS:
             return False
@@ -66,13 +66,13 @@ class Dense:
         return has_quotients(rows, size) and has_quotients(columns // _COLUMNS, width // _COLUMNS)
 
     def __call__(self, matrix: Quantised, start: int, end: int, out_RK: Tensor) -> None:
-        """Make some rows, as the matrix's own ``dense`` does: computed in float32, rounded once.
+        """Dequantise rows, as the matrix's own ``dense`` does: computed in float32, rounded once.
 
         Args:
-            matrix: of the device, contiguous.
-            start: the first row.
-            end: the one behind the last.
-            out_RK: where they go, in the kernels' dtype, rows at multiples of 16 bytes.
+            matrix: a matrix on the device, contiguous.
+            start: first row.
+            end: row after the last.
+            out_RK: tensor for the result, in the kernels' dtype, with rows at multiples of 16 bytes.
         """
         (size, width), (rows, columns), scales = matrix.shape, block_of(matrix), matrix.scales
         units = width // _COLUMNS
@@ -98,12 +98,15 @@ class Dense:
 
 
 def block_of(matrix: Quantised) -> tuple[int, int]:
-    """Return the rows and columns that share a scale."""
+    """Return the numbers of rows and columns that share a scale."""
     return (1, matrix.group) if isinstance(matrix, IntMatrix) else (matrix.rows, matrix.columns)
 
 
 def _zeros_of(matrix: Quantised) -> tuple[int, int, int]:
-    """Return where zeros are, whether two are in a byte, and what is added to them, or what they are if nowhere."""
+    """Return the address of zero points, whether two share a byte, and the number to add; address 0 if none are stored.
+
+    Without stored zero points, the last number is the zero point of all codes.
+    """
     if not isinstance(matrix, IntMatrix):
         return 0, 0, 0
     if matrix.zeros is None:
@@ -112,10 +115,10 @@ def _zeros_of(matrix: Quantised) -> tuple[int, int, int]:
 
 
 def has_quotients(block: int, count: int) -> bool:
-    """Return whether all numbers below a count can be multiplied instead of divided by the size of a block."""
+    """Return whether division of all numbers below ``count`` by ``block`` can be done by multiplication."""
     return block >= count or block * count <= _ONE
 
 
 def fraction_of(block: int, count: int) -> int:
-    """Return what numbers below a count are multiplied by instead of divided by the size of a block."""
+    """Return the fixed-point factor that replaces division of numbers below ``count`` by ``block``."""
     return -(-_ONE // block) if block < count else 0

@@ -1,6 +1,6 @@
-"""What kernels that multiply few rows by a matrix have in common: products, with a gate or a sum behind.
+"""The common interface of kernels that multiply few rows by a matrix, followed by a gate or a sum.
 
-Shapes are written at the end of a name: R rows, K columns of the matrix, N rows of it, I intermediate.
+Shapes are suffixes of names: R rows, K columns of the matrix, N rows of the matrix, I intermediate.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
     from tpplan.exec.gpu.channel import Channel
 
-#: What kernels call the activations of :data:`tpplan.decoder.settings.ACTIVATIONS`; 0 is none.
+#: Numbers by which kernels know the activations of :data:`tpplan.decoder.settings.ACTIVATIONS`; 0 is none.
 GATES: Final = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
 
-#: Bytes that one access moves, and those of a number.
+#: Bytes of one access, and of an element.
 _VECTOR, _ITEM = 16, 2
 
 M = TypeVar("M", bound=Matrix)
 
 
 class FewRows(ABC, Generic[M]):
-    """Kernels for one device and dtype of rows, of 16 bits.
+    """Kernels for one device and one 16-bit dtype of rows.
 
-    They are right for what :meth:`takes` accepts, and unchecked. Rows are in the order of the matrix's columns, see
-    :func:`tpplan.decoder.quantised.ordered`.
+    They may only be called with tensors that :meth:`takes` accepts, and do not check this. Rows must be in the order of
+    the matrix's columns, see :func:`tpplan.decoder.quantised.ordered`.
     """
 
     @abstractmethod
@@ -39,7 +39,7 @@ class FewRows(ABC, Generic[M]):
         Args:
             x_RK: rows.
             matrix_NK: the matrix.
-            gated: whether there is a gate behind.
+            gated: whether a gate follows.
         """
 
     def linear(self, x_RK: Tensor, matrix_NK: M, bias_N: Tensor | None = None) -> Tensor:
@@ -49,19 +49,19 @@ class FewRows(ABC, Generic[M]):
         return y_RN
 
     def add(self, to_RN: Tensor, x_RK: Tensor, matrix_NK: M) -> None:
-        """Add a product to rows, where they are, and round once, as ``addmm_`` does."""
+        """Add a product to rows in place, rounding once, as ``addmm_`` does."""
         self._run(to_RN, x_RK, matrix_NK, _rows(to_RN), 0)
 
     def gated(self, x_RK: Tensor, matrix_NK: M, gate: str, bias_N: Tensor | None = None) -> Tensor:
-        """Return the products of the matrix's second half, times the activations of its first's: ``[R, I]``.
+        """Return the products with the matrix's second half, times the activations of those with its first: ``[R, I]``.
 
-        Products, activations and what comes of both are rounded, as they are where each is a kernel.
+        Products, activations and results are each rounded, as they would be by separate kernels.
 
         Args:
             x_RK: rows.
-            matrix_NK: gate and up projection, one below the other.
-            gate: the activation, of :data:`GATES`.
-            bias_N: of both.
+            matrix_NK: gate and up projection, stacked along their rows.
+            gate: name of the activation, from :data:`GATES`.
+            bias_N: bias of both projections, if there is one.
         """
         h_RI = x_RK.new_empty((len(x_RK), len(matrix_NK) // 2))
         self._run(h_RI, x_RK, matrix_NK, bias_of(bias_N), GATES[gate])
@@ -72,30 +72,30 @@ class FewRows(ABC, Generic[M]):
         """Write products.
 
         Args:
-            y: where they go.
+            y: tensor for the result.
             x: rows.
-            matrix: what these are multiplied by.
-            plus: what is added: an address, and the bytes from one row to the next.
-            mode: 0, or one of :data:`GATES`.
+            matrix: the matrix.
+            plus: address of the values to add, and the bytes from one row of them to the next.
+            mode: 0 without a gate, else a number of :data:`GATES`.
         """
 
 
 class JointRows(FewRows[M]):
-    """Kernels of few rows, of which some add up the products of several devices."""
+    """Kernels for few rows, some of which add up the products of several devices."""
 
     @abstractmethod
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is a kernel for rows and a matrix that saves a sum of devices."""
+        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
 
     def joint(self, to_RN: Tensor, x_RK: Tensor, matrix_NK: M, channel: Channel, device: int) -> None:
-        """Add to rows, where they are, what all devices' products add up to, and round once.
+        """Add the sum of all devices' products to rows in place, rounding once.
 
         Args:
-            to_RN: rows, the same on all devices.
-            x_RK: the device's columns of what is multiplied.
-            matrix_NK: its columns of the matrix, of which :meth:`adds_up` is true.
-            channel: by which they are added up; every device launches such a kernel, by :meth:`Channel.run`.
-            device: the plan's.
+            to_RN: rows, equal on all devices.
+            x_RK: the device's columns of the rows to multiply.
+            matrix_NK: the device's columns of the matrix, which :meth:`adds_up` accepts.
+            channel: channel that adds up the products; every device launches such a kernel, by :meth:`Channel.run`.
+            device: index of the device in the plan.
         """
         self._run_joint(to_RN, x_RK, matrix_NK, _rows(to_RN), channel, device)
 
@@ -107,17 +107,17 @@ class JointRows(FewRows[M]):
 
 
 def bias_of(bias_N: Tensor | None) -> tuple[int, int]:
-    """Return what is added to every row."""
+    """Return the address of a bias and a row pitch of 0, to add it to every row; zeros if there is none."""
     return (0, 0) if bias_N is None else (bias_N.data_ptr(), 0)
 
 
 def _rows(to_RN: Tensor) -> tuple[int, int]:
-    """Return what is added, a row to each."""
+    """Return the address and pitch in bytes of rows to add."""
     return to_RN.data_ptr(), _ITEM * to_RN.stride(0)
 
 
 def is_vectors(matrix: Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether rows of a matrix are of 16 bytes each, at multiples of them."""
+    """Tell whether a matrix has this dtype, and rows that begin at and consist of multiples of 16 bytes."""
     if matrix.dtype is not dtype or matrix.stride(1) != 1 or not matrix.shape[1]:
         return False
     return not (matrix.data_ptr() | matrix.stride(0) * _ITEM | matrix.shape[1] * _ITEM) % _VECTOR

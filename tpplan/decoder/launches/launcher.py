@@ -1,4 +1,4 @@
-"""The launch of a kernel that the decoder brings along, on the stream that is torch's current one."""
+"""Launching of the decoder's own CUDA kernels, on torch's current stream."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch
 from tpplan.exec.gpu import kernel_cache
 from tpplan.exec.torch_shims import stream_handle
 
-#: Dtypes that there are kernels for, and what the kernels' names say of them.
+#: Dtypes that kernels support, and their abbreviations in kernels' names.
 DTYPES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class Launcher:
-    """A kernel on one CUDA device; all that it takes are 64-bit words.
+    """A kernel on one CUDA device, whose parameters are 64-bit words.
 
     In graphs it is launched early, see :mod:`tpplan.exec.gpu.early`.
     """
 
     def __init__(self, name: str, place: torch.device, *, is_array: bool = False) -> None:
-        """Load it at once: what is loaded later would wait for kernels that wait for other devices.
+        """Load the kernel now: loading it later would wait for kernels that themselves wait for other devices.
 
         Args:
-            name: of the kernel; its first word tells the module, see :mod:`tpplan.exec.gpu.kernel_cache`.
+            name: name of the kernel; its first word names the module, see :mod:`tpplan.exec.gpu.kernel_cache`.
             place: the device.
             is_array: whether its parameter is one array of :data:`tpplan.exec.gpu.exchange_table.MOST_WORDS` words.
         """
@@ -40,25 +40,25 @@ class Launcher:
         self._name, self._place, self._is_array = name, place, is_array
         self._kernel = kernel_cache.load(name, capability)
         self._start, self._success, self._refused = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS, refused
-        torch.empty(1, device=place)  # the driver wants its context, which torch makes when something is first asked
+        torch.empty(1, device=place)  # makes torch create the CUDA context that the driver needs
         with torch.cuda.device(place):
             result, self._function = driver.cuKernelGetFunction(driver.CUkernel(int(self._kernel.handle)))
             if result != self._success:
                 raise refused(f"{name} of {place}", result)
-            with suppress(RuntimeError):  # drivers before CUDA 12.4 cannot
+            with suppress(RuntimeError):  # not in drivers before CUDA 12.4
                 driver.cuFuncLoad(self._function)
         self._early = early if early.is_possible(capability) else None
 
     def __call__(self, blocks: int | tuple[int, int, int], threads: int, *words: int) -> None:
-        """Launch it.
+        """Launch the kernel.
 
         Args:
-            blocks: how many, in one dimension or three.
-            threads: of each.
-            words: the kernel's parameters, or all of its array.
+            blocks: number of blocks, in one dimension or three.
+            threads: threads of a block.
+            words: the kernel's parameters, or all words of its array.
 
         Raises:
-            ExecutionError: the driver refuses.
+            ExecutionError: the driver refuses the launch.
         """
         count = 1 if self._is_array else len(words)
         kept = (ctypes.c_uint64 * len(words))(*words)
@@ -69,7 +69,7 @@ class Launcher:
         if stream and self._early and self._early.is_captured(stream):
             result = self._early.launch(self._function, (x, y, z), threads, stream, pointers)
         else:
-            with nullcontext() if stream else torch.cuda.device(self._place):  # whose default stream it is then
+            with nullcontext() if stream else torch.cuda.device(self._place):  # the default stream is the device's
                 (result,) = self._start(self._function, x, y, z, threads, 1, 1, 0, stream, pointers, 0)
         del of_words
         if result != self._success:
@@ -78,6 +78,6 @@ class Launcher:
 
 @cache
 def bits_of(number: float) -> int:
-    """Return the bits of a float32, as kernels are told numbers."""
+    """Return the bits of a float32, the form in which kernels take floats."""
     found: int = unpack("I", pack("f", number))[0]
     return found

@@ -1,4 +1,4 @@
-"""The launches of kernels between a layer's matrices on tensors, of which the kernels do not take all.
+"""Launches of the kernels between a layer's matrix products: norms, gates, rotation and argmax.
 
 Shapes: R rows, D hidden, I intermediate, H heads, K elements of a head, W columns of a RoPE table, T places of a cache.
 """
@@ -17,7 +17,7 @@ from tpplan.decoder.launches.launcher import DTYPES, Launcher, bits_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Gates that there are kernels of, by ``hidden_act`` of a config.json.
+#: Names of gate kernels, by ``hidden_act`` of a config.json.
 GATES: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 _ITEM: Final = 2
@@ -35,15 +35,15 @@ _THREADS: Final = 256
 
 @frozen
 class Places:
-    """Where the keys and values of rows go.
+    """Where the keys and values of rows go in the cache.
 
     Attributes:
-        keys: of a cache, ``[T, H, K]``, see :meth:`tpplan.decoder.cache.Store.in_a_row`.
-        values: likewise.
-        apart: places from one sequence to the next.
-        sequences: of each row, in 64 bits; below 0 if the row is not to be written.
-        places: of each row in its sequence, in 64 bits.
-        scales: of the keys and of the values in a cache of kind ``q8``, at their beginning; none of others.
+        keys: keys of the cache, ``[T, H, K]``, see :meth:`tpplan.decoder.cache.Store.in_a_row`.
+        values: values of the cache, likewise.
+        apart: row stride between sequences.
+        sequences: sequence of each row, int64; below 0 if the row is not to be written.
+        places: place of each row in its sequence, int64.
+        scales: scales of keys and of values in a ``q8`` cache, from their beginning; empty for other kinds.
     """
 
     keys: Tensor
@@ -61,9 +61,9 @@ def names_of(dtype: torch.dtype, activation: str, kind: str = "fp16") -> list[st
 
 
 class Pointwise:
-    """Norms, gates and turns of 16 bits on one CUDA device; every method tells by its result if it takes its tensors.
+    """Norms, gates and rotation in 16 bits on one CUDA device; each method's result tells whether it takes its tensors.
 
-    They have to lie at multiples of 16 bytes, with as many in a row.
+    Rows of tensors must begin at, and consist of, multiples of 16 bytes.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Pointwise:
 
         Args:
             place: the device.
-            dtype: of the rows, one of :data:`DTYPES`.
-            eps: what norms add to the mean square.
-            activation: of gates, one of :data:`GATES`.
-            kind: of the cache that heads are written to.
+            dtype: dtype of the rows, one of :data:`DTYPES`.
+            eps: epsilon that norms add to the mean square.
+            activation: name of the gates' activation, one of :data:`GATES`.
+            kind: kind of the cache that keys and values are written to.
         """
         launchers = (Launcher(name, place) for name in names_of(dtype, activation, kind))
         self._norm, self._gate, self._best, self._turn = launchers
@@ -84,12 +84,12 @@ class Pointwise:
         self._stored = {"q8": torch.int8, "fp8": torch.uint8}.get(kind, dtype)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
-        """Divide rows by their root mean square in float32, multiply them by weights, and round once.
+        """Return the RMS norm of rows, computed in float32 and rounded once.
 
         Args:
             x_RD: rows.
-            weight: in their dtype, or in float32.
-            out: to write to, may be ``x_RD``; a new tensor if not given.
+            weight: weights of the norm, in the dtype of the rows or in float32.
+            out: tensor for the result, may be ``x_RD``; a new one if not given.
 
         Returns:
             The result, or None if the kernel does not take such tensors.
@@ -111,10 +111,10 @@ class Pointwise:
         return out
 
     def gate(self, gate: Tensor, up: Tensor) -> bool:
-        """Write the activation of a matrix times another over the former; both are rounded, first the activation.
+        """Overwrite ``gate`` with its activation times ``up``; the activation is rounded, then the product.
 
         Args:
-            gate: ``[R, I]``, or without gaps ``[..., I]``.
+            gate: ``[R, I]``, or contiguous ``[..., I]``.
             up: likewise.
 
         Returns:
@@ -131,13 +131,13 @@ class Pointwise:
         return True
 
     def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor | None:
-        """Find the largest element of each row, and write it and its number to one of several places.
+        """Find the largest element of each row, and return it and its index in one of several pairs of columns.
 
         Args:
             logits_BV: rows.
-            start: is added to the number.
-            place: of the two columns, of which the others are 0.
-            places: how many there are.
+            start: number added to the index.
+            place: number of the pair of columns; the other pairs are 0.
+            places: number of pairs.
 
         Returns:
             ``[B, 2 × places]`` in float32, or None if the kernel does not take such rows.
@@ -160,16 +160,16 @@ class Pointwise:
         norms: Sequence[Tensor] = (),
         keep: Places | None = None,
     ) -> bool:
-        """Turn query and key heads where they are, behind norms, and write keys and values to a cache (RoPE).
+        """Apply norms and rotation (RoPE) to query and key heads in place, and write keys and values to a cache.
 
-        Products with sines and cosines are rounded, and their sums, as by :func:`tpplan.decoder.layers.rotate`.
+        Products with sines and cosines are rounded, then their sums, as in :func:`tpplan.decoder.layers.rotate`.
 
         Args:
             qkv_RHK: heads of queries, then of keys, then as many of values.
-            counts: heads of queries and of keys.
-            by: how rows are turned, ``[R, 1, 2, 2, W / 2]``, see :func:`tpplan.decoder.layers.angles`.
-            norms: weights of the norm of a query head and of a key head, or none.
-            keep: where in a cache; nowhere if not given.
+            counts: numbers of query heads and of key heads.
+            by: RoPE angles of the rows, ``[R, 1, 2, 2, W / 2]``, see :func:`tpplan.decoder.layers.angles`.
+            norms: weights of the norms of query and key heads; empty if there are none.
+            keep: where keys and values go in a cache; they are not written if not given.
 
         Returns:
             Whether the kernel takes such tensors.
@@ -216,7 +216,7 @@ class Pointwise:
         return True
 
     def _words_of(self, keep: Places | None) -> Sequence[int] | None:
-        """Return what the kernel is told of a cache, or None if it does not take that."""
+        """Return the kernel's parameters for a cache, or None if it does not take that cache."""
         if keep is None:
             return (0,) * 10
         k_THK, v_THK, sequences, places = keep.keys, keep.values, keep.sequences, keep.places
@@ -242,6 +242,6 @@ class Pointwise:
 
 
 def _even(count: int, most: int) -> tuple[int, int]:
-    """Return over how many blocks things are spread, and the threads of each, whole warps of them."""
+    """Return the number of blocks that ``count`` threads are spread over, and the threads of each, in whole warps."""
     blocks = -(-count // most)
     return blocks, -(-count // (blocks * _WARP)) * _WARP
