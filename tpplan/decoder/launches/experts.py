@@ -1,7 +1,6 @@
-"""A mixture of experts for few rows, by kernels that read the matrices of chosen experts where they are.
+"""A mixture of experts for few rows, by kernels that read the chosen experts' matrices in place.
 
-Shapes are written at the end of a name: R rows, D hidden, E experts, C experts chosen for a row, I the device's part of
-an expert's width.
+Shapes are suffixes of names: R rows, D hidden, E experts, C experts of a row, I intermediate (the device's part).
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ if TYPE_CHECKING:
 #: Kinds of codes that kernels read, of :data:`tpplan.decoder.launches.dense.KINDS`.
 KINDS: Final = ("4", "8", "e4m3")
 
-#: As the kernels have them: experts to choose from, and those that a row can choose.
+#: Maximum experts to choose from, and maximum experts of a row, as in the kernels.
 _MOST_EXPERTS: Final = 512
 _MOST_CHOSEN: Final = 32
 
 _ITEM: Final = 2
 #: Of the choices.
 _FLOAT: Final = 4
-#: Bytes that one access moves, matrix rows that the kernel reads at a time.
+#: Bytes of one access, and matrix rows that the kernel reads at a time.
 _VECTOR, _FOUR = 16, 4
-#: Groups of pairs that a grid has, at most.
+#: Maximum groups of pairs of a grid.
 _MOST_GROUPS: Final = 2**16 - 1
 
 
 def names_of(dtype: torch.dtype, codes: Collection[str] = ()) -> list[str]:
-    """Return the names of the kernels for a dtype: what chooses, and what multiplies.
+    """Return the names of the kernels for a dtype: of routing, and of products.
 
     Args:
-        dtype: of rows.
-        codes: what matrices are made of; there are no kernels for kinds that are not in :data:`KINDS`.
+        dtype: dtype of rows.
+        codes: kinds of codes of quantised matrices; kinds not in :data:`KINDS` have no kernels.
     """
     name = DTYPES[dtype]
     kinds = [f"coded_product_{name}_{kind}" for kind in KINDS if kind in codes]
@@ -50,19 +49,19 @@ def names_of(dtype: torch.dtype, codes: Collection[str] = ()) -> list[str]:
 
 
 class Experts:
-    """Kernels for one device and dtype; every method tells by its result if it takes its tensors.
+    """Kernels of experts for one device and dtype; each method returns None if no kernel takes its tensors.
 
-    Choices are ``[R, 2 × C]`` in float32: of each row the weights of its experts, then their numbers.
+    Choices are ``[R, 2 × C]`` in float32: for each row the weights of its experts, then their numbers.
     """
 
     def __init__(self, place: torch.device, dtype: torch.dtype, activation: str, codes: Collection[str] = ()) -> None:
-        """Load them.
+        """Load the kernels.
 
         Args:
             place: a CUDA device.
-            dtype: of rows, and of matrices that are not codes, of 16 bits.
-            activation: of gates, one of :data:`tpplan.decoder.launches.few_rows.GATES`.
-            codes: what quantised matrices are made of.
+            dtype: 16-bit dtype of rows, and of matrices that are not quantised.
+            activation: name of the gates' activation, one of :data:`tpplan.decoder.launches.few_rows.GATES`.
+            codes: kinds of codes of quantised matrices.
         """
         self._choose, self._product, *more = (Launcher(name, place) for name in names_of(dtype, codes))
         self._coded = dict(zip((kind for kind in KINDS if kind in codes), more, strict=True))
@@ -70,12 +69,12 @@ class Experts:
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
     def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor | None:
-        """Return the choices of rows: of equal scores the first.
+        """Return the choices of rows; of equal scores, the first wins.
 
         Args:
-            scores_RE: of the experts.
-            count: of experts that a row is sent to.
-            normalised: whether their weights add up to 1; else they are parts of all experts' by softmax.
+            scores_RE: router scores of all experts.
+            count: number of experts of a row.
+            normalised: whether the weights of a row's experts add up to 1; else they are its softmax over all experts.
 
         Returns:
             The choices, or None if the kernel does not take such scores.
@@ -93,15 +92,15 @@ class Experts:
     def up(
         self, x_RD: Tensor, gate_EID: Tensor | Stacked, up_EID: Tensor | Stacked, choice_RC: Tensor
     ) -> Tensor | None:
-        """Return what the chosen experts have between their matrices, if the kernel takes these: ``[R, C, I]``.
+        """Return the intermediate activations of the chosen experts, ``[R, C, I]``; None if the kernel cannot.
 
-        Products, activations and what comes of both are rounded, as they are where each is a kernel.
+        Products, activations and results are each rounded, as they would be by separate kernels.
 
         Args:
             x_RD: rows.
-            gate_EID: the matrix of each expert to which the activation belongs.
-            up_EID: the other one, which lies in the same way.
-            choice_RC: of the rows.
+            gate_EID: gate matrices of all experts, whose outputs get the activation.
+            up_EID: up matrices of all experts, laid out likewise.
+            choice_RC: choices of the rows.
         """
         gate, up = self._readable(gate_EID, choice_RC), self._readable(up_EID, choice_RC)
         if gate is None or gate != up or not self._is_vectors(x_RD):
@@ -114,22 +113,22 @@ class Experts:
     def down(
         self, h_RCI: Tensor, down_EDI: Tensor | Stacked, choice_RC: Tensor, to_RD: Tensor | None = None
     ) -> Tensor | None:
-        """Return the weighed sum of what the chosen experts make of ``h``, if the kernel takes them: ``[R, D]``.
+        """Return the weighted sum of the chosen experts' outputs, ``[R, D]``; None if the kernel cannot.
 
         It is rounded once.
 
         Args:
-            h_RCI: what they have between their matrices; it is copied if its elements do not lie side by side.
-            down_EDI: the matrix of each expert.
-            choice_RC: of the rows.
-            to_RD: rows that the sum is added to, where they are, before it is rounded; they are returned then.
+            h_RCI: intermediate activations of the experts; copied if not contiguous.
+            down_EDI: down matrices of all experts.
+            choice_RC: choices of the rows.
+            to_RD: rows to which to add the sum in place before it is rounded; they are returned then.
         """
         down = self._readable(down_EDI, choice_RC)
         if down is None or h_RCI.dtype is not self._dtype:
             return None
         if to_RD is not None and (to_RD.dtype is not self._dtype or to_RD.stride(1) != 1):
             return None
-        h_RCI = h_RCI.contiguous()  # whose strides say nothing where there is one expert of a row
+        h_RCI = h_RCI.contiguous()  # with one expert of a row, strides are arbitrary
         if h_RCI.data_ptr() % _VECTOR:
             return None
         y_RD = h_RCI.new_empty(len(h_RCI), down.size) if to_RD is None else to_RD
@@ -139,7 +138,7 @@ class Experts:
         return y_RD
 
     def _readable(self, matrix_EOI: Tensor | Stacked, choice_RC: Tensor) -> Readable | None:
-        """Return experts' matrices if a kernel takes them and choices: for more, torch reads all experts once."""
+        """Return experts' matrices if a kernel takes them and the choices; for more, torch reads all experts once."""
         pairs, chosen = choice_RC.numel() // 2, choice_RC.shape[1] // 2
         if not 0 < pairs <= min(len(matrix_EOI), _MOST_GROUPS) or chosen > _MOST_CHOSEN:
             return None
@@ -150,7 +149,7 @@ class Experts:
         return readable(matrix_EOI, self._coded)
 
     def _is_vectors(self, tensor: Tensor) -> bool:
-        """Tell whether the last dimension is of 16 bytes each, at multiples of them."""
+        """Tell whether slices along the last dimension begin at, and consist of, multiples of 16 bytes."""
         *steps, one = tensor.stride()
         if tensor.dtype is not self._dtype or one != 1 or not tensor.shape[-1]:
             return False
@@ -166,7 +165,7 @@ class Experts:
         up: Readable | None = None,
         plus: tuple[int, int] = (0, 0),
     ) -> None:
-        """Multiply by matrices of experts, which are those of gates if there are others."""
+        """Multiply by matrices of experts; if ``up`` is given, ``matrix`` has their gates."""
         rows, chosen = choice_RC.shape[0], choice_RC.shape[1] // 2
         groups, many, per = (rows * chosen, 1, 2) if up else (rows, chosen, 4)
         batches = matrix.size // per

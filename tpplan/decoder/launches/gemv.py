@@ -1,6 +1,6 @@
-"""Products of few rows and a matrix, with a norm before and a gate or a sum behind, in one kernel.
+"""Products of one or two rows and a matrix in one kernel, with a norm before and a gate or a sum after.
 
-Shapes are written at the end of a name: R rows (one or two), K columns of the matrix, N rows of it, I intermediate.
+Shapes are suffixes of names: R rows (one or two), K columns of the matrix, N rows of the matrix, I intermediate.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from tpplan.decoder.quantised import Matrix
     from tpplan.exec.gpu.channel import Channel
 
-#: Rows that a kernel takes: of more, what multiplies by tensor cores is faster, with a kernel for the norm before too.
+#: Maximum rows of a kernel: for more, kernels with tensor cores are faster, even with a separate one for the norm.
 MOST_ROWS: Final = 2
 
-#: Bytes of rows that are normed in shared memory, at most.
+#: Maximum bytes of rows that are normed in shared memory.
 _NORMED: Final = 2**15
 _ITEM: Final = 2
 #: Bytes that one access moves, columns that a warp reads at a time, matrix rows that it reads at a time.
@@ -34,11 +34,11 @@ _BLOCK_WARPS, _WARPS = 8, 16
 
 @frozen
 class Norm:
-    """What rows are divided by, and multiplied with, before a product.
+    """The RMS norm applied to rows before a product.
 
     Attributes:
-        weight: of the norm, ``[K]``, in the rows' dtype.
-        eps: is added to the mean square.
+        weight: weights of the norm, ``[K]``, in the rows' dtype.
+        eps: epsilon added to the mean square.
     """
 
     weight: Tensor
@@ -51,8 +51,8 @@ class Shape:
 
     Attributes:
         team: warps that share the columns of four matrix rows.
-        teams: of a block.
-        blocks: of the kernel.
+        teams: teams of a block.
+        blocks: blocks of the kernel.
     """
 
     team: int
@@ -92,7 +92,7 @@ def names_of(dtype: torch.dtype) -> tuple[list[str], list[str]]:
 
 
 def joint_names_of(dtype: torch.dtype) -> list[str]:
-    """Return the names of those that add up the products of several devices."""
+    """Return the names of the kernels that add up the products of several devices."""
     return [f"gemv_joint_{DTYPES[dtype]}_{count}" for count in (1, 2)]
 
 
@@ -100,12 +100,12 @@ class Gemv(JointRows[Tensor]):
     """Kernels for one device and dtype."""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
-        """Load them.
+        """Load the kernels.
 
         Args:
             place: a CUDA device.
-            dtype: of rows and matrices, of 16 bits.
-            joint: whether also those that add up the products of several devices.
+            dtype: 16-bit dtype of rows and matrices.
+            joint: whether to load the kernels that add up the products of several devices, too.
         """
         self._plain, self._normed = ([Launcher(name, place) for name in names] for names in names_of(dtype))
         self._dtype = dtype
@@ -118,8 +118,8 @@ class Gemv(JointRows[Tensor]):
         Args:
             x_RK: rows.
             matrix_NK: the matrix.
-            gated: whether there is a gate behind.
-            norm: the weights of the norm before, if there is one.
+            gated: whether a gate follows.
+            norm: weights of the norm before, if there is one.
         """
         rows, width = x_RK.shape
         if not 0 < rows <= MOST_ROWS or len(matrix_NK) < _FOUR or (gated and len(matrix_NK) % 2):
@@ -131,11 +131,11 @@ class Gemv(JointRows[Tensor]):
         return isinstance(matrix_NK, Tensor) and all(is_vectors(each, self._dtype) for each in (x_RK, matrix_NK))
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is a kernel for rows and a matrix that saves a sum of devices."""
+        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
         return self.takes(x_RK, matrix_NK)
 
     def normed(self, x_RK: Tensor, matrix_NK: Tensor, norm: Norm, bias_N: Tensor | None = None) -> Tensor:
-        """Return what ``linear`` does of rows behind a norm."""
+        """Return ``linear`` of the norm of rows."""
         y_RN = x_RK.new_empty((len(x_RK), len(matrix_NK)))
         self._run(y_RN, x_RK, matrix_NK, bias_of(bias_N), 0, norm)
         return y_RN
@@ -143,7 +143,7 @@ class Gemv(JointRows[Tensor]):
     def normed_gated(
         self, x_RK: Tensor, matrix_NK: Tensor, gate: str, norm: Norm, bias_N: Tensor | None = None
     ) -> Tensor:
-        """Return what ``gated`` does of rows behind a norm."""
+        """Return ``gated`` of the norm of rows."""
         h_RI = x_RK.new_empty((len(x_RK), len(matrix_NK) // 2))
         self._run(h_RI, x_RK, matrix_NK, bias_of(bias_N), GATES[gate], norm)
         return h_RI
@@ -165,7 +165,7 @@ class Gemv(JointRows[Tensor]):
     def _words(
         self, y: Tensor, x: Tensor, weight: Tensor, plus: tuple[int, int], mode: int
     ) -> tuple[Shape, tuple[int, ...]]:
-        """Return how warps share a matrix, and what all kernels are told."""
+        """Return how warps share a matrix, and the parameters common to all kernels."""
         rows, width = x.shape
         size, pitch = y.shape[1], 2 * weight.stride(0)
         per = 2 if mode else _FOUR
