@@ -1,6 +1,6 @@
-"""Products of few rows and a matrix of codes, with a gate or a sum behind, in one kernel.
+"""Products of up to sixteen rows and a quantised matrix in one kernel, followed by a gate or a sum.
 
-Shapes are written at the end of a name: R rows (up to 16), K columns of the matrix, N rows of it, I intermediate.
+Shapes are suffixes of names: R rows (up to 16), K columns of the matrix, N rows of the matrix, I intermediate.
 """
 
 from __future__ import annotations
@@ -101,17 +101,17 @@ def names_of(dtype: torch.dtype, kinds: Collection[str], *, joint: bool = False)
 class Packed(JointRows[Quantised]):
     """Kernels for one device and dtype.
 
-    A code of e4m3 that is no number counts as 480.
+    NaN codes of e4m3 count as 480.
     """
 
     def __init__(self, place: torch.device, dtype: torch.dtype, kinds: Collection[str], *, joint: bool = False) -> None:
-        """Load them.
+        """Load the kernels.
 
         Args:
             place: a CUDA device.
-            dtype: of rows, of 16 bits.
-            kinds: of codes; of some there are none.
-            joint: whether also those that add up the products of several devices.
+            dtype: 16-bit dtype of rows.
+            kinds: kinds of codes; those without kernels are ignored.
+            joint: whether to load the kernels that add up the products of several devices, too.
         """
         self._alone = {
             kind: [Launcher(name, place) for name in names_of(dtype, [kind])] for kind in kinds if kind in STEPS
@@ -128,19 +128,19 @@ class Packed(JointRows[Quantised]):
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix.
 
-        It is faster than to make 16-bit floats of the codes for torch to multiply by, of all matrices measured.
+        For all matrices measured, it is faster than dequantising to 16 bits and multiplying in torch.
 
         Args:
             x_RK: rows.
             matrix_NK: the matrix.
-            gated: whether there is a gate behind.
+            gated: whether a gate follows.
         """
         if isinstance(matrix_NK, Tensor) or kind_of(matrix_NK) not in self._alone:
             return False
         return 0 < len(x_RK) <= MOST_ROWS and is_vectors(x_RK, self._dtype) and is_read(matrix_NK, gated=gated)
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is a kernel for rows and a matrix that saves a sum of devices."""
+        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
         return len(x_RK) <= MOST_JOINT and self.takes(x_RK, matrix_NK)
 
     def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:
@@ -156,7 +156,7 @@ class Packed(JointRows[Quantised]):
     def _words(
         self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int]
     ) -> tuple[int, int, tuple[int, ...]]:
-        """Return how many blocks share a matrix, the threads of each, and what all kernels are told."""
+        """Return the number of blocks, the threads of each, and the parameters common to all kernels."""
         size, width = matrix.shape
         steps = width // STEPS[kind_of(matrix)]
         blocks, warps, run = shape_of(size, steps, self._processors, len(x), self._most)
@@ -209,10 +209,10 @@ def _is_words(tensor: Tensor) -> bool:
 
 
 def _has_power(block: int, count: int) -> bool:
-    """Return whether numbers below a count need only be moved to be divided by the size of a block."""
+    """Return whether division of all numbers below ``count`` by ``block`` is a shift."""
     return block >= count or not block & (block - 1)
 
 
 def _power_of(block: int, count: int) -> int:
-    """Return by how many bits."""
+    """Return the bits of the shift that replaces division of numbers below ``count`` by ``block``."""
     return _ALL if block >= count else block.bit_length() - 1

@@ -1,6 +1,6 @@
-"""Products of up to sixteen rows and a matrix, with a gate or a sum behind, in one kernel by tensor cores.
+"""Products of up to sixteen rows and a matrix in one kernel with tensor cores, followed by a gate or a sum.
 
-Shapes are written at the end of a name: R rows (up to 16), K columns of the matrix, N rows of it, I intermediate.
+Shapes are suffixes of names: R rows (up to 16), K columns of the matrix, N rows of the matrix, I intermediate.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def names_of(dtype: torch.dtype) -> list[str]:
 
 
 def joint_name_of(dtype: torch.dtype) -> str:
-    """Return the name of what adds up the products of several devices."""
+    """Return the name of the kernel that adds up the products of several devices."""
     return f"skinny_joint_{DTYPES[dtype]}_{_EIGHT}"
 
 
@@ -70,12 +70,12 @@ class Skinny(JointRows[Tensor]):
     """Kernels for one device and dtype."""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
-        """Load them.
+        """Load the kernels.
 
         Args:
             place: a CUDA device.
-            dtype: of rows and matrices, of 16 bits.
-            joint: whether also those that add up the products of several devices.
+            dtype: 16-bit dtype of rows and matrices.
+            joint: whether to load the kernels that add up the products of several devices, too.
         """
         self._alone = [Launcher(name, place) for name in names_of(dtype)]
         self._joint = [Launcher(joint_name_of(dtype), place, is_array=True)] if joint else []
@@ -90,7 +90,7 @@ class Skinny(JointRows[Tensor]):
         Args:
             x_RK: rows.
             matrix_NK: the matrix.
-            gated: whether there is a gate behind.
+            gated: whether a gate follows.
         """
         (size, width), rows = matrix_NK.shape, len(x_RK)
         share = size * width * _ITEM / self._processors
@@ -101,11 +101,11 @@ class Skinny(JointRows[Tensor]):
         return rows <= MOST_ROWS and self._reads(x_RK, matrix_NK)
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is a kernel for rows and a matrix that saves a sum of devices."""
+        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
         return len(x_RK) <= MOST_JOINT and self._reads(x_RK, matrix_NK)
 
     def _reads(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is something to multiply, which kernels can read."""
+        """Return whether rows and a matrix are not empty, and laid out as kernels need."""
         if not isinstance(matrix_NK, Tensor) or not len(x_RK) or not len(matrix_NK):
             return False
         return all(is_vectors(each, self._dtype) for each in (x_RK, matrix_NK))
@@ -124,7 +124,7 @@ class Skinny(JointRows[Tensor]):
     def _words(
         self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], *, joint: bool = False
     ) -> tuple[int, int, tuple[int, ...]]:
-        """Return how many blocks share a matrix, the threads of each, and what all kernels are told."""
+        """Return the number of blocks, the threads of each, and the parameters common to all kernels."""
         rows, width = x.shape
         blocks, warps = shape_of(-(-len(matrix) // _TILE), width, self._processors, rows, joint=joint)
         words = (

@@ -1,6 +1,6 @@
-"""Products of 17 to 64 rows and a matrix of codes, with a gate or a sum behind, in one kernel that reads these once.
+"""Products of 17 to 64 rows and a quantised matrix in one kernel that reads codes once, followed by a gate or a sum.
 
-Shapes are written at the end of a name: R rows, K columns of the matrix, N rows of it, I intermediate.
+Shapes are suffixes of names: R rows, K columns of the matrix, N rows of the matrix, I intermediate.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ def bytes_of(blocks: int, warps: int, rows: int) -> int:
 class Wide(FewRows[Quantised]):
     """Kernels for one device and dtype.
 
-    A code of e4m3 that is no number counts as 480. Elements of the matrix are rounded to 16 bits, and so are scales.
-    Launches of one object have to follow each other, because their blocks count in the same memory who is the last.
+    NaN codes of e4m3 count as 480. Elements of the matrix are rounded to 16 bits, and so are scales. Launches of one
+    object must not overlap, because their blocks use the same counters to find the last one.
     """
 
     def __init__(self, place: torch.device, dtype: torch.dtype, kinds: Collection[str]) -> None:
-        """Load them.
+        """Load the kernels.
 
         Args:
             place: a CUDA device.
-            dtype: of rows, of 16 bits.
-            kinds: of codes; of some there are none.
+            dtype: 16-bit dtype of rows.
+            kinds: kinds of codes; those without kernels are ignored.
         """
         self._kernels = {
             kind: dict(zip(WARPS, (Launcher(name, place) for name in names_of(dtype, [kind])), strict=True))
@@ -102,7 +102,7 @@ class Wide(FewRows[Quantised]):
         Args:
             x_RK: rows.
             matrix_NK: the matrix.
-            gated: whether there is a gate behind.
+            gated: whether a gate follows.
         """
         if isinstance(matrix_NK, Tensor) or kind_of(matrix_NK) not in self._kernels:
             return False
