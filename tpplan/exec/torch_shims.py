@@ -1,4 +1,4 @@
-"""What tpplan takes from the inside of torch: small, fast, and the same in torch 2.6 to 2.14."""
+"""Wrappers of torch's private functions: small, fast, and the same in torch 2.6 to 2.14."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-#: Of a device's multiprocessors, no more than one in so many is left free.
+#: At most one in this many of a device's multiprocessors is left free.
 _SHARE = 16
-#: Finds no library that torch has not loaded; not known everywhere.
+#: Opens only libraries that are loaded already; not available on all platforms.
 _LOADED = ctypes.DEFAULT_MODE | getattr(os, "RTLD_NOLOAD", 0)
 
 
 def _own(name: str) -> Any:
-    """Return a function of torch's, for it is asked in every call; None where torch knows no CUDA."""
+    """Return a private function of torch, fast enough for every call; None if torch has no CUDA."""
     return getattr(torch._C, name, None)  # noqa: SLF001
 
 
-#: Returns the address of a CUDA device's current stream; 0 for its default one.
+#: Returns the handle of a CUDA device's current stream; 0 for its default one.
 stream_handle: Callable[[int], int] = _own("_cuda_getCurrentRawStream")
-#: Tells whether the current stream of the current CUDA device is being captured.
+#: Returns whether the current stream of the current CUDA device is being captured.
 is_capturing: Callable[[], bool] = _own("_cuda_isCurrentStreamCapturing")
-#: Returns the CUDA device that is current.
+#: Returns the current CUDA device.
 current_device: Callable[[], int] = _own("_cuda_getDevice")
-#: Makes a CUDA device current, and returns the one that was.
+#: Makes a CUDA device current, and returns the previous one.
 switch_device: Callable[[int], int] = _own("_cuda_exchangeDevice")
 
 
@@ -47,10 +47,9 @@ def make_current(streams: Sequence[torch.cuda.Stream]) -> None:
 
 @contextmanager
 def leaving_processors(places: Sequence[torch.device], count: int) -> Iterator[None]:
-    """Let this thread's products by cuBLAS leave so many multiprocessors of CUDA devices free, as far as it can.
+    """Make this thread's cuBLAS matrix products leave ``count`` multiprocessors of each CUDA device free, if possible.
 
-    Of small devices it is no more than one in sixteen. Torch has no public way to say so; where its cuBLAS is not
-    found, nothing changes.
+    At most one in sixteen is left free. Torch has no public API for this; if its cuBLAS is not found, nothing changes.
     """
     set_target = _sm_count_target() if any(place.type == "cuda" for place in places) else None
     if set_target is None:
@@ -73,7 +72,7 @@ def leaving_processors(places: Sequence[torch.device], count: int) -> Iterator[N
 
 @cache
 def _sm_count_target() -> Callable[[int, int], int] | None:
-    """Return cuBLAS's own function, of the library that torch has loaded."""
+    """Return ``cublasSetSmCountTarget`` of the cuBLAS that torch has loaded; None if it is not found."""
     version = torch.version.cuda
     try:
         library = ctypes.CDLL(f"libcublas.so.{version.partition('.')[0]}", _LOADED) if version else None
@@ -88,23 +87,23 @@ def _sm_count_target() -> Callable[[int, int], int] | None:
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Return what tells whether as many tensors are of the same kind, each as the one in its place.
+    """Return a callable that takes as many tensors and returns whether each is like the one in its place.
 
-    That is: the same class, shape, strides, dtype and device, and the same bits for gradients, conjugates and negative
-    values; torch compares all of them at once, in a tenth of the time that asking for them takes.
+    That is: the same class, shape, strides, dtype and device, and the same gradient, conjugate and negative bits. Torch
+    compares all of these at once, in a tenth of the time of querying them.
     """
     check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
 
 
 def takes_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> bool:
-    """Tell whether torch would let cuDNN attend, where query heads share KV heads."""
+    """Return whether torch would choose cuDNN for this grouped-query attention."""
     choice = torch._fused_sdp_choice(q, k, v, mask, scale=scale, enable_gqa=True)  # noqa: SLF001
     return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
 def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Let the last tokens' queries attend by the flash kernel, whatever torch would take."""
+    """Return the attention of the last tokens' queries by the flash kernel, whichever torch would choose."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
     found: torch.Tensor = attend(q, k, v, is_causal=True, scale=scale)[0]
     return found
@@ -119,20 +118,20 @@ def flash_attention_of_several(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Let the last tokens of several texts, ``[tokens, heads, elements]``, each attend to those before in its own text.
+    """Return the causal attention of the last tokens of several texts, ``[tokens, heads, elements]``.
 
     Args:
         q: queries of the last tokens, one text after the other.
-        k: keys of all tokens; between those of two texts there may be others.
+        k: keys of all tokens; there may be unused ones between two texts.
         v: values of all tokens.
-        where: the first query of each text and one past the last of all, the first key of each text and any number,
-            and how many keys each text has, all in 32 bits. A text may have no queries.
-        most: queries of a text at most, and keys.
-        scale: of the scores.
+        where: three int32 tensors: the first query of each text and one past the last of all; the first key of each
+            text and any number; and the number of keys of each text. A text may have no queries.
+        most: maximum queries and maximum keys of a text.
+        scale: scale of the scores.
     """
     attend = torch.ops.aten._flash_attention_forward  # noqa: SLF001
     queries, keys, counts = where
-    longest, length = max(2, most[0]), most[1]  # of one query each, the kernel takes all texts to have one
+    longest, length = max(2, most[0]), most[1]  # if 1, the kernel assumes that every text has one query
     is_causal, returns_mask = True, False
     found: torch.Tensor = attend(
         q, k, v, queries, keys, longest, length, 0.0, is_causal, returns_mask, scale=scale, seqused_k=counts
@@ -141,14 +140,14 @@ def flash_attention_of_several(
 
 
 def is_own_allocator(*, default: bool) -> bool:
-    """Tell whether CUDA memory comes from torch's own allocator; ``default`` as long as CUDA is not initialised."""
+    """Return whether CUDA memory comes from torch's own allocator; ``default`` if CUDA is not initialised."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return default
     return torch.cuda.get_allocator_backend() == "native"
 
 
 def expandable_segments(*, default: bool) -> bool:
-    """Tell whether torch maps CUDA memory piece by piece; ``default`` where it cannot be asked."""
+    """Return whether torch's allocator uses expandable segments; ``default`` if this is unknown."""
     if not torch.cuda.is_initialized() or not is_own_allocator(default=True):  # type: ignore[no-untyped-call]
         return default
     settings = torch.cuda.memory._snapshot()["allocator_settings"]  # noqa: SLF001

@@ -1,6 +1,6 @@
-"""Kernels as machine code: compiled by numba without a GPU, kept on disk, and loaded on the GPUs that run them.
+"""The cache of compiled kernels: compiled by numba without a GPU, kept on disk, and loaded on the GPUs that run them.
 
-Who finds a kernel on disk does not pay for importing numba.
+If a kernel is on disk, numba is not imported.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tpplan.files import cache_folder, save_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-#: Most matrices that one launch adds up: a part of each of eight devices, and a residual.
+#: Maximum number of matrices that one launch sums: a part of each of eight devices, and a residual.
 MOST_SOURCES = 9
 
-#: From this compute capability on a kernel may begin before the one before it ends.
+#: Minimum compute capability for programmatic dependent launch.
 OVERLAPS = (9, 0)
 
-#: As many kernels are worth processes, each of which imports numba for a second.
+#: Minimum number of kernels to compile in child processes, each of which imports numba for a second.
 _ENOUGH = 2
 
 _LOG = logging.getLogger(__name__)
-#: Held by who changes how numba copies scopes.
+#: Held while numba's copying of scopes is patched.
 _SCOPES = Lock()
-#: Modules of kernels, by how the names of these begin.
+#: Modules of kernels, by the prefix of the kernels' names.
 _MODULES = {
     "attention": "tpplan.decoder.kernels.attention",
     "coded": "tpplan.decoder.kernels.coded_experts",
@@ -59,7 +59,7 @@ _MODULES = {
     "wide": "tpplan.decoder.kernels.wide",
 }
 _OWN = [module for module in _MODULES.values() if module.startswith("tpplan.exec.")]
-#: What a module of kernels takes from others of the executor and the decoder; the plan half has nothing for kernels.
+#: Imports of a kernel module from the executor and the decoder; the planner has nothing for kernels.
 _IMPORTS = re.compile(r"^ *from (tpplan\.(?:exec|decoder)[\w.]*) import (\([^)]*\)|.+)", re.MULTILINE)
 _COMPILERS = (
     "numba",
@@ -74,11 +74,11 @@ _COMPILERS = (
 
 
 def lacks() -> str:
-    """Return what is missing to compile and launch kernels; empty if nothing is."""
+    """Return which packages are missing to compile and launch kernels; empty if none are."""
     missing = [name for name in ("numba_cuda", "cuda.core") if not _is_installed(name)]
     if not missing:
         return ""
-    import torch  # noqa: PLC0415 (which processes that compile do without)
+    import torch  # noqa: PLC0415 (compiling processes do not need it)
 
     extra = "cu12" if str(torch.version.cuda).startswith("12.") else "cu13"
     return f"{' and '.join(missing)} not installed: {install_command(extra)}"
@@ -87,15 +87,15 @@ def lacks() -> str:
 def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it is in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def digest(module: str = "") -> str:
-    """Return 16 hexadecimal digits that change with the kernels' sources and with their compilers.
+    """Return a hash of the kernels' sources and of the compilers' versions, as 16 hexadecimal digits.
 
     Args:
-        module: of kernels; all that the executor has if not given.
+        module: a module of kernels; all of the executor's if not given.
     """
     sha = hashlib.sha256()
     for _, text in sorted(_sources([module] if module else _OWN).items()):
@@ -105,13 +105,13 @@ def digest(module: str = "") -> str:
 
 
 def _sources(modules: Iterable[str]) -> dict[str, bytes]:
-    """Return what is in the files of modules and of all that they import, by name; and in this one."""
+    """Return the source files of these modules, of all that they import, and of this one, by module name."""
     found: dict[str, bytes] = {}
     root, asked = Path(__file__).parents[3], [*modules, "tpplan.exec.gpu.kernel_cache"]
     while asked:
         name = asked.pop()
         path = root.joinpath(*name.split(".")).with_suffix(".py")
-        if name in found or not path.is_file():  # a package, or what is no module
+        if name in found or not path.is_file():  # a package or not a module
             continue
         found[name] = path.read_bytes()
         for package, names in _IMPORTS.findall(found[name].decode()):
@@ -123,8 +123,8 @@ def load(name: str, capability: tuple[int, int]) -> Any:
     """Return a kernel that ``cuda.core.launch`` can run on every GPU of a compute capability.
 
     Args:
-        name: of one; its first word tells the module.
-        capability: such as ``(9, 0)``.
+        name: name of the kernel; its first word determines the module.
+        capability: compute capability such as ``(9, 0)``.
     """
     from cuda.core import ObjectCode  # noqa: PLC0415 (needs a driver)
 
@@ -134,7 +134,7 @@ def load(name: str, capability: tuple[int, int]) -> Any:
 def prepare(kernels: Iterable[tuple[str, tuple[int, int]]]) -> None:
     """Compile the kernels that are not on disk yet, in as many processes as there are CPUs.
 
-    What cannot be compiled or kept is left to :func:`load`.
+    Kernels that cannot be compiled or stored are left to :func:`load`.
 
     Args:
         kernels: names and compute capabilities.
@@ -151,13 +151,13 @@ def prepare(kernels: Iterable[tuple[str, tuple[int, int]]]) -> None:
 
 
 def machine_code(name: str, capability: tuple[int, int]) -> bytes:
-    """Return a kernel's cubin, from the disk if it was compiled before; needs no GPU."""
+    """Return a kernel's cubin, from disk if it was compiled before; needs no GPU."""
     try:
         path = _path(name, capability)
         return path.read_bytes()
     except FileNotFoundError:
         code, _ = assemble(ptx(name, capability), capability)
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows the home directory
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home directory is unknown
         _LOG.debug("no cached kernel %s: %s", name, error)
         return assemble(ptx(name, capability), capability)[0]
     try:
@@ -169,8 +169,8 @@ def machine_code(name: str, capability: tuple[int, int]) -> bytes:
 
 
 def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
-    """Return the cubin of PTX, and what the assembler says of its registers and spills."""
-    from cuda.core import Linker, LinkerOptions, ObjectCode  # noqa: PLC0415 (not for who has it on disk)
+    """Assemble PTX; return the cubin, and the assembler's log of registers and spills."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode  # noqa: PLC0415 (not needed for kernels on disk)
 
     options = LinkerOptions(arch=_arch(capability), ptxas_options=["-v"])
     linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)
@@ -180,7 +180,7 @@ def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
 
 def ptx(name: str, capability: tuple[int, int]) -> str:
     """Return a kernel's PTX; its entry has the kernel's name."""
-    from numba import cuda  # noqa: PLC0415 (a second to import, so not for who has it on disk)
+    from numba import cuda  # noqa: PLC0415 (takes a second; not needed for kernels on disk)
 
     from tpplan.exec.gpu.exchange_table import MOST_WORDS  # noqa: PLC0415
     from tpplan.exec.kernels.ptx import PARAMETER, without_overlap  # noqa: PLC0415
@@ -194,7 +194,7 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
         text = without_overlap(text)
     if kernel.arguments > 1:
         return text
-    declared = f".param .u64 {name}_param_0"  # one word, in the place of an array that numba has no type for
+    declared = f".param .u64 {name}_param_0"  # one word, instead of an array for which numba has no type
     if text.count(f"{name}_param_0") != 1 or declared not in text:
         raise InternalError(f"{name}: numba has written {declared} in another way")
     return text.replace(declared, f".param .align 8 .b8 {PARAMETER}[{8 * MOST_WORDS}]")
@@ -202,11 +202,10 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
 
 @contextmanager
 def _scopes_shared() -> Iterator[None]:
-    """Let what numba inlines share its scope.
+    """Make numba share the scopes of inlined functions instead of copying them.
 
-    It copies the scope, with all variables in it, once for each mention of a variable, which is half of the time that
-    most kernels take to compile; what is compiled is the same. Where numba knows better, or has no such class, nothing
-    is changed.
+    Numba copies the scope, with all its variables, for each use of a variable, which takes half of the compile time of
+    most kernels. The compiled code is the same. Nothing is patched if numba's class copies itself or does not exist.
     """
     try:
         from numba.cuda.core.ir import Scope  # noqa: PLC0415 (a second to import)
@@ -229,7 +228,7 @@ def _path(name: str, capability: tuple[int, int]) -> Path:
 
 @cache
 def _digest(module: str) -> str:
-    """Return :func:`digest`, which takes milliseconds: a process that runs has one version of the sources."""
+    """Return :func:`digest`, cached: it takes milliseconds, and the sources do not change while a process runs."""
     return digest(module)
 
 
@@ -244,14 +243,14 @@ def _arch(capability: tuple[int, int]) -> str:
 def _version(package: str) -> str:
     try:
         return version(package)
-    except ImportError:  # PackageNotFoundError: from somewhere else, such as a whole CUDA toolkit
+    except ImportError:  # PackageNotFoundError: installed otherwise, such as by a CUDA toolkit
         return ""
 
 
 def main() -> None:
-    """Be one of the processes of :func:`prepare`."""
+    """Run as a child process of :func:`prepare`."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)  # what libraries print is no answer
+        os.dup2(2, 1)  # keep the output of libraries out of the answers
         for line in sys.stdin:
             name, major, minor = line.split()
             machine_code(name, (int(major), int(minor)))

@@ -1,4 +1,4 @@
-"""Which links between the GPUs here work: asked of the cache, else of the probe."""
+"""The report on the links between this machine's GPUs, from the cache or else from a probe."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ __all__ = ["Link", "LinkReport", "Mechanism", "Verdict", "link_report"]
 
 TORCH = "tpplan.exec.links.driver:TorchDriver"
 
-#: Reports that could not be kept on disk, by driver, GPUs and their software, so that this process probes once.
+#: Reports that could not be stored on disk, by driver, GPUs and their software, so that this process probes once.
 _UNKEPT: dict[tuple[str, tuple[str, ...], str], LinkReport] = {}
 
 
 def link_report(*, use_cache: bool = True, driver: str = TORCH, deadline_s: float = 30.0) -> LinkReport:
     """Return the verdict on every mechanism from each GPU that this process sees to each other.
 
-    A verdict can only forbid: what is broken, untested or missing in the report must not be used. The probe runs in a
-    child process, takes some seconds, and needs up to 32 MiB, and 40 MiB per other GPU, of each GPU's memory besides
-    the driver's own for another process. Its verdicts are kept on disk until the next boot, under
-    ``$XDG_CACHE_HOME/tpplan``, by UUIDs of the GPUs, driver, torch, kernels and version of the probe; those of a probe
-    that could not test what it should are not. Where nothing can be kept on disk, this process remembers them.
+    A link that is broken, untested or missing in the report must not be used. The probe runs in a child process, takes
+    some seconds, and needs up to 32 MiB, plus 40 MiB per other GPU, of each GPU's memory, besides the driver's overhead
+    for another process. Its verdicts are stored on disk until the next boot, under ``$XDG_CACHE_HOME/tpplan``, by UUIDs
+    of the GPUs, driver, torch, kernels and version of the probe, unless the probe is incomplete. If they cannot be
+    stored on disk, this process keeps them in memory.
 
-    A step takes milliseconds, or ``deadline_s`` if it hangs; then, as when the child dies, another child goes on. A
-    child may take 180 s to start and 10 s to go, and there are four at most: if all of them do, and hang, a quarter of
-    an hour.
+    A step takes milliseconds, or ``deadline_s`` if it hangs. If a step hangs or the child dies, another child goes on,
+    up to four in all. A child may take 180 s to start and 10 s to end, so the worst case is a quarter of an hour.
 
     Args:
-        use_cache: take the verdicts that were kept if there are any; otherwise probe anew, and keep that.
-        driver: of the GPUs, as ``module:factory`` of a :class:`tpplan.exec.links.probe.Driver`.
-        deadline_s: seconds after which a step of the probe counts as hung, be it the first use of a GPU by itself.
+        use_cache: use stored verdicts if there are any; if false, always probe, and store the result.
+        driver: the GPUs' driver, as ``module:factory`` of a :class:`tpplan.exec.links.probe.Driver`.
+        deadline_s: seconds after which a step of the probe counts as hung, including the first use of a GPU.
 
     Returns:
-        The report, with the indices of the driver; without links where there are fewer than two GPUs.
+        The report, with the driver's indices; without links if there are fewer than two GPUs.
     """
     gpus_driver = load_driver(driver)
     gpus = gpus_driver.gpus()
@@ -57,12 +56,12 @@ def link_report(*, use_cache: bool = True, driver: str = TORCH, deadline_s: floa
 
 
 def _report(gpus: tuple[str, ...], lacks: dict[Mechanism, str], links: tuple[Link, ...]) -> LinkReport:
-    """Add the mechanisms that cannot be tested."""
+    """Return a report of these links, and of all others as untested."""
     found = {link.route: link for link in links}
     every = (found.get(r) or Link(*r, Verdict.UNTESTED, lacks[r[0]]) for r in routes(len(gpus)))
     return LinkReport(gpus, tuple(every))
 
 
 def _is_complete(report: LinkReport, lacks: dict[Mechanism, str]) -> bool:
-    """Tell whether everything is tested that can be."""
+    """Return whether all links are tested that can be."""
     return all(lacks[link.mechanism] or link.verdict != Verdict.UNTESTED for link in report.links)
