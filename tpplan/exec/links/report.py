@@ -1,4 +1,4 @@
-"""Links: what is verified of moving data from one GPU to another."""
+"""The report on which mechanisms of moving data between GPUs are verified to work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 
 
 class Mechanism(StrEnum):
-    """How bytes get from the memory of GPU a to the memory of GPU b, without the host; tested in this order."""
+    """A mechanism of moving data from the memory of GPU a to that of GPU b, without the host; tested in this order."""
 
     COPY = "copy"  # a's or b's copy engine
     STORE = "store"  # a kernel on a writes b's memory
@@ -18,14 +18,14 @@ class Mechanism(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What the probe found."""
+    """The result of a probe."""
 
     WORKS = "works"
     BROKEN = "broken"
     UNTESTED = "untested"
 
 
-#: What is tested: (mechanism, source, target).
+#: A mechanism in one direction: (mechanism, source, target).
 Route = tuple[Mechanism, int, int]
 
 
@@ -34,11 +34,11 @@ class Link:
     """The verdict on one mechanism in one direction.
 
     Attributes:
-        mechanism: that moves the bytes.
-        source: index of the GPU that has them.
-        target: index of the GPU that gets them.
-        verdict: only a link that works may be used.
-        reason: of the verdict, for people.
+        mechanism: the mechanism that moves the data.
+        source: index of the GPU that the data is on.
+        target: index of the GPU that the data is moved to.
+        verdict: the verdict; only a link that works may be used.
+        reason: the reason for the verdict, to be displayed.
     """
 
     mechanism: Mechanism
@@ -49,7 +49,7 @@ class Link:
 
     @property
     def route(self) -> Route:
-        """What the verdict is on."""
+        """The mechanism, source and target of the verdict."""
         return self.mechanism, self.source, self.target
 
 
@@ -58,19 +58,19 @@ class LinkReport:
     """The verdicts on all links of some GPUs; :func:`tpplan.codec.dumps` makes JSON of it.
 
     Attributes:
-        gpus: UUIDs, in the order that indices refer to.
-        links: one per route, in the order of :func:`routes`.
+        gpus: UUIDs of the GPUs, by index.
+        links: one link per route, in the order of :func:`routes`.
     """
 
     gpus: tuple[str, ...]
     links: tuple[Link, ...]
 
     def pairs(self, mechanism: Mechanism) -> frozenset[tuple[int, int]]:
-        """Return the (source, target) between which a mechanism is verified; it must not be used between others."""
+        """Return the pairs (source, target) for which a mechanism is verified; it must not be used for others."""
         return frozenset((source, target) for verified, source, target in self._working if verified == mechanism)
 
     def works(self, source: int, target: int, mechanism: Mechanism) -> bool:
-        """Tell whether a mechanism is verified from one GPU to another."""
+        """Return whether a mechanism is verified from one GPU to another."""
         return (mechanism, source, target) in self._working
 
     @cached_property
@@ -78,7 +78,7 @@ class LinkReport:
         return frozenset(link.route for link in self.links if link.verdict == Verdict.WORKS)
 
     def reordered(self, gpus: tuple[str, ...]) -> LinkReport:
-        """Return the same verdicts with the indices of another order of the same GPUs, which have distinct UUIDs."""
+        """Return the same verdicts for another order of the same GPUs, which have distinct UUIDs."""
         index = [gpus.index(gpu) for gpu in self.gpus]
         moved = (evolve(link, source=index[link.source], target=index[link.target]) for link in self.links)
         order = {route: i for i, route in enumerate(routes(len(gpus)))}
@@ -86,5 +86,5 @@ class LinkReport:
 
 
 def routes(gpus: int) -> tuple[Route, ...]:
-    """Return what there is to test between a number of GPUs: by mechanism, then source, then target."""
+    """Return all routes between this many GPUs, by mechanism, then source, then target."""
     return tuple((m, a, b) for m in Mechanism for a in range(gpus) for b in range(gpus) if a != b)

@@ -1,4 +1,4 @@
-"""What ``tpplan devices --links`` tells: which links work, and from which size on which way is faster."""
+"""The report of ``tpplan devices --links``: which links work, and from which size on each path is faster."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tpplan.exec.links.tuning import Tuning
 
 @frozen(kw_only=True)
 class Thresholds:
-    """What was measured on some GPUs.
+    """The thresholds measured on some GPUs.
 
     Attributes:
-        devices: how many took part, the first ones.
-        transports: that were measured; thresholds of others are defaults.
+        devices: number of GPUs that took part, the first ones.
+        transports: transports that were measured; thresholds of others are defaults.
         tuning: the thresholds.
     """
 
@@ -25,15 +25,15 @@ class Thresholds:
 
 @frozen(kw_only=True)
 class Timing:
-    """How long an operation with messages of one size takes by one way.
+    """The time of an operation with messages of one size by one path.
 
     Attributes:
-        devices: how many took part.
+        devices: number of GPUs that took part.
         transport: ``peer`` or ``host``.
         kind: ``fans``, ``exchanges`` or ``sums``.
-        message_bytes: from one device to one other.
-        way: ``slots``, ``straight``, ``copies``, ``passed on``, or ``frames``.
-        time_ns: one operation by it.
+        message_bytes: bytes from one device to one other.
+        way: the path: ``slots``, ``straight``, ``copies``, ``passed on``, or ``frames``.
+        time_ns: nanoseconds of one operation.
     """
 
     devices: int
@@ -46,14 +46,14 @@ class Timing:
 
 @frozen(kw_only=True)
 class SurveyReport:
-    """The links between the GPUs here, and the thresholds.
+    """The links between this machine's GPUs, and the thresholds.
 
     Attributes:
-        gpus: UUIDs, in the order that indices refer to.
+        gpus: UUIDs of the GPUs, by index.
         links: the verdict on every mechanism from each GPU to each other.
-        thresholds: for several numbers of GPUs, ascending.
-        timings: that they were chosen by.
-        notes: what could not be measured or kept, and why.
+        thresholds: thresholds for several numbers of GPUs, ascending.
+        timings: the timings that the thresholds were chosen by.
+        notes: what could not be measured or stored, and why.
     """
 
     gpus: tuple[str, ...]
