@@ -1,4 +1,4 @@
-"""Arguments that are no tensors, checked alike everywhere."""
+"""Checks of arguments that are not tensors."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from tpplan.errors import ExecutionError
 
 
 def whole(what: str, value: object, least: int = 0, hint: str = "pass an int") -> int:
-    """Return a whole number; a bool or ``2.0`` is none.
+    """Check that an argument is an int, not a bool or ``2.0``, and return it.
 
     Args:
-        what: to call the argument in errors.
-        value: of it.
-        least: that will do.
-        hint: for the error.
+        what: name of the argument in errors.
+        value: its value.
+        least: minimum value.
+        hint: hint of the error.
 
     Raises:
-        ExecutionError: it is none, or less than that.
+        ExecutionError: it is not an int, or too small.
     """
     if type(value) is not int or value < least:
         raise ExecutionError(f"{what} is {value!r:.40}, expected a whole number from {least}", hint)
@@ -25,20 +25,20 @@ def whole(what: str, value: object, least: int = 0, hint: str = "pass an int") -
 
 
 def check_dtype(what: str, dtype: object) -> None:
-    """Refuse what is no dtype of torch's, such as a name of one.
+    """Check that an argument is a torch dtype, not for example its name.
 
     Raises:
-        ExecutionError: naming what it is.
+        ExecutionError: it is not; the message gives the value.
     """
     if type(dtype) is not torch.dtype:
         raise ExecutionError(f"{what} is {dtype!r:.40}, expected a torch.dtype", "pass one such as torch.float16")
 
 
 def check_type(what: str, value: object, kind: type, hint: str) -> None:
-    """Refuse what is not of a type.
+    """Check the type of an argument.
 
     Raises:
-        ExecutionError: naming its type.
+        ExecutionError: the type is wrong; the message gives it.
     """
     if not isinstance(value, kind):
         raise ExecutionError(f"{what} is {type(value).__name__}, expected a {kind.__name__}", hint)

@@ -1,4 +1,4 @@
-"""Where a plan cuts its axes: slices and devices, looked up once for every axis and layer that somebody asks for."""
+"""The cuts of a plan's axes into slices by device, cached by axis and layer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Cuts:
     """The cuts of a plan.
 
     Attributes:
-        devices: in use, ascending.
+        devices: the devices in use, ascending.
     """
 
     def __init__(self, plan: SplitPlan, devices: tuple[int, ...]) -> None:
-        """Start with nothing looked up."""
+        """Start with empty caches."""
         self.devices = devices
         self._plan = plan
         self._slices: dict[tuple[Axis | str, int | None], tuple[Slice, ...]] = {}
@@ -36,7 +36,7 @@ class Cuts:
         self._check_layer(layer)
         try:
             return self._slices[axis, layer]
-        except (KeyError, TypeError):  # the latter for what cannot be hashed, which the plan does not know either
+        except (KeyError, TypeError):  # TypeError: unhashable, so unknown to the plan too
             found = slices_of(self._plan.bounds(axis, layer))
         self._slices[axis, layer] = found
         return found
@@ -56,7 +56,7 @@ class Cuts:
         """Return (device, start, stop) of every slice in columns; the last one stops where the axis does.
 
         Raises:
-            ExecutionError: ``dim`` is no whole number or less than 1.
+            ExecutionError: ``dim`` is not an int or less than 1.
             RequestError: see :meth:`split`.
         """
         whole(f"{what}: dim", dim, 1, "dim is the columns per element")
@@ -67,7 +67,7 @@ class Cuts:
         return self._columns[key]
 
     def _check_layer(self, layer: int | None) -> None:
-        """Refuse a layer that the plan has not, also one that only equals one of its numbers, as True does."""
+        """Check that the plan has a layer, given as an int; True, which equals 1, is refused."""
         if layer is not None and (type(layer) is not int or not 0 <= layer < self._plan.model.layers):
             name, last = self._plan.model.name, self._plan.model.layers - 1
             raise RequestError(f"the plan for {name} has no layer {layer!r:.40}", f"its layers are 0 to {last}")

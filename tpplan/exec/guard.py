@@ -1,4 +1,4 @@
-"""Who may use a context, and until when."""
+"""Guarding a context against use by several threads at once and use after close."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """Lets one thread at a time into a context, and nobody after its close."""
+    """A non-blocking lock that lets one thread at a time use a context, and none after its close."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -36,10 +36,10 @@ class Guard:
         self._lock.release()
 
     def close(self) -> bool:
-        """Wait for whoever is inside, and say whether it was open.
+        """Wait for a running operation to end, close the guard, and return whether it was open.
 
         Raises:
-            ExecutionError: the one inside is the calling thread, which would wait for ever.
+            ExecutionError: the operation is the calling thread's own, so it would deadlock.
         """
         self._refuse_own()
         with self._lock:
@@ -47,7 +47,7 @@ class Guard:
         return was_open
 
     def _refuse_own(self) -> None:
-        """Refuse the thread that is inside, which comes back from a signal handler or a callback."""
+        """Raise an error if the calling thread is in an operation, and now in a signal handler or a callback."""
         if self._owner == get_ident():
             hint = "let the handler set a flag, and act on it after the operation"
             raise ExecutionError("this thread is in an operation of the context", hint)

@@ -1,4 +1,4 @@
-"""The host's memory of a context: buffers for the caller, rings for copies, slots for messages."""
+"""A context's host memory: buffers for the caller, rings for copies, slots for messages."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 
 class HostMemory:
-    """One block of host memory, pinned where devices read it.
+    """One block of host memory, pinned if CUDA devices use it.
 
     Attributes:
-        flags: for the counters of the queues in host memory.
-        rings: of each sender, the host included, for copies in parts.
+        flags: memory for the counters of queues in host memory.
+        rings: the ring of each sender, the host included, for copies in parts.
     """
 
     def __init__(self, pinned: Pinned, devices: Sequence[int], *, lock_pages: bool) -> None:
-        """Allocate it.
+        """Allocate the memory.
 
         Args:
-            pinned: how much.
-            devices: those in use.
-            lock_pages: whether to pin it, which takes a driver.
+            pinned: its sizes.
+            devices: the devices in use.
+            lock_pages: whether to pin it, which needs a driver.
 
         Raises:
-            ExecutionError: there is no room.
+            ExecutionError: it cannot be allocated.
         """
         self._arena = Arena(pinned.total_bytes, torch.device("cpu"), "host memory", pinned=lock_pages)
         self._buffers: tuple[Tensor, ...] = tuple(self._arena.keep(pinned.buffer_bytes) for _ in range(2))
@@ -66,12 +66,12 @@ class HostMemory:
     def slots(self, queue: Queue) -> Tensor:
         """Return the slots of a queue in host memory, ``[slots, bytes]``; the same ones every time."""
         if queue not in self._slots:
-            size = FRAME_SLOT_BYTES if queue.framed else 2 * HOST_SLOT_BYTES  # flags travel inside what is small
+            size = FRAME_SLOT_BYTES if queue.framed else 2 * HOST_SLOT_BYTES  # flags are inside small messages
             self._slots[queue] = self._arena.keep(queue.slots * size).view(queue.slots, -1)
         return self._slots[queue]
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the memory."""
         self._buffers = ()
         self.flags = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.rings.clear()

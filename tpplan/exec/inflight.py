@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 class Inflight:
-    """The results of gathers that are not complete.
+    """The results of incomplete gathers.
 
-    The host has no stream that would keep a later use of the same memory behind them, and torch does not know of the
-    copies, so that the memory is kept alive here until they are done, whether or not anybody still wants it.
+    The host has no stream to order later uses of the same memory, and torch does not know of the copies. So the memory
+    is kept alive here until they are complete, even if the caller has dropped it.
     """
 
     def __init__(self) -> None:
         self._writes: deque[tuple[Tensor, Pending]] = deque()
 
     def add(self, tensor: Tensor, pending: Pending) -> None:
-        """Keep a tensor until a program has written it, and a little longer: until somebody comes to use another."""
+        """Keep a tensor alive until a program has written it, and on until the next :meth:`settle`."""
         self._writes.append((tensor, pending))
 
     def settle(self, tensor: Tensor) -> None:
-        """Wait for everything that writes where a tensor is."""
+        """Wait for all writes that overlap a tensor's memory."""
         writes = self._writes
         while writes and writes[0][1].done():
             writes.popleft()
@@ -37,5 +37,5 @@ class Inflight:
                 pending.wait()
 
     def clear(self) -> None:
-        """Forget all of them, as they are complete."""
+        """Release all tensors, whose writes are complete."""
         self._writes.clear()

@@ -1,4 +1,4 @@
-"""What a kernel of a caller's is told of a channel: the first words of its parameter, an array of words of 8 bytes.
+"""The parameter of callers' kernels that use a channel: the first words of an array of words of 8 bytes.
 
 The first are those of every exchange, see :mod:`tpplan.exec.gpu.exchange_table`. A device's memory of a channel has a
 slot for every device that gives a part, of 8 bytes for each element: a float32 and the number of the sum that it
@@ -14,19 +14,19 @@ from tpplan.exec.gpu.exchange_table import COUNTERS
 
 #: Address of the numbers of the device's next sum, one for each block of a kernel, all of which are equal.
 NUMBERS = COUNTERS + 1
-#: How many devices there are, and which of them this is.
+#: Number of devices, and index of this device among them.
 DEVICES, OWN = NUMBERS + 1, NUMBERS + 2
 #: Bytes of a slot, and of a set of them.
 SLOT, SET = NUMBERS + 3, NUMBERS + 4
-#: How many blocks of a kernel add up, at most.
+#: Maximum blocks of a kernel that sum.
 ADDERS = NUMBERS + 5
 #: Addresses of the devices' memory.
 MEMORIES = NUMBERS + 6
 
-#: Most devices, and where the words of a kernel's own begin.
+#: Maximum devices, and index of the kernel's own words.
 MOST_DEVICES = 16
 CALLERS = MEMORIES + MOST_DEVICES
-#: Most blocks of a kernel, and of those that add up.
+#: Maximum blocks of a kernel, and of those that sum.
 MOST_BLOCKS, MOST_ADDERS = 1024, 64
 #: Bytes of an element in a slot.
 ELEMENT = 8

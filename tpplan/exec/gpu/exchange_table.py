@@ -1,4 +1,4 @@
-"""What every kernel of an exchange is told: one parameter, an array of words of 8 bytes.
+"""The parameter of every exchange kernel: an array of words of 8 bytes.
 
 The first words are those that change from call to call; behind them comes the table of the program, which
 :mod:`tpplan.exec.gpu.slot_table` and :mod:`tpplan.exec.gpu.straight_table` make. Columns are in bytes. A device's
@@ -8,14 +8,14 @@ with each other, and wait for no other block.
 
 from __future__ import annotations
 
-#: Most blocks of a launch.
+#: Maximum blocks of a launch.
 BLOCKS = 128
 #: Bytes of a counter: 4 for each block.
 COUNTER_BYTES = 4 * BLOCKS
 
-#: Rows of all operands; the nanoseconds after which a device waits no longer, and the address that tells the host so.
+#: Rows of all operands, timeout of waits in nanoseconds, and address of the status word that reports it to the host.
 ROWS, DEADLINE, STATUS = 0, 1, 2
-#: Address of the device's counters, and where the operands begin.
+#: Address of the device's counters, and index of the operands.
 COUNTERS, OPERANDS = 3, 4
 #: The largest piece to which everything is aligned, and the first of the operands: address and pitch of each.
 PIECE, FIRST_OPERAND = OPERANDS, OPERANDS + 1
@@ -27,5 +27,5 @@ OWN, RESIDUE = MOST_QUEUES, MOST_QUEUES + 1
 #: Numbers of counters that no device waits for: of failures, and 1 as long as the context has its GPUs to itself.
 FAILURES, ALONE = 0, 1
 
-#: Words of the parameter, and sequences, that a kernel has room for: enough for eight devices.
+#: Maximum words of the parameter, and maximum sequences: enough for eight devices.
 MOST_WORDS, MOST_SEQUENCES = 384, 48
