@@ -1,4 +1,4 @@
-"""What compiles plans for commands: on virtual devices where the machine has too few GPUs, if that may be."""
+"""Compiling plans for commands, on virtual devices if the machine has too few GPUs and the backend is ``auto``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 def compiler(
     plan: SplitPlan, backend: str, note: Callable[[str], None], *, scratch: bool = True
 ) -> Callable[[str], TPContext]:
-    """Return what compiles a plan for a transport: on virtual devices if ``backend`` is ``auto`` and GPUs are too few.
+    """Return a function that compiles a plan for a transport.
 
     Args:
-        plan: to be compiled.
-        backend: ``auto``, ``cpu`` or ``cuda``.
-        note: told why the devices are virtual ones.
-        scratch: whether to allocate it.
+        plan: the plan to compile.
+        backend: ``auto``, ``cpu`` or ``cuda``; ``auto`` uses virtual devices if there are too few GPUs.
+        note: called with the reason if the devices are virtual.
+        scratch: whether to allocate scratch memory.
     """
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend == "auto" and here < len(plan.devices):

@@ -1,4 +1,4 @@
-"""Exchanges in frames on CUDA devices: what their kernels are told."""
+"""Exchanges in frames on CUDA devices: the parameters of their kernels."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LINES = LINES_BYTES // COUNTER_BYTES
 
 
 def prepare(exchanges: Sequence[Exchange], item: int, memory: Memory, counters: Counters, blocks: int) -> list[Work]:
-    """Return what each device does.
+    """Return the work of each device.
 
     Args:
-        exchanges: of a program.
+        exchanges: the exchanges of a program.
         item: bytes per element.
-        memory: of the context.
-        counters: of the context.
-        blocks: that share a slot.
+        memory: the context's memory.
+        counters: the context's counters.
+        blocks: number of blocks that share a slot.
     """
     works = []
     for exchange in exchanges:
@@ -44,7 +44,7 @@ def prepare(exchanges: Sequence[Exchange], item: int, memory: Memory, counters: 
 
 
 def _place(queue: Queue, device: int, memory: Memory, counters: Counters) -> Place:
-    """Return where a device finds a queue."""
+    """Return the addresses of a queue for a device."""
     sends = device == queue.sender
     readers = queue.receivers if sends else (device,)
     return Place(

@@ -1,4 +1,4 @@
-"""Exchanges through slots on CUDA devices: what their kernels are told."""
+"""Exchanges through slots on CUDA devices: the parameters of their kernels."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 def fresh(exchanges: Iterable[Exchange], counters: Counters) -> set[Queue]:
-    """Return the queues that were not used before: their slots have to be cleared."""
+    """Return the queues that were not used before, whose slots must be cleared."""
     found = {queue for exchange in exchanges for queue in queues(exchange)}
     return {queue for queue in found if (queue.sender, "messages", queue) not in counters}
 
 
 def prepare(exchanges: Sequence[Exchange], item: int, memory: Memory, counters: Counters, most: int) -> list[Work]:
-    """Return what each device does.
+    """Return the work of each device.
 
     Args:
-        exchanges: of a program.
+        exchanges: the exchanges of a program.
         item: bytes per element.
-        memory: of the context.
-        counters: of the context.
-        most: blocks that may run.
+        memory: the context's memory.
+        counters: the context's counters.
+        most: maximum number of blocks that may run.
     """
     row_bytes, works = widest(exchanges) * item, []
     for exchange in exchanges:

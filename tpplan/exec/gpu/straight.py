@@ -1,4 +1,4 @@
-"""Exchanges straight between tensors on CUDA devices: what their kernels are told."""
+"""Exchanges straight between tensors on CUDA devices: the parameters of their kernels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def prepare(exchanges: Sequence[Exchange], item: int, counters: Counters) -> list[Work]:
-    """Return what each device does.
+    """Return the work of each device.
 
     Args:
-        exchanges: of a program.
+        exchanges: the exchanges of a program.
         item: bytes per element.
-        counters: of the context.
+        counters: the context's counters.
     """
     buffers, row_bytes, works = operands(exchanges), longest(exchanges) * item, []
     ends = Operands(buffers, bits(exchanges, item), VECTOR_BYTES)
