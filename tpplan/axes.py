@@ -34,14 +34,14 @@ class Axis(StrEnum):
     SX = "shared_intermediate"
 
 
-#: Elements that move between devices together, before a model's sizes and its weight format have their say
-#: (ExLlamaV2, ``TPContext.define_split``; experts, which it does not know, are narrow and so have finer units).
+#: Default units: elements that a cut may not separate, before a model's sizes and weight format are considered
+#: (ExLlamaV2, ``TPContext.define_split``, which has no experts; these are narrow and so have finer units).
 DEFAULT_UNIT = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 128, Axis.EX: 32, Axis.SX: 32, Axis.VC: 32, Axis.RS: 32}
 
-#: A device that would get fewer units than this gets none (same source).
+#: Fewest units of an axis on a device that holds any (same source).
 MINIMUM_UNITS = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 2, Axis.EX: 1, Axis.SX: 1, Axis.VC: 16, Axis.RS: 8}
 
-#: More layers than this in a config or a plan is a mistake or an attack.
+#: Most layers in a config or a plan; more are a mistake or an attack.
 MAX_LAYERS = 10_000
 
 
@@ -73,13 +73,13 @@ def minimum_units(axis: Axis, size: int, unit: int) -> int:
 def bounds_of(counts: Iterable[int], unit: int, size: int) -> tuple[int, ...]:
     """Turn units per device into bounds: ``[3, 3, 2]`` of unit 1 and size 8 is ``(0, 3, 6, 8)``.
 
-    Only the end of the axis may cut a unit short.
+    Only the last unit of the axis may be shorter.
     """
     return (0, *(min(units * unit, size) for units in accumulate(counts)))
 
 
 def slices_of(bounds: Sequence[int]) -> tuple[Slice, ...]:
-    """Return the slices of the devices that hold a part, in device order."""
+    """Return the non-empty slices, in device order."""
     return tuple(Slice(device, a, b) for device, (a, b) in enumerate(pairwise(bounds)) if b > a)
 
 
@@ -89,7 +89,7 @@ def power_of_two_unit(size: int, largest: int) -> int:
 
 
 def format_layers(layers: Iterable[int]) -> str:
-    """Write layer numbers as inclusive ranges: ``[0, 1, 2, 5]`` is ``"0-2,5"``."""
+    """Format layer numbers as inclusive ranges: ``[0, 1, 2, 5]`` is ``"0-2,5"``."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][1] + 1:
@@ -100,7 +100,7 @@ def format_layers(layers: Iterable[int]) -> str:
 
 
 def parse_layers(text: str) -> frozenset[int]:
-    """Read inclusive ranges back: ``"0-2,5"`` is ``{0, 1, 2, 5}``.
+    """Parse inclusive ranges of layers: ``"0-2,5"`` is ``{0, 1, 2, 5}``.
 
     Raises:
         ValueError: the text is not what :func:`format_layers` writes for these layers.

@@ -1,7 +1,7 @@
-"""The headers of a checkpoint's safetensors files: names, dtypes, shapes and bytes of its tensors, but no weights.
+"""Reading the headers of a checkpoint's safetensors files: names, dtypes, shapes and positions of its tensors.
 
-Source of the format: https://github.com/huggingface/safetensors (README, "Format"). Files come from strangers: no
-number in them is believed before it was held against the size of the file.
+Source of the format: https://github.com/huggingface/safetensors (README, "Format"). Files are untrusted: every number
+in them is checked against the size of the file before it is used. The weights are not read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tpplan.model import DTYPE_BITS
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: No header or index is longer than this (the safetensors library has the same limit for headers).
+#: Size limit of a header or index (the safetensors library has the same limit for headers).
 MAX_HEADER_BYTES = 100 * 2**20
 
 _INDEX = "model.safetensors.index.json"
@@ -31,14 +31,14 @@ _HINT = "the file is damaged, incomplete or not made by safetensors: fetch it ag
 
 
 class Tensor(NamedTuple):
-    """What a header says of one tensor.
+    """A tensor as a header describes it.
 
     Attributes:
-        dtype: as safetensors writes it, such as ``BF16``.
+        dtype: dtype in the notation of safetensors, such as ``BF16``.
         shape: elements per dimension.
-        nbytes: bytes in the file.
+        nbytes: size in the file, in bytes.
         file: name of the file that holds it.
-        start: where in that file, in bytes.
+        start: offset in that file, in bytes.
     """
 
     dtype: str
@@ -53,18 +53,18 @@ class Headers:
     """The tensors of a checkpoint.
 
     Attributes:
-        tensors: by name, in the order of files and headers.
-        file_bytes: bytes of all files, headers included.
+        tensors: tensors by name, in the order of files and headers.
+        file_bytes: total size of the files in bytes, headers included.
     """
 
     tensors: Mapping[str, Tensor]
     file_bytes: int
 
     def renamed(self, starts: Mapping[str, str]) -> Headers:
-        """Return the same tensors, with other names for those whose names start so.
+        """Return the same tensors with prefixes of their names replaced.
 
         Args:
-            starts: of names, and what comes in their place; no name has two of them.
+            starts: replacement for each prefix; no tensor's name may have more than one of the prefixes.
 
         Raises:
             ModelError: two tensors would have the same name.
@@ -83,8 +83,8 @@ def read_headers(directory: Path) -> Headers | None:
     """Read the headers of all safetensors files of a model's directory.
 
     The files are those that ``model.safetensors.index.json`` names; without it ``model.safetensors``; without that
-    every ``*.safetensors``. An index of which no file is there while others are is a leftover of the model that these
-    files were made from (EXL2 conversions copy it), and is passed over.
+    every ``*.safetensors``. If none of the files in the index exists but other files do, the index belongs to the model
+    that these files were converted from (EXL2 conversions copy it), and is ignored.
 
     Returns:
         None if the directory has no safetensors files.
@@ -126,14 +126,14 @@ def read_headers(directory: Path) -> Headers | None:
 
 
 def _without_index(present: list[str]) -> list[str]:
-    """Choose the files of a checkpoint that has no index; Mistral puts a second copy beside it as ``consolidated``."""
+    """Choose the files of a checkpoint without an index; Mistral's ``consolidated`` files are a second copy."""
     if _SINGLE in present:
         return [_SINGLE]
     return [name for name in present if not name.startswith("consolidated")] or present
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the weight map: the file of each tensor, every one a plain name in the index's own directory."""
+    """Return the weight map of an index: the file of each tensor, always in the index's own directory."""
     with _opened(path) as (file, size):
         if size > MAX_HEADER_BYTES:
             raise ModelError(f"{path.name} has {size} bytes, more than {MAX_HEADER_BYTES}", _HINT)
@@ -152,13 +152,13 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name is that of a safetensors file in the same directory, on every system."""
+    """Return whether a name is that of a safetensors file in the same directory, on every operating system."""
     path = PurePath(name)
     return path.name == name and path.suffix == ".safetensors" and not {"\\", "\0", ":"}.intersection(name)
 
 
 def _check_index(index: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Hold the weight map against what the files have."""
+    """Check the weight map against the tensors of the files."""
     for name, file in index.items():
         if name not in tensors:
             raise ModelError(f"{_INDEX} names tensor {name!r} in {file}, which does not have it", _HINT)
@@ -171,7 +171,7 @@ def _check_index(index: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Non
 
 
 def _read_file(path: Path) -> tuple[dict[str, Tensor], int]:
-    """Return the tensors of one safetensors file, and its size in bytes."""
+    """Return the tensors of a safetensors file, and its size in bytes."""
     with _opened(path) as (file, size):
         if size < _LENGTH_BYTES:
             raise ModelError(f"{path.name} has {size} bytes, too few for a safetensors file", _HINT)
@@ -186,7 +186,7 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], int]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
-    """Open a regular file, or a link to one as hub caches have them, and say how many bytes it has."""
+    """Open a regular file, or a link to one (as in hub caches), and yield it with its size in bytes."""
     try:
         if not path.is_file():
             raise ModelError(f"{path.name} is not a regular file, or a link to nothing", _HINT)
@@ -197,7 +197,7 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
 
 
 def _parse(text: bytes, name: str) -> dict[str, Any]:
-    """Parse a JSON object strictly; ``name`` says of which file it is."""
+    """Parse a JSON object strictly; ``name`` is its name in messages."""
     try:
         document = read_json(text)
     except NotJSONError as error:
@@ -208,7 +208,7 @@ def _parse(text: bytes, name: str) -> dict[str, Any]:
 
 
 def _tensors(header: dict[str, Any], file: str, data_start: int, size: int) -> dict[str, Tensor]:
-    """Check a header against the bytes of data that follow it: every byte belongs to exactly one tensor."""
+    """Check a header against the data that follows it: every byte must belong to exactly one tensor."""
     data_bytes = size - data_start
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -237,10 +237,10 @@ def _tensors(header: dict[str, Any], file: str, data_start: int, size: int) -> d
 
 
 def _tensor(entry: Any, file: str, data_bytes: int) -> Tensor:
-    """Return a tensor, its start counted from the first byte of data.
+    """Parse a header's entry to a tensor whose ``start`` counts from the first byte of data.
 
     Raises:
-        ValueError: what is wrong with the entry, as the rest of a sentence.
+        ValueError: the entry is invalid; the message is the rest of a sentence.
     """
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError("needs exactly dtype, shape and data_offsets")

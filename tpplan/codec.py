@@ -1,4 +1,4 @@
-"""Plans and other documents to canonical JSON and strictly back, and the fingerprint of a model."""
+"""Serialisation of plans and other documents as canonical JSON, strict parsing, and the fingerprint of a model."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: Fields that are written although they have their default, so that a reviewer sees them; they must be there.
+#: Fields that are required in files, and written even with their default value so that a reviewer sees them.
 STATED = frozenset({"format_version", "kind", "tokens"}) | {
     *(f"{way}_{kind}_bytes" for way in ("peer", "host") for kind in ("fans", "exchanges", "sums")),
     *("copies_fans_bytes", "copies_exchanges_bytes", "passed_on_bytes", "gathers_bytes"),
 }
 
-#: What the key ``$schema`` of an object is.
+#: Value of the key ``$schema`` for each class that has one.
 _SCHEMAS: dict[type, str] = {SplitPlan: SCHEMA_URN}
 
 
 def fingerprint(spec: ModelSpec) -> str:
-    """Return ``sha256:`` and the hash of a model, the same whatever its name.
+    """Return ``sha256:`` and the hash of a model without its name.
 
-    Fields that have their default value do not count, so that a later tpplan may add fields and still agree on the
-    models that do not use them.
+    Fields with their default value are not hashed, so later versions of tpplan can add fields without changing the
+    fingerprints of models that do not use them.
     """
     data = unstructure(spec)
     del data["name"]
@@ -74,19 +74,19 @@ def fingerprint(spec: ModelSpec) -> str:
 
 
 def dumps(obj: object) -> str:
-    """Return the canonical JSON of a plan or another document: equal objects, equal bytes."""
+    """Return the canonical JSON of a plan or another document; equal objects give equal bytes."""
     return render(unstructure(obj))
 
 
 def loads(text: str | bytes, what: str = "the plan", *, allow_newer: bool = False) -> SplitPlan:
-    """Read a plan and check every rule.
+    """Parse a plan and check every rule.
 
     Args:
-        text: of a plan file.
-        what: to call it in errors, such as its file's name.
-        allow_newer: read a newer minor version too, without the keys that only it knows. Such a plan is for showing:
-            it keeps its ``format_version``, so that :func:`tpplan.verify.problems` is its TP001, and nothing executes
-            or saves it.
+        text: text of a plan file.
+        what: name of the document in errors, such as its file's name.
+        allow_newer: also accept a newer minor version and ignore its unknown keys. Such a plan is only for showing: it
+            keeps its ``format_version``, so :func:`tpplan.verify.problems` returns TP001 for it, and it is neither
+            executed nor saved.
 
     Raises:
         PlanError: listing every problem, also as its ``problems``.
@@ -96,7 +96,7 @@ def loads(text: str | bytes, what: str = "the plan", *, allow_newer: bool = Fals
     version = version if isinstance(version, str) and version_of(version) else ""
     newer = allow_newer and is_newer(version)
     if version and not newer and (message := version_problem(version)):
-        # alone, because nobody here knows what the keys of that version mean
+        # the only problem to report, because the meaning of that version's keys is unknown
         raise refusal(what, [Problem("TP001", "format_version", message)], OTHER_VERSION)
     if message := mistaken(data, PLAN):
         raise refusal(what, [Problem(FORM, "", message)], "tpplan plan makes a plan of a model and devices")
@@ -116,11 +116,11 @@ def load(path: str | os.PathLike[str], *, allow_newer: bool = False) -> SplitPla
 
 
 def save(plan: SplitPlan, path: str | os.PathLike[str]) -> None:
-    """Write a plan file as a whole or not at all; see :func:`tpplan.files.save_text`.
+    """Write a plan file atomically; see :func:`tpplan.files.save_text`.
 
     Raises:
-        PlanError: the plan breaks a rule, so that nobody could load it.
-        TpplanError: the file cannot be written; what was there before is still there.
+        PlanError: the plan breaks a rule, so it could not be loaded.
+        TpplanError: the file cannot be written; its previous content is unchanged.
     """
     verify(plan)
     save_text(dumps(plan), path)
@@ -133,13 +133,13 @@ def uncanonical_line(text: str, obj: object) -> int:
 
 
 def structure(data: object, cls: type[T], what: str, *, allow_unknown: bool = False) -> T:
-    """Turn JSON data into an object of a frozen class, without any conversion of types.
+    """Convert JSON data to an object of a frozen class, without converting scalar types.
 
     Args:
-        data: as :func:`parse_json` returns it.
-        cls: to make an object of.
-        what: to call the document in errors, such as its file's name.
-        allow_unknown: pass over keys that the class does not know.
+        data: the data, as :func:`parse_json` returns it.
+        cls: class of the object.
+        what: name of the document in errors, such as its file's name.
+        allow_unknown: ignore keys that the class does not have.
 
     Raises:
         PlanError: listing every missing key, unknown key and wrong type with its path, also as its ``problems``.
@@ -151,16 +151,16 @@ def structure(data: object, cls: type[T], what: str, *, allow_unknown: bool = Fa
 
 
 def unstructure(obj: object) -> dict[str, Any]:
-    """Return an object of a frozen class as JSON data, in the order of its fields.
+    """Convert an object of a frozen class to JSON data, in the order of its fields.
 
-    Fields that have their default value are left out, but for those in :data:`STATED`.
+    Fields with their default value are omitted, except those in :data:`STATED`.
     """
     data: dict[str, Any] = _converter(strict=True).unstructure(obj)
     return data
 
 
 def _flat(error: Exception, path: str) -> Iterator[Problem]:
-    """Yield the problems in a tree of cattrs's errors, each with its path."""
+    """Yield the problems in a tree of cattrs errors, each with its path."""
     if isinstance(error, ClassValidationError):
         fields, others = error.group_exceptions()
         for inner, field in fields:
@@ -182,7 +182,7 @@ def _flat(error: Exception, path: str) -> Iterator[Problem]:
 
 @cache
 def _converter(*, strict: bool) -> Converter:
-    """Return the converter that takes JSON's types for what they are; only a strict one minds unknown keys."""
+    """Return the converter, which never coerces JSON types; with ``strict`` it rejects unknown keys."""
     converter = Converter(forbid_extra_keys=strict, omit_if_default=True)
     for plain in (bool, int, str):
         converter.register_structure_hook(plain, _to_plain)
@@ -193,12 +193,12 @@ def _converter(*, strict: bool) -> Converter:
 
 
 def _is_tuple(cls: Any) -> bool:
-    """Tell whether a type is a tuple of items of one type."""
+    """Return whether a type is a tuple of items of one type."""
     return get_origin(cls) is tuple
 
 
 def _to_object(converter: Converter, cls: type) -> Callable[[object, object], object]:
-    """Return the hook that makes an object of a frozen class."""
+    """Return the hook that structures an object of a frozen class."""
     from_fields: Callable[[Any, Any], object] = make_dict_structure_fn(
         cls, converter, _cattrs_forbid_extra_keys=converter.forbid_extra_keys
     )
@@ -226,13 +226,13 @@ def _to_object(converter: Converter, cls: type) -> Callable[[object, object], ob
 
 
 def _at(name: str, error: Exception) -> Exception:
-    """Note in an error which field it is about, as cattrs does."""
+    """Attach the name of the field to an error, as cattrs does."""
     error.add_note(AttributeValidationNote("", name, None))
     return error
 
 
 def _to_tuple(converter: Converter, cls: Any) -> Callable[[object, object], object]:
-    """Return the hook that makes a tuple of an array; it gives up after a number of bad items."""
+    """Return the hook that structures a tuple from an array; it stops after ``MOST_PROBLEMS`` invalid items."""
     item = get_args(cls)[0]
     structure_item = converter.get_structure_hook(item)
 
@@ -254,7 +254,7 @@ def _to_tuple(converter: Converter, cls: Any) -> Callable[[object, object], obje
 
 
 def _to_plain(value: object, cls: type) -> object:
-    """Return a number, text or truth as it is, or the member of a StrEnum that a text stands for."""
+    """Return a number, string or boolean unchanged, or the StrEnum member with that value."""
     if not issubclass(cls, StrEnum):
         return _expect(cls, value)
     known = list(map(str, cls))
@@ -264,7 +264,7 @@ def _to_plain(value: object, cls: type) -> object:
 
 
 def _from_object(converter: Converter, cls: type) -> Callable[[Any], dict[str, Any]]:
-    """Return the hook that makes JSON data of an object."""
+    """Return the hook that unstructures an object to JSON data."""
     kept = {f.name: override(omit_if_default=False) for f in attrs.fields(cls) if f.name in STATED}
     to_data: Callable[[Any], dict[str, Any]] = make_dict_unstructure_fn(
         cls,
@@ -276,7 +276,7 @@ def _from_object(converter: Converter, cls: type) -> Callable[[Any], dict[str, A
     head = {"$schema": _SCHEMAS[cls]} if cls in _SCHEMAS else {}
 
     def hook(obj: Any) -> dict[str, Any]:
-        data = to_data(obj)  # with the optional fields at the end
+        data = to_data(obj)  # which puts the optional fields last
         return head | {name: data[name] for name in names if name in data}
 
     return hook
@@ -286,7 +286,7 @@ _KINDS = {dict: "an object", list: "an array", bool: "true or false", int: "a wh
 
 
 def _expect(kind: type[T], value: object) -> T:
-    """Return ``value`` if it is exactly of a JSON type: true is no 1, 7.0 is no 7."""
+    """Return ``value`` if it has exactly the type ``kind``: ``true`` is not 1, and 7.0 is not 7."""
     if type(value) is not kind:
         raise ValueError(f"expected {_KINDS[kind]}, got {shown(value)}")
     return value

@@ -1,4 +1,4 @@
-"""Type-checked access to a model's ``config.json``, which may come from anybody."""
+"""Type-checked access to a model's ``config.json``, an untrusted file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tpplan.jsontext import NotJSONError, read_json, visible
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: A larger config.json is a mistake or an attack; real ones have a few KiB.
+#: Size limit of a config.json; real ones have a few KiB, a larger one is a mistake or an attack.
 MAX_CONFIG_BYTES: Final = 16 * 2**20
 
-#: A larger count is a mistake or an attack, unless the caller says so.
+#: Default limit of counts; a larger one is a mistake or an attack.
 MAX_COUNT: Final = 2**31
 
-#: What else a key has been called in Hugging Face configs; the names of one key must not contradict each other.
+#: Other names of keys in Hugging Face configs; values under different names of a key must not contradict each other.
 ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "hidden_size": ("n_embd", "n_embed"),
     "intermediate_size": ("n_inner", "ffn_hidden_size"),
@@ -41,30 +41,30 @@ _MISSING: Final = object()
 
 
 def _repr(value: object) -> str:
-    """Show an untrusted value in a message, shortened."""
+    """Format an untrusted value for a message, shortened."""
     short = Repr()
     short.maxstring = short.maxother = 60
     return short.repr(value)
 
 
 class Config:
-    """The object in a config.json, read key by key with the checks that an untrusted file needs.
+    """An object in a config.json, whose values are checked as they are read.
 
-    A key that is absent and a key that is null are told apart only where the model families need it
-    (:meth:`optional_count`); elsewhere both mean the default.
+    Absent and null keys are distinguished only where model families need it (:meth:`optional_count`); elsewhere both
+    mean the default.
     """
 
     def __init__(self, data: Mapping[str, object], source: str) -> None:
-        """Wrap ``data``, an object of JSON; ``source`` names the file in messages."""
+        """Wrap ``data``, a JSON object; ``source`` names the file in messages."""
         self._data = data
         self.source = source
 
     def error(self, problem: str, hint: str = "") -> ModelError:
-        """Return the error that says that this file has ``problem``."""
+        """Return an error that names this file and the ``problem``."""
         return ModelError(f"{self.source}: {problem}", hint or _COMPARE)
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key is there under any of its names, null or not."""
+        """Return whether the key is present under any of its names, null or not."""
         return any(name in self._data for name in (key, *ALIASES.get(key, ())))
 
     def _missing(self, key: str) -> ModelError:
@@ -72,7 +72,7 @@ class Config:
         return self.error(f"{names} is {'null' if key in self else 'missing'}")
 
     def _find(self, key: str) -> tuple[str, object]:
-        """Return the name that is in the file and its value; a value beats a null, and two values must be equal."""
+        """Return the key's name in the file and its value; values take precedence over null and must agree."""
         there = [(name, self._data[name]) for name in (key, *ALIASES.get(key, ())) if name in self._data]
         if not there:
             return key, _MISSING
@@ -91,7 +91,7 @@ class Config:
         """Return a whole number, None for null, or ``default`` if the key is absent.
 
         Raises:
-            ModelError: the value is no whole number (``7.0``, ``"7"`` and ``true`` are none) or out of range.
+            ModelError: the value is not a whole number (``7.0``, ``"7"`` and ``true`` are not), or it is out of range.
         """
         name, value = self._find(key)
         if value is _MISSING:
@@ -133,7 +133,7 @@ class Config:
         """Return a string, empty if the key is absent or null.
 
         Raises:
-            ModelError: the value is no string.
+            ModelError: the value is not a string.
         """
         name, value = self._find(key)
         if value is _MISSING or value is None:
@@ -146,7 +146,7 @@ class Config:
         """Return the strings of a list, empty if the key is absent or null.
 
         Raises:
-            ModelError: the value is no list of strings.
+            ModelError: the value is not a list of strings.
         """
         return cast("tuple[str, ...]", self._list(key, str, "strings"))
 
@@ -154,7 +154,7 @@ class Config:
         """Return the whole numbers of a list, empty if the key is absent or null.
 
         Raises:
-            ModelError: the value is no list of whole numbers.
+            ModelError: the value is not a list of whole numbers.
         """
         return cast("tuple[int, ...]", self._list(key, int, "whole numbers"))
 
@@ -171,23 +171,23 @@ class Config:
 
     @property
     def data(self) -> Mapping[str, object]:
-        """All that the file has, unchecked."""
+        """All keys and values of the object, unchecked."""
         return self._data
 
     def raw(self, key: str) -> object:
-        """Return what the file has under ``key``, unchecked; None if it is absent."""
+        """Return the value of ``key``, unchecked; None if it is absent."""
         _, value = self._find(key)
         return None if value is _MISSING else value
 
     def having(self, key: str, value: object) -> Config:
-        """Return the same config with another value for ``key``."""
+        """Return a copy of the config with ``key`` set to ``value``."""
         return Config({**self._data, key: value}, self.source)
 
     def section(self, key: str) -> Config:
         """Return the object under ``key``.
 
         Raises:
-            ModelError: it is missing or no object.
+            ModelError: it is missing or not an object.
         """
         name, value = self._find(key)
         if value is _MISSING or value is None:
@@ -207,7 +207,7 @@ def read_config(path: str | Path) -> Config:
     path = Path(path)
     try:
         asked, path = path, path / "config.json" if path.is_dir() else path
-        if asked.suffix == ".gguf" and path == asked:  # no directory, whatever its name
+        if asked.suffix == ".gguf" and path == asked:  # the file itself, not a directory of this name
             raise ModelError(f"{_name(asked)} is a GGUF file, which tpplan does not read", _GGUF)
         if not path.is_file():
             what = "is not a regular file" if path.exists() else "does not exist"
@@ -224,7 +224,7 @@ def read_config(path: str | Path) -> Config:
 
 
 def _instead(path: Path) -> str:
-    """Return what to do where there is no config.json: in a directory without one, or at a path that is wrong."""
+    """Return the hint for a missing config.json: the directory has none, or the path is wrong."""
     from difflib import get_close_matches  # noqa: PLC0415 - only for the message
 
     if any(path.glob("*.gguf")):
@@ -258,5 +258,5 @@ def parse_config(content: bytes, source: str) -> Config:
 
 
 def _name(path: Path) -> str:
-    """Name a file in messages, whatever characters its name has."""
+    """Format a path for messages, with invisible characters escaped."""
     return visible(str(path).replace("\0", "\\0"))[-200:]

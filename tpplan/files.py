@@ -1,4 +1,4 @@
-"""Reading documents without trust, and writing files as a whole or not at all."""
+"""Reading untrusted documents, and writing files atomically."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tpplan.jsontext import NotJSONError, read_json
 from tpplan.jsontext import decode as decode_json
 from tpplan.problems import FORM, Problem, malformed, refusal
 
-#: The largest document that is read, in bytes and in characters.
+#: Size limit of documents, in bytes and in characters.
 LARGEST_DOCUMENT = 16 * 2**20
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Return the text of a document's file, looking at its size first.
+    """Read a document's file, checking its size first.
 
     Raises:
-        PlanError: as :func:`decode`.
+        PlanError: as for :func:`decode`.
         TpplanError: the file cannot be read.
     """
     try:
@@ -36,10 +36,10 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def decode(data: bytes, what: str) -> str:
-    """Return bytes as text.
+    """Decode the bytes of a document.
 
     Raises:
-        PlanError: they are more than 16 MiB, no UTF-8, or start with a byte order mark.
+        PlanError: they exceed 16 MiB, are not UTF-8, or start with a byte order mark.
     """
     if len(data) > LARGEST_DOCUMENT:
         raise malformed(what, f"has more than {LARGEST_DOCUMENT} bytes")
@@ -50,10 +50,10 @@ def decode(data: bytes, what: str) -> str:
 
 
 def parse_json(text: str | bytes, what: str) -> object:
-    """Read a document of JSON strictly.
+    """Parse a JSON document strictly.
 
     Raises:
-        PlanError: listing what is wrong, as :func:`tpplan.jsontext.read_json` says; or it is more than 16 MiB.
+        PlanError: it exceeds 16 MiB, or has the problems that :func:`tpplan.jsontext.read_json` finds, all listed.
     """
     text = decode(text, what) if isinstance(text, bytes) else text
     if len(text) > LARGEST_DOCUMENT:
@@ -69,31 +69,31 @@ def _refusal(what: str, error: NotJSONError) -> PlanError:
 
 
 def cache_folder() -> Path:
-    """Return where what can be made again is kept: ``$XDG_CACHE_HOME/tpplan``, or ``~/.cache/tpplan``.
+    """Return the cache directory: ``$XDG_CACHE_HOME/tpplan``, or ``~/.cache/tpplan``.
 
     Raises:
-        RuntimeError: nobody knows the home directory.
+        RuntimeError: the home directory cannot be determined.
     """
     root = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(root) if Path(root).is_absolute() else Path.home() / ".cache") / "tpplan"
 
 
 def save_text(text: str, path: str | os.PathLike[str]) -> bool:
-    """Write a file as :func:`save_bytes` does, and return the same."""
+    """Write a text file with :func:`save_bytes`, and return its result."""
     return save_bytes(text.encode(), path)
 
 
 def save_bytes(data: bytes, path: str | os.PathLike[str]) -> bool:
-    """Write a file as a whole or not at all; one that has these bytes already is left alone.
+    """Write a file atomically, unless it already has these bytes.
 
-    The new file takes the place and the mode of the old one. A symbolic link stays, and the file that it points to is
-    replaced. A device or a pipe is written to.
+    The new file replaces the old one and keeps its mode. A symbolic link is kept, and its target is replaced. A device
+    or a pipe is written to directly.
 
     Returns:
-        Whether there was anything to write.
+        Whether anything was written.
 
     Raises:
-        TpplanError: the file cannot be written; what was there before is still there.
+        TpplanError: the file cannot be written; its previous content is unchanged.
     """
     try:
         return _replace(data, Path(path))
@@ -105,14 +105,14 @@ def save_bytes(data: bytes, path: str | os.PathLike[str]) -> bool:
 
 
 def _replace(data: bytes, path: Path) -> bool:
-    """Write ``data`` beside the file that ``path`` leads to, and put it in its place, unless it has these bytes."""
+    """Write ``data`` to a new file beside the target of ``path`` and rename it, unless the target is equal."""
     mode = path.stat().st_mode if path.exists() else None
     if mode is not None and not stat.S_ISREG(mode):
         path.write_bytes(data)
         return True
     target = Path(os.path.realpath(path))
     if mode is not None:
-        if not os.access(target, os.W_OK):  # to replace it, the system would ask for no permission
+        if not os.access(target, os.W_OK):  # a rename succeeds without write permission for the target
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if target.stat().st_size == len(data) and target.read_bytes() == data:
             return False
@@ -131,5 +131,5 @@ def _replace(data: bytes, path: Path) -> bool:
 
 
 def _reason(error: OSError | ValueError) -> str:
-    """Return the cause in words, the operating system's where it gave one."""
+    """Return the cause of an error in words, the operating system's if there are any."""
     return getattr(error, "strerror", None) or str(error)

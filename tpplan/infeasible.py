@@ -1,4 +1,4 @@
-"""Why nothing fits, in bytes per device, and what would help, each suggestion tried before it is made."""
+"""The error for requests that fit no plan: the shortfall of each device, and suggestions verified by planning."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 
 _CONTEXT_STEP = 256
 _MEMORY_STEP = 2**26
-#: More than any GPU has: nobody can follow the advice to give a device more.
+#: Largest budget to suggest; no GPU has this much memory.
 _MOST_MEMORY = 2**39
 _MOST_JOINING = 64
-#: Of many different devices only the largest are tried, for more of them and for more memory.
+#: Most kinds of devices to try for suggestions of more devices or more memory: the largest ones.
 _TRIED_DEVICES = 6
 
 
 @frozen
 class Shortfall:
-    """What a device would need for the most even cut, and what it lacks; all in bytes.
+    """The memory that a device needs for the most even cut, and how much of it is missing, in bytes.
 
-    What is missing is charged to the cache first, then to workspace, weights and overhead.
+    Missing bytes are attributed to the cache first, then to workspace, weights and overhead.
 
     Attributes:
-        device: index.
-        name: of the device.
-        budget_bytes: what it has.
-        weights_bytes: needed.
-        cache_bytes: needed.
-        workspace_bytes: needed.
-        overhead_bytes: needed.
-        missing_bytes: in all, 0 if the device has enough.
-        missing_weights_bytes: part of it.
-        missing_cache_bytes: part of it.
-        missing_workspace_bytes: part of it.
-        missing_overhead_bytes: part of it.
+        device: index of the device.
+        name: display name of the device.
+        budget_bytes: budget of the device.
+        weights_bytes: bytes needed for weights.
+        cache_bytes: bytes needed for the cache.
+        workspace_bytes: bytes needed for the workspace.
+        overhead_bytes: bytes needed for the overhead.
+        missing_bytes: bytes needed in excess of the budget, 0 if the device has enough.
+        missing_weights_bytes: part of the missing bytes attributed to weights.
+        missing_cache_bytes: part of the missing bytes attributed to the cache.
+        missing_workspace_bytes: part of the missing bytes attributed to the workspace.
+        missing_overhead_bytes: part of the missing bytes attributed to the overhead.
     """
 
     device: int
@@ -63,14 +63,14 @@ class Shortfall:
 
 @frozen
 class Suggestion:
-    """One change after which planning succeeds.
+    """A single change with which planning succeeds.
 
     Attributes:
         kind: ``context``, ``cache``, ``layout``, ``kv``, ``strategy``, ``devices`` or ``memory``.
-        value: tokens per sequence, the cache kind, the layout, kv mode or strategy, how many more devices, or the
-            budget in bytes.
-        device: which one needs the budget, or more of its kind; -1 for the other kinds.
-        message: the change in words.
+        value: tokens per sequence, the cache kind, the layout, kv mode or strategy, the number of devices to add, or
+            the budget in bytes.
+        device: index of the device to add more of, or to give the budget to; -1 for the other kinds.
+        message: description of the change.
     """
 
     kind: str
@@ -84,7 +84,7 @@ class InfeasibleError(TpplanError):
 
     Attributes:
         shortfalls: one per device.
-        suggestions: single changes that help, each proved by planning with it.
+        suggestions: single changes that make the request fit, each verified by planning.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ def explain(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> 
         few = f"too few units for {len(devices)} devices: {', '.join(sorted(coarse))}"
         why = f"some axes have {few}" if coarse else "whole units do not divide so"
         message += f"; there is enough in all, but {why}"
-    elif 0 < usable < model.weight_bytes:  # by any plan: those of the most even cut may hold some twice
+    elif 0 < usable < model.weight_bytes:  # in any plan; the most even cut may hold some weights twice
         beside = "" if model.weight_bytes > budget else f", beside an overhead of {format_bytes(budget - usable)}"
         message += f"; its weights alone are {format_bytes(model.weight_bytes)}{beside}"
         message += ": only a checkpoint with fewer bits per weight fits here"
@@ -153,7 +153,7 @@ def _fits(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> bo
 
 
 def _suggestions(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> Iterator[Suggestion]:
-    """Yield changes of one thing each, those that cost least first."""
+    """Yield single changes that make the request fit, those that cost the user least first."""
 
     def fits(asked: Request) -> bool:
         return _fits(model, devices, asked)
@@ -196,7 +196,7 @@ def _largest_context(request: Request, fits: Callable[[Request], bool]) -> int:
 
 
 def _different(devices: tuple[Device, ...]) -> list[tuple[int, Device]]:
-    """Return the largest different devices, each with the index of its first."""
+    """Return the largest distinct devices, each with the index where it first occurs."""
     first = {device: i for i, device in reversed([*enumerate(devices)])}
     return sorted(((i, d) for d, i in first.items()), key=lambda pair: (-pair[1].budget_bytes, pair[0]))[
         :_TRIED_DEVICES
@@ -204,7 +204,7 @@ def _different(devices: tuple[Device, ...]) -> list[tuple[int, Device]]:
 
 
 def _more_devices(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> Iterator[Suggestion]:
-    """Yield the fewest devices of a kind that is there that would have to join."""
+    """Yield the smallest number of devices to add, copies of one of the given devices."""
     best: tuple[int, int] | None = None
     for index, device in _different(devices):
         count = _least(
@@ -219,7 +219,7 @@ def _more_devices(model: ModelSpec, devices: tuple[Device, ...], request: Reques
 
 
 def _more_memory(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> Iterator[Suggestion]:
-    """Yield the one device that needs the least more memory, with its new budget."""
+    """Yield the device that needs the smallest additional budget on its own, with its new budget."""
     best: tuple[int, int] | None = None
     for index, device in _different(devices):
 
@@ -239,7 +239,7 @@ def _more_memory(model: ModelSpec, devices: tuple[Device, ...], request: Request
 
 
 def _least(fits: Callable[[int], bool], most: int) -> int:
-    """Return the least number from 1 to ``most`` that fits, or 0; a number that fits means that larger ones do."""
+    """Return the least number from 1 to ``most`` that fits, or 0; ``fits`` must be monotonic."""
     high = 1
     while high < most and not fits(high):
         high *= 2

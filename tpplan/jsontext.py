@@ -1,4 +1,4 @@
-"""JSON text: strict to read, canonical to write."""
+"""Strict parsing and canonical formatting of JSON text."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections import Counter
 
 from tpplan.problems import MOST_PROBLEMS
 
-#: Columns that an object or array may take before it is broken over lines.
+#: Widest line of an object or array; wider ones are broken over several lines.
 COLUMNS = 120
 
-#: Characters that a terminal would obey, or that a reviewer would not see: controls, lone surrogates, bidirectional
-#: marks, joiners and other characters of no width, letters that are blank (Hangul fillers), and tags.
+#: Characters that control a terminal or are invisible to a reviewer: control characters, lone surrogates,
+#: bidirectional marks, joiners and other zero-width characters, blank letters (Hangul fillers), and tags.
 UNSEEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff"
     "\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
 
-#: Digits of a whole number; the cost of reading them grows with their square.
+#: Most digits of a whole number; the time to parse one grows with the square of its digits.
 _DIGITS = 40
 
-#: Problems that an error of one line tells.
+#: Most problems in a one-line error message.
 _TOLD = 3
 
 
 class NotJSONError(ValueError):
-    """What is not strict JSON.
+    """Text is not strict JSON.
 
     Attributes:
-        found: what is wrong, each as the rest of a sentence: ``has NaN, which is not JSON``.
-        where: the line and column; empty if there is none.
+        found: the problems, each as the rest of a sentence: ``has NaN, which is not JSON``.
+        where: line and column; empty if unknown.
     """
 
     def __init__(self, *found: str, where: str = "") -> None:
@@ -40,10 +40,10 @@ class NotJSONError(ValueError):
 
 
 def decode(data: bytes) -> str:
-    """Return the text of JSON.
+    """Decode the bytes of a JSON text.
 
     Raises:
-        NotJSONError: it is no UTF-8, or starts with a byte order mark.
+        NotJSONError: they are not UTF-8, or start with a byte order mark.
     """
     try:
         text = data.decode()
@@ -55,11 +55,11 @@ def decode(data: bytes) -> str:
 
 
 def read_json(text: str | bytes) -> object:
-    """Read JSON strictly; how long it may be is up to the caller.
+    """Parse JSON strictly; the caller limits its length.
 
     Raises:
-        NotJSONError: it is no UTF-8, starts with a byte order mark, is no JSON or too deep, or has a key twice in one
-            object, NaN or Infinity, or a whole number beyond all reason.
+        NotJSONError: it is not UTF-8, starts with a byte order mark, is not JSON or is nested too deeply, or has a
+            duplicate key in an object, NaN or Infinity, or a whole number of more than 40 digits.
     """
     text = decode(text) if isinstance(text, bytes) else text
     if not text.strip():
@@ -95,34 +95,34 @@ def read_json(text: str | bytes) -> object:
 
 
 def render(data: object) -> str:
-    """Return JSON data as people review it.
+    """Format JSON data canonically, for review.
 
-    An object or array takes one line if that fits in 120 columns, else one line for each of its members. The document
-    itself and whatever contains a list of objects are always broken, so that one more object is one more line in a
-    diff. Characters that nobody would see are escaped, all others are written as they are.
+    An object or array is written on one line if it fits in 120 columns, otherwise on one line per member. The document
+    itself and everything that contains a list of objects are always broken, so that another object adds lines to a diff
+    without changing others. Invisible characters are escaped; all others are written unchanged.
     """
     return _block(data, "") + "\n"
 
 
 def visible(text: str) -> str:
-    """Escape the characters that nobody would see, as JSON does."""
+    """Escape invisible characters as in JSON."""
     return UNSEEN.sub(lambda c: json.dumps(c[0])[1:-1], text)
 
 
 def shown(value: object) -> str:
-    """Write a value for an error message, shortened."""
+    """Format a value for an error message, shortened."""
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else "an array"
     return _line(f"{value[:40]}…" if isinstance(value, str) and len(value) > len(value[:40]) else value)
 
 
 def _line(data: object) -> str:
-    """Write JSON on one line."""
+    """Format JSON data on one line."""
     return visible(json.dumps(data, ensure_ascii=False))
 
 
 def _block(data: object, indent: str, lead: str = "") -> str:
-    """Write JSON at an indentation, with its key before it, on as many lines as :func:`render` says."""
+    """Format JSON data after ``lead``, its key, at an indentation, broken as :func:`render` describes."""
     if not data or not isinstance(data, (dict, list, tuple)):
         return f"{indent}{lead}{_line(data)}"
     if indent and not _has_objects(data):
@@ -139,7 +139,7 @@ def _block(data: object, indent: str, lead: str = "") -> str:
 
 
 def _has_objects(data: object) -> bool:
-    """Tell whether there is a list of objects anywhere in ``data``."""
+    """Return whether ``data`` contains a list of objects at any depth."""
     if isinstance(data, dict):
         return any(map(_has_objects, data.values()))
     return isinstance(data, (list, tuple)) and any(isinstance(v, dict) or _has_objects(v) for v in data)
