@@ -1,12 +1,12 @@
-"""GPUs that people run language models on: memory, bandwidth, compute capability.
+"""Catalogue of GPUs that run language models: memory, bandwidth and compute capability.
 
-Memory is in MiB (2^20 bytes): the capacity that the vendor states, except where the driver shows a program clearly
-less than that, which is then what stands here. Those are the data centre cards that keep error correction codes in
-the same memory (T4, A10, L40S …: one sixteenth) and the HBM3 cards (an H200 of "141 GB" has 143771 MiB). A probed
-device has its driver's exact number. Bandwidth is the peak of the memory in GB/s of 10^9 bytes, as vendors state it,
-rounded to a whole number. One half of a card with two GPUs, or one GPU of several on a board, is an entry by itself.
+Memory is in MiB (2^20 bytes). It is the capacity that the vendor states, or the capacity that the driver reports if
+that is clearly less: for data centre cards that keep error correction codes in the same memory (T4, A10, L40S …: one
+sixteenth) and for HBM3 cards (an H200 of "141 GB" has 143771 MiB). Probed devices have the exact number of their
+driver. Bandwidth is the vendor's peak memory bandwidth in GB/s (10^9 bytes), rounded to a whole number. Each GPU of a
+card or board with several is an entry of its own.
 
-Each group names its source. Numbers that the source gives only as transfer rate and bus width are their product:
+Each group names its source. If the source gives only transfer rate and bus width, bandwidth is their product:
 20 Gbit/s × 320 bit / 8 = 800 GB/s.
 """
 
@@ -25,14 +25,14 @@ MIB = 2**20
 
 @frozen
 class Gpu:
-    """A GPU as it is sold.
+    """A GPU product.
 
     Attributes:
-        name: short, without the vendor.
-        memory_bytes: that a program can use.
-        bandwidth_bytes_per_second: peak, of its memory.
+        name: short name without the vendor.
+        memory_bytes: memory that a program can use.
+        bandwidth_bytes_per_second: peak memory bandwidth.
         capability: CUDA compute capability; empty for AMD.
-        source: where the numbers are from.
+        source: source of the numbers.
     """
 
     name: str
@@ -44,34 +44,34 @@ class Gpu:
 
 @frozen
 class Overhead:
-    """What a process's driver context and libraries take of a GPU's memory.
+    """GPU memory that a process's driver context and libraries take.
 
     Attributes:
-        bytes: how much.
-        source: how that is known.
+        bytes: size in bytes.
+        source: how the size was determined.
     """
 
     bytes: int
     source: str
 
 
-#: While decoders ran on one, two and four, with driver 580, CUDA 13.0 and torch 2.11: 765 to 769 MiB of the driver and
-#: libraries, 64 of cuBLAS in torch's memory, and 47 to 60 that torch keeps beyond the peak of what was asked of it.
-#: Together these were 878 to 886, rounded up, for a budget has to hold.
+#: Measured with decoders on one, two and four H200s, driver 580, CUDA 13.0 and torch 2.11: 765 to 769 MiB of the driver
+#: and libraries, 64 MiB of cuBLAS in torch's memory, and 47 to 60 MiB that torch reserves beyond its peak allocation.
+#: The sum was 878 to 886 MiB; it is rounded up, because a budget must not be exceeded.
 _MEASURED = (
     "measured on H200s with decoders, driver 580, torch 2.11: driver and libraries 769 MiB, "
     "cuBLAS 64, kept by torch 47 to 60; at most 886, rounded up"
 )
 _REPORTED = "estimate: contexts of about 300 MiB are reported, a first matrix product took 98 MiB; rounded up"
 
-#: By compute capability, where the general estimate would be too low.
+#: Overheads by compute capability, where the general estimate is too low.
 _OVERHEADS = {
     "9.0": Overhead(890 * MIB, _MEASURED),
     "10.0": Overhead(890 * MIB, f"not measured, taken as an H200's: {_MEASURED}"),
 }
 
-# Source, then rows of: name, MiB, GB/s, capability, other names. A name that several rows share is ambiguous: it can
-# be told only by the memory. Where form factors of equal memory share a name it means the SXM or workstation one.
+# Source, then rows of: name, MiB, GB/s, capability, aliases. A name that several rows share is ambiguous; only the
+# memory distinguishes them. A name shared by form factors of equal memory means the SXM or workstation one.
 _Row = tuple[str, int, int, str, tuple[str, ...]]
 _TABLE: dict[str, tuple[_Row, ...]] = {
     "NVIDIA GeForce product pages": (
@@ -199,30 +199,30 @@ _TABLE: dict[str, tuple[_Row, ...]] = {
     ),
 }
 
-#: Words that a name may have or not, and everything that is neither letter nor digit.
+#: Optional words of a name, and everything that is neither a letter nor a digit.
 _OPTIONAL = re.compile(
     "nvidia|geforce|gtx|rtx|amd|radeon|tesla|instinct|generation|blackwell|workstation|edition|[^a-z0-9]+"
 )
 
-#: The driver shows a little less or more than a card is sold with; two cards of one name are further apart.
+#: Relative deviation of the memory that a driver reports; cards that share a name differ by more.
 _TOLERANCE = 0.15
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Return every GPU of the catalogue, in its order."""
+    """Return all GPUs, in the order of the catalogue."""
     return tuple(dict.fromkeys(gpu for found in _index().values() for gpu in found))
 
 
 def lookup(name: str) -> tuple[Gpu, ...]:
-    """Return the GPUs that a name can mean: none, one, or several that differ in memory or form."""
+    """Return the GPUs that match a name: none, one, or several that differ in memory or form factor."""
     return _index().get(_key(name), ())
 
 
 def find(name: str) -> Gpu:
-    """Return the GPU of a name, ignoring case, spaces, ``-``, ``_`` and words such as ``NVIDIA``, ``RTX``, ``Radeon``.
+    """Find a GPU by name, ignoring case, spaces, ``-``, ``_`` and words such as ``NVIDIA``, ``RTX``, ``Radeon``.
 
     Raises:
-        DeviceError: no GPU has this name, with a near one as a hint, or several have.
+        DeviceError: no GPU has this name (the hint has a similar one), or several have.
     """
     found = lookup(name)
     if len(found) == 1:
@@ -239,18 +239,18 @@ def find(name: str) -> Gpu:
 
 
 def identify(name: str, memory_bytes: int) -> tuple[Gpu, ...]:
-    """Return the GPUs that a driver's name can mean in view of the memory that it shows."""
+    """Return the GPUs that match the name and memory that a driver reports."""
     return tuple(gpu for gpu in lookup(name) if abs(gpu.memory_bytes - memory_bytes) < _TOLERANCE * gpu.memory_bytes)
 
 
 def overhead(capability: str) -> Overhead:
-    """Return the overhead of a GPU of a compute capability (empty for AMD), and how it is known."""
+    """Return the overhead of GPUs with a compute capability (empty for AMD), and its source."""
     return _OVERHEADS.get(capability, Overhead(DEFAULT_OVERHEAD_BYTES, _REPORTED))
 
 
 @cache
 def _index() -> dict[str, tuple[Gpu, ...]]:
-    """Return the GPUs by every name that they have."""
+    """Return the GPUs by the keys of their names and aliases."""
     index: dict[str, tuple[Gpu, ...]] = {}
     for source, rows in _TABLE.items():
         for name, mib, gigabytes, capability, others in rows:
@@ -261,5 +261,5 @@ def _index() -> dict[str, tuple[Gpu, ...]]:
 
 
 def _key(name: str) -> str:
-    """Return the part of a name that tells GPUs apart."""
+    """Return the part of a name that distinguishes GPUs."""
     return _OPTIONAL.sub("", name.casefold())

@@ -1,6 +1,7 @@
-"""The devices file: the GPUs of a machine and their budgets, to plan for them elsewhere and to commit.
+"""The devices file: the GPUs of a machine and their budgets, for planning elsewhere and for version control.
 
-It names no machine: host names, serial numbers, times and processes are for the screen (see :mod:`tpplan.probe`).
+It does not identify the machine: host names, serial numbers, times and processes are only shown on the screen (see
+:mod:`tpplan.probe`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FORMAT_VERSION = "1.0"
 
 
 class LinkKind(StrEnum):
-    """What connects two GPUs."""
+    """The kind of connection between two GPUs."""
 
     NVLINK = "nvlink"
     XGMI = "xgmi"
@@ -36,7 +37,7 @@ class LinkKind(StrEnum):
 
 
 class LinkPath(StrEnum):
-    """The nearest thing that two GPUs have in common on the PCIe side."""
+    """The nearest common ancestor of two GPUs in the PCIe topology."""
 
     BOARD = "board"
     SWITCH = "switch"
@@ -48,7 +49,7 @@ class LinkPath(StrEnum):
 
 
 class PeerAccess(StrEnum):
-    """Whether the driver says that one GPU can read and write the other's memory; only a test on data proves it."""
+    """Whether the driver reports peer access between two GPUs; only a test with data proves that it works."""
 
     YES = "yes"
     NO = "no"
@@ -60,13 +61,13 @@ class FileDevice:
     """A GPU as a devices file describes it.
 
     Attributes:
-        name: what people call it, such as ``RTX 4090``.
-        memory_bytes: of the GPU, as its driver counts them.
-        budget_bytes: that tpplan may use: what was free when the file was made, or what somebody wrote there.
-        overhead_bytes: of these, what the driver's context and libraries take once the device is used; 512 MiB by
+        name: display name such as ``RTX 4090``.
+        memory_bytes: memory of the GPU, as its driver reports it.
+        budget_bytes: bytes that tpplan may use: those that were free when the file was made, or an edited value.
+        overhead_bytes: part of the budget that the driver context and libraries take if the device is used; 512 MiB by
             default.
-        overhead_source: how that is known.
-        bandwidth_bytes_per_second: of its memory, 0 if unknown.
+        overhead_source: how the overhead was determined.
+        bandwidth_bytes_per_second: memory bandwidth, 0 if unknown.
         capability: CUDA compute capability such as ``8.9``, empty if unknown.
     """
 
@@ -84,11 +85,11 @@ class Link:
     """The connection of two GPUs.
 
     Attributes:
-        first: index of one device.
-        second: index of the other, larger.
+        first: index of the first device.
+        second: index of the second device, larger than ``first``.
         kind: NVLink, xGMI or PCIe.
-        path: what the two have in common on the PCIe side.
-        peer_access: what the driver says of direct access.
+        path: nearest common ancestor of the two in the PCIe topology.
+        peer_access: whether the driver reports peer access.
     """
 
     first: int
@@ -100,12 +101,12 @@ class Link:
 
 @frozen(kw_only=True)
 class DevicesFile:
-    """A machine's GPUs.
+    """The GPUs of a machine.
 
     Attributes:
-        format_version: of the file format.
-        devices: in the order that indices refer to.
-        links: of pairs of devices, where the driver tells.
+        format_version: version of the file format.
+        devices: the devices, in the order that indices refer to.
+        links: connections of pairs of devices, as far as the driver reports them.
     """
 
     format_version: str = FORMAT_VERSION
@@ -113,7 +114,7 @@ class DevicesFile:
     links: tuple[Link, ...] = ()
 
     def to_devices(self) -> tuple[Device, ...]:
-        """Return the devices as the planner wants them."""
+        """Convert the entries to devices for the planner."""
         return tuple(
             Device(
                 name=d.name,
@@ -127,11 +128,11 @@ class DevicesFile:
 
 
 def loads(text: str | bytes, what: str = "the devices file") -> DevicesFile:
-    """Read a devices file strictly.
+    """Parse a devices file strictly.
 
     Args:
-        text: of the file.
-        what: to call it in errors, such as its name.
+        text: text of the file.
+        what: name of the document in errors, such as its file's name.
 
     Raises:
         DeviceError: listing every problem.
@@ -143,10 +144,10 @@ def loads(text: str | bytes, what: str = "the devices file") -> DevicesFile:
 
 
 def load(path: str | os.PathLike[str]) -> DevicesFile:
-    """Read a devices file from disk; see :func:`loads`.
+    """Read a devices file; see :func:`loads`.
 
     Raises:
-        DeviceError: the file cannot be read, or listing every problem in it.
+        DeviceError: the file cannot be read or is invalid; the error lists every problem.
     """
     try:
         text = read_text(path)
@@ -156,25 +157,25 @@ def load(path: str | os.PathLike[str]) -> DevicesFile:
 
 
 def dumps(file: DevicesFile) -> str:
-    """Return the canonical JSON of a devices file: equal machines, equal bytes."""
+    """Return the canonical JSON of a devices file; equal machines give equal bytes."""
     return codec.dumps(file)
 
 
 def save(file: DevicesFile, path: str | os.PathLike[str]) -> None:
-    """Write a devices file as a whole or not at all; one that has this text already is left alone.
+    """Write a devices file atomically, unless it already has this text.
 
     Raises:
-        TpplanError: the file cannot be written; what was there before is still there.
+        TpplanError: the file cannot be written; its previous content is unchanged.
     """
     save_text(dumps(file), path)
 
 
 def _read(data: object, what: str) -> DevicesFile:
-    """Turn JSON data into a devices file that keeps every rule."""
+    """Convert JSON data to a devices file and check its rules."""
     if message := mistaken(data, DEVICES):
         raise refusal(what, [Problem(FORM, "", message)])
     version = data.get("format_version") if isinstance(data, dict) else None
-    if isinstance(version, str) and version != FORMAT_VERSION:  # other keys would be misread before this was said
+    if isinstance(version, str) and version != FORMAT_VERSION:  # before the keys, whose meaning may differ
         message = f"is {version[:40]!r}, this tpplan reads {FORMAT_VERSION}"
         raise refusal(what, [Problem(FORM, "format_version", message)])
     file = codec.structure(data, DevicesFile, what)
@@ -184,7 +185,7 @@ def _read(data: object, what: str) -> DevicesFile:
 
 
 def _problems(file: DevicesFile) -> Iterator[tuple[str, str]]:
-    """Yield path and message of everything that types alone do not rule out."""
+    """Yield path and message of each violation that type checks do not catch."""
     if not 0 < len(file.devices) <= MAX_DEVICES:
         yield "devices", f"has {len(file.devices)} devices, expected 1 to {MAX_DEVICES}"
         return
@@ -201,7 +202,7 @@ def _problems(file: DevicesFile) -> Iterator[tuple[str, str]]:
 
 
 def _device_problems(device: FileDevice) -> Iterator[tuple[str, str]]:
-    """Yield key and message of every value of a device that is out of range."""
+    """Yield key and message of each invalid value of a device."""
     ranges = {
         "memory_bytes": (device.memory_bytes, 1, MOST),
         "budget_bytes": (device.budget_bytes, 1, device.memory_bytes),

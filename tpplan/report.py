@@ -1,4 +1,4 @@
-"""What ``tpplan show`` tells of a plan beyond the plan itself: shares asked for and got, and how full devices are."""
+"""The report of ``tpplan show``: a plan, the requested and achieved shares of its devices, and how full they are."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 PPM = 1_000_000
 
-#: Buckets of the ledger that are counted, and those that rest on a calibrated constant.
+#: Buckets of the ledger that are exact, and those that rest on a calibrated constant.
 EXACT = ("weights", "cache", "workspace")
 ESTIMATED = ("overhead",)
 
 
 class ShareBasis(StrEnum):
-    """What the requested shares are shares of."""
+    """The quantity that shares refer to."""
 
     BUDGET = "budget"
     BANDWIDTH = "bandwidth"
@@ -29,17 +29,17 @@ class ShareBasis(StrEnum):
 
 @frozen
 class DeviceShare:
-    """How much of the model a device was to carry and does carry; shares in millionths.
+    """The requested and achieved share of a device in the model, in millionths.
 
     Attributes:
-        device: index into the plan's devices.
-        name: of the device.
-        requested_share_ppm: the device's part of all budgets, or of all bandwidth.
-        achieved_share_ppm: the device's part of all bytes in use, or where bandwidth is the basis of all that a token
-            reads.
-        budget_bytes: that tpplan may use on the device.
+        device: index of the device in the plan.
+        name: display name of the device.
+        requested_share_ppm: the device's share of the total budget, or of the total bandwidth.
+        achieved_share_ppm: the device's share of all bytes in use, or of all bytes that a token reads if shares refer
+            to bandwidth.
+        budget_bytes: bytes that tpplan may use on the device.
         used_bytes: sum of the four buckets.
-        free_bytes: what is left of the budget.
+        free_bytes: remainder of the budget.
         used_ppm: part of the device's budget that is in use.
     """
 
@@ -55,16 +55,16 @@ class DeviceShare:
 
 @frozen(kw_only=True)
 class ShowReport:
-    """A plan and what follows from it.
+    """A plan, with the shares and memory use of its devices.
 
     Attributes:
-        plan: as in its file.
-        share_basis: what the requested shares are shares of: ``bandwidth`` for the strategy latency, else ``budget``.
-        devices: in the plan's order.
+        plan: the plan, as in its file.
+        share_basis: quantity that shares refer to: ``bandwidth`` for the strategy latency, else ``budget``.
+        devices: shares of each device, in the plan's order.
         fullest_device: index of the device with the largest part of its budget in use.
         fullest_ppm: that part, in millionths.
-        together_ppm: part of all budgets together that is in use, in millionths.
-        exact: buckets that are counted to the byte.
+        together_ppm: part of the total budget that is in use, in millionths.
+        exact: buckets that are exact to the byte.
         estimated: buckets that rest on a calibrated constant.
     """
 
@@ -79,7 +79,7 @@ class ShowReport:
 
 
 def show_report(plan: SplitPlan) -> ShowReport:
-    """Return what there is to tell of a valid plan."""
+    """Return the report on a valid plan."""
     basis = ShareBasis.BANDWIDTH if plan.request.strategy == "latency" else ShareBasis.BUDGET
     pairs = tuple(zip(plan.devices, plan.memory, strict=True))
     asked = _shares([_capacity(device, basis) for device, _ in pairs])
@@ -115,7 +115,7 @@ def _capacity(device: Device, basis: ShareBasis) -> int:
 
 
 def _load(entry: DeviceMemory, basis: ShareBasis) -> int:
-    """Return the bytes that count as a device's load: what planning was to share out."""
+    """Return the bytes that the plan distributes in proportion to capacity."""
     return entry.reads_bytes if basis is ShareBasis.BANDWIDTH else entry.used_bytes
 
 
@@ -125,5 +125,5 @@ def _shares(amounts: list[int]) -> list[int]:
 
 
 def _ppm(part: int, whole: int) -> int:
-    """Return a part in millionths, rounded to the nearest; 0 of nothing."""
+    """Return a part in millionths, rounded to the nearest; 0 if the whole is 0."""
     return (2 * PPM * part + whole) // (2 * whole) if whole else 0

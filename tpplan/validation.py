@@ -1,4 +1,4 @@
-"""What ``tpplan validate`` tells of plan files: every rule that each one breaks."""
+"""The report of ``tpplan validate``: every rule that each plan file breaks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @frozen
 class FileReport:
-    """One file.
+    """The report on one file.
 
     Attributes:
-        path: of the file, as it was named.
+        path: path of the file, as given.
         ok: whether it is a valid plan.
         problems: every rule that it breaks.
-        uncanonical_line: first line that tpplan would write another way; 0 if there is none.
-        error: why it cannot be read at all; left out if it can.
+        uncanonical_line: first line that differs from the plan's canonical JSON; 0 if there is none.
+        error: reason why the file cannot be read; omitted if it can.
     """
 
     path: str
@@ -37,7 +37,7 @@ class FileReport:
 
     @property
     def hint(self) -> str:
-        """What to do about the file; empty if it is a valid plan."""
+        """Advice for the file; empty if it is a valid plan."""
         if self.error:
             return self.error.hint
         if all(problem.rule == "TP001" for problem in self.problems):
@@ -47,11 +47,11 @@ class FileReport:
 
 @frozen
 class ValidationReport:
-    """Several files.
+    """The report on several files.
 
     Attributes:
-        ok: whether all of them are valid plans.
-        files: in the order in which they were named.
+        ok: whether all files are valid plans.
+        files: reports on the files, in the order given.
     """
 
     ok: bool
@@ -59,11 +59,11 @@ class ValidationReport:
 
 
 def validate(paths: Iterable[str], read: Callable[[str], str]) -> ValidationReport:
-    """Return the report on several files.
+    """Validate several plan files.
 
     Args:
-        paths: of the files.
-        read: returns a file's text, or raises a :class:`TpplanError`.
+        paths: paths of the files.
+        read: function that returns a file's text, or raises a :class:`TpplanError`.
     """
     reports = tuple(_report(path, read) for path in paths)
     return ValidationReport(all(report.ok for report in reports), reports)

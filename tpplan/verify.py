@@ -1,4 +1,4 @@
-"""Holding a plan against the rules: after planning, on load, and before it is executed."""
+"""Checking a plan against the rules: after planning, on loading, and before execution."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tpplan.versions import is_newer
 if TYPE_CHECKING:
     from tpplan.plan import SplitPlan
 
-#: What to do about a plan that breaks a rule.
+#: Advice for a plan that breaks a rule.
 REMAKE = "make it again with tpplan plan; docs/plan-format.md explains the rules"
 
 
 def problems(plan: SplitPlan) -> tuple[Problem, ...]:
-    """Return the violations of every rule, in the order of the rules, up to 100 of each; empty for a valid plan."""
-    few = len(plan.splits) <= MOST_SPLITS  # more are an attack on the time of the other rules
+    """Return up to 100 violations of each rule, in the order of the rules; empty for a valid plan."""
+    few = len(plan.splits) <= MOST_SPLITS  # with more, the other rules would take too long
     return tuple(
         Problem(name, path, message)
         for name, rule in RULES.items()
@@ -29,12 +29,12 @@ def problems(plan: SplitPlan) -> tuple[Problem, ...]:
 
 
 def verify(plan: SplitPlan, what: str = "the plan", *, allow_newer: bool = False) -> None:
-    """Refuse a plan that breaks a rule.
+    """Check that a plan breaks no rule.
 
     Args:
-        plan: to look at.
-        what: to call it in the error, such as its file's name.
-        allow_newer: let a newer minor version of the format pass, to show it.
+        plan: the plan to check.
+        what: name of the plan in the error, such as its file's name.
+        allow_newer: accept a newer minor version of the format, for showing.
 
     Raises:
         PlanError: listing every violation, also as its ``problems``.

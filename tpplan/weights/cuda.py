@@ -1,7 +1,7 @@
-"""Copies from pinned memory to a CUDA device, which cost the host little more than the driver does.
+"""Copies from pinned memory to a CUDA device, with little host time beyond the driver's.
 
-Several threads send, and each call of torch's lets go of Python's lock and waits for it again: here a copy is one call,
-and the copy engine finds the columns that a device gets of a matrix.
+Several threads send, and each torch call releases and reacquires the GIL. Here a copy is a single call, and the copy
+engine gathers the columns of a matrix that a device gets.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from tpplan.weights.reads import Move
 
 _SUCCESS = runtime.cudaError_t.cudaSuccess
-#: Addresses tell which memory they are of.
+#: The driver infers the direction from the addresses.
 _ANY = runtime.cudaMemcpyKind.cudaMemcpyDefault
 _HINT = "earlier work on the device may have failed"
 
 
 class CudaSender:
-    """What copies from one buffer to one device, on a stream of its own."""
+    """Asynchronous copies from one buffer to one CUDA device, on a stream of their own."""
 
     def __init__(self, buffer: Tensor, block: Tensor) -> None:
-        """Make the stream.
+        """Create the stream.
 
         Args:
             buffer: pinned bytes.
-            block: bytes of the device, which nothing else uses meanwhile.
+            block: bytes on the device, not used by anything else meanwhile.
         """
         self._kept = buffer, block
         self._source, self._target = buffer.data_ptr(), block.data_ptr()
@@ -41,10 +41,10 @@ class CudaSender:
         self._is_sending = False
 
     def send(self, move: Move) -> None:
-        """Start to copy what a move says.
+        """Start the copy of a move.
 
         Raises:
-            ExecutionError: the driver refuses.
+            ExecutionError: the driver reports an error.
         """
         source, target = self._source + move.source, self._target + move.target
         self._is_sending = True
@@ -60,10 +60,10 @@ class CudaSender:
             raise ExecutionError(message, _HINT)
 
     def wait(self) -> None:
-        """Return when everything that was sent has arrived.
+        """Wait until all copies are complete.
 
         Raises:
-            ExecutionError: the device failed meanwhile.
+            ExecutionError: the device failed.
         """
         if self._is_sending:
             try:

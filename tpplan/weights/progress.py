@@ -1,4 +1,4 @@
-"""A bar on the terminal while bytes arrive."""
+"""A progress bar on the terminal for bytes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how much of ``total`` bytes is done, on standard error if that is a terminal; nothing in a pipe.
+    """Show a progress bar for ``total`` bytes on standard error if that is a terminal, else nothing.
 
     Yields:
-        What any thread calls with the bytes that it has done.
+        A function that any thread calls with the number of bytes that it has just processed.
     """
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda _: None

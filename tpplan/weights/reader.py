@@ -1,4 +1,4 @@
-"""One thread's way through the files of a checkpoint."""
+"""Reading the files of a checkpoint and sending their bytes to devices, in one thread."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _HINT = "the file was changed or cut short meanwhile: fetch it again"
 
 
 class Reader:
-    """The file that is open, and memory for what is read of it; a context manager, which waits for what was sent."""
+    """An open file and its read buffers; as a context manager, it waits on exit until all copies are complete."""
 
     def __init__(self, directory: Path, blocks: Mapping[int, Tensor]) -> None:
-        """Open nothing yet.
+        """Create a reader without opening a file.
 
         Args:
-            directory: of the files.
-            blocks: the bytes of each device.
+            directory: directory of the files.
+            blocks: the block of bytes on each device.
         """
         self._directory = directory
         self._buffers = Buffers(blocks)
@@ -46,17 +46,17 @@ class Reader:
     ) -> None:
         with self._stack:
             try:
-                self._buffers.wait()  # after an error too: the memory of both ends goes to others soon
+                self._buffers.wait()  # after an error too: source and target memory may be reused soon
             except ExecutionError:
-                if error is None:  # else that one says more
+                if error is None:  # otherwise the earlier error is more informative
                     raise
 
     def run(self, read: Read) -> None:
-        """Read, and send to every device what it gets of it.
+        """Perform a read and send each device its parts.
 
         Raises:
             ModelError: the file cannot be read, or ends early.
-            ExecutionError: a device takes nothing.
+            ExecutionError: a copy to a device failed.
         """
         buffer = self._buffers.take()
         self._fill(buffer.bytes[: read.nbytes], read.file, read.start)
@@ -64,11 +64,11 @@ class Reader:
 
     def _fill(self, view: memoryview, name: str, start: int) -> None:
         try:
-            if name != self._name:  # reads come file by file
+            if name != self._name:  # reads are grouped by file
                 self._stack.close()
                 self._file = self._stack.enter_context((self._directory / name).open("rb", buffering=0))
                 self._name = name
-            self._file.seek(start)  # the file is this thread's alone; os.preadv is not everywhere
+            self._file.seek(start)  # safe, because no other thread uses this file; os.preadv is not portable
             while view:
                 got = self._file.readinto(view)
                 if not got:

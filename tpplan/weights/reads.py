@@ -1,4 +1,4 @@
-"""What to read of a checkpoint's files and where to put it: every byte is read once, whoever needs it."""
+"""The reads of a checkpoint's files and their targets on devices; every byte is read at most once."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     from tpplan.checkpoint import Tensor as Header
     from tpplan.weights.slices import TensorSlice
 
-    #: Of one device: which, where its part starts in its block, bytes of a row of it, and its ranges of a row's bytes.
+    #: A device's part of a tensor: device index, offset in its block, bytes per row, and byte ranges of a whole row.
     Part = tuple[int, int, int, tuple[tuple[int, int], ...]]
 
-#: Bytes that are read at a time.
+#: Most bytes of a read.
 CHUNK_BYTES: Final = 8 * 2**20
 
 
 class Move(NamedTuple):
-    """Bytes that one device gets of a read: so many of each of some rows. Where there is one row, steps mean nothing.
+    """A strided copy of part of a read to one device; the steps are ignored if there is only one row.
 
     Attributes:
-        device: index into the plan's devices.
-        target: where they go, in bytes from the start of the device's block.
-        target_step: bytes from one row to the next there.
-        source: where they are, in bytes from the start of the read.
-        source_step: bytes from one row to the next there.
-        width: bytes of a row.
-        rows: how many.
+        device: index of the device in the plan.
+        target: offset in the device's block, in bytes.
+        target_step: bytes between the starts of rows in the block.
+        source: offset in the read, in bytes.
+        source_step: bytes between the starts of rows in the read.
+        width: bytes to copy per row.
+        rows: number of rows.
     """
 
     device: int
@@ -41,13 +41,13 @@ class Move(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Bytes of a file that are read at once.
+    """A contiguous range of a file's bytes that is read at once.
 
     Attributes:
         file: name of the file.
-        start: first byte.
-        nbytes: how many.
-        moves: where they go.
+        start: offset in the file, in bytes.
+        nbytes: number of bytes.
+        moves: copies to devices.
     """
 
     file: str
@@ -60,8 +60,8 @@ def reads_of(header: Header, held: Sequence[tuple[TensorSlice, int]]) -> Iterato
     """Yield the reads of one tensor.
 
     Args:
-        header: says where it is.
-        held: the parts of the devices, all cut in the same dimension, and where each starts in its device's block.
+        header: the tensor's header, with its position.
+        held: the devices' slices, all cut in the same dimension, each with its offset in its device's block.
     """
     if not header.nbytes:
         return
@@ -84,7 +84,7 @@ def reads_of(header: Header, held: Sequence[tuple[TensorSlice, int]]) -> Iterato
 
 
 def _of_rows(row: int, rows: int, width: int, parts: Sequence[Part]) -> Iterator[Move]:
-    """Yield where whole rows go."""
+    """Yield the moves of a read of whole rows."""
     for device, at, own, ranges in parts:
         to = at + row * own
         for start, end in ranges:
@@ -96,7 +96,7 @@ def _of_rows(row: int, rows: int, width: int, parts: Sequence[Part]) -> Iterator
 
 
 def _within(header: Header, row: int, width: int, parts: Sequence[Part]) -> Iterator[Read]:
-    """Yield the reads of a single row, which may be wide."""
+    """Yield the reads of a single row, which may exceed one read."""
     for first in range(0, width, CHUNK_BYTES):
         last = min(width, first + CHUNK_BYTES)
         moves = []
@@ -111,9 +111,9 @@ def _within(header: Header, row: int, width: int, parts: Sequence[Part]) -> Iter
 
 
 def joined(reads: Iterable[Read]) -> Iterator[Read]:
-    """Yield the same, neighbours in a file together while they are no more than one read may be.
+    """Merge reads that are adjacent in a file, up to the most bytes of a read.
 
-    Lists of moves grow in place: a read may be of thousands of small tensors.
+    Lists of moves are extended in place, because a read may cover thousands of small tensors.
     """
     held: Read | None = None
     for read in reads:

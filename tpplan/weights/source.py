@@ -1,4 +1,4 @@
-"""The checkpoint that weights come from, and whether it is the one that a plan was made for."""
+"""The checkpoint that weights are loaded from, and the check that it matches a plan."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SHOWN: Final = 3
 
 @frozen
 class Source:
-    """A checkpoint whose headers were read and held against its config.
+    """A checkpoint whose headers were read and checked against its config.
 
     Attributes:
-        directory: that it is in.
-        model: as config and headers describe it.
-        headers: of its files, with the names that tensors have in the model.
+        directory: directory of the checkpoint.
+        model: the model that config and headers describe.
+        headers: headers of its files, with the names that tensors have in the model.
     """
 
     directory: Path
@@ -40,10 +40,10 @@ class Source:
 
     @classmethod
     def read(cls, directory: Path) -> Source:
-        """Read the headers.
+        """Read the config and the headers of a checkpoint.
 
         Raises:
-            ModelError: tensors are missing, too many, or of other shapes than the config says; or there are none.
+            ModelError: tensors are missing, unexpected, or of other shapes than in the config, or there are none.
         """
         model, headers = read_checkpoint(directory)
         if headers is None:
@@ -52,16 +52,16 @@ class Source:
         return cls(directory, model, headers)
 
     def find(self, name: str) -> Tensor:
-        """Return what the headers say of a tensor of the model, whose prefix the checkpoint may leave out."""
+        """Return the header of a tensor of the model, with or without the prefix that checkpoints may omit."""
         tensors = self.headers.tensors
         return tensors.get(name) or tensors[name.removeprefix(tolerated(self.model.model_type).prefix)]
 
     def check(self, plan: SplitPlan) -> None:
-        """Make sure that this is what a plan was made for.
+        """Check that a plan was made for this checkpoint.
 
         Raises:
-            ModelError: it is not; the error names tensors of other dtypes, if these are the difference, else it says
-                what differs.
+            ModelError: it was not. The error names the tensors whose dtypes differ if that is the only difference, and
+                otherwise what differs.
         """
         given = fingerprint(self.model)
         if given == plan.model.fingerprint:
@@ -86,11 +86,11 @@ class Source:
         )
 
     def _odd(self, plan: SplitPlan) -> list[tuple[str, str, str]]:
-        """Return names, dtypes and planned dtypes of tensors, if the checkpoint is the plan's in everything else."""
+        """Return name, dtype and planned dtype of tensors with other dtypes, if nothing else differs from the plan."""
         config = read_config(self.directory).having("tie_word_embeddings", self.model.tied_embeddings)
         for key in ("torch_dtype", "dtype"):
             config = config.having(key, plan.model.dtype)
-        planned = spec_from_config(config, self.model.name)  # of plain tensors, the only ones with one dtype for all
+        planned = spec_from_config(config, self.model.name)  # unquantised: only then do all tensors share a dtype
         if fingerprint(planned) != plan.model.fingerprint:
             return []
         return [(name, found, want) for name, want in _dtypes(planned) if (found := self.find(name).dtype) != want]

@@ -1,4 +1,4 @@
-"""Host memory on the way from a file to the devices: pinned where devices read it, and used again and again."""
+"""Staging buffers in host memory between files and devices: reused, and pinned for CUDA devices."""
 
 from __future__ import annotations
 
@@ -22,53 +22,53 @@ _TURNS: Final = 2
 
 
 class Sender:
-    """What copies from a buffer to a virtual device: at once."""
+    """Synchronous copies from a buffer to a virtual device."""
 
     def __init__(self, buffer: Tensor, block: Tensor) -> None:
-        """Take the bytes of both."""
+        """Keep the buffer and the device's block."""
         self._buffer, self._block = buffer, block
 
     def send(self, move: Move) -> None:
-        """Copy what a move says."""
+        """Perform the copy of a move."""
         size = move.rows, move.width
         source = self._buffer[move.source :].as_strided(size, (move.source_step, 1))
         self._block[move.target :].as_strided(size, (move.target_step, 1)).copy_(source)
 
     def wait(self) -> None:
-        """Return when everything that was sent has arrived."""
+        """Return at once: all copies are complete."""
 
 
 class Buffer:
-    """Bytes that a read fills and devices are sent their parts of.
+    """A buffer for one read, from which devices are sent their parts.
 
     Attributes:
-        bytes: to fill.
+        bytes: memory for the read to fill.
     """
 
     def __init__(self, blocks: Mapping[int, Tensor]) -> None:
-        """Allocate them, pinned for CUDA devices.
+        """Allocate the memory, pinned for CUDA devices.
 
         Args:
-            blocks: the bytes of each device.
+            blocks: the block of bytes on each device.
         """
         pinned = any(block.device.type == "cuda" for block in blocks.values())
         memory = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        # once: such a type costs far more than a slice
+        # created once, because the ctypes array type costs far more than a slice
         self.bytes = memoryview((c_char * CHUNK_BYTES).from_address(memory.data_ptr())).cast("B")
         self._senders = {device: _sender(memory, block) for device, block in blocks.items()}
 
     def send(self, moves: Iterable[Move]) -> None:
-        """Copy to the devices, without waiting if these are CUDA devices."""
+        """Copy to the devices; asynchronously for CUDA devices."""
         for move in moves:
             self._senders[move.device].send(move)
 
     def wait(self) -> None:
-        """Return when everything that was sent has arrived.
+        """Wait until all copies are complete.
 
         Raises:
-            ExecutionError: a device failed; the others were waited for.
+            ExecutionError: a device failed; copies to the others are complete.
         """
-        with ExitStack() as stack:  # which calls them all
+        with ExitStack() as stack:  # calls every one, even after an error
             for sender in self._senders.values():
                 stack.callback(sender.wait)
 
@@ -82,19 +82,19 @@ def _sender(memory: Tensor, block: Tensor) -> Sender | CudaSender:
 
 
 class Buffers:
-    """Two buffers that take turns, each as large as a read: one is filled while the other is sent."""
+    """Double buffering: of two buffers of the size of a read, one is filled while the other is sent."""
 
     def __init__(self, blocks: Mapping[int, Tensor]) -> None:
-        """Allocate nothing yet: not every reader needs them.
+        """Defer allocation, because not every reader needs the buffers.
 
         Args:
-            blocks: the bytes of each device.
+            blocks: the block of bytes on each device.
         """
         self._blocks = blocks
         self._turns: list[Buffer] = []
 
     def take(self) -> Buffer:
-        """Return one that is free.
+        """Return a free buffer, after waiting for its copies.
 
         Raises:
             ExecutionError: a device failed.
@@ -102,15 +102,15 @@ class Buffers:
         if len(self._turns) < _TURNS:
             self._turns.append(Buffer(self._blocks))
         else:
-            self._turns[0].wait()  # the one that was sent first
+            self._turns[0].wait()  # the one that was sent earlier
             self._turns.append(self._turns.pop(0))
         return self._turns[-1]
 
     def wait(self) -> None:
-        """Return when everything that was sent has arrived.
+        """Wait until all copies are complete.
 
         Raises:
-            ExecutionError: a device failed; everything else was waited for.
+            ExecutionError: a device failed; all other copies are complete.
         """
         with ExitStack() as stack:
             for buffer in self._turns:
