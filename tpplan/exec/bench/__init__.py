@@ -1,1 +1,1 @@
-"""What ``tpplan bench`` does: times of operations, beside others who do the same."""
+"""Benchmarks of tpplan's operations against other implementations, for ``tpplan bench``."""

@@ -1,4 +1,4 @@
-"""One operation of one size, ready to be timed: operands, results, and what has to be copied where."""
+"""Benchmark cases: one operation of one size, with its operands, results and the copies it consists of."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
     from tpplan.exec.explain import Way
 
-#: Bytes that go through a graph at most, of one payload after the other.
+#: Maximum total payload of the operations in one CUDA graph, in bytes.
 _MOST_BYTES = 16 * 2**30
 
-#: Target and source of a copy: views of results, or of copies that are to be added up, and of operands.
+#: Target and source of a copy. The target is a view of a result or of a buffer to be summed, the source of an operand.
 Move = tuple[Tensor, Tensor]
 
 
@@ -29,16 +29,16 @@ class Case:
     """One operation of one size.
 
     Attributes:
-        operation: its name.
-        call: does it by tpplan.
-        inputs: one for each device that gives something.
-        residual: one for each device in use, where one is added.
-        outputs: that ``call`` writes.
-        expected: what they have to be, in host memory.
-        slack: by how much sums may differ that are not rounded once, in host memory; None where nothing is added.
-        moves: what somebody has to copy who does it by hand.
-        finish: adds up, after that.
-        captured: whether a CUDA graph can do it.
+        operation: name of the operation.
+        call: runs the operation with tpplan.
+        inputs: one operand for each source device.
+        residual: one residual for each device in use; empty if the operation adds none.
+        outputs: results that ``call`` writes.
+        expected: expected results, in host memory.
+        slack: tolerance for sums that are rounded more than once, in host memory; None for operations without sums.
+        moves: copies that a manual implementation needs.
+        finish: computes the sums after these copies.
+        captured: whether a CUDA graph can capture the operation.
     """
 
     operation: str
@@ -54,17 +54,17 @@ class Case:
 
 
 class Cases:
-    """Makes the operations of a context: rows of the residual stream, and that axis's own slices.
+    """Creates benchmark cases for a context, on rows of the residual stream or on its slices.
 
     Attributes:
-        context: of a compiled plan.
-        explanation: of the context.
-        places: torch's devices in use.
-        cuts: of the residual stream: device, first column, and the one behind the last.
-        columns: of a row.
-        row_bytes: of all columns.
-        in_a_step: operations of a decoding step: one that puts together the embedding, and two for each layer.
-        makers: by the name of an operation: makes it for some rows.
+        context: context of a compiled plan.
+        explanation: explanation of the context.
+        places: torch devices in use.
+        cuts: slices of the residual stream: device, first column, end column (exclusive).
+        columns: columns of a row.
+        row_bytes: bytes of a row.
+        in_a_step: operations in a decoding step: one to assemble the embedding and two for each layer.
+        makers: functions that create a case for a number of rows, by operation name.
     """
 
     def __init__(self, context: TPContext) -> None:
@@ -85,10 +85,10 @@ class Cases:
         }
 
     def make(self, name: str, rows: int) -> Case:
-        """Return an operation on so many rows.
+        """Return the case of an operation on ``rows`` rows.
 
         Raises:
-            ExecutionError: the context has no room for them.
+            ExecutionError: ``rows`` exceeds the context's maximum.
         """
         if rows > self.context.max_rows:
             message = f"takes {rows} rows, the plan has room for {self.context.max_rows}"
@@ -96,16 +96,16 @@ class Cases:
         return self.makers[name](rows)
 
     def in_a_graph(self, rows: int) -> int:
-        """Return how many operations a CUDA graph has: those of a step, or fewer if they are large."""
+        """Return the number of operations in a CUDA graph: those of a decoding step, or fewer if they are large."""
         return max(1, min(self.in_a_step, _MOST_BYTES // (rows * self.row_bytes)))
 
     def way(self, name: str, rows: int, where: str = "") -> Way | None:
-        """Return how the context does it; None for more rows than it has room for.
+        """Return how the context runs an operation; None if it has no room for that many rows.
 
         Args:
-            name: of the operation.
-            rows: of its tensors.
-            where: nothing for calls, or :data:`tpplan.exec.explain.IN_GRAPH`, where that is another way.
+            name: name of the operation.
+            rows: rows of its tensors.
+            where: empty for direct calls; :data:`tpplan.exec.explain.IN_GRAPH` for graphs that differ from calls.
         """
         operation = name.partition(" ")[0]
         axis = ALL if operation in {"broadcast", "all_reduce"} else str(Axis.RS)
@@ -167,7 +167,7 @@ class Cases:
         held = [self._noise(rows, seed) for seed in range(len(self.places) + residual)]
         parts, outputs = [x.to(place) for x, place in zip(held, self.places, strict=False)], self._empty(rows)
         residuals = [held[-1].to(place) for place in self.places] if residual else []
-        # Who does it by hand adds up once in every memory, and all virtual devices share one.
+        # A manual implementation sums once in each memory; all virtual devices share one.
         near = {
             place: [x if x.device == place else torch.empty_like(x, device=place) for x in parts]
             for place in dict.fromkeys(self.places)
@@ -193,17 +193,17 @@ class Cases:
         )
 
     def _noise(self, rows: int, seed: int = 0) -> Tensor:
-        """Return random elements in host memory."""
+        """Return a matrix of random elements in host memory."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(rows, self.columns, generator=generator).to(self.context.dtype)
 
     def _parts(self, rows: int) -> tuple[Tensor, list[Tensor]]:
-        """Return the whole in host memory, and each device's slice of it."""
+        """Return a random matrix in host memory, and each device's slice of it on that device."""
         whole = self._noise(rows)
         return whole, [whole[:, a:b].contiguous().to(self._place(d)) for d, a, b in self.cuts]
 
     def _empty(self, rows: int) -> list[Tensor]:
-        """Return room for the whole on every device in use."""
+        """Return an uninitialised full-width matrix on each device in use."""
         return [torch.empty(rows, self.columns, dtype=self.context.dtype, device=place) for place in self.places]
 
     def _place(self, device: int) -> torch.device:
@@ -211,7 +211,7 @@ class Cases:
 
 
 def _sum(addends: Sequence[Tensor]) -> Tensor:
-    """Return the sum in float32, of tensors on one device."""
+    """Return the float32 sum of tensors on one device."""
     total = addends[0].to(torch.float32, copy=True)
     for addend in addends[1:]:
         total += addend

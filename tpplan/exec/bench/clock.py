@@ -1,4 +1,4 @@
-"""Times of many ways to do the same: in turns, so that a slow moment of the machine slows all of them."""
+"""Interleaved timing of alternatives, so that a slow moment of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 K = TypeVar("K")
 
-#: How long a turn should last, and how often it calls at most.
+#: Target duration of a turn, and its maximum number of calls.
 _TURN_SECONDS = 0.005
 _MOST_CALLS = 50
 
 
 @frozen(eq=False)
 class Run:
-    """What is timed.
+    """A function to be timed.
 
     Attributes:
-        call: does it.
-        operations: that a call does.
+        call: the function.
+        operations: number of operations that one call runs.
     """
 
     call: Callable[[], object]
@@ -36,48 +36,48 @@ class Run:
 
 
 class Clock:
-    """Times runs on some devices, from an idle machine to an idle machine."""
+    """Times runs on given devices, which are idle at the start and at the end of every measurement."""
 
     def __init__(self, places: Sequence[torch.device], rounds: int) -> None:
-        """Get ready.
+        """Create a clock.
 
         Args:
-            places: the devices to wait for.
-            rounds: times that each run has its turn, at least 2.
+            places: devices to synchronise with.
+            rounds: number of turns of each run, at least 2.
         """
         self._places = [place for place in dict.fromkeys(places) if place.type == "cuda"]
         self._rounds = rounds
 
     def synchronize(self) -> None:
-        """Wait for all devices."""
+        """Wait until all devices are idle."""
         for place in self._places:
             torch.cuda.synchronize(place)
 
     def times(self, runs: Mapping[K, Run], failed: Callable[[K, Exception], None]) -> dict[K, Spread]:
-        """Return the time of one operation of each run; they take turns.
+        """Return the time of one operation of each run; the runs take turns.
 
         Args:
-            runs: by any key; each has run before.
-            failed: told the error with which a run ended, which then has no time.
+            runs: runs by key; each must already be warmed up.
+            failed: called with the key and error of a run that fails; this run gets no time.
         """
         calls: dict[K, int] = {}
         for key, run in runs.items():
             try:
                 calls[key] = min(_MOST_CALLS, int(_TURN_SECONDS / self._turn(run, 1)) + 1)
-            except Exception as error:  # noqa: BLE001 (of whatever library)
+            except Exception as error:  # noqa: BLE001 (from any library)
                 failed(key, error)
         seen: dict[K, list[float]] = {key: [] for key in calls}
         for _ in range(self._rounds):
             for key in tuple(seen):
                 try:
                     seen[key].append(self._turn(runs[key], calls[key]) / (calls[key] * runs[key].operations))
-                except Exception as error:  # noqa: BLE001 (of whatever library)
+                except Exception as error:  # noqa: BLE001 (from any library)
                     del seen[key]
                     failed(key, error)
         return {key: _spread(seconds) for key, seconds in seen.items()}
 
     def _turn(self, run: Run, calls: int) -> float:
-        """Return the seconds of so many calls in a row, from the first one to the last result."""
+        """Return the seconds that ``calls`` consecutive calls take, until their last result is complete."""
         self.synchronize()
         start = time.perf_counter()
         for _ in range(calls):

@@ -1,4 +1,4 @@
-"""The even cut beside a plan's uneven one: what the same bytes take if every device has as many of them."""
+"""Even counterparts of uneven plans, to compare the time of the same payload in equal slices."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
     from tpplan.plan import SplitPlan
 
-#: The name of tpplan with even slices among those who do an operation.
+#: Name of tpplan with even slices in the benchmark report.
 EVEN = "even"
-#: The operations that a cut makes a difference to.
+#: Operations whose time depends on the slices.
 SLICED = ("allgather", "scatter", "gather")
 
 
 def even_context(context: TPContext) -> TPContext | None:
-    """Return a context on the same devices, by the same transport, whose cut is even; None if that cut is already.
+    """Return a context with even slices, on the same devices and transport; None if the slices are already even.
 
     Raises:
-        ExecutionError: the devices have no room for it beside the other one.
+        ExecutionError: the devices have no room for both contexts.
     """
     plan, kind = even_plan(context.plan), context.devices[context.all_devices[0]].device.type
     if plan is None:
@@ -35,11 +35,11 @@ def even_context(context: TPContext) -> TPContext | None:
 
 
 def even_plan(plan: SplitPlan) -> SplitPlan | None:
-    """Return a plan whose residual stream is cut evenly between the devices that hold a part of it.
+    """Return a plan that splits the residual stream evenly between the devices that hold a part of it.
 
     Returns:
-        A plan to be run beside the given one: its ledger has the workspace only. None if the cut is even already, but
-        for the units that it is made of.
+        A plan to run beside the given one, with only the workspace in its ledger. None if the split is already even, up
+        to the size of a unit.
     """
     split = plan.split(Axis.RS)
     widths = [stop - start for start, stop in pairwise(split.bounds)]
@@ -55,7 +55,7 @@ def even_plan(plan: SplitPlan) -> SplitPlan | None:
     sizes = workspace_bytes(splits, plan.model.dtype, plan.request)
     return evolve(
         plan,
-        request=evolve(plan.request, strategy="balanced"),  # of latency the ledger would say what is read
+        request=evolve(plan.request, strategy="balanced"),  # the ledger of "latency" would include the bytes read
         splits=splits,
         devices=tuple(
             evolve(device, budget_bytes=size + 1, overhead_bytes=0)

@@ -1,4 +1,4 @@
-"""What the links of this machine leave: the rates of large copies, and the least time that an operation can take."""
+"""Hardware limits: the bandwidth of this machine's links, and the minimum time of an operation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TURNS = 3
 
 
 def measure(places: Mapping[int, torch.device]) -> tuple[Limit, ...]:
-    """Return the rate between every two CUDA devices, and between each and pinned host memory, in both directions.
+    """Return the bandwidth between all pairs of CUDA devices and pinned host memory, in both directions.
 
     Args:
-        places: torch's device for each of the plan's in use; virtual ones have no limits.
+        places: torch devices in use, by device index in the plan. With virtual devices the result is empty.
     """
     if any(place.type != "cuda" for place in places.values()):
         return ()
@@ -38,8 +38,8 @@ def measure(places: Mapping[int, torch.device]) -> tuple[Limit, ...]:
 
 
 def _rate(source: torch.Tensor, target: torch.Tensor) -> int:
-    """Return the bytes per second of many copies in a row, of the fastest turn."""
-    place = source.device if source.is_cuda else target.device  # torch copies on its current stream
+    """Return the bandwidth of consecutive copies in bytes per second, from the fastest turn."""
+    place = source.device if source.is_cuda else target.device  # torch copies on the current stream of this device
     stream = torch.cuda.current_stream(place)
     best = float("inf")
     for _ in range(_TURNS):
@@ -55,10 +55,10 @@ def _rate(source: torch.Tensor, target: torch.Tensor) -> int:
 
 
 def least_ns(case: Case, limits: Sequence[Limit], places: Mapping[int, torch.device]) -> int | None:
-    """Return the time that the busiest device needs, if it sends and receives on its fastest link all the time.
+    """Return the time that the busiest device needs in ns, if it sends and receives only on its fastest link.
 
-    What a device sends to several others counts once, for they can pass it on. Of a sum by n devices each sends and
-    receives 2 (n - 1) / n of it. None where nothing is sent, or no limit was measured.
+    Data sent to several devices counts once, because the receivers can forward it. For a sum over n devices, each sends
+    and receives 2 (n - 1) / n of the bytes of the result. None if nothing is sent or no limit was measured.
     """
     if not limits:
         return None

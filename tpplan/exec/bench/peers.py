@@ -1,4 +1,4 @@
-"""Others who do what tpplan's operations do, on the same operands: torch, NCCL, and ways through the host's memory."""
+"""Implementations to compare with tpplan's operations: torch, NCCL, ExLlamaV2, and copies staged in host memory."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
     from tpplan.exec.bench.case import Case
 
-#: The name of tpplan among those who do an operation.
+#: Name of tpplan in the benchmark report.
 OURS = "tpplan"
 
 
 @frozen(kw_only=True, eq=False)
 class Contender:
-    """Somebody who does an operation.
+    """An implementation of an operation.
 
     Attributes:
-        call: does it.
-        results: that it writes; it does not read them.
-        expected: their first elements as they have to be, in host memory.
-        slack: by how much they may differ; None if not at all.
-        captured: whether a CUDA graph can do it.
+        call: runs the operation.
+        results: tensors that ``call`` writes and does not read.
+        expected: expected first elements of the results, in host memory.
+        slack: tolerance of the comparison; None for equality.
+        captured: whether a CUDA graph can capture the operation.
     """
 
     call: Callable[[], object]
@@ -41,10 +41,10 @@ class Contender:
     captured: bool = False
 
     def check(self, run: Callable[[], object], synchronize: Callable[[], None]) -> None:
-        """Run ``call``, or a graph of it, on results that hold zeros, and compare them.
+        """Zero the results, run ``call`` or a graph of it, and check the results.
 
         Raises:
-            ExecutionError: they are wrong.
+            ExecutionError: a result is wrong.
         """
         for result in self.results:
             result.zero_()
@@ -60,7 +60,7 @@ class Contender:
 
 
 def contenders(case: Case) -> Iterator[tuple[str, Callable[[], Contender]]]:
-    """Yield the names of those who do an operation, tpplan first, each with what makes it, which may fail."""
+    """Yield the name and the factory of each implementation of a case, tpplan first; a factory may raise."""
     plain = partial(Contender, results=case.outputs, expected=case.expected)
     yield OURS, partial(plain, call=case.call, captured=case.captured)
     yield "torch", partial(plain, call=partial(_torch, case), slack=case.slack)
@@ -75,7 +75,7 @@ def contenders(case: Case) -> Iterator[tuple[str, Callable[[], Contender]]]:
 
 
 def _torch(case: Case) -> None:
-    """Do it by copies of torch, from device to device or to the host."""
+    """Run a case with torch copies, between devices or to the host."""
     for target, source in case.moves:
         target.copy_(source, non_blocking=True)
     case.finish()
@@ -90,7 +90,7 @@ def _wait_for(case: Case) -> None:
 
 
 def _exllamav2(case: Case) -> Contender:
-    """Gather as ExLlamaV2 does: each device writes its columns of pinned memory. This one waits for them, too."""
+    """Gather as ExLlamaV2 does: each device writes its columns of pinned memory. Here the host also waits for them."""
     from cuda.bindings import runtime  # noqa: PLC0415 (needs a driver)
 
     kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
@@ -114,10 +114,10 @@ def _exllamav2(case: Case) -> Contender:
 
 
 class _Staged:
-    """Every copy through the host: down into pinned memory, and from there up to each target, in order by events."""
+    """An implementation that stages each copy in pinned host memory and orders download and uploads by events."""
 
     def __init__(self, case: Case) -> None:
-        """Pin room for every source."""
+        """Allocate a pinned buffer for each source."""
         self._case = case
         self._stages = {
             id(source): (source, torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True))
@@ -127,11 +127,11 @@ class _Staged:
         self._uploaded: list[torch.cuda.Event] = []
 
     def run(self) -> None:
-        """Issue all copies, which come after those of the last time, and what follows them."""
+        """Issue all copies, ordered after those of the previous run, and then the sums."""
         arrived = {}
         for key, (source, stage) in self._stages.items():
             stream = torch.cuda.current_stream(source.device)
-            for event in self._uploaded:  # before that, what was staged last is still to be read
+            for event in self._uploaded:  # the previous uploads may still read the buffer
                 stream.wait_event(event)
             stage.copy_(source, non_blocking=True)
             arrived[key] = stream.record_event()
@@ -154,7 +154,7 @@ def _nccl_broadcast(case: Case) -> Contender:
 
 
 def _nccl_allgather(case: Case) -> Contender:
-    """Gather as many bytes from every device, for NCCL knows no uneven slices; the last ones may be padding."""
+    """Allgather equal parts, as NCCL has no uneven slices; the last part may be padded."""
     whole, places = case.expected[0].flatten(), [x.device for x in case.outputs]
     each = -(-whole.numel() // len(places))
     padded = torch.nn.functional.pad(whole, (0, each * len(places) - whole.numel()))
