@@ -112,12 +112,12 @@ def _layer_types(config: Config, layers: int) -> tuple[bool, ...]:
 
 
 def every_layer(_config: Config, layers: int) -> tuple[bool, ...]:
-    """Say yes for all layers."""
+    """Select all layers."""
     return (True,) * layers
 
 
 def except_every(default: int) -> Callable[[Config, int], tuple[bool, ...]]:
-    """Say yes except for each ``sliding_window_pattern``-th layer, ``default`` if the config does not say."""
+    """Select all but every ``sliding_window_pattern``-th layer; ``default`` applies if the key is absent."""
 
     def choose(config: Config, layers: int) -> tuple[bool, ...]:
         period = config.count("sliding_window_pattern", default=default)
@@ -127,19 +127,19 @@ def except_every(default: int) -> Callable[[Config, int], tuple[bool, ...]]:
 
 
 def from_max_window_layers(config: Config, layers: int) -> tuple[bool, ...]:
-    """Say yes from layer ``max_window_layers`` on (Qwen2)."""
+    """Select the layers from ``max_window_layers`` on (Qwen2)."""
     first = config.count("max_window_layers", default=28, minimum=0)
     return tuple(layer >= first for layer in range(layers))
 
 
 def even_before_max_window_layers(config: Config, layers: int) -> tuple[bool, ...]:
-    """Say yes for even layers before ``max_window_layers`` (Qwen2-MoE, as transformers reads its config)."""
+    """Select the even layers before ``max_window_layers`` (Qwen2-MoE, as transformers reads its config)."""
     end = config.count("max_window_layers", default=28, minimum=0)
     return tuple(layer % 2 == 0 and layer < end for layer in range(layers))
 
 
 def without_rope(config: Config, layers: int) -> tuple[bool, ...]:
-    """Say yes for layers without rotary embedding (SmolLM3)."""
+    """Select the layers without rotary embedding (SmolLM3)."""
     interval = config.count("no_rope_layer_interval", default=4)
     rope = config.numbers("no_rope_layers") or [(layer + 1) % interval for layer in range(layers)]
     if len(rope) != layers:
@@ -148,7 +148,7 @@ def without_rope(config: Config, layers: int) -> tuple[bool, ...]:
 
 
 def sparse_steps(config: Config, layers: int) -> tuple[bool, ...]:
-    """Say yes for each ``decoder_sparse_step``-th layer, except ``mlp_only_layers`` (Qwen's mixtures of experts)."""
+    """Select every ``decoder_sparse_step``-th layer, except ``mlp_only_layers`` (Qwen's mixtures of experts)."""
     step = config.count("decoder_sparse_step", default=1)
     dense = frozenset(config.numbers("mlp_only_layers"))
     experts = config.count("num_experts", minimum=0, maximum=MAX_PARTS)
@@ -156,7 +156,7 @@ def sparse_steps(config: Config, layers: int) -> tuple[bool, ...]:
 
 
 def after_dense(default: int) -> Callable[[Config, int], tuple[bool, ...]]:
-    """Say yes from layer ``first_k_dense_replace`` on for each ``moe_layer_freq``-th layer (DeepSeek)."""
+    """Select every ``moe_layer_freq``-th layer from ``first_k_dense_replace`` on (DeepSeek)."""
 
     def choose(config: Config, layers: int) -> tuple[bool, ...]:
         experts = config.optional_count("num_experts", default=1, minimum=0, maximum=MAX_PARTS)

@@ -1,4 +1,4 @@
-"""From the unquantised model that a config describes to the tensors that its checkpoint stores."""
+"""Weight formats: the tensors that a checkpoint stores for the unquantised model that its config describes."""
 
 from __future__ import annotations
 

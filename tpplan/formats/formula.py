@@ -1,4 +1,4 @@
-"""The stored tensors of a model whose config alone is at hand."""
+"""Computing the stored tensors of a model from its config alone."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from tpplan.formats.scheme import Scheme
     from tpplan.model import Block, ModelSpec, Parameter
 
-#: What a format stores besides the tensors that it must have, when a checkpoint is made today.
+#: Optional tensors that current tools store for a format.
 _USUAL: Final = {"gptq": (".g_idx",)}
 
 
 def rebuild(logical: ModelSpec, stored: Callable[[Parameter, int | None], tuple[Parameter, ...]]) -> ModelSpec:
-    """Return the model with each parameter replaced by what ``stored`` says for its layer (None outside the layers).
+    """Return the model with each parameter replaced by its stored parameters in its layer (None outside the layers).
 
-    Layers that no longer are equal become blocks of their own, in order of their first layer.
+    Layers of a block whose stored parameters differ go to separate blocks, in order of their first layer.
     """
     blocks: list[Block] = []
     for block in logical.blocks:
@@ -41,10 +41,10 @@ def rebuild(logical: ModelSpec, stored: Callable[[Parameter, int | None], tuple[
 
 
 def stored_by_formula(logical: ModelSpec, scheme: Scheme) -> ModelSpec:
-    """Return the model as its config alone says that it is stored.
+    """Return the model as stored in the format that its config names.
 
     Raises:
-        ModelError: the format's sizes do not follow from the config.
+        ModelError: the sizes of the stored tensors do not follow from the config.
     """
     if not scheme.method:
         return logical
@@ -75,7 +75,7 @@ def stored_by_formula(logical: ModelSpec, scheme: Scheme) -> ModelSpec:
 
 
 def _is_quantised(parameter: Parameter, layer: int | None, scheme: Scheme) -> bool:
-    """Whether the scheme quantises a tensor: linear layers inside the layers, and the output matrix if it says so."""
+    """Return whether the scheme quantises a tensor: linear layers of decoder layers, and optionally the output."""
     stem, suffix = split_name(parameter.name)
     if scheme.format == "mxfp4":
         return len(parameter.dims) == len(("experts", "in", "out"))

@@ -1,4 +1,4 @@
-"""The model that a config describes, held against the headers of its checkpoint, which are the truth for bytes."""
+"""Matching the model that a config describes with the headers of its checkpoint, which give the exact sizes."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EXPERT: Final = re.compile(r"\.experts\.(\d{1,9})\.")
 _SHOWN: Final = 3
 
-#: Matrices that some formats (EXL2, EXL3) store in parts where the model has them fused.
+#: Fused matrices of models whose parts some formats (EXL2, EXL3) store separately.
 _FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def stored_by_headers(logical: ModelSpec, scheme: Scheme, headers: Headers, tolerated: Tolerated) -> ModelSpec:
-    """Return the model as its checkpoint stores it, down to the byte.
+    """Return the model as its checkpoint stores it, exact to the byte.
 
-    Names are the family's own also where the checkpoint leaves out a prefix. Experts of one layer that are stored in
-    different shapes (EXL2 may spend more bits on some) become one parameter for each kind, under the same name, whose
-    copies add up to the experts.
+    Names are those of the family, even if the checkpoint omits a prefix. Experts of a layer whose stored shapes
+    differ (EXL2 may use more bits for some) become one parameter per shape under the same name; their copies add up
+    to the number of experts.
 
     Raises:
-        ModelError: the checkpoint contradicts the config, lacks tensors, has others, or has them in an unknown format.
+        ModelError: the checkpoint contradicts the config, lacks tensors, or has unexpected tensors or unknown formats.
     """
     match = _Match(logical, scheme, headers, tolerated)
     try:
@@ -67,7 +67,7 @@ def stored_by_headers(logical: ModelSpec, scheme: Scheme, headers: Headers, tole
 
 
 class _Match:
-    """The search for a model's tensors in a checkpoint, and what it learns on the way."""
+    """Matcher of a model's parameters with the tensors of a checkpoint; it records sizes, formats and mismatches."""
 
     def __init__(self, logical: ModelSpec, scheme: Scheme, headers: Headers, tolerated: Tolerated) -> None:
         self.logical = logical
@@ -98,7 +98,7 @@ class _Match:
         self.left = {(stem, suffix) for stem, forms in self.found.items() for suffix in forms}
 
     def stored(self, parameter: Parameter, layer: int | None) -> tuple[Parameter, ...]:
-        """Return the tensors that store a parameter of a layer."""
+        """Return the stored parameters of a parameter in a layer."""
         template, suffix = split_name(parameter.name)
         if parts := self.parts(parameter, layer):
             return tuple(chain.from_iterable(self.stored(part, layer) for part in parts))
@@ -131,7 +131,7 @@ class _Match:
         return tuple(evolve(p, copies=count) for kind, count in counts for p in kind.parameters)
 
     def parts(self, parameter: Parameter, layer: int | None) -> tuple[Parameter, ...]:
-        """Return the parts of a fused matrix or bias if the checkpoint has those instead."""
+        """Return the parts of a fused matrix or bias if the checkpoint stores these separately, else nothing."""
         module, _, fused = split_name(parameter.name)[0].rpartition(".")
         names = _FUSED.get(fused, ())
         stem = f"{module}.{fused}".removeprefix(self.prefix).replace("{layer}", str(layer))
@@ -149,7 +149,7 @@ class _Match:
         """Return how a parameter is stored, given its tensors by suffix.
 
         Raises:
-            ModelError: they are no known format, or not of the size that the config asks for.
+            ModelError: they match no known format, or not the size in the config.
         """
         candidates = [name for name, form in FORMATS.items() if form.required <= forms.keys()]
         candidates.sort(key=lambda name: len(forms.keys() - FORMATS[name].pieces.keys()))
@@ -171,10 +171,10 @@ class _Match:
         raise ModelError(f"{what}; no format that tpplan knows stores a matrix so where {asked}", _KNOWN)
 
     def check_counts(self) -> None:
-        """Check that the checkpoint has as many layers and experts as the config, which explains most of what is odd.
+        """Check that the numbers of layers and experts match the config, the most common cause of mismatches.
 
         Raises:
-            ModelError: it has not; the error has both counts.
+            ModelError: a number differs; the error has both.
         """
         experts = max((block.experts for block in self.logical.blocks), default=0)
         for what, search, asked, where in (
@@ -187,10 +187,11 @@ class _Match:
                 raise ModelError(f"the checkpoint has {there} {what}, but {source} asks for {asked} ({where})", _HINT)
 
     def check_complete(self) -> None:
-        """Check that the checkpoint has every tensor of the config, and no other.
+        """Check that the checkpoint has all tensors of the model, and no others.
 
         Raises:
-            ModelError: it does not; the error counts layers or experts where that explains it, else names tensors.
+            ModelError: tensors are missing or unexpected. The error gives the numbers of layers or experts if these
+                differ, and otherwise names tensors.
         """
         if not self.missing and not self.left:
             return
@@ -213,18 +214,18 @@ _KNOWN: Final = "tpplan knows plain floats, " + ", ".join(
 
 
 def _named(text: str, scheme: Scheme) -> str:
-    """Write a format's name with the parameters that the config gives."""
+    """Fill in a format's name with the parameters in the config."""
     known = {"group": scheme.group or "?", **scheme.known}
     return re.sub(r"\{(\w+)\}", lambda match: str(known.get(match[1], "?")), text)
 
 
 def _number(match: re.Match[str] | None) -> int:
-    """Return the number that was found, -1 if there is none."""
+    """Return the number that matched, -1 without a match."""
     return int(match[1]) if match else -1
 
 
 def _some(names: Collection[str]) -> str:
-    """Name a few of many tensors, each of another kind, and say how many more there are."""
+    """Format a few tensor names that differ in more than numbers, and the number of remaining ones."""
     kinds: dict[str, str] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\d+", "#", name), name)

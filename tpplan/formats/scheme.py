@@ -1,4 +1,4 @@
-"""What a config.json says of the quantisation of its weights."""
+"""The quantisation scheme of a model's weights, as its config.json describes it."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
 
 _HINT: Final = "point to the directory that has the model's .safetensors files: their headers say what is stored"
 
-#: Modules that no method quantises: the routers of mixtures of experts.
+#: Modules that no method quantises: the routers of mixture-of-experts layers.
 _ROUTERS: Final = frozenset({"gate", "shared_expert_gate", "router"})
 
-#: Regular expressions in an ignore list that are simple enough to end soon, and the most stars that one may have.
+#: Regular expressions of ignore lists that are accepted, as they match in bounded time, and their most stars.
 _PLAIN_PATTERN: Final = re.compile(r"(?:[\w$^-]|\\?\.\*?){1,200}")
 _MAX_STARS: Final = 3
 
 
 @frozen(kw_only=True)
 class Scheme:
-    """The quantisation that a config.json asks for.
+    """The quantisation that a config.json describes.
 
     Attributes:
-        method: its ``quant_method``, empty for unquantised weights.
-        format: its name in the table of formats, empty if the config does not suffice to know it.
+        method: the config's ``quant_method``, empty for unquantised weights.
+        format: name in the table of formats, empty if the config does not determine it.
         known: parameters of the format.
-        group: elements that share a scale; -1 for all of a row, 0 if not given.
-        zeros_less_one: whether GPTQ stored zeros less 1, as its first format does.
-        permuted: whether GPTQ quantised the rows in the order of their activations; None if not given.
+        group: elements that share a scale; -1 for a whole row, 0 if not given.
+        zeros_less_one: whether GPTQ stored zero points less 1, as its first format does.
+        permuted: whether GPTQ quantised rows in activation order (``desc_act``); None if not given.
         static: whether the scales of activations are stored.
         model_scales: whether scales have the dtype of the model.
         lm_head: whether the output matrix is quantised too.
         only: modules of a layer that are quantised; empty for all.
-        skipped: modules that are not.
-        source: names the file in messages.
+        skipped: modules that are not quantised.
+        source: name of the file in messages.
     """
 
     method: str = ""
@@ -65,7 +65,7 @@ class Scheme:
         return {**self.known, **({"group": inputs if self.group < 0 else self.group} if self.group else {})}
 
     def quantises(self, module: str) -> bool:
-        """Whether the module of a layer is quantised."""
+        """Return whether a module of a layer is quantised."""
         if module.rpartition(".")[2] in _ROUTERS or any(_names(pattern, module) for pattern in self.skipped):
             return False
         return not self.only or any(module.endswith(f".{name}") for name in self.only)
@@ -75,7 +75,7 @@ def read_scheme(config: Config) -> Scheme:
     """Read a config's ``quantization_config``.
 
     Raises:
-        ModelError: it is no object, or a key is of the wrong type or out of range.
+        ModelError: it is not an object, or a key has the wrong type or is out of range.
     """
     data = config.raw("quantization_config")
     if data is None:
@@ -87,13 +87,13 @@ def read_scheme(config: Config) -> Scheme:
 
 
 def needs_headers(scheme: Scheme) -> ModelError:
-    """Return the error that says that the config alone does not tell the sizes of the weights."""
+    """Return the error for weights whose sizes do not follow from the config alone."""
     what = f"the sizes of {scheme.method!r:.60} weights do not follow from the config alone"
     return ModelError(f"{scheme.source}: {what}", _HINT)
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Whether an entry of a list of modules means this one: by name, by the end or a part of it, or by expression."""
+    """Return whether an entry of a module list matches: as consecutive parts of its name, or as an expression."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     return f".{pattern.strip('.')}." in f".{module}."
@@ -153,7 +153,7 @@ def _mxfp4(section: Config) -> Scheme:
 
 
 def _compressed(section: Config) -> Scheme:
-    """Read compressed-tensors, of which formulas know 8-bit floats with one group of settings for all linear layers."""
+    """Read a compressed-tensors scheme; its format is set only for FP8 with one group for all linear layers."""
     groups = section.raw("config_groups")
     values = list(groups.values()) if isinstance(groups, dict) else []
     group = values[0] if len(values) == 1 and isinstance(values[0], dict) else {}
@@ -177,7 +177,7 @@ def _compressed(section: Config) -> Scheme:
 
 
 def _counts(value: object) -> list[int]:
-    """Return a positive whole number, or some; none if it is something else."""
+    """Return a positive whole number or a list of them as a list; an empty list for any other value."""
     values: list[object] = value if isinstance(value, list) else [value]
     counts = [each for each in values if isinstance(each, int) and not isinstance(each, bool) and each > 0]
     return counts if len(counts) == len(values) else []
@@ -195,7 +195,7 @@ def _flat(section: Config, key: str) -> tuple[str, ...]:
 
 
 def _skipped(section: Config, key: str) -> tuple[str, ...]:
-    """Return a list of modules, checking that its expressions are simple."""
+    """Return a list of modules, after checking that its regular expressions are simple."""
     names = section.texts(key)
     for name in names:
         if name.startswith("re:") and (not _PLAIN_PATTERN.fullmatch(name, 3) or name.count("*") > _MAX_STARS):

@@ -1,4 +1,4 @@
-"""One matrix of the unquantised model as the tensors that store it."""
+"""The tensors that store a matrix of the unquantised model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Dims = tuple[tuple[Segment, ...], ...]
 
-#: Suffixes that more than a dot and one word make up.
+#: Suffixes with more than a dot and one word.
 _LONG: Final = tuple(suffix for suffix in SUFFIXES if suffix.rfind(".") != 0)
 
 
@@ -28,10 +28,10 @@ class Stored(NamedTuple):
     """How a matrix is stored.
 
     Attributes:
-        parameters: the tensors.
-        suffixes: of their names.
-        text: the format, as people call it; empty if it is not quantised.
-        gather_only: why its inputs cannot be cut; empty if they can.
+        parameters: the stored tensors.
+        suffixes: suffixes of their names.
+        text: display name of the format; the dtype if the matrix is not quantised.
+        gather_only: reason why the inputs cannot be cut; empty if they can.
     """
 
     parameters: tuple[Parameter, ...]
@@ -41,7 +41,7 @@ class Stored(NamedTuple):
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split a tensor's name into that of its module and the suffix that its format adds, empty if there is none."""
+    """Split a tensor's name into its module's name and the suffix of its format, empty if there is none."""
     stem, _, tail = name.rpartition(".")
     if f".{tail}" in SUFFIXES:
         return stem, f".{tail}"
@@ -52,13 +52,13 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def store(parameter: Parameter, name: str, scheme: Scheme, found: Mapping[str, Tensor | str]) -> Stored | None:
-    """Return how the format called ``name`` stores a matrix, or None if it cannot be so.
+    """Return how the format ``name`` stores a matrix, or None if the tensors do not match it.
 
     Args:
         parameter: the matrix.
-        name: of the format.
-        scheme: what the config says of the format's parameters.
-        found: the tensors of the file by suffix; where there is no file, the dtypes to compute with.
+        name: name of the format.
+        scheme: quantisation scheme in the config, with parameters of the format.
+        found: tensors of the checkpoint by suffix; without a checkpoint, the dtypes to assume.
     """
     form = FORMATS[name]
     sides = _sides(parameter)
@@ -96,14 +96,14 @@ def store(parameter: Parameter, name: str, scheme: Scheme, found: Mapping[str, T
 
 
 class _Filled(dict[str, int]):
-    """Parameters for a format's text; what is not known yet stays in braces."""
+    """Parameters for a format's text; unknown ones stay in braces."""
 
     def __missing__(self, key: str) -> str:
         return f"{{{key}}}"
 
 
 def _permutation(name: str, scheme: Scheme, found: Mapping[str, Tensor | str]) -> str:
-    """Return why neighbouring inputs of a matrix may have scales of anywhere; empty if they have not."""
+    """Return the reason why neighbouring inputs may belong to different groups of scales; empty if they do not."""
     if name == "int-packed" and ".weight_g_idx" in found:
         return "compressed-tensors stores weight_g_idx where inputs are in another order than their groups"
     return _PERMUTED[scheme.permuted] if name == "gptq" and ".g_idx" in found and scheme.permuted is not False else ""
@@ -116,7 +116,7 @@ _PERMUTED: Final = {
 
 
 def _sides(parameter: Parameter) -> dict[str, tuple[Segment, ...]]:
-    """Return what the words ``out``, ``in`` and ``flat`` follow."""
+    """Return the segments that the words ``out``, ``in`` and ``flat`` refer to."""
     last = len(parameter.dims) - 1
     out = last - 1 if parameter.out is None else parameter.out
     outputs, inputs = parameter.dims[out], parameter.dims[2 * last - 1 - out]

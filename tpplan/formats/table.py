@@ -1,7 +1,7 @@
-"""How the formats store a matrix: one line per stored tensor, in short words.
+"""Table of weight formats: a line for each tensor that stores a matrix, in a compact notation.
 
-A line has the suffix that follows the name of the matrix (``?`` where it may be absent), the dtypes it may have, and
-the words of its dimensions; ``|`` separates shapes that it may have, an empty one is a scalar. A dimension is
+A line has the suffix that is appended to the name of the matrix (with ``?`` if the tensor is optional), its possible
+dtypes, and the words of its dimensions. ``|`` separates alternative shapes; an empty shape is a scalar. A dimension is
 
 ======== =================================================================================
 ``out``  the outputs of the matrix, and cut with them
@@ -12,10 +12,10 @@ the words of its dimensions; ``|`` separates shapes that it may have, an empty o
 ``16``   of this length, never cut
 ======== =================================================================================
 
-followed by ``^n`` where it is padded to whole blocks of n, which no cut may separate, and ``*n/m`` where n stored
-elements take the place of m; both may be a parameter of the format such as ``bits``. What divides without a rest
-follows the cuts of the matrix. A dimension that does not (a scale of a ragged block, say, or of one that two fused
-matrices share), or that is a single element for the whole axis, is uncut: whoever needs the tensor holds all of it.
+followed by ``^n`` if it is padded to whole blocks of n, which no cut may separate, and by ``*n/m`` if n stored elements
+represent m; n and m may be parameters of the format such as ``bits``. A dimension that divides evenly is cut with the
+matrix. A dimension that does not (such as scales of a ragged block, or of a block that two fused matrices share), or
+that has a single element for the whole axis, is uncut: every device that needs the tensor holds all of it.
 
 Sources: AutoGPTQ and GPTQModel (``QuantLinear``), AutoAWQ (``WQLinear_GEMM``), ExLlamaV2 (``AdaptiveGPTQ.pack``),
 ExLlamaV3 (``LinearEXL3``), bitsandbytes (``QuantState.as_dict``, ``Linear8bitLt``), compressed-tensors, transformers
@@ -49,12 +49,12 @@ class Dim(NamedTuple):
     def fit(self, segments: Sequence[Segment], stored: int | None, known: dict[str, int]) -> tuple[Segment, ...] | None:
         """Return the segments of this dimension, or None if it cannot be ``stored`` elements long.
 
-        Groups and blocks may end in a ragged one; packed words come out even.
+        The last group or block may be ragged; packed words must be full.
 
         Args:
-            segments: of the dimension of the matrix that it follows.
-            stored: its length in the file; None where there is no file.
-            known: parameters of the format; one that is missing is worked out from ``stored``, and added.
+            segments: segments of the matrix dimension that it refers to.
+            stored: its length in the file; None without a file.
+            known: parameters of the format; a missing one is derived from ``stored`` and added.
         """
         if stored == 0:
             return None
@@ -82,13 +82,13 @@ class Dim(NamedTuple):
 
 
 def _scaled(segment: Segment, length: int, block: int) -> Segment:
-    """Return the stored part of a segment; one element for all of it (a scale) is needed by whoever has a part."""
+    """Return the stored segment; a single element for a whole axis (a scale) is uncut."""
     axis = segment.axis if length > 1 or segment.length == 1 else None
     return Segment(axis, length, block if axis else 1)
 
 
 class Piece(NamedTuple):
-    """One stored tensor: the dtypes and shapes that it may have (the first is what formulas use)."""
+    """A stored tensor: its possible dtypes and shapes (without headers, the first ones are assumed)."""
 
     required: bool
     dtypes: tuple[str, ...]
@@ -99,9 +99,9 @@ class Format(NamedTuple):
     """A way of storing a matrix.
 
     Attributes:
-        text: what people call it, with parameters in braces.
+        text: display name, with parameters in braces.
         pieces: the stored tensors by suffix.
-        gather_only: why its inputs cannot be cut; empty if they can.
+        gather_only: reason why the inputs cannot be cut; empty if they can.
     """
 
     text: str
@@ -110,7 +110,7 @@ class Format(NamedTuple):
 
     @property
     def required(self) -> frozenset[str]:
-        """The suffixes that are always there."""
+        """The suffixes of the tensors that are not optional."""
         return frozenset(suffix for suffix, piece in self.pieces.items() if piece.required)
 
 
