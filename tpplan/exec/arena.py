@@ -1,4 +1,4 @@
-"""The memory of one device, allocated once and handed out in slices."""
+"""A memory arena on one device, allocated once and handed out in slices."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tpplan.workspace import ALIGNMENT, align
 
 
 class Arena:
-    """Bytes of one device in one block: areas that are kept lie in front, scratch behind them.
+    """One block of memory on a device: permanent areas at the front, scratch behind them.
 
-    Everything handed out starts at a multiple of 64 bytes and is uninitialised. A kept area is nobody else's for good.
-    A scratch slice is the caller's until :meth:`begin`: slices handed out after it may alias those from before, and
-    whoever still uses one of those has to order the two. Not safe for two threads at once.
+    All tensors start at a multiple of 64 bytes and are uninitialised. A permanent area is never handed out again. A
+    scratch slice is valid until :meth:`begin`: later slices may alias it, and a caller that still uses it has to order
+    the two. Not thread-safe.
 
-    The block is a single allocation of exactly ``size_bytes``, made at once and freed by :meth:`close`, or later, with
-    the last tensor that was handed out.
+    The block is a single allocation of exactly ``size_bytes``, made by the constructor. It is freed by :meth:`close`,
+    or with the last tensor that was handed out, if that is later.
 
     Attributes:
-        size_bytes: of the block.
-        name: what errors call the device.
+        size_bytes: size of the block.
+        name: name of the device in errors.
     """
 
     def __init__(self, size_bytes: int, device: torch.device | str, name: str, *, pinned: bool = False) -> None:
@@ -28,21 +28,21 @@ class Arena:
 
         Args:
             size_bytes: a multiple of 64, as every workspace of a ledger is.
-            device: where to.
-            name: what errors call the device.
-            pinned: whether to lock the pages, on the CPU; needs a driver.
+            device: device to allocate on.
+            name: name of the device in errors.
+            pinned: whether to page-lock the memory, on the CPU only; needs a driver.
 
         Raises:
-            ExecutionError: the size is no multiple of 64, or torch cannot allocate it there.
+            ExecutionError: the size is not a multiple of 64, or the allocation fails.
         """
         if size_bytes % ALIGNMENT:
             raise ExecutionError(
                 f"{name}: an arena of {size_bytes} bytes is no multiple of {ALIGNMENT}", f"use {align(size_bytes)}"
             )
         try:
-            with torch.inference_mode(mode=False):  # or no slice could be written outside of it
+            with torch.inference_mode(mode=False):  # else slices could not be written outside inference mode
                 block = torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-        except (RuntimeError, AssertionError) as error:  # the latter where torch was built without the device's driver
+        except (RuntimeError, AssertionError) as error:  # AssertionError if torch is built without the device's backend
             reason = str(error).partition("\n")[0]
             kind = "pinned bytes" if pinned else "bytes"
             raise ExecutionError(
@@ -56,11 +56,11 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
-        """What can be handed out before the next :meth:`begin`; 0 once closed."""
+        """Bytes left until the next :meth:`begin`; 0 if closed."""
         return 0 if self._block is None else self.size_bytes - self._used
 
     def keep(self, size_bytes: int) -> torch.Tensor:
-        """Return ``size_bytes`` of uint8 that no slice will ever alias.
+        """Return a permanent area: a uint8 tensor of ``size_bytes`` that no later slice aliases.
 
         Raises:
             ExecutionError: scratch is in use, there is too little room, or the arena is closed.
@@ -76,7 +76,7 @@ class Arena:
         return area
 
     def begin(self) -> None:
-        """Make all of the scratch free again, whoever still holds slices of it.
+        """Free all scratch, even if slices of it are still held.
 
         Raises:
             ExecutionError: the arena is closed.
@@ -95,17 +95,17 @@ class Arena:
         return self._take(rows * columns * dtype.itemsize).view(dtype).view(rows, columns)
 
     def reserve(self, size_bytes: int) -> None:
-        """Make sure that slices of ``size_bytes`` together, each rounded up to 64, can follow a :meth:`begin`.
+        """Check that slices of ``size_bytes`` in total, each rounded up to 64 bytes, fit after a :meth:`begin`.
 
         Raises:
-            ExecutionError: there is less scratch than that in all, or the arena is closed.
+            ExecutionError: the total scratch is smaller, or the arena is closed.
         """
         self._open()
         if size_bytes > self.size_bytes - self._kept:
             raise self._exhausted(size_bytes, self.size_bytes - self._kept)
 
     def close(self) -> None:
-        """Let go of the block; closing again does nothing."""
+        """Release the block; may be called more than once."""
         self._block = None
 
     def _open(self) -> torch.Tensor:
@@ -121,9 +121,9 @@ class Arena:
         return block[start : start + size_bytes]
 
     def _exhausted(self, asked: int, free: int) -> ExecutionError:
-        """Return the error for too little room; new scratch helps only if all of it would be enough."""
+        """Return the error for too little room; it suggests begin() only if the total scratch is large enough."""
         scratch, hint = self.size_bytes - self._kept, "plan with more --max-rows"
-        if not scratch:  # every plan has some
+        if not scratch:  # compiled with scratch=False: every plan has scratch
             hint = "leave out scratch=False when the plan is compiled"
         elif align(asked) <= scratch:
             hint = f"call begin() before slices that may take the place of older ones, or {hint}"

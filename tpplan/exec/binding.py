@@ -1,4 +1,4 @@
-"""Binding: from the views of a program to tensors, for given operands and a given context's memory."""
+"""Binding of a program's views to tensors, for given operands and a context's memory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from tpplan.exec.programs.program import Buffer, View
 
 
-#: Integers of so many bytes, as which elements of any dtype are handled: a NaN is equal to itself.
+#: Integer dtype of each size in bytes, to handle elements of any dtype bitwise: a NaN equals itself.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @frozen
 class Memory:
-    """What a context owns; every tensor is contiguous uint8 and starts at a multiple of 64 bytes.
+    """The memory of a context; every tensor is contiguous uint8 and starts at a multiple of 64 bytes.
 
     Attributes:
         exchange: exchange buffer ``[bytes]`` of each device.
         rings: pinned host memory ``[bytes]`` of each sender, the host included; programs divide it into slots.
-        slots: the slots ``[slots, slot bytes]`` of a queue; the same tensor whenever it is asked for the same queue.
-        flags: ``[bytes]`` on each device, and on the host, for the counters of kernels.
+        slots: returns the slots ``[slots, slot bytes]`` of a queue, always the same tensor for the same queue.
+        flags: memory ``[bytes]`` for the counters of kernels, on each device and on the host.
     """
 
     exchange: Mapping[int, Tensor] = field(repr=False)
@@ -40,11 +40,11 @@ class Memory:
     flags: Mapping[int, Tensor] = field(factory=dict, repr=False)
 
     def block(self, buffer: Buffer, slot: int) -> Tensor:
-        """Return the bytes of one of the context's buffers, without those that no 64-byte boundary reaches.
+        """Return the bytes of a buffer of the context, rounded down to a multiple of 64.
 
         Args:
             buffer: ``exchange``, ``stage`` or ``slot``.
-            slot: which of a queue's; see :func:`slot_number`.
+            slot: index in the queue; see :func:`slot_number`.
         """
         if buffer.role == SLOT:
             return self.slots(_queue(buffer))[slot]
@@ -54,18 +54,18 @@ class Memory:
 
 
 def no_memory() -> Memory:
-    """Return what a closed context has."""
+    """Return the empty memory of a closed context."""
     return Memory({}, {}, lambda _: torch.empty((0, 0), dtype=torch.uint8, device="cpu"))
 
 
 def pitch(matrix: Tensor) -> int:
-    """Return the bytes from one row of ``[rows, columns]`` to the next; of a single row, its bytes."""
+    """Return the row pitch of ``[rows, columns]`` in bytes; for a single row, its size."""
     rows, columns = matrix.shape
     return (columns if rows == 1 else matrix.stride(0)) * matrix.element_size()
 
 
 def span(view: View, rows: int) -> tuple[int, int]:
-    """Return the first row of a view's part and the one past its last; a part may be empty."""
+    """Return the range of rows of a view's part, end exclusive; it may be empty."""
     return rows * view.part // view.parts, rows * (view.part + 1) // view.parts
 
 
@@ -75,12 +75,12 @@ def resolve(
     """Return a view's elements ``[rows of its part, columns]``, without copying.
 
     Args:
-        view: of an operand or of the context's memory.
+        view: view of an operand or of the context's memory.
         operands: the caller's tensors, ``[rows, columns]`` with any strides.
-        memory: of the context; read as ``dtype``.
-        rows: of the operands.
-        dtype: of the operands.
-        slot: which of a queue's slots.
+        memory: memory of the context, viewed as ``dtype``.
+        rows: rows of the operands.
+        dtype: dtype of the operands.
+        slot: index of the slot in a queue.
 
     Raises:
         InternalError: the part does not fit its place in the context's memory.
@@ -101,17 +101,17 @@ def resolve(
     return tensor.narrow(1, view.start, view.stop - view.start)
 
 
-#: Returns the address of a view's first element, the bytes from a row to the next, and how many rows there are, for
-#: given operands and their rows.
+#: Returns the address of a view's first element, its row pitch in bytes and its number of rows, for given operands and
+#: their rows.
 Finder = Callable[[Mapping["Buffer", Tensor], int], tuple[int, int, int]]
 
 
 def finder(view: View, memory: Memory, itemsize: int) -> Finder:
-    """Return what finds a view's elements as :func:`resolve` does, in a tenth of the time; columns are contiguous.
+    """Return a finder for a view, ten times as fast as :func:`resolve`; its columns must be contiguous.
 
     Args:
-        view: of an operand or of the context's memory, but not of a slot.
-        memory: of the context, which does not move.
+        view: view of an operand or of the context's memory, but not of a slot.
+        memory: memory of the context, at fixed addresses.
         itemsize: bytes of an element.
     """
     buffer, start = view.buffer, view.start * itemsize
@@ -140,12 +140,12 @@ def finder(view: View, memory: Memory, itemsize: int) -> Finder:
 
 
 def slot_number(view: View, device: int, raised: Counter[Flag]) -> int:
-    """Return which of its queue's slots a device means by a view; 0 if the view is of no slot.
+    """Return the index of the slot that a view refers to, in its queue; 0 if the view is not of a slot.
 
     Args:
-        view: that the device reads or writes.
-        device: sender or receiver.
-        raised: how often each flag was raised.
+        view: view that the device reads or writes.
+        device: sender or receiver of the queue.
+        raised: number of times that each flag was raised.
     """
     if view.buffer.role != SLOT:
         return 0

@@ -1,4 +1,4 @@
-"""What the environment of this process forbids: kernels that wait for each other, memory that other devices reach."""
+"""Restrictions from the environment: on kernels that wait for each other, and on peer access to torch's memory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 
 from tpplan.exec.torch_shims import expandable_segments, is_own_allocator
 
-#: Beginnings of the variables that a tool sets for the program that it runs, and the tool. Not every variable of Nsight
-#: Compute's is among them: containers set some of those for people who may call it.
+#: Prefixes of the variables that a tool sets for its target program, with the tool. Some of Nsight Compute's variables
+#: are missing: containers set them even if the tool is not running.
 _TOOLS = (
     ("NV_SANITIZER_INJECTION_", "compute-sanitizer"),
     ("NV_COMPUTE_PROFILER_PERFWORKS_DIR", "Nsight Compute"),
     ("NV_NSIGHT_INJECTION_", "Nsight Compute"),
 )
-#: Names a library that the driver loads: of one of these tools, or of one that nobody knows.
+#: Names a library that the driver loads, from one of these tools or an unknown one.
 _INJECTION = "CUDA_INJECTION64_PATH"
-#: Nsight Systems, which lets kernels run as they do without it.
+#: Set by Nsight Systems, which does not serialise kernels.
 _HARMLESS = "NSYS_PROFILING_SESSION_ID"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*True\b")
@@ -24,7 +24,7 @@ _OTHER_BACKEND = re.compile(r"\bbackend\s*:\s*(?!native\b)\w")
 
 
 def serialised() -> str:
-    """Return why kernels may run one after the other, so that none may wait for another; empty if they do not."""
+    """Return why kernels may be serialised, so that none may wait for another; empty if they run concurrently."""
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in {"", "0"}:
         return "CUDA_LAUNCH_BLOCKING is set"
     for start, tool in _TOOLS:
@@ -37,7 +37,7 @@ def serialised() -> str:
 
 
 def unreachable() -> str:
-    """Return why other devices may not reach into torch's tensors; empty if they may, as into memory of cudaMalloc."""
+    """Return why other devices cannot access torch's tensors; empty if they can, as with cudaMalloc memory."""
     settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR)
     if expandable_segments(default=bool(_EXPANDABLE.search(settings))):
         return "torch allocates expandable segments"

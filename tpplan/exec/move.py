@@ -1,7 +1,7 @@
-"""Moving tensors between devices by a way that is known to work.
+"""Safe moves of tensors between devices.
 
-Between two GPUs that is torch's peer copy, if the link report (:mod:`tpplan.exec.links.known`) says that it arrives,
-and the host's memory otherwise. The links are asked for, and if need be probed, at the first move between two GPUs.
+Between two GPUs, torch's peer copy is used if the link report (:mod:`tpplan.exec.links.known`) verifies it; otherwise
+the copy goes through the host's memory. The first move between two GPUs loads the report, or probes the links.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["gpu_peer_copy", "safe_move_tensor", "test_gpu_peer_copy"]
 T = TypeVar("T")
 AnyDevice = torch.device | str | int
 
-#: Containers that are copied, whatever their class has besides, and their items replaced.
+#: Containers that are copied with all their attributes, and whose items are then replaced.
 _BY_KEY, _BY_INDEX = dict | UserDict, list | UserList | deque
 
 _CPU = torch.device("cpu")
@@ -37,24 +37,24 @@ class Gpus(Protocol):
     """The GPUs of this process."""
 
     def count(self) -> int:
-        """Return how many there are."""
+        """Return the number of GPUs."""
 
     def current(self) -> int:
-        """Return the index of the current one, where there is any."""
+        """Return the index of the current GPU; there must be one."""
 
     def links(self) -> LinkReport:
-        """Return what is verified between them."""
+        """Return the report on the links between them."""
 
 
 class TorchGpus:
     """The GPUs that torch sees."""
 
     def count(self) -> int:
-        """Return how many there are."""
+        """Return the number of GPUs."""
         return torch.cuda.device_count()
 
     def current(self) -> int:
-        """Return the index of the current one."""
+        """Return the index of the current GPU."""
         return torch.cuda.current_device()
 
     def links(self) -> LinkReport:
@@ -63,14 +63,14 @@ class TorchGpus:
 
 
 class Mover:
-    """Moves tensors between some GPUs and the CPU, and remembers between which GPUs a peer copy has failed."""
+    """Moves tensors between GPUs and the CPU, and remembers the pairs of GPUs on which a peer copy failed."""
 
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
 
     @cached_property
     def _peers(self) -> set[tuple[int, int]]:
-        """The (source, target) between which peer copies are verified and have not failed since."""
+        """The (source, target) pairs with verified peer copies that have not failed since."""
         return set(self._gpus.links().pairs(Mechanism.COPY))
 
     def move(self, tree: T, device: AnyDevice, *, non_blocking: bool) -> T:
@@ -106,7 +106,7 @@ class Mover:
         return a == b or {(a, b), (b, a)} <= self._peers
 
     def _device(self, wanted: AnyDevice) -> torch.device:
-        """Return a device with its index."""
+        """Return a checked device; a GPU has its index."""
         try:
             is_index = isinstance(wanted, int) and not isinstance(wanted, bool)  # no bool: torch refuses it
             device = torch.device(f"cuda:{wanted}" if is_index else wanted)
@@ -123,7 +123,7 @@ class Mover:
 
     def _moved(self, tensor: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
         if not _are_two_gpus(tensor.device, device):
-            return tensor.to(device, non_blocking=non_blocking)  # the same object where it is there already
+            return tensor.to(device, non_blocking=non_blocking)  # returns the same object if it is already there
         if tensor.layout is torch.strided:
             whole = _in_one_piece(tensor)
             copied = self._peer(tensor.device, device, lambda: whole.to(device, non_blocking=non_blocking))
@@ -132,12 +132,12 @@ class Mover:
         return tensor.to(_CPU).to(device, non_blocking=non_blocking)
 
     def _peer(self, source: torch.device, target: torch.device, run: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """Return what a peer copy returns; None if it must not be tried, or has failed and is not to be tried again."""
+        """Run a peer copy; return None if the pair is not verified, or if the copy fails, which disables the pair."""
         if (source.index, target.index) not in self._peers:
             return None
         try:
             return run()
-        except torch.OutOfMemoryError:  # the fault of neither link
+        except torch.OutOfMemoryError:  # not a fault of the link
             raise
         except RuntimeError as error:
             self._peers.discard((source.index, target.index))
@@ -150,10 +150,10 @@ def _are_two_gpus(source: torch.device, target: torch.device) -> bool:
 
 
 def _in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose elements fill one range of bytes, in the strides that ``.to()`` would give to it.
+    """Return a dense tensor of the same values, with the strides that ``.to()`` would give it.
 
-    Only of such a tensor torch's peer copy is the copy engine's, which is verified; of another, it is a kernel's that
-    stores into the target's memory.
+    Only for dense tensors does torch's peer copy use the copy engine, which is what the probe verifies. For others, a
+    kernel stores into the target's memory.
     """
     tensor = tensor.resolve_conj().resolve_neg()
     is_dense = tensor.stride() == torch.empty_like(tensor, device="meta").stride()
@@ -161,7 +161,7 @@ def _in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _each(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of nested containers with every tensor changed and everything else as it is."""
+    """Return a copy of nested containers with ``change`` applied to every tensor."""
     if isinstance(tree, torch.Tensor):
         return change(tree)
     if isinstance(tree, tuple):
@@ -169,7 +169,7 @@ def _each(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(tree, _BY_KEY | _BY_INDEX):
         try:
             new = copy(tree)
-        except TypeError as error:  # its class makes objects in a way of its own
+        except TypeError as error:  # the class has its own constructor protocol
             hint = "pass a plain dict, list or tuple"
             raise ExecutionError(f"{type(tree).__name__} cannot be copied: {error}", hint) from error
         for key in list(tree) if isinstance(tree, _BY_KEY) else range(len(tree)):
@@ -181,7 +181,7 @@ def _each(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _tuple(kind: Any, items: list[Any]) -> Any:
-    """Return a tuple of a class, whose constructor may take anything."""
+    """Return a tuple of class ``kind``, whose constructor may have any signature."""
     if hasattr(kind, "_make"):
         return kind._make(items)
     try:
@@ -194,66 +194,67 @@ _MOVER = Mover(TorchGpus())
 
 
 def safe_move_tensor(tensor: T, device: AnyDevice, non_blocking: bool = False) -> T:  # noqa: FBT001, FBT002 - the original's
-    """Return a tensor, or every tensor in nested containers, on a device.
+    """Move a tensor, or all tensors in nested containers, to a device.
 
-    In this order: a tensor that is there already is returned as it is; from or to the CPU ``.to()`` copies; between two
-    GPUs torch's peer copy does, if it is verified in that direction; else the copy goes through the host's memory. A
-    peer copy that raises is made good through the host's memory; that is logged as a warning, and this process tries no
-    other one from that GPU to that GPU.
+    A tensor that is already on the device is returned unchanged. Copies from or to the CPU use ``.to()``. Copies
+    between two GPUs use torch's peer copy if it is verified in that direction, else the host's memory. If a peer copy
+    raises, the copy is repeated through the host's memory and a warning is logged; this process then tries no further
+    peer copy from that GPU to that GPU.
 
-    Every copy has the strides that ``.to()`` would give it, by whichever way it went: those of the original where its
-    elements fill one range of memory (contiguous, transposed, channels last), else dense ones of the same order.
+    Every copy has the strides that ``.to()`` would give it: those of the original if it is dense (contiguous,
+    transposed, channels last), else dense strides in the same order.
 
-    Ordering: a copy follows what is in the current streams of both devices and is complete for what is put there later;
-    neither those nor the current device change. With ``non_blocking`` a copy from a GPU to the CPU may return before
-    the bytes are there: read it after ``torch.cuda.current_stream(source device).synchronize()``; and one from pinned
-    memory to a GPU may return before that memory is read: leave it unchanged until the target's current stream is
-    synchronised. Between GPUs the host waits only where the copy goes through its memory, and there it always does.
+    Ordering: a copy runs after the work already queued on the current streams of both devices, and later work on these
+    streams runs after the copy. The current streams and device do not change. With ``non_blocking``, a copy from a GPU
+    to the CPU may return before it is complete: read it only after
+    ``torch.cuda.current_stream(source device).synchronize()``. A copy from pinned memory to a GPU may return before the
+    memory is read: do not change it until the target's current stream is synchronised. Between GPUs, the host waits
+    for a copy if and only if it goes through the host's memory.
 
     Args:
-        tensor: of any shape and dtype; or a tuple, list, deque or mapping of such or of such containers, of which new
-            ones of the same class are made (dicts of mappings that are neither dict nor UserDict). Anything else in
-            them, such as None or a data class, is kept.
-        device: a torch.device, a text such as ``"cuda:1"`` or ``"cpu"``, or the index of a GPU.
-        non_blocking: as in ``Tensor.to``, for every tensor at whatever depth.
+        tensor: a tensor of any shape and dtype, or a tuple, list, deque or mapping of tensors or of such containers.
+            The result has new containers of the same class (dict for mappings that are neither dict nor UserDict).
+            Other items, such as None or a data class, are kept.
+        device: a torch.device, a string such as ``"cuda:1"`` or ``"cpu"``, or the index of a GPU.
+        non_blocking: as in ``Tensor.to``, for tensors at any depth.
 
     Raises:
         DeviceError: there is no such device.
-        ExecutionError: what is to be moved is none of these, or its class cannot be copied.
+        ExecutionError: ``tensor`` is neither a tensor nor a container, or a container's class cannot be copied.
         torch.OutOfMemoryError: the device has no room.
     """
     return _MOVER.move(tensor, device, non_blocking=non_blocking)
 
 
 def gpu_peer_copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor into another one of the same shape and dtype, usually on another GPU.
+    """Copy a tensor into another of the same shape and dtype, usually on another GPU.
 
-    The ways, the recovery and the ordering are those of :func:`safe_move_tensor`. A source that is not contiguous is
-    made so on its own device first, a target that is not gets its bytes from a copy on its own device. Autograd does
-    not record it.
+    Routes, recovery and ordering are as in :func:`safe_move_tensor`. A non-contiguous source is first made contiguous
+    on its own device. A non-contiguous target is filled from a temporary copy on its own device. Autograd does not
+    record the copy.
 
     Args:
-        target: to write; any strides without overlap.
-        source: to read; any strides.
+        target: tensor to write, with any strides that do not overlap.
+        source: tensor to read, with any strides.
 
     Raises:
-        ExecutionError: shape or dtype differ; nothing is written.
-        torch.OutOfMemoryError: a device has no room for what the copy needs.
+        ExecutionError: the shapes or dtypes differ; nothing is written.
+        torch.OutOfMemoryError: a device has no room for temporary copies.
     """
     _MOVER.copy(target, source)
 
 
 def test_gpu_peer_copy(device_a: AnyDevice, device_b: AnyDevice) -> bool:
-    """Tell whether peer copies between two GPUs are verified in both directions, and none has failed since.
+    """Tell whether peer copies between two GPUs are verified in both directions and have not failed since.
 
     Args:
-        device_a: a GPU, as a torch.device, a text such as ``"cuda:0"``, or an index.
-        device_b: likewise.
+        device_a: a GPU, as a torch.device, a string such as ``"cuda:0"``, or an index.
+        device_b: another, in the same forms.
 
     Raises:
-        DeviceError: one of them is not there, or no GPU.
+        DeviceError: a device does not exist or is not a GPU.
     """
     return _MOVER.are_peers(device_a, device_b)
 
 
-test_gpu_peer_copy.__test__ = False  # type: ignore[attr-defined] # pytest takes it for a test where it is imported
+test_gpu_peer_copy.__test__ = False  # type: ignore[attr-defined] # pytest would collect it as a test

@@ -1,4 +1,4 @@
-"""Which of the caller's tensors share memory."""
+"""Checks for memory shared between the caller's tensors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def check_apart(what: str, out: Sequence[Tensor], inputs: Sequence[Tensor], own: Sequence[int]) -> None:
-    """Refuse outputs that lie over each other or over inputs; columns next to each other are apart.
+    """Check that outputs overlap neither each other nor inputs; disjoint columns of the same rows do not overlap.
 
     Args:
-        what: to call the operation in errors.
-        out: given by the caller.
+        what: name of the operation in errors.
+        out: outputs given by the caller.
         inputs: all tensors that are read.
-        own: for each input, which output may be the very same tensor; nothing where none may.
+        own: for each input, the index of the output that may be the same tensor; empty if none may.
 
     Raises:
-        ExecutionError: two of them overlap.
+        ExecutionError: an output overlaps another tensor.
     """
     spans = [(*_span(tensor), tensor) for tensor in (*out, *inputs)]
     ranges = sorted((start, stop) for start, stop, _ in spans)
@@ -41,7 +41,7 @@ def check_apart(what: str, out: Sequence[Tensor], inputs: Sequence[Tensor], own:
 
 
 def are_apart(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    """Tell whether no two contiguous tensors share memory; there may be more sizes, in bytes, than tensors."""
+    """Tell whether contiguous tensors of these sizes in bytes are disjoint; surplus sizes are ignored."""
     end = 0
     for start, size in sorted([(tensor.data_ptr(), size) for tensor, size in zip(tensors, sizes, strict=False)]):
         if start < end:
@@ -51,21 +51,21 @@ def are_apart(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
 
 
 def share_bytes(a: Tensor, b: Tensor) -> bool:
-    """Tell whether the memory from the first to the last element of one tensor reaches into that of another."""
+    """Tell whether the address ranges of two tensors overlap, each from its first to its last element."""
     (start, stop), (other_start, other_stop) = _span(a), _span(b)
     return start < other_stop and other_start < stop
 
 
 def extent(tensor: Tensor) -> int:
-    """Return the bytes from the first element of a tensor, in memory, to the end of its last."""
-    if tensor.is_contiguous():  # as those without elements are
+    """Return the bytes from the start of a tensor's first element in memory to the end of its last."""
+    if tensor.is_contiguous():  # includes tensors without elements
         return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor and one past its last; they are equal if it has no elements."""
+    """Return a tensor's address range, end exclusive; it is empty if the tensor has no elements."""
     size = extent(tensor)
     start = tensor.data_ptr() if size else 0
     return start, start + size
@@ -76,7 +76,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_beside(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors are different columns of the same rows."""
+    """Tell whether two tensors are disjoint columns of the same rows."""
     try:
         left, right = (tensor.detach().view(-1, tensor.shape[-1]) for tensor in (a, b))
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Routes in words: how an operation goes, and what decided that."""
+"""Descriptions of routes in words: how an operation runs, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def how(operation: Operation, route: Route) -> str:
-    """Say how an operation goes by a route; see :attr:`tpplan.exec.explain.Way.how`."""
+    """Return how an operation runs on a route; see :attr:`tpplan.exec.explain.Way.how`."""
     if route.transport == "local" and operation.name == "gather":
         return "written" if route.small else "copied"
     if route.transport == "local":
@@ -30,12 +30,12 @@ def how(operation: Operation, route: Route) -> str:
 
 
 def why(operation: Operation, route: Route, engine: Engine) -> str:
-    """Say in words what decided a route.
+    """Return the reason for the choice of a route, in words.
 
     Args:
-        operation: that goes so.
-        route: of so many rows.
-        engine: that chose it.
+        operation: operation that takes the route.
+        route: route for a given number of rows.
+        engine: engine that chose the route.
     """
     if route.transport == "local":
         return _why_local(operation, route, engine)

@@ -1,4 +1,4 @@
-"""Single tensors of the caller: whether they have values that can be moved, and memory that can be written."""
+"""Checks of the caller's tensors: that their values can be moved and their memory written."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: What torch has for tensors that do not step in for its operations.
+#: ``__torch_dispatch__`` of tensor classes that do not override it.
 _PLAIN = torch.Tensor.__torch_dispatch__
 
 
 def check_kind(what: str, tensor: object) -> None:
-    """Refuse what is no dense tensor, or one that only stands for others, such as a fake or a distributed one.
+    """Check that an object is a dense tensor with its own values, not a wrapper such as a fake or distributed tensor.
 
     Raises:
-        ExecutionError: naming what it is.
+        ExecutionError: it is not; the message names its kind.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ExecutionError(f"{what} is {type(tensor).__name__}, expected a tensor", "pass a torch.Tensor")
@@ -37,16 +37,16 @@ def check_kind(what: str, tensor: object) -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor is its values, and has a shape already."""
+    """Tell whether a tensor holds its values itself, and is not a lazy one that has no shape yet."""
     kind = type(tensor)
     return kind is torch.Tensor or (kind.__torch_dispatch__ is _PLAIN and not is_lazy(tensor))
 
 
 def check_copied(what: str, dtype: torch.dtype, sizes: Sequence[int] = ()) -> None:
-    """Refuse elements that torch does not copy, or that have none of these sizes in bytes.
+    """Check that torch can copy a dtype, and that its size in bytes is one of ``sizes``, if there are any.
 
     Raises:
-        ExecutionError: naming the dtype and its size.
+        ExecutionError: it cannot, or has another size; the message names the dtype and its size.
     """
     if (sizes and dtype.itemsize not in sizes) or not _is_copied(dtype):
         message = f"{what} has dtype {name_of(dtype)} of {dtype.itemsize} bytes, which is not moved"
@@ -55,7 +55,7 @@ def check_copied(what: str, dtype: torch.dtype, sizes: Sequence[int] = ()) -> No
 
 @cache
 def _is_copied(dtype: torch.dtype) -> bool:
-    """Tell whether torch copies elements of a dtype: some it only stores."""
+    """Tell whether torch can copy elements of a dtype; some it can only store."""
     try:
         torch.empty(1, dtype=dtype, device="cpu").clone()
     except (RuntimeError, NotImplementedError):
@@ -64,10 +64,10 @@ def _is_copied(dtype: torch.dtype) -> bool:
 
 
 def check_stored(what: str, tensor: Tensor) -> None:
-    """Refuse a tensor that reaches beyond its storage.
+    """Check that a tensor lies within its storage.
 
     Raises:
-        ExecutionError: naming the bytes of both.
+        ExecutionError: it does not; the message names the bytes of both.
     """
     if not is_stored(tensor):
         start = tensor.storage_offset() * tensor.itemsize
@@ -78,8 +78,8 @@ def check_stored(what: str, tensor: Tensor) -> None:
 
 
 def is_stored(tensor: Tensor) -> bool:
-    """Tell whether a tensor's storage holds it: who shrinks a storage leaves the tensors over it as they were."""
-    end = tensor.nbytes if tensor.is_contiguous() else extent(tensor)  # spares most of them a call
+    """Tell whether a tensor lies within its storage, which may have been shrunk after the tensor was created."""
+    end = tensor.nbytes if tensor.is_contiguous() else extent(tensor)  # saves a call for most tensors
     if end and (offset := tensor.storage_offset()):
         end += int(offset) * tensor.itemsize
     return end <= _stored_bytes(tensor)
@@ -93,11 +93,11 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 
 def check_writable(what: str, tensor: Tensor) -> None:
-    """Refuse an output that cannot be written row by row, or that autograd would have to follow.
+    """Check that an output can be written row by row and is not tracked by autograd.
 
     Raises:
-        ExecutionError: it has to be copied to have rows one step apart, its rows or columns overlap, or it requires
-            grad while gradients are recorded.
+        ExecutionError: it has no view as rows with one stride, its columns are not contiguous, its rows overlap, it is
+            a conjugate or negative view, or it requires grad while gradients are recorded.
     """
     if tensor.requires_grad and torch.is_grad_enabled():
         hint = "pass its detach(), or call under torch.no_grad()"
@@ -124,5 +124,5 @@ def check_writable(what: str, tensor: Tensor) -> None:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return what plans and people call a dtype."""
+    """Return the name of a dtype as in plans, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""How long a compiled plan's operations take on this machine, beside others who do the same."""
+"""The benchmark of a compiled plan's operations on this machine, against other implementations."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from tpplan.exec.bench.peers import Contender
     from tpplan.exec.context import TPContext
 
-#: Payloads in bytes where nobody says which.
+#: Default payloads in bytes.
 _USUAL = (8 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 1000
-#: Keeps NCCL from copies between GPUs; read when it first does something.
+#: Disables peer copies in NCCL, which reads it at its first operation.
 _NO_LINKS = "NCCL_P2P_DISABLE"
 
 
@@ -45,19 +45,19 @@ def bench(
     busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     told: Callable[[BenchReport], None] = lambda _: None,
 ) -> BenchReport:
-    """Time every operation of a compiled plan, and others who do the same, whose results are compared first.
+    """Time each operation of a compiled plan and its other implementations, after checking their results.
 
-    What fails is told in its place in the report: it does not end the rest. Where tpplan goes through the host's
-    memory, so does NCCL, if it was not used in this process before, nor the environment says otherwise.
+    A failure is reported in its place and does not stop the rest. With the host transport, NCCL also goes through the
+    host's memory, unless this process has already used it or the environment says otherwise.
 
     Args:
         make: compiles a plan for a transport.
-        transport: to be timed, or ``auto``.
-        sizes: payloads in bytes, which are rounded up to whole rows of the residual stream; if empty 8 KiB, 64 KiB,
-            1 MiB and 16 MiB, as far as the plan has room for as many rows.
-        rounds: in which all take turns, at least 2.
-        busy: told what is being timed, for as long as it takes.
-        told: told the report as far as it is, whenever an operation has all of its sizes.
+        transport: transport to time, or ``auto``.
+        sizes: payloads in bytes, rounded up to whole rows of the residual stream. If empty: 8 KiB, 64 KiB, 1 MiB and
+            16 MiB, as far as the plan has room for these rows.
+        rounds: number of rounds in which the implementations take turns, at least 2.
+        busy: returns a context that is active while the named step runs.
+        told: called with the partial report after all sizes of an operation are timed.
 
     Raises:
         RequestError: the plan has room for none of the sizes.
@@ -76,14 +76,14 @@ def bench(
         try:
             with busy("measuring the links"):
                 limits = bench_limits.measure({i: device.device for i, device in context.devices.items()})
-        except Exception as error:  # noqa: BLE001 (whatever it is, operations can be timed without)
+        except Exception as error:  # noqa: BLE001 (operations can be timed without limits)
             notes.append(f"no limits were measured: {_reason(error)}")
         even = None
         try:
             if made := even_context(context):
                 _closed_by(stack, made)
                 even = Cases(made)
-        except Exception as error:  # noqa: BLE001 (the same)
+        except Exception as error:  # noqa: BLE001 (operations can be timed without it)
             notes.append(f"even slices were not timed: {_reason(error)}")
         if cases.places[0].type == "cuda":
             notes += _unlinked(cases.explanation.transport)
@@ -100,7 +100,7 @@ def bench(
 
 
 def _with_room(counts: list[int], cases: Cases, note: Callable[[str], None]) -> list[int]:
-    """Leave out numbers of rows that the plan has no room for; of none, take the most that it has."""
+    """Return the row counts that fit the plan and note the others; if none fits, return the plan's maximum."""
     most = cases.context.max_rows
     found = [rows for rows in counts if rows <= most]
     if len(found) < len(counts):
@@ -110,10 +110,10 @@ def _with_room(counts: list[int], cases: Cases, note: Callable[[str], None]) -> 
 
 
 def _check_room(counts: list[int], cases: Cases) -> None:
-    """Refuse numbers of rows, ascending, none of which the plan has room for.
+    """Check that the plan has room for at least one of the row counts, which are ascending.
 
     Raises:
-        RequestError: it has not.
+        RequestError: it has room for none.
     """
     most, least = cases.context.max_rows, counts[0]
     if least > most:
@@ -123,7 +123,7 @@ def _check_room(counts: list[int], cases: Cases) -> None:
 
 
 def _closed_by(stack: ExitStack, context: TPContext) -> None:
-    """Close a context in the end, whatever it says then: that a device waited in vain is told where it did."""
+    """Close a context with the stack and ignore its errors, as timeouts are reported where they happen."""
 
     def close() -> None:
         with suppress(ExecutionError):
@@ -133,7 +133,7 @@ def _closed_by(stack: ExitStack, context: TPContext) -> None:
 
 
 def _head(cases: Cases, even: Cases | None, rounds: int, limits: tuple[Limit, ...], notes: list[str]) -> BenchReport:
-    """Return a report without times."""
+    """Return the report without measurements."""
     devices, is_cuda = cases.context.devices, cases.places[0].type == "cuda"
     names = [torch.cuda.get_device_name(each.device) if is_cuda else each.name for each in devices.values()]
     software = tuple(_software(notes.append)) if is_cuda else (f"torch {torch.__version__}",)
@@ -160,10 +160,10 @@ def _widths(cases: Cases) -> tuple[int, ...]:
 
 
 def checked_rounds(rounds: int) -> int:
-    """Return how many rounds to measure.
+    """Return ``rounds`` if it is valid.
 
     Raises:
-        RequestError: too few to have a spread, or more than anybody waits for.
+        RequestError: it is too low for a spread, or unreasonably high.
     """
     if not _FEWEST_ROUNDS <= rounds <= _MOST_ROUNDS:
         message = f"--rounds is {rounds}, expected {_FEWEST_ROUNDS} to {_MOST_ROUNDS}"
@@ -172,10 +172,10 @@ def checked_rounds(rounds: int) -> int:
 
 
 def payloads(text: str) -> tuple[int, ...]:
-    """Return the sizes in a list such as ``8KiB,1MiB``.
+    """Parse a list of sizes such as ``8KiB,1MiB``.
 
     Raises:
-        RequestError: one of them is none.
+        RequestError: an entry is not a size.
     """
     try:
         return tuple(parse_bytes(size) for size in text.split(","))
@@ -185,18 +185,18 @@ def payloads(text: str) -> tuple[int, ...]:
 
 
 class _Turns:
-    """Times the operations of a context."""
+    """Times all implementations of a context's operations."""
 
     def __init__(self, cases: Cases, even: Cases | None, limits: tuple[Limit, ...], clock: Clock) -> None:
         self._cases = cases
         self._even = even
         self._limits = limits
         self._clock = clock
-        #: By who does the operation, and whether in a graph: what to time, or why there is nothing.
+        #: By implementation and whether it runs in a graph: the run to time, or the reason why there is none.
         self._entries: dict[tuple[str, bool], Run | str] = {}
 
     def measured(self, name: str, rows: int) -> Measured:
-        """Return the times of an operation by all who do it, or why there are none."""
+        """Return the times of an operation by all implementations, or the reason why there are none."""
         way, graph_way = self._cases.way(name, rows), self._cases.way(name, rows, IN_GRAPH)
         count = self._cases.in_a_graph(rows)
         how, in_graph = (f"{each.transport} {each.how}".strip() if each else "" for each in (way, graph_way))
@@ -212,7 +212,7 @@ class _Turns:
         )
         try:
             case = self._cases.make(name, rows)
-        except Exception as error:  # noqa: BLE001 (no memory, or no room in the plan: the next one may have it)
+        except Exception as error:  # noqa: BLE001 (no memory or no room in the plan; the next case may have it)
             return told(failed=_reason(error))
         self._entries = {}
         (ours, make), *others = contenders(case)
@@ -226,7 +226,7 @@ class _Turns:
             try:
                 if cases:
                     cases.context.synchronize()
-            except TpplanError as error:  # some of tpplan's results never came
+            except TpplanError as error:  # some of tpplan's operations did not complete
                 for key in [key for key in times if key[0] == who]:
                     del times[key]
                     self._fail(key, error)
@@ -238,13 +238,13 @@ class _Turns:
         return told(least_ns=bench_limits.least_ns(case, self._limits, places), timed=tuple(timed))
 
     def _prepare(self, who: str, make: Callable[[], Contender], context: TPContext, count: int) -> None:
-        """Note what to time of somebody whose results are right, or what failed.
+        """Check an implementation and register its runs, or the error.
 
         Args:
-            who: it is.
-            make: makes it.
-            context: captures it.
-            count: of operations in a graph.
+            who: name of the implementation.
+            make: creates it.
+            context: context that captures the graph.
+            count: number of operations in a graph.
         """
         key = (who, False)
         try:
@@ -258,7 +258,7 @@ class _Turns:
                         contender.call()
                 contender.check(graph.replay, self._clock.synchronize)
                 self._entries[key] = Run(graph.replay, count)
-        except Exception as error:  # noqa: BLE001 (of whatever library; the others may do better)
+        except Exception as error:  # noqa: BLE001 (from any library; the others may work)
             self._fail(key, error)
 
     def _fail(self, key: tuple[str, bool], error: Exception) -> None:
@@ -266,19 +266,19 @@ class _Turns:
 
 
 def _evenly(cases: Cases, name: str, rows: int) -> Contender:
-    """Return tpplan as it does an operation of other cases."""
+    """Return tpplan's implementation of an operation, on the even slices of ``cases``."""
     _, make = next(contenders(cases.make(name, rows)))
     return make()
 
 
 def _reason(error: Exception) -> str:
-    """Return an error in one line."""
+    """Return an error as one line of text."""
     message = error.message if isinstance(error, TpplanError) else f"{type(error).__name__}: {error}"
     return " ".join(message.split())
 
 
 def _unlinked(transport: str) -> Iterator[str]:
-    """Tell NCCL to go without links where tpplan does, unless the environment says otherwise; yield a note if it is."""
+    """Disable NCCL's peer copies with the host transport, unless the environment decides; yield a note if disabled."""
     if transport == "host":
         os.environ.setdefault(_NO_LINKS, "1")
     if os.environ.get(_NO_LINKS) == "1":
@@ -297,7 +297,7 @@ def _software(note: Callable[[str], None]) -> Iterator[str]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Leave torch's threads as they were; meanwhile it works in one, as the programs of virtual devices do."""
+    """Run torch in one thread, as the programs of virtual devices do, and restore its thread count on exit."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
