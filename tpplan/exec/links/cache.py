@@ -1,4 +1,4 @@
-"""Link reports on disk: valid for the same GPUs, driver, boot and probe, whatever the order of the GPUs."""
+"""The cache of link reports: valid for the same GPUs in any order, software, boot and probe version."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _KIND = "links"
 
 @frozen
 class _Entry:
-    """A file of the cache.
+    """The content of a cache file.
 
     Attributes:
-        origin: of the report.
-        report: as it was made.
+        origin: origin of the report.
+        report: the report, with the GPU order of the probe.
     """
 
     origin: Origin
@@ -29,7 +29,7 @@ class _Entry:
 
 
 def origin(gpus: tuple[str, ...], software: str) -> Origin | None:
-    """Return where verdicts on these GPUs come from now; None, for no cache, if something cannot be told."""
+    """Return the origin of current verdicts on these GPUs; None (no caching) if a part of it is unknown."""
     try:
         boot_id = _BOOT_ID.read_text().strip()
     except OSError:
@@ -38,7 +38,7 @@ def origin(gpus: tuple[str, ...], software: str) -> Origin | None:
 
 
 def load(origin: Origin, gpus: tuple[str, ...]) -> LinkReport | None:
-    """Return the report of the same origin with the indices of ``gpus``; None if there is none, or it is damaged."""
+    """Return the cached report of an origin, reordered to ``gpus``; None if it is missing or damaged."""
     entry = gpu_cache.load(_KIND, origin, _Entry)
     if entry is None:
         return None
@@ -48,5 +48,5 @@ def load(origin: Origin, gpus: tuple[str, ...]) -> LinkReport | None:
 
 
 def save(origin: Origin, report: LinkReport) -> str:
-    """Keep a report for later processes; return why it cannot be kept, empty if it is."""
+    """Save a report for later processes; return the reason for a failure, empty on success."""
     return gpu_cache.save(_KIND, _Entry(origin, report))

@@ -1,4 +1,4 @@
-"""Files about the GPUs of this machine, in the cache folder: one of each kind for the same GPUs, in any order."""
+"""Cache files on this machine's GPUs: one of each kind per set of GPUs, whatever their order."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LOG = logging.getLogger(__name__)
 
 @frozen
 class Origin:
-    """Where a file's content comes from; it is worth nothing anywhere else, and later ones take its place.
+    """The conditions under which a cached result is valid; results from other conditions replace it.
 
     Attributes:
-        gpus: UUIDs, sorted.
+        gpus: UUIDs of the GPUs, sorted.
         software: driver, libraries, kernels and settings.
-        edition: of what was found out, and of whatever else ends its worth.
+        edition: version of the measurement, and anything else that invalidates the result.
     """
 
     gpus: tuple[str, ...]
@@ -35,24 +35,24 @@ class Origin:
 
 
 class Entry(Protocol):
-    """What a file holds: a class of attrs, so that it can be read and written."""
+    """The content of a cache file: an attrs class, which the codec can read and write."""
 
     @property
     def origin(self) -> Origin:
-        """Where it comes from."""
+        """The origin of the content."""
 
 
 E = TypeVar("E", bound=Entry)
 
 
 def origin(gpus: Sequence[str], software: str, edition: str) -> Origin | None:
-    """Return where what is found out now comes from; None, for no cache, if GPUs or software cannot be told."""
+    """Return the origin of current results; None (no caching) if GPUs or software cannot be identified."""
     told = software and edition and all(gpus) and len(set(gpus)) == len(gpus)
     return Origin(tuple(sorted(gpus)), software, edition) if told else None
 
 
 def load(kind: str, origin: Origin, entry: type[E]) -> E | None:
-    """Return what a file holds; None if there is none, it is of another origin, or damaged."""
+    """Return the content of a cache file; None if it is missing, damaged or of another origin."""
     try:
         found = codec.structure(parse_json(read_text(_path(kind, origin)), kind), entry, kind)
     except (TpplanError, RuntimeError) as error:
@@ -62,7 +62,7 @@ def load(kind: str, origin: Origin, entry: type[E]) -> E | None:
 
 
 def save(kind: str, entry: Entry) -> str:
-    """Write a file for later processes; return why it cannot be, empty if it is."""
+    """Write a cache file; return the reason for a failure, empty on success."""
     try:
         file = _path(kind, entry.origin)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,10 +74,10 @@ def save(kind: str, entry: Entry) -> str:
 
 
 def _path(kind: str, origin: Origin) -> Path:
-    """Return the file of a kind for some GPUs.
+    """Return the path of the cache file of a kind for the GPUs of an origin.
 
     Raises:
-        RuntimeError: nobody knows the home directory.
+        RuntimeError: the home directory is unknown.
     """
     digest = hashlib.sha256("\n".join(origin.gpus).encode()).hexdigest()
     return cache_folder() / f"{kind}-{digest[:16]}.json"

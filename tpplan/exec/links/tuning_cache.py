@@ -1,4 +1,4 @@
-"""Thresholds on disk: valid for the same GPUs, driver, kernels and version of tpplan."""
+"""The cache of thresholds: valid for the same GPUs, driver, kernels and version of tpplan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tpplan.exec.links.tuning import default
 if TYPE_CHECKING:
     from tpplan.exec.links.tuning import Tuning
 
-#: Raised whenever what was measured before is worth nothing, as when operations go other ways.
+#: Increase it when older measurements become invalid, such as when operations change their routes.
 _EDITION = 6
 
 _KIND = "thresholds"
@@ -24,11 +24,11 @@ _KIND = "thresholds"
 
 @frozen
 class _Entry:
-    """A file of the cache.
+    """The content of a cache file.
 
     Attributes:
-        origin: of the thresholds.
-        measured: for several numbers of devices, ascending.
+        origin: origin of the thresholds.
+        measured: thresholds by number of devices, ascending.
     """
 
     origin: Origin
@@ -36,9 +36,9 @@ class _Entry:
 
 
 def stored(devices: int, transport: str) -> tuple[Tuning, str]:
-    """Return the thresholds of a transport for a number of devices, and how they came about.
+    """Return the thresholds of a transport for a number of devices, and where they come from, in words.
 
-    They were measured with as many devices or a few more; those that were not are defaults for as many.
+    They are those measured with this number of devices, else with the next larger one, else the defaults.
     """
     here = _origin()
     entry = gpu_cache.load(_KIND, here, _Entry) if here else None
@@ -49,7 +49,7 @@ def stored(devices: int, transport: str) -> tuple[Tuning, str]:
 
 
 def save(measured: tuple[Thresholds, ...]) -> str:
-    """Keep thresholds for later processes; return why they cannot be kept, empty if they are."""
+    """Save thresholds for later processes; return the reason for a failure, empty on success."""
     here = _origin()
     if here is None:
         return "the GPUs or their driver cannot be told from others"
@@ -57,6 +57,6 @@ def save(measured: tuple[Thresholds, ...]) -> str:
 
 
 def _origin() -> Origin | None:
-    """Return where thresholds that are measured now come from; None, for no cache, if something cannot be told."""
+    """Return the origin of current thresholds; None (no caching) if a part of it is unknown."""
     driver = TorchDriver()
     return gpu_cache.origin(driver.gpus(), driver.software(), f"{__version__}, thresholds {_EDITION}")

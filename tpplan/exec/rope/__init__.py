@@ -1,1 +1,1 @@
-"""Rotary position embeddings: tables, what config.json says of them, and how models stretch them."""
+"""Rotary position embeddings: tables, their parameters in config.json, and context scaling."""

@@ -1,4 +1,4 @@
-"""A model's RoPE as its config.json has it: in transformers' old form, or in the one of its version 5."""
+"""The RoPE parameters of a config.json, in transformers' old form or that of version 5."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 Style = Literal["neox", "gptj"]
 STYLES: Final[tuple[Style, ...]] = ("neox", "gptj")
 
-#: The context before stretching, in tokens.
+#: Key of the context length before scaling, in tokens.
 ORIGINAL: Final = "original_max_position_embeddings"
 
-#: A larger head is a mistake or an attack.
+#: Maximum head size; a larger one is an error or an attack.
 _MAX_DIM: Final = 2**16
 
-#: Any other number of a scaling is beyond what float32 can be expected to turn into frequencies.
+#: Range of scaling parameters; outside it, float32 may not give usable frequencies.
 _LOWEST: Final = 1e-6
 _HIGHEST: Final = 1e6
 
-#: The same for a base.
+#: Range of the base θ.
 _LOWEST_THETA: Final = 1.001
 _HIGHEST_THETA: Final = 1e18
 
-#: Families of which GPT-J's style is; ``rope_interleave`` overrides it.
+#: Families with GPT-J style; ``rope_interleave`` overrides it.
 _GPTJ: Final = frozenset({"cohere", "cohere2", "deepseek_v2", "deepseek_v3", "glm4"})
 
-#: Families whose layers with a sliding window have a base of their own.
+#: Families with a separate base for sliding-window layers.
 _LOCAL: Final = frozenset({"gemma3_text"})
 
-#: Kinds whose factor may be left out: it is the context over the original one.
+#: Kinds with an optional factor; its default is the context length divided by the original one.
 _RATIO: Final = frozenset({"yarn", "longrope"})
 
-#: Where the size of a head may be, the first that counts first.
+#: Keys of the head size, in order of priority.
 _HEADS: Final = ("qk_rope_head_dim", "head_dim")
 
-#: What transformers' configuration classes put where a config.json is silent, if not a base of 10,000 and whole heads.
+#: Defaults of transformers' configuration classes, where they differ from a base of 10,000 and fully rotated heads.
 _DEFAULTS: Final[dict[str, dict[str, object]]] = {
     "cohere": {"rope_theta": 5e5},
     **{key: {"rope_theta": 1e6, "rope_local_base_freq": 1e4} for key in _LOCAL},
@@ -61,7 +61,7 @@ _DEFAULTS: Final[dict[str, dict[str, object]]] = {
 
 
 def read_rope(data: Mapping[str, object], layer_type: str | None) -> tuple[float, int, Scaling, Style]:
-    """Read the attributes of a Rope from the object in a config.json."""
+    """Return the attributes of a Rope from the object in a config.json."""
     model_type, config = text_part(Config(data, "config.json"))
     defaults: Mapping[str, object] = _DEFAULTS.get(model_type, {})
     if family := FAMILIES.get(model_type):
@@ -76,7 +76,7 @@ def read_rope(data: Mapping[str, object], layer_type: str | None) -> tuple[float
 
 
 def _dim(config: Config, section: Config) -> int:
-    """Return the rotary dimension: MLA's own, or the rotated part of a head."""
+    """Return the rotary dimension: the RoPE head size of MLA, or the rotated part of a head."""
     head = next((size for key in _HEADS if (size := config.optional_count(key, maximum=_MAX_DIM))), None)
     if head is None:
         head = config.count("hidden_size") // config.count("num_attention_heads")
@@ -88,10 +88,10 @@ def _dim(config: Config, section: Config) -> int:
 
 
 def _section(config: Config, model_type: str, layer_type: str | None) -> Config:
-    """Return one set of parameters, completed from the rest of the config as transformers does.
+    """Return one set of RoPE parameters, completed from the rest of the config as in transformers.
 
-    The parameters of one layer type take no ``original_max_position_embeddings`` from the config itself, and their
-    ``truncate`` is looked for next to the layer types.
+    Parameters of a layer type do not inherit ``original_max_position_embeddings`` from the config. Their ``truncate``
+    is read from the level of the layer types.
     """
     name = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
     given = _by_layer(config) if model_type in _LOCAL else _object(config, name)
@@ -120,13 +120,13 @@ def _section(config: Config, model_type: str, layer_type: str | None) -> Config:
 
 
 def _first(section: Config, config: Config, key: str, alias: str, default: object = None) -> object:
-    """Return the value of a key in the section, else that in the config, under its alias or its name."""
+    """Return the value of ``key`` in the section, else of ``alias`` or ``key`` in the config, else ``default``."""
     values = (section.raw(key), config.raw(alias), config.raw(key))
     return next((value for value in values if value is not None), default)
 
 
 def _by_layer(config: Config) -> dict[str, object]:
-    """Return Gemma 3's parameters by layer type, also from its old form, where scaling is for full attention only."""
+    """Return Gemma 3's parameters by layer type; in the old form, scaling applies to full attention only."""
     given = Config(_object(config, "rope_parameters"), config.source)
     full, sliding = (_object(given, layer_type) for layer_type in ("full_attention", "sliding_attention"))
     local = _number(config, "rope_local_base_freq", low=_LOWEST_THETA, high=_HIGHEST_THETA)
@@ -137,7 +137,7 @@ def _by_layer(config: Config) -> dict[str, object]:
 
 
 def _object(config: Config, key: str) -> dict[str, object]:
-    """Return the object under a key, empty if there is none."""
+    """Return the object under a key; empty if there is none."""
     value = config.raw(key) or {}
     if not isinstance(value, dict):
         raise config.error(f"{key} is {reprlib.repr(value)}, expected an object")
@@ -145,15 +145,15 @@ def _object(config: Config, key: str) -> dict[str, object]:
 
 
 def _scaling(section: Config, dim: int) -> Scaling:
-    """Read the kind of RoPE, and its parameters.
+    """Return the RoPE scaling with its parameters.
 
     Args:
-        section: where they are: ``rope_type``, ``max_position_embeddings``, ``original_max_position_embeddings`` …
+        section: the parameters: ``rope_type``, ``max_position_embeddings``, ``original_max_position_embeddings`` …
         dim: the rotary dimension.
 
     Raises:
-        ModelError: the kind is unknown, a parameter is missing, of the wrong type or out of range, or the kind cannot
-            be had with this dimension.
+        ModelError: the kind is unknown, a parameter is missing, of the wrong type or out of range, or the kind does
+            not support this dimension.
     """
     kind = section.text("rope_type")
     read = _KINDS.get(kind)
@@ -166,7 +166,7 @@ def _number(section: Config, key: str, *, low: float = _LOWEST, high: float = _H
     """Return a number from ``low`` to ``high``.
 
     Raises:
-        ModelError: it is missing, no number, or outside.
+        ModelError: it is missing, not a number, or out of range.
     """
     value = _optional(section, key, low, high)
     if value is None:
@@ -177,7 +177,7 @@ def _number(section: Config, key: str, *, low: float = _LOWEST, high: float = _H
 
 
 def _optional(section: Config, key: str, low: float = _LOWEST, high: float = _HIGHEST) -> float | None:
-    """Return a number, which may be 0, or None if there is none."""
+    """Return a number, which may be 0; None if it is missing."""
     value = section.raw(key)
     return None if value is None else _checked(section, key, value, low, high)
 
@@ -191,7 +191,7 @@ def _checked(section: Config, name: str, value: object, low: float = _LOWEST, hi
 
 
 def _factors(section: Config, key: str, dim: int) -> tuple[float, ...]:
-    """Return the numbers of a list, one for each pair."""
+    """Return a list of numbers, one for each pair."""
     values, pairs = section.raw(key), -(-dim // 2)
     if not isinstance(values, list):
         what = "missing" if values is None else f"{reprlib.repr(values)}, which is not a list of numbers"

@@ -1,10 +1,11 @@
-"""The ways in which models stretch RoPE beyond the context that they were trained with.
+"""RoPE scaling methods, which extend a model beyond its trained context length.
 
-Every kind turns a base θ and a rotary dimension d into ⌈d/2⌉ inverse frequencies, in radians per position, and one
-factor for sines and cosines alike. Unscaled, the i-th is θ^(-2i/d) (Su et al., "RoFormer", arXiv 2104.09864).
+Each computes ⌈d/2⌉ inverse frequencies, in radians per position, from a base θ and a rotary dimension d, and one
+attention factor that multiplies both sines and cosines. Unscaled, the i-th is θ^(-2i/d)
+(Su et al., "RoFormer", arXiv 2104.09864).
 
-The results equal those of transformers' ``modeling_rope_utils`` to the bit. That is why the order of operations is what
-it is here, and why some of them are done in Python's float and some in float32.
+The results are bit-identical to those of transformers' ``modeling_rope_utils``. This determines the order of
+operations, and which of them use Python's float and which float32.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Scaling(Protocol):
-    """A kind of RoPE with its parameters."""
+    """A RoPE scaling method with its parameters."""
 
     @property
     def attention(self) -> float:
-        """What sines and cosines are multiplied by."""
+        """The factor that multiplies sines and cosines."""
 
     def frequencies(self, theta: float, dim: int, positions: int) -> Tensor:
         """Return the inverse frequencies for a sequence of ``positions`` tokens.
@@ -32,7 +33,7 @@ class Scaling(Protocol):
         Args:
             theta: the base θ.
             dim: the rotary dimension d.
-            positions: how long the sequence is.
+            positions: length of the sequence, in tokens.
 
         Returns:
             A float32 tensor of shape [⌈dim / 2⌉], on the CPU.
@@ -48,7 +49,7 @@ def _powers(theta: float | Tensor, dim: int) -> Tensor:
 
 @frozen
 class Default:
-    """RoPE as it is."""
+    """Unscaled RoPE."""
 
     attention: ClassVar[float] = 1.0
 
@@ -59,10 +60,10 @@ class Default:
 
 @frozen
 class Linear:
-    """Position interpolation (Chen et al., arXiv 2306.15595): every frequency divided by the factor.
+    """Position interpolation (Chen et al., arXiv 2306.15595): divides all frequencies by the factor.
 
     Attributes:
-        factor: how many times longer the context becomes.
+        factor: ratio of the extended context length to the original one.
     """
 
     factor: float
@@ -78,8 +79,8 @@ class Dynamic:
     """Dynamic NTK scaling (u/bloc97 and u/emozilla): the base grows with sequences beyond the trained context.
 
     Attributes:
-        factor: the weight of the growth.
-        max_position_embeddings: the context up to which nothing is scaled, in tokens.
+        factor: weight of the growth.
+        max_position_embeddings: the context length up to which nothing is scaled, in tokens.
     """
 
     factor: float
@@ -97,13 +98,13 @@ class Dynamic:
 
 @frozen
 class Llama3:
-    """Llama 3.1 (``rope_scaling`` in meta-llama/llama-models): long waves divided by the factor, short ones kept.
+    """Llama 3.1 (``rope_scaling`` in meta-llama/llama-models): divides the frequencies of long waves, keeps short ones.
 
     Attributes:
-        factor: of the waves longer than ``original_max_position_embeddings / low_freq_factor``.
-        low_freq_factor: how many turns in the original context make a wave long enough to scale it wholly.
-        high_freq_factor: how many make it short enough to keep it; between the two it is scaled in part.
-        original_max_position_embeddings: the context before stretching, in tokens.
+        factor: divisor for waves longer than ``original_max_position_embeddings / low_freq_factor``.
+        low_freq_factor: turns within the original context below which a frequency is fully scaled.
+        high_freq_factor: turns above which a frequency is kept; between the two it is partly scaled.
+        original_max_position_embeddings: the original context length, in tokens.
     """
 
     factor: float
@@ -113,7 +114,7 @@ class Llama3:
     attention: ClassVar[float] = 1.0
 
     def frequencies(self, theta: float, dim: int, _positions: int) -> Tensor:
-        """Return the frequencies, blended by how often each turns within the original context."""
+        """Return the frequencies, blended by the number of turns of each within the original context."""
         plain = 1.0 / _powers(theta, dim)
         context, low, high = self.original_max_position_embeddings, self.low_freq_factor, self.high_freq_factor
         wavelengths = 2 * math.pi / plain
@@ -125,17 +126,18 @@ class Llama3:
 
 @frozen
 class Yarn:
-    """YaRN (Peng et al., arXiv 2309.00071): interpolation for slow pairs, none for fast ones, a ramp between.
+    """YaRN (Peng et al., arXiv 2309.00071): interpolates slow pairs, keeps fast ones, with a ramp between.
 
     Attributes:
-        factor: how many times longer the context becomes.
-        original_max_position_embeddings: the context before stretching, in tokens.
-        attention_factor: for sines and cosines; None: from ``factor``, by the paper's 0.1 · ln(factor) + 1.
-        beta_fast: turns in the original context from which on a pair is kept; None or 0: 32.
-        beta_slow: turns up to which a pair is interpolated wholly; None or 0: 1.
-        mscale: with the next, the weights of a quotient of two such attention factors (DeepSeek).
-        mscale_all_dim: of its denominator; None or 0 for either of them: the paper's.
-        truncate: whether the ramp starts and ends at whole pairs.
+        factor: ratio of the extended context length to the original one.
+        original_max_position_embeddings: the original context length, in tokens.
+        attention_factor: attention factor; None for the paper's 0.1 · ln(factor) + 1, or DeepSeek's, see ``mscale``.
+        beta_fast: turns within the original context from which a pair is kept; None or 0 means 32.
+        beta_slow: turns up to which a pair is fully interpolated; None or 0 means 1.
+        mscale: weight in the numerator of DeepSeek's attention factor, a quotient of two factors
+            0.1 · weight · ln(factor) + 1; if this or the next is None or 0, the paper's factor is used.
+        mscale_all_dim: weight in its denominator.
+        truncate: whether the ends of the ramp are rounded to whole pairs.
     """
 
     factor: float
@@ -149,7 +151,7 @@ class Yarn:
 
     @property
     def attention(self) -> float:
-        """The given attention factor, or the paper's, or DeepSeek's."""
+        """The given attention factor, else DeepSeek's if both weights are set, else the paper's."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -160,7 +162,7 @@ class Yarn:
         return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def frequencies(self, theta: float, dim: int, _positions: int) -> Tensor:
-        """Return the frequencies, each between θ^(-2i/d) and that over the factor."""
+        """Return the frequencies, each between θ^(-2i/d) / factor and θ^(-2i/d)."""
         first, last = self._pair(self.beta_fast or 32, theta, dim), self._pair(self.beta_slow or 1, theta, dim)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
@@ -172,21 +174,21 @@ class Yarn:
         return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
     def _pair(self, turns: float, theta: float, dim: int) -> float:
-        """Return which pair, as a fraction, turns so often within the original context."""
+        """Return the (fractional) index of the pair that makes ``turns`` turns within the original context."""
         context = self.original_max_position_embeddings
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 @frozen
 class LongRope:
-    """LongRoPE (Ding et al., arXiv 2402.13753): searched factors of the pairs, others in long sequences than in short.
+    """LongRoPE (Ding et al., arXiv 2402.13753): searched divisors for each pair, for short and long sequences.
 
     Attributes:
-        short_factor: of each pair, in sequences within the original context.
-        long_factor: of each pair, in longer ones.
-        factor: how many times longer the context becomes.
-        original_max_position_embeddings: the context before stretching, in tokens.
-        attention_factor: for sines and cosines; None: √(1 + ln(factor) / ln(original context)).
+        short_factor: divisor of each pair, for sequences within the original context.
+        long_factor: divisor of each pair, for longer sequences.
+        factor: ratio of the extended context length to the original one.
+        original_max_position_embeddings: the original context length, in tokens.
+        attention_factor: attention factor; None for √(1 + ln(factor) / ln(original context)).
     """
 
     short_factor: tuple[float, ...]
@@ -197,7 +199,7 @@ class LongRope:
 
     @property
     def attention(self) -> float:
-        """The given attention factor, or the paper's; whatever the length of the sequence."""
+        """The given attention factor, else the paper's; it does not depend on the sequence length."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1:
@@ -205,6 +207,6 @@ class LongRope:
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
 
     def frequencies(self, theta: float, dim: int, positions: int) -> Tensor:
-        """Return θ^(-2i/d) over the factor of pair i."""
+        """Return θ^(-2i/d) divided by the divisor of pair i."""
         factors = self.long_factor if positions > self.original_max_position_embeddings else self.short_factor
         return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * _powers(theta, dim))

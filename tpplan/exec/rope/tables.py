@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: Elements of a table that are computed together; no more than three times as many float32 are alive at once, 12 MiB.
+#: Table elements computed at a time; temporaries take at most three float32 for each, 12 MiB.
 _CHUNK: Final = 2**20
 
 
 @frozen
 class Rope:
-    """How a model turns its queries and keys, as far as the tables go.
+    """The RoPE of a model: the parameters of its sine and cosine tables.
 
-    At position p, pair i is turned by the angle p · f(i). The tables hold the sines and the cosines of these angles,
+    At position p, pair i is rotated by the angle p · f(i). The tables hold the sines and the cosines of these angles,
     times the scaling's attention factor, once for each element of a pair.
 
     Attributes:
         theta: the base of the frequencies.
-        dim: the rotary dimension: how many leading elements of a head are turned. An odd one is rounded up.
-        scaling: gives the frequencies f and the attention factor.
-        style: which elements are a pair. ``neox``: i and i + width / 2, so that a row is f, then f again. ``gptj``: 2i
-            and 2i + 1, so that each frequency of a row comes twice in a row.
+        dim: the rotary dimension: the number of leading elements of a head that are rotated. Odd values are rounded up.
+        scaling: method that gives the frequencies f and the attention factor.
+        style: which elements form pair i. ``neox``: i and i + width / 2, so a row holds all frequencies, then all
+            again. ``gptj``: 2i and 2i + 1, so a row holds each frequency twice in succession.
     """
 
     theta: float
@@ -43,7 +43,7 @@ class Rope:
 
     @property
     def width(self) -> int:
-        """The columns of a table."""
+        """Number of columns of a table."""
         return self.dim + self.dim % 2
 
     @classmethod
@@ -52,8 +52,8 @@ class Rope:
 
         Args:
             config: the object in the file.
-            layer_type: of the layers that the tables are for, such as ``sliding_attention``. Only models whose layers
-                differ in their RoPE need it; for others any will do.
+            layer_type: type of the layers that use the tables, such as ``sliding_attention``. Needed only for models
+                whose layers differ in their RoPE; ignored for others.
 
         Raises:
             ModelError: the model has no RoPE, its kind is unknown, or a key is missing, of the wrong type or out of
@@ -64,8 +64,8 @@ class Rope:
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """Return the sines and the cosines for positions 0 to ``positions - 1``.
 
-        They equal those of transformers on a CPU to the bit, for a sequence of that length: with dynamic scaling and
-        LongRoPE the same position differs between sequences of different length.
+        They are bit-identical to those of transformers on a CPU for a sequence of that length. With dynamic scaling and
+        LongRoPE, the values at a position depend on the length of the sequence.
 
         Args:
             positions: rows of each table, in tokens.
@@ -85,15 +85,15 @@ class Rope:
     def fill(self, sin: Tensor, cos: Tensor) -> None:
         """Write the tables for as many positions as ``sin`` and ``cos`` have rows, cast to their dtype.
 
-        They are computed in float32 on the CPU, a part at a time, so that little memory is needed next to theirs.
+        They are computed in float32 on the CPU, a chunk at a time, to limit temporary memory.
         Copies are issued on the devices' current streams; all are done when the call returns.
 
         Args:
-            sin: a floating-point tensor of shape [positions, width], on any device.
-            cos: another, of the same shape.
+            sin: floating-point tensor of shape [positions, width], on any device.
+            cos: floating-point tensor of the same shape.
 
         Raises:
-            ExecutionError: the shapes or dtypes are others; nothing has been written then.
+            ExecutionError: the shapes or dtypes are wrong; nothing is written.
         """
         for name, out in (("sin", sin), ("cos", cos)):
             if out.dim() != 2 or out.shape[1] != self.width or not out.is_floating_point():  # noqa: PLR2004 - a matrix
