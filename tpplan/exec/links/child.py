@@ -1,8 +1,8 @@
 """The probe in a child process, so that a hang or a crash of a GPU's driver costs a verdict and not the program.
 
-The child streams what it does, a line of JSON each: the routes it tests next, and verdicts. When it dies, or is silent
-for longer than the deadline and is killed, the routes under test are broken, those with a verdict keep it, and a new
-child goes on with the rest.
+The child streams lines of JSON: the routes it tests next, and verdicts. If it dies, or is killed after the deadline
+passes without output, the routes under test count as broken. Routes with a verdict keep it, and a new child tests the
+rest.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from tpplan.exec.links.probe import Driver
     from tpplan.exec.links.report import Route
 
-#: How long a child may take to import what it needs.
+#: Maximum time for a child to start and import its modules.
 START_SECONDS = 180.0
 
-#: How many children may hang or die before the links that are left are given up.
+#: Number of children that may hang or die before the remaining links are given up.
 CHILDREN = 4
 
 _EXIT_SECONDS = 10.0
 
 
 class _FaultError(Exception):
-    """How a child ended before it was done."""
+    """The reason why a child ended early."""
 
 
 def load_driver(name: str) -> Driver[Any]:
@@ -90,7 +90,7 @@ def probe_in_child(driver: str, gpus: tuple[str, ...], routes: Sequence[Route], 
 
 @contextmanager
 def _child(driver: str, job: list[Any]) -> Iterator[Queue[dict[str, Any] | _FaultError]]:
-    """Start a child and yield what it will have said; end it on leaving."""
+    """Start a child and yield the queue of its messages; kill it on exit."""
     # the same modules as here, and -P: none from the working directory that are not known here
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-P", "-m", __name__, driver, json.dumps(job)]
@@ -112,7 +112,7 @@ def _child(driver: str, job: list[Any]) -> Iterator[Queue[dict[str, Any] | _Faul
 
 
 def _listen(process: subprocess.Popen[str], errors: IO[bytes], lines: Queue[dict[str, Any] | _FaultError]) -> None:
-    """Pass on what a child says, and at last how it ended."""
+    """Forward a child's messages, and finally its exit status."""
     for line in process.stdout or ():
         lines.put(json.loads(line))
     if code := process.wait():
@@ -124,7 +124,7 @@ def _listen(process: subprocess.Popen[str], errors: IO[bytes], lines: Queue[dict
 
 
 def _next(lines: Queue[dict[str, Any] | _FaultError], seconds: float) -> dict[str, Any]:
-    """Return the child's next line; empty if it has said all."""
+    """Return the child's next message; empty if it has finished."""
     try:
         line = lines.get(timeout=seconds)
     except Empty:
@@ -145,11 +145,11 @@ def _link(fields: Sequence[Any]) -> Link:
 
 
 def main(driver_name: str, job: str) -> None:
-    """Be the child: test routes and say so on standard output; ``job`` is JSON of GPUs, routes and verified routes."""
+    """Run the child: test routes and report on standard output; ``job`` is JSON of GPUs, routes and verified routes."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     gpus, *groups = json.loads(job)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
-        os.dup2(2, 1)  # what libraries print is not for the parent
+        os.dup2(2, 1)  # keeps library output away from the parent
         driver = load_driver(driver_name)
         if (seen := list(driver.gpus())) != gpus:
             sys.exit(f"it sees other GPUs than its parent: {', '.join(seen) or 'none'}")

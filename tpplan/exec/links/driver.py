@@ -1,4 +1,4 @@
-"""The GPUs that torch sees, for the probe of links."""
+"""The driver of the link probe for the GPUs that torch sees."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tpplan.exec.links.report import Mechanism
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-#: Files of which the first that exists tells the version of the GPUs' driver.
+#: Files with the GPU driver's version; the first that exists is used.
 _DRIVER_VERSIONS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/amdgpu/srcversion")
 
-#: Settings of torch's allocator, for memory of another kind may be reached in another way.
+#: Settings of torch's allocator; peer access may depend on the kind of memory.
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 #: The kernels of :mod:`tpplan.exec.links.moves`: a sum of one is a copy.
 COPIER, EXCHANGER = "sum_f32", "slot_move"
 
-#: A source and a target, of as many bytes each.
+#: A source and a target of equal size.
 Move = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -61,7 +61,7 @@ class TorchDriver:
         """Return ``size`` bytes of a GPU's memory.
 
         Raises:
-            MemoryError: there is no room.
+            MemoryError: the GPU has too little free memory.
         """
         try:
             return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", gpu))
@@ -89,7 +89,7 @@ class TorchDriver:
             wait()
 
     def _start(self, mechanism: Mechanism, moves: Sequence[Move]) -> Callable[[], None]:
-        """Start to move bytes and return what waits until they are there."""
+        """Start moves and return a function that waits for their completion."""
         if reason := self.lacks(mechanism):
             raise NotImplementedError(f"{mechanism}: {reason}")
         if mechanism == Mechanism.COPY:

@@ -1,4 +1,4 @@
-"""Kernels that reach into another GPU's memory, for the probe of links."""
+"""Moves by kernels that access another GPU's memory, for the link probe."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 _SLOT_BYTES = 2**17
 _THREADS, _BLOCKS = 256, 32
 
-#: A source and a target, of as many bytes each.
+#: A source and a target of equal size.
 Move = tuple["Tensor", "Tensor"]
 
 
 def start(mechanism: Mechanism, moves: Sequence[Move]) -> Callable[[], None]:
-    """Start to move bytes by kernels, all moves at the same time, and return what waits until they are there.
+    """Start concurrent moves by kernels and return a function that waits for their completion.
 
     Args:
         mechanism: ``store``, ``load`` or ``flag``.
         moves: of a multiple of 16 bytes each.
 
     Raises:
-        ExecutionError: when waiting, a kernel waited in vain.
+        ExecutionError: a kernel timed out; raised by the returned function.
     """
     for source, target in moves:
         for one, other in ((source, target), (target, source)):
@@ -114,10 +114,10 @@ class _Pair:
                 each.bind(operands, 1)(self._streams[each.stream.device].cuda_stream)
 
     def finish(self) -> None:
-        """Wait until everything is there.
+        """Wait until all moves are complete.
 
         Raises:
-            ExecutionError: a kernel waited in vain.
+            ExecutionError: a kernel timed out.
         """
         for stream in self._streams:
             stream.synchronize()

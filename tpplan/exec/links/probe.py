@@ -1,10 +1,9 @@
-"""The test of links, on real GPUs or on any other driver: what arrives is checked by the owner of the memory.
+"""The probe of links, on real GPUs or any other driver: the memory's owner checks what arrives.
 
-A peer copy that goes wrong often says nothing: zeros arrive, or nothing, or the writer reads its own bytes back from a
-mirror that the other GPU never sees. So every move is of fresh random bytes into memory that was filled with their
-complement, and it is the target GPU that then reads its own memory back to the host, by its own path, also behind the
-bytes that were to be moved. Each link is tested alone at several sizes, then all links of a mechanism at once, those
-of stores with the copies between the same GPUs besides.
+A faulty peer copy often raises no error: zeros arrive, or nothing, or the writer reads its own bytes back from a mirror
+that the other GPU never sees. So each move writes fresh random bytes over their complement. Then the target GPU reads
+its own memory back to the host by its own path, including the bytes around the moved ones. Each link is tested alone at
+several sizes, then all links of a mechanism at once; stores run together with copies between the same GPUs.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ if TYPE_CHECKING:
 
     from tpplan.exec.links.report import Route
 
-#: Of what is cached: raise it whenever an older probe may have passed what this one finds.
+#: Version of cached verdicts: increase it when this probe may find faults that an older one missed.
 PROBE_VERSION = 2
 
 KIB, MIB = 2**10, 2**20
 
-#: Bytes of the moves of a link alone; a size that comes twice has new contents at the same addresses.
+#: Sizes in bytes to test on each link alone; a repeated size has new contents at the same addresses.
 ALONE = (16, 4 * KIB, 4 * KIB, 64 * KIB + 16, MIB, 16 * MIB)
 
-#: What a copy engine alone moves besides: few bytes or many, an odd number, from an odd address on.
+#: Additional ranges for copy engines: few or many bytes, odd in number and start.
 ODD = (slice(3, 16), slice(5, 64 * KIB))
 
-#: Bytes of the moves of all links at once.
+#: Sizes in bytes to test on all links at once.
 TOGETHER = (4 * KIB, 4 * KIB, 8 * MIB)
 
-#: Bytes behind those that are moved, which must stay as they are.
+#: Bytes after the moved ones that must not change.
 GUARD = 64 * KIB
 
-#: How many contents there are of any size.
+#: Number of different contents of any size.
 _STARTS = MIB
 
 _COMPLEMENT = bytes(range(255, -1, -1))
@@ -46,25 +45,25 @@ B = TypeVar("B")
 
 
 class Driver(Protocol[B]):
-    """Some GPUs and what the probe does with them; ``B`` is a piece of a GPU's memory."""
+    """The operations that the probe needs on GPUs; ``B`` is a buffer in a GPU's memory."""
 
     def gpus(self) -> tuple[str, ...]:
-        """Return the UUIDs of the GPUs, in the order of their indices; empty for one that has none."""
+        """Return the UUIDs of the GPUs, in index order; empty for a GPU without one."""
 
     def software(self) -> str:
-        """Return driver, libraries and settings that verdicts depend on; empty if they cannot be told."""
+        """Return driver, libraries and settings that verdicts depend on; empty if unknown."""
 
     def lacks(self, mechanism: Mechanism) -> str:
         """Return why a mechanism cannot be tested; empty if it can."""
 
     def prepare(self) -> None:
-        """Get ready what takes its time, in the process that tests."""
+        """Do slow preparations in the process that tests."""
 
     def allocate(self, gpu: int, size: int) -> B:
         """Return ``size`` bytes of a GPU's memory, which live as long as the returned object.
 
         Raises:
-            MemoryError: there is no room.
+            MemoryError: the GPU has too little free memory.
         """
 
     def write(self, buffer: B, data: memoryview) -> None:
@@ -127,7 +126,7 @@ def probe(
 
 
 class _Contents:
-    """Random bytes and, for each, its complement."""
+    """Random bytes and their complements."""
 
     def __init__(self, largest: int) -> None:
         random = os.urandom(largest + _STARTS)
@@ -141,7 +140,7 @@ class _Contents:
 
 
 def _use_alone(driver: Driver[B], contents: _Contents, gpu: int) -> None:
-    """Fail if the owner of a memory cannot be a witness."""
+    """Check that a GPU can hold and read back its own memory; raise an error if not."""
     buffer, (data, _) = driver.allocate(gpu, KIB), contents.draw(KIB)
     driver.write(buffer, data)
     if driver.read(buffer, KIB) != bytes(data):

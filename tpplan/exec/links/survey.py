@@ -1,4 +1,4 @@
-"""The survey of a machine: its links are probed anew, thresholds measured, and both kept for later processes."""
+"""The survey of a machine: probes links, measures thresholds, and saves both for later processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def survey(busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullc
     """Probe the links between the GPUs that this process sees, measure thresholds, and keep them.
 
     Args:
-        busy: told what is being done, for as long as it takes.
+        busy: returns a context that is active while the named step runs.
 
     Returns:
         What was found; nothing where there is a single GPU.
@@ -62,13 +62,13 @@ def survey(busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullc
 
 
 def _counts(gpus: int) -> tuple[int, ...]:
-    """Return with how many GPUs to measure: two, four, and as many as a plan can use."""
+    """Return the numbers of GPUs to measure with: two, four, and the most that a plan can use."""
     most = min(gpus, MOST_SOURCES - 1)
     return tuple(sorted({count for count in (2, 4, most) if 1 < count <= most}))
 
 
 def _usable(places: Sequence[torch.device]) -> tuple[list[str], list[str]]:
-    """Return the transports of which thresholds can be measured, and why others are left out."""
+    """Return the transports whose thresholds can be measured, and notes on why others cannot."""
     usable, notes = [], []
     for transport in _TUNED:
         choice, problems = choose(places, transport)
@@ -80,7 +80,7 @@ def _usable(places: Sequence[torch.device]) -> tuple[list[str], list[str]]:
 
 
 def _measured(places: Sequence[torch.device], transports: Sequence[str], timings: list[Timing]) -> Thresholds:
-    """Return the thresholds on some GPUs; ``timings`` gets what they were chosen by."""
+    """Return the thresholds measured on given GPUs; append the measured times to ``timings``."""
     with GraphTimer(places) as timer:
 
         def time(transport: str, kind: str, size: int, ways: tuple[str, ...]) -> Sequence[float]:

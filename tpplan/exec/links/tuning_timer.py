@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from tpplan.plan import SplitPlan
 
 HIDDEN, ITEM_BYTES = 4096, 2
-#: Operations of a graph: so many, or fewer that move about so many bytes, but some.
+#: Operations in a graph: the maximum, the total bytes that limit it for large messages, and the minimum.
 _IN_A_ROW, _VOLUME, _FEWEST = 50, 128 * MIB, 4
 _ROUNDS = 7
 
 
 def synthetic_plan(devices: int) -> SplitPlan:
-    """Return a plan with room for the largest messages between so many devices, and for next to no model."""
+    """Return a plan of a minimal model with room for the largest messages between ``devices`` devices."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -57,7 +57,7 @@ class GraphTimer:
     """Times broadcasts, allgathers of about even slices and all-reduces; a :data:`tpplan.exec.links.tuning.Time`."""
 
     def __init__(self, places: Sequence[torch.device]) -> None:
-        """Get ready to measure on some devices, all of which get contexts of a plan of their own."""
+        """Create a timer on given devices, with contexts of a synthetic plan."""
         self._places = places
         self._clock = Clock(places, _ROUNDS)
         self._plan = synthetic_plan(len(places))
@@ -73,19 +73,19 @@ class GraphTimer:
             self._contexts.popitem()[1].close()
 
     def __call__(self, transport: str, kind: str, size: int, ways: tuple[str, ...]) -> tuple[float, ...]:
-        """Return the µs of one operation by each way: the median of the rounds."""
+        """Return the median time of one operation in µs, for each way."""
         count = max(_FEWEST, min(_IN_A_ROW, _VOLUME // size))
-        operands = self._operands(kind, size)  # which live as long as the graphs
+        operands = self._operands(kind, size)  # must outlive the graphs
         graphs = {way: self._graph(self._context(transport, way), kind, count, *operands) for way in ways}
         times = self._clock.times({way: Run(graph.replay, count) for way, graph in graphs.items()}, _raise)
         return tuple(times[way].median_ns / 1000 for way in ways)
 
     def limits(self, transport: str) -> Limits:
-        """Return what messages a transport has room for on these devices."""
+        """Return the message size limits of a transport on these devices."""
         return self._context(transport, SLOTS).explain().limits
 
     def _operands(self, kind: str, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return what is given and taken where the largest message is of ``size`` bytes, or not much less."""
+        """Return inputs and outputs whose largest message has ``size`` bytes or slightly less."""
         taken = [min(HIDDEN, size // ITEM_BYTES)] * len(self._places)
         given = taken
         if kind == EXCHANGES:
@@ -101,7 +101,7 @@ class GraphTimer:
     def _graph(
         self, context: TPContext, kind: str, count: int, given: list[torch.Tensor], taken: list[torch.Tensor]
     ) -> Graph:
-        """Return a graph of so many operations in a row."""
+        """Return a graph of ``count`` consecutive operations."""
         call: Callable[[], object] = {
             FANS: partial(context.broadcast, given[0], out=taken),
             EXCHANGES: partial(context.allgather, given, Axis.RS, out=taken),
@@ -114,7 +114,7 @@ class GraphTimer:
         return graph
 
     def _context(self, transport: str, way: str) -> TPContext:
-        """Return the context in which everything goes one way."""
+        """Return a context whose operations all go one way, compiling it on first use."""
         key = transport, way
         if key not in self._contexts:
             self._contexts[key] = compile_plan(
