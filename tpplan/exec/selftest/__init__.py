@@ -1,1 +1,1 @@
-"""What ``tpplan selftest`` does: trials of every operation, and what is found."""
+"""The self-test of ``tpplan selftest``: trials of all operations, and their results."""

@@ -1,4 +1,4 @@
-"""Which sizes of an operation to try: odd ones, and every way that it goes."""
+"""The sizes to test for an operation: odd ones, and some for each of its routes."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 
     from tpplan.exec.explain import Way
 
-#: Of one, two, four and eight bytes.
+#: Dtypes of one, two, four and eight bytes.
 _MOVED = (torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64)
 
 #: Dimensions before the columns: one row with and without any, three, and none.
 _LEADS = ((), (3, 1), (1,), (0,))
 
-#: Columns of a tensor that is not cut: too few for every device to add some up, and no multiple of anything.
+#: Columns of an uncut tensor: too few for each device to sum some, and not a multiple of a vector width.
 _FEW = 5
 
-#: Odd attempts of up to about so many bytes are made, and of those that go a known way, of up to so many.
+#: Size limits in bytes: for odd attempts, and for attempts chosen for a route.
 _CHEAP, _SEVERAL = 2 * 2**20, 4 * 2**20
 
-#: To see an axis go a way that nothing smaller goes, one attempt is of up to so many bytes; to see any axis do so, of
-#: up to so many. Of what is kept together, it is less.
+#: Size limits in bytes for a route that smaller attempts do not take: for each axis, and for at least one axis. They
+#: are lower for attempts whose operands are kept together.
 _LARGE, _MOST = 32 * 2**20, 128 * 2**20
 
-#: Where every byte takes long, attempts are up to so many bytes, or of one row.
+#: Size limit in bytes where each byte is expensive; one row is always allowed.
 _SMALL = 2**18
 
 
 @frozen
 class Attempt:
-    """A size to be tried.
+    """An operand size to test.
 
     Attributes:
         axis: as the plan's :func:`~tpplan.exec.explain.cuts` call it.
@@ -52,8 +52,8 @@ class Attempt:
         dim: columns per element of the axis; of operations that cut nothing, the columns.
         dtype: of the operands.
         narrow: whether ``dim`` is not the plan's.
-        how: which way it goes unless aside; empty where that is not known before.
-        aside: whether it goes beside other work.
+        how: the route it takes unless aside; empty if not known in advance.
+        aside: whether the operation runs beside other work.
     """
 
     axis: str
@@ -71,9 +71,9 @@ class Attempts:
 
     Attributes:
         context: a compiled plan.
-        kind: of operation.
-        columns: of an axis with ``dim`` 1.
-        dims: of an axis, the plan's and a narrow one.
+        kind: kind of operation.
+        columns: columns of each axis with ``dim`` 1.
+        dims: values of ``dim`` for each axis: the plan's and a narrow one.
     """
 
     context: TPContext
@@ -93,27 +93,27 @@ class Attempts:
         return cls(context, kind, columns, {axis: (split.width, 1) for axis, split in splits.items()})
 
     def all(self, ways: Sequence[Way]) -> Iterator[Attempt]:
-        """Yield odd sizes on every axis in every dtype; and of each axis one row and several that go each way."""
+        """Yield odd sizes on each axis in each dtype, and for each axis and route one row and several rows."""
         yield from filter(self._is_cheap, self._odd())
         yield from self._going(ways, _LARGE, _MOST)
 
     def together(self, ways: Sequence[Way], random: Random) -> Iterator[Attempt]:
-        """Yield fewer, whose operands can be kept until all were run: of every way, random small ones, some aside."""
+        """Yield fewer attempts, whose operands fit in memory together: each route, random small, some aside."""
         yield from self._going(ways, _SEVERAL, _LARGE)
         yield from self.some(random)
         yield from self.aside(ways, random)
 
     def aside(self, ways: Sequence[Way], random: Random) -> Iterator[Attempt]:
-        """Yield what goes beside other work: a random small size on every axis, and several of each way on one axis.
+        """Yield attempts beside other work: a random small size on each axis, and several of each route on one axis.
 
-        There, what is too large for slots goes by copies, whichever way it is called otherwise.
+        Beside other work, operations too large for slots use copies, whatever their route is otherwise.
         """
         ways = [evolve(way, axes=(random.choice(way.axes),)) for way in ways]
         for attempt in (*self.some(random), *self._going(ways, _SEVERAL, _LARGE)):
             yield evolve(attempt, aside=True)
 
     def some(self, random: Random) -> Iterator[Attempt]:
-        """Yield a random small size on every axis."""
+        """Yield a random small size on each axis."""
         for axis, dims in self.dims.items():
             rows, dim = random.randint(1, self.context.max_rows), random.choice(dims)
             attempt = self._attempt(axis, (rows,), dim, random.choice(self._dtypes))
@@ -121,12 +121,12 @@ class Attempts:
             yield attempt if small else self._attempt(axis, (1,), dims[1], self._dtypes[0])
 
     def _going(self, ways: Sequence[Way], large: int, most: int) -> Iterator[Attempt]:
-        """Yield of each axis one row and several that go each way, of up to so many bytes.
+        """Yield one row and several rows for each axis and route, within size limits.
 
         Args:
-            ways: to go.
-            large: to see an axis go a way that nothing smaller goes.
-            most: to see any axis do so.
+            ways: routes to cover.
+            large: limit in bytes for a route that smaller sizes do not take on an axis.
+            most: limit in bytes for a route that smaller sizes do not take on any axis.
         """
         seen: set[object] = set()
         for attempt in sorted(self._of_ways(ways), key=self._cost):
@@ -146,7 +146,7 @@ class Attempts:
     def _odd(self) -> Iterator[Attempt]:
         for axis, dims in self.dims.items():
             for (i, dtype), (j, lead) in product(enumerate(self._dtypes), enumerate(_LEADS)):
-                yield self._attempt(axis, lead, dims[(i + j) % 2], dtype)  # of two dtypes, every lead has both widths
+                yield self._attempt(axis, lead, dims[(i + j) % 2], dtype)  # over two dtypes, each lead has both widths
             yield self._attempt(axis, (self.context.max_rows,), dims[1], self._dtypes[0])
 
     def _of_ways(self, ways: Sequence[Way]) -> Iterator[Attempt]:
@@ -160,7 +160,7 @@ class Attempts:
                     yield evolve(one, lead=(rows,), how=f"{way.how} in turns")
 
     def _long(self, one: Attempt) -> int:
-        """Return as many rows as every device sends to fill all slots of frames once, and some of them again."""
+        """Return the number of rows with which each device fills all frame slots once and some of them again."""
         ring = FRAME_SLOTS * FRAME_SLOT_BYTES
         senders = len(self.context.all_devices) if self.kind.cuts else 1
         return 2 + senders * ring // (self.columns[one.axis] * one.dim * one.dtype.itemsize)
@@ -169,11 +169,11 @@ class Attempts:
         return self._fits(attempt) and (self._cost(attempt) <= _CHEAP or prod(attempt.lead) == 1)
 
     def _fits(self, attempt: Attempt) -> bool:
-        """Tell whether a sum has room: the plan counts with the dtype of the activations."""
+        """Tell whether the context has room for a sum; the plan assumes the dtype of the activations."""
         room = self.context.max_rows * self.context.dtype.itemsize
         return not self.kind.adds or prod(attempt.lead) * attempt.dtype.itemsize <= room
 
     def _cost(self, attempt: Attempt) -> int:
-        """Return about how many bytes are moved."""
+        """Return the approximate number of bytes moved."""
         size = prod(attempt.lead) * self.columns[attempt.axis] * attempt.dim * attempt.dtype.itemsize
         return size * (len(self.context.all_devices) + 1)

@@ -1,4 +1,4 @@
-"""What every operation has to give: by slicing, torch.cat, and sums in float32."""
+"""Reference results of all operations, from slicing, torch.cat and float32 sums."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _scatter(scene: Scene, source: int) -> Trial:
 
 
 def _parts(scene: Scene) -> tuple[tuple[Operand, ...], Tensor]:
-    """Return a part for each slice, and the whole."""
+    """Return an input for each slice, and their concatenation."""
     parts = scene.operands((device, b - a) for device, a, b in scene.slices)
     held = (scene.holding(part, b - a) for part, (_, a, b) in zip(parts, scene.slices, strict=True))
     return parts, torch.cat(tuple(held), -1)
@@ -93,7 +93,7 @@ def _all_reduce(scene: Scene) -> Trial:
 
 def _add_residual(scene: Scene) -> Trial:
     size = scene.slices[-1][2]
-    full = scene.form.gap == 0  # the source is all columns, or those of the slice
+    full = scene.form.gap == 0  # the operand has all columns, or those of the slice
     widths = tuple((device, size if full else b - a) for device, a, b in scene.slices)
     source = scene.operands(widths, same=full)
     before, expected = [], []
@@ -113,11 +113,11 @@ def _add_residual(scene: Scene) -> Trial:
 
 @frozen
 class Kind:
-    """An operation that can be tried.
+    """A kind of operation to test.
 
     Attributes:
-        make: the trial.
-        cuts: whether it cuts an axis, so that all devices together will not do.
+        make: creates the trial.
+        cuts: whether it needs an axis to cut, so that ``axis=None`` is not allowed.
         adds: whether it adds elements.
         hosted: whether the host takes part, so that it cannot be captured.
     """
@@ -128,7 +128,7 @@ class Kind:
     hosted: bool = False
 
 
-#: Every operation, by the name that :class:`~tpplan.exec.explain.Way` has for it.
+#: All operations, by their name in :class:`~tpplan.exec.explain.Way`.
 KINDS = {
     "broadcast": Kind(lambda scene: _broadcast(scene, scene.source), cuts=False),
     "broadcast from the host": Kind(lambda scene: _broadcast(scene, HOST), cuts=False, hosted=True),

@@ -1,4 +1,4 @@
-"""The test of a compiled plan: every operation, on every axis, in many sizes, and every byte of it compared."""
+"""The self-test of a compiled plan: every operation on every axis in many sizes, with every byte compared."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 PLAIN, ASIDE, CAPTURED, ADVERSARIAL = "plain", "aside", "captured", "adversarial"
 
-#: How often a graph is replayed, with other contents every time.
+#: Number of replays of a graph, each with new contents.
 _REPLAYS = 2
 
 #: Random schedules in which the adversary runs everything, and the most rows of an operand there.
 _SEEDS = (1, 2)
 _FEW_ROWS = 4
 
-#: So many faults of an operation by a transport are told in words.
+#: Maximum number of faults described for each operation and transport.
 _TOLD = 3
 
 
@@ -53,16 +53,16 @@ def selftest(
     transports: Sequence[str],
     busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> SelftestReport:
-    """Run every operation of a compiled plan and compare every byte with what slicing and adding on the CPU give.
+    """Run every operation of a compiled plan and compare every byte with CPU references.
 
-    The trials are the same every time. Besides the devices that the plan is compiled for, all operations run on
-    virtual ones that do the worst that programs allow.
+    The trials are deterministic. All operations also run on adversarial virtual devices, which execute programs in the
+    worst order that they allow.
 
     Args:
-        plan: to be tested.
+        plan: plan to test.
         make: compiles it for a transport.
-        transports: to be tested; those that end with an error are told in the report, unless no other is tested.
-        busy: told what is being tested, for as long as it takes.
+        transports: transports to test. If one cannot be compiled, the report says so, unless none can.
+        busy: returns a context that is active while the named step runs.
 
     Raises:
         TpplanError: the plan cannot be compiled for any of them.
@@ -73,7 +73,7 @@ def selftest(
         for transport in transports:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 give_back()
-                torch.cuda.empty_cache()  # what the last transport was tested with: compiling looks for free memory
+                torch.cuda.empty_cache()  # left from the last transport; compiling checks free memory
             try:
                 with make(transport) as context:
                     devices, max_rows = context.devices, context.max_rows
@@ -116,16 +116,16 @@ def transports(wanted: str) -> tuple[str, ...]:
 
 
 def _is_unverified(error: ExecutionError) -> bool:
-    """Tell whether compiling found everything in order but what a transport needs, which another one may not need."""
+    """Tell whether compiling failed only for requirements of a transport, which another one may not have."""
     _, *problems = error.message.splitlines()
     return bool(problems) and all(problem.strip().startswith("transport: ") for problem in problems)
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Leave torch's threads and current device as they were.
+    """Run torch in one thread, and restore its thread count and current device on exit.
 
-    Meanwhile torch works in one thread: most tensors are small, and threads that wait for each other take longer.
+    Most tensors are small, and synchronising threads would take longer.
     """
     threads = torch.get_num_threads()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
@@ -139,8 +139,8 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _called(context: TPContext, transport: str, busy: Callable[[str], AbstractContextManager[None]]) -> Iterator[Tally]:
-    """Try all sizes of every operation, one after the other, and then some beside other work."""
-    random = Random(0)  # noqa: S311 (to be the same every time)
+    """Test all sizes of every operation, one at a time, and then some beside other work."""
+    random = Random(0)  # noqa: S311 (deterministic)
     noise, forms, sources = Noise(random), cycle(FORMS), cycle(context.all_devices)
     ways = context.explain().ways
     for name, kind in KINDS.items():
@@ -161,11 +161,11 @@ def _called(context: TPContext, transport: str, busy: Callable[[str], AbstractCo
 def _captured(
     context: TPContext, transport: str, busy: Callable[[str], AbstractContextManager[None]]
 ) -> Iterator[Tally]:
-    """Capture operations in which the host takes no part, some that go each way and some that go beside other work.
+    """Capture operations without the host, some for each route and some beside other work, and replay them.
 
-    They are replayed on other contents.
+    Each replay has new contents.
     """
-    random = Random(0)  # noqa: S311 (to be the same every time)
+    random = Random(0)  # noqa: S311 (deterministic)
     noise, ways = Noise(random), context.explain().ways
     for name, kind in ((name, kind) for name, kind in KINDS.items() if not kind.hosted):
         mine = [way for way in in_graphs(ways, name) if way.transport != "refused"]
@@ -179,7 +179,7 @@ def _captured(
             for attempt in Attempts.of(context, kind).together(mine, random):
                 source = context.all_devices[0] if attempt.how else random.choice(context.all_devices)
                 scene = _scene(context, kind, attempt, noise, source=source, form=random.choice(FORMS))
-                trial = _issued(tally, kind, attempt, scene)  # everything has to run once before
+                trial = _issued(tally, kind, attempt, scene)  # every operation has to run once before capture
                 if trial:
                     issued.append((attempt, scene, trial))
             if issued:
@@ -188,7 +188,7 @@ def _captured(
 
 
 def _replay(graph: Graph, tally: Tally, kind: Kind, issued: list[tuple[Attempt, Scene, Trial]]) -> None:
-    """Capture all these again in one graph, and judge what its replays make of other contents."""
+    """Capture the issued trials in one graph, replay it with new contents, and check the results."""
     last = issued[0]
     try:
         with graph:
@@ -206,10 +206,10 @@ def _replay(graph: Graph, tally: Tally, kind: Kind, issued: list[tuple[Attempt, 
 
 
 def _adversarial(plan: SplitPlan, transport: str) -> Iterator[Tally]:
-    """Issue all operations in random order, without waiting for any, on devices that do the worst that they may."""
+    """Issue all operations in random order, without waiting, on adversarial virtual devices."""
     tallies = {name: Tally(name, transport, ADVERSARIAL) for name in KINDS}
     for seed in _SEEDS:
-        random = Random(seed)  # noqa: S311 (to be the same every time)
+        random = Random(seed)  # noqa: S311 (deterministic)
         noise = Noise(random)
         context = _adversary(plan, transport, random)
         attempts = [(name, each) for name, kind in KINDS.items() for each in Attempts.of(context, kind).some(random)]
@@ -223,7 +223,7 @@ def _adversarial(plan: SplitPlan, transport: str) -> Iterator[Tally]:
                 issued.append((name, attempt, scene, trial))
         try:
             context.synchronize()
-        except TpplanError as error:  # what is stuck cannot be closed either
+        except TpplanError as error:  # a stuck context also fails to close
             name, attempt, scene, _ = issued[-1]
             tallies[name].fail(attempt, scene.form, error)
             continue
@@ -234,7 +234,7 @@ def _adversarial(plan: SplitPlan, transport: str) -> Iterator[Tally]:
 
 
 def _adversary(plan: SplitPlan, transport: str, random: Random) -> TPContext:
-    """Compile a plan with room for few rows on virtual devices, so that there is little to poison."""
+    """Compile a plan with room for few rows on virtual devices, so that there is little memory to poison."""
     rows = min(_FEW_ROWS, plan.request.max_rows)
     return build(
         evolve(plan, request=evolve(plan.request, max_rows=rows)),
@@ -264,7 +264,7 @@ def _scene(context: TPContext, kind: Kind, attempt: Attempt, noise: Noise, *, so
 
 
 def _issued(tally: Tally, kind: Kind, attempt: Attempt, scene: Scene) -> Trial | None:
-    """Return the trial, issued; or note the error that it ended with."""
+    """Issue a trial and return it; if it fails, record the error and return None."""
     trial = kind.make(scene)
     try:
         issue(scene, trial)

@@ -1,4 +1,4 @@
-"""What was found of an operation by a transport, added up trial by trial."""
+"""Accumulated test results of an operation on a transport."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @define
 class _Axis:
-    """What was tried on an axis; see :class:`~tpplan.selftest_report.TestedAxis`."""
+    """The trials on an axis; see :class:`~tpplan.selftest_report.TestedAxis`."""
 
     rows: set[int] = Factory(set)
     narrow_rows: set[int] = Factory(set)
@@ -29,7 +29,7 @@ class _Axis:
 
 @define
 class Tally:
-    """What was found of an operation by a transport; see :class:`~tpplan.selftest_report.Tested`."""
+    """The test results of an operation on a transport; see :class:`~tpplan.selftest_report.Tested`."""
 
     operation: str
     transport: str
@@ -43,7 +43,7 @@ class Tally:
 
     @property
     def tested(self) -> Tested:
-        """All of it, for the report."""
+        """The results for the report."""
         return Tested(
             operation=self.operation,
             transport=self.transport,
@@ -65,7 +65,7 @@ class Tally:
         )
 
     def judge(self, attempt: Attempt, scene: Scene, trial: Trial) -> None:
-        """Count a trial that was issued, and what is wrong with it."""
+        """Count an issued trial and its faults."""
         self.checks += 1
         self.compared_bytes += compared_bytes(trial)
         axis, rows = self.axes[attempt.axis], prod(attempt.lead)
@@ -81,7 +81,7 @@ class Tally:
                 self._fault(attempt, scene.form, found.message, found.device, found.byte)
 
     def fail(self, attempt: Attempt, form: Form, error: TpplanError) -> None:
-        """Note an operation that ended with an error."""
+        """Record an operation that raised an error."""
         self._fault(attempt, form, error.message)
 
     def _fault(

@@ -1,4 +1,4 @@
-"""A trial: an operation on operands full of noise, and whether it gave what it has to."""
+"""Trials: operations on random operands, with checks of their results."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from random import Random
 
-#: Elements that noise has before it repeats itself; no power of two, so that rows differ.
+#: Period of the noise in elements; not a power of two, so that rows differ.
 _PERIOD = 2**20 + 24
 
-#: Columns beside an output that nobody may write; an odd number, so that rows begin anywhere.
+#: Columns beside an output that must not be written; odd, so that rows are unaligned.
 _MARGIN = 3
 
 
 @frozen
 class Form:
-    """What is special about operands.
+    """The memory layout of operands and the kind of outputs.
 
     Attributes:
-        name: in words.
+        name: description in words.
         gap: columns between the rows of an input that do not belong to it.
         step: elements from one column of an input to the next.
-        out: where results go: to ``new`` tensors, to ``given`` ones, or, of an all-reduce, over its ``parts`` or its
-            ``residual``; other operations take these as given.
+        out: where results go: ``new`` tensors, ``given`` ones, or, for an all-reduce, in place over its ``parts`` or
+            ``residual``. Other operations treat the last two as ``given``.
     """
 
     name: str
@@ -56,7 +56,7 @@ FORMS = (
 
 
 class Noise:
-    """Contents for tensors: windows of endless random bytes, and of endless random numbers."""
+    """Contents for tensors: windows of periodic random bytes or random numbers."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -66,7 +66,7 @@ class Noise:
         self._blocks: dict[torch.dtype, Tensor] = {}
 
     def window(self, shape: Sequence[int], dtype: torch.dtype, *, numbers: bool) -> Tensor:
-        """Return a tensor that nobody may write: numbers that can be added, or any bytes."""
+        """Return a read-only tensor of numbers that can be added, or of arbitrary bytes."""
         source, kind, each = (self._numbers, dtype, 1) if numbers else (self._bytes, torch.uint8, dtype.itemsize)
         size = prod(shape) * each
         block = self._blocks.get(kind)
@@ -78,13 +78,13 @@ class Noise:
 
 @frozen(eq=False)
 class Operand:
-    """A tensor and what it holds, or has to hold in the end.
+    """A tensor with its current or expected contents.
 
     Attributes:
-        device: that it is on, or HOST.
-        given: the tensor itself, within a larger one.
-        whole: the larger one.
-        right: what ``whole`` holds, on the CPU.
+        device: index of its device, or HOST.
+        given: the tensor itself, a view of ``whole``.
+        whole: the larger tensor around it.
+        right: contents of ``whole``, or those expected in the end, on the CPU.
     """
 
     device: int
@@ -98,13 +98,13 @@ class Trial:
     """An operation on operands.
 
     Attributes:
-        call: runs it, with these outputs if there are any.
-        inputs: read, and not to be changed.
-        expected: the results, on the CPU, with their devices.
-        before: what the outputs hold that are read, too.
-        over: inputs that are the outputs.
-        outputs: given to the call.
-        results: that it returned.
+        call: runs the operation, with the given outputs if there are any.
+        inputs: operands that are read and must not change.
+        expected: expected results, on the CPU, with their devices.
+        before: initial contents of outputs that are also read.
+        over: inputs that are also the outputs.
+        outputs: outputs passed to the call.
+        results: results that the call returned.
     """
 
     call: Callable[[list[Tensor] | None], Sequence[Tensor | Gathered]]
@@ -118,12 +118,12 @@ class Trial:
 
 @frozen
 class Wrong:
-    """A tensor that does not hold what it should.
+    """A tensor with wrong contents.
 
     Attributes:
-        device: that it is on, or HOST.
-        byte: the first one that is wrong.
-        message: in words.
+        device: index of its device, or HOST.
+        byte: offset of the first wrong byte.
+        message: description in words.
     """
 
     device: int
@@ -133,20 +133,20 @@ class Wrong:
 
 @frozen(kw_only=True)
 class Scene:
-    """Where an operation is tried.
+    """The parameters of a trial.
 
     Attributes:
         context: a compiled plan.
         axis: None for all devices.
-        layer: whose cut is meant.
-        source: the device that a single tensor is on.
+        layer: layer whose cut is used.
+        source: device of a single operand.
         lead: all dimensions but the last.
         dim: columns per element of the axis; of operations that cut nothing, the columns.
-        dtype: of the operands.
-        form: of the operands.
-        noise: their contents.
-        numbers: whether these can be added.
-        aside: whether the operation goes beside other work.
+        dtype: dtype of the operands.
+        form: form of the operands.
+        noise: source of their contents.
+        numbers: whether the contents are numbers that can be added.
+        aside: whether the operation runs beside other work.
     """
 
     context: TPContext
@@ -163,17 +163,17 @@ class Scene:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Those that hold a part of the axis."""
+        """The devices that hold a part of the axis."""
         return self.context.devices_of(self.axis, self.layer)
 
     @property
     def slices(self) -> tuple[tuple[int, int, int], ...]:
-        """Device, first column and one past the last, of every slice."""
+        """Device, first column and end column (exclusive) of each slice."""
         found = self.context.split(self.axis or "", self.layer)
         return tuple((s.device, s.start * self.dim, s.end * self.dim) for s in found)
 
     def operands(self, widths: Iterable[tuple[int, int]], *, same: bool = False) -> tuple[Operand, ...]:
-        """Return an input for each device and number of columns, all with the ``same`` contents if told so."""
+        """Return an input for each (device, columns) pair, with equal contents if ``same``."""
         made: list[Operand] = []
         for device, columns in widths:
             gap, step = self.form.gap, self.form.step
@@ -184,11 +184,11 @@ class Scene:
         return tuple(made)
 
     def holding(self, operand: Operand, columns: int) -> Tensor:
-        """Return what an input holds, on the CPU."""
+        """Return the contents of an input, on the CPU."""
         return operand.right[..., : columns * self.form.step : self.form.step]
 
     def room(self, device: int, right: Tensor, before: Tensor | None) -> Operand:
-        """Return an output that is to hold ``right`` within a larger tensor, whose other columns are to stay."""
+        """Return an output with expected contents ``right``, in a larger tensor whose other columns must not change."""
         columns = right.shape[-1]
         content = self.noise.window((*self.lead, columns + _MARGIN), self.dtype, numbers=self.numbers)
         whole = content.to(self._place(device), copy=True)
@@ -203,7 +203,7 @@ class Scene:
 
 
 def issue(scene: Scene, trial: Trial) -> None:
-    """Run an operation, into outputs of its own if that is the form."""
+    """Run an operation, with outputs passed to it if the form says so."""
     _make_room(scene, trial)
     issue_again(scene, trial)
 
@@ -220,7 +220,7 @@ def issue_again(scene: Scene, trial: Trial) -> None:
 
 
 def renew(scene: Scene, trial: Trial, other: Trial) -> Trial:
-    """Write to the tensors of a trial what those of another one hold; return the other one, on these tensors."""
+    """Fill the tensors of a trial with the contents of another; return the other trial, on these tensors."""
     _make_room(scene, other)
     return evolve(
         other,
@@ -232,14 +232,14 @@ def renew(scene: Scene, trial: Trial, other: Trial) -> Trial:
 
 
 def _make_room(scene: Scene, trial: Trial) -> None:
-    """Make the outputs of a trial, if it is to have any of its own."""
+    """Create the outputs of a trial, if its form requires them."""
     if not trial.over and (trial.before or scene.form.out != "new"):
         before = trial.before or (None,) * len(trial.expected)
         trial.outputs = tuple(scene.room(d, x, b) for (d, x), b in zip(trial.expected, before, strict=True))
 
 
 def _filled(operands: tuple[Operand, ...], others: tuple[Operand, ...]) -> tuple[Operand, ...]:
-    """Write to operands what others hold."""
+    """Fill operands with the contents of others, and return them with these contents."""
     pairs = list(zip(operands, others, strict=True))
     for mine, other in pairs:
         mine.whole.copy_(other.whole)
@@ -247,7 +247,7 @@ def _filled(operands: tuple[Operand, ...], others: tuple[Operand, ...]) -> tuple
 
 
 def judge(trial: Trial) -> Iterator[Wrong]:
-    """Yield everything that is wrong after an operation; waits for its results."""
+    """Wait for the results of a trial, and yield all wrong tensors."""
     for result, (device, right) in zip(trial.results, trial.expected, strict=True):
         tensor = result.result() if isinstance(result, Gathered) else result
         yield from _compare(device, "the result", tensor, right)
@@ -258,7 +258,7 @@ def judge(trial: Trial) -> Iterator[Wrong]:
 
 
 def compared_bytes(trial: Trial) -> int:
-    """Return how many bytes are compared to judge a trial."""
+    """Return the number of bytes compared when judging a trial."""
     operands = [operand.right for operand in (*trial.inputs, *trial.outputs)]
     return sum(x.numel() * x.element_size() for x in (*operands, *(right for _, right in trial.expected)))
 
