@@ -111,10 +111,9 @@ def explain(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> 
         f"and device {worst.device} ({worst.name}) would lack {format_bytes(worst.missing_bytes)}"
     )
     if needed <= budget:
-        coarse = {f"{each.axis} ({each.units})" for each in best.wanted.axes if each.units < len(devices)}
-        few = f"too few units for {len(devices)} devices: {', '.join(sorted(coarse))}"
-        why = f"some axes have {few}" if coarse else "whole units do not divide so"
-        message += f"; there is enough in all, but {why}"
+        coarse = sorted({f"{each.axis} ({each.units})" for each in best.wanted.axes if each.units < len(devices)})
+        why = f"some axes have too few units for {len(devices)} devices: " if coarse else "whole units do not divide so"
+        message += f"; there is enough in all, but {why}{', '.join(coarse)}"
     elif 0 < usable < model.weight_bytes:  # in any plan; the most even cut may hold some weights twice
         beside = "" if model.weight_bytes > budget else f", beside an overhead of {format_bytes(budget - usable)}"
         message += f"; its weights alone are {format_bytes(model.weight_bytes)}{beside}"

@@ -221,6 +221,15 @@ def test_enough_in_all_but_not_in_whole_heads() -> None:
     assert "kv" not in by_kind(refused(model, tight, **asked))
 
 
+def test_enough_in_all_but_uneven_heads() -> None:
+    """Three KV heads for two devices: there is room in all, but not for two of them on one device."""
+    model = spec(num_attention_heads=12, num_key_value_heads=3, num_hidden_layers=64, head_dim=256)
+    devices = (Device(name="x", budget_bytes=1240 * MIB, overhead_bytes=0),) * 2
+    error = refused(model, devices, cache=Cache("fp16", 8192), max_rows=1)
+    assert "there is enough in all, but whole units do not divide so" in error.message
+    assert_adds_up(error, devices)
+
+
 def test_heads_are_advised_to_be_stored_once_where_replicas_are_too_much() -> None:
     """Two KV heads for four devices: their replicas take too much, the weights alone do not."""
     model = spec(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=64, head_dim=256)

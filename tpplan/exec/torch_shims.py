@@ -73,17 +73,16 @@ def leaving_processors(places: Sequence[torch.device], count: int) -> Iterator[N
 @cache
 def _sm_count_target() -> Callable[[int, int], int] | None:
     """Return ``cublasSetSmCountTarget`` of the cuBLAS that torch has loaded; None if it is not found."""
-    version = torch.version.cuda
+    if torch.version.cuda is None:
+        return None
     try:
-        library = ctypes.CDLL(f"libcublas.so.{version.partition('.')[0]}", _LOADED) if version else None
+        library = ctypes.CDLL(f"libcublas.so.{torch.version.cuda.partition('.')[0]}", _LOADED)
     except OSError:
         return None
-    if library is None:
-        return None
-    found: Any = library.cublasSetSmCountTarget
-    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_int
-    told: Callable[[int, int], int] = found
-    return told
+    function: Any = library.cublasSetSmCountTarget
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_int
+    set_target: Callable[[int, int], int] = function
+    return set_target
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
