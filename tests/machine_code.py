@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,30 +17,13 @@ if TYPE_CHECKING:
 pytest.importorskip("numba.cuda", reason="needs numba-cuda: pip install 'tpplan[cu13]'")
 LINKER = pytest.importorskip("cuda.bindings.nvjitlink", reason="needs nvJitLink: pip install 'tpplan[cu13]'")
 
-from numba.cuda import compiler  # noqa: E402 (if there is one)
-
 NEWEST = (12, 0) if LINKER.version() >= (12, 8) else (9, 0)  # that the linker here knows
 CAPABILITIES = tuple(each for each in ((8, 0), (9, 0), (12, 0)) if each <= NEWEST)
 
-#: What numba has made of the source of the last kernel, by its name.
-_READ: dict[str, Any] = {}
-_read = compiler._compile_pyfunc_with_fixup
-
 
 def ptx(name: str, capability: tuple[int, int]) -> str:
-    """Return a kernel's PTX.
-
-    Nearly all of the time goes into reading its source, of which numba makes the same for all generations of GPUs. So
-    that is done once for those of a kernel that are asked for in a row.
-    """
-
-    def read_once(*arguments: Any, **options: Any) -> Any:
-        if name not in _READ:
-            _READ.clear()
-            _READ[name] = _read(*arguments, **options)
-        return _READ[name]
-
-    with _uncounted(), patch.object(compiler, "_compile_pyfunc_with_fixup", read_once):
+    """Return a kernel's PTX."""
+    with _uncounted():
         return kernel_cache.ptx(name, capability)
 
 
@@ -54,6 +36,27 @@ def _uncounted() -> Iterator[None]:
         yield
     finally:
         sys.settrace(trace)
+
+
+def in_order(text: str) -> str:
+    """Return a kernel's PTX, with each block behind those that run before it: compilers put blocks anywhere."""
+    body = text[text.index("{", text.index(".entry")) : text.rindex("}")]
+    found = re.split(r"^(\$L\w+):", body, flags=re.MULTILINE)
+    names, blocks = ["", *found[1::2]], found[::2]
+    seen, ended = set[int](), list[int]()
+
+    def visit(i: int) -> None:
+        seen.add(i)
+        following = [names.index(name) for name in re.findall(r"\bbra(?:\.uni)?\s+(\$L\w+);", blocks[i])]
+        if not re.search(r"^\s*(bra\.uni\s|ret;)", blocks[i], flags=re.MULTILINE):
+            following.append(i + 1)
+        for j in following:
+            if j not in seen:
+                visit(j)
+        ended.append(i)
+
+    visit(0)
+    return "".join(f"{names[i]}:{blocks[i]}" for i in reversed(ended))
 
 
 def assembled(text: str, capability: tuple[int, int]) -> str:

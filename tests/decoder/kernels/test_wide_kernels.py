@@ -8,7 +8,7 @@ import torch
 from tests import machine_code
 from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.kernels.test_packed_kernels import _words
-from tests.machine_code import CAPABILITIES, check_code, registers
+from tests.machine_code import CAPABILITIES, check_code, in_order, registers
 from tests.packed_cases import product_of
 from tpplan.decoder.launches.packed import STEPS
 from tpplan.decoder.launches.wide import bytes_of
@@ -40,8 +40,9 @@ def test_codes_are_made_floats_once(name: str, capability: tuple[int, int]) -> N
     assert "cp.async.cg.shared.global" in text
     assert "ld.global.nc.L1::no_allocate.v4.u32" in text
     if capability >= kernel_cache.OVERLAPS:
-        waits, later = text.index("griddepcontrol.wait"), ["cp.async", "st.global", "atom.global"]
-        assert text.rindex("ld.volatile.global.v4.u32") < waits < min(map(text.index, later))
+        steps, later = in_order(text), ["cp.async", "st.global", "atom.global"]
+        waits = steps.index("griddepcontrol.wait")
+        assert steps.rindex("ld.volatile.global.v4.u32") < waits < min(map(steps.index, later))
     assert ".f64" not in text
     assert ".local" not in text
     assert registers(check_code(text, capability)) * 32 * WARPS[rows] <= 2**16

@@ -24,7 +24,7 @@ from tpplan.decoder.kernels.wide_limits import STRIP, WARPS
 from tpplan.decoder.kernels.wide_products import OWN, products_of
 from tpplan.decoder.kernels.wide_sums import PER_EIGHT, begun, leave, turned, with_left
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.kernel import Kernel, device_function
+from tpplan.exec.kernels.kernel import Kernel, copied_function, device_function
 
 if TYPE_CHECKING:
     from tpplan.decoder.kernels.packed_codes import Codes
@@ -172,7 +172,7 @@ def _wide(name: str, kind: Codes, eights: int, warps: int) -> Kernel:  # noqa: C
         scales, zeros, mark, bits, form = of
         return ask_one(scales, zeros, _BITS(mark + _BITS(_BITS(k * _BITS(step)) >> _BITS(bits))), form)
 
-    @device_function
+    @copied_function  # spills otherwise, and needs up to 58 registers more
     def advance(
         sums: Any, codes: Any, asked: Any, k: Any, end: Any, which: Any, shared: Any, rows: Any, of: Any
     ) -> Any:

@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Lock
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tpplan.errors import InternalError, TpplanError
@@ -37,8 +37,6 @@ OVERLAPS = (9, 0)
 _ENOUGH = 2
 
 _LOG = logging.getLogger(__name__)
-#: Held while numba's copying of scopes is patched.
-_SCOPES = Lock()
 #: Modules of kernels, by the prefix of the kernels' names.
 _MODULES = {
     "attention": "tpplan.decoder.kernels.attention",
@@ -186,7 +184,7 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     from tpplan.exec.kernels.ptx import PARAMETER, without_overlap  # noqa: PLC0415
 
     kernel = getattr(import_module(_module(name)), name.upper())
-    with _scopes_shared():
+    with _without_gpu(capability):
         text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability, launch_bounds=kernel.bounds)
     mangled = text.partition(".visible .entry ")[2].partition("(")[0]
     text = str(text.replace(mangled, name))
@@ -201,25 +199,22 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
 
 
 @contextmanager
-def _scopes_shared() -> Iterator[None]:
-    """Make numba share the scopes of inlined functions instead of copying them.
+def _without_gpu(capability: tuple[int, int]) -> Iterator[None]:
+    """Let numba compile the functions that a kernel calls without a GPU.
 
-    Numba copies the scope, with all its variables, for each use of a variable, which takes half of the compile time of
-    most kernels. The compiled code is the same. Nothing is patched if numba's class copies itself or does not exist.
+    It asks the current GPU for its compute capability, though what it makes of a function is the same for all of them:
+    without a GPU that fails, and elsewhere each compiling process would take memory on it.
     """
-    try:
-        from numba.cuda.core.ir import Scope  # noqa: PLC0415 (a second to import)
-    except ImportError:
-        Scope = None  # noqa: N806
-    with _SCOPES:
-        if Scope is None or hasattr(Scope, "__deepcopy__"):
-            yield
-            return
-        Scope.__deepcopy__ = lambda self, _: self
+    from numba.cuda import dispatcher  # noqa: PLC0415 (a second to import)
+    from numba.cuda.core.compiler_lock import global_compiler_lock  # noqa: PLC0415
+
+    with global_compiler_lock:  # nobody else compiles meanwhile
+        original = dispatcher.get_current_device
+        dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
         try:
             yield
         finally:
-            del Scope.__deepcopy__
+            dispatcher.get_current_device = original
 
 
 def _path(name: str, capability: tuple[int, int]) -> Path:

@@ -16,7 +16,15 @@ _WORD = types.uint64
 
 
 def device_function(function: Any) -> Any:
-    """Make a function of kernels, without a call."""
+    """Make a function of kernels; NVVM inlines it, after numba has compiled it once."""
+    return cuda.jit(device=True, forceinline=True)(function)
+
+
+def copied_function(function: Any) -> Any:
+    """Make a function of kernels that numba inlines and compiles anew for every call.
+
+    That takes several times as long. Use it where measurements show that the kernel needs fewer registers so.
+    """
     return cuda.jit(device=True, inline="always")(function)
 
 
