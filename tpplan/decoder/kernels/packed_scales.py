@@ -31,7 +31,7 @@ from tpplan.decoder.kernels.finishing import ADD
 from tpplan.decoder.kernels.scale_kinds import BF16, F16, F32
 from tpplan.decoder.kernels.tile_sums import TILE
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.kernel import device_function
+from tpplan.exec.kernels.kernel import copied_function, device_function
 
 if TYPE_CHECKING:
     from tpplan.decoder.kernels.packed_codes import Codes
@@ -81,7 +81,7 @@ def _mark_of_block(row: Any, groups: Any, rows: Any) -> Any:
     return _BITS((row >> rows) * groups)
 
 
-@device_function
+@copied_function
 def _ask_words(scales: Any, zeros: Any, index: Any, form: Any) -> Any:
     """Ask for the words that a scale and its zero of 4 bits are in; return these and the index."""
     at = _BITS(index << _BITS(2)) if form == _WORD(F32) else _BITS(index << _BITS(1))
@@ -153,7 +153,7 @@ def scale_by(kind: Codes) -> tuple[Any, Any]:
     return ask, pieces_of
 
 
-@device_function
+@copied_function
 def chosen(k: Any, g: Any, t: Any) -> Any:
     """Return what lanes multiply pieces by, for all four of a matrix row to have those of one: each two registers.
 

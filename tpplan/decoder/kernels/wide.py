@@ -82,7 +82,7 @@ def _store_by(kind: Codes) -> Any:
         acted = both(activation(first(gates), mode), activation(first(_BITS(gates >> move)), mode))
         return both(first(acted) * first(ups), first(_BITS(acted >> move)) * first(_BITS(ups >> move)))
 
-    @device_function
+    @copied_function
     def store(sums: Any, y: Any, pitch: Any, row: Any, rows: Any, column: Any, size: Any, mode: Any) -> None:
         at = y + row * pitch + column * _WORD(2)
         is_second = row + _WORD(1) < rows
@@ -137,7 +137,7 @@ def _wide(name: str, kind: Codes, eights: int, warps: int) -> Kernel:  # noqa: C
     begin, store, (ask_one, pieces_of) = begun(eights, low_of, high_of), _store_by(kind), scale_by(kind)
     both, mask, number, has_zeros = kind.floats.both, kind.mask, kind.base or 0, kind.base is not None
 
-    @device_function
+    @copied_function
     def copies(x: Any, pitch: Any) -> Any:
         """Return the row of which a thread copies a vector of each step, and others below it; from where, and to where.
 
@@ -149,7 +149,7 @@ def _wide(name: str, kind: Codes, eights: int, warps: int) -> Kernel:  # noqa: C
         to = row * _WORD(row_bytes) + (place ^ ((row & _WORD(1)) << _WORD(2))) * _WORD(_VECTOR)
         return _BITS(row), x + row * pitch + chunk * _WORD(_VECTOR), _BITS(to)
 
-    @device_function
+    @copied_function
     def fill(copied: Any, offset: Any, to: Any, pitch: Any, rows: Any) -> None:
         """Ask for a step of rows."""
         row, at, there = copied
@@ -167,12 +167,12 @@ def _wide(name: str, kind: Codes, eights: int, warps: int) -> Kernel:  # noqa: C
         scale, zero = ptx.low_bf16(a) + ptx.high_bf16(a) + ptx.low_bf16(b), ptx.high_bf16(b)
         room[start], room[_BITS(start + _BITS(STRIP))] = both(scale, scale), both(-zero, -zero)
 
-    @device_function
+    @copied_function
     def ask_scale(of: Any, k: Any) -> Any:
         scales, zeros, mark, bits, form = of
         return ask_one(scales, zeros, _BITS(mark + _BITS(_BITS(k * _BITS(step)) >> _BITS(bits))), form)
 
-    @copied_function  # spills otherwise, and needs up to 58 registers more
+    @copied_function
     def advance(
         sums: Any, codes: Any, asked: Any, k: Any, end: Any, which: Any, shared: Any, rows: Any, of: Any
     ) -> Any:
