@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -139,8 +140,9 @@ def problem(case: Case, program: Program, seed: int) -> str:
             caller.call(case.operation, program)
         if case.by_slots:
             for operation in one_way(case.operation):
+                message = lower(operation, case.way)
                 for _ in range(case.turns + 1):
-                    caller.call(operation, lower(operation, case.way))
+                    caller.call(operation, message)
         caller.check()
     except (AssertionError, InternalError) as error:
         return str(error)
@@ -271,6 +273,47 @@ def test_a_deadlock_shows_what_every_stream_waits_for() -> None:
     with pytest.raises(InternalError, match=heads):
         machine.close()
     machine.close()
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        (
+            Exchange(own(0), (Signal(own(0), Flag("full", QUEUE)),)),
+            Exchange(own(1), (Await(own(1), Flag("full", QUEUE)),)),
+        ),
+        tuple(order("there", own(0), own(1))),
+    ],
+    ids=["flag", "event"],
+)
+def test_a_stream_goes_on_as_soon_as_what_it_waited_for_is_there(commands: tuple[Command, ...]) -> None:
+    """Before the other stream's next command, or long after it."""
+    places = set()
+    for seed in range(50):
+        machine = Adversary(memory(), Random(seed))
+        machine.run(Program("one waits", commands), {})
+        done: list[int] = []
+        for _ in range(3):
+            machine.call(own(0), partial(done.append, 0))
+        machine.call(own(1), partial(done.append, 1))
+        machine.synchronize()
+        places.add(done.index(1))
+    assert {0, 3} <= places
+
+
+@pytest.mark.parametrize("changed", [of(INPUT, 0), of(OUTPUT, 0)], ids=["source", "target"])
+def test_what_changes_during_a_copy_becomes_garbage(changed: View) -> None:
+    """Of source or target: the elements that changed, whatever they hold then, and no others."""
+    for seed in range(10):
+        operands = {Buffer(role, 0): torch.full((2, 4), value) for role, value in ((INPUT, 7), (OUTPUT, 0))}
+        machine = Adversary(memory(), Random(seed))
+        machine.run(Program("copy", (Copy(own(0), of(INPUT, 0), of(OUTPUT, 0)),)), operands)
+        machine.pass_time()
+        assert not operands[Buffer(OUTPUT, 0)].eq(7).any()
+        operands[changed.buffer][1] += 1
+        machine.synchronize()
+        assert operands[Buffer(OUTPUT, 0)][0].eq(7).all()
+        assert not operands[Buffer(OUTPUT, 0)][1].eq(7).any()
 
 
 def test_the_host_is_done_with_a_command_before_it_issues_the_next() -> None:

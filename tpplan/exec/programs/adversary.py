@@ -8,8 +8,10 @@ program with a data race gives wrong bytes. A deadlock raises an error that tell
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,10 +32,16 @@ if TYPE_CHECKING:
     from tpplan.exec.programs.program import Event, Flag, Program, Queue, Stream
 
 #: Maximum ratio of the probabilities of two streams to be chosen, so that some fall far behind.
-_UNFAIR = 1000
+_UNFAIR = 100_000
 
 #: Average number of choices until the probabilities change.
-_MOOD = 50
+_MOOD = 200
+
+#: Minimum bytes of noise that garbage is made of.
+_NOISE = 1 << 14
+
+#: Steps in two halves, and those that may let blocked streams go on.
+_TAKES_TIME, _FREES = Copy | Sum, Record | Signal
 
 
 @define(eq=False)
@@ -84,7 +92,7 @@ class _Writing:
 
     Attributes:
         sources: tensors to read.
-        seen: contents of the sources just before the target was poisoned.
+        seen: contents of the sources just after the target was poisoned, which may be one of them.
         target: tensor to write.
         poison: garbage that the target holds meanwhile.
         result: final contents of the target.
@@ -139,6 +147,9 @@ class Adversary(Virtual):
         self._random = random
         self._queues: dict[Stream, deque[_Task]] = {}
         self._weights: dict[Stream, float] = {}
+        self._able: list[Stream] = []
+        self._reaches: list[float] = []
+        self._noise = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._callers: dict[Stream, Stream] = {}
         self._latest: dict[Event, _Mark] = {}
         self._raised: Counter[Flag] = Counter()
@@ -190,6 +201,7 @@ class Adversary(Virtual):
             self.synchronize()
         finally:
             self._queues.clear()
+            self._look()
 
     def drive(self, reached: Callable[[], bool]) -> None:
         """Run commands until ``reached`` returns true.
@@ -204,21 +216,31 @@ class Adversary(Virtual):
 
     def pass_time(self) -> bool:
         """Run a command, or half of one, of a random stream that is not blocked; return False if all are."""
-        able = [stream for stream, queue in self._queues.items() if queue and self._is_able(queue[0])]
-        if not able:
+        if not self._able:
             return False
         if self._random.random() < 1 / _MOOD:
             self._weights.clear()
-        weights = [self._weights.setdefault(stream, _UNFAIR ** self._random.random()) for stream in able]
-        (stream,) = self._random.choices(able, weights)
-        if self._advance(self._queues[stream][0]):
-            self._queues[stream].popleft()
+            self._look()
+        chosen = bisect(self._reaches, self._random.random() * self._reaches[-1], hi=len(self._able) - 1)
+        queue = self._queues[self._able[chosen]]
+        if self._advance(queue[0]):
+            task = queue.popleft()
+            if isinstance(task.step, _FREES) or not queue or not self._is_able(queue[0]):
+                self._look()
         return True
+
+    def _look(self) -> None:
+        """Find the streams that are not blocked, and their cumulative weights."""
+        self._able = [stream for stream, queue in self._queues.items() if queue and self._is_able(queue[0])]
+        weights = (self._weights.setdefault(stream, _UNFAIR ** self._random.random()) for stream in self._able)
+        self._reaches = [*accumulate(weights)]
 
     def _issue(self, stream: Stream, task: _Task) -> None:
         """Queue a task; a task of the host's stream completes before anything else is issued."""
         queue = self._queues.setdefault(stream, deque())
         queue.append(task)
+        if len(queue) == 1:
+            self._look()
         if stream.device == HOST:
             self.drive(lambda: not queue)
 
@@ -232,7 +254,7 @@ class Adversary(Virtual):
     def _advance(self, task: _Task) -> bool:
         """Run a task, or half of one that takes time; return whether it is complete."""
         step = task.step
-        if isinstance(step, Copy | Sum):
+        if isinstance(step, _TAKES_TIME):
             if task.writing is None:
                 task.writing = self._begin(step, task.operands)
                 return False
@@ -259,14 +281,15 @@ class Adversary(Virtual):
                 self._spoil(self._memory.slots(queue))
             slot = slot_number(view, step.stream.device, self._raised)
             tensors.append(resolve(view, operands, self._memory, some.shape[0], some.dtype, slot=slot))
-        total = tensors[1].clone()
-        if isinstance(step, Sum):
-            total = total.float()
-            for source in tensors[2:]:
-                total += source.float()
         bits = BITS[some.dtype.itemsize]
+        if isinstance(step, Sum):
+            total = tensors[1].to(torch.float32, copy=True)
+            for source in tensors[2:]:
+                total += source
+            result = total.to(some.dtype).view(bits)
+        else:
+            result = tensors[1].view(bits).clone()
         target, *sources = (tensor.view(bits) for tensor in tensors)
-        result = total.to(some.dtype).view(bits)
         poison = self._garbage(result)
         target.copy_(poison)
         return _Writing(tuple(sources), tuple(s.clone() for s in sources), target, poison, result)
@@ -274,17 +297,22 @@ class Adversary(Virtual):
     @torch.inference_mode()
     def _end(self, writing: _Writing) -> None:
         """Write the result, with garbage where a source or the target has changed meanwhile."""
-        changed = writing.target != writing.poison
-        for source, seen in zip(writing.sources, writing.seen, strict=True):
-            changed |= source != seen
-        writing.target.copy_(torch.where(changed, self._garbage(writing.result), writing.result))
+        pairs = [(writing.target, writing.poison), *zip(writing.sources, writing.seen, strict=True)]
+        result = writing.result
+        if not all(torch.equal(now, before) for now, before in pairs):
+            for now, before in pairs:
+                result = torch.where(now != before, self._garbage(writing.result), result)
+        writing.target.copy_(result)
 
     def _garbage(self, right: Tensor) -> Tensor:
-        """Return random integers, each different from that in ``right``."""
-        noise = bytearray(self._random.randbytes(right.numel() * right.element_size()))
-        if not noise:
-            return right
-        return right ^ (torch.frombuffer(noise, dtype=right.dtype).view(right.shape) | 1)
+        """Return random integers, each different from that in the dense tensor ``right``."""
+        count, size = right.numel(), right.element_size()
+        if 2 * count * size > self._noise.shape[0]:
+            drawn = bytearray(self._random.randbytes(max(2 * count * size, _NOISE)))
+            self._noise = torch.frombuffer(drawn, dtype=torch.uint8) | 1
+        noise = self._noise.view(right.dtype)
+        start = int(self._random.random() * (noise.shape[0] - count))
+        return right ^ noise.as_strided(right.shape, right.stride(), start)
 
     def _spoil(self, block: Tensor) -> None:
         block.copy_(self._garbage(block))
