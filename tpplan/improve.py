@@ -114,24 +114,16 @@ class Improver:
     def _best_move(self, giver: int) -> _Move | None:
         """Return the move after which both bins lack the least room, then take the least time; None if none helps."""
         (room, load), speed = self.sides[giver], self.bins[giver].speed
-        best: _Move | None = None
-        # Of the best move: change in the bytes that both bins lack, and the longer of their times as load and speed.
-        least_change, least_load, least_speed = 0, load, speed
+        best = _Best(load, speed)
         for taker in self._partners(giver):
             other_room, other_load = self.sides[taker]
             other_speed = self.bins[taker].speed
             lack = max(0, -room) + max(0, -other_room)
-            if not lack and other_load * speed >= load * other_speed:
+            # No move makes the load of both bins less, so one of them takes at least as long as both would evenly.
+            if not lack and (load + other_load) * best.speed >= best.load * (speed + other_speed):
                 continue
-            for move, given, taken in self._moves(giver, taker):
-                change = max(0, -given[0]) + max(0, -taken[0]) - lack
-                if change > least_change or (change == 0 and lack):
-                    continue
-                slower = given[1] * other_speed >= taken[1] * speed
-                time = (given[1], speed) if slower else (taken[1], other_speed)
-                if change < least_change or time[0] * least_speed < least_load * time[1]:
-                    best, least_change, least_load, least_speed = _Move(giver, taker, *move), change, *time
-        return best
+            self._consider(giver, taker, lack, best)
+        return best.move
 
     def _partners(self, giver: int) -> list[int]:
         partners = [b for b, host in enumerate(self.bins) if b != giver and host.room >= 0]
@@ -139,20 +131,60 @@ class Improver:
             return partners
         return sorted(partners, key=lambda b: ((self.sides[b][1] << 32) // self.bins[b].speed, b))[:_PARTNERS]
 
-    def _moves(self, giver: int, taker: int) -> Iterator[tuple[tuple[int, ...], _Side, _Side]]:
-        """Yield moves (item, units, item back, units back), each with the sides of giver and taker after it."""
+    def _consider(self, giver: int, taker: int, lack: int, best: _Best) -> None:
+        """Compare the moves between two bins, which now lack ``lack`` bytes, with the best one so far."""
         speeds = self.bins[giver].speed, self.bins[taker].speed
+        mine, theirs = ([row[b] for row in self.units] for b in (giver, taker))
         for i, item in enumerate(self.items):
-            have, there = self.units[i][giver], self.units[i][taker]
+            have, there = mine[i], theirs[i]
             for n in _amounts(have, there, item.minimum):
                 given = _with(self.sides[giver], item, have, -n)
+                if not best.may_be_beaten(given, speeds[0], lack):
+                    continue
                 taken = _with(self.sides[taker], item, there, n)
-                yield (i, n), given, taken
+                best.compare((given, taken), speeds, lack, (giver, taker, i, n))
                 for j, back in enumerate(self.items):
-                    if j != i and self.units[j][taker]:
-                        mine, theirs = self.units[j][giver], self.units[j][taker]
-                        for m in _returns(back, (mine, theirs), (given, taken), speeds):
-                            yield (i, n, j, m), _with(given, back, mine, m), _with(taken, back, theirs, -m)
+                    if j == i or not theirs[j]:
+                        continue
+                    # The giver gets at least one unit back, the taker at most gets rid of all.
+                    least, most = _with(given, back, mine[j], 1), _with(taken, back, theirs[j], -theirs[j])
+                    if best.may_be_beaten(least, speeds[0], lack) and best.may_be_beaten(most, speeds[1], lack):
+                        for m in _returns(back, (mine[j], theirs[j]), (given, taken), speeds):
+                            sides = _with(given, back, mine[j], m), _with(taken, back, theirs[j], -m)
+                            best.compare(sides, speeds, lack, (giver, taker, i, n, j, m))
+
+
+class _Best:
+    """The best move of a bin so far.
+
+    Attributes:
+        move: the move; None if none helps.
+        change: change in the bytes that both bins lack.
+        load: load of the slower one of both bins after the move.
+        speed: its speed.
+    """
+
+    def __init__(self, load: int, speed: int) -> None:
+        self.move: _Move | None = None
+        self.change, self.load, self.speed = 0, load, speed
+
+    def may_be_beaten(self, side: _Side, speed: int, lack: int) -> bool:
+        """Return whether a move may be better after which one bin has at most this room and at least this load."""
+        change = max(0, -side[0]) - lack
+        if change == 0 and lack:
+            return False
+        return change < self.change or (change == self.change and side[1] * self.speed < self.load * speed)
+
+    def compare(self, sides: tuple[_Side, _Side], speeds: tuple[int, int], lack: int, move: tuple[int, ...]) -> None:
+        """Keep a move after which two bins have these sides, if it is better."""
+        given, taken = sides
+        change = max(0, -given[0]) + max(0, -taken[0]) - lack
+        if change > self.change or (change == 0 and lack):
+            return
+        slower = given[1] * speeds[1] >= taken[1] * speeds[0]
+        load, speed = (given[1], speeds[0]) if slower else (taken[1], speeds[1])
+        if change < self.change or load * self.speed < self.load * speed:
+            self.move, self.change, self.load, self.speed = _Move(*move), change, load, speed
 
 
 def _with(side: _Side, item: Item, have: int, more: int) -> _Side:

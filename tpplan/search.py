@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from operator import le, mul, sub
 from typing import TYPE_CHECKING, TypeAlias
 
 from tpplan.apportion import apportion
@@ -67,20 +68,20 @@ class _Walk:
             reversed(uppers), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], initial=[0] * len(coarse)
         )
         self.later_units = [*totals][::-1][1:]
+        self.costs, self.loads = [item.cost for item in coarse], [item.load for item in coarse]
 
     def steps(self) -> list[dict[tuple[int, ...], _Step]]:
         """Return the states after each bin, each with the step that reached it."""
         steps: list[dict[tuple[int, ...], _Step]] = []
         states: dict[tuple[int, ...], _Step] = {tuple(item.count for item in self.coarse): (0, (), (), 0)}
-        for b, space in enumerate(self.spaces):
+        for b in range(len(self.spaces)):
             reached: dict[tuple[int, ...], _Step] = {}
             for state, (filled, *_) in states.items():
-                for units, room, limit in self._moves(state, space):
+                for units, room, limit in self._moves(b, state):
                     upper = self.filler.upper(room, limit) if self.filler else 0
-                    left = tuple(have - n for have, n in zip(state, units, strict=True))
-                    if (left not in reached or filled + upper > reached[left][0]) and self._hopeful(
-                        b, left, filled + upper
-                    ):
+                    left = tuple(map(sub, state, units))
+                    # With more filler a state is no less hopeful than it was.
+                    if filled + upper > reached[left][0] if left in reached else self._hopeful(b, left, filled + upper):
                         reached[left] = (filled + upper, state, units, upper)
             steps.append(reached)
             states = reached
@@ -89,20 +90,25 @@ class _Walk:
             steps[-1] = {}
         return steps
 
-    def _moves(self, state: tuple[int, ...], space: tuple[int, int]) -> Iterator[tuple[tuple[int, ...], int, int]]:
-        """Yield the units of the coarse items that a bin may take, with the remaining room and limit."""
+    def _moves(self, b: int, state: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, int]]:
+        """Yield the units of the coarse items that a bin may take, with the remaining room and limit.
+
+        Units of the last item that would leave more of it than the bins after ``b`` can hold are left out.
+        """
+        space, last = self.spaces[b], len(state) - 1
         if min(space) < 0:
             yield (0,) * len(state), 0, -1
             return
         partial: list[tuple[tuple[int, ...], int, int]] = [((), *space)]
-        for item, have in zip(self.coarse, state, strict=True):
+        for i, (item, have) in enumerate(zip(self.coarse, state, strict=True)):
+            least = max(0, have - self.later_units[b][i]) if i == last else 0
             longer = []
             for units, room, limit in partial:
                 most = min(have, item.upper(room, limit))
                 self.budget -= 1 + most
                 if self.budget < 0:
                     raise OutOfBudgetError
-                for n in (0, *range(item.minimum, most + 1)):
+                for n in (*range(1 - least), *range(max(item.minimum, least), most + 1)):
                     if 0 < have - n < item.minimum:
                         continue
                     used = (item.kept + item.cost * n, item.load * n) if n else (0, 0)
@@ -112,11 +118,11 @@ class _Walk:
 
     def _hopeful(self, b: int, left: tuple[int, ...], filled: int) -> bool:
         """Return whether the bins after ``b`` could hold the remaining units by number, bytes and load."""
-        if any(have > most for have, most in zip(left, self.later_units[b], strict=True)):
+        if not all(map(le, left, self.later_units[b])):
             return False
         room, limit = self.later[b]
-        cost = sum(item.cost * n for item, n in zip(self.coarse, left, strict=True))
-        load = sum(item.load * n for item, n in zip(self.coarse, left, strict=True))
+        cost: int = sum(map(mul, self.costs, left))
+        load: int = sum(map(mul, self.loads, left))
         if self.filler:
             missing = max(0, self.filler.count - filled)
             cost, load = cost + self.filler.cost * missing, load + self.filler.load * missing
