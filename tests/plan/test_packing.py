@@ -7,13 +7,14 @@ from collections import Counter
 from fractions import Fraction
 from itertools import product
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 from attrs import evolve, frozen
 from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
-from tpplan.improve import Improver, numbers
+from tpplan.improve import Improver, _Best, numbers
 from tpplan.packing import SHIFT, Bin, Item, Placement, _Solver, solve
 from tpplan.search import OutOfBudgetError, search
 
@@ -240,6 +241,18 @@ def test_the_local_search_keeps_the_rules_and_only_improves(task: Instance) -> N
             lacking, longest = improver.score()
             assert (lacking == 0) == fits(task, improver.units)
             assert longest == as_fixed_point(time(task, improver.units))
+
+
+@few
+@given(larger_instances())
+def test_moves_that_the_local_search_passes_over_are_no_better(task: Instance) -> None:
+    """It makes the same moves as if it compared all of them."""
+    start = [[item.count, *[0] * (len(task.bins) - 1)] for item in task.items]
+    found, other = (Improver(task.items, task.bins, start) for _ in range(2))
+    found.run(0)
+    with patch.object(_Best, "may_be_beaten", return_value=True):
+        other.run(0)
+    assert found.units == other.units
 
 
 @few
