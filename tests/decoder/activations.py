@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 from weakref import finalize
@@ -10,12 +11,11 @@ from weakref import finalize
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from tpplan.workspace import align
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tpplan.decoder import Decoder
     from tpplan.exec.context import TPContext
@@ -74,23 +74,21 @@ class Activations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Do what torch is told to, and count what comes of it."""
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        is_made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-        if is_made_of_others and name not in _AS_ONE:
+        if name not in _AS_ONE and _is_made_of_others(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        devices = {self._owners[_key(tensor)] for tensor in given if _key(tensor) in self._owners}
+        given = {_key(tensor): tensor for tensor in _tensors((*args, *kwargs.values()))}
+        devices = {self._owners[key] for key in given.keys() & self._owners.keys()}
         assert len(devices) < 2, f"{func} of tensors on devices {devices}"
         result = func(*args, **kwargs)
-        known = set(map(_key, given))
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _key(leaf) not in known]
+        made = {key: tensor for tensor in _tensors((result,)) if (key := _key(tensor)) not in given}
         for device in devices:
-            for tensor in (*made, *(each for each in given if _key(each) in self._new)):
+            for tensor in (*made.values(), *(given[key] for key in given.keys() & self._new)):
                 self.own(tensor, device)
         if not devices:
-            for tensor in made:
-                self._new.add(_key(tensor))
-                finalize(tensor.untyped_storage(), self._new.discard, _key(tensor)).atexit = False
+            for key, tensor in made.items():
+                self._new.add(key)
+                finalize(tensor.untyped_storage(), self._new.discard, key).atexit = False
         return result
 
     def _gone(self, key: int, device: int, size: int) -> None:
@@ -139,6 +137,21 @@ class _Counted:
     def __getattr__(self, name: str) -> Any:
         """Return one of the operations, or whatever else the context has."""
         return self._operations.get(name) or getattr(self._context, name)
+
+
+@cache
+def _is_made_of_others(func: Any) -> bool:
+    """Return whether torch does an operation by others."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operation's arguments or results, also in their lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
 
 
 def _key(tensor: Tensor) -> int:
