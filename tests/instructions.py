@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import re
+from functools import cache, partial
 from inspect import signature
 from time import monotonic_ns
 from types import SimpleNamespace
@@ -22,6 +23,9 @@ from tpplan.exec.kernels import ptx
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    _Memory = Callable[[Any, int], Any]
+    _Doing = Callable[[_Memory, list[Any]], Any]
 
 #: Bits by which the halves of a word are moved to become the high ones of two.
 _HALVES = np.array([16, 0], np.uint32)
@@ -92,7 +96,7 @@ class _Builder:
     """Does at once what is written with it."""
 
     def __init__(self, allowed: Sequence[range]) -> None:
-        self._allowed = allowed
+        self._allowed = [(some, _bytes(some)) for some in allowed]
 
     @staticmethod
     def extract_value(value: _Value, index: int) -> _Value:
@@ -157,76 +161,124 @@ class _Builder:
         array[index] = _raw(value)
 
     def call(self, function: Any, values: Sequence[Any], attrs: Any = ()) -> _Value:  # noqa: ARG002
-        return _Value(self._run(function.asm, [_raw(value) for value in values]))
+        return _Value(_doing(function.asm)(self._at, [_raw(value) for value in values]))
 
     def _at(self, address: Any, size: int) -> Any:
         start = int(address)
         assert not start % size, "not at a multiple"
-        assert any(start in some and start + size - 1 in some for some in self._allowed), "not the kernel's"
-        memory: Any = (ctypes.c_char * size).from_address(start)
-        return np.frombuffer(memory, {1: np.uint8, 2: np.uint16}.get(size, np.uint32))
-
-    def _run(self, text: str, values: list[Any]) -> Any:
-        name, _, _ = text.partition(" ")
-        if name.startswith("mma.sync"):
-            return multiplied(_of_bf16 if ".bf16." in name else _of_f16, values)
-        if name == "cp.async.wait_group":
-            return wait_for_copies(int(text.removeprefix(name).removesuffix(";")))
-        if name in _SHARED:
-            return _SHARED[name](values, self._at)
-        if ".global." in text:
-            return self._access(name, text, values)
-        return _computed(name, text, values)
-
-    def _access(self, name: str, text: str, values: list[Any]) -> Any:
-        if "ld.volatile." in text or name.startswith("ld.acquire."):
-            ME.block.turns.pause(again=ME.polled == values[0])  # somebody else may have to write it
-            ME.polled = values[0]
-        if vector := _VECTOR.fullmatch(name):
-            count = int(vector[1])
-            at = self._at(values[0], 4 * count).view(np.float32 if name.endswith("f32") else np.uint32)
-            at[: len(values) - 1] = values[1:]
-            return tuple(at)
-        if name == "atom.global.inc.u32":
-            counter = self._at(values[0], 4)
-            found = counter[0]
-            counter[0] = 0 if found >= values[1] else found + 1
-            return found
-        if name in _SIZES:
-            at = self._at(values[0], _SIZES[name])
-            at[: len(values) - 1] = values[1:]
-            return at[0]
-        if guarded := _GUARDED.search(text):
-            bits = int(guarded[1]) if values[1] else 16 if guarded[2] else 0
-            return np.uint32(self._at(values[0], bits // 8)[0] if bits else 0)
-        assert ".volatile.global.u64 " in text, text
-        both = self._at(values[0], 8).view(np.uint64)
-        both[: len(values) // 2] = sum(int(value) << 32 * i for i, value in enumerate(values[1:]))
-        found = int(both[0])  # once, as others may write meanwhile
-        return np.uint32(found & 0xFFFFFFFF), np.uint32(found >> 32)
+        for some, memory in self._allowed:
+            if start in some and start + size <= some.stop:
+                here = start - some.start
+                return memory[here : here + size].view({1: np.uint8, 2: np.uint16}.get(size, np.uint32))
+        raise AssertionError("not the kernel's")
 
 
-def _computed(name: str, text: str, values: list[Any]) -> Any:
+def _bytes(some: range) -> Any:
+    """Return the memory at these addresses."""
+    memory: Any = (ctypes.c_char * len(some)).from_address(some.start)
+    return np.frombuffer(memory, np.uint8)
+
+
+@cache
+def _doing(text: str) -> _Doing:
+    """Return what does an instruction, given what finds memory, and values."""
+    name, _, _ = text.partition(" ")
+    if name.startswith("mma.sync"):
+        floats = _of_bf16 if ".bf16." in name else _of_f16
+        return lambda _, values: multiplied(floats, values)
+    if name == "cp.async.wait_group":
+        groups = int(text.removeprefix(name).removesuffix(";"))
+        return lambda *_: wait_for_copies(groups)
+    if name in _SHARED:
+        return _SHARED[name]
+    if ".global." not in text:
+        return _computing(name, text)
+    access = _access(name, text)
+    return _polling(access) if "ld.volatile." in text or name.startswith("ld.acquire.") else access
+
+
+def _polling(access: _Doing) -> _Doing:
+    """Return what lets others run before it does the same: somebody else may have to write what it reads."""
+
+    def poll(memory: _Memory, values: list[Any]) -> Any:
+        ME.block.turns.pause(again=ME.polled == values[0])
+        ME.polled = values[0]
+        return access(memory, values)
+
+    return poll
+
+
+def _access(name: str, text: str) -> _Doing:
+    """Return what does an access of global memory."""
+    if vector := _VECTOR.fullmatch(name):
+        return partial(_vector, 4 * int(vector[1]), np.float32 if name.endswith("f32") else np.uint32)
+    if name == "atom.global.inc.u32":
+        return _increment
+    if name in _SIZES:
+        return partial(_word, _SIZES[name])
+    if guarded := _GUARDED.search(text):
+        return partial(_guarded, int(guarded[1]), 16 if guarded[2] else 0)
+    assert ".volatile.global.u64 " in text, text
+    return _halves
+
+
+def _vector(size: int, kind: Any, memory: _Memory, values: list[Any]) -> Any:
+    at = memory(values[0], size).view(kind)
+    at[: len(values) - 1] = values[1:]
+    return tuple(at)
+
+
+def _increment(memory: _Memory, values: list[Any]) -> Any:
+    counter = memory(values[0], 4)
+    found = counter[0]
+    counter[0] = 0 if found >= values[1] else found + 1
+    return found
+
+
+def _word(size: int, memory: _Memory, values: list[Any]) -> Any:
+    at = memory(values[0], size)
+    at[: len(values) - 1] = values[1:]
+    return at[0]
+
+
+def _guarded(bits: int, otherwise: int, memory: _Memory, values: list[Any]) -> Any:
+    size = (bits if values[1] else otherwise) // 8
+    return np.uint32(memory(values[0], size)[0] if size else 0)
+
+
+def _halves(memory: _Memory, values: list[Any]) -> Any:
+    both = memory(values[0], 8).view(np.uint64)
+    both[: len(values) // 2] = sum(int(value) << 32 * i for i, value in enumerate(values[1:]))
+    found = int(both[0])
+    return np.uint32(found & 0xFFFFFFFF), np.uint32(found >> 32)
+
+
+def _computing(name: str, text: str) -> _Doing:
+    """Return what computes something of values."""
     if permuted := _PERMUTED.fullmatch(text):
-        given, chosen = np.array(values, np.uint32).view(np.uint8), [int(each, 16) for each in reversed(permuted[1])]
-        found = [given[each] if each < 8 else given[each & 7] // 128 * 255 for each in chosen]
-        return np.array(found, np.uint8).view(np.uint32)[0]
+        return partial(_permuted, [int(each, 16) for each in reversed(permuted[1])])
     if name in _OF_PAIRS:
         of, to, run_one = _OF_PAIRS[name]
-        return to(*(run_one(*each) for each in zip(*map(of, values), strict=True)))
+        return lambda _, values: to(*(run_one(*each) for each in zip(*map(of, values), strict=True)))
     for each, run in _BITS.items():
         if text == _TEXTS[each]:
-            return run(*values)
+            return lambda _, values: run(*values)
     assert name.startswith(("griddepcontrol", ".pragma", "fence")), text
-    return None
+    return lambda *_: None
+
+
+def _permuted(chosen: Sequence[int], _: _Memory, values: list[Any]) -> Any:
+    given = np.array(values, np.uint32).view(np.uint8)
+    found = [given[each] if each < 8 else given[each & 7] // 128 * 255 for each in chosen]
+    return np.array(found, np.uint8).view(np.uint32)[0]
 
 
 #: Accesses of several words.
 _VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.[uf]32")
-#: What is done with shared memory, given values, and what finds global memory.
-_SHARED: dict[str, Callable[..., Any]] = {
-    "ld.shared.v4.u32": lambda values, _: tuple(words_at(values[0])),
-    "cp.async.cg.shared.global": lambda values, memory: copy_words(values[0], memory(values[1], 16)),
+#: What is done with shared memory.
+_SHARED: dict[str, _Doing] = {
+    "ld.shared.v4.u32": lambda _, values: tuple(words_at(values[0])),
+    "cp.async.cg.shared.global": lambda memory, values: copy_words(values[0], memory(values[1], 16)),
     "cp.async.commit_group;": lambda *_: end_copies(),
     "cp.async.wait_all;": lambda *_: wait_for_copies(),
 }
@@ -284,7 +336,9 @@ def _text_of(intrinsic: Any) -> str:
     raise AssertionError
 
 
+@cache
 def _defined(intrinsic: Any, count: int) -> Any:
+    """Return the signature of an intrinsic with so many arguments, and what writes it."""
     try:
         return intrinsic._defn(None, *[_Kind()] * count)
     except TypeError:

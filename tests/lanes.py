@@ -1,10 +1,10 @@
-"""What a GPU does with a kernel's Python source, done on the CPU: a thread for each lane, block after block."""
+"""What a GPU does with a kernel's Python source, done on the CPU: a greenlet for each lane, block after block."""
 
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -12,17 +12,16 @@ from unittest.mock import patch
 import numpy as np
 from attrs import field, frozen
 from numba import cuda
-from numba.cuda import libdevice
+from numba.cuda import libdevice, types
 
 from tests.instructions import doer
-from tests.warps import LANES, ME, Block, Meeting, StuckError, Turns, meet, shared_array, told
+from tests.warps import LANES, ME, Block, Meeting, Turns, meet, shared_array, told
 from tpplan.exec.gpu.exchange_table import MOST_WORDS
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Future
 
     import torch
 
@@ -60,6 +59,7 @@ def _patches(allowed: Sequence[range]) -> Iterator[Any]:
     yield patch.object(libdevice, "tanhf", np.tanh)
     yield patch.object(libdevice, "erff", lambda x: np.float32(math.erf(x)))
     yield patch.object(type(ptx.load_16), "__call__", doer(allowed))
+    yield patch.object(type(types.uint64), "__call__", lambda self, value: getattr(np, self.name)(value))
     device = type(cuda.jit(device=True)(shared_array))
     yield patch.object(device, "__call__", lambda self, *values: self.py_func(*values))
 
@@ -77,10 +77,10 @@ def run(
         allowed: what it may read and write, where it is in memory; all else fails.
     """
     count = (blocks, 1) if isinstance(blocks, int) else blocks
-    with _running(threads, allowed) as run_all:
+    with _patched(allowed):
         for number in reversed([*np.ndindex(count)]):
             turns = Turns()
-            run_all([_Work(kernel, Block(number, threads, count, turns), [words], Meeting(turns, threads))])
+            _run([_Work(kernel, Block(number, threads, count, turns), [words], Meeting(turns, threads))])
 
 
 def run_together(
@@ -108,8 +108,8 @@ def run_together(
         for number in range(blocks):
             block = Block((number, 0), threads, (blocks, 1), turns)
             works.append(_Work(kernel, block, launches, between, slow=i == slow))
-    with _running(threads * len(works), allowed) as run_all:
-        run_all(works)
+    with _patched(allowed):
+        _run(works)
 
 
 def _numbers(launches: Sequence[Sequence[int]]) -> list[list[Any]]:
@@ -135,47 +135,32 @@ class _Work:
     between: Meeting
     slow: bool = False
 
-    def run(self, thread: int, turn: Any) -> None:
+    def run(self, thread: int) -> None:
         """Be one of the threads."""
-        ME.block, ME.thread, ME.turn, ME.arrays, ME.met, ME.polled = self.block, thread, turn, 0, 0, None
-        ME.copies = [[]]
-        self.block.turns.begin()
-        try:
-            with np.errstate(over="ignore"):  # numbers of messages wrap
-                for i, words in enumerate(self.launches):
-                    if i:
-                        self.between.wait()
-                    ME.words = words
-                    self.kernel.function(*words[: self.kernel.arguments])
-        except BaseException:
-            self.block.turns.stop()
-            raise
-        self.block.turns.end()
+        ME.__dict__ = {"block": self.block, "thread": thread, "arrays": 0, "met": 0, "polled": None, "copies": [[]]}
+        with np.errstate(over="ignore"):  # numbers of messages wrap
+            for i, words in enumerate(self.launches):
+                if i:
+                    self.between.wait()
+                ME.words = words
+                self.kernel.function(*words[: self.kernel.arguments])
 
 
 @contextmanager
-def _running(threads: int, allowed: Sequence[torch.Tensor]) -> Iterator[Callable[[Sequence[_Work]], None]]:
-    """Yield what runs blocks, of so many threads in all, at the same time."""
+def _patched(allowed: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let kernels find lanes where they look for GPUs, and in memory what they may read and write."""
     ranges = [range(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in allowed]
     with ExitStack() as stack:
         for each in _patches(ranges):
             stack.enter_context(each)
-        pool = stack.enter_context(ThreadPoolExecutor(threads))
-
-        def run_all(works: Sequence[_Work]) -> None:
-            lanes = []
-            for work in works:
-                count, block = work.kernel.arguments, work.block
-                assert all(len(words) == (count if count > 1 else MOST_WORDS) for words in work.launches)
-                lanes += [pool.submit(work.run, i, block.turns.new(slow=work.slow)) for i in range(block.size)]
-            works[0].block.turns.end()
-            _end(lanes)
-
-        yield run_all
+        yield
 
 
-def _end(lanes: Sequence[Future[None]]) -> None:
-    """Wait for lanes, and raise what one of them has raised first."""
-    errors = [error for each in lanes if (error := each.exception())]
-    for error in sorted(errors, key=lambda each: isinstance(each, StuckError)):
-        raise error
+def _run(works: Sequence[_Work]) -> None:
+    """Run blocks at the same time."""
+    for work in works:
+        count, block = work.kernel.arguments, work.block
+        assert all(len(words) == (count if count > 1 else MOST_WORDS) for words in work.launches)
+        for i in range(block.size):
+            block.turns.add(partial(work.run, i), slow=work.slow)
+    works[0].block.turns.run()

@@ -6,12 +6,12 @@ In shared memory nothing may depend on which thread is first.
 from __future__ import annotations
 
 from random import Random
-from threading import Lock, local
 from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import define, field
+from greenlet import getcurrent, greenlet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,86 +24,79 @@ _APART = 2**20
 _PAUSE = 0.01
 #: How often the next turn is for another thread than a slow one.
 _OTHERS = 0.97
-#: Of a thread: its block and its number there, its turn, the arrays that it asked for, how often it met the others,
+#: Of the thread that runs: its block and its number there, the arrays that it asked for, how often it met the others,
 #: what its kernel is told, where it polled last, and groups of what it copies.
-ME = local()
+ME: Any = type("Thread", (), {})()
 
 
 class StuckError(Exception):
-    """A thread waits for others that have failed or ended."""
+    """A thread waits for others that have ended."""
 
 
 class Turns:
-    """Lets one thread run at a time, until it waits for others: switching is cheap so.
+    """Runs threads by turns, each until it waits for others.
 
-    Who comes next is drawn, as a GPU promises no order, and always in the same way; slow threads are drawn seldom.
+    They are greenlets, which take a small part of the time in which the system switches between threads of its own. Who
+    comes next is drawn, as a GPU promises no order, and always in the same way; slow threads are drawn seldom.
     """
 
     def __init__(self) -> None:
         """Have nobody yet."""
         self._random = Random(1)
-        self._ready: list[Any] = []
-        self._waiting: set[Any] = set()
-        self._slow: set[Any] = set()
-        self._is_over = False
+        self._ready: list[greenlet] = []
+        self._waiting: set[greenlet] = set()
+        self._slow: set[greenlet] = set()
 
-    def new(self, *, slow: bool = False) -> Any:
-        """Return the turn of a thread that is about to start; it is held until the thread may run."""
-        turn = Lock()
-        turn.acquire()
+    def add(self, run: Callable[[], None], *, slow: bool = False) -> None:
+        """Have one more thread, which begins when it is drawn."""
+        thread = greenlet(run)
         if slow:
-            self._slow.add(turn)
-        self._ready.append(turn)
-        return turn
+            self._slow.add(thread)
+        self._ready.append(thread)
 
-    def begin(self) -> None:
-        """Wait for the first turn of this thread, or for the next one."""
-        ME.turn.acquire()
-        if self._is_over:
+    def run(self) -> None:
+        """Run all threads to their ends, and raise what the first of them raises.
+
+        Raises:
+            StuckError: all that are left wait.
+        """
+        while self._ready:
+            self._ready.pop(self._drawn()).switch()
+        if self._waiting:
             raise StuckError
-
-    def end(self) -> None:
-        """Let another one run; where all others wait, nobody will ever come that they wait for."""
-        if self._ready:
-            self._ready.pop(self._drawn()).release()
-        elif self._waiting:
-            self.stop()
 
     def _drawn(self) -> int:
         """Return which of those that are ready is next."""
         if self._slow and self._random.random() < _OTHERS:
-            others = [i for i, turn in enumerate(self._ready) if turn not in self._slow]
+            others = [i for i, thread in enumerate(self._ready) if thread not in self._slow]
             if others:
                 return self._random.choice(others)
         return self._random.randrange(len(self._ready))
 
-    def stop(self) -> None:
-        """Let everybody fail."""
-        self._is_over = True
-        turns = [*self._ready, *self._waiting]
-        self._ready, self._waiting = [], set()
-        for turn in turns:
-            turn.release()
-
     def pause(self, *, again: bool) -> None:
         """Let others run first; where there are none, who asks for the same again waits a little."""
         if self._ready:
-            self._ready.append(ME.turn)
-            self.end()
-            self.begin()
+            self._ready.append(getcurrent())
+            _let_others_run()
         elif again:
             sleep(_PAUSE)
 
     def wait(self) -> None:
         """Let others run until one of them wakes this thread."""
-        self._waiting.add(ME.turn)
-        self.end()
-        self.begin()
+        self._waiting.add(getcurrent())
+        _let_others_run()
 
-    def wake(self, turns: Sequence[Any]) -> None:
+    def wake(self, threads: Sequence[greenlet]) -> None:
         """Let threads run again that wait."""
-        self._waiting.difference_update(turns)
-        self._ready += turns
+        self._waiting.difference_update(threads)
+        self._ready += threads
+
+
+def _let_others_run() -> None:
+    """Return at this thread's next turn."""
+    mine = ME.__dict__
+    getcurrent().parent.switch()
+    ME.__dict__ = mine
 
 
 class Meeting:
@@ -118,12 +111,12 @@ class Meeting:
             act: done by the last one that comes.
         """
         self._turns, self._size, self._act = turns, size, act
-        self._there: list[Any] = []
+        self._there: list[greenlet] = []
 
     def wait(self) -> None:
         """Return when all are there."""
         if len(self._there) + 1 < self._size:
-            self._there.append(ME.turn)
+            self._there.append(getcurrent())
             self._turns.wait()
             return
         self._act()
