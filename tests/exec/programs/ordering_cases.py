@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tpplan.exec.programs.call import Call
 from tpplan.exec.programs.fence import caller, fence, order, own
 from tpplan.exec.programs.ordering import check
 from tpplan.exec.programs.program import INPUT, OUTPUT, Buffer, Command, Copy, Event, Program, View
-from tpplan.exec.programs.timeline import Call
 
 
 def of(role: str, device: int = 0, start: int = 0, stop: int = 8) -> View:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.exec.programs.ordering_cases import kinds, of, program
 from tpplan.errors import InternalError
+from tpplan.exec.programs.call import Call
 from tpplan.exec.programs.fence import own
 from tpplan.exec.programs.ordering import DEADLOCK, FLAGS, RACE, check, verify
 from tpplan.exec.programs.program import (
@@ -30,7 +31,6 @@ from tpplan.exec.programs.program import (
     View,
     Wait,
 )
-from tpplan.exec.programs.timeline import Call
 
 ONE_WAY = Queue(1, 0, (1,))
 FULL, FREE = Flag("full", ONE_WAY), Flag("free", ONE_WAY, 1)

@@ -13,6 +13,7 @@ import pytest
 from attrs import evolve
 
 from tests.exec.program_cases import CASES, Case, case
+from tpplan.exec.programs.call import Call
 from tpplan.exec.programs.operation import Reduction, broadcast
 from tpplan.exec.programs.ordering import check
 from tpplan.exec.programs.program import (
@@ -30,7 +31,6 @@ from tpplan.exec.programs.program import (
     Sum,
     Wait,
 )
-from tpplan.exec.programs.timeline import Call
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -210,9 +210,13 @@ def neighbours(found: Case) -> list[Call]:
 
 
 def is_caught(mutant: Call, others: Iterable[Call], turns: int) -> bool:
-    """Tell whether the checker finds fault with a program in any sequence of up to one more than so many."""
-    alone = ([mutant] * times for times in range(1, turns + 2))
-    among = ([q] * before + [mutant] + [q] * (turns - before) for q in others for before in range(turns, -1, -1))
+    """Tell whether the checker finds fault with a program, alone or among others, in this many turns.
+
+    Whatever runs earlier adds no order to what runs later: long sequences find all that shorter ones do, which are only
+    there to be quick.
+    """
+    alone = ([mutant] * times for times in sorted({1, 2, turns + 1}))
+    among = ([q] * turns + [mutant] + [q] * turns for q in others)
     around = ([mutant, *[q] * (turns - 1), mutant] for q in others)
     return any(check(sequence) for sequences in (alone, among, around) for sequence in sequences)
 
@@ -225,5 +229,5 @@ def test_every_mutant_is_caught_or_explained(name: str) -> None:
     mutants = [mutant for mutation in (dropped, weakened, misplaced, moved) for mutant in mutation(one.program)]
     assert mutants
     assert not is_caught(one, others, found.turns)
-    survivors = {what for what, program in mutants if not is_caught(one._replace(program=program), others, found.turns)}
+    survivors = {what for what, program in mutants if not is_caught(evolve(one, program=program), others, found.turns)}
     assert survivors == SURVIVORS.get(name, {}).keys()

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING
 from attrs import Factory, define, frozen
 
 from tpplan.errors import InternalError
+from tpplan.exec.programs.call import Call
 from tpplan.exec.programs.fence import own
 from tpplan.exec.programs.program import (
     HOST,
     INPUT,
+    OPERANDS,
     OUTPUT,
     RESIDUAL,
     Await,
@@ -36,7 +38,7 @@ from tpplan.exec.programs.program import (
     writes,
 )
 from tpplan.exec.programs.region import Memory, Region, gap, regions
-from tpplan.exec.programs.timeline import Call, Node, Timeline
+from tpplan.exec.programs.timeline import Node, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -135,9 +137,9 @@ def _gaps(program: Program) -> Iterator[Finding]:
     for buffer, views in written.items():
         stop, parts = max(view.stop for view in views), lcm(*{view.parts for view in views})
         spans: defaultdict[Memory, list[tuple[int, int]]] = defaultdict(list)
-        for region in (r for view in views for r in regions(view, 0, parts)):
+        for region in (r for view in views for r in regions(view, parts)):
             spans[region.memory].append((region.start, region.stop))
-        for whole in regions(View(buffer, 0, stop), 0, parts):
+        for whole in regions(View(buffer, 0, stop), parts):
             column = gap(spans[whole.memory], 0, stop)
             if column is not None:
                 yield Finding(GAP, f"nothing in {program.name} writes all rows of {View(buffer, column, stop)}")
@@ -173,7 +175,7 @@ def _deadlocks(timeline: Timeline, order: Sequence[int]) -> Iterator[Finding]:
         yield Finding(DEADLOCK, ", which waits for ".join(str(timeline.nodes[index]) for index in cycle))
 
 
-_Accesses = dict[Memory, list[tuple[int, Region]]]
+_Accesses = list[tuple[int, Region]]
 
 
 @define
@@ -184,59 +186,74 @@ class _Watch:
         nodes: the nodes of a timeline.
         found: findings so far, by the commands.
         past: for each node, a bit set of the nodes that are complete when it ends.
-        read: for each memory, the reads and their nodes. Reads that a later write covers are dropped: the write is
-            ordered after them, and later accesses are compared with it.
+        read: for each memory, the reads and their nodes; an operand's memory is told apart by its program. Reads that a
+            later write covers are dropped: the write is ordered after them, and later accesses are compared with it.
         written: the same for writes.
     """
 
     nodes: Sequence[Node]
     found: dict[tuple[object, ...], Finding] = Factory(dict)
     past: list[int] = Factory(list)
-    read: _Accesses = Factory(lambda: defaultdict(list))
-    written: _Accesses = Factory(lambda: defaultdict(list))
+    read: dict[Memory, _Accesses] = Factory(lambda: defaultdict(list))
+    written: dict[Memory, _Accesses] = Factory(lambda: defaultdict(list))
 
     def watch(self, order: Iterable[int]) -> Iterable[Finding]:
         """Return races, reads of unwritten data, and reads of overwritten data."""
-        self.past = [1 << index for index in range(len(self.nodes))]
+        self.past = [0] * len(self.nodes)
         for index in order:
-            node = self.nodes[index]
+            node, past = self.nodes[index], 1 << index
             for earlier in node.after:
-                self.past[index] |= self.past[earlier]
-            for region in node.reads:
-                self._compare(index, region, self.written)
-                self._check_content(index, region)
-            for region in node.writes:
-                self._compare(index, region, self.written)
-                self._compare(index, region, self.read)
-                for accesses in (self.read, self.written):
-                    left = [(i, r) for i, r in accesses[region.memory] if not region.covers(r)]
-                    accesses[region.memory] = left
-                self.written[region.memory].append((index, region))
-            for region in node.reads:
-                self.read[region.memory].append((index, region))
+                past |= self.past[earlier]
+            self.past[index] = past
+            if node.reads or node.writes:
+                self._access(index, node)
         return self.found.values()
+
+    def _access(self, index: int, node: Node) -> None:
+        """Check a node's accesses, and keep them."""
+        read = [(self._memory(node, region), region) for region in node.reads]
+        for memory, region in read:
+            written = self.written[memory]
+            self._compare(index, region, written)
+            self._check_content(index, region, written)
+        for region in node.writes:
+            memory = self._memory(node, region)
+            for kept in (self.written, self.read):
+                if kept[memory]:
+                    self._compare(index, region, kept[memory])
+                    kept[memory] = [
+                        (i, r)
+                        for i, r in kept[memory]
+                        if not region.covers(r, alike=self.nodes[i].program == node.program)
+                    ]
+            self.written[memory].append((index, region))
+        for memory, region in read:
+            self.read[memory].append((index, region))
+
+    def _memory(self, node: Node, region: Region) -> Memory:
+        return (*region.memory, node.program) if region.view.buffer.role in OPERANDS else region.memory
 
     def _compare(self, index: int, region: Region, accesses: _Accesses) -> None:
         """Find accesses to the same bytes that are not ordered before this one."""
-        past = self.past[index]
-        for earlier, other in accesses[region.memory]:
-            if not past >> earlier & 1 and region.overlaps(other):
+        past, program = self.past[index], self.nodes[index].program
+        for earlier, other in accesses:
+            if not past >> earlier & 1 and region.overlaps(other, alike=program == self.nodes[earlier].program):
                 self._tell(RACE, f"{region.view} in {{}} and {other.view} in {{}} are in no order", index, earlier)
 
-    def _check_content(self, index: int, region: Region) -> None:
+    def _check_content(self, index: int, region: Region, accesses: _Accesses) -> None:
         """Find reads of data not yet written by the program, or of inputs it has overwritten, unless they are races."""
         node, view = self.nodes[index], region.view
         for target in node.writes:
-            if target.memory == region.memory and target.overlaps(region) and target[2:] != region[2:]:
+            if target.memory == region.memory and target.overlaps(region, alike=True) and target[2:] != region[2:]:
                 self._tell(OVERWRITTEN, f"{{}} reads {view} while it writes {target.view}", index, index)
         written = [
             (i, r)
-            for i, r in self.written[region.memory]
+            for i, r in accesses
             if self.nodes[i].program == node.program and not isinstance(self.nodes[i].what, str)
         ]
         if view.buffer.role in {INPUT, RESIDUAL}:
             for earlier, other in written:
-                if region.overlaps(other):
+                if region.overlaps(other, alike=True):
                     self._tell(OVERWRITTEN, f"{{}} reads {view} after {{}} wrote {other.view}", index, earlier)
         elif not (isinstance(node.what, Sum) and view == node.what.target):
             spans = ((r.start, r.stop) for _, r in written if r[2:5] == region[2:5])  # same place and rows

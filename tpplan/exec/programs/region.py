@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tpplan.exec.programs.program import OPERANDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from tpplan.exec.programs.program import View
 
@@ -19,9 +19,9 @@ class Region(NamedTuple):
 
     Attributes:
         view: the command's view of them.
-        memory: identifies the memory; regions of different memories never overlap.
+        memory: identifies the memory, an operand's within its call; regions of different memories never overlap.
         cut: (piece, pieces) of the memory; different pieces of equally many do not overlap.
-        shape: layout of rows in the piece; regions of different layouts are assumed to overlap.
+        width: columns of the rows in the piece; 0 for operands.
         rows: (part, parts) of the rows whose data it holds.
         start: first column.
         stop: one past the last column.
@@ -30,47 +30,50 @@ class Region(NamedTuple):
     view: View
     memory: Memory
     cut: tuple[int, int]
-    shape: tuple[int, int]
+    width: int
     rows: tuple[int, int]
     start: int
     stop: int
 
-    def overlaps(self, other: Region) -> bool:
-        """Return whether two regions of the same memory may overlap."""
+    def overlaps(self, other: Region, *, alike: bool) -> bool:
+        """Return whether two regions of the same memory may overlap.
+
+        Args:
+            other: the other region.
+            alike: whether both are of the same call, so that rows of the same width are equally long; regions with rows
+                of different lengths are assumed to overlap.
+        """
         if self.cut != other.cut:
             return self.cut[1] != other.cut[1]
-        return self.shape != other.shape or (self.start < other.stop and other.start < self.stop)
+        return not alike or self.width != other.width or (self.start < other.stop and other.start < self.stop)
 
-    def covers(self, other: Region) -> bool:
+    def covers(self, other: Region, *, alike: bool) -> bool:
         """Return whether whatever overlaps ``other``, a region of the same memory, also overlaps this one."""
         return (
-            self.start <= other.start
+            alike
+            and self.start <= other.start
             and other.stop <= self.stop
             and self.cut == other.cut
-            and self.shape == other.shape
+            and self.width == other.width
         )
 
 
-def regions(view: View, program: int, parts: int, slot: int = 0) -> Iterator[Region]:
-    """Yield the regions of a view.
+def regions(view: View, parts: int) -> list[Region]:
+    """Return the regions of a view.
 
-    Operands of different programs count as different memory, and so do different rows of an operand. The context's
-    memory is shared by all programs, which may use it with rows of different lengths and dtypes.
+    Different rows of an operand count as different memory. The context's memory is shared by all programs, which may
+    use it with rows of different lengths and dtypes.
 
     Args:
-        view: a view in a command.
-        program: number of its program.
+        view: a view in a command; of a queue it is in the first slot.
         parts: number of parts of the operands' rows such that every view of the program covers whole parts.
-        slot: index of the queue's slot, if the view is in one.
     """
-    buffer, start, stop, part, of = view[:5]
-    if buffer.role in OPERANDS:
-        for each in range(part * parts // of, (part + 1) * parts // of):
-            yield Region(view, (buffer.role, buffer.device, program, each), (0, 1), (0, 0), (0, 1), start, stop)
-    else:
-        memory = (buffer.queue, slot) if buffer.queue else (buffer.role, buffer.device)
-        cut, shape = (buffer.piece, buffer.pieces), (program, view.width)
-        yield Region(view, memory, cut, shape, (part, of), start, stop)
+    (role, device, piece, pieces, queue), start, stop, part, of, width = view
+    if role in OPERANDS:
+        places = range(part * parts // of, (part + 1) * parts // of)
+        return [Region(view, (role, device, each), (0, 1), 0, (0, 1), start, stop) for each in places]
+    memory = (queue, 0) if queue else (role, device)
+    return [Region(view, memory, (piece, pieces), width, (part, of), start, stop)]
 
 
 def gap(spans: Iterable[tuple[int, int]], start: int, stop: int) -> int | None:

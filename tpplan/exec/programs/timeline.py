@@ -8,51 +8,21 @@ and overwrites its outputs once the program's results are complete.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import Factory, define
 
-from tpplan.exec.programs.fence import HOST_STREAM, caller
-from tpplan.exec.programs.program import (
-    CALLER,
-    HOST,
-    INPUT,
-    OPERANDS,
-    OUTPUT,
-    RESIDUAL,
-    Await,
-    Buffer,
-    Event,
-    Flag,
-    Record,
-    Signal,
-    Stream,
-    View,
-    Wait,
-    flat,
-    reads,
-    writes,
-)
-from tpplan.exec.programs.region import regions
+from tpplan.exec.programs.call import Access
+from tpplan.exec.programs.fence import HOST_STREAM
+from tpplan.exec.programs.program import CALLER, Await, Copy, Event, Flag, Record, Signal, Stream, Sum, Wait
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from tpplan.exec.programs.call import Call
+    from tpplan.exec.programs.program import Step
+    from tpplan.exec.programs.region import Memory, Region
 
-    from tpplan.exec.programs.program import Program, Step
-    from tpplan.exec.programs.region import Region
-
-
-class Call(NamedTuple):
-    """A call of a program, with operands that no other call uses.
-
-    Attributes:
-        program: the program to run.
-        in_place: whether each device's output may be its input or its residual.
-    """
-
-    program: Program
-    in_place: bool = False
+#: The key of the host's stream, which all programs share.
+_HOST = (HOST_STREAM, 0)
 
 
 class Node(NamedTuple):
@@ -102,10 +72,7 @@ class Timeline:
     nodes: list[Node] = Factory(list)
     stuck: list[Stuck] = Factory(list)
     _program: int = -1
-    _operands: dict[Buffer, int] = Factory(dict)
-    _in_place: bool = False
-    _parts: int = 1
-    _last: dict[tuple[Stream, int], int] = Factory(dict)
+    _last: dict[tuple[Stream | None, int], int] = Factory(dict)
     _recorded: dict[Event, int] = Factory(dict)
     _raised: defaultdict[Flag, list[int]] = Factory(lambda: defaultdict(list))
     _awaited: Counter[tuple[Flag, int]] = Factory(Counter)
@@ -113,63 +80,46 @@ class Timeline:
 
     def run(self, call: Call) -> None:
         """Add a program, with its caller's accesses before and after it."""
-        program, self._in_place = call
         self._program += 1
-        steps = tuple(flat(program))
-        views = [v for step in steps for v in (*reads(step), *writes(step)) if v.buffer.role in OPERANDS]
-        self._operands = {}
-        for view in views:
-            self._operands[view.buffer] = max(view.stop, self._operands.get(view.buffer, 0))
-        self._parts = lcm(*{view.parts for view in views})
-        devices = sorted({buffer.device for buffer in self._operands})
-        for device in devices:
-            self._call("writes", device, OPERANDS, HOST_STREAM if device == HOST else caller(device))
-        for step in steps:
-            self._issue(step)
-        for device in devices:
-            if device != HOST:
-                self._call("reads and overwrites", device, OPERANDS, caller(device))
-        self._call("overwrites", HOST, (INPUT, RESIDUAL), HOST_STREAM)
-        results = [self._recorded[event] for event in program.results if event in self._recorded]
-        self._call("reads and overwrites", HOST, (OUTPUT,), None, results)
+        for access in call.before:
+            self._add(access, [])
+        for access in call.steps:
+            self._issue(access)
+        results = [self._recorded[event] for event in call.program.results if event in self._recorded]
+        for access in call.after:
+            self._add(access, [] if access.stream else results)
         self._raise()
 
-    def _call(
-        self, does: str, device: int, roles: tuple[str, ...], stream: Stream | None, after: Iterable[int] = ()
-    ) -> None:
-        """Add an access of the caller to all operands of a device in these roles, if there are any."""
-        operands = sorted(b for b in self._operands if b.device == device and b.role in roles)
-        if operands:
-            wholes = tuple(r for b in operands for r in self._regions(View(b, 0, self._operands[b]), device))
-            what = f"the caller {does} {', '.join(map(str, operands))}"
-            self._add(stream, Node(self._program, what, (), wholes, [*after]))
-
-    def _issue(self, step: Step | Record | Wait) -> None:
+    def _issue(self, access: Access) -> None:
         """Add a command."""
-        device, index = step.stream.device, len(self.nodes)
-        got, put = (tuple(r for v in views for r in self._regions(v, device)) for views in (reads(step), writes(step)))
-        node = Node(self._program, step, got, put, [])
+        step, index = access.what, len(self.nodes)
+        after: list[int] = []
         if isinstance(step, Record):
             self._recorded[step.event] = index
         elif isinstance(step, Wait):
             if step.event in self._recorded:
-                node.after.append(self._recorded[step.event])
+                after.append(self._recorded[step.event])
         elif isinstance(step, Signal):
             self._raised[step.flag].append(index)
         elif isinstance(step, Await):
+            device = step.stream.device
             self._awaited[step.flag, device] += 1
             self._polling.append((index, step.flag, self._awaited[step.flag, device] - step.behind))
-        self._add(step.stream, node)
+        elif isinstance(step, Copy | Sum):
+            access = self._in_slots(access, step.stream.device)
+        self._add(access, after)
 
-    def _add(self, stream: Stream | None, node: Node) -> None:
+    def _add(self, access: Access, after: list[int]) -> None:
         """Add a node after its stream's last node and the host's; without a stream, no node follows it."""
-        follows = [(HOST_STREAM, 0)]
-        if stream and stream != HOST_STREAM:
-            follows.append((stream, self._program if stream.kind == CALLER else 0))
-        node.after.extend(self._last[key] for key in follows if key in self._last)
+        stream, what, reads, writes = access
+        key = (stream, self._program if stream and stream.kind == CALLER else 0)
+        if _HOST in self._last:
+            after.append(self._last[_HOST])
+        if key != _HOST and key in self._last:
+            after.append(self._last[key])
         if stream:
-            self._last[follows[-1]] = len(self.nodes)
-        self.nodes.append(node)
+            self._last[key] = len(self.nodes)
+        self.nodes.append(Node(self._program, what, reads, writes, after))
 
     def _raise(self) -> None:
         """Add the dependency of every Await of the program on its Signal, which may have been issued later."""
@@ -181,17 +131,18 @@ class Timeline:
                 self.nodes[index].after.append(raised[wanted - 1])
         self._polling.clear()
 
-    def _regions(self, view: View, device: int) -> Iterator[Region]:
-        """Yield the regions of a view that a device accesses, including those of possible aliases."""
-        buffer, slot = view.buffer, 0
-        if buffer.queue:
-            sends = device == buffer.queue.sender
-            passed = Flag("full", buffer.queue) if sends else Flag("free", buffer.queue, device)
-            slot = len(self._raised[passed]) % buffer.queue.slots
-        yield from regions(view, self._program, self._parts, slot)
-        if self._in_place and buffer.role == OUTPUT:
-            for role in (INPUT, RESIDUAL):
-                alias = buffer._replace(role=role)
-                if alias in self._operands:
-                    may_be = regions(view._replace(buffer=alias), self._program, self._parts)
-                    yield from (region._replace(view=view) for region in may_be)
+    def _in_slots(self, access: Access, device: int) -> Access:
+        """Return an access with its regions of queues in the slot of the message that a device handles next."""
+        if not any(region.view.buffer.queue for region in (*access.reads, *access.writes)):
+            return access
+        reads, writes = (
+            tuple(region._replace(memory=self._memory(region, device)) for region in found) for found in access[2:]
+        )
+        return Access(access.stream, access.what, reads, writes)
+
+    def _memory(self, region: Region, device: int) -> Memory:
+        queue = region.view.buffer.queue
+        if not queue:
+            return region.memory
+        passed = Flag("full", queue) if device == queue.sender else Flag("free", queue, device)
+        return queue, len(self._raised[passed]) % queue.slots
