@@ -31,7 +31,7 @@ from tpplan.decoder.kernels.finishing import ADD
 from tpplan.decoder.kernels.scale_kinds import BF16, F16, F32
 from tpplan.decoder.kernels.tile_sums import TILE
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.kernel import copied_function, device_function
+from tpplan.exec.kernels.kernel import copied_function
 
 if TYPE_CHECKING:
     from tpplan.decoder.kernels.packed_codes import Codes
@@ -64,19 +64,19 @@ class MatrixRows:
     told: Any
 
 
-@device_function
+@copied_function
 def _pair(first: Any, size: Any, mode: Any) -> Any:
     """Return two matrix rows: eight apart, or a gate and what it is for."""
     low = min(first, size - _WORD(1))
     return low, (min(first + _WORD(_EIGHT), size - _WORD(1)) if mode == ADD else low + size)
 
 
-@device_function
+@copied_function
 def _mark_of_row(row: Any, groups: Any, _: Any) -> Any:
     return _BITS(row * groups)
 
 
-@device_function
+@copied_function
 def _mark_of_block(row: Any, groups: Any, rows: Any) -> Any:
     return _BITS((row >> rows) * groups)
 
@@ -91,7 +91,7 @@ def _ask_words(scales: Any, zeros: Any, index: Any, form: Any) -> Any:
     return scale, zero, index
 
 
-@device_function
+@copied_function
 def _of_words(found: Any, form: Any) -> Any:
     """Return the bits of a scale, and the zero."""
     scale, zero, index = found
@@ -99,21 +99,21 @@ def _of_words(found: Any, form: Any) -> Any:
     return bits, _BITS(ptx.shifted(zero, _BITS(index << _BITS(2))) & _BITS(15))
 
 
-@device_function
+@copied_function
 def _ask_scale(scales: Any, _: Any, index: Any, form: Any) -> Any:
     """Ask for a scale, which may be the only one; return it, no zero, and the index."""
     is_wide = _WORD(1) if form == _WORD(F32) else _WORD(0)
     return ptx.load_32_or_16(scales + (_WORD(index) << (_WORD(1) + is_wide)), is_wide), _BITS(0), index
 
 
-@device_function
+@copied_function
 def _ask_both(scales: Any, zeros: Any, index: Any, form: Any) -> Any:
     """Ask for its zero of 8 bits too."""
     scale, _, _ = _ask_scale(scales, zeros, index, form)
     return scale, ptx.load_8_if(zeros + _WORD(index), zeros), index
 
 
-@device_function
+@copied_function
 def _as_they_are(found: Any, _: Any) -> Any:
     return found[0], found[1]
 
@@ -127,7 +127,7 @@ def scale_by(kind: Codes) -> tuple[Any, Any]:
         (8, False): (_ask_scale, _as_they_are),
     }[kind.bits, has_zeros]
 
-    @device_function
+    @copied_function
     def scale_of(found: Any, form: Any, base: Any, is_there: Any) -> Any:
         """Return a scale, and base and zero together."""
         bits, zero = bits_of(found, form)
@@ -140,7 +140,7 @@ def scale_by(kind: Codes) -> tuple[Any, Any]:
         scale = scale * _FLOAT(factor) if is_there else _FLOAT(0)
         return scale, base + _FLOAT(zero) if has_zeros else _FLOAT(0)
 
-    @device_function
+    @copied_function
     def pieces_of(found: Any, form: Any, base: Any, is_there: Any) -> Any:
         """Return a scale in three pieces, and base and zero together: each a bfloat16, exactly, two in a register."""
         scale, zero = scale_of(found, form, base, is_there)
@@ -187,54 +187,54 @@ def matrix_rows(kind: Codes, tall: int) -> MatrixRows:  # noqa: C901 (of two hei
     mark = _mark_of_block if kind.base is None else _mark_of_row
     ask, pieces_of = scale_by(kind)
 
-    @device_function
+    @copied_function
     def pair_of(first: Any, size: Any, mode: Any) -> Any:
         return _pair(first, size, mode)
 
-    @device_function
+    @copied_function
     def pairs_of(first: Any, size: Any, mode: Any) -> Any:
         second = first + (_WORD(TILE) if mode == ADD else _WORD(_EIGHT))
         return _pair(first, size, mode) + _pair(second, size, mode)
 
-    @device_function
+    @copied_function
     def two(own: Any, at: Any, pitch: Any) -> Any:
         return at + own[0] * pitch, at + own[1] * pitch
 
-    @device_function
+    @copied_function
     def four(own: Any, at: Any, pitch: Any) -> Any:
         return at + own[0] * pitch, at + own[1] * pitch, at + own[2] * pitch, at + own[3] * pitch
 
-    @device_function
+    @copied_function
     def two_marks(own: Any, groups: Any, rows: Any) -> Any:
         return mark(own[0], groups, rows), mark(own[1], groups, rows)
 
-    @device_function
+    @copied_function
     def four_marks(own: Any, groups: Any, rows: Any) -> Any:
         return two_marks(own[:2], groups, rows) + two_marks(own[2:], groups, rows)
 
-    @device_function
+    @copied_function
     def ask_two(scales: Any, zeros: Any, own: Any, group: Any, form: Any) -> Any:
         return ask(scales, zeros, _BITS(own[0] + group), form) + ask(scales, zeros, _BITS(own[1] + group), form)
 
-    @device_function
+    @copied_function
     def ask_four(scales: Any, zeros: Any, own: Any, group: Any, form: Any) -> Any:
         return ask_two(scales, zeros, own[:2], group, form) + ask_two(scales, zeros, own[2:], group, form)
 
-    @device_function
+    @copied_function
     def pieces_two(found: Any, form: Any, base: Any, is_there: Any) -> Any:
         a, b = pieces_of(found[:3], form, base, is_there), pieces_of(found[3:], form, base, is_there)
         return a[0], b[0], a[1], b[1]
 
-    @device_function
+    @copied_function
     def pieces_four(found: Any, form: Any, base: Any, is_there: Any) -> Any:
         return pieces_two(found[:6], form, base, is_there) + pieces_two(found[6:], form, base, is_there)
 
-    @device_function
+    @copied_function
     def told_two(pieces: Any, by: Any) -> Any:
         a, b, c, d = _spread(pieces, by[0], by[1])
         return (a, c), (b, d)
 
-    @device_function
+    @copied_function
     def told_four(pieces: Any, by: Any) -> Any:
         a, b = told_two(pieces[:4], by), told_two(pieces[4:], by)
         return a[0] + b[0], a[1] + b[1]

@@ -24,7 +24,7 @@ from tpplan.decoder.kernels.wide_limits import STRIP, WARPS
 from tpplan.decoder.kernels.wide_products import OWN, products_of
 from tpplan.decoder.kernels.wide_sums import PER_EIGHT, begun, leave, turned, with_left
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.kernel import Kernel, copied_function, device_function
+from tpplan.exec.kernels.kernel import Kernel, copied_function
 
 if TYPE_CHECKING:
     from tpplan.decoder.kernels.packed_codes import Codes
@@ -46,7 +46,7 @@ _NAME = re.compile("WIDE_(?P<kind>(BF16|F16)_(4|8|E4M3))_(?P<rows>32|48|64)")
 _WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 
 
-@device_function
+@copied_function
 def _pairs(low: Any, size: Any, mode: Any) -> Any:
     """Return the first of a lane's two pairs of matrix rows: one in each half of a strip, or of gates and of others.
 
@@ -59,7 +59,7 @@ def _pairs(low: Any, size: Any, mode: Any) -> Any:
 def _asking_by(load: Any) -> Any:
     """Make what asks for the codes that a lane has of its pairs of matrix rows, so many bytes behind an address."""
 
-    @device_function
+    @copied_function
     def ask(places: Any, offset: Any) -> Any:
         a, c, pitch = places
         first, second = a + _WORD(offset), c + _WORD(offset)
@@ -75,7 +75,7 @@ def _store_by(kind: Codes) -> Any:
     """Make what stores sums of eight rows, or gates times what these are for, from a row on."""
     first, both, half = kind.floats.first, kind.floats.both, STRIP // 2
 
-    @device_function
+    @copied_function
     def gated(s: Any, t: Any, u: Any, v: Any, mode: Any) -> Any:
         """Return the activations of two sums, times two others; all are rounded."""
         gates, ups, move = both(s, t), both(u, v), _BITS(16)
@@ -160,7 +160,7 @@ def _wide(name: str, kind: Codes, eights: int, warps: int) -> Kernel:  # noqa: C
             more = _BITS(block >> _BITS(chunk_bits))
             row, at, there = _BITS(row + more), at + _WORD(more) * pitch, _BITS(there + _BITS(block * _BITS(_VECTOR)))
 
-    @device_function
+    @copied_function
     def put(room: Any, start: Any, found: Any, form: Any, base: Any) -> None:
         """Write the scale of a lane's matrix row, and what it is less than a float, each twice in 32 bits."""
         a, b = pieces_of(found, form, base, True)  # noqa: FBT003 (it is there)
