@@ -14,7 +14,7 @@ from numba.cuda import types
 
 from tpplan.decoder.kernels.scale_kinds import F16, F32
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.kernel import Kernel, copied_function
+from tpplan.exec.kernels.kernel import Kernel, device_function
 
 #: Rows of a thread.
 _ROWS = 4
@@ -25,23 +25,23 @@ _WORD, _HALF, _FLOAT = types.uint64, types.uint32, types.float32
 _low, _high = ptx.low_f16, ptx.high_f16
 
 
-@copied_function
+@device_function
 def _one(at: Any) -> Any:
     return (ptx.load_32(at),)
 
 
-@copied_function
+@device_function
 def _two(at: Any) -> Any:
     return ptx.load_64(at)
 
 
-@copied_function
+@device_function
 def _pair(bits: Any, mask: Any) -> Any:
     """Return two whole numbers as float16, each 1024 more."""
     return _HALF(bits & _HALF(mask) | _HALF(0x64006400))
 
 
-@copied_function
+@device_function
 def _four_bits(words: Any) -> Any:
     """Return eight codes by columns, see :data:`tpplan.decoder.quantised.ORDER`."""
     word = words[0]
@@ -50,12 +50,12 @@ def _four_bits(words: Any) -> Any:
     return _low(a), _high(a), _low(b), _high(b), _low(c), _high(c), _low(d), _high(d)
 
 
-@copied_function
+@device_function
 def _eight_bits(word: Any) -> Any:
     return _pair(word, 0x00FF00FF), _pair(word >> _HALF(8), 0x00FF00FF)
 
 
-@copied_function
+@device_function
 def _e4m3(word: Any) -> Any:
     """Return a 256th of each: what has all bits but the sign, which is no number, must not become one."""
     even = _HALF((word & _HALF(0x007F007F)) << _HALF(7) | (word & _HALF(0x00800080)) << _HALF(8))
@@ -66,7 +66,7 @@ def _e4m3(word: Any) -> Any:
     )
 
 
-@copied_function
+@device_function
 def _e5m2(word: Any) -> Any:
     return _HALF(word << _HALF(8) & _HALF(0xFF00FF00)), _HALF(word & _HALF(0xFF00FF00))
 
@@ -74,7 +74,7 @@ def _e5m2(word: Any) -> Any:
 def _bytes_by(pairs: Any) -> Any:
     """Make what returns eight codes by columns, given what makes float16 of the first and third byte, and others."""
 
-    @copied_function
+    @device_function
     def codes(words: Any) -> Any:
         (a, b), (c, d) = pairs(words[0]), pairs(words[1])
         return _low(a), _low(b), _high(a), _high(b), _low(c), _low(d), _high(c), _high(d)
@@ -82,12 +82,12 @@ def _bytes_by(pairs: Any) -> Any:
     return codes
 
 
-@copied_function
+@device_function
 def _as_codes_are(zero: Any) -> Any:
     return _low(_HALF(zero + _HALF(0x6400)))
 
 
-@copied_function
+@device_function
 def _none(_: Any) -> Any:
     return _FLOAT(0)
 
@@ -95,40 +95,40 @@ def _none(_: Any) -> Any:
 def _each(make: Any) -> Any:
     """Make what does the same for each of four, which it is told something for."""
 
-    @copied_function
+    @device_function
     def four(values: Any, told: Any) -> Any:
         return make(values[0], told), make(values[1], told), make(values[2], told), make(values[3], told)
 
     return four
 
 
-@copied_function
+@device_function
 def _times(number: Any, fraction: Any) -> Any:
     return _HALF(_WORD(number) * _WORD(fraction) >> _WORD(_POINT))
 
 
-@copied_function
+@device_function
 def _until(number: Any, last: Any) -> Any:
     return min(number, last)
 
 
-@copied_function
+@device_function
 def _block_of(row: Any, told: Any) -> Any:
     fraction, per_row, column = told
     return _HALF(_times(row, fraction) * per_row + column)
 
 
-@copied_function
+@device_function
 def _scale_16(block: Any, scales: Any) -> Any:
     return _HALF(ptx.load_16(scales + _WORD(block) * _WORD(2)))
 
 
-@copied_function
+@device_function
 def _scale_32(block: Any, scales: Any) -> Any:
     return ptx.load_32(scales + _WORD(block) * _WORD(4))
 
 
-@copied_function
+@device_function
 def _zero_byte(block: Any, told: Any) -> Any:
     zeros, packed = told
     return _HALF(ptx.load_8(zeros + _WORD(block >> packed)))
@@ -138,24 +138,24 @@ _numbers, _blocks = _each(_until), _each(_block_of)
 _scales_16, _scales_32, _zero_bytes = _each(_scale_16), _each(_scale_32), _each(_zero_byte)
 
 
-@copied_function
+@device_function
 def _scales(blocks: Any, scales: Any, kind: Any) -> Any:
     return _scales_32(blocks, scales) if kind == _HALF(F32) else _scales_16(blocks, scales)
 
 
-@copied_function
+@device_function
 def _zeros(blocks: Any, zeros: Any, packed: Any) -> Any:
     nothing = _HALF(0)
     return _zero_bytes(blocks, (zeros, packed)) if zeros else (nothing, nothing, nothing, nothing)
 
 
-@copied_function
+@device_function
 def _zero_in(byte: Any, block: Any, packed: Any, plus: Any) -> Any:
     """Return what is in a byte, or in the half that the number of a block tells, and some more."""
     return _HALF((byte >> ((block & packed) << _HALF(2)) & _HALF(255) >> (packed << _HALF(2))) + plus)
 
 
-@copied_function
+@device_function
 def _float_of(bits: Any, kind: Any) -> Any:
     if kind == _HALF(F16):
         return _low(bits)
@@ -192,7 +192,7 @@ def _dense(name: str, both: Any, size: int, load: Any, codes_of: Any, zero_of: A
         factor: a power of 2 that these are too small by.
     """
 
-    @copied_function
+    @device_function
     def store(to: Any, words: Any, scale: Any, zero: Any) -> None:
         code, z, by = codes_of(words), zero_of(zero), scale * _FLOAT(factor)
         ptx.store_128(
@@ -203,7 +203,7 @@ def _dense(name: str, both: Any, size: int, load: Any, codes_of: Any, zero_of: A
             both((code[6] - z) * by, (code[7] - z) * by),
         )
 
-    @copied_function
+    @device_function
     def load_of(row: Any, told: Any) -> Any:
         at, pitch = told
         return load(at + _WORD(row) * pitch)
