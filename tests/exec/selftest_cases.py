@@ -55,6 +55,11 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.steps.append((func, args, kwargs or {}, made))
         return made
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled here, and to tell torch's compiler so would load it, for seconds."""
+        return False
+
     def __enter__(self) -> Any:
         Recorded.underway += 1
         return super().__enter__()  # type: ignore[no-untyped-call]

@@ -70,7 +70,7 @@ class Noise:
         source, kind, each = (self._numbers, dtype, 1) if numbers else (self._bytes, torch.uint8, dtype.itemsize)
         size = prod(shape) * each
         block = self._blocks.get(kind)
-        if block is None or len(block) < size + _PERIOD:
+        if block is None or block.shape[0] < size + _PERIOD:
             block = self._blocks[kind] = source.to(kind).repeat(size // _PERIOD + 2)
         start = 8 * self._random.randrange(_PERIOD // 8)
         return block[start : start + size].view(dtype).view(tuple(shape))
@@ -275,8 +275,8 @@ def _compare(device: int, what: str, tensor: Tensor, right: Tensor) -> Iterator[
         got, expected = (
             x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for x in (tensor, right)
         )
-        differ = (got != expected).nonzero()
-        byte = int(differ[0])
-        count = f"{len(differ)} of {len(expected)} bytes differ"
+        differ = (got != expected).view(torch.uint8)
+        byte = int(differ.argmax())  # the first of equal ones
+        count = f"{int(differ.count_nonzero())} of {differ.numel()} bytes differ"
         text = f"{what} {where} has {got[byte]:#04x} at byte {byte}, expected {expected[byte]:#04x}; {count}"
         yield Wrong(device, byte, text)
