@@ -14,7 +14,7 @@ from attrs import field, frozen
 from numba import cuda
 from numba.cuda import libdevice, types
 
-from tests.instructions import doer
+from tests.intrinsics import doer
 from tests.warps import LANES, ME, Block, Meeting, Turns, meet, shared_array, told
 from tpplan.exec.gpu.exchange_table import MOST_WORDS
 from tpplan.exec.kernels import ptx

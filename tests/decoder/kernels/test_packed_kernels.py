@@ -72,11 +72,11 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
 @pytest.mark.parametrize("kind", ["8", "e4m3"])
 def test_every_byte_becomes_what_it_is(kind: str, dtype: torch.dtype) -> None:
     """Exactly, in the order of columns, but for base and factor; what is no number is 480."""
-    instructions = pytest.importorskip("tests.instructions")
+    intrinsics = pytest.importorskip("tests.intrinsics")
     codes = pytest.importorskip("tpplan.decoder.kernels.packed_codes")
     own = getattr(codes, f"{DTYPES[dtype]}_{kind}".upper())
     every = torch.arange(256, dtype=torch.uint8)
-    words, builder = map(instructions._Value, every.view(torch.int32).numpy().view("uint32")), instructions._Builder([])
+    words, builder = map(intrinsics._Value, every.view(torch.int32).numpy().view("uint32")), intrinsics._Builder([])
     found = [int(pair.raw) for word in words for pair in own.pairs(builder, word, None)]
     values = torch.tensor(found).to(torch.int32).view(dtype).double() * own.factor
     expected = every.double() + own.base if kind == "8" else every.view(torch.float8_e4m3fn).double()
