@@ -39,24 +39,53 @@ def _uncounted() -> Iterator[None]:
 
 
 def in_order(text: str) -> str:
-    """Return a kernel's PTX, with each block behind those that run before it: compilers put blocks anywhere."""
+    """Return a kernel's PTX, with what runs later further behind: compilers put blocks anywhere.
+
+    What follows a loop comes behind all of the loop.
+    """
     body = text[text.index("{", text.index(".entry")) : text.rindex("}")]
-    found = re.split(r"^(\$L\w+):", body, flags=re.MULTILINE)
-    names, blocks = ["", *found[1::2]], found[::2]
+    blocks, ends = [""], False
+    for line in body.splitlines(keepends=True):
+        if ends or line.startswith("$L"):
+            blocks.append("")
+        blocks[-1] += line
+        ends = bool(_BRANCH.search(line))
+    numbers = {block.partition(":")[0]: i for i, block in enumerate(blocks) if block.startswith("$L")}
+    following = [_following(i, block, numbers) for i, block in enumerate(blocks)]
     seen, ended = set[int](), list[int]()
 
     def visit(i: int) -> None:
         seen.add(i)
-        following = [names.index(name) for name in re.findall(r"\bbra(?:\.uni)?\s+(\$L\w+);", blocks[i])]
-        if not re.search(r"^\s*(bra\.uni\s|ret;)", blocks[i], flags=re.MULTILINE):
-            following.append(i + 1)
-        for j in following:
+        for j in sorted(following[i], key=lambda j: i in _reached(j, following)):  # out of a loop first
             if j not in seen:
                 visit(j)
         ended.append(i)
 
     visit(0)
-    return "".join(f"{names[i]}:{blocks[i]}" for i in reversed(ended))
+    return "".join(blocks[i] for i in reversed(ended))
+
+
+#: The end of a block that is a branch.
+_BRANCH = re.compile(r"\bbra(?P<always>\.uni)?\s+(?P<to>\$L\w+);\s*\Z|^\s*ret;\s*\Z", re.MULTILINE)
+
+
+def _following(i: int, block: str, numbers: dict[str, int]) -> list[int]:
+    """Return the numbers of the blocks that may follow one."""
+    last = _BRANCH.search(block)
+    if not last:
+        return [i + 1]
+    to = [numbers[last["to"]]] if last["to"] else []
+    return [*to, i + 1] if last["to"] and not last["always"] else to
+
+
+def _reached(i: int, following: list[list[int]]) -> set[int]:
+    """Return the numbers of the blocks that may run after one has begun."""
+    found, left = {i}, [i]
+    while left:
+        new = set(following[left.pop()]) - found
+        found |= new
+        left += new
+    return found
 
 
 def assembled(text: str, capability: tuple[int, int]) -> str:

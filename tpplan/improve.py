@@ -120,9 +120,8 @@ class Improver:
             other_speed = self.bins[taker].speed
             lack = max(0, -room) + max(0, -other_room)
             # No move makes the load of both bins less, so one of them takes at least as long as both would evenly.
-            if not lack and (load + other_load) * best.speed >= best.load * (speed + other_speed):
-                continue
-            self._consider(giver, taker, lack, best)
+            if best.may_be_beaten((0, load + other_load), speed + other_speed, lack):
+                self._consider(giver, taker, lack, best)
         return best.move
 
     def _partners(self, giver: int) -> list[int]:

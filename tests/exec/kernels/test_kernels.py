@@ -146,6 +146,19 @@ def test_what_is_missing_is_named_for_torchs_cuda(
     assert kernel_cache.lacks() == f"numba_cuda not installed: {install_command(extra)}"
 
 
+def test_what_a_kernel_calls_is_the_same_for_all_generations() -> None:
+    """Functions that were compiled with a kernel for one generation are used for others."""
+    script = "from tpplan.exec.gpu.kernel_cache import ptx; print(ptx('sum_f32', (9, 0)))"
+    alone = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True).stdout
+    machine_code.ptx("sum_f32", (8, 0))
+    assert _without_numbers(machine_code.ptx("sum_f32", (9, 0))) == _without_numbers(alone)
+
+
+def _without_numbers(text: str) -> str:
+    """Return PTX without names that tell how often numba has compiled something."""
+    return re.sub(r"\b_(ZN|cudapy_smem_)\w+", "", text[text.index(".entry") : text.rindex("}")])
+
+
 def test_compiling_leaves_numba_as_it_was() -> None:
     """Its own kernels are compiled for the GPU that is there."""
     from numba.cuda import api, dispatcher  # noqa: PLC0415 (which takes long)

@@ -316,6 +316,19 @@ def test_what_changes_during_a_copy_becomes_garbage(changed: View) -> None:
         assert not operands[Buffer(OUTPUT, 0)][1].eq(7).any()
 
 
+def test_a_flag_lets_one_of_two_streams_go_on() -> None:
+    """Of one device, if it was raised once; the other stream is blocked again, though it was not before."""
+    flag = Flag("full", QUEUE)
+    waits = (Exchange(at, (Await(at, flag),)) for at in (own(1), caller(1)))
+    records = (Record(at, Event("there", at)) for at in (own(1), caller(1)))
+    program = Program("raised once", (Exchange(own(0), (Signal(own(0), flag),)), *waits, *records))
+    for seed in range(50):
+        machine = Adversary(memory(), Random(seed))
+        machine.run(program, {})
+        with pytest.raises(InternalError, match="deadlock"):
+            machine.close()
+
+
 def test_the_host_is_done_with_a_command_before_it_issues_the_next() -> None:
     """What the host copies is there when a program was issued, and what it waits for has happened by then."""
     operands = {

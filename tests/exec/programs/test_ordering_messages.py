@@ -65,7 +65,7 @@ def test_credits_keep_a_sender_from_slots_that_are_still_read(place: int, slots:
     """With one credit too many, a message takes the place of one that is read; with one too few it stays."""
     queue = Queue(place, 0, (1,))
     right, weak, careful = (message(send(queue, slots + more), receive(queue)) for more in (0, 1, -1))
-    assert verify(right) is right
+    assert verify(right) == right
     assert kinds(*[right] * 9) == kinds(*[careful] * 9) == []
     assert kinds(*[weak] * slots) == []
     assert kinds(*[weak] * (slots + 1)) == [RACE]

@@ -40,8 +40,8 @@ _MOOD = 200
 #: Minimum bytes of noise that garbage is made of.
 _NOISE = 1 << 14
 
-#: Steps in two halves, and those that may let blocked streams go on.
-_TAKES_TIME, _FREES = Copy | Sum, Record | Signal
+#: Steps in two halves, and those after which other streams may be blocked or no longer be.
+_TAKES_TIME, _CHANGES = Copy | Sum, Record | Signal | Await
 
 
 @define(eq=False)
@@ -225,7 +225,7 @@ class Adversary(Virtual):
         queue = self._queues[self._able[chosen]]
         if self._advance(queue[0]):
             task = queue.popleft()
-            if isinstance(task.step, _FREES) or not queue or not self._is_able(queue[0]):
+            if isinstance(task.step, _CHANGES) or not queue or not self._is_able(queue[0]):
                 self._look()
         return True
 
