@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Self
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
+from torch.nn import functional
 
 from tpplan.errors import ModelError
 
@@ -26,7 +27,7 @@ ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 #: Bits of a nibble, and nibbles of a word.
 _BITS, _WORD = 4, 8
-#: Elements that torch dequantises at a time; each takes up to 29 bytes of temporary memory.
+#: Elements that torch dequantises at a time; each takes up to 17 bytes of temporary memory.
 _AT_ONCE: Final = 2**19
 
 
@@ -124,20 +125,18 @@ class IntMatrix(_Coded):
     def _values(self, rows: Tensor) -> Tensor:
         codes = self.codes[rows]
         if self.bits == _BITS:
-            codes = torch.stack([codes >> _BITS * ORDER.index(i) & 15 for i in range(_WORD)], dim=-1).flatten(-2)
-        scales, zeros = self._by_column(self.scales[rows].float()), self._by_column(self._zeros(rows))
-        return (codes - zeros) * scales
-
-    def _by_column(self, values: Tensor) -> Tensor:
-        """Repeat the value of each group for each of its columns."""
-        return values.repeat_interleave(self.group, dim=-1)[..., : self.shape[1]]
+            places = torch.arange(0, _BITS * _WORD, _BITS, dtype=torch.int32, device=rows.device)
+            places = places.view(2, -1).mT.flatten()  # as in ORDER
+            codes = (codes[..., None] >> places & 15).flatten(-2)
+        return _scaled(codes, self.group, self.scales[rows], self._zeros(rows))
 
     def _zeros(self, rows: Tensor) -> Tensor:
-        count = self.scales.shape[1]
+        """Return the zero points of rows, given by number, ``[R, G]``, or ``[1, 1]`` if all are the same."""
         if self.zeros is None:
-            return torch.full((*rows.shape, count), 1 << (self.bits - 1), device=rows.device)
+            return torch.full((1, 1), 1 << (self.bits - 1), device=rows.device)
         if self.zeros.dtype == torch.uint8:
             return self.zeros[rows].int() + self.plus
+        count = self.scales.shape[1]
         at = rows[..., None] * count + torch.arange(count, device=rows.device)
         return (self.zeros[at // _WORD] >> (_BITS * (at % _WORD)).int() & 15) + self.plus
 
@@ -167,8 +166,17 @@ class Float8Matrix(_Coded):
 
     def _values(self, rows: Tensor) -> Tensor:
         codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)  # torch cannot index float8
-        scales = self.scales[rows // self.rows].float().repeat_interleave(self.columns, dim=-1)
-        return codes.float() * scales[..., : self.shape[1]]
+        return _scaled(codes, self.columns, self.scales[rows // self.rows])
+
+
+def _scaled(codes_RK: Tensor, columns: int, scales_RG: Tensor, zeros_RG: Tensor | None = None) -> Tensor:
+    """Return codes, less the zero points and times the scales of their groups of so many columns, in float32."""
+    size, group = codes_RK.shape[1], min(columns, codes_RK.shape[1])
+    values_RGK = torch.unflatten(functional.pad(codes_RK.float(), (0, -size % group)), 1, (-1, group))
+    if zeros_RG is not None:
+        values_RGK -= zeros_RG[..., None]
+    values_RGK *= scales_RG[..., None]
+    return values_RGK.flatten(1)[:, :size]
 
 
 Quantised = IntMatrix | Float8Matrix
