@@ -20,6 +20,7 @@ krr    the same with the rotary part    (uncut)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 
 from attrs import field, frozen
 
@@ -72,8 +73,9 @@ class Shape:
     sparse: tuple[bool, ...]
     flags: frozenset[str]
 
-    def words(self) -> dict[str, Segment]:
-        """Return what each word of a table stands for in this model."""
+    @cached_property
+    def words(self) -> Mapping[str, Segment]:
+        """What each word of a table stands for in this model."""
         kv, q, d, v = self.kv_heads, self.q_heads, self.head_dim, self.v_head_dim
         return {
             "VC": Segment(Axis.VC, self.vocab),
@@ -129,7 +131,7 @@ class Row:
         """Yield what the row stands for in a model of this shape, if it has it."""
         if not _hold(self.when, shape.flags):
             return
-        words = shape.words()
+        words = shape.words
         dims = tuple(tuple(words[word] for word in dim.split("+")) for dim in self.dims.split())
         out = self.out if any(segment.axis for dim in dims for segment in dim) else None
         lookup = self.lookup is not None and _hold(self.lookup, shape.flags)
