@@ -148,9 +148,11 @@ def answered(model: Any, directory: Path, new: int) -> Model:
     return Model(directory, prompts, torch.stack(logits), tuple(tokens))
 
 
-def request_of(layout: str = "reduce", kv: str = "idle", kind: str = "fp16", batch: int = BATCH) -> Request:
+def request_of(
+    layout: str = "reduce", kv: str = "idle", kind: str = "fp16", batch: int = BATCH, rows: int = MAX_ROWS
+) -> Request:
     """Return a request for the room that the prompts and what follows them take."""
-    return Request(layout, "balanced", Cache(kind, batch * LENGTH), batch, MAX_ROWS, kv)
+    return Request(layout, "balanced", Cache(kind, batch * LENGTH), batch, rows, kv)
 
 
 def plan_of(directory: Path, devices: int, request: Request, cut: dict[Axis, tuple[int, ...]], seed: int) -> SplitPlan:

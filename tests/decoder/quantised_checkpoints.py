@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Tokens that follow each prompt.
-NEW: Final = 6
+NEW: Final = 4
 
 #: So that groups of 32 to 128 can be cut, and blocks of 128 too where a family says how wide its heads are; and so that
 #: an output matrix can be packed.
