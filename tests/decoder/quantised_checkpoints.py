@@ -31,7 +31,6 @@ _LARGE: Final[dict[str, Any]] = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "moe_intermediate_size": 256,
-    "num_hidden_layers": 2,
     "head_dim": 64,
     "vocab_size": 224,
 }
@@ -91,11 +90,12 @@ def _directory() -> Path:
 
 
 @cache
-def base(family: str) -> Path:
+def base(family: str, layers: int = 2) -> Path:
     """Save a small random model of a family, once."""
     torch.manual_seed(sum(map(ord, family)))
     directory = _directory()
-    random_model(family, SIZES | CONFIGS[family] | _LARGE | FAMILIES[family]).save_pretrained(directory)
+    config = SIZES | CONFIGS[family] | _LARGE | FAMILIES[family] | {"num_hidden_layers": layers}
+    random_model(family, config).save_pretrained(directory)
     return directory
 
 
@@ -140,18 +140,19 @@ def halve(source: Path, directory: Path, dtype: torch.dtype) -> None:
 
 
 @cache
-def quantised(family: str, form: str) -> tuple[Model, Path]:
+def quantised(family: str, form: str, layers: int = 2) -> tuple[Model, Path]:
     """Quantise a family's model, once, and let transformers compute what is right.
 
     Args:
         family: of :data:`FAMILIES`.
         form: of :data:`FORMATS`.
+        layers: of the model.
 
     Returns:
         The model, and the directory of its twin; see :func:`write`.
     """
     directory, twin = _directory(), _directory()
-    write(base(family), FORMATS[form], directory, twin)
+    write(base(family, layers), FORMATS[form], directory, twin)
     model = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(1)
     return answered(model, directory, NEW), twin

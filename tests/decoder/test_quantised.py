@@ -65,7 +65,7 @@ def _plan(directory: Path, devices: int, layout: str, seed: int, *, kv: str = "i
 def test_formats(form: str, cut: tuple[int, str, str]) -> None:
     """Logits of prompts and of a step, and tokens, of every format, however a plan cuts its groups and blocks."""
     devices, layout, transport = cut
-    model, _ = quantised("llama", form)
+    model, _ = quantised("llama", form, 1)
     check(model, _plan(model.directory, devices, layout, seed=devices), transport, NEW)
 
 

@@ -74,8 +74,8 @@ class _Coded(ABC):
     def _write(self, rows: Tensor, out_RK: Tensor) -> None:
         """Dequantise rows, given by number, into ``out_RK``; few at a time, to take little temporary memory."""
         step = max(1, _AT_ONCE // self.shape[1])
-        for to, some in zip(torch.split(out_RK, step), torch.split(rows, step), strict=True):
-            to.copy_(self._values(some))
+        for start in range(0, len(rows), step):
+            out_RK[start : start + step] = self._values(rows[start : start + step])
 
     @abstractmethod
     def _values(self, rows: Tensor) -> Tensor:
