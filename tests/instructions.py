@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     #: Finds memory by an address and a number of bytes.
     _Memory = Callable[[Any, int], Any]
-    _Doing = Callable[[_Memory, list[Any]], Any]
+    _Doing = Callable[[_Memory, Sequence[Any]], Any]
 
 #: Bits by which the halves of a word are moved to become the high ones of two.
 _HALVES = np.array([16, 0], np.uint32)
@@ -34,14 +34,31 @@ def _of_f16(words: Any) -> Any:
     return np.asarray(words, np.uint32)[..., None].view(np.float16).astype(np.float32)
 
 
+def _low_bf16(word: Any) -> Any:
+    return np.uint32(int(word) << 16 & 0xFFFF0000).view(np.float32)
+
+
+def _high_bf16(word: Any) -> Any:
+    return np.uint32(int(word) & 0xFFFF0000).view(np.float32)
+
+
+def _low_f16(word: Any) -> Any:
+    return np.float32(np.uint16(int(word) & 0xFFFF).view(np.float16))
+
+
+def _high_f16(word: Any) -> Any:
+    return np.float32(np.uint16(int(word) >> 16).view(np.float16))
+
+
 def _to_bf16(low: Any, high: Any) -> Any:
-    bits = np.array([low, high], np.float32).view(np.uint32).astype(np.uint64)
-    a, b = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)  # to nearest, ties to even
-    return np.uint32(int(a) | int(b) << 16)
+    a, b = (int(np.float32(each).view(np.uint32)) for each in (low, high))
+    a, b = (bits + 0x7FFF + (bits >> 16 & 1) >> 16 for bits in (a, b))  # to nearest, ties to even
+    return np.uint32(a | b << 16)
 
 
 def _to_f16(low: Any, high: Any) -> Any:
-    return np.array([low, high], np.float32).astype(np.float16).view(np.uint32)[0]
+    a, b = (int(np.float16(np.float32(each)).view(np.uint16)) for each in (low, high))
+    return np.uint32(a | b << 16)
 
 
 @cache
@@ -65,7 +82,7 @@ def doing(text: str) -> _Doing:
 def _polling(access: _Doing) -> _Doing:
     """Return what lets others run before it does the same: somebody else may have to write what it reads."""
 
-    def poll(memory: _Memory, values: list[Any]) -> Any:
+    def poll(memory: _Memory, values: Sequence[Any]) -> Any:
         ME.block.turns.pause(again=ME.polled == values[0])
         ME.polled = values[0]
         return access(memory, values)
@@ -80,38 +97,40 @@ def _access(name: str, text: str) -> _Doing:
     if name == "atom.global.inc.u32":
         return _increment
     if name in _SIZES:
-        return partial(_word, _SIZES[name])
+        return partial(_load if name.startswith("ld") else _store, _SIZES[name])
     if guarded := _GUARDED.search(text):
         return partial(_guarded, int(guarded[1]), 16 if guarded[2] else 0)
     assert ".volatile.global.u64 " in text, text
     return _halves
 
 
-def _vector(size: int, kind: Any, memory: _Memory, values: list[Any]) -> Any:
+def _vector(size: int, kind: Any, memory: _Memory, values: Sequence[Any]) -> Any:
     at = memory(values[0], size).view(kind)
     at[: len(values) - 1] = values[1:]
     return tuple(at)
 
 
-def _increment(memory: _Memory, values: list[Any]) -> Any:
+def _increment(memory: _Memory, values: Sequence[Any]) -> Any:
     counter = memory(values[0], 4)
     found = counter[0]
     counter[0] = 0 if found >= values[1] else found + 1
     return found
 
 
-def _word(size: int, memory: _Memory, values: list[Any]) -> Any:
-    at = memory(values[0], size)
-    at[: len(values) - 1] = values[1:]
-    return at[0]
+def _load(size: int, memory: _Memory, values: Sequence[Any]) -> Any:
+    return memory(values[0], size)[0]
 
 
-def _guarded(bits: int, otherwise: int, memory: _Memory, values: list[Any]) -> Any:
+def _store(size: int, memory: _Memory, values: Sequence[Any]) -> None:
+    memory(values[0], size)[0] = values[1]
+
+
+def _guarded(bits: int, otherwise: int, memory: _Memory, values: Sequence[Any]) -> Any:
     size = (bits if values[1] else otherwise) // 8
     return np.uint32(memory(values[0], size)[0] if size else 0)
 
 
-def _halves(memory: _Memory, values: list[Any]) -> Any:
+def _halves(memory: _Memory, values: Sequence[Any]) -> Any:
     both = memory(values[0], 8).view(np.uint64)
     both[: len(values) // 2] = sum(int(value) << 32 * i for i, value in enumerate(values[1:]))
     found = int(both[0])
@@ -123,8 +142,8 @@ def _computing(name: str, text: str) -> _Doing:
     if permuted := _PERMUTED.fullmatch(text):
         return partial(_permuted, [int(each, 16) for each in reversed(permuted[1])])
     if name in _OF_PAIRS:
-        of, to, run_one = _OF_PAIRS[name]
-        return lambda _, values: to(*(run_one(*each) for each in zip(*map(of, values), strict=True)))
+        (low, high), to, run_one = _OF_PAIRS[name]
+        return lambda _, values: to(run_one(*map(low, values)), run_one(*map(high, values)))
     for each, run in _BITS.items():
         if text == _TEXTS[each]:
             return lambda _, values: run(*values)
@@ -132,10 +151,10 @@ def _computing(name: str, text: str) -> _Doing:
     return lambda *_: None
 
 
-def _permuted(chosen: Sequence[int], _: _Memory, values: list[Any]) -> Any:
-    given = np.array(values, np.uint32).view(np.uint8)
-    found = [given[each] if each < 8 else given[each & 7] // 128 * 255 for each in chosen]
-    return np.array(found, np.uint8).view(np.uint32)[0]
+def _permuted(chosen: Sequence[int], _: _Memory, values: Sequence[Any]) -> Any:
+    given = b"".join(int(value).to_bytes(4, "little") for value in values)
+    found = bytes(given[each] if each < 8 else given[each & 7] // 128 * 255 for each in chosen)
+    return np.uint32(int.from_bytes(found, "little"))
 
 
 #: Accesses of several words.
@@ -156,21 +175,21 @@ _SIZES = {
     f"{way}{kind}.global.u{8 * size}": size for way in ("ld", "st") for kind in ("", ".volatile") for size in (1, 2, 4)
 } | {"ld.acquire.sys.global.u32": 4}
 #: What is done with each of two 16-bit floats, exactly.
-_OF_PAIRS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
-    "fma.rn.bf16x2": (_of_bf16, _to_bf16, lambda a, b, c: np.float64(a) * b + c),
-    "fma.rn.f16x2": (_of_f16, _to_f16, lambda a, b, c: np.float64(a) * b + c),
-    "add.rn.f16x2": (_of_f16, _to_f16, lambda a, b: np.float64(a) + b),
+_OF_PAIRS: dict[str, tuple[tuple[Any, Any], Any, Callable[..., Any]]] = {
+    "fma.rn.bf16x2": ((_low_bf16, _high_bf16), _to_bf16, lambda a, b, c: np.float64(a) * b + c),
+    "fma.rn.f16x2": ((_low_f16, _high_f16), _to_f16, lambda a, b, c: np.float64(a) * b + c),
+    "add.rn.f16x2": ((_low_f16, _high_f16), _to_f16, lambda a, b: np.float64(a) + b),
 }
 #: Of others.
 _BITS: dict[str, Callable[..., Any]] = {
-    "low_bf16": lambda word: _of_bf16(word)[0],
-    "high_bf16": lambda word: _of_bf16(word)[1],
+    "low_bf16": _low_bf16,
+    "high_bf16": _high_bf16,
     "two_bf16": _to_bf16,
-    "low_f16": lambda word: _of_f16(word)[0],
-    "high_f16": lambda word: _of_f16(word)[1],
+    "low_f16": _low_f16,
+    "high_f16": _high_f16,
     "two_f16": _to_f16,
-    "bits_of": lambda value: np.array(value).view(np.uint32 if isinstance(value, np.floating) else np.float32)[()],
-    "float_of": lambda word: np.array([word], np.uint32).view(np.float32)[0],
+    "bits_of": lambda value: value.view(np.uint32 if isinstance(value, np.floating) else np.float32),
+    "float_of": lambda word: np.uint32(word).view(np.float32),
     "active": lambda: np.uint32(0xFFFFFFFF),
     "of_first": lambda value: told(value)[0],
     "shifted": lambda bits, count: np.uint32(int(bits) >> int(count) % 32),

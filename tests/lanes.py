@@ -2,66 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import numpy as np
 from attrs import field, frozen
-from numba import cuda
-from numba.cuda import libdevice, types
 
-from tests.intrinsics import doer
-from tests.warps import LANES, ME, Block, Meeting, Turns, meet, shared_array, told
+from tests.sources import Sources
+from tests.warps import ME, Block, Meeting, Turns
 from tpplan.exec.gpu.exchange_table import MOST_WORDS
-from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     import torch
-
-
-class _Index:
-    """Number of a thread or block, or how many there are."""
-
-    def __init__(self, read: Callable[[], tuple[int, int]]) -> None:
-        self._read = read
-
-    @property
-    def x(self) -> int:
-        return self._read()[0]
-
-    @property
-    def y(self) -> int:
-        return self._read()[1]
-
-
-def _patches(allowed: Sequence[range]) -> Iterator[Any]:
-    for name, read in {
-        "threadIdx": lambda: (ME.thread, 0),
-        "blockIdx": lambda: ME.block.number,
-        "blockDim": lambda: (ME.block.size, 1),
-        "gridDim": lambda: ME.block.count,
-    }.items():
-        yield patch.object(cuda, name, _Index(read))
-    yield patch.object(cuda, "grid", lambda _: ME.block.number[0] * ME.block.size + ME.thread)
-    yield patch.object(cuda, "gridsize", lambda _: ME.block.count[0] * ME.block.size)
-    yield patch.object(cuda, "shared", SimpleNamespace(array=shared_array))
-    yield patch.object(cuda, "syncthreads", meet)
-    yield patch.object(cuda, "syncwarp", lambda: told(None))
-    yield patch.object(cuda, "shfl_xor_sync", lambda _, value, bit: told(value)[ME.thread % LANES ^ bit])
-    yield patch.object(libdevice, "expf", np.exp)
-    yield patch.object(libdevice, "tanhf", np.tanh)
-    yield patch.object(libdevice, "erff", lambda x: np.float32(math.erf(x)))
-    yield patch.object(type(ptx.load_16), "__call__", doer(allowed))
-    yield patch.object(type(types.uint64), "__call__", lambda self, value: getattr(np, self.name)(value))
-    device = type(cuda.jit(device=True)(shared_array))
-    yield patch.object(device, "__call__", lambda self, *values: self.py_func(*values))
 
 
 def run(
@@ -76,11 +32,10 @@ def run(
         words: that it is told, or that are in the array which it is told.
         allowed: what it may read and write, where it is in memory; all else fails.
     """
-    count = (blocks, 1) if isinstance(blocks, int) else blocks
-    with _patched(allowed):
-        for number in reversed([*np.ndindex(count)]):
-            turns = Turns()
-            _run([_Work(kernel, Block(number, threads, count, turns), [words], Meeting(turns, threads))])
+    count, function = (blocks, 1) if isinstance(blocks, int) else blocks, _sources(allowed).function(kernel.function)
+    for number in reversed([*np.ndindex(count)]):
+        turns = Turns()
+        _run([_Work(kernel, function, Block(number, threads, count, turns), [words], Meeting(turns, threads))])
 
 
 def run_together(
@@ -102,14 +57,13 @@ def run_together(
         blocks: of each launch.
         slow: which device's lanes run seldom, if any one's.
     """
-    turns, works = Turns(), []
+    turns, works, sources = Turns(), [], _sources(allowed)
     for i, (kernel, launches) in enumerate(zip(kernels, words, strict=True)):
-        between = Meeting(turns, threads * blocks)
+        between, function = Meeting(turns, threads * blocks), sources.function(kernel.function)
         for number in range(blocks):
             block = Block((number, 0), threads, (blocks, 1), turns)
-            works.append(_Work(kernel, block, launches, between, slow=i == slow))
-    with _patched(allowed):
-        _run(works)
+            works.append(_Work(kernel, function, block, launches, between, slow=i == slow))
+    _run(works)
 
 
 def _numbers(launches: Sequence[Sequence[int]]) -> list[list[Any]]:
@@ -123,6 +77,7 @@ class _Work:
 
     Attributes:
         kernel: that they run.
+        function: its source.
         block: of threads.
         launches: the words of each.
         between: where all threads of a device meet from launch to launch.
@@ -130,6 +85,7 @@ class _Work:
     """
 
     kernel: Kernel
+    function: Callable[..., None]
     block: Block
     launches: list[list[Any]] = field(converter=_numbers)
     between: Meeting
@@ -143,17 +99,12 @@ class _Work:
                 if i:
                     self.between.wait()
                 ME.words = words
-                self.kernel.function(*words[: self.kernel.arguments])
+                self.function(*words[: self.kernel.arguments])
 
 
-@contextmanager
-def _patched(allowed: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let kernels find lanes where they look for GPUs, and in memory what they may read and write."""
-    ranges = [range(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in allowed]
-    with ExitStack() as stack:
-        for each in _patches(ranges):
-            stack.enter_context(each)
-        yield
+def _sources(allowed: Sequence[torch.Tensor]) -> Sources:
+    """Return the sources of kernels that may read and write these."""
+    return Sources([range(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in allowed])
 
 
 def _run(works: Sequence[_Work]) -> None:

@@ -42,8 +42,9 @@ class Turns:
 
     def __init__(self) -> None:
         """Have nobody yet."""
-        self._random = Random(1)
+        self._random = Random(1).random
         self._ready: list[greenlet] = []
+        self._ready_slow: list[greenlet] = []
         self._waiting: set[greenlet] = set()
         self._slow: set[greenlet] = set()
 
@@ -52,7 +53,7 @@ class Turns:
         thread = greenlet(run)
         if slow:
             self._slow.add(thread)
-        self._ready.append(thread)
+        self.wake([thread])
 
     def run(self) -> None:
         """Run all threads to their ends, and raise what the first of them raises.
@@ -60,43 +61,47 @@ class Turns:
         Raises:
             StuckError: all that are left wait.
         """
-        while self._ready:
-            self._ready.pop(self._drawn()).switch()
+        following = self._drawn()
+        while following is not None:
+            passed_on = following.switch()
+            following = self._drawn() if passed_on is None else passed_on
         if self._waiting:
             raise StuckError
 
-    def _drawn(self) -> int:
-        """Return which of those that are ready is next."""
-        if self._slow and self._random.random() < _OTHERS:
-            others = [i for i, thread in enumerate(self._ready) if thread not in self._slow]
-            if others:
-                return self._random.choice(others)
-        return self._random.randrange(len(self._ready))
+    def _drawn(self) -> greenlet | None:
+        """Return who is next of those that are ready, if anybody is."""
+        others = self._ready and (not self._ready_slow or self._random() < _OTHERS)
+        some = self._ready if others else self._ready_slow
+        return some.pop(int(self._random() * len(some))) if some else None
 
     def pause(self, *, again: bool) -> None:
         """Let others run first; where there are none, who asks for the same again waits a little."""
-        if self._ready:
-            self._ready.append(getcurrent())
-            _let_others_run()
+        if self._ready or self._ready_slow:
+            self.wake([getcurrent()])
+            self._let_others_run()
         elif again:
             sleep(_PAUSE)
 
     def wait(self) -> None:
         """Let others run until one of them wakes this thread."""
         self._waiting.add(getcurrent())
-        _let_others_run()
+        self._let_others_run()
 
     def wake(self, threads: Sequence[greenlet]) -> None:
         """Let threads run again that wait."""
         self._waiting.difference_update(threads)
-        self._ready += threads
+        for thread in threads:
+            (self._ready_slow if thread in self._slow else self._ready).append(thread)
 
-
-def _let_others_run() -> None:
-    """Return at this thread's next turn."""
-    mine = ME.__dict__
-    getcurrent().parent.switch()
-    ME.__dict__ = mine
+    def _let_others_run(self) -> None:
+        """Return at this thread's next turn."""
+        mine, me, following = ME.__dict__, getcurrent(), self._drawn()
+        if following is not me:
+            if following:
+                following.switch()
+            else:  # nobody, or one that has not begun, which would begin deep in this one's calls
+                me.parent.switch(following)
+            ME.__dict__ = mine
 
 
 class Meeting:

@@ -76,8 +76,9 @@ def test_every_byte_becomes_what_it_is(kind: str, dtype: torch.dtype) -> None:
     codes = pytest.importorskip("tpplan.decoder.kernels.packed_codes")
     own = getattr(codes, f"{DTYPES[dtype]}_{kind}".upper())
     every = torch.arange(256, dtype=torch.uint8)
-    words, builder = map(intrinsics._Value, every.view(torch.int32).numpy().view("uint32")), intrinsics._Builder([])
-    found = [int(pair.raw) for word in words for pair in own.pairs(builder, word, None)]
+    steps = intrinsics.Steps([None])
+    run = steps.ended(intrinsics.Tuple(own.pairs(steps, *steps.values, None)))
+    found = [int(pair) for word in every.view(torch.int32).numpy().view("uint32") for pair in run(None, [word])]
     values = torch.tensor(found).to(torch.int32).view(dtype).double() * own.factor
     expected = every.double() + own.base if kind == "8" else every.view(torch.float8_e4m3fn).double()
     expected[expected.isnan()] = torch.tensor([480.0, -480.0], dtype=torch.float64)[: int(expected.isnan().sum())]
