@@ -1,0 +1,122 @@
+"""Planning tasks as mixed integer programs, of which HiGHS says whether they have a solution."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from attrs import frozen
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import lil_array
+
+from tests.planning_cases import MIB
+from tpplan.axes import minimum_units
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.planning_cases import Case
+
+_SOLVED, _INFEASIBLE = 0, 2
+_PER_SECOND = 10**6
+#: What HiGHS lets a constraint miss, relative to numbers near 1.
+_TOLERANCE = 1e-6
+
+
+@frozen(eq=False)
+class Program:
+    """A task, with the strategy's measure: the largest share of a budget, or the longest time in microseconds.
+
+    Every device in use counts the fixed costs of all axes. Variables: units x and a flag y per axis and device, a flag
+    z per device in use, and the largest measure t, in that order.
+
+    Attributes:
+        constraints: coefficients of the variables, a row for each constraint.
+        least: the least that each constraint allows.
+        most: the most that each constraint allows.
+        upper: the largest value of each variable; the smallest is 0.
+        units: elements of a unit of each axis.
+    """
+
+    constraints: Any
+    least: Any
+    most: Any
+    upper: Any
+    units: tuple[int, ...]
+
+    @classmethod
+    def of(cls, task: Case) -> Self:
+        """Return a task's program."""
+        wanted, devices = task.wanted, task.devices
+        axes, count = wanted.axes, len(devices)
+        flags, uses, last = len(axes) * count, 2 * len(axes) * count, 2 * len(axes) * count + count
+        rows: list[tuple[dict[int, float], float, float]] = []
+        by_reads = task.request.strategy == "latency"
+        for i, axis in enumerate(axes):
+            minimum = minimum_units(axis.axis, axis.size, axis.unit)
+            rows.append(({i * count + d: 1 for d in range(count)}, axis.units, axis.units))
+            for d in range(count):
+                x, y = i * count + d, flags + i * count + d
+                rows.append(({x: 1, y: -axis.units}, -np.inf, 0))
+                rows.append(({x: 1, y: -minimum}, 0, np.inf))
+                rows.append(({y: 1, uses + d: -1}, -np.inf, 0))
+        for d, device in enumerate(devices):
+            used: dict[int, float] = {uses + d: wanted.common.bytes + device.overhead_bytes}
+            load: dict[int, float] = {uses + d: wanted.common.reads if by_reads else used[uses + d]}
+            for i, axis in enumerate(axes):
+                unit, x, y = axis.unit_cost(), i * count + d, flags + i * count + d
+                fixed = axis.fixed_cost()
+                used |= {x: unit.bytes, y: fixed.bytes}
+                load[x] = unit.reads if by_reads else unit.bytes
+                load[uses + d] += fixed.reads if by_reads else fixed.bytes
+            rows.append(({k: v / MIB for k, v in used.items()}, -np.inf, device.budget_bytes / MIB))
+            speed = device.bandwidth_bytes_per_second / _PER_SECOND if by_reads else device.budget_bytes
+            rows.append(({last: -1, **{k: v / speed for k, v in load.items()}}, -np.inf, 0))
+        constraints = lil_array((len(rows), last + 1))
+        for r, (entries, _, _) in enumerate(rows):
+            for column, value in entries.items():
+                constraints[r, column] = value
+        upper = np.ones(last + 1)
+        upper[:flags] = np.repeat([axis.units for axis in axes], count)
+        upper[last] = np.inf
+        least, most = (np.array(limits) for limits in list(zip(*rows, strict=True))[1:])
+        return cls(constraints.tocsr(), least, most, upper, tuple(axis.unit for axis in axes))
+
+    def allows(self, bounds: Sequence[Sequence[int]], measure: float) -> bool:
+        """Return whether cuts of every axis are a solution, with this measure."""
+        units = [[-(-(b - a) // unit) for a, b in pairwise(row)] for row, unit in zip(bounds, self.units, strict=True)]
+        flags = np.array(units) > 0
+        found = self.constraints @ np.concatenate([np.ravel(units), flags.ravel(), flags.any(axis=0), [measure]])
+        return bool(np.all(found >= self.least - _TOLERANCE) and np.all(found <= self.most + _TOLERANCE))
+
+    def is_solvable(self, measure: float = np.inf) -> bool:
+        """Return whether HiGHS finds a solution whose measure is no larger than this one."""
+        upper = np.append(self.upper[:-1], measure)
+        last = len(upper) - 1
+        answer = milp(
+            np.append(np.zeros(last), 1),  # with an aim it is faster
+            constraints=LinearConstraint(self.constraints, self.least, self.most),
+            bounds=Bounds(np.zeros(last + 1), upper),
+            integrality=np.append(np.ones(last), 0),
+            options={"time_limit": 60},
+        )
+        assert answer.status in {_SOLVED, _INFEASIBLE}, answer.message
+        return bool(answer.status == _SOLVED)
+
+
+def measure(task: Case, bounds: Sequence[Sequence[int]]) -> float:
+    """Return the same measure of a plan: every device in use counts the fixed costs of all axes."""
+    wanted, by_reads = task.wanted, task.request.strategy == "latency"
+    fixed = sum((axis.fixed_cost() for axis in wanted.axes), wanted.common)
+    found = []
+    for d, device in enumerate(task.devices):
+        held = [(axis, -(-(row[d + 1] - row[d]) // axis.unit)) for axis, row in zip(wanted.axes, bounds, strict=True)]
+        if not any(units for _, units in held):
+            continue
+        load = sum(((axis.unit_cost().part(units, 1)) for axis, units in held), fixed)
+        if by_reads:
+            found.append(load.reads / device.bandwidth_bytes_per_second * _PER_SECOND)
+        else:
+            found.append((load.bytes + device.overhead_bytes) / device.budget_bytes)
+    return max(found)
