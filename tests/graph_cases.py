@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.decoder_cases import LENGTH
+from tests.watching import Watching
 from tpplan.decoder import Prompt
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "is_nonzero", "equal"}
 
 
-class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Calls(Watching):
     """Keeps the names of what torch is told to do.
 
     Attributes:

@@ -13,9 +13,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.watching import Watching
 from tpplan.exec.programs.fence import caller
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _RESULTS = {"broadcast": "axis", "allgather": "to", "all_reduce": None}
 _SYNCS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 
 
-class Late(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Late(Watching):
     """Puts off what torch is told to do on virtual devices.
 
     A tensor belongs to the device that it was computed on; those that were there before belong to none.

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.decoder_cases import LENGTH, decoding, model_of, plan_of, request_of
+from tests.watching import Watching
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
 from tpplan.decoder import Prompt, layer_cache
 
 
-class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Largest(Watching):
     """Measures what torch makes.
 
     Attributes:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jsonschema import Draft202012Validator
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from schemas import generate
+from tests.watching import Watching
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.compiler import build
 from tpplan.exec.cpu import VirtualDevices
@@ -34,7 +34,7 @@ def compiler_of(plan: SplitPlan) -> Callable[[str], TPContext]:
     return lambda transport: compile_plan(plan, backend="cpu", transport=transport)
 
 
-class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorded(Watching):
     """In the place of a CUDA graph: does again whatever torch was told to do, on the same tensors.
 
     Attributes:
@@ -54,11 +54,6 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(made, Tensor) and not func.overloadpacket.__name__.startswith("empty"):
             self.steps.append((func, args, kwargs or {}, made))
         return made
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here, and to tell torch's compiler so would load it, for seconds."""
-        return False
 
     def __enter__(self) -> Any:
         Recorded.underway += 1

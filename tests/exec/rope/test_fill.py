@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.exec.rope.cases import LLAMA, LLAMA3, LONGROPE, YARN, Json
 from tests.exec.rope.reference import same
+from tests.watching import Watching
 from tpplan.errors import ExecutionError
 from tpplan.exec.rope import tables
 from tpplan.exec.rope.scaling import Default
@@ -43,7 +43,7 @@ def test_fill(dtype: torch.dtype, style: Any, monkeypatch: pytest.MonkeyPatch) -
     assert bool((arena == -7.0).all())
 
 
-class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Largest(Watching):
     """Notes how many elements the largest tensor has that an operation makes."""
 
     elements = 0

@@ -69,14 +69,14 @@ def test_captured_operations_go_as_they_do_in_graphs() -> None:
     assert ways["all_reduce"] == {"slots", "straight"}
 
 
-class _Nothing(Recorded):  # type: ignore[no-untyped-call]
+class _Nothing(Recorded):
     """A graph of nothing."""
 
     def replay(self) -> None:
         """Leave everything as it is."""
 
 
-class _Stale(Recorded):  # type: ignore[no-untyped-call]
+class _Stale(Recorded):
     """A graph that works with what some tensor held when it was captured."""
 
     def __enter__(self) -> Any:
@@ -90,7 +90,7 @@ class _Stale(Recorded):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class _Refused(Recorded):  # type: ignore[no-untyped-call]
+class _Refused(Recorded):
     """A graph that cannot be replayed."""
 
     def replay(self) -> None:
@@ -98,7 +98,7 @@ class _Refused(Recorded):  # type: ignore[no-untyped-call]
         raise ExecutionError("the bus is on fire")
 
 
-class _Uncaptured(Recorded):  # type: ignore[no-untyped-call]
+class _Uncaptured(Recorded):
     """A graph that cannot be captured."""
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
