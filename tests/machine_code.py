@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 
@@ -14,7 +15,7 @@ from tpplan.exec.gpu import kernel_cache
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytest.importorskip("numba.cuda", reason="needs numba-cuda: pip install 'tpplan[cu13]'")
+compiler = pytest.importorskip("numba.cuda.compiler", reason="needs numba-cuda: pip install 'tpplan[cu13]'")
 LINKER = pytest.importorskip("cuda.bindings.nvjitlink", reason="needs nvJitLink: pip install 'tpplan[cu13]'")
 
 NEWEST = (12, 0) if LINKER.version() >= (12, 8) else (9, 0)  # that the linker here knows
@@ -22,9 +23,19 @@ CAPABILITIES = tuple(each for each in ((8, 0), (9, 0), (12, 0)) if each <= NEWES
 
 
 def ptx(name: str, capability: tuple[int, int]) -> str:
-    """Return a kernel's PTX."""
-    with _uncounted():
+    """Return a kernel's PTX; what numba makes of its source is the same for all generations, and made once."""
+    with _uncounted(), patch.object(compiler, "_compile_pyfunc_with_fixup", _made_once):
         return kernel_cache.ptx(name, capability)
+
+
+_make, _made = compiler._compile_pyfunc_with_fixup, dict[Any, Any]()
+
+
+def _made_once(function: Any, *signature: Any, **options: Any) -> Any:
+    """Return what numba makes of a function, before NVVM compiles it for a generation."""
+    if function not in _made:
+        _made[function] = _make(function, *signature, **options)
+    return _made[function]
 
 
 @contextmanager
