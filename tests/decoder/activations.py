@@ -10,8 +10,9 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.watching import Watching
 from tpplan.workspace import align
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _RESULTS = {"broadcast": (1, "axis"), "allgather": (2, "to"), "all_reduce": (Non
 _AS_ONE = {"rms_norm", "scaled_dot_product_attention"}
 
 
-class Activations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Activations(Watching):
     """Counts the bytes of tensors that are computed, by device.
 
     What is computed of a device's tensors is on the device, and so is what an operation of the context makes there. A
@@ -77,6 +78,8 @@ class Activations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name not in _AS_ONE and _is_made_of_others(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        if func.is_view:  # of memory that counts already, or is not on any device yet
+            return func(*args, **kwargs)
         given = {_key(tensor): tensor for tensor in _tensors((*args, *kwargs.values()))}
         devices = {self._owners[key] for key in given.keys() & self._owners.keys()}
         assert len(devices) < 2, f"{func} of tensors on devices {devices}"
