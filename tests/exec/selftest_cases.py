@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
     from tpplan.exec.context import TPContext
     from tpplan.plan import SplitPlan
+    from tpplan.selftest_report import SelftestReport, Tested
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples/plans"
 SCHEMA = Draft202012Validator(generate.schema("selftest-report"))
+
+#: What the host takes no part in.
+IN_GRAPHS = {"broadcast", "scatter", "allgather", "all_reduce", "add_residual"}
 
 #: The element of an operand that is made wrong.
 COLUMN = 3
@@ -92,6 +96,11 @@ def on(plan: SplitPlan, devices: type[VirtualDevices], **options: Any) -> Callab
     return lambda transport: build(
         plan, places, devices, transport=transport, max_rows=rows, dtype=torch.bfloat16, **options
     )
+
+
+def captured(report: SelftestReport) -> list[Tested]:
+    """Return what a report tells of graphs."""
+    return [one for one in report.tested if one.schedule == "captured"]
 
 
 def flip(tensor: Tensor) -> None:

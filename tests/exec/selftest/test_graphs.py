@@ -5,17 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
-from tests.contexts import ALONE, PLANS, UNEVEN, little_room  # noqa: F401 (for every test here)
-from tests.exec.selftest_cases import Capturable, Recorded, compiler_of, on
+from tests.contexts import ALONE, UNEVEN, little_room  # noqa: F401 (for every test here)
+from tests.exec.selftest_cases import IN_GRAPHS, Capturable, Recorded, captured, compiler_of, on
 from tpplan.codec import unstructure
 from tpplan.errors import ExecutionError
 from tpplan.exec.cpu import Pending
 from tpplan.exec.links.tuning import Tuning
-from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.selftest import run as selftest
-from tpplan.exec.selftest.references import KINDS
 from tpplan.render.selftest import selftest as view
 
 if TYPE_CHECKING:
@@ -24,38 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec.programs.program import Buffer, Program
-    from tpplan.selftest_report import SelftestReport, Tested
-
-#: What the host takes no part in.
-IN_GRAPHS = {"broadcast", "scatter", "allgather", "all_reduce", "add_residual"}
-
-
-@pytest.fixture(scope="module", params=PLANS)
-def report(request: pytest.FixtureRequest) -> SelftestReport:
-    """Return the report on a plan with which nothing is wrong, on devices that have graphs."""
-    plan = PLANS[request.param]
-    return selftest.selftest(plan, on(plan, Capturable), TRANSPORTS)
-
-
-def _captured(report: SelftestReport) -> list[Tested]:
-    return [one for one in report.tested if one.schedule == "captured"]
-
-
-def test_everything_is_captured(report: SelftestReport) -> None:
-    """Every operation without the host, on every axis by every transport, in sizes that go every way."""
-    assert report.ok
-    found = _captured(report)
-    assert [(one.operation, one.transport) for one in found] == [
-        (name, transport) for transport in TRANSPORTS for name in KINDS if name in IN_GRAPHS
-    ]
-    plain = {(one.operation, one.transport): one for one in report.tested if one.schedule == "plain"}
-    for one in found:
-        called = plain[one.operation, one.transport]
-        assert {axis.axis for axis in one.axes} == {axis.axis for axis in called.axes}
-        assert one.checks
-        assert one.compared_bytes
-        assert not any(axis.skipped for axis in one.axes)
-        assert all(max(axis.rows) > 1 for axis in one.axes)
+    from tpplan.selftest_report import SelftestReport
 
 
 def test_captured_operations_go_as_they_do_in_graphs() -> None:
@@ -63,7 +28,7 @@ def test_captured_operations_go_as_they_do_in_graphs() -> None:
     tuning = Tuning(copies_fans_bytes=1, copies_exchanges_bytes=1)
     report = selftest.selftest(UNEVEN, on(UNEVEN, Capturable, tuning=tuning), ["peer"])
     assert report.ok
-    ways = {one.operation: {way for axis in one.axes for way in axis.ways} for one in _captured(report)}
+    ways = {one.operation: {way for axis in one.axes for way in axis.ways} for one in captured(report)}
     for name in ("broadcast", "scatter", "allgather"):
         assert ways[name] == {"slots", "1 part"}
     assert ways["all_reduce"] == {"slots", "straight"}
@@ -118,7 +83,7 @@ def _of(graphs: type[Recorded]) -> SelftestReport:
 def _wrong(report: SelftestReport) -> dict[str, tuple[int, int]]:
     assert {one.schedule for one in report.tested if one.wrong} == {"captured"}
     assert not report.ok
-    return {one.operation: (one.wrong, one.checks) for one in _captured(report)}
+    return {one.operation: (one.wrong, one.checks) for one in captured(report)}
 
 
 def test_a_replay_that_does_nothing_is_found() -> None:
@@ -159,7 +124,7 @@ class _AloneInGraphs(Capturable):
         return Pending() if self.asides and self.is_capturing() else super().run(program, operands)
 
 
-def test_asides_are_captured() -> None:
+def test_asides_arecaptured() -> None:
     """Some sizes of every operation, each of which is found wrong if its graph lacks it, and nothing else is."""
     report = selftest.selftest(UNEVEN, on(UNEVEN, _AloneInGraphs), ["events"])
     assert {name for name, (some, every) in _wrong(report).items() if 0 < some < every} == IN_GRAPHS

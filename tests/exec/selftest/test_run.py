@@ -20,7 +20,6 @@ from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.explain import ALL, cuts
 from tpplan.exec.programs import lower_events
 from tpplan.exec.programs.fence import own
-from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Await, Buffer, Exchange, Flag, Program, Queue, Wait
 from tpplan.exec.selftest import run as selftest
 from tpplan.exec.selftest.attempts import Attempts
@@ -35,47 +34,13 @@ if TYPE_CHECKING:
     from tpplan.exec.programs.operation import Moves, Reduction
     from tpplan.exec.selftest.references import Kind
     from tpplan.plan import SplitPlan
-    from tpplan.selftest_report import SelftestReport, Tested
+    from tpplan.selftest_report import SelftestReport
 
 
 @pytest.fixture(scope="module")
 def plan() -> SplitPlan:
     """Return a plan for uneven devices, one of which is idle."""
     return UNEVEN
-
-
-@pytest.fixture(scope="module")
-def report(plan: SplitPlan) -> SelftestReport:
-    """Return the report on a plan with which nothing is wrong."""
-    return selftest.selftest(plan, compiler_of(plan), TRANSPORTS)
-
-
-def test_everything_is_tested(plan: SplitPlan, report: SelftestReport) -> None:
-    """Every operation runs on every axis by every transport, one by one, aside and in the worst order, and is right."""
-    assert report.ok
-    assert not report.faults
-    axes = {str(split.axis) for split in plan.splits}
-    operations = {"broadcast", "scatter", "gather", "allgather", "all_reduce", "add_residual"}
-    for schedule in ("plain", "aside", "adversarial"):
-        for transport in TRANSPORTS:
-            mine = [t for t in report.tested if (t.schedule, t.transport) == (schedule, transport)]
-            assert operations <= {one.operation for one in mine}
-            assert all(axes <= set(_axes(one)) and one.checks and one.compared_bytes for one in mine)
-
-
-def test_every_way_is_gone(report: SelftestReport) -> None:
-    """Small and large messages are tried on every axis, and longer ones than a ring has slots for."""
-    plain = [one for one in report.tested if one.schedule == "plain"]
-    ways = {(t.operation, t.transport): {way for axis in t.axes for way in axis.ways} for t in plain}
-    for operation in ("broadcast", "scatter", "allgather", "all_reduce"):
-        assert ways[operation, "peer"] == {"slots", "straight"}
-        assert {"slots", "frames"} <= ways[operation, "host"]
-    assert all("frames in turns" in ways[operation, "host"] for operation in ("broadcast", "all_reduce"))
-    assert {"1 part", "2 parts"} <= ways["broadcast from the host", "host"]
-    assert "2 parts" in ways["broadcast from the host", "events"]
-    assert ways["gather", "host"] == {"written"}
-    assert all(axis.ways and not axis.skipped for one in plain for axis in one.axes)
-    assert all({0, 1, 3} <= {*axis.rows, *axis.narrow_rows} for one in plain for axis in one.axes)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -127,29 +92,6 @@ def test_a_fault_of_wide_rows_is_found(transport: str, monkeypatch: pytest.Monke
             assert all(max(axis.rows) > 1 for axis in one.axes)
             if one.operation in WIDE:  # but for what is large: in parts, and moves that are left to copy engines
                 assert all("part" in way for axis in one.axes for way in axis.skipped)
-
-
-@pytest.mark.parametrize("name", ["alone", "replicated"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_other_plans(name: str, transport: str) -> None:
-    """One device alone, and layers that are cut in several ways, each of which is tested."""
-    plan = PLANS[name]
-    report = selftest.selftest(plan, compiler_of(plan), [transport])
-    assert report.ok
-    kinds = {one.operation: set(_axes(one)) for one in report.tested}
-    assert kinds["gather"] == kinds["scatter"] == set(cuts(plan)) - {ALL}
-    assert kinds["broadcast"] == kinds["all_reduce"] == set(cuts(plan))
-    assert ("kv_heads in layers 1,3" in kinds["gather"]) == (name == "replicated")
-
-
-def test_the_same_trials_every_time(plan: SplitPlan, report: SelftestReport) -> None:
-    """Testing again gives the same report, to the byte."""
-    again = selftest.selftest(plan, compiler_of(plan), ["events"])
-    assert again.tested == tuple(one for one in report.tested if one.transport == "events")
-
-
-def _axes(one: Tested) -> tuple[str, ...]:
-    return tuple(axis.axis for axis in one.axes)
 
 
 def _spill(tensor: Tensor) -> None:
