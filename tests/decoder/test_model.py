@@ -13,6 +13,7 @@ import torch
 from tests.decoder_cases import (
     CONFIGS,
     LENGTH,
+    NEW,
     VOCAB,
     check,
     check_sixteen_bits,
@@ -34,23 +35,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-#: Devices, layout, KV heads and transport of plans that are cut at random.
+#: Devices, layout, KV heads and transport of plans that are cut at random, and tokens that follow each prompt.
 CASES = [
-    (1, "reduce", "idle", "events"),
-    (2, "gather", "idle", "peer"),
-    (3, "reduce", "idle", "host"),
-    (5, "reduce", "replicate", "peer"),
-    (4, "gather", "replicate", "events"),
+    (1, "reduce", "idle", "events", NEW),
+    (2, "gather", "idle", "peer", NEW),
+    (3, "reduce", "idle", "host", 16),
+    (5, "reduce", "replicate", "peer", 16),
+    (4, "gather", "replicate", "events", 16),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_as_transformers(model_type: str, case: tuple[int, str, str, str]) -> None:
-    """Logits of prompts that are read in several passes, and 64 tokens of two texts of different length."""
-    devices, layout, kv, transport = case
+def test_as_transformers(model_type: str, case: tuple[int, str, str, str, int]) -> None:
+    """Logits of prompts that are read in several passes, and up to 64 tokens of two texts of different length."""
+    devices, layout, kv, transport, new = case
     model = model_of(model_type)
-    check(model, plan_of(model.directory, devices, request_of(layout, kv), {}, seed=devices), transport)
+    check(model, plan_of(model.directory, devices, request_of(layout, kv), {}, seed=devices), transport, new)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -135,7 +135,7 @@ def test_kernels_leave_rows_of_nobody_out(
     layout: str, tmp_path: Path, flash_calls: FlashCalls, launches: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In 16 bits, where kernels write keys and values to the cache, on one device and on uneven ones."""
-    directory = test_memory.made("llama", tmp_path)
+    directory = test_memory.made("llama", tmp_path, num_hidden_layers=1)
     monkeypatch.setattr(prompt_graphs, "_SMALLEST", 16)
     monkeypatch.setattr(plain.Plain, "keep", Mock(side_effect=AssertionError))
     for shares in ((1,), (3, 1)):
