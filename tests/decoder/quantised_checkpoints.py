@@ -140,8 +140,8 @@ def halve(source: Path, directory: Path, dtype: torch.dtype) -> None:
 
 
 @cache
-def quantised(family: str, form: str, layers: int = 2) -> tuple[Model, Path]:
-    """Quantise a family's model, once, and let transformers compute what is right.
+def stored(family: str, form: str, layers: int = 2) -> tuple[Path, Path]:
+    """Quantise a family's model, once.
 
     Args:
         family: of :data:`FAMILIES`.
@@ -149,10 +149,21 @@ def quantised(family: str, form: str, layers: int = 2) -> tuple[Model, Path]:
         layers: of the model.
 
     Returns:
-        The model, and the directory of its twin; see :func:`write`.
+        The directories of the model and of its twin; see :func:`write`.
     """
     directory, twin = _directory(), _directory()
     write(base(family, layers), FORMATS[form], directory, twin)
+    return directory, twin
+
+
+@cache
+def quantised(family: str, form: str, layers: int = 2) -> tuple[Model, Path]:
+    """Quantise a family's model, see :func:`stored`, and let transformers compute what is right, once.
+
+    Returns:
+        The model, and the directory of its twin.
+    """
+    directory, twin = stored(family, form, layers)
     model = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(1)
     return answered(model, directory, NEW), twin

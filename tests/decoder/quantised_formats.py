@@ -262,9 +262,8 @@ def _groups(matrix_NK: Tensor, size: int, *, permuted: bool = False) -> Tensor:
 def _rounded(matrix_NK: Tensor, group_K: Tensor, bits: int, dtype: torch.dtype, *, symmetric: bool) -> _Rounded:
     """Round a matrix to whole numbers that reach from the least to the largest element of a group."""
     top, groups = 2**bits - 1, range(int(group_K.max()) + 1)
-    low, high = (
-        torch.stack([matrix_NK[:, group_K == group].aminmax(dim=1)[i] for group in groups], dim=1) for i in (0, 1)
-    )
+    ranges = [matrix_NK[:, group_K == group].aminmax(dim=1) for group in groups]
+    low, high = (torch.stack(ends, dim=1) for ends in zip(*ranges, strict=True))
     if symmetric:
         high = torch.maximum(-low, high)
         low = -high

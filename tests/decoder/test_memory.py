@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tpplan
 from tests.decoder.activations import activations
-from tests.decoder.quantised_checkpoints import quantised
+from tests.decoder.quantised_checkpoints import stored
 from tests.decoder_cases import CONFIGS, plan_of
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
@@ -180,10 +180,10 @@ def test_prompts_that_attend_at_once_do_too(
 def test_quantised_weights_take_no_more(form: str) -> None:
     """Of matrices parts are made at a time that are an eighth of the scratch."""
     taken_by = []
-    model, twin = quantised("llama", form, 1)
-    for directory in (twin, model.directory):
-        plan = planned(directory, "reduce", (1,), Cache("fp16", _BATCH * _LENGTH))
+    directory, twin = stored("llama", form, 1)
+    for each in (twin, directory):
+        plan = planned(each, "reduce", (1,), Cache("fp16", _BATCH * _LENGTH))
         with patch.object(products, "AT_ONCE", 2**13), patch.object(quantised_matrices, "_AT_ONCE", 2**10):
-            taken_by.append(taken(directory, plan)[0])
+            taken_by.append(taken(each, plan)[0])
     dense, codes = taken_by
     assert codes <= dense

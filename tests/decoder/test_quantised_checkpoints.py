@@ -10,7 +10,7 @@ import torch
 
 import tpplan
 from tests.checkpoints import saved_values
-from tests.decoder.quantised_checkpoints import FAMILIES, FORMATS, quantised
+from tests.decoder.quantised_checkpoints import FAMILIES, FORMATS, stored
 from tests.decoder.quantised_formats import AWQ_ORDER, words
 from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded
 
@@ -66,14 +66,14 @@ def _float8(of: dict[str, Tensor], n: int, k: int, block: tuple[int, int]) -> fl
 @pytest.mark.parametrize("form", FORMATS)
 def test_elements_are_what_the_format_says(form: str) -> None:
     """The values beside a quantised model are those that its codes, zeros and scales stand for, near the original's."""
-    model, twin = quantised("llama", form, 1)
-    stored, values, config = saved_values(model.directory), saved_values(twin), FORMATS[form].config()
+    directory, twin = stored("llama", form, 1)
+    parts, values, config = saved_values(directory), saved_values(twin), FORMATS[form].config()
     random = Random(form)
     stems = [name.removesuffix(".weight") for name in values if "_proj.weight" in name]
     stems += ["lm_head"] if FORMATS[form].head else []
     assert len(stems) == 7 + FORMATS[form].head
     for stem in stems:
-        of = {name.removeprefix(stem): tensor for name, tensor in stored.items() if name.startswith(f"{stem}.")}
+        of = {name.removeprefix(stem): tensor for name, tensor in parts.items() if name.startswith(f"{stem}.")}
         matrix = values[f"{stem}.weight"]
         for _ in range(20):
             n, k = (random.randrange(size) for size in matrix.shape)
@@ -92,11 +92,11 @@ def test_elements_are_what_the_format_says(form: str) -> None:
 @pytest.mark.parametrize(("family", "form"), [("llama", form) for form in FORMATS] + [(f, "awq g64") for f in FAMILIES])
 def test_plans_cut_them(family: str, form: str) -> None:
     """They are what their configs say, and arrive on every device as they are stored."""
-    model, twin = quantised(family, form, 1 if family == "llama" else 2)
-    spec = tpplan.read_model(model.directory)
+    directory, twin = stored(family, form, 1 if family == "llama" else 2)
+    spec = tpplan.read_model(directory)
     assert spec.parameter_count == tpplan.read_model(twin).parameter_count
     assert spec.weight_format.lower().startswith(form[:3])
     assert spec.weight_bytes < tpplan.read_model(twin).weight_bytes / 2
     plan = even_plan(spec, 2, "gather" if spec.gather_only else "reduce")
     assert all(memory.weights_bytes for memory in plan.memory)
-    assert_loaded(plan, spec, loaded(plan, model.directory), saved_values(model.directory))
+    assert_loaded(plan, spec, loaded(plan, directory), saved_values(directory))
