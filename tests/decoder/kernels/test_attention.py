@@ -66,6 +66,12 @@ def test_there_are_no_others(name: str) -> None:
         getattr(kernels, name)
 
 
+def test_each_is_made_once() -> None:
+    """Asked for again, for another generation of GPUs, it is the same kernel, whose functions are compiled already."""
+    kernels = pytest.importorskip("tpplan.decoder.kernels.attention")
+    assert kernels.ATTENTION_BF16_128_Q8 is kernels.ATTENTION_BF16_128_Q8
+
+
 def test_other_devices_and_heads_are_left_to_torch() -> None:
     """The CPU has no kernel, and no GPU has one for float32 or for heads that are no vectors."""
     assert not Attention.takes(torch.device("cpu"), torch.bfloat16, 128)

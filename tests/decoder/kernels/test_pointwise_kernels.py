@@ -64,3 +64,9 @@ def test_there_are_no_others(name: str) -> None:
     kernels = pytest.importorskip("tpplan.decoder.kernels.turn")
     with pytest.raises(AttributeError, match=name):
         getattr(kernels, name)
+
+
+def test_each_is_made_once() -> None:
+    """Asked for again, for another generation of GPUs, it is the same kernel, whose functions are compiled already."""
+    kernels = pytest.importorskip("tpplan.decoder.kernels.turn")
+    assert kernels.TURN_BF16_Q8 is kernels.TURN_BF16_Q8

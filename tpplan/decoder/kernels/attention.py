@@ -14,6 +14,7 @@ Caches of 8 bits become float16 in registers, see :mod:`tpplan.decoder.kernels.c
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 from numba import cuda
@@ -243,6 +244,7 @@ _OF_KINDS = {
 _READERS = {"Q8": cache_tiles.q8_reader, "FP8": cache_tiles.fp8_reader}
 
 
+@cache
 def __getattr__(name: str) -> Kernel:
     """Return the kernel of a dtype, a size of heads and a kind of cache, such as ``ATTENTION_BF16_128_Q8``.
 

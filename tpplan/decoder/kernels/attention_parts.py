@@ -7,6 +7,7 @@ values so weighed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from attrs import frozen
@@ -75,6 +76,7 @@ def is_last(address: Any, turn: Any, ready: Any) -> Any:
     return _WORD(turn[0]) == ready - _WORD(1)
 
 
+@cache
 def parts_of(head_dim: int, warps: int, rounded: Any) -> Parts:  # noqa: C901, PLR0915 (of the functions in it)
     """Return how parts are merged.
 

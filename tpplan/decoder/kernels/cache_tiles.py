@@ -10,6 +10,7 @@ row.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from attrs import frozen
@@ -77,6 +78,7 @@ class Reader:
     queries: Callable[..., Any]
 
 
+@cache
 def plain_reader(head_dim: int) -> Reader:
     """Return how rows of 16 bits are read, which stay as they are."""
     size = 2 * head_dim
@@ -84,6 +86,7 @@ def plain_reader(head_dim: int) -> Reader:
     return Reader(size, 16, 1.0, keys, values, _same, _same)
 
 
+@cache
 def q8_reader(head_dim: int, kind: str) -> Reader:
     """Return how rows of whole numbers are read, for queries of a kind, ``bf16`` or ``f16``."""
     scales = head_dim // SHARING
@@ -93,6 +96,7 @@ def q8_reader(head_dim: int, kind: str) -> Reader:
     return Reader(head_dim, 8, 1.0, keys, values, _wide_whole, _QUERIES[kind])
 
 
+@cache
 def fp8_reader(head_dim: int, kind: str) -> Reader:
     """Return how rows of floats are read, for queries of a kind, ``bf16`` or ``f16``."""
     keys, values = (_rows(head_dim, tiles.loads(head_dim, step, vector=8)) for step in (32, 64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from numba import cuda
@@ -13,6 +14,7 @@ from tpplan.exec.kernels.kernel import device_function
 _WORD, _FLOAT, _EVERY = types.uint64, types.float32, 0xFFFFFFFF
 
 
+@cache
 def mapped(count: int, function: Any) -> Any:
     """Make what calls a function for one pair or for each of two, with a third argument for all."""
 
@@ -27,6 +29,7 @@ def mapped(count: int, function: Any) -> Any:
     return of_one if count == 1 else of_two
 
 
+@cache
 def offsets_of(count: int) -> Any:
     """Make what tells where one row starts, or each of two."""
 
@@ -76,6 +79,7 @@ def _spread(totals: Any, lane: Any) -> Any:
     return _fold(_fold(totals[0], totals[2], 16, lane), _fold(totals[1], totals[3], 16, lane), 8, lane)
 
 
+@cache
 def collected(count: int) -> Any:
     """Make what adds up four numbers of each row over a warp; the highest bits of a lane tell whose sum it has."""
 
@@ -105,6 +109,7 @@ def over_warp(total: Any) -> Any:
     return total + cuda.shfl_xor_sync(_EVERY, total, 1)
 
 
+@cache
 def asking_by(load: Any) -> Any:
     """Make what asks for 16 bytes of each of four matrix rows."""
 
@@ -134,6 +139,7 @@ def eight_of(first: Any, second: Any) -> Any:
     return eight
 
 
+@cache
 def products_of(count: int, eight: Any, *, normed: bool) -> tuple[Any, Any]:
     """Make what returns sums of nothing, and what adds to them the products of rows and 16 bytes of four matrix rows.
 

@@ -5,6 +5,7 @@ Sums are float32; they are rounded where torch rounds, whose kernels each do les
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from numba.cuda import libdevice, types
@@ -50,6 +51,7 @@ def activation(x: Any, mode: Any) -> Any:
     return gelu_tanh(x)
 
 
+@cache
 def finish_of(first: Any, both: Any) -> Any:
     """Make what stores what becomes of one sum or two.
 
@@ -90,6 +92,7 @@ def finish_of(first: Any, both: Any) -> Any:
     return finish
 
 
+@cache
 def add_up_of(first: Any, both: Any) -> Any:
     """Make what adds up the parts of all devices, and what is there, and stores the sums.
 

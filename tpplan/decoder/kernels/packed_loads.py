@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -35,6 +36,7 @@ class Way:
     take: Any
 
 
+@cache
 def by_registers(kind: Codes, tall: int) -> Way:
     """Return how codes of two matrix rows, or four, come into registers.
 
@@ -74,6 +76,7 @@ def by_registers(kind: Codes, tall: int) -> Way:
     return Way(first, ask, take)
 
 
+@cache
 def by_shared_memory(kind: Codes) -> Way:
     """Return how codes of two matrix rows are copied into shared memory, by each lane what it needs itself.
 
@@ -117,6 +120,7 @@ def _four_vectors(at: Any) -> Any:
     return first + second + ptx.load_128(at + _WORD(48))
 
 
+@cache
 def looking_at(kind: Codes, eights: int) -> Any:
     """Make what asks for what a lane has of its rows, one of each eight."""
     quarter = {8: _two_vectors, 16: _four_vectors}[kind.part]

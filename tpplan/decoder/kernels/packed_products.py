@@ -24,6 +24,7 @@ where columns that a lane has of all rows are neighbours: its pairs are those of
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
@@ -39,6 +40,7 @@ _CODES, _PAIRS = 4, 2
 _INT, _FLOAT = ir.IntType(32), ir.FloatType()
 
 
+@cache
 def products_of(kind: Codes) -> Any:  # noqa: C901 (the instructions)
     """Return an intrinsic that adds the products of a tile and some rows, of one step.
 

@@ -20,6 +20,7 @@ Shuffles would do as well, but before sm_90 make the assembler keep much else in
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -177,6 +178,7 @@ def _spread(typingctx: Any, pieces: Any, first: Any, second: Any) -> Any:  # noq
     return types.UniTuple(types.float32, 4)(pieces, first, second), codegen
 
 
+@cache
 def matrix_rows(kind: Codes, tall: int) -> MatrixRows:  # noqa: C901 (of two heights)
     """Return what knows a lane's matrix rows.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from numba import cuda
@@ -19,6 +20,7 @@ _LANE = 8
 _WORD, _FLOAT = types.uint64, types.float32
 
 
+@cache
 def _squares_of(count: int, eight: Any) -> Any:
     """Make what adds the squares of 16 bytes of every row.
 
@@ -35,6 +37,7 @@ def _squares_of(count: int, eight: Any) -> Any:
     return mapped(count, squares)
 
 
+@cache
 def _factors_of(count: int) -> Any:
     """Make what returns, in all threads, what rows are multiplied by, of sums of squares of their own."""
 

@@ -9,6 +9,7 @@ up in a fixed order. Everything is added in float32. Addresses are at multiples 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from numba import cuda
@@ -34,6 +35,7 @@ _PART = 8
 _WORD, _FLOAT = types.uint64, types.float32
 
 
+@cache
 def _products(multiply: Any) -> Any:
     """Return an intrinsic that adds the products of 16 matrix rows and some rows.
 
@@ -56,6 +58,7 @@ def _products(multiply: Any) -> Any:
     return intrinsic(lambda typingctx, sums, weights, rows: (sums(sums, weights, rows), codegen))  # noqa: ARG005
 
 
+@cache
 def _asking_by(load: Any) -> Any:
     """Make what asks for what a lane has of two matrix rows; behind the last column is the last vector."""
 
@@ -88,6 +91,7 @@ def _vector(row: Any, column: Any, last: Any) -> Any:
     )
 
 
+@cache
 def _looking_at(eights: int) -> Any:
     """Make what asks for what a lane has of its rows, one of each eight.
 

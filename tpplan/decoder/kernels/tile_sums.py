@@ -6,6 +6,7 @@ threads may have read the one when a warp is done with the next.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from attrs import frozen
@@ -24,6 +25,7 @@ _HALF = TILE // 2
 _WORD, _FLOAT = types.uint64, types.float32
 
 
+@cache
 def rows_of(eights: int) -> Any:
     """Make what returns the addresses of a lane's rows, one of each eight; a row that there is not is the last one.
 
@@ -70,6 +72,7 @@ class TileSums:
         return 2 * self.half
 
 
+@cache
 def tile_sums(  # noqa: C901 (what kernels inline)
     first: Any, both: Any, eights: int, warps: int, *, tall: int = 1, joint: bool = False
 ) -> TileSums:

@@ -7,6 +7,7 @@ order columns are added, if it is the same on both sides.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -35,6 +36,7 @@ def all_of(builder: Any, values: Any) -> list[Any]:
     return [builder.extract_value(values, i) for i in range(values.type.count)]
 
 
+@cache
 def zeros(count: int, of: Any = types.float32) -> Any:
     """Return an intrinsic that returns so many zeros, of float32 or uint32."""
 

@@ -8,6 +8,7 @@ has; NaN is not kept.
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 from numba import cuda
@@ -34,6 +35,7 @@ _TOP, _NORMAL, _ROUNDING = 0x43E00000, 0x3C800000, 0x46800000
 _INFINITE = 0x7F800000
 
 
+@cache
 def _scaled_by(low: Any, high: Any, two: Any) -> Any:
     """Make what multiplies a vector by a number and by a vector of weights, and rounds once."""
 
@@ -49,6 +51,7 @@ def _scaled_by(low: Any, high: Any, two: Any) -> Any:
     return scaled
 
 
+@cache
 def _pair_of(low: Any, high: Any, two: Any) -> Any:
     """Make what turns a vector of firsts and one of seconds; products are rounded, and their sums."""
 
@@ -115,6 +118,7 @@ def _largest(w: Any) -> Any:
     return _HALF(max(p, q))
 
 
+@cache
 def _encode(low: Any, high: Any, of_one: Any) -> Any:
     """Make what writes a vector in bytes."""
 
@@ -249,6 +253,7 @@ _OF_KINDS = {
 }
 
 
+@cache
 def __getattr__(name: str) -> Kernel:
     """Return the kernel of a dtype and a kind of cache, such as ``TURN_BF16_Q8``; one of 16 bits has no kind."""
     found = _NAME.fullmatch(name)

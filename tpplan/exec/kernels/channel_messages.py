@@ -5,6 +5,7 @@ Blocks that have sent end, so that those of other kernels find room: only a few 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from numba import cuda
@@ -53,6 +54,7 @@ def _begin_together() -> Any:
     return begin_sum()
 
 
+@cache
 def wait_of(*, joint: bool) -> Any:
     """Return what a kernel begins with, when it has asked for what never changes: it waits for all work before.
 

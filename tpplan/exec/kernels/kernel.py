@@ -16,7 +16,10 @@ _WORD = types.uint64
 
 
 def device_function(function: Any) -> Any:
-    """Make a function of kernels; NVVM inlines it, after numba has compiled it once."""
+    """Make a function of kernels; NVVM inlines it, after numba has compiled it once.
+
+    What makes such functions for some kernels keeps them, so that those of the same process compile them once.
+    """
     return cuda.jit(device=True, forceinline=True)(function)
 
 
