@@ -28,21 +28,22 @@ def bounds_length(plan: SplitPlan) -> Iterator[Finding]:
     for i, split in enumerate(plan.splits):
         if plan.devices and len(split.bounds) != len(plan.devices) + 1:
             expected = f"expected {len(plan.devices) + 1} for {len(plan.devices)} devices"
-            yield f"splits[{i}].bounds", f"has {len(split.bounds)} numbers, {expected}"
+            yield f"splits[{i}].bounds", f"{split.axis} has {len(split.bounds)} numbers, {expected}"
 
 
 def bounds_start(plan: SplitPlan) -> Iterator[Finding]:
     """Bounds start at 0."""
     for i, split in enumerate(plan.splits):
         if split.bounds and split.bounds[0] != 0:
-            yield f"splits[{i}].bounds", f"starts at {split.bounds[0]}, expected 0"
+            yield f"splits[{i}].bounds", f"{split.axis} starts at {split.bounds[0]} on device 0, expected 0"
 
 
 def bounds_end(plan: SplitPlan) -> Iterator[Finding]:
     """Bounds end at the size of the axis."""
     for i, split in enumerate(plan.splits):
         if split.bounds and split.bounds[-1] != split.size:
-            yield f"splits[{i}].bounds", f"ends at {split.bounds[-1]}, expected {split.size}"
+            end = f"{split.axis} ends at {split.bounds[-1]} on the last device"
+            yield f"splits[{i}].bounds", f"{end}, expected {split.size}"
 
 
 def bounds_ascend(plan: SplitPlan) -> Iterator[Finding]:
@@ -50,7 +51,7 @@ def bounds_ascend(plan: SplitPlan) -> Iterator[Finding]:
     for i, split in enumerate(plan.splits):
         for j, (a, b) in enumerate(pairwise(split.bounds)):
             if b < a:
-                yield f"splits[{i}].bounds[{j + 1}]", f"bounds[{j}] {a} exceeds bounds[{j + 1}] {b}"
+                yield f"splits[{i}].bounds[{j + 1}]", f"{split.axis} of device {j} starts at {a}, beyond its end {b}"
 
 
 def whole_units(plan: SplitPlan) -> Iterator[Finding]:
@@ -58,7 +59,8 @@ def whole_units(plan: SplitPlan) -> Iterator[Finding]:
     for i, split in enumerate(plan.splits):
         for j, cut in enumerate(split.bounds):
             if split.unit > 0 and cut % split.unit and cut != split.size and 0 < j < len(split.bounds) - 1:
-                yield f"splits[{i}].bounds[{j}]", f"{cut} is not a multiple of the unit {split.unit}"
+                between = f"{split.axis} is cut at {cut}, between devices {j - 1} and {j}"
+                yield f"splits[{i}].bounds[{j}]", f"{between}: no multiple of the unit {split.unit}"
 
 
 def minimum_share(plan: SplitPlan) -> Iterator[Finding]:
@@ -71,7 +73,7 @@ def minimum_share(plan: SplitPlan) -> Iterator[Finding]:
             units = unit_count(b - a, split.unit)
             if 0 < units < least:
                 of = f"{units} of the {least} units of {split.unit} that are the least"
-                yield f"splits[{i}].bounds", f"device {device} holds {b - a} elements, {of}"
+                yield f"splits[{i}].bounds", f"device {device} holds {b - a} elements of {split.axis}, {of}"
 
 
 def layer_ranges(plan: SplitPlan) -> Iterator[Finding]:

@@ -61,20 +61,32 @@ VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP001", {"format_version": "2.0"}, "TP001 at format_version: is '2.0', this tpplan reads 1.x"),
     ("TP001", {"format_version": "1.1"}, "is 1.1, this tpplan knows 1.x up to 1.0"),
     ("TP001", {"format_version": "one"}, "is 'one'"),
-    ("TP002", {f"splits[{RS}].bounds": (0, 1024, 1536, 2048)}, "has 4 numbers, expected 5 for 4 devices"),
-    ("TP003", {f"splits[{RS}].bounds": (32, 1024, 1536, 2048, 2048)}, "starts at 32, expected 0"),
+    ("TP002", {f"splits[{RS}].bounds": (0, 1024, 1536, 2048)}, "residual has 4 numbers, expected 5 for 4 devices"),
+    ("TP003", {f"splits[{RS}].bounds": (32, 1024, 1536, 2048, 2048)}, "residual starts at 32 on device 0, expected 0"),
     (
         "TP004",
         {f"splits[{RS}].bounds": (0, 1024, 1536, 1984, 1984)},
-        "TP004 at splits[4].bounds: ends at 1984, expected 2048",
+        "TP004 at splits[4].bounds: residual ends at 1984 on the last device, expected 2048",
     ),
-    ("TP005", {f"splits[{RS}].bounds": (0, 1536, 1024, 2048, 2048)}, "bounds[1] 1536 exceeds bounds[2] 1024"),
-    ("TP006", {f"splits[{RS}].bounds": (0, 1000, 1536, 2048, 2048)}, "1000 is not a multiple of the unit 32"),
-    ("TP006", {f"splits[{VC}].bounds": (0, 25600, 38401, 50257, 50257)}, "38401 is not a multiple of the unit 32"),
+    (
+        "TP005",
+        {f"splits[{RS}].bounds": (0, 1536, 1024, 2048, 2048)},
+        "residual of device 1 starts at 1536, beyond its end 1024",
+    ),
+    (
+        "TP006",
+        {f"splits[{RS}].bounds": (0, 1000, 1536, 2048, 2048)},
+        "residual is cut at 1000, between devices 0 and 1: no multiple of the unit 32",
+    ),
+    (
+        "TP006",
+        {f"splits[{VC}].bounds": (0, 25600, 38401, 50257, 50257)},
+        "vocab is cut at 38401, between devices 1 and 2: no multiple of the unit 32",
+    ),
     (
         "TP007",
         {f"splits[{RS}].bounds": (0, 1024, 1920, 2048, 2048)},
-        "device 2 holds 128 elements, 4 of the 8 units of 32",
+        "device 2 holds 128 elements of residual, 4 of the 8 units of 32",
     ),
     ("TP008", {"request.batch": 0}, "request.batch: is 0, expected 1 or more"),
     ("TP008", {"request.max_rows": -1}, "request.max_rows: is -1"),
@@ -199,7 +211,9 @@ def test_verify_lists_everything() -> None:
     with pytest.raises(PlanError) as caught:
         verify(plan, "llama.json")
     assert [p.rule for p in caught.value.problems] == ["TP004", "TP006", "TP008"]
-    assert caught.value.message.startswith("llama.json has 3 problems:\n  TP004 at splits[4].bounds: ends at 1984")
+    assert caught.value.message.startswith(
+        "llama.json has 3 problems:\n  TP004 at splits[4].bounds: residual ends at 1984"
+    )
     assert all(str(p) in caught.value.message for p in caught.value.problems)
 
 
