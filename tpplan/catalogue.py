@@ -204,6 +204,9 @@ _OPTIONAL = re.compile(
     "nvidia|geforce|gtx|rtx|amd|radeon|tesla|instinct|generation|blackwell|workstation|edition|[^a-z0-9]+"
 )
 
+#: Memory at the end of a name.
+_MEMORY = re.compile(r"[^0-9a-z]*([0-9]{1,4}) ?gi?b?$", re.IGNORECASE)
+
 #: Relative deviation of the memory that a driver reports; cards that share a name differ by more.
 _TOLERANCE = 0.15
 
@@ -232,9 +235,13 @@ def find(name: str) -> Gpu:
         raise DeviceError(f"the GPU name {name[:60]!r} can mean {names}", "write one of them in full")
     from difflib import get_close_matches  # noqa: PLC0415 - only for the message
 
-    near = get_close_matches(_key(name[:60]), list(_index()), n=1)
-    other = "write its memory instead, such as 24GiB"
-    hint = f"did you mean {_index()[near[0]][0].name}? for a GPU that tpplan does not know, {other}" if near else other
+    stem, *size = _MEMORY.split(name[:60])
+    gibibytes = int(size[0]) if size else 24
+    other = f"write its memory instead, such as {gibibytes}GiB"
+    hint = other
+    if near := get_close_matches(_key(stem), list(_index()), n=1):
+        gpu = min(_index()[near[0]], key=lambda gpu: abs(gpu.memory_bytes - gibibytes * 2**30))
+        hint = f"did you mean {gpu.name}? for a GPU that tpplan does not know, {other}"
     raise DeviceError(f"tpplan knows no GPU named {name[:60]!r}", hint)
 
 

@@ -143,6 +143,12 @@ def test_hostile_headers(length: int) -> None:
         ("99999999x24GiB", ["99999999"]),
         ("24GiB,,12GiB", ["entry 2"]),
         ("RTX4091", ["RTX4091", "hint: did you mean RTX 4090? for a GPU"]),
+        (
+            "RTX3060-8GB",
+            ["'RTX3060-8GB'", "did you mean RTX 3060? for a GPU that tpplan does not know", "such as 8GiB\n"],
+        ),
+        ("RTX5090-48GB", ["did you mean RTX 5090? for a GPU", "such as 48GiB\n"]),
+        ("RTX4060Ti-20GB", ["did you mean RTX 4060 Ti 16GB? for a GPU", "such as 20GiB\n"]),
         ("RTX3090+RTX4070", ["'RTX3090+RTX4070'", "hint: did you mean RTX3090,RTX4070?\n"]),
         ("12GiB,2xRTX3090 4070", ["hint: did you mean 2xRTX3090,4070?\n"]),
         ("RTX4090 20GiB", ["hint: did you mean RTX4090:20GiB?\n"]),
