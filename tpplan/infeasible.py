@@ -117,7 +117,7 @@ def explain(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> 
     elif 0 < usable < model.weight_bytes:  # in any plan; the most even cut may hold some weights twice
         beside = "" if model.weight_bytes > budget else f", beside an overhead of {format_bytes(budget - usable)}"
         message += f"; its weights alone are {format_bytes(model.weight_bytes)}{beside}"
-        message += ": only a checkpoint with fewer bits per weight fits here"
+        message += ": with these budgets it needs a checkpoint with fewer bits per weight"
     hint = "; or ".join(s.message for s in suggestions) or "use more or larger devices, or a smaller model"
     return InfeasibleError(message, hint, shortfalls, suggestions)
 
