@@ -16,6 +16,9 @@ from tpplan.versions import OTHER_VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+#: Advice for a valid plan that is not canonical JSON.
+REFORMAT = "in Python, tpplan.load(path).save(path) formats a plan as tpplan does"
+
 
 @frozen
 class FileReport:
@@ -37,12 +40,12 @@ class FileReport:
 
     @property
     def hint(self) -> str:
-        """Advice for the file; empty if it is a valid plan."""
+        """Advice for the file; empty if it is a valid plan in canonical JSON."""
         if self.error:
             return self.error.hint
-        if all(problem.rule == "TP001" for problem in self.problems):
-            return OTHER_VERSION if self.problems else ""
-        return REMAKE
+        if not self.problems:
+            return REFORMAT if self.uncanonical_line else ""
+        return OTHER_VERSION if all(problem.rule == "TP001" for problem in self.problems) else REMAKE
 
 
 @frozen

@@ -107,6 +107,11 @@ def test_validate(plans: tuple[str, str]) -> None:
     assert [(file["ok"], len(file["problems"])) for file in document["files"]] == [(True, 0), (False, 2), (True, 0)]
     assert document["files"][2]["uncanonical_line"] == line
     assert command("validate", *plans).code == 0
+    told = command("validate", "wide.json")
+    assert told.err == "hint: in Python, tpplan.load(path).save(path) formats a plan as tpplan does\n"
+    codec.load("wide.json").save("wide.json")
+    done = command("validate", "wide.json")
+    assert (done.out, done.err) == ("wide.json: valid\n", "")
 
 
 def test_check(plans: tuple[str, str]) -> None:
