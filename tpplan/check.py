@@ -9,6 +9,7 @@ import attrs
 from attrs import frozen
 
 from tpplan.codec import fingerprint
+from tpplan.devices import spec_of
 from tpplan.diff import diff
 from tpplan.error_report import ErrorBody, error_report
 from tpplan.errors import RequestError, TpplanError
@@ -44,6 +45,7 @@ class PlanCheck:
         reasons: why the plan is stale, empty if it is current or was not checked.
         message: the result in words.
         error: why the plan was not checked: it cannot be read, or is not valid; left out if it was checked.
+        refused: why planning again makes no plan, and what would make one; left out if it makes one.
         diff: changes from the plan to the new one; left out if there is no new one or it is the same.
     """
 
@@ -52,6 +54,7 @@ class PlanCheck:
     reasons: tuple[StaleReason, ...]
     message: str
     error: ErrorBody | None = None
+    refused: ErrorBody | None = None
     diff: PlanDiff | None = None
 
 
@@ -97,15 +100,13 @@ def _check(path: str, old: SplitPlan | TpplanError, model: ModelSpec, devices: t
     if devices != old.devices:
         reasons.append(StaleReason.DEVICES)
         texts.append("the plan is for other devices than those that were named")
-    changes = None
+    changes = refused = None
     try:
         changes = diff(old, replan(model, attrs.evolve(old, devices=devices)))
-    except InfeasibleError as error:
-        reasons.append(StaleReason.INFEASIBLE)
+    except (InfeasibleError, RequestError) as error:
+        reasons.append(StaleReason.INFEASIBLE if isinstance(error, InfeasibleError) else StaleReason.REQUEST)
         texts.append(error.message)
-    except RequestError as error:
-        reasons.append(StaleReason.REQUEST)
-        texts.append(error.message)
+        refused = error_report(error, spec_of(devices)).error
     if changes and not reasons:
         reasons.append(StaleReason.PLANNING)
         texts.append("the same inputs give another plan")
@@ -114,5 +115,6 @@ def _check(path: str, old: SplitPlan | TpplanError, model: ModelSpec, devices: t
         current=not reasons,
         reasons=tuple(reasons),
         message="; ".join(texts) or "current",
+        refused=refused,
         diff=changes or None,
     )

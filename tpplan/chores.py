@@ -14,8 +14,9 @@ from tpplan import console
 from tpplan.errors import TpplanError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
+    from tpplan.check import PlanCheck
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
 
@@ -175,7 +176,44 @@ def some(plans: tuple[str, ...]) -> tuple[str, ...]:
     return plans
 
 
-def remake(plan: SplitPlan, path: str, model: str, gpus: str) -> str:
+def advise_stale(
+    checks: Iterable[PlanCheck], stored: Mapping[str, SplitPlan | TpplanError], spec: ModelSpec, model: str, gpus: str
+) -> None:
+    """Say on standard error which commands make stale plans again, or a plan where that makes none.
+
+    Args:
+        checks: what was found of each plan.
+        stored: the plans by their paths.
+        spec: the model that they were held against.
+        model: its path.
+        gpus: the devices as they were named; each plan's own if empty.
+    """
+    from tpplan.check import StaleReason  # noqa: PLC0415
+
+    again, others = [], []
+    for one in checks:
+        plan = stored[one.path]
+        if isinstance(plan, TpplanError) or not one.reasons:
+            continue
+        # With neither, it may be the wrong model that was named, and nothing to write over a plan.
+        if StaleReason.MODEL in one.reasons and plan.model.name != spec.name:
+            others.append(plan.model.name)
+        elif one.refused:
+            options = [advice.option for advice in one.refused.suggestions if advice.option]
+            commands = [*filter(None, (remake(plan, one.path, model, gpus, option) for option in options))]
+            what = "each of these commands makes a plan" if commands else one.refused.hint
+            text = f"{console.shown(one.path)} cannot be made again as it was asked for; {what}"
+            console.say("hint", text, "hint", commands)
+        else:
+            again.append(remake(plan, one.path, model, gpus))
+    hint = "make it again with tpplan plan, and see with tpplan diff what that changes"
+    if others:
+        hint = f"name with --model the model that the plan is for, {', '.join(dict.fromkeys(others))}; or {hint}"
+    if again or others:
+        console.say("hint", hint, "hint", filter(None, again))
+
+
+def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") -> str:
     """Return the command that makes a plan again.
 
     Args:
@@ -183,6 +221,7 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str) -> str:
         path: of its file, which is written again.
         model: the path that it is made of.
         gpus: the devices as they were named; the plan's own if empty.
+        change: an option instead of what was asked, such as ``--cache q8``.
 
     Returns:
         The command; nothing where no options say what was asked.
@@ -205,5 +244,8 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str) -> str:
         "--kv": asked.kv,
         "-o": path,
     }
+    if change:
+        option, _, value = change.partition(" ")
+        options[option] = value
     words = [str(word) for option in options.items() if option not in _USUAL for word in option]
     return shlex.join(["tpplan", "plan", model, *words])

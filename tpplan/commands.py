@@ -206,10 +206,8 @@ def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) 
         gpus: a devices file or a list, which may have changed since; the devices of each plan by default.
         json: print one JSON document.
     """
-    from tpplan.check import StaleReason  # noqa: PLC0415
     from tpplan.check import check as compare  # noqa: PLC0415
     from tpplan.devices import parse_devices  # noqa: PLC0415
-    from tpplan.plan import SplitPlan  # noqa: PLC0415
     from tpplan.render.verdicts import check as view  # noqa: PLC0415
 
     stored = {path: chores.plan_or_error(path) for path in chores.some(plans)}
@@ -217,21 +215,7 @@ def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) 
     spec = chores.read_model(model)
     found = compare(stored, spec, devices)
     console.answer(found, view, json=json)
-    stale = [one for one in found.plans if one.reasons]
-    if stale:
-        again, others = [], []
-        for one in stale:
-            plan = stored[one.path]
-            if isinstance(plan, SplitPlan):
-                # With neither, it may be the wrong model that was named, and nothing to write over a plan.
-                if StaleReason.MODEL not in one.reasons or plan.model.name == spec.name:
-                    again.append(chores.remake(plan, one.path, model, gpus or ""))
-                else:
-                    others.append(plan.model.name)
-        hint = "make it again with tpplan plan, and see with tpplan diff what that changes"
-        if others:
-            hint = f"name with --model the model that the plan is for, {', '.join(dict.fromkeys(others))}; or {hint}"
-        console.say("hint", hint, "hint", filter(None, again))
+    chores.advise_stale(found.plans, stored, spec, model, gpus or "")
     unread = [one.error for one in found.plans if one.error]
     chores.advise(error.hint for error in unread)
     return FAILED if unread else OK if found.current else NO

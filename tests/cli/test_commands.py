@@ -209,6 +209,21 @@ def test_check_says_what_makes_stale_plans_again(plans: tuple[str, str]) -> None
     assert codec.load("of all.json").request == attrs.evolve(edited.request, max_rows=65)
 
 
+def test_check_says_what_fits_where_a_stale_plan_cannot_be_made_again(plans: tuple[str, str]) -> None:
+    """The hint has no command that fails: each makes a plan, with less or on more than was asked for."""
+    asked = ("check", plans[0], "--model", LLAMA_8B, "--gpus", "RTX3060")
+    done = command(*asked)
+    assert done.out.startswith("a.json: stale (devices, infeasible)\n")
+    hint, *commands = done.err.splitlines()
+    assert hint == "hint: a.json cannot be made again as it was asked for; each of these commands makes a plan"
+    for text in commands:
+        assert command(*shlex.split(text)[1:-2]).code == 0, text
+    assert any("--gpus 2xRTX3060:12GiB " in text for text in commands)
+    document = conforms(command(*asked, "--json").out, "check-report")
+    assert document["plans"][0]["refused"]["kind"] == "infeasible"
+    assert len(document["plans"][0]["refused"]["suggestions"]) >= len(commands)
+
+
 def test_check_makes_a_plan_again_for_its_model_under_another_name(plans: tuple[str, str]) -> None:
     """The fingerprint says that it is the plan's own model; the hint has the command, of the folder that was named."""
     Path("copy").mkdir()
@@ -245,6 +260,10 @@ def test_check_explains_a_request_that_lost_its_meaning(plans: tuple[str, str]) 
     document = conforms(command("check", plans[0], "--model", "config.json", "--json").out, "check-report")
     assert document["plans"][0]["reasons"][-1] == "request"
     assert "are more than the 2048 that " in document["plans"][0]["message"]
+    Path("Llama-3.1-8B").mkdir()
+    Path("config.json").rename("Llama-3.1-8B/config.json")
+    hint = "a.json cannot be made again as it was asked for; ask for at most 2048 per sequence"
+    assert command("check", plans[0], "--model", "Llama-3.1-8B").err == f"hint: {hint}\n"
 
 
 def test_inspect_document() -> None:
