@@ -64,7 +64,7 @@ def _to_f16(low: Any, high: Any) -> Any:
 @cache
 def doing(text: str) -> _Doing:
     """Return what does an instruction, given what finds memory, and values."""
-    name, _, _ = text.partition(" ")
+    name = text.partition(" ")[0].replace(".L2::128B", "")  # what may be fetched besides
     if name.startswith("mma.sync"):
         floats = _of_bf16 if ".bf16." in name else _of_f16
         return lambda _, values: multiplied(floats, values)
@@ -73,6 +73,9 @@ def doing(text: str) -> _Doing:
         return lambda *_: wait_for_copies(groups)
     if name in _SHARED:
         return _SHARED[name]
+    if below := _BELOW.fullmatch(text):
+        run = doing(below[1])
+        return lambda memory, values: run(memory, values[:2]) if values[2] < values[3] else None
     if ".global." not in text:
         return _computing(name, text)
     access = _access(name, text)
@@ -130,6 +133,12 @@ def _guarded(bits: int, otherwise: int, memory: _Memory, values: Sequence[Any]) 
     return np.uint32(memory(values[0], size)[0] if size else 0)
 
 
+def _filled(memory: _Memory, address: Any, count: Any) -> Any:
+    """Return a word of which so many bytes are read, and the others are zeros."""
+    found = [int(memory(int(address) + i, 1)[0]) for i in range(int(count))]
+    return np.array([sum(byte << 8 * i for i, byte in enumerate(found))], np.uint32)
+
+
 def _halves(memory: _Memory, values: Sequence[Any]) -> Any:
     both = memory(values[0], 8).view(np.uint64)
     both[: len(values) // 2] = sum(int(value) << 32 * i for i, value in enumerate(values[1:]))
@@ -163,11 +172,14 @@ _VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.[
 _SHARED: dict[str, _Doing] = {
     "ld.shared.v4.u32": lambda _, values: tuple(words_at(values[0])),
     "cp.async.cg.shared.global": lambda memory, values: copy_words(values[0], memory(values[1], 16)),
+    "cp.async.ca.shared.global": lambda memory, values: copy_words(values[0], _filled(memory, *values[1:])),
     "cp.async.commit_group;": lambda *_: end_copies(),
     "cp.async.wait_all;": lambda *_: wait_for_copies(),
 }
 #: Loads of some bits if something is there, and maybe of 16 if not.
 _GUARDED = re.compile(r"@p ld\.global\.u(\d+) \$0, \[\$1\];( @!p ld\.global\.u16)?")
+#: An instruction for two values, if the next is below the last.
+_BELOW = re.compile(r"\{ \.reg \.pred p; setp\.lt\.u32 p, \$2, \$3; @p (.*;) \}")
 #: Which bytes of two words make one, the highest first; of those of a number from 8 on the first bit, eight times.
 _PERMUTED = re.compile(r"prmt\.b32 \$0, \$1, (?:\$2|0), 0x([0-9a-f]{4});")
 #: Bytes of accesses.

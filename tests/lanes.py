@@ -20,8 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def run(
-    kernel: Kernel, blocks: int | tuple[int, int], threads: int, words: Sequence[int], allowed: Sequence[torch.Tensor]
+def run(  # noqa: PLR0917
+    kernel: Kernel,
+    blocks: int | tuple[int, int],
+    threads: int,
+    words: Sequence[int],
+    allowed: Sequence[torch.Tensor],
+    shared: int = 0,
 ) -> None:
     """Run a kernel.
 
@@ -31,11 +36,13 @@ def run(
         threads: of each, whole warps.
         words: that it is told, or that are in the array which it is told.
         allowed: what it may read and write, where it is in memory; all else fails.
+        shared: bytes of shared memory besides its own arrays.
     """
     count, function = (blocks, 1) if isinstance(blocks, int) else blocks, _sources(allowed).function(kernel.function)
     for number in reversed([*np.ndindex(count)]):
         turns = Turns()
-        _run([_Work(kernel, function, Block(number, threads, count, turns), [words], Meeting(turns, threads))])
+        block = Block(number, threads, count, turns, shared)
+        _run([_Work(kernel, function, block, [words], Meeting(turns, threads))])
 
 
 def run_together(

@@ -138,6 +138,7 @@ class Block:
         size: threads.
         count: blocks that there are, likewise.
         turns: of all threads.
+        shared: bytes of shared memory that the launch asks for.
         everybody: where those of the block meet.
         warps: where the lanes of each meet, and what they bring and get.
         arrays: in shared memory.
@@ -147,6 +148,7 @@ class Block:
     size: int
     count: tuple[int, int]
     turns: Turns
+    shared: int = 0
     everybody: Meeting = field(init=False)
     warps: list[Warp] = field(init=False)
     arrays: dict[int, Any] = field(factory=dict)
@@ -235,9 +237,9 @@ def _is_race(other: tuple[int, int], me: tuple[int, int]) -> bool:
 
 
 def shared_array(count: int, dtype: Any, alignment: int = 0) -> Any:
-    """Return the next array of the block, which the first thread makes that comes."""
+    """Return the next array of the block, which the first thread makes that comes; that of no size has what is left."""
     ME.arrays += 1
-    return ME.block.arrays.setdefault(ME.arrays, Shared(count, type(dtype(0))))
+    return ME.block.arrays.setdefault(ME.arrays, Shared(count or ME.block.shared // 4, type(dtype(0))))
 
 
 def address_of(array: Shared) -> Any:
@@ -245,28 +247,28 @@ def address_of(array: Shared) -> Any:
     return np.uint64(next(number for number, each in ME.block.arrays.items() if each is array) * _APART)
 
 
-def _found(address: Any) -> tuple[Shared, int]:
-    """Return the array that 16 bytes are in, and the number of the first word."""
+def _found(address: Any, count: int) -> tuple[Shared, int]:
+    """Return the array that so many words are in, and the number of the first one."""
     number, start = divmod(int(address), _APART)
-    assert not start % 16, "not at a multiple"
+    assert not start % (4 * count), "not at a multiple"
     return ME.block.arrays[number], start // 4
 
 
 def words_at(address: Any) -> list[Any]:
     """Return the four words there."""
-    array, start = _found(address)
+    array, start = _found(address, 4)
     return [array[start + i] for i in range(4)]
 
 
 def write_words(address: Any, words: Sequence[Any]) -> None:
-    """Write four words there."""
-    array, start = _found(address)
+    """Write words there."""
+    array, start = _found(address, len(words))
     for i, word in enumerate(words):
         array[start + i] = word
 
 
 def copy_words(address: Any, words: Sequence[Any]) -> None:
-    """Write four words there when this thread waits for them, and until then something else."""
+    """Write words there when this thread waits for them, and until then something else."""
     assert all(address != asked for group in ME.copies for asked, _ in group), "not yet there, and asked for again"
     ME.copies[-1].append((address, list(words)))
     write_words(address, [word ^ np.uint32(0x5A5A5A5A) for word in words])

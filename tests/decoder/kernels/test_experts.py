@@ -47,7 +47,7 @@ def test_they_read_vectors_and_spill_nothing(what: str, dtype: str, capabilities
         text = machine_code.ptx(name, capability)
         assert f".visible .entry {name}(" in text
         check_overlap(name, text, capability)
-        assert ("ld.global.nc.L1::no_allocate.v4.u32" in text) == (what == "product")
+        assert ("ld.global.nc.L1::no_allocate.L2::128B.v4.u32" in text) == (what == "product")
         assert ("redux.sync.max.u32" in text) == (what == "choose")
         assert ".f64" not in text
         assert ".local" not in text

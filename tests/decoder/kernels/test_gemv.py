@@ -42,7 +42,7 @@ def test_they_read_vectors_and_spill_nothing(name: str, capability: tuple[int, i
     text = machine_code.ptx(name, capability)
     assert f".visible .entry {name}(" in text
     check_overlap(name, text, capability)
-    assert "ld.global.nc.L1::no_allocate.v4.u32" in text
+    assert "ld.global.nc.L1::no_allocate.L2::128B.v4.u32" in text
     assert ("st.shared.v4.u32" in text) == ("_norm_" in name)
     assert ".f64" not in text
     assert ".local" not in text

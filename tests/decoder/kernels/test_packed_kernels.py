@@ -54,7 +54,7 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
     early, more = (
         ("cp.async.cg.shared.global", "cp.async.wait_group 3;")
         if is_shared
-        else ("ld.volatile.global.v4.u32", "ld.global.nc.L1::no_allocate.v4.u32")
+        else ("ld.volatile.global.v4.u32", "ld.global.nc.L1::no_allocate.L2::128B.v4.u32")
     )
     assert more in text
     if capability >= kernel_cache.OVERLAPS:

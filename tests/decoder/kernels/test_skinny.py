@@ -49,7 +49,7 @@ def test_they_multiply_vectors_as_they_are(name: str, capability: tuple[int, int
     kind = name.split("_")[-2]
     multiply = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
     assert text.count(multiply) == text.count("mma.sync") == (16 if name.endswith("_16") else 8)
-    assert "ld.global.nc.L1::no_allocate.v4.u32" in text
+    assert "ld.global.nc.L1::no_allocate.L2::128B.v4.u32" in text
     asked = text.rindex("ld.volatile.global.v4.u32")
     later = ["ld.global.v4.u32", "ld.global.u16", "st.global.u16"]
     later += ["ld.volatile.global.u32", "st.volatile.global.u64", "st.global.u32"] if "_joint_" in name else []

@@ -8,22 +8,26 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from attrs import evolve
 from torch.nn import functional
 
 from tests.decoder.kernels.test_packed import PROCESSORS, SIZES
 from tests.decoder.kernels.test_packed import FakeLauncher as FewLauncher
 from tests.decoder.kernels.test_wide_kernels import WARPS
 from tests.packed_cases import FORMS, float_matrix, int_matrix, matrix_of
+from tpplan.decoder.kernels.wide_limits import stage_bytes
 from tpplan.decoder.launches import packed, wide
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.packed import STEPS
-from tpplan.decoder.launches.wide import Wide, bytes_of, names_of, shape_of
+from tpplan.decoder.launches.wide import Wide, bytes_of, names_of, shape_of, stages_of
 from tpplan.decoder.settings import ACTIVATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+#: Bytes of shared memory: of a block at most, and of a multiprocessor; of small GPUs and of large ones.
+SMALL, LIMITS = (99 << 10, 100 << 10), (227 << 10, 228 << 10)
 #: Rows of a kernel that there is a smaller one for.
 FEWER = {32: 16, 48: 32, 64: 48}
 
@@ -60,23 +64,41 @@ def test_matrices_are_shared_evenly(size: int, width: int, shapes: list[tuple[in
         assert busiest <= 1.11 * strips * steps / min(blocks, PROCESSORS)
 
 
+@pytest.mark.parametrize("limits", [SMALL, LIMITS])
+@pytest.mark.parametrize("step", STEPS.values())
+@pytest.mark.parametrize("most", WARPS)
+def test_steps_fit_in_shared_memory(most: int, step: int, limits: tuple[int, int]) -> None:
+    """Three of blocks that a multiprocessor has at once, where there is so much, and never fewer than two."""
+    for warps, together in ((8, 1), *([(6, 2)] if WARPS[most] > 8 else [])):
+        stage = stage_bytes(most, step, warps)
+        stages = stages_of(stage, together, limits)
+        assert stages in {2, 3}
+        assert stages * stage <= limits[0]
+        if limits is LIMITS:
+            assert stages == 3
+            assert together * (stages * stage + 1024) <= limits[1]
+
+
 class FakeLauncher:
     """Does what a kernel does, by its words, as kernels of few rows do."""
 
-    def __init__(self, name: str, place: torch.device) -> None:
+    def __init__(self, name: str, place: torch.device, *, most_shared: int) -> None:
         """Take any device."""
+        self._most_shared = most_shared
         family, dtype, self._kind, count = name.split("_")
         assert family == "wide"
         self._most = int(count)
         self._few = {most: FewLauncher(f"packed_{dtype}_{self._kind}_{most}", place) for most in (8, 16)}
 
-    def __call__(self, blocks: int, threads: int, *words: int) -> None:
+    def __call__(self, blocks: int, threads: int, *words: int, shared: int) -> None:
         """Do it."""
-        y, y_pitch, x, x_pitch, *matrix, parts, turns, size, width, rows, plus, pitch, mode = words
+        y, y_pitch, x, x_pitch, *matrix, parts, turns, size, width, rows, stages, plus, pitch, mode = words
         tiles = -(-(2 * size if mode else size) // threads)  # as a thread has a matrix row
         assert FEWER[self._most] < rows <= self._most
         assert 0 < blocks <= tiles * width // STEPS[self._kind]
         assert not threads % 32
+        assert stages in {2, 3}
+        assert shared == stages * stage_bytes(self._most, STEPS[self._kind], threads // 32) <= self._most_shared
         assert not parts % 16
         assert not turns % 4
         assert not size % 2
@@ -96,7 +118,8 @@ def _without_place(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wide:
     """Return kernels of a device that is not there."""
     monkeypatch.setattr(wide, "Launcher", FakeLauncher)
-    found = SimpleNamespace(multi_processor_count=PROCESSORS)
+    told = dict(zip(("shared_memory_per_block_optin", "shared_memory_per_multiprocessor"), LIMITS, strict=True))
+    found = SimpleNamespace(multi_processor_count=PROCESSORS, **(told if request.param is torch.float16 else {}))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", _without_place(torch.zeros))
@@ -168,6 +191,10 @@ def test_what_is_not_taken(kernels: Wide) -> None:
     assert kernels.takes(x_RK, int_matrix(26, 512, 128, torch.float16, 1))
     assert not kernels.takes(x_RK, int_matrix(26, 512, 128, torch.float16, 1), gated=True)
     assert not kernels.takes(x_RK, int_matrix(24, 512, 64, torch.float16, 1))
+    bytewise = int_matrix(24, 512, 128, torch.float16, 1, bits=8)
+    assert kernels.takes(x_RK, bytewise)
+    within = torch.zeros(97, dtype=torch.float16)[1:].view(24, 4)
+    assert not kernels.takes(x_RK, evolve(bytewise, scales=within))  # they begin within a word
     rounded = dtype is torch.float16  # to which scales of other dtypes may be too small
     assert kernels.takes(x_RK, float_matrix(24, 512, (16, 128), torch.float32)) != rounded
     assert not kernels.takes(x_RK, float_matrix(24, 512, (12, 128), torch.float32))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.kernels.test_packed_kernels import _words
 from tests.machine_code import CAPABILITIES, check_code, in_order, registers
 from tests.packed_cases import product_of
+from tpplan.decoder.kernels.wide_limits import stage_bytes
 from tpplan.decoder.launches.packed import STEPS
 from tpplan.decoder.launches.wide import bytes_of
 from tpplan.exec.gpu import kernel_cache
@@ -26,23 +29,23 @@ KERNELS = [
 
 @pytest.mark.parametrize(("name", "capability"), KERNELS)
 def test_codes_are_made_floats_once(name: str, capability: tuple[int, int]) -> None:
-    """They are read 16 bytes at a time, first before the wait; rows are copied to shared memory; nothing spills."""
+    """They are copied 16 bytes at a time, first before the wait; rows only behind it; nothing spills."""
     text = machine_code.ptx(name, capability)
     assert f".visible .entry {name}(" in text
     check_overlap(name, text, capability)
     _, dtype, kind, count = name.split("_")
     rows, fma = int(count), f"fma.rn.{dtype}x2"
-    # of two steps, with four matrix rows of 16 bytes of codes, and two of an instruction's for every eight rows
-    pairs = 2 * 4 * 16 * (8 if kind == "4" else 4) // 8
+    # of a step, with four matrix rows of 16 bytes of codes, and two of an instruction's for every eight rows
+    pairs = 4 * 16 * (8 if kind == "4" else 4) // 8
     assert text.count(fma) == pairs * 2
     assert text.count("mma.sync") == pairs // 4 * rows // 8
     assert text.count(f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32") == text.count("mma.sync")
-    assert "cp.async.cg.shared.global" in text
-    assert "ld.global.nc.L1::no_allocate.v4.u32" in text
+    assert text.count("cp.async.cg.shared.global.L2::128B") >= 3 * 4  # before the loop, and in it by each half of warps
+    assert not re.search(r"ld\.(global\.nc|volatile)", text)  # into registers
     if capability >= kernel_cache.OVERLAPS:
-        steps, later = in_order(text), ["cp.async", "st.global", "atom.global"]
+        steps, later = in_order(text), ["p cp.async", "cp.async.wait", "ld.global", "st.global", "atom.global"]
         waits = steps.index("griddepcontrol.wait")
-        assert steps.rindex("ld.volatile.global.v4.u32") < waits < min(map(steps.index, later))
+        assert steps.index("cp.async.cg.shared.global.L2::128B") < waits < min(map(steps.index, later))
     assert ".f64" not in text
     assert ".local" not in text
     assert registers(check_code(text, capability)) * 32 * WARPS[rows] <= 2**16
@@ -64,6 +67,7 @@ _Case = tuple[str, int, int, int, int, torch.dtype, int | None, int, int, int, b
         ("bf16_8_48", 35, 30, 192, 64, torch.bfloat16, 0, 1, 3, 0, True),  # a step of each block
         ("f16_e4m3_32", 19, 14, 192, 64, torch.float32, 16, 1, 2, 3, False),
         ("bf16_e4m3_32", 24, 72, 192, 192, torch.float16, 1, 1, 1, 0, True),  # all tiles of a block
+        ("f16_8_32", 17, 30, 320, 64, torch.float16, 3, 1, 5, 0, True),  # parts of five blocks
     ],
 )
 def test_lanes_agree(case: _Case) -> None:
@@ -74,9 +78,12 @@ def test_lanes_agree(case: _Case) -> None:
     y_RN, expected_RN, (_, kind, most) = own.out, own.expected, name.split("_")
     parts = torch.full((bytes_of(blocks, warps, int(most)) // 4,), torch.nan).view(-1, int(most), 32)
     turns = torch.zeros(blocks * warps, dtype=torch.int32)
-    told = _words(y_RN[:, :size], own.rows, own.matrix, 0, own.plus, mode)
-    words, touched = [*told[:11], parts.data_ptr(), turns.data_ptr(), *told[12:]], [*own.touched, parts, turns]
-    lanes.run(getattr(kernels, f"WIDE_{name.upper()}"), blocks, 32 * warps, words, touched)
+    told, stages = _words(y_RN[:, :size], own.rows, own.matrix, 0, own.plus, mode), 2 + rows % 2
+    words = [*told[:11], parts.data_ptr(), turns.data_ptr(), *told[12:15], stages, *told[15:]]
+    shared, touched = stages * stage_bytes(int(most), STEPS[kind], warps), [*own.touched, parts, turns]
+    codes = getattr(kernels.packed_codes, name.rpartition("_")[0].upper())
+    kernel = kernels._wide(f"wide_{name}", codes, int(most) // 8, WARPS[int(most)], warps)
+    lanes.run(kernel, blocks, 32 * warps, words, touched, shared)
     step = 2 * torch.finfo(y_RN.dtype).eps * expected_RN.abs().max().item()
     torch.testing.assert_close(y_RN[:, :size], expected_RN, atol=step, rtol=0)
     assert (y_RN[:, size:] == 9).all()

@@ -73,13 +73,15 @@ def _pair(first: Any, size: Any, mode: Any) -> Any:
 
 
 @copied_function
-def _mark_of_row(row: Any, groups: Any, _: Any) -> Any:
-    return _BITS(row * groups)
+def mark_of_row(row: Any, groups: Any, _: Any) -> Any:
+    """Return the index of the first scale of a matrix row, of so many groups."""
+    return _BITS(_BITS(row) * _BITS(groups))
 
 
 @copied_function
-def _mark_of_block(row: Any, groups: Any, rows: Any) -> Any:
-    return _BITS((row >> rows) * groups)
+def mark_of_block(row: Any, groups: Any, rows: Any) -> Any:
+    """Return the same where so many rows share their scales, two to this power."""
+    return _BITS(_BITS(_BITS(row) >> _BITS(rows)) * _BITS(groups))
 
 
 @copied_function
@@ -186,7 +188,7 @@ def matrix_rows(kind: Codes, tall: int) -> MatrixRows:  # noqa: C901 (of two hei
         kind: of codes.
         tall: times that a tile has 16 matrix rows: 1 or 2.
     """
-    mark = _mark_of_block if kind.base is None else _mark_of_row
+    mark = mark_of_block if kind.base is None else mark_of_row
     ask, pieces_of = scale_by(kind)
 
     @copied_function

@@ -4,7 +4,27 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Matrix rows of a warp, a strip.
+#: Matrix rows of a warp, a strip; lanes that have the same four of them.
 STRIP: Final = 32
-#: Of each kernel: rows, and warps that a multiprocessor has registers for.
+LANES: Final = 4
+#: Of each kernel: rows, and warps that a multiprocessor has registers for; and the fewest of a block.
 WARPS: Final = {32: 16, 48: 12, 64: 8}
+FEWEST: Final = {32: 6, 48: 6, 64: 8}
+#: Bytes of a vector, and those that the lanes of a warp read together.
+VECTOR: Final = 16
+OF_LANES: Final = 32 * VECTOR
+#: Bytes of a warp in a stage of shared memory: codes, then scales in words, and as many zeros.
+CODES: Final = LANES * OF_LANES
+SCALES: Final = 4 * STRIP
+OF_WARP: Final = CODES + 2 * SCALES
+
+
+def stage_bytes(rows: int, step: int, warps: int) -> int:
+    """Return the bytes of shared memory that a block needs for each step that it has there.
+
+    Args:
+        rows: that the kernel is for.
+        step: columns of a step.
+        warps: of the block.
+    """
+    return 2 * rows * step + warps * OF_WARP

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
 from tpplan.decoder.kernels.tiles import all_of
-from tpplan.decoder.kernels.wide_limits import STRIP
+from tpplan.decoder.kernels.wide_limits import OF_LANES
 from tpplan.decoder.kernels.wide_sums import PER_EIGHT
 from tpplan.exec.kernels import ptx
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.kernels.packed_codes import Codes
 
 #: Matrix rows of a lane, and registers of its codes of one.
-OWN, _CODES = 4, 4
+_OWN, _CODES = 4, 4
 #: Registers of 16 bytes, and pairs of an instruction.
 _VECTOR, _PAIRS = 4, 2
 #: Eights of rows that are read together, so that no instruction waits for the one before.
@@ -39,9 +39,10 @@ _NOTHING = 0x80008000
 def products_of(kind: Codes, fma: ptx.Emitter, eights: int) -> Any:  # noqa: C901 (the instructions)
     """Return an intrinsic that adds the products of a warp's matrix rows and all rows, of one step.
 
-    It takes the sums so far, see :mod:`tpplan.decoder.kernels.wide_sums`, and the lane's codes. Then where in shared
-    memory its columns of row g begin, its first vector and its second, which others follow by turns; and where scales
-    and bases with zeros of its matrix rows are, each twice in 32 bits. Then the mask of codes.
+    It takes the sums so far, see :mod:`tpplan.decoder.kernels.wide_sums`. Then where in shared memory the lane's codes
+    are, of one matrix row 512 bytes behind those of the one before; where its columns of row g begin, its first vector
+    and its second, which others follow by turns. Then scales of its matrix rows, and what their floats are less, each
+    twice in 32 bits, and the mask of codes.
 
     Args:
         kind: of codes.
@@ -53,14 +54,13 @@ def products_of(kind: Codes, fma: ptx.Emitter, eights: int) -> Any:  # noqa: C90
     row_bytes = kind.step * 2
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        sums, codes = all_of(builder, values[0]), all_of(builder, values[1])
-        starts, scales_at, mask = values[2:4], values[4], values[5]
+        sums, codes_at, starts, mask = all_of(builder, values[0]), values[1], values[2:4], values[6]
+        scales, bases = all_of(builder, values[4]), all_of(builder, values[5]) if kind.base is not None else []
 
         def vector(start: Any, offset: int) -> list[Any]:
             return ptx.emit_shared_load_128(builder, [builder.add(start, ir.Constant(_INT, offset))])
 
-        scales = vector(scales_at, 0)
-        bases = vector(scales_at, 4 * STRIP) if kind.base is not None else []
+        codes = [word for row in range(_OWN) for word in vector(codes_at, OF_LANES * row)]
 
         def floats(row: int, index: int) -> list[Any]:
             """Return the 16-bit floats of the columns in a vector of a row."""
@@ -73,13 +73,13 @@ def products_of(kind: Codes, fma: ptx.Emitter, eights: int) -> Any:  # noqa: C90
             return found
 
         for index in range(part // _VECTOR):
-            left = [floats(row, index) for row in range(OWN)]
+            left = [floats(row, index) for row in range(_OWN)]
             for first in range(0, eights, _AT_ONCE):
                 some = range(first, min(first + _AT_ONCE, eights))
                 right = [vector(starts[index % 2], index // 2 * _BANKS + j * 8 * row_bytes) for j in some]
                 for k in range(0, _VECTOR, _PAIRS):
                     for j, row in zip(some, right, strict=True):
-                        for i in range(OWN // 2):
+                        for i in range(_OWN // 2):
                             low, high = left[2 * i], left[2 * i + 1]
                             at = PER_EIGHT * j + 4 * i
                             sums[at : at + 4] = multiply(
@@ -88,7 +88,9 @@ def products_of(kind: Codes, fma: ptx.Emitter, eights: int) -> Any:  # noqa: C90
                             )
         return context.make_tuple(builder, signature.return_type, sums)
 
-    def typer(typingctx, sums, codes, even, odd, scales, mask):  # type: ignore[no-untyped-def]  # noqa: ARG001
-        return sums(sums, codes, even, odd, scales, mask), codegen
+    def typer(  # type: ignore[no-untyped-def]
+        typingctx, sums, codes, even, odd, scales, bases, mask,  # noqa: ARG001
+    ):  # fmt: skip
+        return sums(sums, codes, even, odd, scales, bases, mask), codegen
 
     return intrinsic(typer)

@@ -23,13 +23,17 @@ class Launcher:
     In graphs it is launched early, see :mod:`tpplan.exec.gpu.early`.
     """
 
-    def __init__(self, name: str, place: torch.device, *, is_array: bool = False) -> None:
+    def __init__(self, name: str, place: torch.device, *, is_array: bool = False, most_shared: int = 0) -> None:
         """Load the kernel now: loading it later would wait for kernels that themselves wait for other devices.
 
         Args:
             name: name of the kernel; its first word names the module, see :mod:`tpplan.exec.gpu.kernel_cache`.
             place: the device.
             is_array: whether its parameter is one array of :data:`tpplan.exec.gpu.exchange_table.MOST_WORDS` words.
+            most_shared: bytes of shared memory that launches may ask for.
+
+        Raises:
+            ExecutionError: the driver refuses the kernel.
         """
         from cuda.bindings import driver  # noqa: PLC0415 (not installed everywhere)
 
@@ -45,17 +49,23 @@ class Launcher:
             result, self._function = driver.cuKernelGetFunction(driver.CUkernel(int(self._kernel.handle)))
             if result != self._success:
                 raise refused(f"{name} of {place}", result)
+            if most_shared:
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                (result,) = driver.cuFuncSetAttribute(self._function, attribute, most_shared)
+                if result != self._success:
+                    raise refused(f"{name} of {place}", result)
             with suppress(RuntimeError):  # not in drivers before CUDA 12.4
                 driver.cuFuncLoad(self._function)
         self._early = early if early.is_possible(capability) else None
 
-    def __call__(self, blocks: int | tuple[int, int, int], threads: int, *words: int) -> None:
+    def __call__(self, blocks: int | tuple[int, int, int], threads: int, *words: int, shared: int = 0) -> None:
         """Launch the kernel.
 
         Args:
             blocks: number of blocks, in one dimension or three.
             threads: threads of a block.
             words: the kernel's parameters, or all words of its array.
+            shared: bytes of shared memory that the kernel has besides its own arrays.
 
         Raises:
             ExecutionError: the driver refuses the launch.
@@ -67,10 +77,10 @@ class Launcher:
         x, y, z = (blocks, 1, 1) if isinstance(blocks, int) else blocks
         stream = stream_handle(self._place.index)
         if stream and self._early and self._early.is_captured(stream):
-            result = self._early.launch(self._function, (x, y, z), threads, stream, pointers)
+            result = self._early.launch(self._function, (x, y, z), threads, stream, pointers, shared)
         else:
             with nullcontext() if stream else torch.cuda.device(self._place):  # the default stream is the device's
-                (result,) = self._start(self._function, x, y, z, threads, 1, 1, 0, stream, pointers, 0)
+                (result,) = self._start(self._function, x, y, z, threads, 1, 1, shared, stream, pointers, 0)
         del of_words
         if result != self._success:
             raise self._refused(f"{self._name} of {self._place}", result)

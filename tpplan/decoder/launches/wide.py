@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from tpplan.decoder.kernels.wide_limits import STRIP, WARPS
+from tpplan.decoder.kernels.wide_limits import STRIP, WARPS, stage_bytes
 from tpplan.decoder.launches.dense import kind_of
 from tpplan.decoder.launches.few_rows import FewRows, is_vectors
 from tpplan.decoder.launches.launcher import DTYPES, Launcher
 from tpplan.decoder.launches.packed import STEPS, is_read, words_of
-from tpplan.decoder.quantised import Matrix, Quantised
+from tpplan.decoder.quantised import IntMatrix, Matrix, Quantised
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -29,6 +29,13 @@ MOST_ROWS: Final = 64
 _ROW_BYTES, _MOST_PARTS = 128, 2
 #: Warps of a block, and blocks that have steps of the same matrix rows, at most.
 _MOST_WARPS, _MOST_SPLITS = 8, 16
+#: Bytes that scales are copied by, and results written.
+_WORD = 4
+#: Steps that a block has in shared memory, at least and at most; bytes of it that each block takes for itself.
+_FEWEST_STAGES, _MOST_STAGES, _RESERVED = 2, 3, 1024
+#: What torch calls the bytes of shared memory that a block may have, and that a multiprocessor has; of GPUs from
+#: capability 8.0 on, what all of them have, if it does not tell.
+_LIMITS: Final = {"shared_memory_per_block_optin": 99 << 10, "shared_memory_per_multiprocessor": 100 << 10}
 #: Steps of each warp that make more warps worth while, and strips for each multiprocessor that make yet more so.
 _MANY_STEPS, _MANY_STRIPS = 5, 2
 
@@ -70,6 +77,18 @@ def bytes_of(blocks: int, warps: int, rows: int) -> int:
     return _MOST_PARTS * _ROW_BYTES * blocks * warps * rows
 
 
+def stages_of(stage: int, together: int, limits: tuple[int, ...]) -> int:
+    """Return how many steps a block has in shared memory.
+
+    Args:
+        stage: bytes of each.
+        together: blocks that a multiprocessor is to have.
+        limits: bytes of shared memory that a block may have, and that a multiprocessor has.
+    """
+    of_block, of_all = limits
+    return max(_FEWEST_STAGES, min(_MOST_STAGES, of_block // stage, (of_all // together - _RESERVED) // stage))
+
+
 class Wide(FewRows[Quantised]):
     """Kernels for one device and dtype.
 
@@ -85,13 +104,18 @@ class Wide(FewRows[Quantised]):
             dtype: 16-bit dtype of rows.
             kinds: kinds of codes; those without kernels are ignored.
         """
+        found = torch.cuda.get_device_properties(place)
+        self._limits = tuple(getattr(found, name, least) for name, least in _LIMITS.items())
         self._kernels = {
-            kind: dict(zip(WARPS, (Launcher(name, place) for name in names_of(dtype, [kind])), strict=True))
+            kind: {
+                rows: Launcher(name, place, most_shared=self._limits[0])
+                for rows, name in zip(WARPS, names_of(dtype, [kind]), strict=True)
+            }
             for kind in kinds
             if kind in STEPS
         }
         self._dtype = dtype
-        self._processors = torch.cuda.get_device_properties(place).multi_processor_count
+        self._processors = found.multi_processor_count
         self._turns = torch.zeros(self._processors * max(WARPS.values()), dtype=torch.int32, device=place)
 
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
@@ -110,10 +134,13 @@ class Wide(FewRows[Quantised]):
             return False
         if not FEWEST_ROWS <= len(x_RK) <= MOST_ROWS or len(matrix_NK) % (4 if gated else 2):
             return False
+        scaling = matrix_NK.scales, matrix_NK.zeros if isinstance(matrix_NK, IntMatrix) else None
+        if any(each is not None and each.data_ptr() % _WORD for each in scaling):
+            return False
         return is_vectors(x_RK, self._dtype) and is_read(matrix_NK, gated=gated)
 
     def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:
-        if any(word % 4 for word in (y.data_ptr(), 2 * y.stride(0), *plus)):
+        if any(word % _WORD for word in (y.data_ptr(), 2 * y.stride(0), *plus)):
             msg = "biases and rows of results begin at multiples of 4 bytes"
             raise ValueError(msg)
         (size, width), kind = matrix.shape, kind_of(matrix)
@@ -121,8 +148,11 @@ class Wide(FewRows[Quantised]):
         # A strip has as many matrix rows with a gate as without.
         blocks, warps = shape_of(-(-size // STRIP), width // STEPS[kind], self._processors, WARPS[rows])
         parts = torch.empty(bytes_of(blocks, warps, rows), dtype=torch.uint8, device=x.device)
+        stage = stage_bytes(rows, STEPS[kind], warps)
+        stages = stages_of(stage, -(-blocks // self._processors), self._limits)
         self._kernels[kind][rows](
             blocks, 32 * warps,
             y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), *words_of(matrix),
-            parts.data_ptr(), self._turns.data_ptr(), y.shape[1], width, len(x), *plus, mode,
+            parts.data_ptr(), self._turns.data_ptr(), y.shape[1], width, len(x), stages, *plus, mode,
+            shared=stages * stage,
         )  # fmt: skip

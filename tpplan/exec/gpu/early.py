@@ -49,7 +49,9 @@ def is_possible(capability: tuple[int, int]) -> bool:
     return bool(capability >= OVERLAPS and error == _SUCCESS and version >= _OLDEST_DRIVER)
 
 
-def launch(function: Any, blocks: tuple[int, int, int], threads: int, stream: int, parameters: int) -> Any:
+def launch(  # noqa: PLR0917
+    function: Any, blocks: tuple[int, int, int], threads: int, stream: int, parameters: int, shared: int = 0
+) -> Any:
     """Launch a kernel early, and return the driver's result.
 
     Args:
@@ -58,6 +60,7 @@ def launch(function: Any, blocks: tuple[int, int, int], threads: int, stream: in
         threads: threads per block.
         stream: a stream that is being captured.
         parameters: address of the array of the parameters' addresses.
+        shared: bytes of dynamic shared memory.
     """
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -65,7 +68,7 @@ def launch(function: Any, blocks: tuple[int, int, int], threads: int, stream: in
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.hStream, config.attrs, config.numAttrs = stream, [attribute], 1
+    config.hStream, config.attrs, config.numAttrs, config.sharedMemBytes = stream, [attribute], 1, shared
     (result,) = driver.cuLaunchKernelEx(config, function, parameters, 0)
     return result
 

@@ -101,6 +101,10 @@ store_16 = _instruction("st.global.u16 [$0], $1;", "", "u64 u16", memory=True)
 load_32 = _instruction("ld.global.u32 $0, [$1];", "u32", "u64", memory=True)
 emit_load_32 = emitter("ld.global.u32 $0, [$1];", "u32", "u64", memory=True)
 store_32 = _instruction("st.global.u32 [$0], $1;", "", "u64 u32", memory=True)
+#: If one number is below another.
+emit_store_32_below = emitter(
+    "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p st.global.u32 [$0], $1; }", "", "u64 u32 u32 u32", memory=True
+)
 load_64 = _instruction("ld.global.v2.u32 {$0,$1}, [$2];", "u32 u32", "u64", memory=True)
 store_64 = _instruction("st.global.v2.u32 [$0], {$1,$2};", "", "u64 u32 u32", memory=True)
 load_8 = _instruction("ld.global.u8 $0, [$1];", "u16", "u64", memory=True)
@@ -111,7 +115,7 @@ load_128, emit_load_128 = _instruction(*_LOAD_128, memory=True), emitter(*_LOAD_
 store_128 = _instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
 #: The same of what is read once, and written by no kernel that may still run, such as weights.
 stream_128 = _instruction(
-    "ld.global.nc.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True
+    "ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True
 )
 #: 32 bits if the last number is not 0, else 16.
 load_32_or_16 = _instruction(
@@ -131,11 +135,20 @@ shared_load_128 = _instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32
 emit_shared_load_128 = emitter("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u32", memory=True)
 shared_store_128 = _instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
 #: Copies 16 bytes there without registers; what a thread has copied so is there behind the second one.
-copy_128 = _instruction("cp.async.cg.shared.global [$0], [$1], 16;", "", "u32 u64", memory=True)
+copy_128 = _instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "", "u32 u64", memory=True)
 copied = _instruction("cp.async.wait_all;", "", "", memory=True)
-#: Makes a group of what a thread has copied so since the last one; and waits for all groups but the last three.
+#: The same if a number is below another.
+emit_copy_128_below = emitter(
+    "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p cp.async.cg.shared.global [$0], [$1], 16; }",
+    "", "u32 u64 u32 u32", memory=True,
+)  # fmt: skip
+#: The same of 4 bytes, of which so many are read, and the others are zeros.
+copy_32 = _instruction("cp.async.ca.shared.global [$0], [$1], 4, $2;", "", "u32 u64 u32", memory=True)
+#: Makes a group of what a thread has copied so since the last one; and waits for all groups but the last ones.
 end_copies = _instruction("cp.async.commit_group;", "", "", memory=True)
-copied_but_three = _instruction("cp.async.wait_group 3;", "", "", memory=True)
+copied_but_one, copied_but_three = (
+    _instruction(f"cp.async.wait_group {count};", "", "", memory=True) for count in (1, 3)
+)
 #: Four float32, at a multiple of 16.
 emit_load_floats = emitter("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", "f32 f32 f32 f32", "u64", memory=True)
 emit_store_floats = emitter("st.global.v4.f32 [$0], {$1,$2,$3,$4};", "", "u64 f32 f32 f32 f32", memory=True)
@@ -175,9 +188,10 @@ _LOW_F16 = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "f32", 
 _HIGH_F16 = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }", "f32", "u32"
 _FLOAT_OF = "mov.b32 $0, $1;", "f32", "u32"
 low_bf16, high_bf16 = _instruction(*_LOW_BF16), _instruction(*_HIGH_BF16)
-two_bf16 = _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", "u32", "f32 f32")
+_TWO_BF16, _TWO_F16 = ((f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "u32", "f32 f32") for kind in ("bf16", "f16"))
+two_bf16, emit_two_bf16 = _instruction(*_TWO_BF16), emitter(*_TWO_BF16)
 low_f16, high_f16 = _instruction(*_LOW_F16), _instruction(*_HIGH_F16)
-two_f16 = _instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", "f32 f32")
+two_f16, emit_two_f16 = _instruction(*_TWO_F16), emitter(*_TWO_F16)
 float_of = _instruction(*_FLOAT_OF)
 bits_of = _instruction("mov.b32 $0, $1;", "u32", "f32")
 emit_low_bf16, emit_high_bf16 = emitter(*_LOW_BF16), emitter(*_HIGH_BF16)
