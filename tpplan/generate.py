@@ -44,6 +44,8 @@ def generate(
         json: print one JSON document.
     """
     from tpplan.codec import render, unstructure  # noqa: PLC0415 (not every command has a document)
+    from tpplan.decoder.order import Order, checked  # noqa: PLC0415
+    from tpplan.decoder.sampling import Sampling  # noqa: PLC0415
 
     if bool(prompt) == bool(token_ids):
         hint = "leave out one of them" if prompt else 'add --prompt "…" or --token-ids 5,17,99'
@@ -64,10 +66,7 @@ def generate(
         raise UsageError(f"--token-ids is {token_ids[:60]!r}, expected numbers", "write them as in 5,17,99")
     chores.some((plan, prompt))
     found = chores.read_plan(plan)
-    with needing("running a plan", "generate"):
-        from tpplan.decoder import run  # noqa: PLC0415
-        from tpplan.decoder.sampling import Sampling  # noqa: PLC0415
-    order = run.Order(
+    order = Order(
         directory=model,
         prompt=console.read(prompt) if prompt == console.STREAM else prompt,
         tokens=tuple(map(int, tokens)),
@@ -77,6 +76,9 @@ def generate(
         sampling=Sampling(temperature, 1.0 if top_p is None else top_p, seed or 0),
         backend=backend,
     )
-    report = run.run(found, order, chores.note, (lambda _: None) if json else console.emit)
+    task = checked(found, order)
+    with needing("running a plan", "generate"):
+        from tpplan.decoder.run import run  # noqa: PLC0415
+    report = run(task, chores.note, (lambda _: None) if json else console.emit)
     console.emit(render(unstructure(report)) if json else "\n")
     return OK

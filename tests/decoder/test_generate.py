@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -173,13 +174,16 @@ def test_virtual_devices_are_told_of(checkpoint: Path) -> None:
         (("--token-ids", "1", "--max-new-tokens", LENGTH), f"1 tokens and {LENGTH} new ones, the plan caches {LENGTH}"),
         (("--token-ids", "1", "--temperature", -1), "the temperature is -1.0"),
         (("--token-ids", "1", "--temperature", 1, "--top-p", 2), "top-p is 2.0"),
+        (("--token-ids", "1", "--backend", "gpu"), "unknown backend 'gpu', expected auto, cpu, cuda"),
     ],
     ids=lambda value: ascii(value)[:40],
 )
-def test_what_is_refused(arguments: tuple[object, ...], problem: str, checkpoint: Path) -> None:
-    """One error with the names and numbers, and nothing is loaded."""
-    with patch("tpplan.decoder.run.load_weights", side_effect=AssertionError("too late")):
-        done = generate(checkpoint, *arguments)
+def test_what_is_refused(
+    arguments: tuple[object, ...], problem: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One error with the names and numbers, before anything is imported that needs torch."""
+    monkeypatch.setitem(sys.modules, "tpplan.decoder.run", None)
+    done = command("generate", checkpoint / "plan.json", "--model", checkpoint, *arguments)
     assert done.code == 2
     assert done.out == ""
     assert problem in done.err.replace("\n", " ")

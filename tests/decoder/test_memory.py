@@ -19,7 +19,7 @@ from tests.weight_plans import fine_units
 from tpplan.axes import bounds_of
 from tpplan.decoder import Decoder, Prompt, layer_cache, layers, model, products
 from tpplan.decoder import quantised as quantised_matrices
-from tpplan.decoder.sampling import likeliest
+from tpplan.decoder.likeliest import likeliest
 from tpplan.exec import compile as compile_plan
 from tpplan.memory import demands
 from tpplan.plan import Cache, Request

@@ -57,6 +57,12 @@ def test_import_is_light(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
+def test_what_checks_a_text_to_generate_is_light(tmp_path: Path) -> None:
+    """Who asks ``tpplan generate`` for what cannot be does not wait for torch to be told so."""
+    done = _python(f"import sys, tpplan.decoder.order; print(*sorted({HEAVY} & set(sys.modules)))", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
 def test_public_names_do_not_turn_into_modules(tmp_path: Path) -> None:
     """``tpplan.plan`` and ``tpplan.diff`` stay functions, although modules of these names are imported on the way."""
     code = """
@@ -87,7 +93,7 @@ print([name for package in (tpplan, tpplan.exec) for name in package.__all__ if 
         ("help(tpplan.exec); hasattr(tpplan.exec, 'nothing'); import tpplan.exec as compile", ""),
         ("from tpplan.exec import compile", INSTALL),
         ("tpplan.weights.load_weights", INSTALL),
-        ("from tpplan.decoder import generate", INSTALL),
+        ("from tpplan.decoder import Decoder", INSTALL),
         ("try: from tpplan.exec import compile\nexcept ImportError as error: print('compile', error)", ""),
         ("assert 'compile' not in dir(tpplan.exec); print('compile', tpplan.weights.iter_slices)", ""),
     ],

@@ -4,7 +4,7 @@ It is readable in one sitting: ``model`` leads from tokens to logits, ``stack`` 
 results, ``plain`` and ``layers`` compute on one device in torch. ``fused`` overrides ``plain`` with kernels where these
 take the tensors; results are right without it. docs/run-a-model.md has a table of the modules.
 
-Names are imported when they are first used, as in ``tpplan`` itself. Everything here needs torch.
+Names are imported when they are first used, as in ``tpplan`` itself: what checks a request needs no torch.
 """
 
 from __future__ import annotations

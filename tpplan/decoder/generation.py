@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpplan.decoder.heads import length_of
-from tpplan.decoder.prompts import check_tokens
+from tpplan.decoder.prompts import check_tokens, length_of
 from tpplan.decoder.sampling import Sampling
 from tpplan.errors import RequestError
 

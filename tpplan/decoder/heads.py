@@ -12,6 +12,7 @@ from tpplan.axes import Axis
 from tpplan.decoder.cache import Store
 from tpplan.decoder.layer_cache import LayerCache
 from tpplan.decoder.layers import some_of, takes_flash, together
+from tpplan.decoder.prompts import length_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from tpplan.axes import Slice
     from tpplan.exec.context import TPContext
-    from tpplan.plan import Request
 
 
 @frozen
@@ -102,11 +102,6 @@ def found_by(
         out_BHSK = attending(some_of(q_BHSK, run.queries, dim=1), *kv)
         parts.append(out_BHSK.transpose(1, 2).flatten(2).flatten(0, 1))
     return together(parts, dim=1)
-
-
-def length_of(request: Request) -> int:
-    """Return the maximum tokens of a sequence of a request: the cache's tokens divided by the batch."""
-    return request.cache.tokens // request.batch
 
 
 def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int, Heads]:

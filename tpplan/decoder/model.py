@@ -16,14 +16,14 @@ from tpplan.axes import Axis
 from tpplan.decoder.cache import Where
 from tpplan.decoder.fused import codes_of, steps_on
 from tpplan.decoder.groups import Group
-from tpplan.decoder.heads import heads_of, length_of
+from tpplan.decoder.heads import heads_of
 from tpplan.decoder.joined import check_weights, joined
 from tpplan.decoder.layers import angles
 from tpplan.decoder.matrices import matrices_of
 from tpplan.decoder.passes import Decode, Prefill
 from tpplan.decoder.products import made_at_once
 from tpplan.decoder.prompt_graphs import graphs_of
-from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, numbers_of
+from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, length_of, numbers_of
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.stack import Stack
 from tpplan.decoder.steps import Steps

@@ -16,8 +16,8 @@ from torch import Tensor
 from tpplan.decoder import experts
 from tpplan.decoder.heads import found_by
 from tpplan.decoder.layers import attend, rms_norm, rotate
+from tpplan.decoder.likeliest import best_of
 from tpplan.decoder.products import AT_ONCE, Making, add_linear, by_torch, linear
-from tpplan.decoder.sampling import best_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -230,5 +230,5 @@ class Plain:
         return heads.cache.in_pieces(len(where.places), 0, where.span, find)
 
     def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
-        """Return the largest logits of rows and their tokens; see :func:`tpplan.decoder.sampling.best_of`."""
+        """Return the largest logits of rows and their tokens; see :func:`tpplan.decoder.likeliest.best_of`."""
         return best_of(logits_BV, start, place, places)

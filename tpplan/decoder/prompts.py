@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final, Self
 from attrs import evolve, frozen
 
 from tpplan.axes import Axis
-from tpplan.decoder.heads import length_of
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.plan import SplitPlan
+    from tpplan.plan import Request, SplitPlan
 
 #: Numbers of a padding row at the end of a pass: its token, and its numbers as from :func:`numbers_of`.
 NOBODY: Final = 0, 0, -1, 2**31 - 1
@@ -93,6 +92,11 @@ class Extent:
         """Return the extent of a pass of these stretches."""
         ends = [each.start + each.size for each in stretches]
         return cls(sum(each.count for each in stretches), max(each.size for each in stretches), max(ends))
+
+
+def length_of(request: Request) -> int:
+    """Return the maximum tokens of a sequence of a request: the cache's tokens divided by the batch."""
+    return request.cache.tokens // request.batch
 
 
 def check(prompts: Sequence[Prompt], plan: SplitPlan) -> None:

@@ -9,8 +9,9 @@ from weakref import proxy
 import torch
 
 from tpplan.axes import Axis
+from tpplan.decoder.likeliest import likeliest
 from tpplan.decoder.prompts import Prompt
-from tpplan.decoder.sampling import Sampling, likeliest
+from tpplan.decoder.sampling import Sampling
 from tpplan.errors import RequestError
 from tpplan.exec.programs.program import HOST
 

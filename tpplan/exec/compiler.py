@@ -12,6 +12,7 @@ from attrs import evolve
 from tpplan.codec import fingerprint
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.binding import Memory
+from tpplan.exec.choices import BACKENDS, check_choice
 from tpplan.exec.context import TPContext
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.device import DeviceContext
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from tpplan.exec.engine import Backend
     from tpplan.exec.programs.program import Queue
 
-BACKENDS = ("auto", "cpu", "cuda")
 #: The default transport of virtual devices: it makes the fewest copies.
 _PLAINEST = "events"
 #: For arguments of :func:`compile`: their types, and the wording of errors about them.
@@ -94,8 +94,8 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     if type(plan) is not SplitPlan:
         raise RequestError(f"compile takes a plan, this is {type(plan).__name__}", "read its file with tpplan.load")
     verify(plan)
-    _known("backend", backend, BACKENDS)
-    _known("transport", transport, ("auto", *TRANSPORTS))
+    check_choice("backend", backend, BACKENDS)
+    check_choice("transport", transport, ("auto", *TRANSPORTS))
     arguments = {"devices": devices, "model": model, "dtype": dtype, "tuning": tuning, "scratch": scratch}
     for name, value in arguments.items():
         kinds, expected, example = _KINDS[name]
@@ -227,8 +227,3 @@ def _mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows:
         names = " or ".join(map(name_of, fitting))
         problems.append(f"dtype: the plan has room for {names}, {name_of(dtype)} was asked for")
     return problems
-
-
-def _known(what: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise RequestError(f"unknown {what} {str(value)[:40]!r}, expected {', '.join(choices)}", "choose one of these")

@@ -1,0 +1,53 @@
+"""Choosing the likeliest tokens from logits, on the devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpplan.axes import Axis
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from tpplan.decoder.plain import Plain
+    from tpplan.exec.context import TPContext
+
+
+def best_of(logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
+    """Return each row's largest logit and its token, in two columns of an otherwise zero ``[B, 2 × places]``.
+
+    Args:
+        logits_BV: logits of a range of tokens.
+        start: the first token of the range.
+        place: which pair of columns to fill.
+        places: number of pairs.
+    """
+    best_B, token_B = logits_BV.max(-1)
+    found = logits_BV.new_zeros(len(logits_BV), 2 * places, dtype=torch.float32)
+    found[:, 2 * place] = best_B
+    torch.add(token_B, start, out=found[:, 2 * place + 1])
+    return found
+
+
+def likeliest(context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Plain]) -> tuple[Tensor, ...]:
+    """Return the likeliest tokens ``[B]`` on every device in use.
+
+    Each device finds its own best token. One small all-reduce collects these, as every device has columns of its own.
+    float32 holds every token number exactly, and all devices choose by the same bits.
+
+    Args:
+        context: the compiled plan.
+        logits: ``[B, V]`` on each device that holds a part of the vocabulary.
+        steps: the computation steps of each device.
+    """
+    parts = context.split(Axis.VC)
+    bests = [
+        steps[part.device].best(logits_BV, part.start, i, len(parts))
+        for i, (part, logits_BV) in enumerate(zip(parts, logits, strict=True))
+    ]
+    found = context.all_reduce(bests, axis=Axis.VC)
+    return tuple(x[:, 1::2].gather(1, x[:, ::2].argmax(1, keepdim=True)).squeeze(1).long() for x in found)
