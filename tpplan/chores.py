@@ -172,7 +172,7 @@ def some(plans: tuple[str, ...]) -> tuple[str, ...]:
     if not plans:
         raise UsageError("no plan was named", "name one or more plan files, such as plans/*.json")
     if plans.count(console.STREAM) > 1:
-        raise UsageError("standard input was named twice, and can be read once", "save one of the plans in a file")
+        raise UsageError("standard input was named twice, and can be read once", "save one of the two in a file")
     return plans
 
 

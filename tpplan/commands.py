@@ -231,8 +231,10 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
         transport: peer, host or events; all of them by default.
         json: print one JSON document.
     """
+    from tpplan.exec.choices import BACKENDS, check_choice  # noqa: PLC0415 (before what needs torch)
     from tpplan.render.selftest import selftest as view  # noqa: PLC0415
 
+    check_choice("backend", backend, BACKENDS)
     found = chores.read_plan(plan)
     with needing("running a plan"):
         from tpplan.exec.fallback import compiler  # noqa: PLC0415
@@ -264,8 +266,10 @@ def bench(
         transport: peer, host, events, or auto (by default).
         json: print one JSON document.
     """
+    from tpplan.exec.choices import BACKENDS, check_choice  # noqa: PLC0415 (before what needs torch)
     from tpplan.render.bench import bench as view  # noqa: PLC0415
 
+    check_choice("backend", backend, BACKENDS)
     found = chores.read_plan(plan)
     with needing("running a plan"):
         from tpplan.exec.bench import run as times  # noqa: PLC0415

@@ -109,9 +109,10 @@ def _entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
     try:
         return _parse_entry(entry, number, spec)
     except DeviceError as error:
-        if os.path.isdir(spec):  # noqa: PTH112 (a long list of GPUs is no path at all)
-            path = os.path.join(spec, "devices.json")  # noqa: PTH118
-            raise DeviceError(f"{spec[:60]!r} is a directory", f"name a devices file, such as {path}") from error
+        if os.path.exists(spec):  # noqa: PTH110 (a long list of GPUs is no path at all)
+            kind = "directory" if os.path.isdir(spec) else "file"  # noqa: PTH112
+            message = f"{spec[:60]!r} is a {kind}, not a list of GPUs"
+            raise DeviceError(message, "name a devices file, which ends in .json") from error
         if meant := _meant(entry):
             raise DeviceError(error.message, f"did you mean {meant}?") from error
         raise

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 PLAN, DEVICES, CONFIG = "a plan", "a devices file", "a model's config.json"
 
+#: What a document has on top, where only these keys are known.
+_KEYS = {
+    PLAN: ("$schema", "format_version", "model", "request", "devices", "splits", "memory"),
+    DEVICES: ("format_version", "devices", "links"),
+}
+
 
 def mistaken(data: object, wanted: str) -> str:
     """Return that a document is another one than was wanted, or nothing where that cannot be told."""
-    found = _kind(data)
-    return f"is {found}, expected {wanted}" if found not in {"", wanted} else ""
+    found, keys = _kind(data), _KEYS.get(wanted, ())
+    if found not in {"", wanted}:
+        return f"is {found}, expected {wanted}"
+    if keys and isinstance(data, dict) and data.keys().isdisjoint(keys):
+        return f"has none of the keys of {wanted}, which are {', '.join(keys[:-1])} and {keys[-1]}"
+    return ""
 
 
 def _kind(data: object) -> str:

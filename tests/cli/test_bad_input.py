@@ -201,6 +201,29 @@ def test_mistaken_documents(document: str, arguments: tuple[object, ...], words:
     assert "is missing" not in err
 
 
+@pytest.mark.parametrize("text", ["{}", '{"name": "x", "scripts": {}}'])
+def test_documents_of_others(text: str) -> None:
+    """JSON with no key of a plan, or of a devices file, is told in a sentence, too."""
+    Path("it.json").write_text(text, encoding="utf-8")
+    for asked, kind, key in (
+        (("show", "it.json"), "a plan", "$schema"),
+        (("plan", LLAMA_8B, "--gpus", "it.json"), "a devices file", "format_version"),
+    ):
+        assert f"at top level: has none of the keys of {kind}, which are {key}, " in (err := refused(*asked))
+        assert "is missing" not in err
+
+
+def test_a_devices_file_of_another_name() -> None:
+    """A file that is there is not taken for a GPU: its name has to end in .json."""
+    Path("gpus.txt").write_text('{"format_version": "1.0", "devices": []}', encoding="utf-8")
+    Path("gpus").mkdir()
+    asked = ("plan", LLAMA_8B, "--gpus")
+    assert refused(*asked, "gpus.txt").startswith(
+        "error: 'gpus.txt' is a file, not a list of GPUs\nhint: name a devices"
+    )
+    assert refused(*asked, "gpus").startswith("error: 'gpus' is a directory, not a list of GPUs\nhint: name a devices")
+
+
 def test_a_config_may_have_any_further_keys() -> None:
     """Also those by which other documents are told."""
     assert command("inspect", with_config(splits=[], devices=[])).code == 0

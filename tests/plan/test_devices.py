@@ -110,7 +110,7 @@ def test_a_directory_is_no_devices_file(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     for name in ("machines", "RTX3060"):
         (tmp_path / name).mkdir()
-    with pytest.raises(DeviceError, match=r"'machines' is a directory\nhint: name .*, such as machines/devices.json"):
+    with pytest.raises(DeviceError, match=r"'machines' is a directory, .*\nhint: name a devices file, which"):
         parse_devices("machines")
     assert parse_devices("RTX3060") == (RTX_3060,)
 

@@ -21,7 +21,8 @@ from tpplan.__main__ import main
 sys.exit(main())
 """
 
-#: Arguments and exit code of each command of the plan half; a.json and b.json are plans for different GPUs.
+#: Arguments and exit code of each command of the plan half, and of others where they refuse what is asked; a.json and
+#: b.json are plans for different GPUs.
 COMMANDS = {
     "inspect": (["inspect", "MODEL"], 0),
     "plan": (["plan", "MODEL", "--gpus", "24GiB,12GiB", "--context", "4096", "-o", "c.json"], 0),
@@ -30,6 +31,8 @@ COMMANDS = {
     "diff": (["diff", "a.json", "b.json"], 1),
     "validate": (["validate", "a.json", "b.json"], 0),
     "check": (["check", "a.json", "--model", "MODEL"], 0),
+    "selftest on what there is not": (["selftest", "a.json", "--backend", "gpu"], 2),
+    "bench on what there is not": (["bench", "a.json", "--backend", "gpu"], 2),
     "help": (["--help"], 0),
 }
 
@@ -112,7 +115,7 @@ def test_what_to_install_is_told(code: str, last: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("args", "code"), COMMANDS.values(), ids=COMMANDS)
 def test_command_is_light(args: list[str], code: int, plans: Path, llama_config: Path) -> None:
-    """A command of the plan half does its work without any of the heavy packages."""
+    """A command of the plan half does its work, and others refuse what cannot be, without any of the heavy packages."""
     done = _python(PROBE, *(str(llama_config) if arg == "MODEL" else arg for arg in args), cwd=plans)
     assert done.returncode == code, done.stderr
     assert done.stderr.splitlines()[-1] == "loaded:"
