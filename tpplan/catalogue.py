@@ -239,7 +239,9 @@ def find(name: str) -> Gpu:
     gibibytes = int(size[0]) if size else 24
     other = f"write its memory instead, such as {gibibytes}GiB"
     hint = other
-    if near := get_close_matches(_key(stem), list(_index()), n=1):
+    key = _key(stem)
+    begun = [each for each in _index() if re.match(f"{each}(?![0-9])", key)]  # such as 3060 of a 3060 Laptop
+    if near := sorted(begun, key=len)[-1:] or get_close_matches(key, list(_index()), n=1):
         gpu = min(_index()[near[0]], key=lambda gpu: abs(gpu.memory_bytes - gibibytes * 2**30))
         hint = f"did you mean {gpu.name}? for a GPU that tpplan does not know, {other}"
     raise DeviceError(f"tpplan knows no GPU named {name[:60]!r}", hint)

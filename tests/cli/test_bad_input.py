@@ -147,6 +147,8 @@ def test_hostile_headers(length: int) -> None:
             "RTX3060-8GB",
             ["'RTX3060-8GB'", "did you mean RTX 3060? for a GPU that tpplan does not know", "such as 8GiB\n"],
         ),
+        ("RTX3050 Ti", ["did you mean RTX 3050? for a GPU"]),
+        ("NVIDIA GeForce RTX 3060 Laptop GPU", ["did you mean RTX 3060? for a GPU"]),
         ("RTX5090-48GB", ["did you mean RTX 5090? for a GPU", "such as 48GiB\n"]),
         ("RTX4060Ti-20GB", ["did you mean RTX 4060 Ti 16GB? for a GPU", "such as 20GiB\n"]),
         ("RTX3090+RTX4070", ["'RTX3090+RTX4070'", "hint: did you mean RTX3090,RTX4070?\n"]),
