@@ -135,6 +135,7 @@ def _guarded(bits: int, otherwise: int, memory: _Memory, values: Sequence[Any]) 
 
 def _filled(memory: _Memory, address: Any, count: Any) -> Any:
     """Return a word of which so many bytes are read, and the others are zeros."""
+    assert not int(address) % 4, "not at a multiple"
     found = [int(memory(int(address) + i, 1)[0]) for i in range(int(count))]
     return np.array([sum(byte << 8 * i for i, byte in enumerate(found))], np.uint32)
 

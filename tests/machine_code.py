@@ -33,9 +33,10 @@ _make, _made = compiler._compile_pyfunc_with_fixup, dict[Any, Any]()
 
 def _made_once(function: Any, *signature: Any, **options: Any) -> Any:
     """Return what numba makes of a function, before NVVM compiles it for a generation."""
-    if function not in _made:
-        _made[function] = _make(function, *signature, **options)
-    return _made[function]
+    key = function, str(signature), str({**options, "cc": None})
+    if key not in _made:
+        _made[key] = _make(function, *signature, **options)
+    return _made[key]
 
 
 @contextmanager

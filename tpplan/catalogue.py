@@ -204,8 +204,8 @@ _OPTIONAL = re.compile(
     "nvidia|geforce|gtx|rtx|amd|radeon|tesla|instinct|generation|blackwell|workstation|edition|[^a-z0-9]+"
 )
 
-#: Memory at the end of a name.
-_MEMORY = re.compile(r"[^0-9a-z]*([0-9]{1,4}) ?gi?b?$", re.IGNORECASE)
+#: Memory at the end of a name; behind a number of the name, G alone may be a part of it.
+_MEMORY = re.compile(r"(?:[^0-9a-z]+|(?=[0-9]+ ?gi?b$))([1-9][0-9]{0,3}) ?gi?b?$", re.IGNORECASE)
 
 #: Relative deviation of the memory that a driver reports; cards that share a name differ by more.
 _TOLERANCE = 0.15

@@ -147,6 +147,7 @@ def test_hostile_headers(length: int) -> None:
             "RTX3060-8GB",
             ["'RTX3060-8GB'", "did you mean RTX 3060? for a GPU that tpplan does not know", "such as 8GiB\n"],
         ),
+        ("L40G", ["did you mean L40? for a GPU", "such as 24GiB"]),
         ("RTX3050 Ti", ["did you mean RTX 3050? for a GPU"]),
         ("NVIDIA GeForce RTX 3060 Laptop GPU", ["did you mean RTX 3060? for a GPU"]),
         ("RTX5090-48GB", ["did you mean RTX 5090? for a GPU", "such as 48GiB\n"]),

@@ -1,4 +1,4 @@
-"""What ``tpplan generate`` is asked for. All that needs no torch is checked here: importing torch takes seconds."""
+"""What ``tpplan generate`` is asked for. It is checked here, without torch, whose import takes seconds."""
 
 from __future__ import annotations
 

@@ -172,7 +172,10 @@ class Float8Matrix(_Coded):
 def _scaled(codes_RK: Tensor, columns: int, scales_RG: Tensor, zeros_RG: Tensor | None = None) -> Tensor:
     """Return codes, less the zero points and times the scales of their groups of so many columns, in float32."""
     size, group = codes_RK.shape[1], min(columns, codes_RK.shape[1])
-    values_RGK = torch.unflatten(functional.pad(codes_RK.float(), (0, -size % group)), 1, (-1, group))
+    values_RK = codes_RK.float()
+    if size % group:
+        values_RK = functional.pad(values_RK, (0, -size % group))
+    values_RGK = torch.unflatten(values_RK, 1, (-1, group))
     if zeros_RG is not None:
         values_RGK -= zeros_RG[..., None]
     values_RGK *= scales_RG[..., None]

@@ -15,12 +15,12 @@ from tests.decoder.kernels.test_packed import PROCESSORS, SIZES
 from tests.decoder.kernels.test_packed import FakeLauncher as FewLauncher
 from tests.decoder.kernels.test_wide_kernels import WARPS
 from tests.packed_cases import FORMS, float_matrix, int_matrix, matrix_of
-from tpplan.decoder.kernels.wide_limits import stage_bytes
+from tpplan.decoder.kernels.wide_limits import FEWEST, stage_bytes
 from tpplan.decoder.launches import packed, wide
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.packed import STEPS
-from tpplan.decoder.launches.wide import Wide, bytes_of, names_of, shape_of, stages_of
+from tpplan.decoder.launches.wide import Wide, bytes_of, names_of, paired_of, shape_of, stages_of
 from tpplan.decoder.settings import ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -32,15 +32,18 @@ SMALL, LIMITS = (99 << 10, 100 << 10), (227 << 10, 228 << 10)
 FEWER = {32: 16, 48: 32, 64: 48}
 
 
+@pytest.mark.parametrize("paired", [0, 6, 8])
 @pytest.mark.parametrize("most", WARPS)
 @pytest.mark.parametrize(("size", "width"), SIZES)
-def test_blocks_share_all_of_a_matrix(size: int, width: int, most: int) -> None:
+def test_blocks_share_all_of_a_matrix(size: int, width: int, most: int, paired: int) -> None:
     """None has nothing to do, all have registers at once, and what they leave has room and is soon added up."""
     strips, steps = -(-size // 32), width // 128
-    blocks, warps = shape_of(strips, steps, PROCESSORS, WARPS[most])
+    blocks, warps = shape_of(strips, steps, PROCESSORS, WARPS[most], paired)
+    assert warps >= FEWEST[most]
     tiles = -(-strips // warps)
     assert 0 < blocks <= tiles * min(steps, 16)
     assert 0 < blocks * warps <= PROCESSORS * WARPS[most]
+    assert blocks <= PROCESSORS or warps <= paired
     assert bytes_of(blocks, warps, most) <= 19 * 2**20
 
 
@@ -58,7 +61,7 @@ def test_blocks_share_all_of_a_matrix(size: int, width: int, most: int) -> None:
 def test_matrices_are_shared_evenly(size: int, width: int, shapes: list[tuple[int, int]]) -> None:
     """As is fastest on a GPU of so many multiprocessors, of which none has much more than its part if all have any."""
     strips, steps = size // 32, width // 128
-    assert [shape_of(strips, steps, PROCESSORS, warps) for warps in WARPS.values()] == shapes
+    assert [shape_of(strips, steps, PROCESSORS, warps, 8) for warps in WARPS.values()] == shapes
     for blocks, warps in shapes:
         busiest = -(-blocks // PROCESSORS) * warps * -(-(-(-strips // warps) * steps) // blocks)
         assert busiest <= 1.11 * strips * steps / min(blocks, PROCESSORS)
@@ -69,14 +72,21 @@ def test_matrices_are_shared_evenly(size: int, width: int, shapes: list[tuple[in
 @pytest.mark.parametrize("most", WARPS)
 def test_steps_fit_in_shared_memory(most: int, step: int, limits: tuple[int, int]) -> None:
     """Three of blocks that a multiprocessor has at once, where there is so much, and never fewer than two."""
-    for warps, together in ((8, 1), *([(6, 2)] if WARPS[most] > 8 else [])):
+    paired = paired_of(most, step, limits)
+    assert paired in {0, 6, 8}
+    for warps, together in ((8, 1), *([(paired, 2)] if paired and WARPS[most] > 8 else [])):
         stage = stage_bytes(most, step, warps)
         stages = stages_of(stage, together, limits)
-        assert stages in {2, 3}
+        assert stages == 3 or (limits is SMALL and stages == 2)
         assert stages * stage <= limits[0]
-        if limits is LIMITS:
-            assert stages == 3
-            assert together * (stages * stage + 1024) <= limits[1]
+        assert together * (stages * stage + 1024) <= limits[1]
+
+
+def test_two_blocks_have_room() -> None:
+    """Of as many warps as there are registers for on large GPUs, of fewer or none on small ones."""
+    assert [paired_of(most, 128, LIMITS) for most in WARPS] == [8, 8, 8]
+    assert [paired_of(most, 128, SMALL) for most in WARPS] == [6, 0, 0]
+    assert [paired_of(most, 64, SMALL) for most in WARPS] == [8, 8, 6]
 
 
 class FakeLauncher:
@@ -97,6 +107,7 @@ class FakeLauncher:
         assert FEWER[self._most] < rows <= self._most
         assert 0 < blocks <= tiles * width // STEPS[self._kind]
         assert not threads % 32
+        assert threads // 32 >= FEWEST[self._most]
         assert stages in {2, 3}
         assert shared == stages * stage_bytes(self._most, STEPS[self._kind], threads // 32) <= self._most_shared
         assert not parts % 16

@@ -40,7 +40,7 @@ def test_codes_are_made_floats_once(name: str, capability: tuple[int, int]) -> N
     assert text.count(fma) == pairs * 2
     assert text.count("mma.sync") == pairs // 4 * rows // 8
     assert text.count(f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32") == text.count("mma.sync")
-    assert text.count("cp.async.cg.shared.global.L2::128B") >= 3 * 4  # before the loop, and in it by each half of warps
+    assert text.count("cp.async.cg.shared.global.L2::128B") >= 2 * 4  # before the loop, and in it
     assert not re.search(r"ld\.(global\.nc|volatile)", text)  # into registers
     if capability >= kernel_cache.OVERLAPS:
         steps, later = in_order(text), ["p cp.async", "cp.async.wait", "ld.global", "st.global", "atom.global"]
@@ -68,6 +68,7 @@ _Case = tuple[str, int, int, int, int, torch.dtype, int | None, int, int, int, b
         ("f16_e4m3_32", 19, 14, 192, 64, torch.float32, 16, 1, 2, 3, False),
         ("bf16_e4m3_32", 24, 72, 192, 192, torch.float16, 1, 1, 1, 0, True),  # all tiles of a block
         ("f16_8_32", 17, 30, 320, 64, torch.float16, 3, 1, 5, 0, True),  # parts of five blocks
+        ("bf16_e4m3_32", 18, 80, 64, 64, torch.bfloat16, 16, 1, 3, 0, False),  # the last scale is half a word
     ],
 )
 def test_lanes_agree(case: _Case) -> None:

@@ -124,7 +124,7 @@ class _AloneInGraphs(Capturable):
         return Pending() if self.asides and self.is_capturing() else super().run(program, operands)
 
 
-def test_asides_arecaptured() -> None:
+def test_asides_are_captured() -> None:
     """Some sizes of every operation, each of which is found wrong if its graph lacks it, and nothing else is."""
     report = selftest.selftest(UNEVEN, on(UNEVEN, _AloneInGraphs), ["events"])
     assert {name for name, (some, every) in _wrong(report).items() if 0 < some < every} == IN_GRAPHS

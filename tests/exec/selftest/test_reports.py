@@ -57,10 +57,10 @@ def test_every_way_is_gone(report: SelftestReport) -> None:
     assert all({0, 1, 3} <= {*axis.rows, *axis.narrow_rows} for one in plain for axis in one.axes)
 
 
-@of_uneven_devices
-def test_the_same_trials_every_time(report: SelftestReport) -> None:
+def test_the_same_trials_every_time(report: SelftestReport, request: pytest.FixtureRequest) -> None:
     """Testing again, without graphs, gives the same report of all else, to the byte."""
-    again = selftest.selftest(UNEVEN, compiler_of(UNEVEN), ["events"])
+    plan = PLANS[request.node.callspec.params["report"]]
+    again = selftest.selftest(plan, compiler_of(plan), ["events"])
     graphs = captured(report)
     assert again.tested == tuple(one for one in report.tested if one.transport == "events" and one not in graphs)
 

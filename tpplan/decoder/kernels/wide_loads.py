@@ -39,7 +39,7 @@ def rows_by(kind: Codes, eights: int, fewest: int) -> tuple[Any, Any]:
     Args:
         kind: of codes.
         eights: of rows, at most.
-        fewest: warps of a block.
+        fewest: warps of a block, at least.
     """
     row_bytes = 2 * kind.step
     chunks = row_bytes // VECTOR

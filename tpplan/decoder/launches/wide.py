@@ -27,8 +27,9 @@ MOST_ROWS: Final = 64
 
 #: Bytes of what a warp leaves for each row, and how many such parts a block may leave.
 _ROW_BYTES, _MOST_PARTS = 128, 2
-#: Warps of a block, and blocks that have steps of the same matrix rows, at most.
-_MOST_WARPS, _MOST_SPLITS = 8, 16
+#: Warps of a block, at most, and where there are two for each multiprocessor and few strips; and blocks that have steps
+#: of the same matrix rows, at most.
+_MOST_WARPS, _FEWER_WARPS, _MOST_SPLITS = 8, 6, 16
 #: Bytes that scales are copied by, and results written.
 _WORD = 4
 #: Steps that a block has in shared memory, at least and at most; bytes of it that each block takes for itself.
@@ -41,7 +42,7 @@ _MANY_STEPS, _MANY_STRIPS = 5, 2
 
 
 @cache
-def shape_of(strips: int, steps: int, processors: int, warps: int) -> tuple[int, int]:
+def shape_of(strips: int, steps: int, processors: int, warps: int, paired: int) -> tuple[int, int]:
     """Return how many blocks share all steps of a matrix evenly, and the warps of each.
 
     Two blocks of a multiprocessor hide what each waits for, but leave more for others to add up; so do large blocks.
@@ -51,10 +52,12 @@ def shape_of(strips: int, steps: int, processors: int, warps: int) -> tuple[int,
         steps: of its columns.
         processors: of the GPU.
         warps: that each of these has registers for, at least eight.
+        paired: warps of blocks of which each has shared memory for two, at most; 0 if there are none.
     """
     together, size = 1, _MOST_WARPS
-    if warps > size and strips * steps >= _MANY_STEPS * size * processors:
-        together, size = 2, min(size if strips >= _MANY_STRIPS * processors else size - 2, warps // 2)
+    pair = min(size if strips >= _MANY_STRIPS * processors else _FEWER_WARPS, warps // 2, paired)
+    if pair >= _FEWER_WARPS and strips * steps >= _MANY_STEPS * size * processors:
+        together, size = 2, pair
     tiles = -(-strips // size)
     blocks = min(together * processors, tiles * min(steps, _MOST_SPLITS))
     longest = -(-tiles * steps // blocks)
@@ -87,6 +90,19 @@ def stages_of(stage: int, together: int, limits: tuple[int, ...]) -> int:
     """
     of_block, of_all = limits
     return max(_FEWEST_STAGES, min(_MOST_STAGES, of_block // stage, (of_all // together - _RESERVED) // stage))
+
+
+def paired_of(rows: int, step: int, limits: tuple[int, ...]) -> int:
+    """Return the warps of blocks of which a multiprocessor has shared memory for two, at most; 0 if it has for none.
+
+    Args:
+        rows: that the kernel is for.
+        step: columns of a step.
+        limits: bytes of shared memory that a block may have, and that a multiprocessor has.
+    """
+    room = limits[1] // 2 - _RESERVED
+    sizes = (_MOST_WARPS, _FEWER_WARPS)
+    return next((warps for warps in sizes if _FEWEST_STAGES * stage_bytes(rows, step, warps) <= room), 0)
 
 
 class Wide(FewRows[Quantised]):
@@ -146,9 +162,11 @@ class Wide(FewRows[Quantised]):
         (size, width), kind = matrix.shape, kind_of(matrix)
         rows = next(each for each in WARPS if len(x) <= each)
         # A strip has as many matrix rows with a gate as without.
-        blocks, warps = shape_of(-(-size // STRIP), width // STEPS[kind], self._processors, WARPS[rows])
+        step = STEPS[kind]
+        paired = paired_of(rows, step, self._limits)
+        blocks, warps = shape_of(-(-size // STRIP), width // step, self._processors, WARPS[rows], paired)
         parts = torch.empty(bytes_of(blocks, warps, rows), dtype=torch.uint8, device=x.device)
-        stage = stage_bytes(rows, STEPS[kind], warps)
+        stage = stage_bytes(rows, step, warps)
         stages = stages_of(stage, -(-blocks // self._processors), self._limits)
         self._kernels[kind][rows](
             blocks, 32 * warps,
