@@ -36,7 +36,10 @@ def unpacked(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = N
         order: position in a word of the first code, the second, and so on, counted from the lowest bits; ascending if
             not given.
     """
-    codes = words.movedim(dim, -1).contiguous().view(torch.uint8)
+    words = words.movedim(dim, -1)
+    if not words.is_contiguous() or words.stride(-1) > 1:  # torch says that rows of one word are, with any stride
+        words = words.clone(memory_format=torch.contiguous_format)
+    codes = words.view(torch.uint8)
     if bits == NIBBLE:
         codes = torch.stack((codes & 15, codes >> NIBBLE), dim=-1).flatten(-2)
     if order:
