@@ -121,7 +121,7 @@ def _as_they_are(found: Any, _: Any) -> Any:
     return found[0], found[1]
 
 
-def scale_by(kind: Codes) -> tuple[Any, Any]:
+def _scale_by(kind: Codes) -> tuple[Any, Any]:
     """Make what asks for a scale and its zero, and what makes pieces of them."""
     has_zeros, factor = kind.base is not None, kind.factor
     ask, bits_of = {
@@ -189,7 +189,7 @@ def matrix_rows(kind: Codes, tall: int) -> MatrixRows:  # noqa: C901 (of two hei
         tall: times that a tile has 16 matrix rows: 1 or 2.
     """
     mark = mark_of_block if kind.base is None else mark_of_row
-    ask, pieces_of = scale_by(kind)
+    ask, pieces_of = _scale_by(kind)
 
     @copied_function
     def pair_of(first: Any, size: Any, mode: Any) -> Any:

@@ -41,8 +41,8 @@ def products_of(kind: Codes, fma: ptx.Emitter, eights: int) -> Any:  # noqa: C90
 
     It takes the sums so far, see :mod:`tpplan.decoder.kernels.wide_sums`. Then where in shared memory the lane's codes
     are, of one matrix row 512 bytes behind those of the one before; where its columns of row g begin, its first vector
-    and its second, which others follow by turns. Then scales of its matrix rows, and what their floats are less, each
-    twice in 32 bits, and the mask of codes.
+    and its second, which others follow by turns. Then scales of its matrix rows, and what is added to floats first,
+    each twice in 32 bits, and the mask of codes.
 
     Args:
         kind: of codes.

@@ -33,9 +33,9 @@ class Scaling:
             power of two that the rows of a block are, which matters of floats only.
         ask: copies the words that a scale and its zero are in, given where to, where all begin, its index, and the kind
             of scales.
-        factors: returns four scales, and what their codes' floats are less, each twice in 32 bits; given where in
-            shared memory they are, the marks of their matrix rows, a group, the kind of scales, and the base, with what
-            is added to zeros.
+        factors: returns four scales, and what is added to their codes' floats, each twice in 32 bits; given where in
+            shared memory they are, the marks of their matrix rows, a group, the kind of scales, the base with what is
+            added to zeros, and where all zeros begin. Floats have nothing to add: scales stand in its place.
     """
 
     mark: Any
@@ -45,7 +45,7 @@ class Scaling:
 
 @copied_function
 def _ask_scale(to: Any, scales: Any, index: Any, form: Any) -> None:
-    """Copy the word that a scale is in, which may be the last half of one."""
+    """Copy the word that a scale is in; of one in its first half, only that, as nothing may follow."""
     if form == _WORD(F32):
         ptx.copy_32(to, scales + _WORD(_BITS(index << _BITS(2))), _BITS(4))
     else:
