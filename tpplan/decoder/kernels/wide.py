@@ -24,7 +24,7 @@ from tpplan.decoder.kernels.wide_limits import CODES, FEWEST, LANES, OF_WARP, SC
 from tpplan.decoder.kernels.wide_loads import ask_codes, rows_by
 from tpplan.decoder.kernels.wide_products import products_of
 from tpplan.decoder.kernels.wide_scales import scaling_of
-from tpplan.decoder.kernels.wide_sums import PER_EIGHT, begun, leave, turned, with_left
+from tpplan.decoder.kernels.wide_sums import PER_EIGHT, begun, leave, stored, turned, with_last, with_left
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, copied_function
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 #: Rows of an instruction.
 _EIGHT = 8
-#: What multiplies pairs and adds others, and makes float32 of the first and of the second of a pair.
+#: What multiplies pairs and adds others, makes float32 of the first and of the second of a pair, and pairs of two.
 _OF_PAIRS = {
-    "bf16": (ptx.emit_fma_bf16, ptx.emit_low_bf16, ptx.emit_high_bf16),
-    "f16": (ptx.emit_fma_f16, ptx.emit_low_f16, ptx.emit_high_f16),
+    "bf16": (ptx.emit_fma_bf16, ptx.emit_low_bf16, ptx.emit_high_bf16, ptx.emit_two_bf16),
+    "f16": (ptx.emit_fma_f16, ptx.emit_low_f16, ptx.emit_high_f16, ptx.emit_two_f16),
 }
 _NAME = re.compile("WIDE_(?P<kind>(BF16|F16)_(4|8|E4M3))_(?P<rows>32|48|64)")
 _WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
@@ -53,9 +53,9 @@ def _pairs(low: Any, size: Any, mode: Any) -> Any:
     return first, (min(_BITS(low + _BITS(STRIP // 2)), last) if mode == ADD else _BITS(first + _BITS(size)))
 
 
-def _store_by(kind: Codes) -> Any:
-    """Make what stores sums of eight rows, or gates times what these are for, from a row on."""
-    first, both, half = kind.floats.first, kind.floats.both, STRIP // 2
+def _gates_by(kind: Codes) -> Any:
+    """Make what stores gates times what these are for, of eight rows, from a row on."""
+    first, both = kind.floats.first, kind.floats.both
 
     @copied_function
     def gated(s: Any, t: Any, u: Any, v: Any, mode: Any) -> Any:
@@ -65,21 +65,10 @@ def _store_by(kind: Codes) -> Any:
         return both(first(acted) * first(ups), first(_BITS(acted >> move)) * first(_BITS(ups >> move)))
 
     @copied_function
-    def store(sums: Any, y: Any, pitch: Any, row: Any, rows: Any, column: Any, size: Any, mode: Any) -> None:
-        at = y + row * pitch + column * _WORD(2)
-        is_second = row + _WORD(1) < rows
-        if mode != ADD:
-            a, b = gated(sums[0], sums[2], sums[4], sums[6], mode), gated(sums[1], sums[3], sums[5], sums[7], mode)
-        else:
-            a, b = both(sums[0], sums[2]), both(sums[1], sums[3])
-            if column + _WORD(half) < size:
-                ptx.store_32(at + _WORD(2 * half), both(sums[4], sums[6]))
-                if is_second:
-                    ptx.store_32(at + pitch + _WORD(2 * half), both(sums[5], sums[7]))
-        if column < size:
-            ptx.store_32(at, a)
-            if is_second:
-                ptx.store_32(at + pitch, b)
+    def store(sums: Any, at: Any, pitch: Any, is_second: Any, mode: Any) -> None:
+        ptx.store_32(at, gated(sums[0], sums[2], sums[4], sums[6], mode))
+        if is_second:
+            ptx.store_32(at + pitch, gated(sums[1], sums[3], sums[5], sums[7], mode))
 
     return store
 
@@ -115,15 +104,12 @@ def _wide(name: str, kind: Codes, eights: int, warps: int, fewest: int) -> Kerne
     """
     step, row_bytes, part = kind.step, 2 * kind.step, 1024 * eights
     of_rows = eights * _EIGHT * row_bytes
-    fma, low_of, high_of = _OF_PAIRS[name.split("_")[1]]
+    fma, low_of, high_of, two_of = _OF_PAIRS[name.split("_")[1]]
     products, zeros_of = products_of(kind, fma, eights), tiles.zeros(PER_EIGHT * eights)
-    begin, store, scaling = begun(eights, low_of, high_of), _store_by(kind), scaling_of(kind)
+    begin, store, scaling = begun(eights, low_of, high_of), stored(eights, two_of), scaling_of(kind)
     ask_scale, factors, mark_of, mask = scaling.ask, scaling.factors, scaling.mark, kind.mask
     (find_rows, ask_rows), number = rows_by(kind, eights, fewest), kind.base or 0
-
-    @copied_function
-    def group_of(k: Any, bits: Any) -> Any:
-        return _BITS(_BITS(k * _BITS(step)) >> _BITS(bits))
+    store_gates = _gates_by(kind)
 
     @copied_function
     def ask_matrix(k: Any, to: Any, low: Any, high: Any, own: Any, matrix: Any) -> None:
@@ -135,14 +121,31 @@ def _wide(name: str, kind: Codes, eights: int, warps: int, fewest: int) -> Kerne
         ask_scale(_BITS(to + scale_at), scales, zeros, _BITS(mark + group_of(k, bits)), form)
 
     @copied_function
-    def after(ahead: Any, k: Any, tile: Any, low: Any, high: Any, tiles_of: Any) -> Any:
+    def group_of(k: Any, bits: Any) -> Any:
+        return _BITS(_BITS(k * _BITS(step)) >> _BITS(bits))
+
+    @copied_function
+    def after(ahead: Any, k: Any, first: Any, low: Any, high: Any, tiles_of: Any) -> Any:
         """Return what is asked for behind a step."""
-        steps, of_tile, own_strip, size, mode = tiles_of
-        ahead, k = _BITS(ahead + _BITS(1)), _BITS(k + _BITS(1))
+        steps, of_tile, size, mode = tiles_of
+        k = _BITS(k + _BITS(1))
         if k == steps:
-            k, tile = _BITS(0), _BITS(tile + _BITS(1))
-            low, high = _pairs(_BITS(_BITS(tile * of_tile) + own_strip), size, mode)
-        return ahead, k, tile, low, high
+            k, first = _BITS(0), _BITS(first + of_tile)
+            low, high = _pairs(first, size, mode)
+        return _BITS(ahead + _BITS(1)), k, first, low, high
+
+    @copied_function
+    def ask_next(
+        ahead: Any, k: Any, first: Any, low: Any, high: Any, to: Any, until: Any, own: Any, matrix: Any, found: Any,
+        rows: Any, tiles_of: Any,
+    ) -> Any:  # fmt: skip
+        """Ask for a step, if there is one, and return what is asked for behind it."""
+        if ahead < until:
+            ask_matrix(k, to, low, high, own, matrix)
+            ask_rows(found, k, to, rows)
+            ahead, k, first, low, high = after(ahead, k, first, low, high, tiles_of)
+        ptx.end_copies()
+        return ahead, k, first, low, high
 
     @copied_function
     def arrive(stages: Any) -> None:
@@ -165,34 +168,34 @@ def _wide(name: str, kind: Codes, eights: int, warps: int, fewest: int) -> Kerne
         total = _BITS(_BITS(_BITS(_BITS(size) + of_tile - one) // of_tile) * steps)
         # Steps of all tiles are counted as those of one: the next that this block has, and where others have the rest.
         unit, until = _BITS(_BITS(block * total) // blocks), _BITS(_BITS(_BITS(block + one) * total) // blocks)
-        # Where this lane finds its own in a stage, and where all stages are.
-        stage = _BITS(_BITS(of_rows) + _BITS(team * _BITS(OF_WARP)))
-        own_codes = _BITS(_WORD(of_rows) + warp * _WORD(CODES) + lane * _WORD(VECTOR))
-        its_scales = _BITS(_BITS(_BITS(of_rows) + _BITS(team * _BITS(CODES))) + _BITS(warp * _WORD(2 * SCALES)))
-        own_scale, read_scales = _BITS(its_scales + _BITS(lane << _WORD(2))), _BITS(its_scales + _BITS(g << _WORD(4)))
-        even = _BITS(g * _WORD(row_bytes) + ((g & _WORD(1)) << _WORD(6)) + t * _WORD(VECTOR))
-        begin_stages = _BITS(ptx.shared_address(room))
+        # Where stages are, and what this lane copies and reads in each.
+        stage, begin_stages = _BITS(_BITS(of_rows) + _BITS(team * _BITS(OF_WARP))), _BITS(ptx.shared_address(room))
         end_stages = _BITS(begin_stages + _BITS(_BITS(stages) * stage))
+        codes_at = _BITS(_WORD(of_rows) + warp * _WORD(CODES) + lane * _WORD(VECTOR))
+        its_scales = _BITS(_BITS(_BITS(of_rows) + _BITS(team * _BITS(CODES))) + _BITS(warp * _WORD(2 * SCALES)))
+        scale_at, scales_at = _BITS(its_scales + _BITS(lane << _WORD(2))), _BITS(its_scales + _BITS(g << _WORD(4)))
+        even = _BITS(g * _WORD(row_bytes) + ((g & _WORD(1)) << _WORD(6)) + t * _WORD(VECTOR))
         base, pitch = _FLOAT(number) + ptx.float_of(_BITS(more)), _WORD(steps) * _WORD(LANES * VECTOR)
         kept_mask = _BITS(_BITS(~ptx.active()) + _BITS(mask))  # a register, of which the compiler makes no constants
-        found, own_strip = find_rows(x, x_pitch), _BITS(_BITS(_BITS(warp) * of_strip) + _BITS(g << _WORD(1)))
-        # What is asked for next: so many steps ahead, of this tile, and to this stage.
-        ahead, ahead_tile, to = unit, _BITS(unit // steps), begin_stages
-        first_k = _BITS(unit - _BITS(ahead_tile * steps))
-        ahead_k, last_ahead = first_k, min(until, _BITS(unit + _BITS(stages) - one))
-        low, high = _pairs(_BITS(_BITS(ahead_tile * of_tile) + own_strip), size, mode)
-        own, matrix = (own_codes, own_scale, t), (codes, pitch, scales, zeros, groups, bits, form, more)
-        tiles_of = steps, of_tile, own_strip, size, mode
-        while ahead < last_ahead:
+        found, matrix = find_rows(x, x_pitch), (codes, pitch, scales, zeros, groups, bits, form, more)
+        # The step that is asked for next, to where, the first column of its tile that is the lane's, and what is.
+        tile = _BITS(unit // steps)
+        k, to = _BITS(unit - _BITS(tile * steps)), begin_stages
+        own_strip = _BITS(_BITS(_BITS(warp) * of_strip) + _BITS(g << _WORD(1)))
+        ahead, ahead_k, first = unit, k, _BITS(_BITS(tile * of_tile) + own_strip)
+        low, high = _pairs(first, size, mode)
+        own, tiles_of = (codes_at, scale_at, t), (steps, of_tile, size, mode)
+        last = min(until, _BITS(unit + _BITS(stages) - one))
+        while ahead < last:
             ptx.roll()
             ask_matrix(ahead_k, to, low, high, own, matrix)
-            ahead, ahead_k, ahead_tile, low, high = after(ahead, ahead_k, ahead_tile, low, high, tiles_of)
+            ahead, ahead_k, first, low, high = after(ahead, ahead_k, first, low, high, tiles_of)
             to = _BITS(to + stage)
         ptx.after_earlier_with_next()
-        to, k = begin_stages, first_k
+        to, last = begin_stages, _BITS(begin_stages + _BITS(_BITS(until - unit) * stage))
         while _BITS(to + stage) < end_stages:
             ptx.roll()
-            if to < _BITS(begin_stages + _BITS(_BITS(until - unit) * stage)):
+            if to < last:
                 ask_rows(found, k, to, rows)
             ptx.end_copies()
             to, k = _BITS(to + stage), _BITS(k + one) if _BITS(k + one) < steps else _BITS(0)
@@ -203,38 +206,31 @@ def _wide(name: str, kind: Codes, eights: int, warps: int, fewest: int) -> Kerne
             start = _BITS(tile * steps)
             k, end = _BITS(unit - start), min(steps, _BITS(until - start))
             is_first, column = k == _BITS(0), _BITS(_BITS(tile * of_tile) + own_strip)
-            own_low, own_high = _pairs(column, size, mode)
+            a, c = _pairs(column, size, mode)
             marks = (
-                mark_of(own_low, groups, more), mark_of(_BITS(own_low + one), groups, more),
-                mark_of(own_high, groups, more), mark_of(_BITS(own_high + one), groups, more),
+                mark_of(a, groups, more), mark_of(_BITS(a + one), groups, more),
+                mark_of(c, groups, more), mark_of(_BITS(c + one), groups, more),
             )  # fmt: skip
             sums = zeros_of()
             if plus != _WORD(0) and is_first:
-                first, last = t << _WORD(1), rows - _WORD(1)
-                sums = begin(plus, plus_pitch, first, last, _WORD(own_low) * _WORD(2), _WORD(own_high) * _WORD(2))
+                offsets = _WORD(a) * _WORD(2), _WORD(c) * _WORD(2)
+                sums = begin(plus, plus_pitch, t << _WORD(1), rows - _WORD(1), offsets[0], offsets[1])
             while k < end:
                 ptx.roll()
                 arrive(stages)
                 cuda.syncthreads()  # all have copied what they do of this step, and read what is written over now
                 # One half of the warps asks while the other multiplies, and then the other way round.
-                asks = asks_first
-                while True:
-                    ptx.roll()
-                    if asks:
-                        if ahead < until:
-                            ask_matrix(ahead_k, to, low, high, own, matrix)
-                            ask_rows(found, ahead_k, to, rows)
-                            ahead, ahead_k, ahead_tile, low, high = after(
-                                ahead, ahead_k, ahead_tile, low, high, tiles_of
-                            )
-                        ptx.end_copies()
-                    else:
-                        by, less = factors(_BITS(here + read_scales), marks, group_of(k, bits), form, base, zeros)
-                        at = _BITS(here + even)
-                        sums = products(sums, _BITS(here + own_codes), at, _BITS(at ^ _BITS(64)), by, less, kept_mask)
-                    if asks != asks_first:
-                        break
-                    asks = not asks
+                if asks_first:
+                    ahead, ahead_k, first, low, high = ask_next(
+                        ahead, ahead_k, first, low, high, to, until, own, matrix, found, rows, tiles_of
+                    )
+                by, less = factors(_BITS(here + scales_at), marks, group_of(k, bits), form, base, zeros)
+                row = _BITS(here + even)
+                sums = products(sums, _BITS(here + codes_at), row, _BITS(row ^ _BITS(64)), by, less, kept_mask)
+                if not asks_first:
+                    ahead, ahead_k, first, low, high = ask_next(
+                        ahead, ahead_k, first, low, high, to, until, own, matrix, found, rows, tiles_of
+                    )
                 k = _BITS(k + one)
                 to = _BITS(to + stage) if _BITS(to + stage) < end_stages else begin_stages
                 here = _BITS(here + stage) if _BITS(here + stage) < end_stages else begin_stages
@@ -254,18 +250,30 @@ def _wide(name: str, kind: Codes, eights: int, warps: int, fewest: int) -> Kerne
                 is_mine = ptx.of_first(turn) == others
                 if is_mine:
                     ptx.near_fence()
-                    sums, place = zeros_of(), _BITS(begins + begins + one)
-                    while begins <= ends:
+                    # What the first block has left is behind what it may have left of the tile before.
+                    left = own_part + _WORD(_BITS(begins + begins)) * pitch_part
+                    sums = with_left(zeros_of(), left + pitch_part, left + pitch_part + pitch_part)
+                    begins, both_parts = _BITS(begins + _BITS(2)), pitch_part + pitch_part
+                    left = left + both_parts + both_parts
+                    while begins < ends:
                         ptx.roll()
-                        sums = with_left(sums, own_part + _WORD(place) * pitch_part)
-                        begins = _BITS(begins + one)
-                        place = _BITS(begins + begins)
+                        sums = with_left(sums, left, left + both_parts)
+                        begins, left = _BITS(begins + _BITS(2)), left + both_parts + both_parts
+                    if begins == ends:
+                        sums = with_last(sums, left)
             if is_mine:
                 row = t << _WORD(1)
-                while row < rows:
-                    ptx.roll()
-                    store(sums, y, y_pitch, row, rows, _WORD(column), size, mode)
-                    sums, row = turned(sums), row + _WORD(_EIGHT)
+                at = y + row * y_pitch + _WORD(column) * _WORD(2)
+                if mode == ADD:
+                    count, nothing, last = _BITS(rows), _BITS(0), _BITS(size)
+                    in_first = count if column < last else nothing
+                    in_second = count if _BITS(column + _BITS(STRIP // 2)) < last else nothing
+                    store(sums, at, _WORD(STRIP), y_pitch, _BITS(row), in_first, in_second)
+                elif column < _BITS(size):
+                    while row < rows:
+                        ptx.roll()
+                        store_gates(sums, at, y_pitch, row + _WORD(1) < rows, mode)
+                        sums, row, at = turned(sums), row + _WORD(_EIGHT), at + _WORD(_EIGHT) * y_pitch
             unit = _BITS(start + end)
 
     return Kernel(name, multiply_rows, 20, bounds=(32 * warps, 1))

@@ -85,15 +85,63 @@ def leave(typingctx: Any, address: Any, sums: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def with_left(typingctx: Any, sums: Any, address: Any) -> Any:  # noqa: ARG001
-    """Return sums with what :func:`leave` has written there added."""
+def with_left(typingctx: Any, sums: Any, first: Any, second: Any) -> Any:  # noqa: ARG001
+    """Return sums with what :func:`leave` has written to two addresses added, one after the other."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        found, address, more = all_of(builder, values[0]), values[1], []
-        for i in range(0, len(found), _VECTOR):
-            at = builder.add(address, ir.Constant(address.type, i // _VECTOR * _WARP))
-            more += ptx.emit_load_floats(builder, [at])
-        total = [builder.fadd(each, other) for each, other in zip(found, more, strict=True)]
-        return context.make_tuple(builder, signature.return_type, total)
+        return context.make_tuple(builder, signature.return_type, _with_left(builder, *values))
+
+    return sums(sums, first, second), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def with_last(typingctx: Any, sums: Any, address: Any) -> Any:  # noqa: ARG001
+    """Return sums with what it has written to one address added."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return context.make_tuple(builder, signature.return_type, _with_left(builder, *values))
 
     return sums(sums, address), codegen
+
+
+def _with_left(builder: Any, sums: Any, *addresses: Any) -> list[Any]:
+    """Return sums with what is at addresses added; all of it is asked for before one is looked at."""
+
+    def left(address: Any, i: int) -> list[Any]:
+        return ptx.emit_load_floats(builder, [builder.add(address, ir.Constant(address.type, i // _VECTOR * _WARP))])
+
+    found = all_of(builder, sums)
+    parts = [[each for i in range(0, len(found), _VECTOR) for each in left(at, i)] for at in addresses]
+    for part in parts:
+        found = [builder.fadd(each, other) for each, other in zip(found, part, strict=True)]
+    return found
+
+
+def stored(eights: int, both: ptx.Emitter) -> Any:
+    """Return an intrinsic that writes sums, rounded, where there are rows.
+
+    It takes them, the address of a lane's two elements for the first matrix rows in its first row, and the bytes to
+    those for the others; the bytes of a row; the lane's first row; how many rows there are for the first matrix rows,
+    and for the others.
+
+    Args:
+        eights: of rows.
+        both: writes what makes 32 bits of two float32.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
+        sums, start, offset, pitch, first, *rows = values
+        found = all_of(builder, sums)
+        for j in range(eights):
+            for e in range(2):
+                number = ir.Constant(first.type, _EIGHT * j + e)
+                at = builder.add(start, builder.mul(pitch, ir.Constant(pitch.type, _EIGHT * j + e)))
+                for i, where in enumerate((at, builder.add(at, offset))):
+                    k = PER_EIGHT * j + 4 * i + e
+                    (two,) = both(builder, [found[k], found[k + 2]])
+                    ptx.emit_store_32_below(builder, [where, two, builder.add(first, number), rows[i]])
+        return context.get_dummy_value()
+
+    word, bits = types.uint64, types.uint32
+    signature = types.void(types.UniTuple(types.float32, PER_EIGHT * eights), word, word, word, bits, bits, bits)
+    return intrinsic(lambda typingctx, sums, start, offset, pitch, first, low, high: (signature, codegen))  # noqa: ARG005

@@ -101,6 +101,10 @@ store_16 = _instruction("st.global.u16 [$0], $1;", "", "u64 u16", memory=True)
 load_32 = _instruction("ld.global.u32 $0, [$1];", "u32", "u64", memory=True)
 emit_load_32 = emitter("ld.global.u32 $0, [$1];", "u32", "u64", memory=True)
 store_32 = _instruction("st.global.u32 [$0], $1;", "", "u64 u32", memory=True)
+#: If one number is below another.
+emit_store_32_below = emitter(
+    "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p st.global.u32 [$0], $1; }", "", "u64 u32 u32 u32", memory=True
+)
 load_64 = _instruction("ld.global.v2.u32 {$0,$1}, [$2];", "u32 u32", "u64", memory=True)
 store_64 = _instruction("st.global.v2.u32 [$0], {$1,$2};", "", "u64 u32 u32", memory=True)
 load_8 = _instruction("ld.global.u8 $0, [$1];", "u16", "u64", memory=True)
@@ -184,9 +188,10 @@ _LOW_F16 = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "f32", 
 _HIGH_F16 = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }", "f32", "u32"
 _FLOAT_OF = "mov.b32 $0, $1;", "f32", "u32"
 low_bf16, high_bf16 = _instruction(*_LOW_BF16), _instruction(*_HIGH_BF16)
-two_bf16 = _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", "u32", "f32 f32")
+_TWO_BF16, _TWO_F16 = ((f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "u32", "f32 f32") for kind in ("bf16", "f16"))
+two_bf16, emit_two_bf16 = _instruction(*_TWO_BF16), emitter(*_TWO_BF16)
 low_f16, high_f16 = _instruction(*_LOW_F16), _instruction(*_HIGH_F16)
-two_f16 = _instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", "f32 f32")
+two_f16, emit_two_f16 = _instruction(*_TWO_F16), emitter(*_TWO_F16)
 float_of = _instruction(*_FLOAT_OF)
 bits_of = _instruction("mov.b32 $0, $1;", "u32", "f32")
 emit_low_bf16, emit_high_bf16 = emitter(*_LOW_BF16), emitter(*_HIGH_BF16)
