@@ -190,6 +190,17 @@ def test_what_is_refused(
     assert "hint: " in done.err
 
 
+def test_tokens_that_cannot_end_a_text(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generation_config.json that is broken is refused before anything is imported that needs torch."""
+    monkeypatch.setitem(sys.modules, "tpplan.decoder.run", None)
+    directory = shutil.copytree(checkpoint, tmp_path / "tiny")
+    for content, problem in (("{", "generation_config.json cannot be read"), ('{"eos_token_id": "a"}', "is a, exp")):
+        (directory / "generation_config.json").write_text(content, encoding="utf-8")
+        done = generate(directory, "--token-ids", "1")
+        assert (done.code, done.out) == (2, "")
+        assert problem in done.err
+
+
 @pytest.mark.parametrize(
     ("plan", "change", "problem"),
     [

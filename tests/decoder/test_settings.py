@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.checkpoints import saved_values
 from tests.decoder_cases import model_of
 from tpplan.config import read_config
-from tpplan.decoder.settings import Settings, end_tokens, settings_of
+from tpplan.decoder.settings import Settings, settings_of
 from tpplan.errors import ModelError
 from tpplan.reader import read_model
 
@@ -40,21 +40,3 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | change))
         with pytest.raises(ModelError, match=problem):
             Settings.read(read_config(tmp_path))
-
-
-def test_tokens_that_end_a_text(tmp_path: Path) -> None:
-    """One or several; none where neither file names any; what is no token is refused, and what is no JSON."""
-    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert end_tokens(tmp_path) == {7}
-    generation = tmp_path / "generation_config.json"
-    for content, tokens in (("{}", {7}), ('{"eos_token_id": [2, 3]}', {2, 3}), ('{"eos_token_id": []}', set())):
-        generation.write_text(content)
-        assert end_tokens(tmp_path) == tokens
-    for content, problem in (
-        ('{"eos_token_id": ["</s>"]}', r"eos_token_id is \['</s>'\]"),
-        ("{", "cannot be read"),
-        ("[2]", "is no object of JSON"),
-    ):
-        generation.write_text(content)
-        with pytest.raises(ModelError, match=problem):
-            end_tokens(tmp_path)

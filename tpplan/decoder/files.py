@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from tpplan.config import read_config
 from tpplan.errors import ModelError
 from tpplan.jsontext import NotJSONError, read_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def read_text(path: Path, hint: str) -> str:
@@ -46,3 +44,19 @@ def read_object(path: Path, hint: str) -> dict[str, object]:
     if not isinstance(data, dict):
         raise ModelError(f"{path} is no object of JSON", hint)
     return data
+
+
+def end_tokens(directory: str | Path) -> frozenset[int]:
+    """Return the tokens that end a text, from generation_config.json or else config.json; empty if neither has any.
+
+    Raises:
+        ModelError: a file cannot be read, or its ``eos_token_id`` is not a token or a list of tokens.
+    """
+    path = Path(directory) / "generation_config.json"
+    given = read_object(path, "fetch it again, or remove it").get("eos_token_id")
+    if given is None:
+        given = read_config(directory).raw("eos_token_id")
+    tokens = given if isinstance(given, list) else [] if given is None else [given]
+    if any(type(token) is not int for token in tokens):
+        raise ModelError(f"{directory}: eos_token_id is {str(given)[:60]}, expected tokens", "compare the files")
+    return frozenset(tokens)

@@ -7,6 +7,7 @@ from typing import Final
 
 from attrs import frozen
 
+from tpplan.decoder.files import end_tokens
 from tpplan.decoder.generation import check_prompts
 from tpplan.decoder.prompts import length_of
 from tpplan.decoder.sampling import Sampling
@@ -57,6 +58,7 @@ class Task:
         tokenizer: tokenizer of the checkpoint; None if tokens are given.
         prompt: tokens of the prompt.
         count: maximum new tokens.
+        end: tokens that end the text.
     """
 
     order: Order
@@ -65,6 +67,7 @@ class Task:
     tokenizer: Tokenizer | None
     prompt: list[int]
     count: int
+    end: frozenset[int]
 
 
 def checked(plan: SplitPlan, order: Order) -> Task:
@@ -84,7 +87,15 @@ def checked(plan: SplitPlan, order: Order) -> Task:
     prompt = _encode(order, tokenizer) if tokenizer else list(order.tokens)
     count = order.max_new_tokens or max(1, min(_USUAL, length_of(plan.request) - len(prompt)))
     check_prompts([prompt], count, plan)
-    return Task(order=order, plan=plan, model=source.model, tokenizer=tokenizer, prompt=prompt, count=count)
+    return Task(
+        order=order,
+        plan=plan,
+        model=source.model,
+        tokenizer=tokenizer,
+        prompt=prompt,
+        count=count,
+        end=end_tokens(order.directory),
+    )
 
 
 def _encode(order: Order, tokenizer: Tokenizer) -> list[int]:

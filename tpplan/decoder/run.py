@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.decoder.generation import generate
 from tpplan.decoder.model import Decoder
-from tpplan.decoder.settings import check_model, end_tokens
+from tpplan.decoder.settings import check_model
 from tpplan.decoder.text import Stream
 from tpplan.exec.fallback import compiler
 from tpplan.generate_report import GenerateReport
@@ -31,13 +31,12 @@ def run(task: Task, note: Callable[[str], None], tell: Callable[[str], None]) ->
     """
     plan, prompt, directory = task.plan, task.prompt, task.order.directory
     check_model(directory, task.model, plan)
-    end = end_tokens(directory)
     stream = Stream(task.tokenizer, prompt) if task.tokenizer else None
     new: list[int] = []
     text = ""
     with compiler(plan, task.order.backend, note, scratch=False)("auto") as context:
         decoder = Decoder(context, directory, load_weights(plan, directory, context))
-        for (token,) in generate(decoder, [prompt], task.count, sampling=task.order.sampling, end=end):
+        for (token,) in generate(decoder, [prompt], task.count, sampling=task.order.sampling, end=task.end):
             assert token is not None  # noqa: S101 - None is only for texts that end before others
             piece = stream.add(token) if stream else f"{',' if new else ''}{token}"
             new.append(token)
@@ -53,5 +52,5 @@ def run(task: Task, note: Callable[[str], None], tell: Callable[[str], None]) ->
         prompt_tokens=tuple(prompt),
         new_tokens=tuple(new),
         text=text + rest if stream else "",
-        ended=new[-1] in end,
+        ended=new[-1] in task.end,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 import torch
@@ -16,13 +15,13 @@ from torch.nn import functional
 from tpplan.axes import Axis
 from tpplan.config import read_config
 from tpplan.decoder.cache import check_kind
-from tpplan.decoder.files import read_object
 from tpplan.decoder.stored import check_formats
-from tpplan.errors import ModelError
 from tpplan.exec.rope.tables import Rope
 from tpplan.formats import Scheme, read_scheme
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tpplan.config import Config
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
@@ -202,22 +201,6 @@ def check_model(directory: str | Path, model: ModelSpec, plan: SplitPlan) -> Non
     for split in plan.splits:
         if split.axis is Axis.KV:
             check_kind(plan.request.cache.kind, split.width)
-
-
-def end_tokens(directory: str | Path) -> frozenset[int]:
-    """Return the tokens that end a text, from generation_config.json or else config.json; empty if neither has any.
-
-    Raises:
-        ModelError: a file cannot be read, or its ``eos_token_id`` is not a token or a list of tokens.
-    """
-    path = Path(directory) / "generation_config.json"
-    given = read_object(path, "fetch it again, or remove it").get("eos_token_id")
-    if given is None:
-        given = read_config(directory).raw("eos_token_id")
-    tokens = given if isinstance(given, list) else [] if given is None else [given]
-    if any(type(token) is not int for token in tokens):
-        raise ModelError(f"{directory}: eos_token_id is {str(given)[:60]}, expected tokens", "compare the files")
-    return frozenset(tokens)
 
 
 def _rope(config: Config) -> Rope:
