@@ -231,15 +231,15 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
         transport: peer, host or events; all of them by default.
         json: print one JSON document.
     """
-    from tpplan.exec.choices import BACKENDS, check_choice  # noqa: PLC0415 (before what needs torch)
+    from tpplan.exec import choices  # noqa: PLC0415 (before what needs torch)
     from tpplan.render.selftest import selftest as view  # noqa: PLC0415
 
-    check_choice("backend", backend, BACKENDS)
+    choices.check_choice("backend", backend, choices.BACKENDS)
+    wanted = choices.tested_transports(transport)
     found = chores.read_plan(plan)
     with needing("running a plan"):
         from tpplan.exec.fallback import compiler  # noqa: PLC0415
         from tpplan.exec.selftest import run as tests  # noqa: PLC0415
-    wanted = tests.transports(transport)
     report = tests.selftest(found, compiler(found, backend, chores.note), wanted, console.busy)
     console.answer(report, view, json=json)
     return OK if report.ok else NO
@@ -266,15 +266,16 @@ def bench(
         transport: peer, host, events, or auto (by default).
         json: print one JSON document.
     """
-    from tpplan.exec.choices import BACKENDS, check_choice  # noqa: PLC0415 (before what needs torch)
+    from tpplan.exec import choices  # noqa: PLC0415 (before what needs torch)
     from tpplan.render.bench import bench as view  # noqa: PLC0415
 
-    check_choice("backend", backend, BACKENDS)
+    choices.check_choice("backend", backend, choices.BACKENDS)
+    choices.check_choice("transport", transport, choices.TRANSPORTS_OR_AUTO)
+    asked, turns = choices.payloads(sizes) if sizes else (), choices.checked_rounds(rounds)
     found = chores.read_plan(plan)
     with needing("running a plan"):
         from tpplan.exec.bench import run as times  # noqa: PLC0415
         from tpplan.exec.fallback import compiler  # noqa: PLC0415
-    asked, turns = times.payloads(sizes) if sizes else (), times.checked_rounds(rounds)
     make, told = compiler(found, backend, chores.note), (lambda _: None) if json else console.growing(view)
     report = times.bench(make, transport, sizes=asked, rounds=turns, busy=console.busy, told=told)
     if json:

@@ -32,7 +32,11 @@ COMMANDS = {
     "validate": (["validate", "a.json", "b.json"], 0),
     "check": (["check", "a.json", "--model", "MODEL"], 0),
     "selftest on what there is not": (["selftest", "a.json", "--backend", "gpu"], 2),
+    "selftest by what there is not": (["selftest", "a.json", "--transport", "auto"], 2),
     "bench on what there is not": (["bench", "a.json", "--backend", "gpu"], 2),
+    "bench by what there is not": (["bench", "a.json", "--transport", "nvlink"], 2),
+    "bench of what is no size": (["bench", "a.json", "--sizes", "8"], 2),
+    "bench in too many rounds": (["bench", "a.json", "--rounds", "1001"], 2),
     "help": (["--help"], 0),
 }
 

@@ -12,7 +12,7 @@ from attrs import evolve
 from tpplan.codec import fingerprint
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.binding import Memory
-from tpplan.exec.choices import BACKENDS, check_choice
+from tpplan.exec.choices import BACKENDS, TRANSPORTS_OR_AUTO, check_choice
 from tpplan.exec.context import TPContext
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.device import DeviceContext
@@ -24,7 +24,7 @@ from tpplan.exec.links.tuning import Tuning, default
 from tpplan.exec.links.tuning_cache import stored
 from tpplan.exec.machine import differences, look_at, places_for, uncounted
 from tpplan.exec.operands import ADDABLE
-from tpplan.exec.programs.lower import SPARED_BYTES, TRANSPORTS, Limits
+from tpplan.exec.programs.lower import SPARED_BYTES, Limits
 from tpplan.exec.programs.program import HOST, SLOTS
 from tpplan.exec.tensors import name_of
 from tpplan.exec.transports import Choice, choose
@@ -95,7 +95,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         raise RequestError(f"compile takes a plan, this is {type(plan).__name__}", "read its file with tpplan.load")
     verify(plan)
     check_choice("backend", backend, BACKENDS)
-    check_choice("transport", transport, ("auto", *TRANSPORTS))
+    check_choice("transport", transport, TRANSPORTS_OR_AUTO)
     arguments = {"devices": devices, "model": model, "dtype": dtype, "tuning": tuning, "scratch": scratch}
     for name, value in arguments.items():
         kinds, expected, example = _KINDS[name]

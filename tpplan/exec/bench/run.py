@@ -12,14 +12,14 @@ from attrs import evolve
 from torch.cuda import nccl
 
 from tpplan.bench_report import BenchReport, Measured, Timed
-from tpplan.errors import DeviceError, ExecutionError, RequestError, TpplanError
+from tpplan.errors import ExecutionError, RequestError, TpplanError
 from tpplan.exec.bench import limits as bench_limits
 from tpplan.exec.bench.case import Cases
 from tpplan.exec.bench.clock import Clock, Run
 from tpplan.exec.bench.even import EVEN, SLICED, even_context
 from tpplan.exec.bench.peers import OURS, contenders
 from tpplan.exec.explain import IN_GRAPH
-from tpplan.sizes import format_bytes, parse_bytes
+from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 #: Default payloads in bytes.
 _USUAL = (8 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
-_FEWEST_ROUNDS, _MOST_ROUNDS = 2, 1000
 #: Disables peer copies in NCCL, which reads it at its first operation.
 _NO_LINKS = "NCCL_P2P_DISABLE"
 
@@ -157,31 +156,6 @@ def _head(cases: Cases, even: Cases | None, rounds: int, limits: tuple[Limit, ..
 
 def _widths(cases: Cases) -> tuple[int, ...]:
     return tuple(stop - start for _, start, stop in cases.cuts)
-
-
-def checked_rounds(rounds: int) -> int:
-    """Return ``rounds`` if it is valid.
-
-    Raises:
-        RequestError: it is too low for a spread, or unreasonably high.
-    """
-    if not _FEWEST_ROUNDS <= rounds <= _MOST_ROUNDS:
-        message = f"--rounds is {rounds}, expected {_FEWEST_ROUNDS} to {_MOST_ROUNDS}"
-        raise RequestError(message, "7, the default, take about a minute")
-    return rounds
-
-
-def payloads(text: str) -> tuple[int, ...]:
-    """Parse a list of sizes such as ``8KiB,1MiB``.
-
-    Raises:
-        RequestError: an entry is not a size.
-    """
-    try:
-        return tuple(parse_bytes(size) for size in text.split(","))
-    except DeviceError as error:
-        message = f"--sizes: {error.message}".replace("memory size", "size")
-        raise RequestError(message, "list sizes such as 8KiB,64KiB,1MiB") from error
 
 
 class _Turns:

@@ -11,12 +11,11 @@ import torch
 from attrs import evolve
 
 from tpplan.axes import parse_layers
-from tpplan.errors import ExecutionError, RequestError, TpplanError
+from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec.compiler import build
 from tpplan.exec.explain import cuts, in_graphs
 from tpplan.exec.gpu.graph import give_back
 from tpplan.exec.programs.adversary import Adversary
-from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.selftest.attempts import Attempts
 from tpplan.exec.selftest.references import KINDS
 from tpplan.exec.selftest.tally import Tally
@@ -101,18 +100,6 @@ def selftest(
         faults=tuple(fault for tally in tallies for fault in tally.faults[:_TOLD]),
         refused=refused,
     )
-
-
-def transports(wanted: str) -> tuple[str, ...]:
-    """Return the transports to test: one, or all for an empty name.
-
-    Raises:
-        RequestError: there is no such transport.
-    """
-    if wanted and wanted not in TRANSPORTS:
-        message = f"unknown transport {wanted!r}, expected {', '.join(TRANSPORTS)}"
-        raise RequestError(message, "name one of these, or leave --transport out to test them all")
-    return (wanted,) if wanted else TRANSPORTS
 
 
 def _is_unverified(error: ExecutionError) -> bool:
