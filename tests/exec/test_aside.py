@@ -20,7 +20,7 @@ from tpplan.exec.gpu import aside as gpu_aside
 from tpplan.exec.gpu.aside import StreamsAside
 from tpplan.exec.links.tuning import KIB
 from tpplan.exec.programs import operation
-from tpplan.exec.programs.lower import TRANSPORTS, Route, route
+from tpplan.exec.programs.lower import TRANSPORTS, Mode, Route, route
 from tpplan.exec.torch_shims import leaving_processors
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def test_what_no_slot_takes_is_left_to_copy_engines(
 ) -> None:
     """Where kernels would send it in frames, straight, or pass it on, they would keep others from multiprocessors."""
     limits = evolve(LIMITS, frame_bytes=64 * KIB, streams=True, tuning=evolve(LIMITS.tuning, passed_on_bytes=1))
-    found = route(asked, transport, rows, 2, limits, captured=captured, aside=True)
+    found = route(asked, transport, rows, 2, limits, mode=Mode(captured, aside=True))
     assert found == way
     alone = route(asked, transport, rows, 2, limits)
     assert (alone == way) == (way.small or asked is FROM_HOST or transport == "events")
@@ -128,7 +128,7 @@ def test_a_row_that_has_no_room_to_be_copied_goes_as_it_would_alone() -> None:
                 2,
                 4,
                 ctx._engine.limits,
-                aside=True,
+                mode=Mode(aside=True),
             )
         with ctx.aside() as aside:
             sums = ctx.all_reduce(parts)

@@ -17,7 +17,7 @@ from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.engine import Virtual
 from tpplan.exec.links.tuning import KIB, MIB, default
 from tpplan.exec.programs import operation
-from tpplan.exec.programs.lower import Limits, Route, route
+from tpplan.exec.programs.lower import Limits, Mode, Route, route
 from tpplan.exec.selftest import run as selftest
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def test_operations_obey_thresholds(asked: operation.Operation, transport: str, 
 
     That is in graphs: calls do not wait for copy engines.
     """
-    assert route(asked, transport, rows, 2, LIMITS, captured=True) == way
+    assert route(asked, transport, rows, 2, LIMITS, mode=Mode(captured=True)) == way
     called = Route("peer") if transport == "peer" and not way.small else way
     assert route(asked, transport, rows, 2, LIMITS) == called
 

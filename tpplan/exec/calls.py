@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from tpplan.exec.engine import Engine
     from tpplan.exec.operands import Slices
+    from tpplan.exec.programs.lower import Mode
     from tpplan.exec.programs.operation import Operation
 
 
@@ -117,18 +118,14 @@ class Calls:
         engine: provides the programs.
         places: torch device for each device of the plan in use, and for HOST.
         max_rows: maximum rows of an operand.
-        captured: whether the calls become part of CUDA graphs.
-        aside: whether the calls run concurrently with other work.
+        mode: how the calls are issued.
     """
 
-    def __init__(
-        self, engine: Engine, places: Mapping[int, torch.device], max_rows: int, *, captured: bool, aside: bool
-    ) -> None:
+    def __init__(self, engine: Engine, places: Mapping[int, torch.device], max_rows: int, mode: Mode) -> None:
         self.engine = engine
-        self.captured = captured
-        self.aside = aside
         self.places = places
         self.max_rows = max_rows
+        self.mode = mode
 
     def check_source(self, what: str, source: int) -> None:
         """Check that a source is a device of the context or HOST.
@@ -245,7 +242,7 @@ class Calls:
         program = unpinned = None
         on_gpus = any(place.type == "cuda" for place in self.places.values())
         if rows:
-            way = self.engine.route(what, rows, outputs.dtype.itemsize, captured=self.captured, aside=self.aside)
+            way = self.engine.route(what, rows, outputs.dtype.itemsize, self.mode)
             program = self.engine.program(what, way)
             if on_gpus and way == Route("local", small=True):  # by kernels, which write only to pinned memory
                 unpinned = self.engine.program(what, Route("local"))

@@ -13,6 +13,7 @@ from tpplan.exec.calls import Calls
 from tpplan.exec.context_memory import ContextMemory
 from tpplan.exec.explain import explain
 from tpplan.exec.gathered import Gathered
+from tpplan.exec.programs.lower import Mode
 from tpplan.exec.programs.program import HOST
 from tpplan.exec.resolver import Resolver
 from tpplan.exec.runner import Runner
@@ -76,7 +77,7 @@ class TPContext(ContextMemory):
         places = {d.index: d.device for d in devices}
         places[HOST] = torch.device("cpu")
         resolvers = {
-            (captured, aside): Resolver(self._cuts, Calls(engine, places, max_rows, captured=captured, aside=aside))
+            (captured, aside): Resolver(self._cuts, Calls(engine, places, max_rows, Mode(captured, aside)))
             for captured, aside in product((False, True), repeat=2)
         }
         self._runner = Runner(engine.backend, self._inflight, resolvers)

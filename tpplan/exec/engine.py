@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tpplan.exec.gathered import Pending
     from tpplan.exec.gpu.channel import Channel
     from tpplan.exec.gpu.graph import Graph
-    from tpplan.exec.programs.lower import Limits
+    from tpplan.exec.programs.lower import Limits, Mode
     from tpplan.exec.programs.program import Buffer, Program
 
 
@@ -129,18 +129,16 @@ class Engine:
             self._programs[key] = verify(lower(operation, way), in_place=isinstance(operation, Reduction))
         return self._programs[key]
 
-    def route(
-        self, operation: Operation, rows: int, item_bytes: int, *, captured: bool = False, aside: bool = False
-    ) -> Route:
-        """Return the route of an operation of this size, called or captured, alone or aside.
+    def route(self, operation: Operation, rows: int, item_bytes: int, mode: Mode) -> Route:
+        """Return the route of an operation of this size, issued in this mode.
 
         If the buffers for copies aside cannot hold a row, the route is the same as alone.
 
         Raises:
             ExecutionError: see :func:`tpplan.exec.programs.lower.route`.
         """
-        find = partial(route, operation, self.transport, rows, item_bytes, self.limits, captured=captured)
-        if aside:
+        find = partial(route, operation, self.transport, rows, item_bytes, self.limits)
+        if mode.aside:
             with suppress(ExecutionError):
-                return find(aside=True)
-        return find(aside=False)
+                return find(mode=mode)
+        return find(mode=mode._replace(aside=False))

@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 from tpplan.axes import Axis, slices_of
 from tpplan.errors import ExecutionError
 from tpplan.exec.programs import operation
-from tpplan.exec.programs.lower import Limits, lower
+from tpplan.exec.programs.lower import CALLED, Limits, Mode, lower
 from tpplan.exec.programs.program import EXCHANGE, HOST, SLOT, STAGE, flat, reads, writes
 from tpplan.exec.reasons import how, why
 from tpplan.render.text import shorten, table, wrapped
@@ -183,8 +183,8 @@ def explain(
     """
     grouped: dict[Way, list[str]] = {}
     for name, axis, wanted in _operations(plan, devices):
-        called = _ways(name, wanted, engine, max_rows, dtype.itemsize, captured=False)
-        captured = _ways(name, wanted, engine, max_rows, dtype.itemsize, captured=True)
+        called = _ways(name, wanted, engine, max_rows, dtype.itemsize, mode=CALLED)
+        captured = _ways(name, wanted, engine, max_rows, dtype.itemsize, mode=Mode(captured=True))
         others = [evolve(w, operation=name + IN_GRAPH) for w in captured if not any(_is_part(w, c) for c in called)]
         for way in (*called, *others):
             grouped.setdefault(way, []).append(axis)
@@ -222,14 +222,12 @@ def _operations(plan: SplitPlan, devices: tuple[int, ...]) -> Iterator[tuple[str
     yield from (("add_residual", axis, operation.add(cut)) for axis, cut in slices.items())
 
 
-def _ways(
-    name: str, operation: Operation, engine: Engine, max_rows: int, item_bytes: int, *, captured: bool
-) -> list[Way]:
+def _ways(name: str, operation: Operation, engine: Engine, max_rows: int, item_bytes: int, *, mode: Mode) -> list[Way]:
     """Return the ways of an operation, from one row to ``max_rows``; the caller fills in the axes."""
     bare = partial(Way, operation=name, axes=())
 
     def route_of(rows: int) -> Route:
-        found = engine.route(operation, rows, item_bytes, captured=captured)
+        found = engine.route(operation, rows, item_bytes, mode)
         return evolve(found, parts=1) if found.framed else found  # frames are one way, whatever their number of parts
 
     ways = []

@@ -68,8 +68,7 @@ class Runner:
         Args:
             backend: issues programs.
             inflight: host memory that devices may still be writing.
-            resolvers: resolvers by (captured, aside): whether calls become part of a graph, and whether they run
-                concurrently with other work.
+            resolvers: resolvers by mode; the keys are plain tuples, as every call makes one.
         """
         self._resolvers = resolvers
         self._backend = backend

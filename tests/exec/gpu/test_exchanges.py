@@ -13,7 +13,7 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tppla
 from tests.exec.program_cases import ITEM_BYTES, LIMITS, operations
 from tpplan.exec.gpu.exchanges import kernels_for
 from tpplan.exec.gpu.landing import lands
-from tpplan.exec.programs.lower import TRANSPORTS, lower, route
+from tpplan.exec.programs.lower import TRANSPORTS, Mode, lower, route
 from tpplan.exec.programs.program import Exchange
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def test_one_device_has_no_other_kernel_than_the_landing(operation: Operation, t
     """Whatever it does, in a graph or not, it exchanges nothing, so that no other kernel is compiled and loaded."""
     assert kernels_for(1, transport) == ("landing_move",)
     for captured in (False, True):
-        program = lower(operation, route(operation, transport, rows, ITEM_BYTES, LIMITS, captured=captured))
+        program = lower(operation, route(operation, transport, rows, ITEM_BYTES, LIMITS, mode=Mode(captured)))
         assert lands(program) or not any(isinstance(command, Exchange) for command in program.commands)
 
 

@@ -29,7 +29,7 @@ from tpplan.exec.links.tuning import (
     largest,
 )
 from tpplan.exec.links.tuning_timer import HIDDEN, ITEM_BYTES, GraphTimer, synthetic_plan
-from tpplan.exec.programs.lower import Limits, Route, kind_of, route
+from tpplan.exec.programs.lower import Limits, Mode, Route, kind_of, route
 
 if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
@@ -85,11 +85,9 @@ def test_the_timer_runs_what_it_is_asked_to(transport: str, devices: int, monkey
         made.append(compile_plan(plan, backend="cpu", transport=transport, tuning=tuning))
         return made[-1]
 
-    def observed(
-        asked: Operation, way: str, rows: int, item: int, limits: Limits, *, captured: bool, aside: bool
-    ) -> Route:
-        found = route(asked, way, rows, item, limits, captured=captured, aside=aside)
-        if captured:
+    def observed(asked: Operation, way: str, rows: int, item: int, limits: Limits, *, mode: Mode) -> Route:
+        found = route(asked, way, rows, item, limits, mode=mode)
+        if mode.captured:
             ran.add((kind_of(asked), rows * asked.columns * item, found))
         return found
 

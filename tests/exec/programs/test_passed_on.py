@@ -13,7 +13,7 @@ from tpplan.errors import InternalError
 from tpplan.exec.gpu.straight_table import operands, table
 from tpplan.exec.links.tuning import Tuning
 from tpplan.exec.programs import relays
-from tpplan.exec.programs.lower import Route, lower, route
+from tpplan.exec.programs.lower import Mode, Route, lower, route
 from tpplan.exec.programs.operation import Moves, Operation, all_reduce, allgather, broadcast, scatter
 from tpplan.exec.programs.ordering import verify
 from tpplan.exec.programs.program import INPUT, Await, Copy, Exchange, Program
@@ -142,11 +142,11 @@ def test_what_is_passed_on_spares_its_source_enough() -> None:
     passed = Route("peer", passed_on=True)
     assert route(operation, "peer", 9, ITEM_BYTES, LIMITS) == Route("peer")
     assert route(operation, "peer", 10, ITEM_BYTES, LIMITS) == passed  # 2 x 10 x 50 x 2 bytes
-    assert route(operation, "peer", 9, ITEM_BYTES, limits, captured=True) == Route("events")
-    assert route(operation, "peer", 10, ITEM_BYTES, limits, captured=True) == passed
+    assert route(operation, "peer", 9, ITEM_BYTES, limits, mode=Mode(captured=True)) == Route("events")
+    assert route(operation, "peer", 10, ITEM_BYTES, limits, mode=Mode(captured=True)) == passed
     assert route(operation, "peer", 10, ITEM_BYTES, evolve(limits, straight=False)) == Route("events")
     narrow = broadcast(0, FOUR, 8)  # of which a single device would pass on all
-    assert route(narrow, "peer", 10**6, ITEM_BYTES, limits, captured=True) == Route("events")
+    assert route(narrow, "peer", 10**6, ITEM_BYTES, limits, mode=Mode(captured=True)) == Route("events")
     never = evolve(LIMITS, tuning=Tuning(passed_on_bytes=0, copies_fans_bytes=0))
     assert route(operation, "peer", 10**6, ITEM_BYTES, never) == Route("peer")
     assert route(operation, "events", 10, ITEM_BYTES, LIMITS) == Route("events")

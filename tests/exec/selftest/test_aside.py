@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec.cpu import Pending
-    from tpplan.exec.programs.lower import Route
+    from tpplan.exec.programs.lower import Mode, Route
     from tpplan.exec.programs.operation import Operation
     from tpplan.exec.programs.program import Buffer, Program
 
@@ -43,9 +43,9 @@ def test_every_way_is_gone_aside(transport: str, ways: set[tuple[str, bool]], mo
     gone: set[tuple[str, str, bool]] = set()
     real = Engine.route
 
-    def noted(self: Engine, operation: Operation, rows: int, item_bytes: int, **mode: bool) -> Route:
-        found = real(self, operation, rows, item_bytes, **mode)
-        if mode.get("aside"):
+    def noted(self: Engine, operation: Operation, rows: int, item_bytes: int, mode: Mode) -> Route:
+        found = real(self, operation, rows, item_bytes, mode)
+        if mode.aside:
             gone.add((operation.name, found.transport, found.small))
             assert not found.framed
         return found

@@ -16,7 +16,7 @@ Copies from the host and within a device are the same for all transports.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import field, frozen
 
@@ -50,6 +50,23 @@ _COPIED_BYTES = 2 * 2**20
 _MOST_COUNTED = 2**32 - 1
 
 TRANSPORTS = ("peer", "host", "events")
+
+
+class Mode(NamedTuple):
+    """How an operation is issued.
+
+    Attributes:
+        captured: whether it becomes part of a CUDA graph.
+        aside: whether it runs concurrently with other work. Then large tensors are left to copy engines, as waiting
+            kernels would occupy multiprocessors.
+    """
+
+    captured: bool = False
+    aside: bool = False
+
+
+#: The mode of a plain call.
+CALLED = Mode()
 
 
 @frozen
@@ -100,12 +117,14 @@ class Limits:
         is_gather = isinstance(operation, Moves) and all(target.buffer.device == HOST for _, target in operation.moves)
         return is_gather and operation.columns * column_bytes <= min(self.tuning.gathers_bytes, _MOST_COUNTED)
 
-    def copies(self, operation: Operation, message_bytes: int, *, captured: bool, aside: bool) -> bool:
+    def copies(self, operation: Operation, message_bytes: int, mode: Mode) -> bool:
         """Return whether a message that is too large for slots of ``peer`` goes by ``events``.
 
         If kernels can write to other devices, only aside and in graphs, where an event costs next to nothing.
         """
-        return not self.straight or aside or (captured and 0 < self.tuning.copies(kind_of(operation)) <= message_bytes)
+        if mode.aside or not self.straight:
+            return True
+        return mode.captured and 0 < self.tuning.copies(kind_of(operation)) <= message_bytes
 
 
 def kind_of(operation: Operation) -> str:
@@ -146,8 +165,7 @@ def route(
     item_bytes: int,
     limits: Limits,
     *,
-    captured: bool = False,
-    aside: bool = False,
+    mode: Mode = CALLED,
 ) -> Route:
     """Choose among a transport's paths for small and large tensors.
 
@@ -157,9 +175,7 @@ def route(
         rows: number of rows, at least 1.
         item_bytes: bytes of an element.
         limits: the context's buffer sizes and thresholds.
-        captured: whether the operation will be part of a CUDA graph.
-        aside: whether it runs concurrently with other work. Then large tensors are left to copy engines, as waiting
-            kernels would occupy multiprocessors.
+        mode: how the operation is issued.
 
     Raises:
         ExecutionError: one row exceeds the context's buffers.
@@ -173,16 +189,16 @@ def route(
         if transport == "host":
             columns = operation.span  # one message for all receivers
     row_bytes, slots = columns * item_bytes, RING_SLOTS
-    if small and (found := _through_slots(operation, transport, rows, row_bytes, limits, aside=aside)):
+    if small and (found := _through_slots(operation, transport, rows, row_bytes, limits, mode=mode)):
         return found
     if (
         transport == "peer"
-        and not aside
+        and not mode.aside
         and isinstance(operation, Moves)
         and limits.passes_on(operation, rows * item_bytes)
     ):
         return Route(transport, passed_on=True)
-    if transport == "peer" and limits.copies(operation, rows * row_bytes, captured=captured, aside=aside):
+    if transport == "peer" and limits.copies(operation, rows * row_bytes, mode):
         transport = "events"
     if transport == "events" and isinstance(operation, Reduction):
         row_bytes = max(share.stop - share.start for share in operation.shares()) * item_bytes
@@ -198,12 +214,12 @@ def route(
 
 
 def _through_slots(
-    operation: Operation, transport: str, rows: int, row_bytes: int, limits: Limits, *, aside: bool
+    operation: Operation, transport: str, rows: int, row_bytes: int, limits: Limits, *, mode: Mode
 ) -> Route | None:
     """Return the route of an operation through slots, whole or in frames; None if neither is suitable."""
     if rows * row_bytes <= limits.slots(operation, transport):
         return Route(transport, small=True)
-    parts = limits.frames(operation, rows, row_bytes) if transport == "host" and not aside else 0
+    parts = limits.frames(operation, rows, row_bytes) if transport == "host" and not mode.aside else 0
     if not parts:
         return None
     spared, is_even = _spared(operation) * rows * row_bytes, _is_even(operation)
