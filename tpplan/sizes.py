@@ -11,6 +11,9 @@ _DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = {"B": 1, **_BINARY, **_DECIMAL}
 _SIZE = re.compile(r"(?P<number>[0-9]{1,15}(?:\.[0-9]{1,6})?) ?(?P<unit>[A-Za-z]*)")
 _LARGEST = 2**50
+_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
+#: The least GiB that no GPU has.
+_ABSURD = 512
 
 
 def parse_bytes(text: str) -> int:
@@ -25,13 +28,24 @@ def parse_bytes(text: str) -> int:
     number, unit = match["number"], match["unit"]
     if unit not in _UNITS:
         what = f"has the unknown unit {unit!r}" if unit else "has no unit"
-        hint = f"write {number}GiB for {number}·2^30 bytes or {number}GB for {number}·10^9 bytes"
-        raise DeviceError(f"memory size {text[:60]!r} {what}", hint)
+        raise DeviceError(f"memory size {text[:60]!r} {what}", _with_a_unit(number, unit))
     whole, _, fraction = number.partition(".")
     size: int = int(whole + fraction) * _UNITS[unit] // 10 ** len(fraction)
     if not 0 < size <= _LARGEST:
         raise DeviceError(f"memory size {text[:60]!r} is {size} bytes, outside 1 byte to 1 PiB", "check the unit")
     return size
+
+
+def _with_a_unit(number: str, unit: str) -> str:
+    """Return how to write a number whose unit is unknown or missing; too many GiB were probably MiB, or bytes."""
+    prefix = unit[:1].upper()
+    if prefix not in _POWERS:
+        prefix = "G" if float(number) < _ABSURD else "M" if float(number) < _ABSURD * 2**10 else ""
+    if not prefix:
+        return f"write {number}B for as many bytes"
+    power = _POWERS[prefix]
+    binary, decimal = f"{number}{prefix}iB", f"{number}{'k' if prefix == 'K' else prefix}B"
+    return f"write {binary} for {number}·2^{10 * power} bytes or {decimal} for {number}·10^{3 * power} bytes"
 
 
 def format_bytes(size: int) -> str:

@@ -135,6 +135,7 @@ def test_hostile_headers(length: int) -> None:
         ("20gb", ["20gb", "20GiB", "20GB"]),
         ("20g", ["20g", "20GiB", "20GB"]),
         ("24", ["24", "24GiB"]),
+        ("RTX3090:24576", ["'24576' has no unit", "hint: write 24576MiB for"]),
         ("-5GiB", ["-5GiB"]),
         ("0GiB", ["0GiB"]),
         ("1e3GiB", ["1e3GiB"]),
