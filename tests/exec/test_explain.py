@@ -22,7 +22,7 @@ from tpplan.exec import compile as compile_plan
 from tpplan.exec.compiler import build
 from tpplan.exec.cpu import Pending, VirtualDevices
 from tpplan.exec.engine import Engine
-from tpplan.exec.explain import ALL, IN_GRAPH, Explanation, Way, cuts, explain, in_graphs
+from tpplan.exec.explain import ALL, ASIDE, IN_GRAPH, Explanation, Way, called, cuts, explain, in_graphs
 from tpplan.exec.links.tuning import Tuning
 from tpplan.exec.programs.lower import TRANSPORTS, Limits
 from tpplan.exec.programs.program import EXCHANGE, HOST, SLOT, STAGE, Buffer, Program, flat, reads, writes
@@ -81,7 +81,7 @@ def _wide(plan: SplitPlan, axis: str, *, cuts_axis: bool) -> int:
 def test_calls_go_as_explained(name: str, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program of a call with the fewest and with the most rows of a way has its name, parts, buffers and bytes.
 
-    So has one that is captured, where it goes another way: large moves do.
+    So has one that is captured, or aside, where it goes another way: large moves do.
     """
     plan = PLANS[name]
     places = (torch.device("cpu"),) * len(plan.devices)
@@ -89,8 +89,9 @@ def test_calls_go_as_explained(name: str, transport: str, monkeypatch: pytest.Mo
     tested = made(tuning=Tuning(copies_fans_bytes=500, copies_exchanges_bytes=300))
     noise = Noise(Random(0))
     for way in tested.explain().ways:
-        kind = KINDS[way.operation.removesuffix(IN_GRAPH)]
+        kind = KINDS[called(way.operation)]
         monkeypatch.setattr(Recorder, "captures", way.operation.endswith(IN_GRAPH))
+        monkeypatch.setattr(Recorder, "asides", int(way.operation.endswith(ASIDE)))
         for axis in way.axes:
             split = cuts(plan)[axis]
             for rows in {way.first, way.last}:
@@ -139,7 +140,7 @@ def test_every_size_is_explained(name: str, transport: str) -> None:
     plan = PLANS[name]
     with context(plan, transport) as tested:
         explanation = tested.explain()
-    assert {way.operation for way in explanation.ways} == set(KINDS)
+    assert {called(way.operation) for way in explanation.ways} == set(KINDS)
     for operation, kind in KINDS.items():
         for axis in set(cuts(plan)) - ({ALL} if kind.cuts else set()):
             mine = [way for way in explanation.ways if way.operation == operation and axis in way.axes]
@@ -164,6 +165,9 @@ EXPECTED = {
     ("broadcast from the host", ALL, 1, "peer"): ("1 part", 160 + 80, ("host rings",), "fits a chunk of "),
     ("broadcast from the host", ALL, 12, "events"): ("4 parts", 240, ("host rings",), "parts fit a chunk of "),
     ("scatter", "residual", 1, "events"): ("1 part", 58, (), "copies of any size"),
+    ("broadcast aside", ALL, 12, "peer"): ("1 part", 160, (), "larger than a slot of "),
+    ("broadcast aside", ALL, 12, "host"): ("4 parts", 240, ("host rings",), "parts fit a chunk of "),
+    ("all_reduce aside", ALL, 12, "peer"): ("1 part", 2 * 160, ("exchange buffer",), "larger than a slot of "),
     ("gather", "residual", 12, "host"): ("written", 80, (), "within gathers_bytes, 1.00 MiB"),
     ("all_reduce", ALL, 1, "peer"): ("slots", 3 * 160, ("peer slots",), "fits a slot of "),
     ("all_reduce", ALL, 1, "events"): ("1 part", 2 * 160, ("exchange buffer",), "fits the exchange buffer of "),
@@ -253,8 +257,8 @@ def test_the_table_has_120_columns(path: Path) -> None:
     assert folded.endswith("and that is all")
 
 
-def test_graphs_are_told_of_where_they_differ() -> None:
-    """Of the rows and axes that go another way than called; the table says ``every axis`` only where that is so."""
+def test_what_differs_is_told_of_the_axes_where_it_does() -> None:
+    """In a graph and aside, of the rows too; the table says ``every axis`` only where that is so."""
     cuts = {Axis.ID: (0, 16, 70), Axis.VC: (0, 32, 101), Axis.RS: (0, 20, 40)}
     splits = [Split(axis=axis, layers="0-3", size=cut[-1], unit=1, bounds=cut) for axis, cut in cuts.items()]
     places, tuning = (torch.device("cpu"),) * 2, Tuning(peer_fans_bytes=100, copies_fans_bytes=200)
@@ -267,13 +271,17 @@ def test_graphs_are_told_of_where_they_differ() -> None:
         dtype=torch.bfloat16,
         tuning=tuning,
     ).explain()
-    (way,) = (way for way in explanation.ways if way.operation == "broadcast in a graph")
-    assert (way.first, way.last, way.transport) == (3, MAX_ROWS, "events")
-    assert way.axes == (ALL, "intermediate", "vocab", "residual")
-    told = " ".join(str(explanation).split("broadcast in a graph")[1].split("broadcast from the host")[0].split())
-    for axis in way.axes:
-        assert axis in told
-    assert "every axis" not in told
+    for name, first, behind in (
+        ("broadcast in a graph", 3, "broadcast aside"),
+        ("broadcast aside", 2, "broadcast from the host"),
+    ):
+        (way,) = (way for way in explanation.ways if way.operation == name)
+        assert (way.first, way.last, way.transport) == (first, MAX_ROWS, "events")
+        assert way.axes == (ALL, "intermediate", "vocab", "residual")
+        told = " ".join(str(explanation).split(name)[1].split(behind)[0].split())
+        for axis in way.axes:
+            assert axis in told
+        assert "every axis" not in told
 
 
 @pytest.mark.parametrize("copies", [1, 400, 700])
@@ -287,9 +295,39 @@ def test_every_size_has_a_way_in_graphs(name: str, copies: int) -> None:
     for operation, kind in KINDS.items():
         found = list(in_graphs(ways, operation))
         for axis in set(cuts(PLANS[name])) - ({ALL} if kind.cuts else set()):
-            called, captured = (_by_rows(ways, name, axis) for name in (operation, operation + IN_GRAPH))
+            usual, captured = (_by_rows(ways, name, axis) for name in (operation, operation + IN_GRAPH))
             mine = [*_by_rows(found, operation, axis), *_by_rows(found, operation + IN_GRAPH, axis)]
-            assert sorted(mine) == sorted({**dict(called), **dict(captured)}.items())
+            assert sorted(mine) == sorted({**dict(usual), **dict(captured)}.items())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", PLANS)
+def test_ways_aside_are_told_where_they_differ(name: str, transport: str) -> None:
+    """Those of what no slot takes, by copies; what the host sends, or no other device gets, goes as it does alone."""
+    with on(PLANS[name], VirtualDevices)(transport) as tested:
+        ways = tested.explain().ways
+    aside = [way for way in ways if way.operation.endswith(ASIDE)]
+    several = {"broadcast", "scatter", "allgather", "all_reduce"}
+    assert {called(way.operation) for way in aside} == (several if transport != "events" and name != "alone" else set())
+    assert all(way.transport == {"peer": "events"}.get(transport, "host") for way in aside)
+    assert all(way.how.endswith(("part", "parts")) for way in aside)
+    for operation in several:
+        for axis in {axis for way in aside if called(way.operation) == operation for axis in way.axes}:
+            alone, beside = (dict(_by_rows(ways, name, axis)) for name in (operation, operation + ASIDE))
+            assert {rows for rows, how in alone.items() if how != "slots"} == set(beside)
+
+
+def test_reasons_aside_are_those_of_slots() -> None:
+    """No threshold for graphs decides there; what has no room to be copied goes as it does alone."""
+    tuning = Tuning(peer_fans_bytes=200, copies_fans_bytes=500)
+    limits = Limits(slot_bytes=256, stage_bytes=4096, exchange_bytes=16, tuning=tuning)
+    engine = Engine(VirtualDevices(None), "peer", limits)  # type: ignore[arg-type]
+    explanation = explain(UNEVEN, (0, 2, 3), engine, MAX_ROWS, torch.bfloat16)
+    assert _one(explanation, "broadcast in a graph", ALL, MAX_ROWS).why.startswith("from copies_fans_bytes, 500 B, on")
+    assert _one(explanation, "broadcast aside", ALL, MAX_ROWS).why == (
+        "larger than peer_fans_bytes, 200 B: copies of any size"
+    )
+    assert not any(way.operation == "all_reduce aside" for way in explanation.ways)
 
 
 def _by_rows(ways: Iterable[Way], operation: str, axis: str) -> list[tuple[int, str]]:

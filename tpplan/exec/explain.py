@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 #: In place of an axis: all devices in use.
 ALL = "all devices"
 
-#: Suffix of an operation's name for the way it takes only in a graph.
-IN_GRAPH = " in a graph"
+#: Suffixes of an operation's name for the ways that it takes only in a graph, and only aside.
+IN_GRAPH, ASIDE = " in a graph", " aside"
+_MODES = {IN_GRAPH: Mode(captured=True), ASIDE: Mode(aside=True)}
 
 #: Widths of the two columns of the table that are wrapped, so that it is 120 wide at most.
 _AXES, _WHY = 22, 46
@@ -52,8 +53,8 @@ class Way:
     """The path of an operation on some axes, for a range of row counts.
 
     Attributes:
-        operation: name of the operation, with ``from the host`` if its tensor is in host memory, and ``in a graph`` if
-            it takes this path only when captured.
+        operation: name of the operation, with ``from the host`` if its tensor is in host memory, and ``in a graph`` or
+            ``aside`` if it takes this path only when captured, or only concurrently with other work.
         axes: names of the axes, with layers where these are cut differently, or ``all devices``.
         first: fewest rows.
         last: most rows.
@@ -110,13 +111,13 @@ def _table(ways: Sequence[Way]) -> Iterator[str]:
     """Yield the lines of a table of ways, with the name of each operation above its rows."""
     on: dict[str, set[str]] = {}
     for way in ways:
-        on.setdefault(way.operation.removesuffix(IN_GRAPH), set()).update(way.axes)
+        on.setdefault(called(way.operation), set()).update(way.axes)
     rows: list[tuple[str, ...]] = [("  on", "rows", "way", "per row", "why")]
     names: dict[int, str] = {}
     joined = _joined(ways)
     for name in dict.fromkeys(way.operation for way in joined):
         names[len(rows)] = name
-        every = len(on[name.removesuffix(IN_GRAPH)])
+        every = len(on[called(name)])
         for way in (one for one in joined if one.operation == name):
             several = f"{way.first}-{way.last}" if way.last > way.first else str(way.first)
             moved = format_bytes(way.row_bytes) if way.row_bytes else "none"
@@ -154,11 +155,16 @@ def cuts(plan: SplitPlan) -> dict[str, Split | None]:
     return {ALL: None, **dict(zip(names, plan.splits, strict=True))}
 
 
+def called(operation: str) -> str:
+    """Return an operation's name without the suffix for a graph or for going aside."""
+    return operation.removesuffix(IN_GRAPH).removesuffix(ASIDE)
+
+
 def in_graphs(ways: Sequence[Way], name: str) -> Iterator[Way]:
     """Yield the ways of an operation when captured: those that differ in a graph, and for other rows the usual ones."""
-    called, others = ([one for one in ways if one.operation == each] for each in (name, name + IN_GRAPH))
+    usual, others = ([one for one in ways if one.operation == each] for each in (name, name + IN_GRAPH))
     yield from others
-    for way in called:
+    for way in usual:
         for axis in way.axes:
             taken = sorted((one.first, one.last) for one in others if axis in one.axes)
             first = way.first
@@ -183,10 +189,14 @@ def explain(
     """
     grouped: dict[Way, list[str]] = {}
     for name, axis, wanted in _operations(plan, devices):
-        called = _ways(name, wanted, engine, max_rows, dtype.itemsize, mode=CALLED)
-        captured = _ways(name, wanted, engine, max_rows, dtype.itemsize, mode=Mode(captured=True))
-        others = [evolve(w, operation=name + IN_GRAPH) for w in captured if not any(_is_part(w, c) for c in called)]
-        for way in (*called, *others):
+        usual = _ways(name, wanted, engine, max_rows, dtype.itemsize, mode=CALLED)
+        others = (
+            way
+            for suffix, mode in _MODES.items()
+            for way in _ways(name + suffix, wanted, engine, max_rows, dtype.itemsize, mode=mode)
+            if not any(_is_part(way, one) for one in usual)
+        )
+        for way in (*usual, *others):
             grouped.setdefault(way, []).append(axis)
     return Explanation(
         model=plan.model.name,
@@ -242,7 +252,7 @@ def _ways(name: str, operation: Operation, engine: Engine, max_rows: int, item_b
                 last=last,
                 transport=route.transport,
                 how=how(operation, route),
-                why=why(operation, route, engine),
+                why=why(operation, route, engine, mode),
                 row_bytes=item_bytes * _crossing(program),
                 buffers=_buffers(program),
             )
@@ -257,8 +267,9 @@ def _ways(name: str, operation: Operation, engine: Engine, max_rows: int, item_b
 
 
 def _is_part(way: Way, other: Way) -> bool:
-    """Return whether a way equals another one on a subrange of its rows."""
-    return other.first <= way.first and way.last <= other.last and evolve(other, first=way.first, last=way.last) == way
+    """Return whether a way equals another one, but for its name, on a subrange of its rows."""
+    within = other.first <= way.first and way.last <= other.last
+    return within and evolve(other, operation=way.operation, first=way.first, last=way.last) == way
 
 
 def _last(route: Route, route_of: Callable[..., Route], first: int, most: int) -> int:

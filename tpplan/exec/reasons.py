@@ -11,7 +11,7 @@ from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from tpplan.exec.engine import Engine
-    from tpplan.exec.programs.lower import Route
+    from tpplan.exec.programs.lower import Mode, Route
     from tpplan.exec.programs.operation import Operation
 
 
@@ -29,13 +29,14 @@ def how(operation: Operation, route: Route) -> str:
     return f"{route.parts} part{'s' if route.parts > 1 else ''}"
 
 
-def why(operation: Operation, route: Route, engine: Engine) -> str:
+def why(operation: Operation, route: Route, engine: Engine, mode: Mode) -> str:
     """Return the reason for the choice of a route, in words.
 
     Args:
         operation: operation that takes the route.
         route: route for a given number of rows.
         engine: engine that chose the route.
+        mode: mode that it was chosen for.
     """
     if route.transport == "local":
         return _why_local(operation, route, engine)
@@ -52,7 +53,7 @@ def why(operation: Operation, route: Route, engine: Engine) -> str:
     if route.transport == "peer":
         spared = format_bytes(limits.tuning.passed_on_bytes)
         return f"spares its source passed_on_bytes, {spared}, or more" if route.passed_on else large
-    if limits.straight and largest < limits.tuning.copies(kind):
+    if limits.straight and not mode.aside and largest < limits.tuning.copies(kind):
         large = f"from {copies_field(kind)}, {format_bytes(limits.tuning.copies(kind))}, on"
     large = f"{large}: " if engine.transport == "peer" and route.transport == "events" else ""
     if route.transport == "events" and isinstance(operation, Moves):
