@@ -32,7 +32,8 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "torch_dtype": ("dtype",),
 }
 
-_HINT = "point to a model's directory, or to the config.json that came with the model"
+#: Hint where a file is another one than a model's config.json.
+ELSEWHERE: Final = "point to a model's directory, or to the config.json that came with the model"
 _GGUF = (
     "take the config.json of the model instead; of quantised weights, a checkpoint in safetensors, such as AWQ or GPTQ"
 )
@@ -214,12 +215,12 @@ def read_config(path: str | Path) -> Config:
             raise ModelError(f"{_name(path)} {what}", _instead(asked))
         size = path.stat().st_size
         if size > MAX_CONFIG_BYTES:
-            raise ModelError(f"{_name(path)} has {size} bytes; a config.json has at most {MAX_CONFIG_BYTES}", _HINT)
+            raise ModelError(f"{_name(path)} has {size} bytes; a config.json has at most {MAX_CONFIG_BYTES}", ELSEWHERE)
         with path.open("rb") as file:
             content = file.read(size)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         reason = getattr(error, "strerror", None) or str(error)
-        raise ModelError(f"{_name(path)} cannot be read: {reason}", _HINT) from error
+        raise ModelError(f"{_name(path)} cannot be read: {reason}", ELSEWHERE) from error
     return parse_config(content, _name(path))
 
 
@@ -237,7 +238,7 @@ def _instead(path: Path) -> str:
     elif not path.exists() and not path.is_absolute() and len(path.parts) == len(("organisation", "model")):
         fetch = f"hf download {_name(path)} config.json --local-dir {_name(Path(path.name))}"
         return f"tpplan fetches nothing; a config.json of the Hugging Face Hub comes with: {fetch}"
-    return _HINT
+    return ELSEWHERE
 
 
 def parse_config(content: bytes, source: str) -> Config:
@@ -249,11 +250,11 @@ def parse_config(content: bytes, source: str) -> Config:
     try:
         data = read_json(content)
     except NotJSONError as error:
-        raise ModelError(f"{source} {error}", _HINT) from error
+        raise ModelError(f"{source} {error}", ELSEWHERE) from error
     if not isinstance(data, dict):
-        raise ModelError(f"{source} holds {_repr(data)}, expected an object", _HINT)
+        raise ModelError(f"{source} holds {_repr(data)}, expected an object", ELSEWHERE)
     if message := mistaken(data, CONFIG):
-        raise ModelError(f"{source} {message}", _HINT)
+        raise ModelError(f"{source} {message}", ELSEWHERE)
     return Config(data, source)
 
 

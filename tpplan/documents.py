@@ -10,6 +10,16 @@ _KEYS = {
     DEVICES: ("format_version", "devices", "links"),
 }
 
+#: What else is beside a model's config.json, by a key that only it has.
+_OTHERS = {
+    "weight_map": "an index of safetensors files",
+    "added_tokens": "a tokenizer.json",
+    "tokenizer_class": "a tokenizer_config.json",
+    "peft_type": "the config of an adapter",
+    "_from_model_config": "a generation_config.json",
+    "image_processor_type": "a preprocessor_config.json",
+}
+
 
 def mistaken(data: object, wanted: str) -> str:
     """Return that a document is another one than was wanted, or nothing where that cannot be told."""
@@ -29,4 +39,6 @@ def _kind(data: object) -> str:
         return CONFIG  # whatever else it has: only this kind may have keys that tpplan does not know
     if "splits" in data:
         return PLAN
-    return DEVICES if "devices" in data and "model" not in data and "$schema" not in data else ""
+    if "devices" in data and "model" not in data and "$schema" not in data:
+        return DEVICES
+    return next((_OTHERS[key] for key in _OTHERS if key in data), "")

@@ -217,6 +217,26 @@ def test_documents_of_others(text: str) -> None:
         assert "is missing" not in err
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", "it.json: model_type is missing, so this is probably no config.json of a language model"),
+        ('{"weight_map": {}}', "it.json is an index of safetensors files, expected a model's config.json"),
+        ('{"version": "1.0", "added_tokens": []}', "it.json is a tokenizer.json, expected"),
+        ('{"tokenizer_class": "GPT2Tokenizer"}', "it.json is a tokenizer_config.json, expected"),
+        ('{"peft_type": "LORA"}', "it.json is the config of an adapter, expected"),
+        ('{"_from_model_config": true}', "it.json is a generation_config.json, expected"),
+        ('{"image_processor_type": "A"}', "it.json is a preprocessor_config.json, expected"),
+    ],
+)
+def test_other_files_of_a_checkpoint(text: str, words: str) -> None:
+    """What is no config.json is told by what it is, if that can be seen, and not by the models that are supported."""
+    Path("it.json").write_text(text, encoding="utf-8")
+    err = refused("inspect", "it.json")
+    assert words in err
+    assert err.endswith("hint: point to a model's directory, or to the config.json that came with the model\n")
+
+
 def test_a_devices_file_of_another_name() -> None:
     """A file that is there is not taken for a GPU: its name has to end in .json."""
     Path("gpus.txt").write_text('{"format_version": "1.0", "devices": []}', encoding="utf-8")

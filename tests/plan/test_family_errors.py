@@ -39,11 +39,14 @@ from tpplan.errors import ModelError
         ({"model_type": "idefics2", "text_config": {"model_type": "mistral"}}, ("'idefics2'", "type mistral, which")),
         ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}, ("'llama4'", "supported are")),
         ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, ("text_config: the arch", "'mamba'")),
-        ({"model_type": "llava", "text_config": {"model_type": "llava"}}, ("'llava' is not", "are cohere, cohere2")),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llava"}},
+            ("'llava' is not", "are llama, cohere, cohere2"),
+        ),
         ({"model_type": "mllama", "text_config": {"model_type": "mllama_text_model"}}, ("'mllama'", "supported are")),
         ({"model_type": "other", "text_config": {"model_type": ["mistral"]}}, ("'other'", "supported are")),
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, ("'mamba'", "MambaForCausalLM", "llama")),
-        ({"model_type": None}, ("model_type is missing", "supported are")),
+        ({"model_type": None, "architectures": ["A"]}, ("model_type is missing\n", "compare it with the config.json")),
         ({"model_type": "gemma3"}, ("text_config is missing",)),
         ({"model_type": "gemma3", "text_config": 3}, ("text_config is 3", "object")),
         ({"model_type": "cohere2", "head_dim": 4}, ("head_dim is 4", "128")),
@@ -62,11 +65,20 @@ def test_bad_configs_are_named(change: dict[str, Any], words: tuple[str, ...]) -
         assert word in str(caught.value)
 
 
-def test_no_other_architecture_is_proposed() -> None:
-    """A near name is no typing mistake but another architecture, of which a plan would be wrong."""
+@pytest.mark.parametrize(
+    ("model_type", "first"),
+    [
+        ("qwen3_next", "qwen3_moe, qwen3, qwen2_moe, cohere, "),
+        ("Llama", "llama, llava, vipllava, cohere, "),
+        ("bert", "cohere, cohere2, "),
+    ],
+)
+def test_no_other_architecture_is_proposed(model_type: str, first: str) -> None:
+    """Near names come first, and none is proposed: they are other architectures, of which a plan would be wrong."""
     with pytest.raises(ModelError) as caught:
-        spec_of(MISTRAL | {"model_type": "qwen3_next"})
-    assert caught.value.hint.startswith("supported are cohere, ")
+        spec_of(MISTRAL | {"model_type": model_type})
+    assert caught.value.hint.startswith(f"supported are {first}")
+    assert sorted(caught.value.hint.removeprefix("supported are ").split(", ")) == sorted(families.supported())
 
 
 JUNK = st.one_of(

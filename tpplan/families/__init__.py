@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
+from tpplan.config import ELSEWHERE
 from tpplan.families.classic import CLASSIC
 from tpplan.families.dense import DENSE
 from tpplan.families.moe import MOE
@@ -100,15 +101,28 @@ def _family(config: Config) -> tuple[str, Family]:
     inner = text_part(config)[0]
     if family := FAMILIES.get(inner):
         return model_type, wrapper.around(family) if wrapper else family
-    known = f"supported are {', '.join(sorted(FAMILIES) if wrapper else supported())}"
+    if not model_type:
+        problem = "model_type is missing"
+        if "architectures" in config:
+            raise config.error(problem)
+        raise config.error(f"{problem}, so this is probably no config.json of a language model", ELSEWHERE)
+    known = _known(inner, sorted(FAMILIES) if wrapper else supported())
     if wrapper:
         raise config.section(TEXT).error(f"the architecture {inner[:60]!r} is not supported", known)
-    if not model_type:
-        raise config.error("model_type is missing", known)
     architecture = next(iter(config.texts("architectures")), "")
     of = f" ({architecture[:60]!r})" if architecture else ""
-    # No near name: who takes mistral for mixtral or qwen3_moe for qwen3_next plans for another model.
     raise config.error(f"the architecture {model_type[:60]!r}{of} is not supported", _text_part(config) or known)
+
+
+def _known(model_type: str, names: Sequence[str]) -> str:
+    """Return which names are supported, the nearest first.
+
+    None is proposed: who takes mistral for mixtral or qwen3_moe for qwen3_next plans for another model.
+    """
+    from difflib import get_close_matches  # noqa: PLC0415 - only for the message
+
+    near = get_close_matches(model_type[:60].casefold(), names)
+    return f"supported are {', '.join(dict.fromkeys((*near, *names)))}"
 
 
 def _text_part(config: Config) -> str:
