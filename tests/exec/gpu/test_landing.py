@@ -80,7 +80,7 @@ class Devices:
             self.landings._counts[d] = start
             ctypes.c_uint32.from_address(self.counters.address(d, "landed")).value = start
         self.flags[:] = torch.tensor(start, dtype=torch.uint32).view(torch.int32)
-        program = lower_events.landing(GATHER)
+        program = lower_events.local(GATHER, by_kernels=True)
         self.steps = self.landings.prepare(program, [Mock(handle=1)] * 2, 2)
         self.held: list[object] = []
         self.results = self.landings.results((0, 2))
@@ -102,7 +102,7 @@ def _noise(rows: int, columns: int, skip: int = 0, more: int = 0) -> torch.Tenso
 
 def test_only_what_kernels_write_for_the_host_is_a_landing() -> None:
     """Copies of engines are none, nor is what kernels write for devices, nor nothing."""
-    assert lands(lower_events.landing(GATHER))
+    assert lands(lower_events.local(GATHER, by_kernels=True))
     assert not lands(lower_events.local(GATHER))
     assert not lands(Program("nothing", ()))
 

@@ -294,7 +294,7 @@ def _lower_reduction(operation: Reduction, way: Route) -> Program:
 
 def _lower_moves(operation: Moves, way: Route) -> Program:
     if way.transport == "local":
-        return lower_events.landing(operation) if way.small else lower_events.local(operation)
+        return lower_events.local(operation, by_kernels=way.small)
     if way.transport == "events":
         return lower_events.moves(operation)
     if way.small or way.framed:

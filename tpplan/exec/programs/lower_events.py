@@ -26,33 +26,26 @@ def moves(operation: Moves) -> Program:
     return Program(f"{operation.name} by events", tuple(commands))
 
 
-def local(operation: Moves) -> Program:
-    """Lower local moves: each device copies its own columns, within its memory or to the host, waiting for no other."""
+def local(operation: Moves, *, by_kernels: bool = False) -> Program:
+    """Lower local moves: each device copies its own columns, within its memory or to the host, waiting for no other.
+
+    Args:
+        operation: the operation to lower.
+        by_kernels: whether kernels copy, instead of copy engines; only to the host.
+    """
     commands: list[Command] = []
     leave: list[Command] = []  # issued last, so that it delays no copy
     results = []
     for source, target in operation.moves:
-        device = source.buffer.device
-        commands += order("enter", caller(device), own(device))
-        commands.append(Copy(own(device), source, target))
-        leave += order("leave", own(device), caller(device))
-        if target.buffer.device == HOST:
-            results.append(Event("leave", own(device)))
-    commands += leave
-    return Program(f"{operation.name} on each device", tuple(commands), tuple(results))
-
-
-def landing(operation: Moves) -> Program:
-    """Lower a gather: each device's kernel writes its own columns to host memory, waiting for no other."""
-    commands: list[Command] = []
-    leave: list[Command] = []
-    for source, target in operation.moves:
         stream = own(source.buffer.device)
+        copy = Copy(stream, source, target)
         commands += order("enter", caller(stream.device), stream)
-        commands.append(Exchange(stream, (Copy(stream, source, target),)))
+        commands.append(Exchange(stream, (copy,)) if by_kernels else copy)
         leave += order("leave", stream, caller(stream.device))
-    results = tuple(Event("leave", own(source.buffer.device)) for source, _ in operation.moves)
-    return Program(f"{operation.name} by kernels of each device", (*commands, *leave), results)
+        if target.buffer.device == HOST:
+            results.append(Event("leave", stream))
+    where = "by kernels of each device" if by_kernels else "on each device"
+    return Program(f"{operation.name} {where}", (*commands, *leave), tuple(results))
 
 
 def addition(operation: Addition) -> Program:
