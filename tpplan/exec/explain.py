@@ -189,7 +189,7 @@ def explain(
     """
     grouped: dict[Way, list[str]] = {}
     for name, axis, wanted in _operations(plan, devices):
-        usual = _ways(name, wanted, engine, max_rows, dtype.itemsize, mode=CALLED)
+        usual = [*_ways(name, wanted, engine, max_rows, dtype.itemsize, mode=CALLED)]
         others = (
             way
             for suffix, mode in _MODES.items()
@@ -232,22 +232,23 @@ def _operations(plan: SplitPlan, devices: tuple[int, ...]) -> Iterator[tuple[str
     yield from (("add_residual", axis, operation.add(cut)) for axis, cut in slices.items())
 
 
-def _ways(name: str, operation: Operation, engine: Engine, max_rows: int, item_bytes: int, *, mode: Mode) -> list[Way]:
-    """Return the ways of an operation, from one row to ``max_rows``; the caller fills in the axes."""
+def _ways(
+    name: str, operation: Operation, engine: Engine, max_rows: int, item_bytes: int, *, mode: Mode
+) -> Iterator[Way]:
+    """Yield the ways of an operation, from one row to ``max_rows``; the caller fills in the axes."""
     bare = partial(Way, operation=name, axes=())
 
     def route_of(rows: int) -> Route:
         found = engine.route(operation, rows, item_bytes, mode)
         return evolve(found, parts=1) if found.framed else found  # frames are one way, whatever their number of parts
 
-    ways = []
     first = 1
     try:
         while first <= max_rows:
             route = route_of(rows=first)
             last = _last(route, route_of, first, max_rows)
             program = lower(operation, evolve(route, parts=1))  # all parts together move the same bytes
-            way = bare(
+            yield bare(
                 first=first,
                 last=last,
                 transport=route.transport,
@@ -256,14 +257,9 @@ def _ways(name: str, operation: Operation, engine: Engine, max_rows: int, item_b
                 row_bytes=item_bytes * _crossing(program),
                 buffers=_buffers(program),
             )
-            ways.append(way)
             first = last + 1
     except ExecutionError as error:
-        refused = bare(
-            first=first, last=max_rows, transport="refused", how="", why=error.message, row_bytes=0, buffers=()
-        )
-        ways.append(refused)
-    return ways
+        yield bare(first=first, last=max_rows, transport="refused", how="", why=error.message, row_bytes=0, buffers=())
 
 
 def _is_part(way: Way, other: Way) -> bool:
