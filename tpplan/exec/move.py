@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from tpplan.errors import DeviceError, ExecutionError
-from tpplan.exec.links.known import LinkReport, Mechanism, link_report
+from tpplan.exec.links.known import link_report
+from tpplan.exec.links.report import LinkReport, Mechanism
 
 if TYPE_CHECKING:
     from collections.abc import Callable

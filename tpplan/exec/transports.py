@@ -10,7 +10,8 @@ from attrs import frozen
 from tpplan.exec.environment import serialised, unreachable
 from tpplan.exec.gpu import kernel_cache
 from tpplan.exec.gpu.kernel_cache import MOST_SOURCES
-from tpplan.exec.links.known import Mechanism, Verdict, link_report
+from tpplan.exec.links.known import link_report
+from tpplan.exec.links.report import Mechanism, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

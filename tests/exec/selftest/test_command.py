@@ -20,7 +20,7 @@ from tpplan.exec import transports
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.fallback import compiler
 from tpplan.exec.gpu import kernel_cache
-from tpplan.exec.links.known import LinkReport
+from tpplan.exec.links.report import LinkReport
 from tpplan.exec.programs.program import OUTPUT, Buffer, Program
 from tpplan.exec.selftest import run as selftest
 from tpplan.exec.selftest.references import KINDS

@@ -6,8 +6,6 @@ from tpplan.exec.links import cache
 from tpplan.exec.links.child import load_driver, probe_in_child
 from tpplan.exec.links.report import Link, LinkReport, Mechanism, Verdict, routes
 
-__all__ = ["Link", "LinkReport", "Mechanism", "Verdict", "link_report"]
-
 TORCH = "tpplan.exec.links.driver:TorchDriver"
 
 #: Reports that could not be stored on disk, by driver, GPUs and their software, so that this process probes once.
