@@ -176,10 +176,10 @@ class TPContext(ContextMemory):
         """
         with self._guard:
             outputs = None if out is None else (out,)
-            (whole,), pending = self._runner.run("gather", (axis, dim, layer), (parts,), outputs)
+            (tensor,), pending = self._runner.run("gather", (axis, dim, layer), (parts,), outputs)
             if pending is not None:
-                self._inflight.add(whole, pending)
-            return Gathered(whole, pending)
+                self._inflight.add(tensor, pending)
+            return Gathered(tensor, pending)
 
     def allgather(
         self,
