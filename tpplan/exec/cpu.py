@@ -235,9 +235,9 @@ def _add(target: Tensor, sources: Sequence[Tensor]) -> None:
 
 def _cut(tensor: Tensor, view: View, rows: int) -> Tensor:
     """Return a view's part of an operand; fast for the whole tensor, the most common case."""
-    _, start, stop, part, parts, _ = view
+    _, start, stop, _, parts, _ = view
     if parts > 1:
-        first, end = rows * part // parts, rows * (part + 1) // parts
+        first, end = span(view, rows)
         tensor = tensor.narrow(0, first, end - first)
     if start or stop != tensor.shape[1]:
         tensor = tensor.narrow(1, start, stop - start)
