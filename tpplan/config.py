@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from tpplan.documents import CONFIG, mistaken
 from tpplan.errors import ModelError
+from tpplan.files import nearest
 from tpplan.jsontext import NotJSONError, read_json, visible
 
 if TYPE_CHECKING:
@@ -226,16 +227,13 @@ def read_config(path: str | Path) -> Config:
 
 def _instead(path: Path) -> str:
     """Return the hint for a missing config.json: the directory has none, or the path is wrong."""
-    from difflib import get_close_matches  # noqa: PLC0415 - only for the message
-
     if any(path.glob("*.gguf")):
         return f"tpplan does not read GGUF files: {_GGUF}"
-    folder = path.parent
-    if not path.exists() and folder.is_dir():
-        names = {entry.name.casefold(): entry.name for entry in folder.iterdir()}
-        if near := get_close_matches(path.name.casefold(), names, n=1, cutoff=0.8):
-            return f"did you mean {_name(folder / names[near[0]])}?"
-    elif not path.exists() and not path.is_absolute() and len(path.parts) == len(("organisation", "model")):
+    if path.exists():
+        return ELSEWHERE
+    if meant := nearest(path):
+        return f"did you mean {visible(meant)}?"
+    if not path.is_absolute() and not path.parent.is_dir() and len(path.parts) == len(("organisation", "model")):
         fetch = f"hf download {_name(path)} config.json --local-dir {_name(Path(path.name))}"
         return f"tpplan fetches nothing; a config.json of the Hugging Face Hub comes with: {fetch}"
     return ELSEWHERE

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve, frozen
 
 from tpplan.errors import DeviceError
+from tpplan.files import nearest
 from tpplan.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ MAX_DEVICES = 4096
 _LONGEST_SPEC = 100_000
 _LONGEST_SLIP = 100
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+_FILE = "a devices file, which ends in .json"
 _EXAMPLE = "write a list such as 2x24GiB,RTX3060 or H100:72GiB, a devices file, or auto"
+_SUFFIX = re.compile(r"\.(?![kmgt]i?b$)[a-z]\w*$", re.IGNORECASE)
 _ENTRY = re.compile(r"(?:(?P<count>[0-9]+) ?[xX×] ?)?(?P<gpu>[^:]*)(?P<colon>:(?P<budget>.*))?", re.DOTALL)
 
 
@@ -70,7 +73,7 @@ def parse_devices(spec: str, tell: Callable[[str], None] | None = None) -> tuple
             for note in report.notes:
                 tell(note)
         return probe.devices_file(report).to_devices()
-    if spec.casefold().endswith(".json"):
+    if spec.casefold().endswith(".json") and ("," not in spec or os.path.exists(spec)):  # noqa: PTH110 (may be a list)
         from tpplan import devices_file  # noqa: PLC0415
 
         return devices_file.load(spec).to_devices()
@@ -109,12 +112,19 @@ def _entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
     try:
         return _parse_entry(entry, number, spec)
     except DeviceError as error:
-        if os.path.exists(spec):  # noqa: PTH110 (a long list of GPUs is no path at all)
-            kind = "directory" if os.path.isdir(spec) else "file"  # noqa: PTH112
-            message = f"{spec[:60]!r} is a {kind}, not a list of GPUs"
-            raise DeviceError(message, "name a devices file, which ends in .json") from error
+        if path := next((path for path in (spec, entry) if os.path.exists(path)), ""):  # noqa: PTH110 (may be no path)
+            kind = "directory" if os.path.isdir(path) else "file"  # noqa: PTH112
+            if path == spec:
+                message, hint = f"{spec[:60]!r} is a {kind}, not a list of GPUs", f"name {_FILE}"
+            else:
+                message, hint = f"{entry[:60]!r} is a {kind}, not a GPU", "name a devices file alone, or only GPUs"
+            raise DeviceError(message, hint) from error
         if meant := _meant(entry):
             raise DeviceError(error.message, f"did you mean {meant}?") from error
+        near = nearest(spec, ".json") if len(spec) < _LONGEST_SLIP else ""
+        if near or (("/" in spec or _SUFFIX.search(spec)) and not error.hint.startswith("did you mean")):
+            hint = f"did you mean {near}?" if near else f"name {_FILE}"
+            raise DeviceError(f"{spec[:60]!r} is neither a file nor a list of GPUs", hint) from error
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -14,6 +15,9 @@ from tpplan.problems import FORM, Problem, malformed, refusal
 
 #: Size limit of documents, in bytes and in characters.
 LARGEST_DOCUMENT = 16 * 2**20
+
+#: How much of two names must agree, of 1, for one to be a slip of the other.
+_NEAR = 0.8
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -29,10 +33,39 @@ def read_text(path: str | os.PathLike[str]) -> str:
                 raise malformed(os.fspath(path), f"has {size} bytes, the most is {LARGEST_DOCUMENT}")
             data = file.read((size or LARGEST_DOCUMENT) + 1)  # a device or pipe has no size
     except (OSError, ValueError) as error:
-        inside = f"name one of its files; validate and check also take several, such as {Path(path) / '*.json'}"
-        hint = inside if isinstance(error, IsADirectoryError) else "check the path"
+        hint = "check the path"
+        if isinstance(error, IsADirectoryError):
+            hint = f"name one of its files; validate and check also take several, such as {Path(path) / '*.json'}"
+        elif isinstance(error, FileNotFoundError) and (meant := nearest(path)):
+            hint = f"did you mean {meant}?"
         raise TpplanError(f"cannot read {os.fspath(path)!r}: {_reason(error)}", hint) from error
     return decode(data, os.fspath(path))
+
+
+def nearest(path: str | os.PathLike[str], suffix: str = "") -> str:
+    """Return the path that a missing one was probably meant as, or as much of it as is there; empty if none is near.
+
+    Args:
+        path: a path at which there is nothing.
+        suffix: of files in the same directory; they are proposed whatever suffix the path has.
+    """
+    from difflib import get_close_matches  # noqa: PLC0415 - only for messages
+
+    asked = path = Path(path)
+    while not path.parent.is_dir() and path != path.parent:
+        path, suffix = path.parent, ""
+    names: dict[str, str] = {}
+    with contextlib.suppress(OSError):  # of a directory that must not be read
+        for entry in path.parent.iterdir():
+            if entry.name.endswith(suffix) and entry.name != path.name:
+                names[entry.name.removesuffix(suffix).casefold()] = entry.name
+    wanted = (path.stem if suffix else path.name).casefold()
+    found = get_close_matches(wanted, names, n=1, cutoff=_NEAR)
+    if not found:
+        return ""
+    near = path.parent / names[found[0]]
+    whole = near / asked.relative_to(path)
+    return str(whole if whole.exists() else near)
 
 
 def decode(data: bytes, what: str) -> str:

@@ -63,6 +63,8 @@ def test_a_slip_in_the_name_of_a_directory() -> None:
     for name in ("llama-3.1-8b", "Lama-3.1-8B"):
         assert refused("inspect", name).endswith("hint: did you mean Llama-3.1-8B?\n")
     assert "did you mean" not in refused("inspect", "Mixtral")
+    Path("models/llama").mkdir(parents=True)
+    assert refused("inspect", "model/llama").endswith("hint: did you mean models/llama?\n")
 
 
 def test_the_name_of_a_model_on_a_hub() -> None:
@@ -246,6 +248,34 @@ def test_a_devices_file_of_another_name() -> None:
         "error: 'gpus.txt' is a file, not a list of GPUs\nhint: name a devices"
     )
     assert refused(*asked, "gpus").startswith("error: 'gpus' is a directory, not a list of GPUs\nhint: name a devices")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "error", "hint"),
+    [
+        ("devces.json", "cannot read 'devces.json': No such file or directory", "did you mean devices.json?"),
+        ("devces.txt", "'devces.txt' is neither a file nor a list of GPUs", "did you mean devices.json?"),
+        ("devices.jsn", "'devices.jsn' is neither a file nor a list of GPUs", "did you mean devices.json?"),
+        ("devices", "'devices' is neither a file nor a list of GPUs", "did you mean devices.json?"),
+        ("./gpus/one", "'./gpus/one' is neither a file nor a list of GPUs", "did you mean gpus/one.json?"),
+        ("gpu/one.json", "cannot read 'gpu/one.json': No such file or directory", "did you mean gpus/one.json?"),
+        ("gpu/two", "'gpu/two' is neither a file nor a list of GPUs", "did you mean gpus?"),
+        ("a/b", "'a/b' is neither a file nor a list of GPUs", "name a devices file, which ends in .json"),
+        ("a.txt", "'a.txt' is neither a file nor a list of GPUs", "name a devices file, which ends in .json"),
+        ("devices.json,RTX3060", "'devices.json' is a file, not a GPU", "name a devices file alone, or only GPUs"),
+        ("RTX3060,devices.json", "'devices.json' is a file, not a GPU", "name a devices file alone, or only GPUs"),
+        ("RX 6800/6900", "tpplan knows no GPU named 'RX 6800/6900'", "did you mean RX 6800? for a GPU"),
+        ("RTX3060/RTX3070", "tpplan knows no GPU named 'RTX3060/RTX3070'", "did you mean RTX3060,RTX3070?"),
+        ("24.GiB", "'24.GiB' is not a memory size", "write a number and a unit"),
+        ("other", "tpplan knows no GPU named 'other'", "write its memory"),
+    ],
+)
+def test_a_slip_in_the_name_of_a_devices_file(gpus: str, error: str, hint: str) -> None:
+    """What looks like a file or nearly is one is told as such, with the nearest that is there; a GPU stays one."""
+    Path("gpus").mkdir()
+    for name in ("devices.json", "gpus/one.json", "other.txt"):
+        Path(name).write_text("{}", encoding="utf-8")
+    assert refused("plan", LLAMA_8B, "--gpus", gpus).startswith(f"error: {error}\nhint: {hint}")
 
 
 def test_a_config_may_have_any_further_keys() -> None:

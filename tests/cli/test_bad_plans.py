@@ -116,6 +116,18 @@ def test_missing_plan_is_no_answer() -> None:
             assert (done.code, repr(name) in done.out) == (2, True)
 
 
+def test_a_slip_in_the_name_of_a_plan() -> None:
+    """What is there under nearly the same path is proposed, by commands for one plan and for several."""
+    Path("plans").mkdir()
+    Path("plans/llama.json").write_text(TEXT, encoding="utf-8")
+    for name in ("plans/lama.json", "plan/llama.json", "plans/Llama.json"):
+        assert refused("show", name).endswith("hint: did you mean plans/llama.json?\n")
+        assert command("validate", name).err == "hint: did you mean plans/llama.json?\n"
+    assert refused("show", "plans/mixtral.json").endswith("hint: check the path\n")
+    Path("plans/gone.json").symlink_to("nowhere")
+    assert command("show", "plans/gone.json").err.endswith("hint: check the path\n")
+
+
 def test_a_gigabyte_is_not_read() -> None:
     """A file of 1 GiB is refused by its size, whether it is a plan, a config, a devices file or a header's index."""
     for name in ("config.json", "big.json"):
