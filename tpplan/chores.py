@@ -201,7 +201,8 @@ def advise_stale(
         elif one.refused:
             options = [advice.option for advice in one.refused.suggestions if advice.option]
             commands = [*filter(None, (remake(plan, one.path, model, gpus, option) for option in options))]
-            what = "each of these commands makes a plan" if commands else one.refused.hint
+            these = "each of these commands" if len(commands) > 1 else "this command"
+            what = f"{these} makes a plan" if commands else one.refused.hint
             text = f"{console.shown(one.path)} cannot be made again as it was asked for; {what}"
             console.say("hint", text, "hint", commands)
         else:

@@ -209,16 +209,26 @@ def test_check_says_what_makes_stale_plans_again(plans: tuple[str, str]) -> None
     assert codec.load("of all.json").request == attrs.evolve(edited.request, max_rows=65)
 
 
-def test_check_says_what_fits_where_a_stale_plan_cannot_be_made_again(plans: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "told", "one"),
+    [
+        ("RTX3060", "this command makes a plan", "--gpus 2xRTX3060:12GiB "),
+        ("RTX3090:16GiB", "each of these commands makes a plan", "--cache q4 "),
+    ],
+)
+def test_check_says_what_fits_where_a_stale_plan_cannot_be_made_again(
+    gpus: str, told: str, one: str, plans: tuple[str, str]
+) -> None:
     """The hint has no command that fails: each makes a plan, with less or on more than was asked for."""
-    asked = ("check", plans[0], "--model", LLAMA_8B, "--gpus", "RTX3060")
+    asked = ("check", plans[0], "--model", LLAMA_8B, "--gpus", gpus)
     done = command(*asked)
     assert done.out.startswith("a.json: stale (devices, infeasible)\n")
     hint, *commands = done.err.splitlines()
-    assert hint == "hint: a.json cannot be made again as it was asked for; each of these commands makes a plan"
+    assert hint == f"hint: a.json cannot be made again as it was asked for; {told}"
+    assert (len(commands) > 1) == told.startswith("each")
     for text in commands:
         assert command(*shlex.split(text)[1:-2]).code == 0, text
-    assert any("--gpus 2xRTX3060:12GiB " in text for text in commands)
+    assert any(one in text for text in commands)
     document = conforms(command(*asked, "--json").out, "check-report")
     assert document["plans"][0]["refused"]["kind"] == "infeasible"
     assert len(document["plans"][0]["refused"]["suggestions"]) >= len(commands)
