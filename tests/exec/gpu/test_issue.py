@@ -49,7 +49,7 @@ def test_a_launch_that_fails_after_another_is_the_last(monkeypatch: pytest.Monke
     devices._issuing = Issuing(devices._exchanges)
     devices._current = {0: 1, 1: 1}
     devices._ordinals, devices._graphs = {0: 0, 1: 1}, LaunchGraphs({})
-    devices._handle = lambda _: 1
+    monkeypatch.setattr(streams, "stream_handle", lambda _: 1)
     devices._loaded = set()
     ready = ReadyProgram(
         program,
@@ -128,8 +128,8 @@ def test_what_is_called_often_is_launched_by_graphs(monkeypatch: pytest.MonkeyPa
     devices._exchanges = Mock()
     devices._issuing, devices._loaded, devices._marks = Issuing(devices._exchanges), set(), Marks({})
     devices._ordinals, devices._graphs, devices._streams, devices._channels = {0: 3}, LaunchGraphs({0: 3}), {}, {}
-    devices._current, devices._handle = {0: 50}, lambda _: 50
-    devices.captures = captured
+    monkeypatch.setattr(streams, "stream_handle", lambda _: 50)
+    devices._current, devices.captures = {0: 50}, captured
     assert devices.is_capturing() is captured
     program, x, launched = Program("p", ()), torch.ones(2, 3), list[str]()
     ready = ReadyProgram(program, ((_Kernel(launched), 0, 0),), (0,), frozenset(), Mock(), on_host=False, copies=False)
@@ -210,8 +210,8 @@ def test_programs_of_copies_give_what_they_should(name: str, monkeypatch: pytest
     devices._memory, devices._exchanges, devices._ready = memory(), Mock(prepare=lambda *_, **__: ()), {}
     devices._issuing, devices._loaded, devices._graphs = Issuing(devices._exchanges), set(), LaunchGraphs({})
     devices._ordinals, devices._marks = {d: d for d in places}, Marks({d: d for d in places})
-    devices._handle, devices._load_handles = (lambda device: 80 + device), {d: 90 + d for d in places}
-    devices._current = {d: 80 + d for d in places}
+    monkeypatch.setattr(streams, "stream_handle", lambda ordinal: 80 + ordinal)
+    devices._current, devices._load_handles = {d: 80 + d for d in places}, {d: 90 + d for d in places}
     program, random = case.program, Random(1)
     for _ in range(3):
         tensors = {b: noise(case.rows, size, torch.bfloat16, random) for b, size in widths(case.operation).items()}

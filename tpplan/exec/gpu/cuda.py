@@ -116,7 +116,7 @@ class CudaDevices(Streams):
         ready = bound.ready
         with ISSUING:
             self._issuing.check()
-            self._turn_to_current(ready.devices)
+            self.turn_to_current(ready.devices)
             try:
                 self._go_through(bound.quick or self._graphs.steps(bound), ready.loads)
                 return ready.pending()
@@ -182,7 +182,7 @@ class CudaDevices(Streams):
     def _issue_all(self, launches: Sequence[Callable[[], None]]) -> None:
         """Run one launch for every device, of kernels that wait for each other."""
         with self._issuing:
-            self._turn_to_current(self._ordinals)
+            self.turn_to_current()
             is_one_issued = False
             try:
                 for launch in launches:

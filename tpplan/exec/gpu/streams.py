@@ -72,13 +72,10 @@ class Streams:
         self._current.clear()
         self._loaded.clear()
 
-    def turn_to_current(self) -> None:
-        """Order work issued from now on after the work queued on the current streams."""
-        self._turn_to_current(self._ordinals)
-
-    def _turn_to_current(self, devices: Iterable[int]) -> None:
-        for device in devices:
-            handle = self._handle(device)
+    def turn_to_current(self, devices: Iterable[int] | None = None) -> None:
+        """Order work issued from now on to these devices, or to all, after the work queued on the current streams."""
+        for device in self._ordinals if devices is None else devices:
+            handle = stream_handle(self._ordinals[device])  # 0 for the default stream
             if self._current.get(device) != handle:
                 self._turn_to(device, handle)
 
@@ -94,10 +91,6 @@ class Streams:
             message = f"a device failed: {str(error).partition(chr(10))[0]}"
             raise ExecutionError(message, "close the context, and compile again") from error
 
-    def _handle(self, device: int) -> int:
-        """Return the handle of a device's current stream; 0 for its default one."""
-        return stream_handle(self._ordinals[device])
-
     def _turn_to(self, device: int, handle: int) -> None:
         """Make a device's current stream tpplan's; it waits for tpplan's previous one, if that is another.
 
@@ -105,7 +98,7 @@ class Streams:
             ExecutionError: a foreign graph captures it, and there are several devices.
         """
         is_foreign = not self.captures and _is_capturing_on(self._ordinals[device])
-        if is_foreign and not self._is_single:
+        if is_foreign and len(self._ordinals) > 1:
             raise _foreign(self._ordinals[device])
         before = self._current.get(device)
         key = (device, handle)
@@ -119,11 +112,6 @@ class Streams:
         if before is not None and (not is_foreign or _is_captured(self._streams[device, before])):
             self._streams[key].wait_stream(self._streams[device, before])
         self._current[device] = handle
-
-    @property
-    def _is_single(self) -> bool:
-        """Whether there is only one device."""
-        return len(self._ordinals) == 1
 
 
 def _is_capturing_on(ordinal: int) -> bool:
