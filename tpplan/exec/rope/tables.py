@@ -34,12 +34,21 @@ class Rope:
         scaling: method that gives the frequencies f and the attention factor.
         style: which elements form pair i. ``neox``: i and i + width / 2, so a row holds all frequencies, then all
             again. ``gptj``: 2i and 2i + 1, so a row holds each frequency twice in succession.
+        beside: RoPE of other layers, whose values a row holds in its second half, in place of the repetition; None if
+            there is none. Both are of style ``neox`` and of the same dimension.
     """
 
     theta: float
     dim: int
     scaling: Scaling
     style: Style = field(default="neox", validator=in_(STYLES))
+    beside: Rope | None = field(default=None)
+
+    @beside.validator
+    def _check_beside(self, _attribute: object, other: Rope | None) -> None:
+        if other and ((self.dim, self.style) != (other.dim, other.style) or self.style != "neox" or other.beside):
+            message = f"RoPE of {other.dim} rotary dimensions, style {other.style}, beside {self.dim}, {self.style}"
+            raise ExecutionError(message, "only two of style neox and of the same dimension share tables")
 
     @property
     def width(self) -> int:
@@ -102,11 +111,19 @@ class Rope:
         if sin.shape != cos.shape:
             raise ExecutionError(f"sin has {sin.shape[0]} positions and cos {cos.shape[0]}", "pass two of equal shape")
         positions = sin.shape[0]
-        frequencies = self.scaling.frequencies(self.theta, self.dim, positions)
+        frequencies, factors = self._columns(positions)
         rows = max(1, _CHUNK // self.width)
         for start in range(0, positions, rows):
             part = slice(start, min(start + rows, positions))
             angles = torch.arange(part.start, part.stop, dtype=torch.int64, device="cpu")[:, None].float() * frequencies
-            angles = angles.repeat(1, 2) if self.style == "neox" else angles.repeat_interleave(2, dim=1)
-            sin[part].copy_(angles.sin().mul_(self.scaling.attention))
-            cos[part].copy_(angles.cos_().mul_(self.scaling.attention))
+            sin[part].copy_(angles.sin().mul_(factors))
+            cos[part].copy_(angles.cos_().mul_(factors))
+
+    def _columns(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Return the frequency and the attention factor of every column, in float32 on the CPU."""
+        found = []
+        for rope in (self, self.beside or self):
+            frequencies = rope.scaling.frequencies(rope.theta, rope.dim, positions)
+            found.append(torch.stack((frequencies, torch.full_like(frequencies, rope.scaling.attention))))
+        frequencies, factors = torch.cat(found, dim=1) if self.style == "neox" else torch.stack(found, dim=2).flatten(1)
+        return frequencies, factors
