@@ -100,7 +100,7 @@ class FakeLauncher:
 
     def _turn(self, rows: int, threads: int, *words: int) -> None:
         x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, *rest = words
-        query_norm, key_norm, inverse, eps, to_keys, to_values, *scales, of_sequence, of_head = rest[:10]
+        query_norm, key_norm, is_wide, inverse, eps, to_keys, to_values, *scales, of_sequence, of_head = rest[:11]
         assert not any(word % 16 for word in (x, pitch, width, angles, angle_pitch, query_norm, key_norm))
         assert not width % 32
         assert not turned % 32
@@ -113,13 +113,14 @@ class FakeLauncher:
             if weight:
                 assert turned == width
                 some = rows_RHK[:, start:end]
-                some.copy_(rms_norm(some, memory(weight, (count,), (2,), dtype), number(eps)))
+                kind = torch.float32 if is_wide else dtype
+                some.copy_(rms_norm(some, memory(weight, (count,), (kind.itemsize,), kind), number(eps)))
         by = memory(angles, (rows, 1, 2, 2, turned // 4), (angle_pitch, angle_pitch, turned, turned // 2, 2), dtype)
         rotate(rows_RHK[:, : queries + keys], by)
         assert heads == queries + keys * (2 if to_keys else 1)
         if not to_keys:
             return
-        sequences, sequences_step, places, places_step = rest[10:]
+        sequences, sequences_step, places, places_step = rest[11:]
         sequence_R = memory(sequences, (rows,), (sequences_step,), torch.int64)
         place_R = memory(places, (rows,), (places_step,), torch.int64)
         where = [*zip(sequence_R.tolist(), place_R.tolist(), strict=True)]

@@ -7,6 +7,7 @@ bytes. A matrix is an address and a pitch: from one row to the next.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 from numba import cuda
@@ -44,18 +45,9 @@ def squares_of(low: Any, high: Any) -> Any:
     return squares
 
 
-def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
-    """Make a kernel that divides rows by their root mean square, and multiplies them by weights; it rounds once.
-
-    A block takes a row. The weights are in 16 bits, or in 32.
-
-    Args:
-        name: of the kernel.
-        low: makes a float32 of the first element in 32 bits.
-        high: the same of the second.
-        two: makes 32 bits of both.
-    """
-    squares = squares_of(low, high)
+@cache
+def weights_by(low: Any, high: Any) -> Any:
+    """Make what reads a vector of a norm's weights, in 16 bits or in 32, at an offset as in 16 bits."""
 
     @device_function
     def weights_at(weight: Any, wide: Any, offset: Any) -> Any:
@@ -67,15 +59,42 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
         a, b, c, d = ptx.load_128(weight + offset)
         return low(a), high(a), low(b), high(b), low(c), high(c), low(d), high(d)
 
+    return weights_at
+
+
+@cache
+def scaled_by(low: Any, high: Any, two: Any) -> Any:
+    """Make what multiplies a vector by a number and by weights, and rounds once."""
+
     @device_function
-    def store(target: Any, w: Any, g: Any, by: Any) -> None:
-        ptx.store_128(
-            target,
+    def scaled(w: Any, g: Any, by: Any) -> Any:
+        return (
             two(by * low(w[0]) * g[0], by * high(w[0]) * g[1]),
             two(by * low(w[1]) * g[2], by * high(w[1]) * g[3]),
             two(by * low(w[2]) * g[4], by * high(w[2]) * g[5]),
             two(by * low(w[3]) * g[6], by * high(w[3]) * g[7]),
         )
+
+    return scaled
+
+
+def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
+    """Make a kernel that divides rows by their root mean square, and multiplies them by weights; it rounds once.
+
+    A block takes a row. The weights are in 16 bits, or in 32.
+
+    Args:
+        name: of the kernel.
+        low: makes a float32 of the first element in 32 bits.
+        high: the same of the second.
+        two: makes 32 bits of both.
+    """
+    squares, weights_at, scaled = squares_of(low, high), weights_by(low, high), scaled_by(low, high, two)
+
+    @device_function
+    def store(target: Any, w: Any, g: Any, by: Any) -> None:
+        a, b, c, d = scaled(w, g, by)
+        ptx.store_128(target, a, b, c, d)
 
     def norm(x, x_pitch, out, out_pitch, weight, wide, width, inverse, eps):  # type: ignore[no-untyped-def]
         ptx.after_earlier_with_next()

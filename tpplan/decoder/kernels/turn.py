@@ -15,7 +15,7 @@ from numba import cuda
 from numba.cuda import libdevice, types
 
 from tpplan.decoder.kernels.cache_tiles import SHARING
-from tpplan.decoder.kernels.pointwise import over_lanes, squares_of
+from tpplan.decoder.kernels.pointwise import over_lanes, scaled_by, squares_of, weights_by
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
 
@@ -33,22 +33,6 @@ _LARGEST, _TINY = 127, 2.0**-14  # the latter is the least normal float16
 #: Bits of float32: of the largest number of fp8, of its least normal one, and of that which has its least one as ulp.
 _TOP, _NORMAL, _ROUNDING = 0x43E00000, 0x3C800000, 0x46800000
 _INFINITE = 0x7F800000
-
-
-@cache
-def _scaled_by(low: Any, high: Any, two: Any) -> Any:
-    """Make what multiplies a vector by a number and by a vector of weights, and rounds once."""
-
-    @device_function
-    def scaled(w: Any, g: Any, by: Any) -> Any:
-        return (
-            two(by * low(w[0]) * low(g[0]), by * high(w[0]) * high(g[0])),
-            two(by * low(w[1]) * low(g[1]), by * high(w[1]) * high(g[1])),
-            two(by * low(w[2]) * low(g[2]), by * high(w[2]) * high(g[2])),
-            two(by * low(w[3]) * low(g[3]), by * high(w[3]) * high(g[3])),
-        )
-
-    return scaled
 
 
 @cache
@@ -147,7 +131,8 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
         high: the same of the second.
         two: makes 32 bits of both.
     """
-    squares, scaled, turned_pair = squares_of(low, high), _scaled_by(low, high, two), _pair_of(low, high, two)
+    squares, weights_at, scaled = squares_of(low, high), weights_by(low, high), scaled_by(low, high, two)
+    turned_pair = _pair_of(low, high, two)
     encode = _encode(low, high, _whole if kind == "Q8" else _float8)
     is_narrow, has_scales = kind is not None, kind == "Q8"
 
@@ -162,9 +147,9 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
         return turned + _WORD(16) * _WORD(lane - pairs), (width - turned) // _WORD(2)  # behind what is turned
 
     @device_function
-    def normed(a: Any, b: Any, weight: Any, half: Any, lanes: Any, inverse: Any, eps: Any) -> Any:
+    def normed(a: Any, b: Any, weights: Any, lanes: Any, inverse: Any, eps: Any) -> Any:
         """Divide a head by its root mean square: all lanes of a warp are here, and heads are within one."""
-        g, h = ptx.load_128(weight), ptx.load_128(weight + half)
+        g, h = weights
         s = over_lanes(squares(a[0], a[1], a[2], a[3]) + squares(b[0], b[1], b[2], b[3]), lanes)
         by = libdevice.rsqrtf(s * ptx.float_of(_HALF(inverse)) + ptx.float_of(_HALF(eps)))
         return scaled(a, g, by), scaled(b, h, by)
@@ -201,7 +186,7 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
             ptx.store_16(to, types.uint16(scale))
 
     def turn(  # type: ignore[no-untyped-def]
-        x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, query_norm, key_norm, inverse, eps,
+        x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, query_norm, key_norm, wide, inverse, eps,
         cached_keys, cached_values, key_scales, value_scales, sequence_step, head_step,
         sequences, sequences_step, places, places_step,
     ):  # fmt: skip
@@ -225,8 +210,9 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
         angle = angles + row * angle_pitch + offset if is_turned else source
         cos, sin = ptx.load_128(angle), ptx.load_128(angle + half)
         if query_norm != _WORD(0):
-            weight = (query_norm if is_query else key_norm) + offset
-            c, d = normed(a, b, weight, half, lanes, inverse, eps)
+            weight = query_norm if is_query else key_norm
+            weights = weights_at(weight, wide, offset), weights_at(weight, wide, offset + half)
+            c, d = normed(a, b, weights, lanes, inverse, eps)
             if not is_value:
                 a, b = c, d
         if is_turned:
@@ -244,7 +230,7 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
             keep(start, scales, at, first, a, scale_a)
             keep(start, scales, at, second, b, scale_b)
 
-    return Kernel(name, turn, 23)
+    return Kernel(name, turn, 24)
 
 
 _OF_KINDS = {

@@ -168,7 +168,8 @@ class Pointwise:
             qkv_RHK: heads of queries, then of keys, then as many of values.
             counts: numbers of query heads and of key heads.
             by: RoPE angles of the rows, ``[R, 1, 2, 2, W / 2]``, see :func:`tpplan.decoder.layers.angles`.
-            norms: weights of the norms of query and key heads; empty if there are none.
+            norms: weights of the norms of query and key heads, both in the dtype of the heads or both in float32;
+                empty if there are none.
             keep: where keys and values go in a cache; they are not written if not given.
 
         Returns:
@@ -182,11 +183,12 @@ class Pointwise:
         is_fitting = qkv_RHK.dtype is self._dtype and qkv_RHK.stride(2) == 1 and rows and not (start | pitch) % _VECTOR
         if not is_fitting or by.dtype is not self._dtype or not by.is_contiguous():
             return False
-        words = [0, 0]
+        words, is_wide = [0, 0], False
         if norms:
-            words = [weight.data_ptr() for weight in norms]
+            words, is_wide = [weight.data_ptr() for weight in norms], norms[0].dtype is torch.float32
             are_in_warps = lanes <= _WARP and not lanes & (lanes - 1)
-            are_fitting = all(weight.dtype is self._dtype and weight.is_contiguous() for weight in norms)
+            dtype = torch.float32 if is_wide else self._dtype
+            are_fitting = all(weight.dtype is dtype and weight.is_contiguous() for weight in norms)
             if turned != width or not are_in_warps or not are_fitting:
                 return False
         if (words[0] | words[1] | by.data_ptr()) % _VECTOR:
@@ -209,6 +211,7 @@ class Pointwise:
             by.data_ptr(),
             2 * turned * _ITEM,
             *words,
+            is_wide,
             bits_of(1 / width),
             self._eps,
             *kept,
