@@ -74,6 +74,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"head_dim": 32},
     "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 12, "head_dim": 32},
+    "gemma": {},
+    "gemma3_text": {
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 12,
+        "head_dim": 32,
+        "final_logit_softcapping": 20.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+        "sliding_window_pattern": 2,
+    },
+    "granite": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.4,
+        "logits_scaling": 2.5,
+    },
+    "smollm3": {"no_rope_layer_interval": 2, "hidden_size": 64},
     "phi3": {"sliding_window": 11, "hidden_size": 64, "partial_rotary_factor": 0.5},
     "mixtral": {"num_local_experts": 5, "sliding_window": None},
     "qwen3_moe": {
@@ -118,13 +139,14 @@ def model_of(model_type: str) -> Model:
 
 def random_model(model_type: str, config: dict[str, Any]) -> Any:
     """Return a model of transformers with random weights, of torch's generator."""
-    model = (
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), attn_implementation="eager")
-        .float()
-        .eval()
-    )
+    config = AutoConfig.for_model(model_type, **config)
+    return with_random_weights(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+
+def with_random_weights(model: Any) -> Any:
+    """Return a model of transformers in float32 after giving it random weights, of torch's generator."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in model.float().eval().parameters():
             spread = 0.2 if parameter.dim() > 1 else 0.3
             parameter.normal_(0 if parameter.dim() > 1 else 0.5, spread)
     return model

@@ -16,6 +16,7 @@ from tests.weight_plans import fine_units
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, fused, steps
 from tpplan.decoder.launches import skinny
+from tpplan.decoder.settings import FAMILIES
 from tpplan.exec import compile as compile_plan
 from tpplan.plan import Cache
 from tpplan.weights import load_weights
@@ -67,8 +68,9 @@ def test_steps_say_the_same(model_type: str, layout: str, tmp_path: Path, reques
         for found, right in zip(said(directory, plan), each, strict=True):
             assert (found - right).norm() <= 0.02 * right.norm()
         assert FakeAttention.calls
-        wanted = {"add" if len(plan.devices) == 1 and model_type != "gemma2" else "linear"}
-        if model_type != "gemma2":  # whose norms have weights in float32
+        family = FAMILIES[model_type]
+        wanted = {"add" if len(plan.devices) == 1 and not family.sandwich else "linear"}
+        if not family.offset:  # else norms have weights in float32
             wanted.add("linear of a norm")
             wanted |= set() if model_type in EXPERTS else {"gated"}
         assert set(FakeGemv.calls) >= wanted

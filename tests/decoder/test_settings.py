@@ -32,11 +32,18 @@ def test_weights_of_another_dtype(tmp_path: Path) -> None:
 
 def test_settings_that_are_refused(tmp_path: Path) -> None:
     """Architectures, activations and numbers that the decoder does not know are named."""
+    directory = model_of("llama").directory
+    config, model = json.loads((directory / "config.json").read_text()), read_model(directory)
+    inner = {"text_config": config | {"model_type": "gemma"}}
     for change, problem in (
         ({"model_type": "gpt2"}, "does not compute models of type 'gpt2'"),
+        ({"model_type": "paligemma", **inner}, "does not compute models of type 'paligemma'"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+        ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier is 0, expected a number above 0"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is small"),
+        ({"rope_interleave": True}, "rope_interleave is true"),
     ):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | change))
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ModelError, match=problem):
-            Settings.read(read_config(tmp_path))
+            Settings.read(read_config(tmp_path), model)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tpplan.decoder.quantised import Quantised
-    from tpplan.decoder.settings import Family
+    from tpplan.decoder.settings import Settings
     from tpplan.model import Block, ModelSpec
     from tpplan.plan import SplitPlan
     from tpplan.weights import TensorSlice, Weights
@@ -31,6 +31,9 @@ _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
+
+#: Name of the weights of the norm before the output matrix.
+_LAST = "model.norm.weight"
 
 
 def check_weights(weights: Weights, plan: SplitPlan, model: ModelSpec) -> dict[int, dict[str, TensorSlice]]:
@@ -62,24 +65,25 @@ def joined(
     weights: Mapping[str, Tensor],
     matrices: Mapping[str, Quantised],
     blocks: Sequence[Block],
-    family: Family,
+    settings: Settings,
     dtype: torch.dtype,
 ) -> Held:
     """Return a device's weights, with projections fused as in Phi-3 (``qkv_proj``, ``gate_up_proj``).
 
-    A layer's experts become one tensor ``[E, out, in]`` under the name with ``{expert}`` in it.
+    A layer's experts become one tensor ``[E, out, in]`` under the name with ``{expert}`` in it. The weights of norms
+    are as they multiply; those of the last norm include the factor of the logits.
 
     Args:
         weights: the device's tensors by name in the checkpoint.
         matrices: the quantised matrices, from :func:`tpplan.decoder.matrices.matrices_of`.
         blocks: the block that each layer belongs to.
-        family: the model's family, with the names of experts and the offset of norms.
+        settings: settings of the model.
         dtype: dtype to convert the biases of quantised matrices to.
     """
-    found = _tensors(weights, matrices, dtype)
-    if family.offset:
-        found |= {name: w.float() + family.offset for name, w in weights.items() if name.endswith("norm.weight")}
-    quantised, stacked = dict(matrices), {}
+    experts, stacked = settings.family.experts, {}
+    found = {name.removeprefix(settings.root): each for name, each in _tensors(weights, matrices, dtype).items()}
+    quantised = {name.removeprefix(settings.root): matrix for name, matrix in matrices.items()}
+    found |= _norms(found, settings)
     for layer, block in enumerate(blocks):
         start = f"model.layers.{layer}."
         for fused, names in _FUSED.items():
@@ -92,7 +96,7 @@ def joined(
                 quantised[f"{whole}.weight"] = one
             if one is not None and biases:
                 found[f"{whole}.bias"] = torch.cat(biases)
-        for name in (family.experts.gate, family.experts.up, family.experts.down):
+        for name in (experts.gate, experts.up, experts.down):
             own = [f"{start}{name}.weight".replace("{expert}", str(i)) for i in range(block.experts)]
             if own and own[0] in found:
                 tensors = [found.pop(each) for each in own]
@@ -117,6 +121,15 @@ def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], d
             found[name] = tensor
         elif suffix == ".bias" and any(weights[each].any() for each in _biases(stem) if each in weights):
             found[name] = tensor.to(dtype)
+    return found
+
+
+def _norms(tensors: Mapping[str, Tensor], settings: Settings) -> dict[str, Tensor]:
+    """Return the weights of norms that are not stored as they multiply, in float32."""
+    offset = settings.family.offset
+    found = {name: w.float() + offset for name, w in tensors.items() if offset and name.endswith("norm.weight")}
+    if settings.logit_scale != 1 and _LAST in tensors:
+        found[_LAST] = found.get(_LAST, tensors[_LAST].float()) * settings.logit_scale
     return found
 
 

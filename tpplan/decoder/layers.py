@@ -1,7 +1,7 @@
 """Functions of a layer on one device in plain torch: RMS norm, RoPE and attention.
 
 Shapes are suffixes of names: R rows (tokens of a pass), B batch, S sequence (queries), T keys, D hidden, H heads (KV
-heads of keys and values), K elements of a head, W columns of a RoPE table, I intermediate.
+heads of keys and values), K elements of a head, P pairs of elements that RoPE turns, I intermediate.
 """
 
 from __future__ import annotations
@@ -46,29 +46,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     return out
 
 
-def angles(sin_RW: Tensor, cos_RW: Tensor) -> Tensor:
-    """Return rows of RoPE tables in the layout that :func:`rotate` takes.
+def angles(sin_RP: Tensor, cos_RP: Tensor) -> Tensor:
+    """Return sines and cosines of rows in the layout that :func:`rotate` takes.
 
     Args:
-        sin_RW: sines.
-        cos_RW: cosines.
+        sin_RP: sines, one for each pair of elements.
+        cos_RP: cosines.
 
     Returns:
-        The factors of each input half of a head in each output half, ``[R, 1, 2, 2, W / 2]``: input half, then output
-        half.
+        The factors of each input half of a head in each output half, ``[R, 1, 2, 2, P]``: input half, then output half.
     """
-    (sin_1, sin_2), (cos_1, cos_2) = sin_RW.chunk(2, dim=-1), cos_RW.chunk(2, dim=-1)
-    return torch.unflatten(torch.stack((cos_1, sin_2, -sin_1, cos_2), dim=1), 1, (1, 2, 2))
+    return torch.unflatten(torch.stack((cos_RP, sin_RP, -sin_RP, cos_RP), dim=1), 1, (1, 2, 2))
 
 
 def rotate(x_RHK: Tensor, by: Tensor) -> None:
-    """Rotate the leading elements of heads in place by the rows' :func:`angles` (RoPE; pairs are i, i + W / 2).
+    """Rotate the leading elements of heads in place by the rows' :func:`angles` (RoPE; pairs are i, i + P).
 
     This takes two kernels, because each half is read for both halves before it is overwritten.
     """
-    x_RH2W = torch.unflatten(x_RHK[..., : 2 * by.shape[-1]], -1, (2, -1))
-    first, second = (x_RH2W[..., None, :] * by).unbind(2)
-    torch.add(first, second, out=x_RH2W)
+    x_RH2P = torch.unflatten(x_RHK[..., : 2 * by.shape[-1]], -1, (2, -1))
+    first, second = (x_RH2P[..., None, :] * by).unbind(2)
+    torch.add(first, second, out=x_RH2P)
 
 
 def side_by_side(x_RHK: Tensor, y_RHK: Tensor) -> Tensor:

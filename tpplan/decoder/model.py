@@ -6,7 +6,6 @@ Shapes: B batch, R rows, D hidden, V vocabulary. A plural such as ``xs`` is one 
 from __future__ import annotations
 
 import logging
-from math import sqrt
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,6 @@ from tpplan.decoder.fused import codes_of, steps_on
 from tpplan.decoder.groups import Group
 from tpplan.decoder.heads import heads_of
 from tpplan.decoder.joined import check_weights, joined
-from tpplan.decoder.layers import angles
 from tpplan.decoder.matrices import matrices_of
 from tpplan.decoder.passes import Decode, Prefill
 from tpplan.decoder.products import made_at_once
@@ -99,16 +97,17 @@ class Decoder:
         self.length = length_of(request)
         self._settings = settings_of(directory, model)
         slices = check_weights(weights, context.plan, model)
-        self._family = self._settings.family
-        scale = sqrt(model.hidden_size) if self._family.scaled_embedding else 1.0
-        self._embedding_scale = torch.tensor(scale, dtype=context.dtype).item()  # rounded as in transformers
+        scale = self._settings.embedding_scale
+        if self._settings.family.scaled_embedding:
+            scale = torch.tensor(scale, dtype=context.dtype).item()  # rounded as in transformers
+        self._embedding_scale = scale
         self._head = "model.embed_tokens" if model.tied_embeddings else "lm_head"
         blocks = {layer: block for block in model.blocks for layer in block.layers}
         layers = [blocks[layer] for layer in range(model.layer_count)]
         self.weights = {}
         for device in context.all_devices:  # before there is a cache: rearranging codes takes memory
             matrices = matrices_of(weights[device], slices[device], self._settings.scheme)
-            self.weights[device] = joined(weights[device], matrices, layers, self._family, context.dtype)
+            self.weights[device] = joined(weights[device], matrices, layers, self._settings, context.dtype)
             if matrices and context.devices[device].device.type == "cuda":
                 torch.cuda.empty_cache()  # frees the memory that rearranging took
         windows = [block.attention.window if block.attention else 0 for block in layers]
@@ -138,7 +137,7 @@ class Decoder:
         self.graph: Graph | None = None
         self.generations = 0
         holders = sorted({device for each in heads for device in each})
-        self._tables = dict(zip(holders, context.rope_tables(self._settings.rope, self.length), strict=True))
+        self._tables = dict(zip(holders, context.rope_tables(self._settings.ropes.rope, self.length), strict=True))
         if turns is None:
             turns = joint and context.transport != "peer" and context.devices[holders[0]].device.type == "cuda"
         self._in_turns = turns
@@ -271,9 +270,10 @@ class Decoder:
         return Decode(self._angles(positions), where)
 
     def _angles(self, positions: Sequence[Tensor]) -> dict[int, Angles]:
-        """Return the RoPE angles of rows at these positions, on each device that has KV heads."""
+        """Return the RoPE angles of rows at these positions, by kind, on each device that has KV heads."""
         at = dict(zip(self.context.all_devices, positions, strict=True))
-        return {device: angles(*(table[at[device]] for table in tables)) for device, tables in self._tables.items()}
+        ropes = self._settings.ropes
+        return {device: ropes.angles(sin[at[device]], cos[at[device]]) for device, (sin, cos) in self._tables.items()}
 
     def _embed(self, tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the embeddings of tokens: the sum over devices, each with zeros for tokens that others hold."""
@@ -286,7 +286,7 @@ class Decoder:
             x_RD = functional.embedding(own, self.weights[part.device]["model.embed_tokens.weight"])
             parts.append(x_RD.mul_((own == asked)[:, None]))
         xs = self.context.all_reduce(parts, axis=Axis.VC)
-        return tuple(x.mul_(self._embedding_scale) for x in xs) if self._family.scaled_embedding else xs
+        return xs if self._embedding_scale == 1 else tuple(x.mul_(self._embedding_scale) for x in xs)
 
     def _logits(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         cap, logits = self._settings.logit_cap, []

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.plain import Plain, Turn
 
-#: Sines and cosines for the rows' positions, from :func:`tpplan.decoder.layers.angles`.
-Angles = Tensor
+#: The rows' RoPE angles by kind, from :meth:`tpplan.decoder.ropes.Ropes.angles`.
+Angles = Mapping[int, Tensor]
 
 
 @frozen

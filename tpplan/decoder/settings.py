@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from math import isfinite
+from math import inf, isfinite, sqrt
 from typing import TYPE_CHECKING, Final, Self
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 from torch.nn import functional
 
 from tpplan.axes import Axis
 from tpplan.config import read_config
 from tpplan.decoder.cache import check_kind
+from tpplan.decoder.ropes import Ropes
 from tpplan.decoder.stored import check_formats
-from tpplan.exec.rope.tables import Rope
+from tpplan.families.wrappers import ROOT, WRAPPERS, text_part
 from tpplan.formats import Scheme, read_scheme
 
 if TYPE_CHECKING:
@@ -61,11 +62,12 @@ class Family:
         activation: default name of the activation.
         offset: number added to the stored weights of a norm (Gemma stores them minus 1).
         sandwich: whether the outputs of attention and MLP are normed too.
-        scaled_embedding: whether the embedding is multiplied by the square root of the hidden size.
+        scaled_embedding: whether the embedding is multiplied by the square root of the hidden size, rounded.
+        multipliers: whether a config.json has factors of the embedding, the scores, what a layer adds, and the logits.
         attention_scalar: default of ``query_pre_attn_scalar``; None if scores are divided by the square root of the
             head size.
         attention_cap: default of ``attn_logit_softcapping``; None if the family has no such cap.
-        logit_cap: default of ``final_logit_softcapping``; None if the family has no such cap.
+        logit_cap: default of ``final_logit_softcapping``, infinity for no cap; None if the family has no such cap.
         experts: names of the experts' matrices.
         normalised: whether the weights of a token's experts add up to 1; None if ``norm_topk_prob`` decides.
     """
@@ -76,6 +78,7 @@ class Family:
     offset: float = 0.0
     sandwich: bool = False
     scaled_embedding: bool = False
+    multipliers: bool = False
     attention_scalar: float | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
@@ -90,25 +93,27 @@ _MIXTRAL: Final = Experts(
     down="block_sparse_moe.experts.{expert}.w2",
 )
 
+_GEMMA: Final = Family(
+    activation_key="hidden_activation", activation="gelu_pytorch_tanh", offset=1.0, scaled_embedding=True
+)
+
 FAMILIES: Final[dict[str, Family]] = {
     "llama": Family(),
     "mistral": Family(),
     "qwen2": Family(),
     "qwen3": Family(),
-    "gemma2": Family(
-        activation_key="hidden_activation",
-        activation="gelu_pytorch_tanh",
-        offset=1.0,
-        sandwich=True,
-        scaled_embedding=True,
-        attention_scalar=256.0,
-        attention_cap=50.0,
-        logit_cap=30.0,
-    ),
+    "gemma": _GEMMA,
+    "gemma2": evolve(_GEMMA, sandwich=True, attention_scalar=256.0, attention_cap=50.0, logit_cap=30.0),
+    "gemma3_text": evolve(_GEMMA, sandwich=True, attention_scalar=256.0, logit_cap=inf),
     "phi3": Family(norm_eps=1e-5),
+    "granite": Family(multipliers=True),
+    "smollm3": Family(),
     "mixtral": Family(norm_eps=1e-5, experts=_MIXTRAL, normalised=True),
     "qwen3_moe": Family(),
 }
+
+#: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
+AROUND: Final = tuple(sorted(WRAPPERS.keys() - {"paligemma"}))
 
 
 @frozen(kw_only=True)
@@ -117,53 +122,70 @@ class Settings:
 
     Attributes:
         family: settings common to its architecture.
-        norm_eps: epsilon that norms add to the mean square.
+        root: start of all names of its tensors in the checkpoint.
+        norm_eps: epsilon that norms of the residual stream add to the mean square.
         activation: activation function of the gate.
-        attention_scalar: scores are divided by the square root of it; None for the head size.
+        embedding_scale: factor of the embedding.
+        attention_scale: factor of the attention scores; None for 1 divided by the square root of the head size.
         attention_cap: soft cap: scores ``s`` become ``cap · tanh(s / cap)``; None if there is none.
-        logit_cap: soft cap of the logits, likewise.
+        logit_scale: factor of the logits.
+        logit_cap: soft cap of the logits.
         normalised: whether the weights of a token's experts add up to 1.
-        rope: parameters of RoPE.
+        ropes: RoPE of the layers.
         scheme: how the checkpoint stores quantised matrices.
     """
 
     family: Family
+    root: str
     norm_eps: float
     activation: Callable[[Tensor], Tensor]
-    attention_scalar: float | None
+    embedding_scale: float
+    attention_scale: float | None
     attention_cap: float | None
+    logit_scale: float
     logit_cap: float | None
     normalised: bool
-    rope: Rope
+    ropes: Ropes
     scheme: Scheme
 
     @classmethod
-    def read(cls, config: Config) -> Self:
+    def read(cls, config: Config, model: ModelSpec) -> Self:
         """Read the settings of a model from its config.json.
 
         Raises:
             ModelError: the decoder does not know the architecture, the activation or the kind of RoPE, or a number is
                 invalid.
         """
-        model_type = config.text("model_type")
-        family = FAMILIES.get(model_type)
+        outer, scheme = config.text("model_type"), read_scheme(config)
+        model_type, config = text_part(config)
+        family = FAMILIES.get(model_type) if outer in {model_type, *AROUND} else None
         if family is None:
-            problem = f"the decoder does not compute models of type {model_type[:60]!r}"
-            raise config.error(problem, f"it computes {', '.join(FAMILIES)}")
+            problem = f"the decoder does not compute models of type {outer[:60]!r}"
+            raise config.error(problem, f"it computes {', '.join(FAMILIES)}, and the text part of {', '.join(AROUND)}")
         name = config.text(family.activation_key) or family.activation
         if name not in ACTIVATIONS:
             raise config.error(f"{family.activation_key} is {name[:60]!r}", f"known are {', '.join(ACTIVATIONS)}")
-        normalised = config.flag("norm_topk_prob") if family.normalised is None else family.normalised
+        if config.flag("use_bidirectional_attention"):
+            raise config.error("use_bidirectional_attention is true", "the decoder generates texts token by token")
+        multiplied = partial(_number, config, default=1.0 if family.multipliers else None)
+        # The stream without the factor of what layers add is as much larger; norms divide by its size, but for epsilon.
+        added = multiplied("residual_multiplier") or 1.0
+        embedding = sqrt(model.hidden_size) if family.scaled_embedding else multiplied("embedding_multiplier") or 1.0
+        scalar = _number(config, "query_pre_attn_scalar", family.attention_scalar)
+        logit_cap = _number(config, "final_logit_softcapping", family.logit_cap)
         return cls(
             family=family,
-            norm_eps=_number(config, "rms_norm_eps", family.norm_eps) or family.norm_eps,
+            root=ROOT if outer in AROUND else "",
+            norm_eps=(_number(config, "rms_norm_eps", family.norm_eps) or family.norm_eps) / added**2,
             activation=ACTIVATIONS[name],
-            attention_scalar=_number(config, "query_pre_attn_scalar", family.attention_scalar),
+            embedding_scale=embedding / added,
+            attention_scale=1 / sqrt(scalar) if scalar else multiplied("attention_multiplier"),
             attention_cap=_number(config, "attn_logit_softcapping", family.attention_cap),
-            logit_cap=_number(config, "final_logit_softcapping", family.logit_cap),
-            normalised=normalised,
-            rope=_rope(config),
-            scheme=read_scheme(config),
+            logit_scale=1 / (multiplied("logits_scaling") or 1.0),
+            logit_cap=None if logit_cap == inf else logit_cap,
+            normalised=config.flag("norm_topk_prob") if family.normalised is None else family.normalised,
+            ropes=Ropes.read(config, model_type, model),
+            scheme=scheme,
         )
 
 
@@ -180,7 +202,7 @@ def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
             :func:`tpplan.decoder.stored.check_formats`.
     """
     config = read_config(directory)
-    settings = Settings.read(config)
+    settings = Settings.read(config, model)
     check_formats(model, settings.scheme, str(directory))
     return settings
 
@@ -201,18 +223,6 @@ def check_model(directory: str | Path, model: ModelSpec, plan: SplitPlan) -> Non
     for split in plan.splits:
         if split.axis is Axis.KV:
             check_kind(plan.request.cache.kind, split.width)
-
-
-def _rope(config: Config) -> Rope:
-    """Return the parameters of RoPE in the neox style: element i is paired with the one half the rotated part later.
-
-    Raises:
-        ModelError: the kind of RoPE is unknown, or it pairs neighbouring elements.
-    """
-    rope = Rope.from_config(config.data)
-    if rope.style != "neox":
-        raise config.error("rope_interleave is true", "the decoder does not turn neighbouring elements together")
-    return rope
 
 
 def _number(config: Config, key: str, default: float | None) -> float | None:

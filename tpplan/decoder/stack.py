@@ -143,8 +143,9 @@ class Stack:
         norm = f"model.layers.{layer}.input_layernorm"
         qkv_RHK = torch.unflatten(self.normed(xs, device, norm, f"{start}qkv_proj", names), -1, (-1, head_dim))
         norms = [f"{start}{which}_norm.weight" for which in "qk"]
-        turn = Turn(rows.angles[device], tuple(weights[name] for name in norms if name in weights))
-        scale = 1 / sqrt(self._settings.attention_scalar or head_dim)
+        by = rows.angles[device][self._settings.ropes.kinds[layer]]
+        turn = Turn(by, tuple(weights[name] for name in norms if name in weights))
+        scale = self._settings.attention_scale or 1 / sqrt(head_dim)
         cap = self._settings.attention_cap
         steps, heads = self.steps[device], self.heads[layer][device]
         return rows.attention(steps, heads, qkv_RHK, turn, device, scale=scale, cap=cap)

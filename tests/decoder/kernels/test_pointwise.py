@@ -16,7 +16,7 @@ from tests.weight_plans import fine_units
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, Prompt, fused
 from tpplan.decoder.launches.pointwise import Places, Pointwise
-from tpplan.decoder.layers import angles, rotate
+from tpplan.decoder.layers import angles, rms_norm, rotate
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.gpu import kernel_cache
 from tpplan.plan import Cache
@@ -24,6 +24,7 @@ from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from collections import Counter
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.flash_cases import FlashCalls
@@ -62,7 +63,7 @@ def test_decoders_say_the_same(
     for plan, each in zip(plans, expected, strict=True):
         for found, right in zip(said(directory, plan), each, strict=True):
             assert torch.equal(found, right)
-    gate = "gelu_tanh" if model_type == "gemma2" else "silu"
+    gate = "gelu_tanh" if model_type.startswith("gemma") else "silu"
     assert set(calls) == {"norm", gate, "turn"}
 
 
@@ -138,34 +139,41 @@ def test_gates_take_matrices_side_by_side_and_whole_ones(launches: Counter[str])
 def test_turns_take_heads_of_whole_vectors(launches: Counter[str]) -> None:
     """Heads and what is turned of them are of 16 elements or multiples; a norm is of a head that warps share."""
 
-    def turn(heads: int, width: int, turned: int, *, normed: bool = False, rows: int = 4, first: int = 0) -> bool:
+    def turn(
+        heads: int, width: int, turned: int, *, norms: Sequence[torch.dtype] = (), rows: int = 4, first: int = 0
+    ) -> bool:
         whole = torch.randn(rows, first + (2 + 2 * heads) * width).bfloat16()
         x = torch.unflatten(whole[:, first:], 1, (-1, width))
         table = torch.rand(2, rows, turned // 2).bfloat16()
-        by = angles(*(torch.cat((each, each), 1) for each in table))
-        norms = (torch.ones(width).bfloat16(),) * 2 if normed else ()
+        by = angles(*table)
+        weights = [torch.randn(width).to(dtype) for dtype in norms]
         expected = x.clone()
-        if not normed:
-            rotate(expected[:, : 2 + heads], by)
-        taken = kernels().turn(x, (2, heads), by, norms)
-        assert normed or not taken or torch.equal(x, expected)
+        for weight, some in zip(weights, (expected[:, :2], expected[:, 2 : 2 + heads]), strict=False):
+            some.copy_(rms_norm(some, weight, 1e-5))
+        rotate(expected[:, : 2 + heads], by)
+        taken = kernels().turn(x, (2, heads), by, weights)
+        assert not taken or torch.equal(x, expected)
         return taken
 
     assert turn(1, 16, 16)
     assert turn(2, 80, 80)
     assert turn(2, 96, 32)
-    assert turn(2, 64, 64, normed=True)
-    assert not turn(2, 64, 32, normed=True)
-    assert not turn(2, 80, 80, normed=True)
+    own, wide = torch.bfloat16, torch.float32
+    assert turn(2, 64, 64, norms=[own, own])
+    assert turn(2, 64, 64, norms=[wide, wide])
+    assert not turn(2, 64, 64, norms=[own, wide])
+    assert not turn(2, 64, 64, norms=[torch.float16] * 2)
+    assert not turn(2, 64, 32, norms=[own, own])
+    assert not turn(2, 80, 80, norms=[own, own])
     assert not turn(2, 64, 24)
     assert not turn(2, 24, 16)
     assert not turn(2, 64, 64, first=4)
-    assert launches["turn"] == 4
+    assert launches["turn"] == 5
 
 
 def test_caches_of_other_dtypes_are_not_written(launches: Counter[str]) -> None:
     """Nor are any where rows are numbered in 32 bits."""
-    x, by = torch.randn(2, 4, 16).bfloat16(), angles(*torch.rand(2, 2, 16).bfloat16())
+    x, by = torch.randn(2, 4, 16).bfloat16(), angles(*torch.rand(2, 2, 8).bfloat16())
     keys, values = torch.zeros(2, 6, 1, 16)
     numbers = torch.arange(2)
     wide = Places(keys, values, 3, numbers, numbers)
