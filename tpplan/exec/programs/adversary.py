@@ -22,6 +22,7 @@ from tpplan.errors import InternalError
 from tpplan.exec.binding import BITS, resolve, slot_number
 from tpplan.exec.engine import Virtual
 from tpplan.exec.programs.fence import caller
+from tpplan.exec.programs.garbage import Garbage
 from tpplan.exec.programs.program import HOST, SLOT, Await, Buffer, Copy, Record, Signal, Step, Sum, Wait, flat, reads
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ _UNFAIR = 100_000
 
 #: Average number of choices until the probabilities change.
 _MOOD = 200
-
-#: Minimum bytes of noise that garbage is made of.
-_NOISE = 1 << 14
 
 #: Steps in two halves, and those after which other streams may be blocked or no longer be.
 _TAKES_TIME, _CHANGES = Copy | Sum, Record | Signal | Await
@@ -145,18 +143,18 @@ class Adversary(Virtual):
         """
         self._memory = memory
         self._random = random
+        self._garbage = Garbage(random)
         self._queues: dict[Stream, deque[_Task]] = {}
         self._weights: dict[Stream, float] = {}
         self._able: list[Stream] = []
         self._reaches: list[float] = []
-        self._noise = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._callers: dict[Stream, Stream] = {}
         self._latest: dict[Event, _Mark] = {}
         self._raised: Counter[Flag] = Counter()
         self._awaited: Counter[tuple[Flag, int]] = Counter()
         self._known: set[Queue] = set()
         for block in (*memory.exchange.values(), *memory.rings.values()):
-            self._spoil(block)
+            self._garbage.spoil(block)
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Issue a program; for the operands see ``VirtualDevices``.
@@ -278,7 +276,7 @@ class Adversary(Virtual):
             queue = view.buffer.queue
             if view.buffer.role == SLOT and queue and queue not in self._known:
                 self._known.add(queue)
-                self._spoil(self._memory.slots(queue))
+                self._garbage.spoil(self._memory.slots(queue))
             slot = slot_number(view, step.stream.device, self._raised)
             tensors.append(resolve(view, operands, self._memory, some.shape[0], some.dtype, slot=slot))
         bits = BITS[some.dtype.itemsize]
@@ -290,7 +288,7 @@ class Adversary(Virtual):
         else:
             result = tensors[1].view(bits).clone()
         target, *sources = (tensor.view(bits) for tensor in tensors)
-        poison = self._garbage(result)
+        poison = self._garbage.unlike(result)
         target.copy_(poison)
         return _Writing(tuple(sources), tuple(s.clone() for s in sources), target, poison, result)
 
@@ -301,18 +299,5 @@ class Adversary(Virtual):
         result = writing.result
         if not all(torch.equal(now, before) for now, before in pairs):
             for now, before in pairs:
-                result = torch.where(now != before, self._garbage(writing.result), result)
+                result = torch.where(now != before, self._garbage.unlike(writing.result), result)
         writing.target.copy_(result)
-
-    def _garbage(self, right: Tensor) -> Tensor:
-        """Return random integers, each different from that in the dense tensor ``right``."""
-        count, size = right.numel(), right.element_size()
-        if 2 * count * size > self._noise.shape[0]:
-            drawn = bytearray(self._random.randbytes(max(2 * count * size, _NOISE)))
-            self._noise = torch.frombuffer(drawn, dtype=torch.uint8) | 1
-        noise = self._noise.view(right.dtype)
-        start = int(self._random.random() * (noise.shape[0] - count))
-        return right ^ noise.as_strided(right.shape, right.stride(), start)
-
-    def _spoil(self, block: Tensor) -> None:
-        block.copy_(self._garbage(block))
