@@ -14,6 +14,7 @@ from tpplan.exec.programs import operation
 from tpplan.exec.programs.lower import CALLED, Limits, Mode, lower
 from tpplan.exec.programs.program import EXCHANGE, HOST, SLOT, STAGE, flat, reads, writes
 from tpplan.exec.reasons import how, why
+from tpplan.exec.tensors import name_of
 from tpplan.render.text import shorten, table, wrapped
 from tpplan.sizes import format_bytes
 
@@ -201,7 +202,7 @@ def explain(
     return Explanation(
         model=plan.model.name,
         transport=engine.transport,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=name_of(dtype),
         max_rows=max_rows,
         ways=tuple(evolve(way, axes=tuple(axes)) for way, axes in grouped.items()),
         limits=engine.limits,

@@ -10,6 +10,7 @@ import torch
 from tpplan.errors import ExecutionError
 from tpplan.exec.arena import Arena
 from tpplan.exec.programs.program import HOST
+from tpplan.exec.tensors import name_of
 from tpplan.workspace import FRAME_FLAG_BYTES, FRAME_SLOT_BYTES, HOST_FLAG_BYTES, HOST_SLOT_BYTES, PAIR
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class HostMemory:
         size = prod(shape) * dtype.itemsize
         if size > len(memory):
             raise ExecutionError(
-                f"a host buffer of {len(memory)} bytes has no room for {list(shape)} in {str(dtype).partition('.')[2]}",
+                f"a host buffer of {len(memory)} bytes has no room for {list(shape)} in {name_of(dtype)}",
                 "plan with more --max-rows",
             )
         return memory[:size].view(dtype).view(tuple(shape))

@@ -11,6 +11,7 @@ from attrs import Factory, define
 from tpplan.errors import TpplanError
 from tpplan.exec.explain import Way
 from tpplan.exec.selftest.trial import compared_bytes, judge
+from tpplan.exec.tensors import name_of
 from tpplan.selftest_report import Fault, Tested, TestedAxis
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Tally:
                 axis=attempt.axis,
                 rows=prod(attempt.lead),
                 dim=attempt.dim,
-                elements=str(attempt.dtype).removeprefix("torch."),
+                elements=name_of(attempt.dtype),
                 operands=f"{form.name}, aside" if attempt.aside else form.name,
                 device=device,
                 byte=byte,
