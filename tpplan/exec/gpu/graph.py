@@ -11,7 +11,7 @@ import torch
 from attrs import define
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.torch_shims import make_current, switch_device
+from tpplan.exec.torch_shims import make_current
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -169,11 +169,8 @@ def give_back() -> None:
 
 def _new_pool(place: torch.device) -> torch.cuda.MemPool:
     """Return a memory pool of a device, created while it is the current one, or torch would free its memory early."""
-    before = switch_device(place.index)
-    try:
+    with torch.cuda.device(place):
         return torch.cuda.MemPool()
-    finally:
-        switch_device(before)
 
 
 @contextmanager
