@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _LONGEST_NUMBER = 100
+_THOUSANDS = re.compile(r"[0-9]{1,3}(?:([,.'])[0-9]{3})(?:\1[0-9]{3})*")
+_KILO = re.compile(r"([0-9]{1,6})[kK]")
 _QUOTES = "\"'"
+
+#: What the options that a command cannot do without may be.
+_EXAMPLES = {"--gpus": "write it as in --gpus RTX4090,RTX3060", "--model": "write such as --model models/llama"}
 
 
 def whole(_: object, tokens: Sequence[Any]) -> int:
@@ -77,7 +82,13 @@ def _problem(error: CycloptsError, name: str, tokens: Sequence[str]) -> tuple[st
     meant = f"did you mean {near[1].strip(_QUOTES)}?" if near else ""
     commas = "separate GPUs by commas, as in --gpus RTX4090,RTX3060"
     if isinstance(error, UnknownOptionError):
-        text = f"{name} has no option {(error.token.keyword or error.token.value)[:40]}"
+        unknown = error.token.keyword or error.token.value
+        text = f"{name} has no option {unknown[:40]}"
+        names = {name for each in error.argument_collection or () for name in each.names}
+        if (position := unknown.lstrip("-").upper()) in names:
+            meant = f"write {position} without {unknown[:40]}"
+        elif f"-{unknown}" in names:
+            meant = f"did you mean -{unknown}?"
     elif isinstance(error, UnusedCliTokensError):
         text = f"{name} takes no further argument {' '.join(error.unused_tokens or ())[:60]!r}"
         meant = commas if name == "tpplan plan" else ""
@@ -85,7 +96,7 @@ def _problem(error: CycloptsError, name: str, tokens: Sequence[str]) -> tuple[st
         given = [token for token in tokens if token in argument.names]
         text = f"{given[0]} has no value" if given else f"{name} needs {option}"
         slips = get_close_matches(option, [token for token in tokens if token.startswith("--")], 1)
-        meant = f"did you mean {option} instead of {slips[0]}?" if slips and not given else ""
+        meant = f"did you mean {option} instead of {slips[0]}?" if slips and not given else _EXAMPLES.get(option, "")
     elif isinstance(error, RepeatArgumentError):
         text = f"{error.token.keyword or option} is there twice, expected once"
         meant = commas if error.token.keyword == "--gpus" else ""
@@ -94,4 +105,13 @@ def _problem(error: CycloptsError, name: str, tokens: Sequence[str]) -> tuple[st
         text = f"{error.token.keyword or option} is {error.token.value[:40]!r}, expected {wanted}"
         if error.target_type is bool:
             text = f"{error.token.keyword or option} takes no value"
+        elif error.target_type is not float and (digits := _digits(error.token.value)):
+            meant = f"did you mean {digits}?"
     return text, meant
+
+
+def _digits(text: str) -> str:
+    """Return the digits of a whole number that is written as 32k or 32,768, or nothing."""
+    if kilo := _KILO.fullmatch(text):
+        return str(int(kilo[1]) * 2**10)
+    return re.sub("[^0-9]", "", text) if _THOUSANDS.fullmatch(text) else ""

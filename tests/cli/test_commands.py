@@ -400,6 +400,17 @@ def test_usage(arguments: list[str], words: str) -> None:
         (["plan", "m", "--gpus", "24GiB", "--gpus", "12GiB"], "separate GPUs by commas, as in --gpus RTX4090,RTX3060;"),
         (["plan", "m", "--gpus", "24GiB", "12GiB"], "separate GPUs by commas, as in --gpus RTX4090,RTX3060;"),
         (["show", "a.json", "b.json"], "tpplan show --help lists what there is"),
+        (["plan", "m", "24GiB"], "write it as in --gpus RTX4090,RTX3060; tpplan plan --help lists"),
+        (["plan", "m", "--gpus"], "write it as in --gpus RTX4090,RTX3060; tpplan plan --help lists"),
+        (["check", "a.json"], "write it as in --model models/llama; tpplan check --help lists"),
+        (["plan", "--gpus", "24GiB", "--model", "m"], "write MODEL without --model; tpplan plan --help lists"),
+        (["show", "--plan", "a.json"], "write PLAN without --plan; tpplan show --help lists"),
+        (["show", "a.json", "-svg", "a.svg"], "did you mean --svg? tpplan show --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--context", "32k"], "did you mean 32768? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--context", "131,072"], "did you mean 131072? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--context", "1.048.576"], "did you mean 1048576? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--context", "1.5"], "tpplan plan --help lists what there is"),
+        (["generate", "p", "--model", "m", "--temperature", "32k"], "tpplan generate --help lists what there is"),
     ],
 )
 def test_usage_hints(arguments: list[str], hint: str) -> None:
