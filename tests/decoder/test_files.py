@@ -17,6 +17,9 @@ def test_tokens_that_end_a_text(tmp_path: Path) -> None:
     """One or several; none where neither file names any; what is no token is refused, and what is no JSON."""
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert end_tokens(tmp_path) == {7}
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "text_config": {"eos_token_id": [1, 106]}}')
+    assert end_tokens(tmp_path) == {1, 106}
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7, "text_config": {"eos_token_id": 8}}')
     generation = tmp_path / "generation_config.json"
     for content, tokens in (("{}", {7}), ('{"eos_token_id": [2, 3]}', {2, 3}), ('{"eos_token_id": []}', set())):
         generation.write_text(content)

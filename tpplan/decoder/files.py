@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tpplan.config import read_config
 from tpplan.errors import ModelError
+from tpplan.families.wrappers import text_part
 from tpplan.jsontext import NotJSONError, read_json
 
 
@@ -52,10 +53,10 @@ def end_tokens(directory: str | Path) -> frozenset[int]:
     Raises:
         ModelError: a file cannot be read, or its ``eos_token_id`` is not a token or a list of tokens.
     """
-    path = Path(directory) / "generation_config.json"
-    given = read_object(path, "fetch it again, or remove it").get("eos_token_id")
-    if given is None:
-        given = read_config(directory).raw("eos_token_id")
+    config = read_config(directory)
+    generation = read_object(Path(directory) / "generation_config.json", "fetch it again, or remove it")
+    places = generation, config.data, text_part(config)[1].data
+    given = next((data["eos_token_id"] for data in places if data.get("eos_token_id") is not None), None)
     tokens = given if isinstance(given, list) else [] if given is None else [given]
     if any(type(token) is not int for token in tokens):
         raise ModelError(f"{directory}: eos_token_id is {str(given)[:60]}, expected tokens", "compare the files")
