@@ -28,7 +28,7 @@ _KILO = re.compile(r"([0-9]{1,6})[kK]")
 _QUOTES = "\"'"
 
 #: What the options that a command cannot do without may be.
-_EXAMPLES = {"--gpus": "write it as in --gpus RTX4090,RTX3060", "--model": "write such as --model models/llama"}
+_EXAMPLES = {"--gpus": "write it as in --gpus RTX4090,RTX3060", "--model": "write it as in --model models/llama"}
 
 
 def whole(_: object, tokens: Sequence[Any]) -> int:
