@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ContextMemory:
-    """The memory of a compiled plan; :class:`tpplan.exec.context.TPContext` adds the operations.
+    """The memory of a compiled plan; :class:`tpplan.exec.context_operations.ContextOperations` adds the operations.
 
     Attributes:
         plan: the compiled plan.
