@@ -1,8 +1,8 @@
 """Which contexts of this process have their GPUs to themselves.
 
-Where two are busy on the same GPUs, no kernel that waits for other devices may let the next take room: what one context
-waits for might find none on one GPU, and what the other waits for none on another. A kernel that waits for no other
-device may, for it ends by itself.
+If two contexts share GPUs, no kernel that waits for other devices may let the next kernel begin: on one GPU there might
+be no room left for the kernel that one context waits for, and on another GPU none for that of the other. A kernel that
+waits for no other device may, as it ends by itself.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from attrs import define
 
 
 class Member(Protocol):
-    """What works on some GPUs."""
+    """A user of some GPUs."""
 
     def tell_alone(self, *, alone: bool) -> None:
-        """Take note, before this returns, of whether nobody else works there."""
+        """Note whether there is no other user; what is issued after the return knows."""
 
 
 @define
 class _Seat:
-    """What is known of a member.
+    """The state of a member.
 
     Attributes:
-        places: torch's device for each of its plan's.
-        alone: what it was told.
+        places: torch device for each device of its plan in use.
+        alone: what it was told last.
     """
 
     places: Sequence[torch.device]
@@ -42,13 +42,13 @@ _TURN = Lock()
 
 
 def enter(member: Member, places: Sequence[torch.device]) -> None:
-    """Tell a new member whether it is alone, and first all that share GPUs with it that they are not.
+    """Add a member: first tell those that share GPUs with it that they are not alone, then tell it whether it is.
 
-    If anybody cannot be told, it is no member, and the error is the caller's.
+    If one of them raises an error, it is not added, and the error is raised again.
 
     Args:
-        member: that will work there; it takes itself not to be alone.
-        places: torch's device for each of its plan's; where two of them are one GPU, it is not.
+        member: the new member, which assumes that it is not alone.
+        places: torch device for each device of its plan in use; if two of them are the same, it is not alone.
     """
     with _TURN:
         _SEATS[member] = _Seat(places)
@@ -56,20 +56,20 @@ def enter(member: Member, places: Sequence[torch.device]) -> None:
             _tell()
         except BaseException:
             del _SEATS[member]
-            with suppress(Exception):  # those who were told already; the first error says more
+            with suppress(Exception):  # tells those who were told already; the first error says more
                 _tell()
             raise
 
 
 def leave(member: Member) -> None:
-    """Tell those who shared GPUs with a member that works no more; of one that never came nobody is told."""
+    """Remove a member, and tell those that shared GPUs with it; do nothing if it was never added."""
     with _TURN:
         if _SEATS.pop(member, None):
             _tell()
 
 
 def _tell() -> None:
-    """Tell everybody for whom something has changed."""
+    """Tell all members for which something has changed, first those that are no longer alone."""
     used = [place for seat in _SEATS.values() for place in seat.places]
     for member, seat in sorted(_SEATS.items(), key=lambda item: not item[1].alone):
         alone = all(used.count(place) == 1 for place in seat.places)

@@ -22,14 +22,13 @@ class Step(Protocol):
     """A command of a program, ready for all operands of a dtype."""
 
     def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
-        """Return what issues it.
+        """Return a callable that issues it to the stream whose handle it is given.
+
+        If that is a default stream, its device must be current.
 
         Args:
             operands: the caller's tensors.
-            rows: of each.
-
-        Returns:
-            A function of the handle of the stream to issue it to; if it is a default stream, its device is current.
+            rows: rows of each tensor.
         """
 
 
@@ -38,12 +37,12 @@ class ReadyProgram:
     """A program, ready for all operands of a dtype.
 
     Attributes:
-        program: kept, for it is known by its identity.
-        steps: its commands, without what the caller's streams being tpplan's makes needless; of each also the device,
-            and a handle for what is not issued to the device's current stream, else 0.
-        devices: that it uses.
-        loads: those whose second streams it uses.
-        pending: returns what waits for the results of the call that was issued last.
+        program: the program, kept alive because it is cached by its identity.
+        steps: its commands, without those that are redundant as tpplan's streams are the caller's; each with its
+            device, and the handle of its stream, or 0 for the device's current one.
+        devices: the devices that it uses.
+        loads: the devices whose second streams it uses.
+        pending: returns a handle for the results of the call that was issued last.
         on_host: whether the host takes part in it.
         copies: whether the host copies in it.
     """
@@ -57,19 +56,20 @@ class ReadyProgram:
     copies: bool
 
 
-#: What issues a step to the stream that it is given, with the device and the handle that the step has.
+#: A callable that issues a step to the stream that it is given, with the step's device and handle.
 BoundStep = tuple[Callable[[int], None], int, int]
 
 
 @define(eq=False)
 class Bound:
-    """A program, ready to be issued as often as wanted, on the same memory.
+    """A program on given memory, which can be issued any number of times.
 
     Attributes:
         ready: the program.
-        steps: what issues its steps.
-        times: how often they were issued; less than 0 for some time after they were quick.
-        quick: what issues them with less work for the host, if they were issued often; themselves if they are captured.
+        steps: callables that issue its steps.
+        times: how often they were issued; negative for some time after ``quick`` was given up.
+        quick: callables that take the host less time, once it was issued often; for a program that is captured, its
+            steps; else empty.
     """
 
     ready: ReadyProgram

@@ -1,4 +1,4 @@
-"""Copies, prepared so that each costs the host little more than the driver: by the copy engines, and by the host."""
+"""Copies by copy engines and by the host, prepared so that each costs the host little more than the driver's call."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
     from tpplan.exec.programs.program import Buffer, Copy
 
 _SUCCESS = runtime.cudaError_t.cudaSuccess
-#: Addresses tell which memory they are of.
+#: The driver tells from the addresses which memory they are in.
 _ANY = runtime.cudaMemcpyKind.cudaMemcpyDefault
 
 
 class Transfer:
-    """A copy by an engine of a device, between whatever memories."""
+    """A copy by a copy engine, within a memory or between two."""
 
     def __init__(self, step: Copy, memory: Memory, dtype: torch.dtype) -> None:
-        """Work out what is the same for all calls.
+        """Prepare everything that does not depend on the operands.
 
         Args:
-            step: of a program.
-            memory: of the context.
-            dtype: of the operands.
+            step: the program's copy.
+            memory: the context's memory.
+            dtype: dtype of the operands.
         """
         self._step = step
         self._target, self._source = (finder(view, memory, dtype.itemsize) for view in (step.target, step.source))
         self._width = (step.target.stop - step.target.start) * dtype.itemsize
 
     def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
-        """Return what starts to copy, as often as it is called, on the stream that it is given.
+        """Return a callable that copies on a given stream any number of times.
 
         Args:
-            operands: the caller's tensors, ``[rows, columns]`` each, with columns that are contiguous; only their
-                addresses are kept.
-            rows: of each.
+            operands: the caller's tensors, ``[rows, columns]`` each, with contiguous columns; only their addresses are
+                kept.
+            rows: rows of each tensor.
         """
         width = self._width
         target, step, count = self._target(operands, rows)
@@ -56,7 +56,7 @@ class Transfer:
             return self._copying(runtime.cudaMemcpyAsync, target, source, size, _ANY)
         if source_step >= width:
             return self._copying(runtime.cudaMemcpy2DAsync, target, step, source, source_step, width, count, _ANY)
-        # rows that lie over each other, of an expanded tensor for instance; no engine knows such
+        # overlapping rows, such as those of an expanded tensor, which a copy engine refuses
         each = [
             self._copying(runtime.cudaMemcpyAsync, target + i * step, source + i * source_step, width, _ANY)
             for i in range(count)
@@ -69,7 +69,7 @@ class Transfer:
         return copy_rows
 
     def _copying(self, function: Callable[..., tuple[Any]], *arguments: Any) -> Callable[[int], None]:
-        """Return what calls a function of the driver; if the stream is a default one, its device has to be current."""
+        """Return a callable that calls the runtime; if the stream is a default one, its device must be current."""
 
         def copy(stream: int) -> None:
             (error,) = function(*arguments, stream)
@@ -81,16 +81,16 @@ class Transfer:
 
 
 class HostCopy:
-    """A copy within host memory by the host, which is done before the next command is issued."""
+    """A copy within host memory by the host, complete before the next command is issued."""
 
     def __init__(self, step: Copy, memory: Memory, dtype: torch.dtype) -> None:
-        """Take what :class:`Transfer` takes."""
+        """Take the arguments of :class:`Transfer`."""
         self._views = step.target, step.source
         self._memory = memory
         self._dtype = dtype
 
     def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
-        """Return what copies; it keeps the tensors."""
+        """Return a callable that copies; it keeps the tensors alive."""
         target, source = (resolve(view, operands, self._memory, rows, self._dtype) for view in self._views)
 
         def copy(_: int) -> None:

@@ -1,4 +1,4 @@
-"""The counters of exchanges on CUDA devices and in host memory: numbered on each device, made when first asked for."""
+"""The counters of exchanges, on CUDA devices and in host memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class Counters:
-    """Gives every counter its place in the memory of the device that waits for it, or has it for itself."""
+    """Numbers the counters of each device and of the host, and gives each its place in memory on first use."""
 
     def __init__(self, flags: Mapping[int, Tensor]) -> None:
         """Set all counters to 0.
 
         Args:
-            flags: bytes for the counters of each device, and of the host.
+            flags: memory for the counters of each device and of the host.
         """
         self._addresses = {home: area.data_ptr() for home, area in flags.items()}
         self._rooms = {home: len(area) // COUNTER_BYTES for home, area in flags.items()}
@@ -31,12 +31,12 @@ class Counters:
             area.zero_()
 
     def number(self, home: int, *key: Hashable, count: int = 1) -> int:
-        """Return the number of a counter among those of its home.
+        """Return the number of a counter among those of its device.
 
         Args:
-            home: the device in whose memory it is, or HOST.
-            key: what it counts.
-            count: how many there are in a row, of which this is the first.
+            home: the device whose memory it is in, or HOST.
+            key: identifies what it counts.
+            count: number of consecutive counters, of which it is the first.
 
         Raises:
             ExecutionError: there is no room for more.

@@ -69,9 +69,8 @@ class Exchanges:
         self._most["frame"] = min(frame_table.MOST_BLOCKS, most_blocks(here, FRAME_BLOCKS))
         kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
         flags = torch.zeros(LINE * len(places), dtype=torch.int32, device="cpu", pin_memory=True)
-        self.landings = Landings(
-            tuple(places), flags, self._counters, partial(_refuse, self._seen)
-        )  # holds no exchanges
+        check = partial(_refuse, self._seen)  # self.check would be a reference cycle
+        self.landings = Landings(tuple(places), flags, self._counters, check)
         wanted = {(name, (each.major, each.minor)) for name in kernels for each in found.values()}
         kernel_cache.prepare(wanted)
         self.kernels = {each: kernel_cache.load(*each) for each in wanted}

@@ -1,4 +1,4 @@
-"""Whose turn it is to issue kernels that devices exchange by."""
+"""The lock under which kernels that exchange data are issued."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
     from tpplan.exec.gpu.exchanges import Exchanges
 
-#: Held while anything is issued that devices exchange by kernels: one program of one context at a time.
+#: Held while kernels that exchange data are issued: one program of one context at a time.
 ISSUING = threading.RLock()
 
 
 class Issuing:
-    """Holds back other threads, for kernels of two contexts must not come in another order on another device.
+    """Holds the lock, so that kernels of two contexts are in the same order on all devices.
 
     Attributes:
-        closed: whether nothing may be issued any more.
+        closed: whether the context is closed.
     """
 
     def __init__(self, exchanges: Exchanges) -> None:
@@ -28,11 +28,10 @@ class Issuing:
         self.closed = False
 
     def __enter__(self) -> None:
-        """Begin.
+        """Take the lock.
 
         Raises:
-            ExecutionError: the devices are closed, or one of them waited in vain, or the issue of a program was
-                interrupted, so that devices do not agree any more on what they exchange.
+            ExecutionError: see :meth:`check`.
         """
         ISSUING.acquire()
         try:
@@ -47,10 +46,11 @@ class Issuing:
         ISSUING.release()
 
     def check(self) -> None:
-        """Refuse what comes after the end; whoever has waited for the others may come after it.
+        """Check that the context may issue anything; it may have been closed while a thread waited for the lock.
 
         Raises:
-            ExecutionError: see :meth:`__enter__`.
+            ExecutionError: it is closed, a device timed out, or the issue of a program was interrupted, so that devices
+                do not agree any more on what they exchange.
         """
         if self.closed:
             raise ExecutionError("the context is closed", "compile the plan again")

@@ -1,4 +1,4 @@
-"""Launches that come again and again, as graphs of one kernel each: the driver issues one in half a launch's time."""
+"""Launches that recur, as graphs of one kernel each: the driver launches a graph in half the time."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 
-#: How often something is launched before that. A graph takes 45 µs to make and saves 4 each time (two H200).
+#: Launches before a graph is made, which takes 45 µs and saves 4 each time (two H200).
 _OFTEN = 16
-#: And how much more often where the graph had to go: if more take turns than are kept, most would go unused.
+#: Further launches if the graph was dropped before: if more programs take turns than are kept, most would go unused.
 _AGAIN = 256
-#: Programs whose graphs are kept: each takes 120 KiB of every device (two H200), which no plan counts.
+#: Maximum number of programs with graphs: each takes 120 KiB of every device (two H200), which no plan counts.
 _KEPT = 64
 
 
 class LaunchGraphs:
-    """The graphs of programs that are issued often, but for those whose turn is over."""
+    """The graphs of programs that are issued often; the oldest are dropped."""
 
     def __init__(self, ordinals: Mapping[int, int]) -> None:
-        """Take torch's number of each of the plan's devices in use."""
+        """Take the ordinal of each device of the plan in use."""
         self._ordinals = ordinals
         self._latest: deque[Bound] = deque()
 
     def steps(self, bound: Bound) -> tuple[BoundStep, ...]:
-        """Return what issues a program that is not captured; from some time on, its kernels by graphs."""
+        """Return the steps of a program that is not captured, of which kernels are graphs if it is issued often."""
         bound.times += 1
         if bound.times < _OFTEN:
             return bound.steps
@@ -52,17 +52,17 @@ class LaunchGraphs:
         return bound.quick
 
     def clear(self) -> None:
-        """Let go of all of them."""
+        """Drop all graphs."""
         for bound in self._latest:
             bound.times, bound.quick = 0, ()
         self._latest.clear()
 
 
 class _Executable:
-    """A graph that can be launched; one that still runs when it dies is freed by the driver when it is done."""
+    """A graph that can be launched. If it is deleted while it runs, the driver frees it when it is complete."""
 
     __slots__ = ("handle",)
-    _destroy = staticmethod(driver.cuGraphExecDestroy)  # which is still there when modules are torn down
+    _destroy = staticmethod(driver.cuGraphExecDestroy)  # still available when modules are torn down
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -72,13 +72,13 @@ class _Executable:
 
 
 def graph_of(ready: Ready, ordinal: int) -> Callable[[int], None] | None:
-    """Return what does the same as a launch, of which nothing has to be kept; None if the driver refuses a graph.
+    """Return a callable that does the same as a launch and needs nothing of it; None if the driver refuses a graph.
 
     It cannot be captured.
 
     Args:
-        ready: to be launched.
-        ordinal: of torch's device that the kernel is loaded on.
+        ready: the launch.
+        ordinal: ordinal of the device that the kernel is loaded on.
     """
     before = switch_device(ordinal)
     try:

@@ -1,4 +1,4 @@
-"""Sums on CUDA devices, by kernels that are prepared so that each costs the host little more than the driver."""
+"""Sums on CUDA devices, by kernels that are prepared so that each costs the host little more than the driver's call."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from tpplan.exec.binding import Memory
     from tpplan.exec.programs.program import Buffer, Sum
 
-#: Of what adds up a dtype.
+#: Names of the kernels that add up a dtype.
 NAMES = {torch.bfloat16: "sum_bf16", torch.float16: "sum_f16", torch.float32: "sum_f32"}
-#: What a thread of a kernel reads at once.
+#: Bytes that a thread reads at once, if everything is aligned to them.
 _VECTOR_BYTES = 16
 _THREADS = 256
 _MOST_BLOCKS = 264
@@ -35,20 +35,20 @@ class Sums:
     """Prepares sums.
 
     Attributes:
-        kernels: by dtype and device; one is loaded when a device first adds up a dtype.
+        kernels: the kernels loaded so far, by dtype and device.
     """
 
     def __init__(self) -> None:
         self.kernels: dict[tuple[torch.dtype, torch.device], Any] = {}
 
     def prepare(self, step: Sum, memory: Memory, dtype: torch.dtype, device: torch.device) -> Addition:
-        """Return a sum, ready for all operands.
+        """Return a sum, ready for all operands, and load its kernel on first use.
 
         Args:
-            step: of a program.
-            memory: of the context.
-            dtype: of the operands.
-            device: that adds up.
+            step: the program's sum.
+            memory: the context's memory.
+            dtype: dtype of the operands.
+            device: the device that adds up.
         """
         key = (dtype, device)
         if key not in self.kernels:
@@ -60,13 +60,13 @@ class Addition:
     """A kernel that adds up in float32, in order, and rounds once."""
 
     def __init__(self, kernel: Any, step: Sum, memory: Memory, dtype: torch.dtype) -> None:
-        """Work out what is the same for all calls.
+        """Prepare everything that does not depend on the operands.
 
         Args:
-            kernel: loaded by cuda.core.
-            step: of a program.
-            memory: of the context.
-            dtype: of the operands.
+            kernel: the kernel, loaded by cuda.core.
+            step: the program's sum.
+            memory: the context's memory.
+            dtype: dtype of the operands.
         """
         self._device = step.stream.device
         self._kernel = driver.CUfunction(int(kernel.handle))
@@ -75,12 +75,12 @@ class Addition:
         self._width = (step.target.stop - step.target.start) * dtype.itemsize
 
     def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Callable[[int], None]:
-        """Return what launches the kernel, as often as it is called, on the stream that it is given.
+        """Return a callable that launches the kernel on a given stream any number of times.
 
         Args:
-            operands: the caller's tensors, ``[rows, columns]`` each, with columns that are contiguous; only their
-                addresses are kept.
-            rows: of each.
+            operands: the caller's tensors, ``[rows, columns]`` each, with contiguous columns; only their addresses are
+                kept.
+            rows: rows of each tensor.
         """
         width = self._width
         address, step, count = self._target(operands, rows)

@@ -1,4 +1,4 @@
-"""Processes that do one task after the other, as they are told."""
+"""Child processes that do one task after the other."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def work_off(tasks: Iterable[str], command: Sequence[str], most: int) -> None:
-    """Return when every task was done, or given up because a process died of it.
+    """Run tasks in child processes until each is done, or was given up because a process died of it.
 
-    A process reads tasks from its standard input, a line each, answers each with a line, and ends where they end. The
-    next task is for whoever is free. What a process dies of is not tried again, and those behind it get a new one.
+    A process reads tasks from its standard input, a line each, answers each with a line, and ends with its input. A
+    process that is free gets the next task. A task that a process died of is not repeated; a new process does the rest.
 
     Args:
-        tasks: without line breaks.
-        command: arguments of Python, which finds the modules that are found here.
-        most: processes at a time. Where no more can be started, those that were do the rest; without any, nobody does.
+        tasks: tasks without line breaks.
+        command: arguments of Python, which finds the same modules as this process.
+        most: maximum number of processes. If fewer can be started, these do all tasks; without any, none is done.
     """
     left, processes, lock = deque(tasks), list[subprocess.Popen[bytes]](), Lock()
     # the same modules as here, and -P: none from the working directory that are not known here
@@ -65,7 +65,7 @@ def work_off(tasks: Iterable[str], command: Sequence[str], most: int) -> None:
 
 
 def _does(process: subprocess.Popen[bytes], task: str) -> bool:
-    """Return whether a process has lived to answer a task."""
+    """Give a process a task, and return whether it lived to answer."""
     assert process.stdin  # noqa: S101 - of mypy
     assert process.stdout  # noqa: S101
     try:
