@@ -38,6 +38,8 @@ ELSEWHERE: Final = "point to a model's directory, or to the config.json that cam
 _GGUF = (
     "take the config.json of the model instead; of quantised weights, a checkpoint in safetensors, such as AWQ or GPTQ"
 )
+#: Where a directory of models has them, and one of Hugging Face's cache.
+_DEEPER: Final = ("*/config.json", "snapshots/*/config.json")
 _COMPARE = "compare it with the config.json that the model came with"
 _MISSING: Final = object()
 
@@ -230,7 +232,8 @@ def _instead(path: Path) -> str:
     if any(path.glob("*.gguf")):
         return f"tpplan does not read GGUF files: {_GGUF}"
     if path.exists():
-        return ELSEWHERE
+        inside = next((found for pattern in _DEEPER for found in sorted(path.glob(pattern))), None)
+        return f"{ELSEWHERE}, such as {_name(inside.parent)}" if inside else ELSEWHERE
     if meant := nearest(path):
         return f"did you mean {visible(meant)}?"
     if not path.is_absolute() and not path.parent.is_dir() and len(path.parts) == len(("organisation", "model")):

@@ -34,7 +34,9 @@ def read_text(path: str | os.PathLike[str]) -> str:
             data = file.read((size or LARGEST_DOCUMENT) + 1)  # a device or pipe has no size
     except (OSError, ValueError) as error:
         hint = "check the path"
-        if isinstance(error, IsADirectoryError):
+        if isinstance(error, IsADirectoryError) and (Path(path) / "config.json").exists():
+            hint = "it is a model's; tpplan plan makes a plan of that"
+        elif isinstance(error, IsADirectoryError):
             hint = f"name one of its files; validate and check also take several, such as {Path(path) / '*.json'}"
         elif isinstance(error, FileNotFoundError) and (meant := nearest(path)):
             hint = f"did you mean {meant}?"
@@ -132,8 +134,11 @@ def save_bytes(data: bytes, path: str | os.PathLike[str]) -> bool:
         return _replace(data, Path(path))
     except (OSError, ValueError) as error:
         folder = Path(path).parent
-        lacks = isinstance(error, FileNotFoundError) and not folder.exists()
-        hint = f"make the directory {str(folder)!r} first" if lacks else "choose another file"
+        hint = "choose another file"
+        if isinstance(error, FileNotFoundError) and not folder.exists():
+            hint = f"make the directory {str(folder)!r} first"
+        elif isinstance(error, IsADirectoryError):
+            hint = "name a file in it"
         raise TpplanError(f"cannot write {os.fspath(path)!r}: {_reason(error)}", hint) from error
 
 

@@ -60,7 +60,7 @@ def generate(
                 f"{option} takes effect with --temperature above 0", f"add --temperature 0.7, or leave out {option}"
             )
     if max_new_tokens is not None and max_new_tokens < 1:
-        raise RequestError(f"--max-new-tokens is {max_new_tokens}, expected 1 or more", "or leave it out")
+        raise RequestError(f"--max-new-tokens is {max_new_tokens}, expected 1 or more", "leave it out for 128")
     tokens = token_ids.split(",") if token_ids else []
     if not all(token.strip().isdecimal() and len(token) <= _LONGEST for token in tokens):
         raise UsageError(f"--token-ids is {token_ids[:60]!r}, expected numbers", "write them as in 5,17,99")

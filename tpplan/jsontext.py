@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 
 from tpplan.problems import MOST_PROBLEMS
@@ -48,6 +49,8 @@ def decode(data: bytes) -> str:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
+        if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):  # as PowerShell writes what is redirected
+            raise NotJSONError("is UTF-16 text, expected UTF-8") from error
         raise NotJSONError(f"is no UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from error
     if text.startswith("\ufeff"):
         raise NotJSONError("starts with a byte order mark, which JSON does not have")
@@ -86,7 +89,8 @@ def read_json(text: str | bytes) -> object:
         data: object = json.loads(text, parse_int=whole, parse_constant=constant, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise NotJSONError(f"is not JSON: {error.msg[:1].lower()}{error.msg[1:]}", where=where) from error
+        reason = error.msg.removesuffix(" starting at")
+        raise NotJSONError(f"is not JSON: {reason[:1].lower()}{reason[1:]}", where=where) from error
     except RecursionError as error:
         raise NotJSONError("is nested too deeply") from error
     if found:

@@ -28,6 +28,6 @@ def version_problem(version: str) -> str:
     """Return what keeps this tpplan from executing a plan of a format version, empty if nothing does."""
     major = FORMAT_VERSION.partition(".")[0]
     if is_newer(version):
-        return f"is {version}, this tpplan knows {major}.x up to {FORMAT_VERSION}"
+        return f"is {version}, newer than {FORMAT_VERSION}, the latest that this tpplan knows"
     given = version_of(version)
     return "" if given and given[0] == int(major) else f"is {version[:40]!r}, this tpplan reads {major}.x"

@@ -57,6 +57,14 @@ def test_config_directory() -> None:
     assert "nowhere" in refused("inspect", "nowhere")
 
 
+@pytest.mark.parametrize("inside", ["some/model", "models--some--model/snapshots/1f"])
+def test_a_directory_of_models(inside: str) -> None:
+    """Who names what models are in, such as one of Hugging Face's cache, is told where the first of them is."""
+    Path(inside).mkdir(parents=True)
+    (Path(inside) / "config.json").write_text("{}", encoding="utf-8")
+    assert refused("inspect", inside.partition("/")[0]).endswith(f"came with the model, such as {inside}\n")
+
+
 def test_a_slip_in_the_name_of_a_directory() -> None:
     """What is there under nearly the same name is proposed; where nothing is near, nothing is."""
     Path("Llama-3.1-8B").mkdir()
@@ -322,7 +330,7 @@ def test_unwritable_output() -> None:
     asked = ("plan", LLAMA_8B, "--gpus", "24GiB,12GiB", "--context", 4096, "-o")
     assert "'nowhere/x.json'" in (err := refused(*asked, "nowhere/x.json"))
     assert "hint: make the directory 'nowhere' first" in err
-    assert "folder" in refused(*asked, "folder")
+    assert "'folder': Is a directory\nhint: name a file in it\n" in refused(*asked, "folder")
     assert "file/x.json" in (err := refused(*asked, "file/x.json"))
     assert "make the directory" not in err
     Path("a.json").write_text(TEXT, encoding="utf-8")

@@ -77,6 +77,7 @@ def test_problems_are_wrapped_alike() -> None:
         (TEXT.replace('"batch": 2', f'"batch": {"9" * 5000}'), "5000 digits"),
         (TEXT.replace('"batch": 2', '"batch": 2, "extra": 1'), "extra"),
         (TEXT[: len(TEXT) // 2], "line"),
+        (TEXT[: TEXT.index("$schema")], "line 2, column 3: is not JSON: unterminated string\n"),
     ],
     ids=[
         "2.0",
@@ -93,6 +94,7 @@ def test_problems_are_wrapped_alike() -> None:
         "long",
         "key",
         "cut",
+        "cut in a key",
     ],
 )
 def test_plan_files(text: str, words: str) -> None:
@@ -114,6 +116,20 @@ def test_missing_plan_is_no_answer() -> None:
         for others in (("validate",), ("check", "--model", LLAMA_8B)):
             done = command(*others, name)
             assert (done.code, repr(name) in done.out) == (2, True)
+
+
+def test_a_model_in_place_of_a_plan() -> None:
+    """The directory of a model holds no plans."""
+    assert refused("show", LLAMA_8B).endswith("hint: it is a model's; tpplan plan makes a plan of that\n")
+
+
+def test_a_plan_in_another_encoding() -> None:
+    """What PowerShell writes where standard output goes to a file is named."""
+    for encoding in ("utf-16", "utf-16-be"):
+        Path("plan.json").write_bytes(
+            ("\ufeff" if encoding == "utf-16-be" else "").encode(encoding) + TEXT.encode(encoding)
+        )
+        assert "is UTF-16 text, expected UTF-8" in refused("show", "plan.json")
 
 
 def test_a_slip_in_the_name_of_a_plan() -> None:

@@ -59,7 +59,7 @@ def moved(device: int, bucket: str, count: int) -> dict[str, int]:
 
 VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP001", {"format_version": "2.0"}, "TP001 at format_version: is '2.0', this tpplan reads 1.x"),
-    ("TP001", {"format_version": "1.1"}, "is 1.1, this tpplan knows 1.x up to 1.0"),
+    ("TP001", {"format_version": "1.1"}, "is 1.1, newer than 1.0, the latest that this tpplan knows"),
     ("TP001", {"format_version": "one"}, "is 'one'"),
     ("TP002", {f"splits[{RS}].bounds": (0, 1024, 1536, 2048)}, "residual has 4 numbers, expected 5 for 4 devices"),
     ("TP003", {f"splits[{RS}].bounds": (32, 1024, 1536, 2048, 2048)}, "residual starts at 32 on device 0, expected 0"),
