@@ -60,8 +60,9 @@ class Way:
         first: fewest rows.
         last: most rows.
         transport: ``peer``, ``host``, ``events``, ``local`` where devices exchange nothing, or ``refused``.
-        how: ``slots``, ``frames``, ``shared frames``, ``straight``, or ``passed on`` between receivers of the same
-            data, with the number of parts; if ``local``, ``on each device``, or ``written`` or ``copied`` to the host.
+        how: ``slots``, ``frames``, ``shared frames``, ``straight``, ``passed on`` between receivers of the same data,
+            or for copies the number of parts; if ``local``, ``on each device``, or ``written`` or ``copied`` to the
+            host.
         why: reason for this path, in words.
         row_bytes: bytes that one row moves from one memory to another, summed over all devices.
         buffers: areas of the context's memory that are used.

@@ -1,9 +1,9 @@
 """The parameter of every exchange kernel: an array of words of 8 bytes.
 
 The first words are those that change from call to call; behind them comes the table of the program, which
-:mod:`tpplan.exec.gpu.slot_table` and :mod:`tpplan.exec.gpu.straight_table` make. Columns are in bytes. A device's
-counters are numbered, and each has a part for every block of threads: blocks of the same index on all devices exchange
-with each other, and wait for no other block.
+:mod:`tpplan.exec.gpu.slot_table`, :mod:`tpplan.exec.gpu.frame_table` and :mod:`tpplan.exec.gpu.straight_table` make.
+Columns are in bytes. A device's counters are numbered, and each has a part for every block of threads: blocks of the
+same index on all devices exchange with each other, and wait for no other block.
 """
 
 from __future__ import annotations

@@ -101,7 +101,14 @@ def capacity(stride: int, most: int = BLOCKS) -> int:
 
 @define
 class _Send:
-    """Columns to send, and optionally to copy to the device's own output."""
+    """Columns to send, and optionally to copy to the device's own output.
+
+    Attributes:
+        first: first byte in a row.
+        width: bytes in a row.
+        lanes: indices of the queues to send to.
+        local: 1 plus the first byte in the output's row, or 0 if they are not copied there.
+    """
 
     first: int
     width: int
@@ -111,7 +118,18 @@ class _Send:
 
 @define
 class _Entries:
-    """Builds a table."""
+    """Builds a table.
+
+    Attributes:
+        item: bytes per element.
+        queues: the queues with their entries, first those that the device fills.
+        filled: number of entries of queues that it fills.
+        asked: for each reader of a queue in host memory that it fills, the index of its entry.
+        sends: the sends in order.
+        receives: the receives in order.
+        width: bytes of a row of the sum; 0 if there is none.
+        bits: bitwise or of all byte offsets and widths so far.
+    """
 
     item: int
     queues: list[tuple[Queue, tuple[int, int, int, int]]]

@@ -54,6 +54,7 @@ class _Entries:
         operands: the program's operands in order.
         address: returns the address of a flag.
         raised: how many times the device has raised or awaited each flag in this exchange.
+        steps: the words of each step.
     """
 
     item: int

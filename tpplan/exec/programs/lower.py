@@ -75,12 +75,12 @@ class Limits:
 
     Attributes:
         slot_bytes: size of a queue's slot.
-        frame_bytes: size of a slot for frames in host memory; 0 if there are none.
-        streams: whether kernels stream messages of any length through frames; if not, messages are cut to fit.
-        spared_bytes: reductions in frames are divided by columns if that saves each device more than this.
         stage_bytes: size of half a pinned ring, see :meth:`ring_slot`.
         exchange_bytes: size of a device's exchange buffer.
         straight: whether kernels can write to other devices' tensors; if not, large messages go by ``events``.
+        frame_bytes: size of a slot for frames in host memory; 0 if there are none.
+        streams: whether kernels stream messages of any length through frames; if not, messages are cut to fit.
+        spared_bytes: reductions in frames are divided by columns if that saves each device more than this.
         tuning: thresholds.
     """
 
