@@ -53,13 +53,13 @@ def probe_in_child(driver: str, gpus: tuple[str, ...], routes: Sequence[Route], 
     """Test links in child processes.
 
     Args:
-        driver: as ``module:factory``, imported by the child.
+        driver: the driver as ``module:factory``, imported by the child.
         gpus: UUIDs that the child must see too, in this order.
-        routes: to test.
+        routes: routes to test.
         deadline_s: seconds that a step may take; the start of a child may take 180.
 
     Returns:
-        One link per route, in their order. Untested are those for which no child got as far as testing any.
+        One link per route, in their order. If a child fails before it tests any, the routes that are left are untested.
     """
     found: dict[Route, Link] = {}
     end = (Verdict.UNTESTED, "")

@@ -39,7 +39,7 @@ def start(mechanism: Mechanism, moves: Sequence[Move]) -> Callable[[], None]:
 
     Args:
         mechanism: ``store``, ``load`` or ``flag``.
-        moves: of a multiple of 16 bytes each.
+        moves: moves of a multiple of 16 bytes each.
 
     Raises:
         ExecutionError: a kernel timed out; raised by the returned function.

@@ -89,17 +89,17 @@ def probe(
     """Test links, one mechanism after the other.
 
     Args:
-        driver: that has them.
-        routes: to test; the driver lacks none of their mechanisms.
-        verified: others, known to work.
+        driver: driver of the GPUs.
+        routes: routes to test; the driver lacks none of their mechanisms.
+        verified: other routes, known to work.
 
     Yields:
-        The routes that are tested next, before every step, so that whoever waits knows whose fault a hang is: none,
-        before a GPU is used by itself; and a verdict for each route, as soon as it is final.
+        Before every step, the routes that it tests, which are at fault if it hangs: none if a GPU is used by itself.
+        For each route a verdict, as soon as it is final.
 
     Raises:
-        Exception: what the driver raises. It may be unable to go on, so the next test needs a new process. If that is
-            before the first routes, a GPU cannot be used at all, which tells nothing of its links.
+        Exception: an error of the driver, which may be unable to go on, so the next test needs a new process. If no
+            routes were yielded before, a GPU cannot be used at all, which says nothing of its links.
     """
     copies = {route for route in verified if route[0] == Mechanism.COPY}
     alone, together = ([slice(0, size) for size in sizes] for sizes in (ALONE, TOGETHER))
@@ -159,8 +159,8 @@ def _faults(
 ) -> dict[Route, _Fault | None]:
     """Return what is wrong with each route when all of them are used at once; None if nothing is.
 
-    All are of one mechanism. Those besides, of another, are the copies between some of the same GPUs and work without
-    these routes, so what is wrong with them is these routes' fault.
+    All are of one mechanism. ``besides`` are copies between some of the same GPUs, which work by themselves, so what is
+    wrong with them is these routes' fault.
     """
     faults: dict[Route, _Fault | None] = dict.fromkeys(routes)
     every = (*routes, *besides)
