@@ -33,7 +33,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
                 raise malformed(os.fspath(path), f"has {size} bytes, the most is {LARGEST_DOCUMENT}")
             data = file.read((size or LARGEST_DOCUMENT) + 1)  # a device or pipe has no size
     except (OSError, ValueError) as error:
-        hint = "check the path"
+        hint = "check its permissions" if isinstance(error, PermissionError) else "check the path"
         if isinstance(error, IsADirectoryError) and (Path(path) / "config.json").exists():
             hint = "it is a model's; tpplan plan makes a plan of that"
         elif isinstance(error, IsADirectoryError):
@@ -54,20 +54,17 @@ def nearest(path: str | os.PathLike[str], suffix: str = "") -> str:
     from difflib import get_close_matches  # noqa: PLC0415 - only for messages
 
     asked = path = Path(path)
-    while not path.parent.is_dir() and path != path.parent:
-        path, suffix = path.parent, ""
-    names: dict[str, str] = {}
     with contextlib.suppress(OSError):  # of a directory that must not be read
-        for entry in path.parent.iterdir():
-            if entry.name.endswith(suffix) and entry.name != path.name:
-                names[entry.name.removesuffix(suffix).casefold()] = entry.name
-    wanted = (path.stem if suffix else path.name).casefold()
-    found = get_close_matches(wanted, names, n=1, cutoff=_NEAR)
-    if not found:
-        return ""
-    near = path.parent / names[found[0]]
-    whole = near / asked.relative_to(path)
-    return str(whole if whole.exists() else near)
+        while not path.parent.is_dir() and path != path.parent:
+            path, suffix = path.parent, ""
+        others = [entry.name for entry in path.parent.iterdir() if entry.name.endswith(suffix)]
+        names = {name.removesuffix(suffix).casefold(): name for name in others if name != path.name}
+        wanted = (path.stem if suffix else path.name).casefold()
+        if found := get_close_matches(wanted, names, n=1, cutoff=_NEAR):
+            near = path.parent / names[found[0]]
+            whole = near / asked.relative_to(path)
+            return str(whole if whole.exists() else near)
+    return ""
 
 
 def decode(data: bytes, what: str) -> str:

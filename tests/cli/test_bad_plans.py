@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import attrs
 import pytest
@@ -17,6 +18,7 @@ from tests.codec_cases import TEXT
 from tests.command import command
 from tests.plan.test_verify import VALID, VIOLATIONS, edited
 from tpplan import codec
+from tpplan.files import nearest
 
 HOLE = 2**30
 
@@ -116,6 +118,20 @@ def test_missing_plan_is_no_answer() -> None:
         for others in (("validate",), ("check", "--model", LLAMA_8B)):
             done = command(*others, name)
             assert (done.code, repr(name) in done.out) == (2, True)
+
+
+@pytest.mark.parametrize("call", ["is_dir", "iterdir"])
+def test_nothing_is_proposed_from_directories_that_must_not_be_read(call: str) -> None:
+    """A slip in them is a missing file like others."""
+    with patch.object(Path, call, side_effect=PermissionError(13, "Permission denied")):
+        assert nearest("closed/plan.json") == ""
+
+
+def test_a_file_that_must_not_be_read() -> None:
+    """The error has the system's reason, and the hint is about that."""
+    with patch.object(Path, "open", side_effect=PermissionError(13, "Permission denied")):
+        done = command("show", "closed.json")
+    assert done.err == "error: cannot read 'closed.json': Permission denied\nhint: check its permissions\n"
 
 
 def test_a_model_in_place_of_a_plan() -> None:
