@@ -35,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         console.close()
         return PIPE_CLOSED
+    except SystemExit as error:  # by rich, which writes help and colours
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        return PIPE_CLOSED
 
 
 def _run(tokens: list[str]) -> int:

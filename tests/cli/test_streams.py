@@ -91,11 +91,14 @@ def _shell(line: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProc
     )
 
 
-def test_closed_pipe_is_quiet() -> None:
+@pytest.mark.parametrize(
+    "line", [f"TPPLAN show {FIXTURE} --html -", f"FORCE_COLOR=1 TPPLAN show {FIXTURE}", "TPPLAN plan --help"]
+)
+def test_closed_pipe_is_quiet(line: str) -> None:
     """A reader that leaves early is no error worth a word."""
     reading, writing = os.pipe()
     os.close(reading)
-    done = _shell(f"TPPLAN show {FIXTURE} --html -", stdout=writing)
+    done = _shell(line, stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 
