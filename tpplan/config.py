@@ -236,8 +236,10 @@ def _instead(path: Path) -> str:
         return f"{ELSEWHERE}, such as {_name(inside.parent)}" if inside else ELSEWHERE
     if meant := nearest(path):
         return f"did you mean {visible(meant)}?"
-    if not path.is_absolute() and not path.parent.is_dir() and len(path.parts) == len(("organisation", "model")):
-        fetch = f"hf download {_name(path)} config.json --local-dir {_name(Path(path.name))}"
+    is_url = path.parts[:1] in {("https:",), ("http:",)}
+    model = Path(*path.parts[2:4]) if is_url else path  # behind the host
+    if not path.is_absolute() and not path.parent.is_dir() and len(model.parts) == len(("organisation", "model")):
+        fetch = f"hf download {_name(model)} config.json --local-dir {_name(Path(model.name))}"
         return f"tpplan fetches nothing; a config.json of the Hugging Face Hub comes with: {fetch}"
     return ELSEWHERE
 

@@ -38,6 +38,8 @@ def parse_bytes(text: str) -> int:
 
 def _with_a_unit(number: str, unit: str) -> str:
     """Return how to write a number whose unit is unknown or missing; too many GiB were probably MiB, or bytes."""
+    if not float(number):
+        return "write a number above 0 and a unit, such as 24GiB"
     prefix = unit[:1].upper()
     if prefix not in _POWERS:
         prefix = "G" if float(number) < _ABSURD else "M" if float(number) < _ABSURD * 2**10 else ""

@@ -77,8 +77,10 @@ def test_a_slip_in_the_name_of_a_directory() -> None:
 
 def test_the_name_of_a_model_on_a_hub() -> None:
     """Whoever names a repository is told how to fetch the one file that planning takes."""
-    err = refused("inspect", "meta-llama/Llama-3.1-8B")
-    assert err.endswith("comes with: hf download meta-llama/Llama-3.1-8B config.json --local-dir Llama-3.1-8B\n")
+    name = "meta-llama/Llama-3.1-8B"
+    for asked in (name, f"https://huggingface.co/{name}", f"https://huggingface.co/{name}/tree/main"):
+        err = refused("inspect", asked)
+        assert err.endswith(f"comes with: hf download {name} config.json --local-dir Llama-3.1-8B\n")
     Path("meta-llama").mkdir()  # somebody's own folder
     assert "hf download" not in refused("inspect", "meta-llama/Llama-3.1-8B")
 
@@ -150,6 +152,7 @@ def test_hostile_headers(length: int) -> None:
         ("0GiB", ["0GiB"]),
         ("1e3GiB", ["1e3GiB"]),
         (" ", ["no device"]),
+        ("0,1", ["'0' has no unit", "hint: write a number above 0 and a unit, such as 24GiB\n"]),
         ("0x24GiB", ["0 devices"]),
         ("99999999x24GiB", ["99999999"]),
         ("24GiB,,12GiB", ["entry 2"]),
