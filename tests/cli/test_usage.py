@@ -1,0 +1,77 @@
+"""Wrong arguments on the command line: what is wrong with them, and what was probably meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli_cases import conforms, folder  # noqa: F401 (for every test here)
+from tests.command import command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["shw"], "unknown command 'shw'"),
+        (["--quiet"], "the first argument is '--quiet', expected a command"),
+        (["show"], "tpplan show needs PLAN"),
+        (["show", "a.json", "b.json"], "'b.json'"),
+        (["plan", "model"], "tpplan plan needs --gpus"),
+        (["plan", "model", "--gpu", "24GiB"], "--gpus"),
+        (["plan", "model", "--gpus", "24GiB", "--context", "many"], "--context is 'many', expected a whole number"),
+        (["plan", "model", "--gpus", "24GiB", "--context", "1.5"], "--context is '1.5', expected a whole number"),
+        (["plan", "model", "--gpus", "24GiB", "--batch", "0x10"], "--batch is '0x10', expected a whole number"),
+        (["bench", "a.json", "--rounds", "2.5"], "--rounds is '2.5', expected a whole number"),
+        (["generate", "a.json", "--model", "m", "--temperature", "warm"], "--temperature is 'warm', expected a number"),
+        (["plan", "model", "--gpus", "24GiB", "--json=maybe"], "--json takes no value"),
+        (["plan", "model", "--gpus", "24GiB", "--gpus", "12GiB"], "--gpus is there twice"),
+        (["plan", "model", "--gpus", "24GiB", "12GiB"], "tpplan plan takes no further argument '12GiB'"),
+        (["plan", "model", "--gpus", "24GiB", "--context"], "--context has no value"),
+        (["show", "a.json", "--bogus"], "--bogus"),
+        (["validate"], "no plan was named"),
+        (["check", "a.json"], "--model"),
+        (["inspect", ""], "MODEL is empty"),
+        (["plan", "model", "--gpus", "24GiB", "-o", ""], "--output is empty"),
+        (["validate", "a.json", ""], "PLANS is empty"),
+        (["diff", "-", "-"], "standard input"),
+        (["validate", "-", "a.json", "-"], "standard input"),
+        (["show", "a.json", "--svg", "-", "--html", "-"], "standard output"),
+    ],
+)
+def test_usage(arguments: list[str], words: str) -> None:
+    """Wrong arguments exit 2 with one paragraph that names what is wrong, and where to look."""
+    done = command(*arguments)
+    assert (done.code, done.out) == (2, "")
+    error, hint = done.err.splitlines()
+    assert error.startswith("error: ")
+    assert words in error
+    assert hint.startswith("hint: ")
+    document = conforms(command(*arguments, "--json").out, "error-report")
+    assert document["error"]["kind"] == "usage"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["shw"], "did you mean show?"),
+        (["zzz"], "commands are inspect, devices, plan, show, diff, validate, check, selftest, generate and bench;"),
+        (["plan", "m", "--gpu", "24GiB"], "did you mean --gpus instead of --gpu? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--contxt", "5"], "did you mean --context? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--gpus", "12GiB"], "separate GPUs by commas, as in --gpus RTX4090,RTX3060;"),
+        (["plan", "m", "--gpus", "24GiB", "12GiB"], "separate GPUs by commas, as in --gpus RTX4090,RTX3060;"),
+        (["show", "a.json", "b.json"], "tpplan show --help lists what there is"),
+        (["plan", "m", "24GiB"], "write it as in --gpus RTX4090,RTX3060; tpplan plan --help lists"),
+        (["plan", "m", "--gpus"], "write it as in --gpus RTX4090,RTX3060; tpplan plan --help lists"),
+        (["check", "a.json"], "write it as in --model models/llama; tpplan check --help lists"),
+        (["plan", "--gpus", "24GiB", "--model", "m"], "write MODEL without --model; tpplan plan --help lists"),
+        (["show", "--plan", "a.json"], "write PLAN without --plan; tpplan show --help lists"),
+        (["show", "a.json", "-svg", "a.svg"], "did you mean --svg? tpplan show --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--context", "32k"], "did you mean 32768? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--context", "131,072"], "did you mean 131072? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--context", "1.048.576"], "did you mean 1048576? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--context", "1.5"], "tpplan plan --help lists what there is"),
+        (["generate", "p", "--model", "m", "--temperature", "32k"], "tpplan generate --help lists what there is"),
+    ],
+)
+def test_usage_hints(arguments: list[str], hint: str) -> None:
+    """The hint names what was probably meant, and where all is listed."""
+    assert f"\nhint: {hint}" in command(*arguments).err
