@@ -72,15 +72,15 @@ class FakeLauncher:
         self._run(rows, parts * threads, *words)
 
     def _norm(self, rows: int, threads: int, *words: int) -> None:
-        x, x_pitch, out, out_pitch, weight, is_wide, width, inverse, eps = words
+        x, x_pitch, out, out_pitch, weight, offset, width, inverse, eps, is_added = words
         assert 16 * threads >= width or threads > 512
         dtype, columns = self._dtype, width // 2
         assert not any(word % 16 for word in (x, x_pitch, out, out_pitch, weight, width))
         assert number(inverse) == pytest.approx(1 / columns)
-        kind = torch.float32 if is_wide else dtype
-        weights = memory(weight, (columns,), (kind.itemsize,), kind)
-        found = rms_norm(memory(x, (rows, columns), (x_pitch, 2), dtype), weights, number(eps))
-        memory(out, (rows, columns), (out_pitch, 2), dtype).copy_(found)
+        weights = memory(weight, (columns,), (2,), dtype)
+        found = rms_norm(memory(x, (rows, columns), (x_pitch, 2), dtype), weights, number(eps), number(offset))
+        to = memory(out, (rows, columns), (out_pitch, 2), dtype)
+        to.copy_(to + found if is_added else found)
 
     def _gate(self, rows: int, threads: int, *words: int) -> None:
         gate, gate_pitch, up, up_pitch, out, out_pitch, width = words
@@ -100,7 +100,7 @@ class FakeLauncher:
 
     def _turn(self, rows: int, threads: int, *words: int) -> None:
         x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, *rest = words
-        query_norm, key_norm, is_wide, inverse, eps, to_keys, to_values, *scales, of_sequence, of_head = rest[:11]
+        query_norm, key_norm, more, inverse, eps, to_keys, to_values, *scales, of_sequence, of_head = rest[:11]
         assert not any(word % 16 for word in (x, pitch, width, angles, angle_pitch, query_norm, key_norm))
         assert not width % 32
         assert not turned % 32
@@ -113,8 +113,7 @@ class FakeLauncher:
             if weight:
                 assert turned == width
                 some = rows_RHK[:, start:end]
-                kind = torch.float32 if is_wide else dtype
-                some.copy_(rms_norm(some, memory(weight, (count,), (kind.itemsize,), kind), number(eps)))
+                some.copy_(rms_norm(some, memory(weight, (count,), (2,), dtype), number(eps), number(more)))
         by = memory(angles, (rows, 1, 2, 2, turned // 4), (angle_pitch, angle_pitch, turned, turned // 2, 2), dtype)
         rotate(rows_RHK[:, : queries + keys], by)
         assert heads == queries + keys * (2 if to_keys else 1)

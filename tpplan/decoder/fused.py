@@ -71,7 +71,7 @@ def steps_on(
         return Fused(
             place, dtype, settings, head_dims, kind, joint=joint, experts=experts, codes=codes, at_once=at_once
         )
-    return Plain(settings.norm_eps, settings.activation, at_once)
+    return Plain(settings.norm_eps, settings.activation, offset=settings.family.offset, at_once=at_once)
 
 
 def has_kernels(place: torch.device, dtype: torch.dtype) -> bool:
@@ -114,7 +114,8 @@ class Fused(Plain):
             codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.launches.dense.KINDS`.
             at_once: elements of a quantised matrix to dequantise at a time.
         """
-        super().__init__(settings.norm_eps, settings.activation, at_once)
+        offset = settings.family.offset
+        super().__init__(settings.norm_eps, settings.activation, offset=offset, at_once=at_once)
         self.joint_rows = skinny.MOST_JOINT if joint else 0
         self._name = next(name for name, each in ACTIVATIONS.items() if each is settings.activation)
         cap = settings.attention_cap
@@ -127,7 +128,7 @@ class Fused(Plain):
         names += packed.names_of(dtype, codes, joint=True) if joint else ()
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for name in names)  # compiled in parallel
-        self._pointwise = Pointwise(place, dtype, settings.norm_eps, self._name, kind)
+        self._pointwise = Pointwise(place, dtype, self._name, kind, eps=settings.norm_eps, offset=offset)
         self._gemv = Gemv(place, dtype, joint=joint)
         self._joint: list[JointRows[Any]] = [self._gemv, Skinny(place, dtype, joint=joint)]
         many: list[FewRows[Any]] = []
@@ -143,6 +144,11 @@ class Fused(Plain):
         """Return the RMS norm of rows."""
         found = self._pointwise.norm(x_RD, weight, out)
         return super().norm(x_RD, weight, out) if found is None else found
+
+    def add_norm(self, to_RD: Tensor, x_RD: Tensor, weight: Tensor) -> None:
+        """Add the RMS norm of rows to others, in place."""
+        if self._pointwise.norm(x_RD, weight, to_RD, added=True) is None:
+            super().add_norm(to_RD, x_RD, weight)
 
     def linear(self, x: Tensor, weights: Held, name: str, *, bias: bool = True) -> Tensor:
         """Multiply by a matrix, and add its bias if it has one and ``bias`` is true."""
@@ -182,14 +188,14 @@ class Fused(Plain):
         """Multiply the norm of rows by several matrices, and return the products side by side: ``[R, O]``."""
         matrix = weights.find(fused)
         if isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, norm=norm):
-            return self._gemv.normed(x_RD, matrix, Norm(norm, self._eps), weights.bias(fused))
+            return self._gemv.normed(x_RD, matrix, Norm(norm, self._eps, self._offset), weights.bias(fused))
         return super().normed(x_RD, norm, weights, fused, names)
 
     def gated(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
         """Return the gated output ``[R, I]`` of two matrices for the norm of rows; the first has the activation."""
         matrix, bias = weights.find(fused), weights.bias(fused)
         if isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, gated=True, norm=norm):
-            return self._gemv.normed_gated(x_RD, matrix, self._name, Norm(norm, self._eps), bias)
+            return self._gemv.normed_gated(x_RD, matrix, self._name, Norm(norm, self._eps, self._offset), bias)
         if matrix is not None and (kernels := self._of_few(x_RD, matrix, gated=True)):
             return kernels.gated(ordered(self.norm(x_RD, norm), matrix), matrix, self._name, bias)
         return super().gated(x_RD, norm, weights, fused, names)

@@ -70,8 +70,8 @@ def joined(
 ) -> Held:
     """Return a device's weights, with projections fused as in Phi-3 (``qkv_proj``, ``gate_up_proj``).
 
-    A layer's experts become one tensor ``[E, out, in]`` under the name with ``{expert}`` in it. The weights of norms
-    are as they multiply; those of the last norm include the factor of the logits.
+    A layer's experts become one tensor ``[E, out, in]`` under the name with ``{expert}`` in it. Those of the
+    last norm include the factor of the logits.
 
     Args:
         weights: the device's tensors by name in the checkpoint.
@@ -83,7 +83,8 @@ def joined(
     experts, stacked = settings.family.experts, {}
     found = {name.removeprefix(settings.root): each for name, each in _tensors(weights, matrices, dtype).items()}
     quantised = {name.removeprefix(settings.root): matrix for name, matrix in matrices.items()}
-    found |= _norms(found, settings)
+    if settings.logit_scale != 1 and _LAST in found:
+        found[_LAST] = (found[_LAST].float() * settings.logit_scale).to(dtype)
     for layer, block in enumerate(blocks):
         start = f"model.layers.{layer}."
         for fused, names in _FUSED.items():
@@ -121,15 +122,6 @@ def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], d
             found[name] = tensor
         elif suffix == ".bias" and any(weights[each].any() for each in _biases(stem) if each in weights):
             found[name] = tensor.to(dtype)
-    return found
-
-
-def _norms(tensors: Mapping[str, Tensor], settings: Settings) -> dict[str, Tensor]:
-    """Return the weights of norms that are not stored as they multiply, in float32."""
-    offset = settings.family.offset
-    found = {name: w.float() + offset for name, w in tensors.items() if offset and name.endswith("norm.weight")}
-    if settings.logit_scale != 1 and _LAST in tensors:
-        found[_LAST] = found.get(_LAST, tensors[_LAST].float()) * settings.logit_scale
     return found
 
 

@@ -29,15 +29,18 @@ _WIDENED: Final = 512
 _FLASH_HEADS: Final = 8
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, out: Tensor | None = None) -> Tensor:
     """Return the RMS norm of rows (Zhang and Sennrich, arXiv 1910.07467), computed in float32 and rounded once.
 
     Args:
         x: rows.
-        weight: weights of the norm, in the dtype of the rows or in float32.
+        weight: weights of the norm, in the dtype of the rows.
         eps: epsilon added to the mean square.
+        offset: number added to the weights.
         out: tensor for the result, may be ``x``; a new one if not given.
     """
+    if offset:
+        weight = weight.float() + offset
     if out is None and weight.dtype == x.dtype:
         return functional.rms_norm(x, weight.shape, weight, eps)  # one kernel on GPUs
     out = torch.empty_like(x) if out is None else out

@@ -53,21 +53,28 @@ class Plain:
 
     joint_rows = 0
 
-    def __init__(self, eps: float, activation: Callable[[Tensor], Tensor], at_once: int = AT_ONCE) -> None:
+    def __init__(
+        self, eps: float, activation: Callable[[Tensor], Tensor], *, offset: float = 0.0, at_once: int = AT_ONCE
+    ) -> None:
         """Create the steps for a model.
 
         Args:
             eps: epsilon that norms add to the mean square.
             activation: activation function of the gate; it works in place.
+            offset: number that norms add to their weights.
             at_once: elements of a quantised matrix to dequantise at a time.
         """
         self._making = Making(self.make, at_once)
-        self._eps = eps
+        self._eps, self._offset = eps, offset
         self._activation = activation
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the RMS norm of rows; see :func:`tpplan.decoder.layers.rms_norm`."""
-        return rms_norm(x_RD, weight, self._eps, out)
+        return rms_norm(x_RD, weight, self._eps, self._offset, out)
+
+    def add_norm(self, to_RD: Tensor, x_RD: Tensor, weight: Tensor) -> None:
+        """Add the RMS norm of rows to others, in place; ``x_RD`` may be overwritten."""
+        to_RD.add_(self.norm(x_RD, weight, out=x_RD))
 
     def linear(self, x: Tensor, weights: Held, name: str, *, bias: bool = True) -> Tensor:
         """Multiply by a matrix, given by name, and add its bias if it has one and ``bias`` is true."""

@@ -258,7 +258,7 @@ class Stack:
                 whole = ctx.allgather(ys, Axis.RS)
             for x, y, device in zip(xs, whole, ctx.all_devices, strict=True):
                 weight = self._weights[device][f"model.layers.{layer}.{post}.weight"]
-                x.add_(self.steps[device].norm(y, weight, out=y))
+                self.steps[device].add_norm(x, y, weight)
             return xs
         if self._reduce:
             return ctx.all_reduce(ys, xs, axis=axis, layer=layer, out=xs)

@@ -16,6 +16,7 @@ from tpplan.decoder.launches import gemv
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.gemv import Gemv, Norm, shape_of
 from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.layers import rms_norm
 from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec.gpu import kernel_cache
 
@@ -84,7 +85,7 @@ class FakeLauncher:
     def __call__(self, blocks: int, threads: int, *words: int) -> None:
         """Do it."""
         y, y_pitch, x, x_pitch, weight, pitch, half, size, per, width, rows, plus, plus_pitch, mode, *rest = words
-        team, teams, inverse, gain, eps = rest
+        team, teams, inverse, gain, eps, offset = rest
         assert rows == self._count
         assert threads == 32 * team * teams
         assert [warp * inverse >> 16 for warp in range(team * teams)] == [warp // team for warp in range(team * teams)]
@@ -95,7 +96,7 @@ class FakeLauncher:
         rows_RK = memory(x, (rows, width), (x_pitch, 2), self._dtype)
         if self._normed:
             weight_K = memory(gain, (width,), (2,), self._dtype)
-            rows_RK = functional.rms_norm(rows_RK, (width,), weight_K, number(eps))
+            rows_RK = rms_norm(rows_RK, weight_K, number(eps), number(offset))
         found = rows_RK.float() @ memory(weight, (count, width), (pitch, 2), self._dtype).float().mT
         if plus:
             found += memory(plus, (rows, count), (plus_pitch, 2), self._dtype)
@@ -127,8 +128,8 @@ def test_words(kernels: Gemv, rows: int) -> None:
     """Products, with a norm, a bias, a sum or a gate, are told to a kernel of so many rows."""
     torch.manual_seed(rows)
     x_RK, weight_NK, bias_N = some(kernels, rows, 80)[:, :72], some(kernels, 26, 72), some(kernels, 26)
-    norm = Norm(some(kernels, 72), EPS)
-    normed_RK = functional.rms_norm(x_RK, (72,), norm.weight, EPS)
+    norm = Norm(some(kernels, 72), EPS, 0.5)
+    normed_RK = rms_norm(x_RK, norm.weight, EPS, 0.5)
 
     def check(found: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch.nn import functional
 
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.gemv import Gemv, Norm
 from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.layers import rms_norm
 from tpplan.decoder.settings import ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -68,8 +68,9 @@ def test_products(size: int, width: int, rows: int, dtype: torch.dtype) -> None:
     exact = x_RK.float() @ weight_NK.float().mT
     check_plain(run, x_RK, weight_NK, bias_N, exact)
     if run.takes(x_RK, weight_NK, norm=gain_K):
-        normed_RK = functional.rms_norm(x_RK, (width,), gain_K, EPS)
-        check(run.normed(x_RK, weight_NK, Norm(gain_K, EPS)), normed_RK.float() @ weight_NK.float().mT)
+        for offset in (0.0, 1.0):
+            normed_RK = rms_norm(x_RK, gain_K, EPS, offset)
+            check(run.normed(x_RK, weight_NK, Norm(gain_K, EPS, offset)), normed_RK.float() @ weight_NK.float().mT)
 
 
 @pytest.mark.parametrize("name", GATES)
@@ -82,10 +83,10 @@ def test_gates(size: int, width: int, rows: int, name: str, dtype: torch.dtype) 
     weight_NK = (torch.randn(size, width, device="cuda") / width**0.5).to(dtype)
     bias_N, gain_K = (torch.randn(count, device="cuda").to(dtype) for count in (size, width))
     run = kernels(dtype)
-    normed_RK = functional.rms_norm(x_RK, (width,), gain_K, EPS)
+    normed_RK = rms_norm(x_RK, gain_K, EPS, 1.0)
     for rows_RK, found in (
         (x_RK, run.gated(x_RK, weight_NK, name, bias_N)),
-        (normed_RK, run.normed_gated(x_RK, weight_NK, name, Norm(gain_K, EPS), bias_N)),
+        (normed_RK, run.normed_gated(x_RK, weight_NK, name, Norm(gain_K, EPS, 1.0), bias_N)),
     ):
         exact = rows_RK.float() @ weight_NK.float().mT + bias_N
         gate, up = exact.to(dtype).chunk(2, dim=-1)
@@ -98,5 +99,6 @@ def test_norms_are_those_of_torch(dtype: torch.dtype) -> None:
     """Through a matrix of ones on the diagonal the norm comes out, to the bit."""
     x_RK = 3 * torch.randn(2, 4096, device="cuda").to(dtype)
     gain_K, one_KK = torch.randn(4096, device="cuda").to(dtype), torch.eye(4096, device="cuda").to(dtype)
-    found = kernels(dtype).normed(x_RK, one_KK, Norm(gain_K, EPS))
-    assert (found == functional.rms_norm(x_RK, (4096,), gain_K, EPS)).float().mean() > 0.999
+    for offset in (0.0, 1.0):
+        found = kernels(dtype).normed(x_RK, one_KK, Norm(gain_K, EPS, offset))
+        assert (found == rms_norm(x_RK, gain_K, EPS, offset)).float().mean() > 0.999

@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5
 
 
-def kernels(dtype: torch.dtype, activation: str = "silu", kind: str = "fp16") -> Pointwise:
+def kernels(dtype: torch.dtype, activation: str = "silu", kind: str = "fp16", offset: float = 0.0) -> Pointwise:
     """Return those of the first GPU."""
-    return Pointwise(torch.device("cuda", 0), dtype, EPS, activation, kind)
+    return Pointwise(torch.device("cuda", 0), dtype, activation, kind, eps=EPS, offset=offset)
 
 
 def steps_between(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -39,18 +39,20 @@ def check(found: torch.Tensor, expected: torch.Tensor, steps: int = 1) -> None:
 @pytest.mark.parametrize("columns", [8, 520, 4096, 12288, 17408])
 @pytest.mark.parametrize("rows", [1, 3, 300])
 def test_norms(rows: int, columns: int, dtype: torch.dtype) -> None:
-    """With weights in 16 and in 32 bits, into memory of their own and in place."""
+    """Times weights, and weights plus 1, into memory of their own, in place, and added to what is there."""
     torch.manual_seed(columns)
     x = (3 * torch.randn(rows, columns, device="cuda")).to(dtype)
-    for kind in (dtype, torch.float32):
-        weight = torch.randn(columns, device="cuda").to(kind)
-        expected = rms_norm(x, weight, EPS)
-        found = kernels(dtype).norm(x, weight)
+    weight, others = torch.randn(columns, device="cuda").to(dtype), torch.randn_like(x)
+    for offset in (0.0, 1.0):
+        run = kernels(dtype, offset=offset)
+        found = run.norm(x, weight)
         assert found is not None
-        check(found, expected)
-        written = x.clone()
-        assert kernels(dtype).norm(written, weight, written) is written
+        check(found, rms_norm(x, weight, EPS, offset))
+        written, summed = x.clone(), others.clone()
+        assert run.norm(written, weight, written) is written
         assert torch.equal(written, found)
+        assert run.norm(x, weight, summed, added=True) is summed
+        assert torch.equal(summed, others + found)
 
 
 def test_norms_of_some_columns(dtype: torch.dtype) -> None:
@@ -85,7 +87,7 @@ def test_gates(rows: int, columns: int, name: str, dtype: torch.dtype) -> None:
     assert torch.equal(both[:, columns:], up)
 
 
-@pytest.mark.parametrize("normed", ["", "in 16 bits", "in 32 bits"])
+@pytest.mark.parametrize("normed", ["", "normed", "normed, weights plus 1"])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -105,15 +107,16 @@ def test_turns(shape: tuple[int, int, int, int, int], normed: str, dtype: torch.
     angle = 6 * torch.rand(rows, turned // 2, device="cuda")
     by = angles(angle.sin().to(dtype), angle.cos().to(dtype))
     x = torch.randn(rows, queries + 2 * keys, width, device="cuda").to(dtype)
-    norms = tuple(torch.randn(2, width, device="cuda").to(dtype if "16" in normed else torch.float32)) if normed else ()
+    norms = tuple(torch.randn(2, width, device="cuda").to(dtype)) if normed else ()
+    offset = 1.0 if "plus" in normed else 0.0
     found = x.clone()
-    if not kernels(dtype).turn(found, (queries, keys), by, norms):
+    if not kernels(dtype, offset=offset).turn(found, (queries, keys), by, norms):
         assert normed
         assert turned < width or width == 80
         return
     expected = x.clone()
     for weight, some in zip(norms, (expected[:, :queries], expected[:, queries : queries + keys]), strict=False):
-        some.copy_(rms_norm(some, weight, EPS))
+        some.copy_(rms_norm(some, weight, EPS, offset))
     rotate(expected[:, : queries + keys], by)
     if normed:  # a step of a large half shows as some of a small sum
         torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
@@ -128,7 +131,7 @@ def test_turns(shape: tuple[int, int, int, int, int], normed: str, dtype: torch.
         stores = [Store(kind, (6, keys, rows, width), dtype, x.device) for _ in range(2)]
         again = x.clone()
         to = Places(*stores[0].in_a_row(), numbers[:, 0], numbers[:, 1], stores[0].scales)
-        assert kernels(dtype, kind=kind).turn(again, (queries, keys), by, norms, to)
+        assert kernels(dtype, kind=kind, offset=offset).turn(again, (queries, keys), by, norms, to)
         assert torch.equal(again, found)
         stores[1].write(sequences, slice(None), places, side_by_side(k_RHK, v_RHK))
         for part, right in zip(stores[0]._parts, stores[1]._parts, strict=True):

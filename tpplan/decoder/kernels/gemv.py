@@ -104,7 +104,7 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
     def multiply(  # noqa: C901, PLR0915 (the kernel)
         y: Any, y_pitch: Any, x: Any, x_pitch: Any, weight: Any, pitch: Any, half: Any, size: Any, per: Any,
         width: Any, rows: Any, plus: Any, plus_pitch: Any, mode: Any, team: Any, teams: Any, inverse: Any,
-        gain: Any, eps: Any,
+        gain: Any, eps: Any, more: Any,
     ) -> None:  # fmt: skip
         sums = cuda.shared.array(_SUMS, _FLOAT)
         thread = _WORD(cuda.threadIdx.x)
@@ -126,7 +126,7 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
             rows_kept = cuda.shared.array(_WORDS, types.uint32, 16)
             kept, places = ptx.shared_address(rows_kept), offsets_of(width * _WORD(2))
             cuda.syncthreads()
-            norm(kept, sums, x, offsets, places, width, gain, eps)
+            norm(kept, sums, x, offsets, places, width, gain, eps, more)
             x, offsets = kept, places
         totals = start(offsets, offsets, 0)
         phase, slots, near = lead + mine, _WORD(0), _WORD(0)
@@ -168,11 +168,11 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
 
     def alone(  # type: ignore[no-untyped-def]
         y, y_pitch, x, x_pitch, weight, pitch, half, size, per, width, rows, plus, plus_pitch, mode,
-        team, teams, inverse, gain, eps,
+        team, teams, inverse, gain, eps, more,
     ):  # fmt: skip
         multiply(
             y, y_pitch, x, x_pitch, weight, pitch, half, size, per, width, rows, plus, plus_pitch, mode,
-            team, teams, inverse, gain, eps,
+            team, teams, inverse, gain, eps, more,
         )  # fmt: skip
 
     def together(_words):  # type: ignore[no-untyped-def]
@@ -181,10 +181,10 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
             word(CALLERS), word(CALLERS + 1), word(CALLERS + 2), word(CALLERS + 3), word(CALLERS + 4),
             word(CALLERS + 5), word(CALLERS + 6), word(CALLERS + 7), word(CALLERS + 8), word(CALLERS + 9),
             word(CALLERS + 10), word(CALLERS + 11), word(CALLERS + 12), _WORD(ADD), word(CALLERS + 14),
-            word(CALLERS + 15), word(CALLERS + 16), _WORD(0), _WORD(0),
+            word(CALLERS + 15), word(CALLERS + 16), _WORD(0), _WORD(0), _WORD(0),
         )  # fmt: skip
 
-    return Kernel(name, together, 1) if joint else Kernel(name, alone, 19)
+    return Kernel(name, together, 1) if joint else Kernel(name, alone, 20)
 
 
 _BF16 = (ptx.low_bf16, ptx.high_bf16, ptx.two_bf16)

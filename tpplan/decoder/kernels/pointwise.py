@@ -47,17 +47,15 @@ def squares_of(low: Any, high: Any) -> Any:
 
 @cache
 def weights_by(low: Any, high: Any) -> Any:
-    """Make what reads a vector of a norm's weights, in 16 bits or in 32, at an offset as in 16 bits."""
+    """Make what reads a vector of a norm's weights, and adds a number to them."""
 
     @device_function
-    def weights_at(weight: Any, wide: Any, offset: Any) -> Any:
-        if wide:
-            a, b, c, d = ptx.load_128(weight + _WORD(2) * offset)
-            e, f, g, h = ptx.load_128(weight + _WORD(2) * offset + _WORD(16))
-            to = ptx.float_of
-            return to(a), to(b), to(c), to(d), to(e), to(f), to(g), to(h)
-        a, b, c, d = ptx.load_128(weight + offset)
-        return low(a), high(a), low(b), high(b), low(c), high(c), low(d), high(d)
+    def weights_at(address: Any, offset: Any) -> Any:
+        (a, b, c, d), more = ptx.load_128(address), ptx.float_of(types.uint32(offset))
+        return (
+            low(a) + more, high(a) + more, low(b) + more, high(b) + more,
+            low(c) + more, high(c) + more, low(d) + more, high(d) + more,
+        )  # fmt: skip
 
     return weights_at
 
@@ -79,9 +77,9 @@ def scaled_by(low: Any, high: Any, two: Any) -> Any:
 
 
 def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
-    """Make a kernel that divides rows by their root mean square, and multiplies them by weights; it rounds once.
+    """Make a kernel that divides rows by their root mean square, and multiplies them by weights plus a number.
 
-    A block takes a row. The weights are in 16 bits, or in 32.
+    It rounds the result, or adds what it has rounded to what is in its place, and rounds the sum. A block takes a row.
 
     Args:
         name: of the kernel.
@@ -92,11 +90,20 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
     squares, weights_at, scaled = squares_of(low, high), weights_by(low, high), scaled_by(low, high, two)
 
     @device_function
-    def store(target: Any, w: Any, g: Any, by: Any) -> None:
+    def sum_of(a: Any, b: Any) -> Any:
+        return two(low(a) + low(b), high(a) + high(b))
+
+    @device_function
+    def store(target: Any, w: Any, g: Any, by: Any, adds: Any) -> None:
         a, b, c, d = scaled(w, g, by)
+        if adds:
+            p, q, r, s = ptx.load_128(target)
+            a, b, c, d = sum_of(p, a), sum_of(q, b), sum_of(r, c), sum_of(s, d)
         ptx.store_128(target, a, b, c, d)
 
-    def norm(x, x_pitch, out, out_pitch, weight, wide, width, inverse, eps):  # type: ignore[no-untyped-def]
+    def norm(  # type: ignore[no-untyped-def]
+        x, x_pitch, out, out_pitch, weight, offset, width, inverse, eps, adds,
+    ):  # fmt: skip
         ptx.after_earlier_with_next()
         sums = cuda.shared.array(_WARP, _FLOAT)
         row, step = _WORD(cuda.blockIdx.x), _WORD(16) * _WORD(cuda.blockDim.x)
@@ -104,7 +111,7 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
         # The first vector of a thread stays in registers: mostly there is no other.
         own = first if first < width else _WORD(0)
         w = ptx.load_128(source + own)
-        g = weights_at(weight, wide, own)
+        g = weights_at(weight + own, offset)
         s = squares(w[0], w[1], w[2], w[3]) if first < width else _FLOAT(0)
         at = first + step
         while at < width:
@@ -121,13 +128,13 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
         mean = s * ptx.float_of(types.uint32(inverse))
         by = libdevice.rsqrtf(mean + ptx.float_of(types.uint32(eps)))
         if first < width:
-            store(target + first, w, g, by)
+            store(target + first, w, g, by, adds)
         at = first + step
         while at < width:
-            store(target + at, ptx.load_128(source + at), weights_at(weight, wide, at), by)
+            store(target + at, ptx.load_128(source + at), weights_at(weight + at, offset), by, adds)
             at += step
 
-    return Kernel(name, norm, 9)
+    return Kernel(name, norm, 10)
 
 
 def _gate(name: str, act: Any, low: Any, high: Any, two: Any) -> Kernel:

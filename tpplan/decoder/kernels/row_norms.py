@@ -70,7 +70,7 @@ def _factors_of(count: int) -> Any:
 
 
 def _write_of(count: int, eight: Any, both: Any) -> Any:
-    """Make what multiplies 16 bytes of every row by its factor and by weights, and writes them to shared memory.
+    """Make what multiplies 16 bytes of every row by its factor and by weights, plus a number, and writes the products.
 
     Args:
         count: of rows.
@@ -81,13 +81,14 @@ def _write_of(count: int, eight: Any, both: Any) -> Any:
     @device_function
     def writes(w: Any, given: Any, to: Any) -> Any:
         place, by = given
-        f, h = eight(w), eight(to[1])
+        start, g, more = to
+        f, h = eight(w), eight(g)
         ptx.shared_store_128(
-            to[0] + place,
-            both(h[0] * (by * f[0]), h[1] * (by * f[1])),
-            both(h[2] * (by * f[2]), h[3] * (by * f[3])),
-            both(h[4] * (by * f[4]), h[5] * (by * f[5])),
-            both(h[6] * (by * f[6]), h[7] * (by * f[7])),
+            start + place,
+            both((h[0] + more) * (by * f[0]), (h[1] + more) * (by * f[1])),
+            both((h[2] + more) * (by * f[2]), (h[3] + more) * (by * f[3])),
+            both((h[4] + more) * (by * f[4]), (h[5] + more) * (by * f[5])),
+            both((h[6] + more) * (by * f[6]), (h[7] + more) * (by * f[7])),
         )
         return by
 
@@ -98,14 +99,14 @@ def _write_of(count: int, eight: Any, both: Any) -> Any:
     write, pair = mapped(count, writes), mapped(count, pairs)
 
     @device_function
-    def write_all(w: Any, places: Any, by: Any, to: Any, g: Any) -> None:
-        write(w, pair(places, by, 0), (to, g))
+    def write_all(w: Any, places: Any, by: Any, to: Any, g: Any, more: Any) -> None:
+        write(w, pair(places, by, 0), (to, g, more))
 
     return write_all
 
 
 def norm_of(count: int, eight: Any, both: Any) -> Any:
-    """Make what writes rows divided by their root mean square, times weights, to shared memory.
+    """Make what writes rows divided by their root mean square, times weights plus a number, to shared memory.
 
     A thread's first two vectors of every row, and of the weights, stay in registers: mostly there are no others.
 
@@ -133,8 +134,11 @@ def norm_of(count: int, eight: Any, both: Any) -> Any:
         return r, s, ptx.load_128(gain + first), ptx.load_128(gain + second)
 
     @device_function
-    def norm(kept: Any, sums: Any, x: Any, offsets: Any, places: Any, width: Any, gain: Any, eps: Any) -> None:
+    def norm(
+        kept: Any, sums: Any, x: Any, offsets: Any, places: Any, width: Any, gain: Any, eps: Any, offset: Any
+    ) -> None:  # fmt: skip
         r, s, g, h = ask(x, offsets, width, gain)
+        more = ptx.float_of(types.uint32(offset))
         first, stride = _WORD(cuda.threadIdx.x) * _WORD(_LANE), _WORD(cuda.blockDim.x) * _WORD(_LANE)
         second = first + stride
         totals = square(square(zeros()[:count], r, first < width), s, second < width)
@@ -144,13 +148,13 @@ def norm_of(count: int, eight: Any, both: Any) -> Any:
             column += stride
         by = factors_of(totals, sums, width, eps)
         if first < width:
-            write(r, places, by, kept + first * _WORD(2), g)
+            write(r, places, by, kept + first * _WORD(2), g, more)
         if second < width:
-            write(s, places, by, kept + second * _WORD(2), h)
+            write(s, places, by, kept + second * _WORD(2), h, more)
         column = second + stride
         while column < width:
             at = column * _WORD(2)
-            write(load(offsets, offsets, x + at), places, by, kept + at, ptx.load_128(gain + at))
+            write(load(offsets, offsets, x + at), places, by, kept + at, ptx.load_128(gain + at), more)
             column += stride
         cuda.syncthreads()
 

@@ -186,7 +186,7 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
             ptx.store_16(to, types.uint16(scale))
 
     def turn(  # type: ignore[no-untyped-def]
-        x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, query_norm, key_norm, wide, inverse, eps,
+        x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, query_norm, key_norm, more, inverse, eps,
         cached_keys, cached_values, key_scales, value_scales, sequence_step, head_step,
         sequences, sequences_step, places, places_step,
     ):  # fmt: skip
@@ -210,8 +210,8 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
         angle = angles + row * angle_pitch + offset if is_turned else source
         cos, sin = ptx.load_128(angle), ptx.load_128(angle + half)
         if query_norm != _WORD(0):
-            weight = query_norm if is_query else key_norm
-            weights = weights_at(weight, wide, offset), weights_at(weight, wide, offset + half)
+            weight = (query_norm if is_query else key_norm) + offset
+            weights = weights_at(weight, more), weights_at(weight + half, more)
             c, d = normed(a, b, weights, lanes, inverse, eps)
             if not is_value:
                 a, b = c, d

@@ -39,10 +39,12 @@ class Norm:
     Attributes:
         weight: weights of the norm, ``[K]``, in the rows' dtype.
         eps: epsilon added to the mean square.
+        offset: number added to the weights.
     """
 
     weight: Tensor
     eps: float
+    offset: float = 0.0
 
 
 @frozen
@@ -153,8 +155,8 @@ class Gemv(JointRows[Tensor]):
     ) -> None:
         shape, words = self._words(y, x, matrix, plus, mode)
         kernels = self._plain if norm is None else self._normed
-        gain, eps = (0, 0) if norm is None else (norm.weight.data_ptr(), bits_of(norm.eps))
-        kernels[len(x) - 1](shape.blocks, shape.threads, *words, gain, eps)
+        of_norm = (0, 0, 0) if norm is None else (norm.weight.data_ptr(), bits_of(norm.eps), bits_of(norm.offset))
+        kernels[len(x) - 1](shape.blocks, shape.threads, *words, *of_norm)
 
     def _run_joint(  # noqa: PLR0917
         self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], channel: Channel, device: int

@@ -67,36 +67,44 @@ class Pointwise:
     """
 
     def __init__(
-        self, place: torch.device, dtype: torch.dtype, eps: float, activation: str, kind: str = "fp16"
+        self,
+        place: torch.device,
+        dtype: torch.dtype,
+        activation: str,
+        kind: str = "fp16",
+        *,
+        eps: float,
+        offset: float = 0.0,
     ) -> None:
         """Load the kernels.
 
         Args:
             place: the device.
             dtype: dtype of the rows, one of :data:`DTYPES`.
-            eps: epsilon that norms add to the mean square.
             activation: name of the gates' activation, one of :data:`GATES`.
             kind: kind of the cache that keys and values are written to.
+            eps: epsilon that norms add to the mean square.
+            offset: number that norms add to their weights.
         """
         launchers = (Launcher(name, place) for name in names_of(dtype, activation, kind))
         self._norm, self._gate, self._best, self._turn = launchers
-        self._dtype, self._eps = dtype, bits_of(eps)
+        self._dtype, self._eps, self._offset = dtype, bits_of(eps), bits_of(offset)
         self._stored = {"q8": torch.int8, "fp8": torch.uint8}.get(kind, dtype)
 
-    def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
+    def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, added: bool = False) -> Tensor | None:
         """Return the RMS norm of rows, computed in float32 and rounded once.
 
         Args:
             x_RD: rows.
-            weight: weights of the norm, in the dtype of the rows or in float32.
+            weight: weights of the norm.
             out: tensor for the result, may be ``x_RD``; a new one if not given.
+            added: whether to add the result to ``out``, which is another tensor then.
 
         Returns:
             The result, or None if the kernel does not take such tensors.
         """
-        is_wide = weight.dtype is torch.float32
         of_weight = weight.data_ptr()
-        if not (is_wide or weight.dtype is self._dtype) or of_weight % _VECTOR or not weight.is_contiguous():
+        if weight.dtype is not self._dtype or of_weight % _VECTOR or not weight.is_contiguous():
             return None
         source = self._matrix(x_RD)
         if out is None and source:
@@ -106,7 +114,7 @@ class Pointwise:
             return None
         start, pitch, rows, columns = source
         _, threads = _even(columns // _ELEMENTS, _MOST_THREADS)
-        more = of_weight, is_wide, columns * _ITEM, bits_of(1 / columns), self._eps
+        more = of_weight, self._offset, columns * _ITEM, bits_of(1 / columns), self._eps, added
         self._norm(rows, threads, start, pitch, *target[:2], *more)
         return out
 
@@ -168,8 +176,7 @@ class Pointwise:
             qkv_RHK: heads of queries, then of keys, then as many of values.
             counts: numbers of query heads and of key heads.
             by: RoPE angles of the rows, ``[R, 1, 2, 2, W / 2]``, see :func:`tpplan.decoder.layers.angles`.
-            norms: weights of the norms of query and key heads, both in the dtype of the heads or both in float32;
-                empty if there are none.
+            norms: weights of the norms of query and key heads; empty if there are none.
             keep: where keys and values go in a cache; they are not written if not given.
 
         Returns:
@@ -183,12 +190,11 @@ class Pointwise:
         is_fitting = qkv_RHK.dtype is self._dtype and qkv_RHK.stride(2) == 1 and rows and not (start | pitch) % _VECTOR
         if not is_fitting or by.dtype is not self._dtype or not by.is_contiguous():
             return False
-        words, is_wide = [0, 0], False
+        words = [0, 0]
         if norms:
-            words, is_wide = [weight.data_ptr() for weight in norms], norms[0].dtype is torch.float32
+            words = [weight.data_ptr() for weight in norms]
             are_in_warps = lanes <= _WARP and not lanes & (lanes - 1)
-            dtype = torch.float32 if is_wide else self._dtype
-            are_fitting = all(weight.dtype is dtype and weight.is_contiguous() for weight in norms)
+            are_fitting = all(weight.dtype is self._dtype and weight.is_contiguous() for weight in norms)
             if turned != width or not are_in_warps or not are_fitting:
                 return False
         if (words[0] | words[1] | by.data_ptr()) % _VECTOR:
@@ -211,7 +217,7 @@ class Pointwise:
             by.data_ptr(),
             2 * turned * _ITEM,
             *words,
-            is_wide,
+            self._offset,
             bits_of(1 / width),
             self._eps,
             *kept,
