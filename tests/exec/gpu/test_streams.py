@@ -25,8 +25,8 @@ def test_a_call_follows_the_streams_that_are_current(monkeypatch: pytest.MonkeyP
     devices._exchanges = Mock()
     devices._issuing, devices._loaded, devices._turn_to = Issuing(devices._exchanges), set(), Mock()
     devices._graphs = LaunchGraphs({})
-    devices._ordinals, devices._current = {each: each for each in range(3)}, {0: 50, 1: 51, 2: 52}
-    monkeypatch.setattr(streams, "stream_handle", lambda ordinal: 50 + 10 * ordinal)
+    devices._ordinals, devices._current = dict.fromkeys(range(3), 0), {0: 50, 1: 51, 2: 52}
+    devices._handle = lambda device: 50 + 10 * device  # as devices that share a GPU override it
     devices.issue(
         Bound(ReadyProgram(Program("p", ()), (), (0, 1), frozenset(), Mock(), on_host=False, copies=False), ())
     )

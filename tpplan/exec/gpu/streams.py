@@ -75,7 +75,7 @@ class Streams:
     def turn_to_current(self, devices: Iterable[int] | None = None) -> None:
         """Order work issued from now on to these devices, or to all, after the work queued on the current streams."""
         for device in self._ordinals if devices is None else devices:
-            handle = stream_handle(self._ordinals[device])  # 0 for the default stream
+            handle = self._handle(device)
             if self._current.get(device) != handle:
                 self._turn_to(device, handle)
 
@@ -90,6 +90,10 @@ class Streams:
         except RuntimeError as error:  # the base class of torch's device errors
             message = f"a device failed: {str(error).partition(chr(10))[0]}"
             raise ExecutionError(message, "close the context, and compile again") from error
+
+    def _handle(self, device: int) -> int:
+        """Return a device's current stream, 0 for the default one; overridden where tests have devices share a GPU."""
+        return stream_handle(self._ordinals[device])
 
     def _turn_to(self, device: int, handle: int) -> None:
         """Make a device's current stream tpplan's; it waits for tpplan's previous one, if that is another.
