@@ -76,7 +76,11 @@ def _is_gone(process: int) -> bool:
 
 def _elsewhere(log: Path, tasks: list[str]) -> subprocess.Popen[str]:
     """Start another process that has two do the tasks."""
-    script = f"from tpplan.exec.gpu.workers import work_off\nwork_off({tasks}, {['-c', WORKER, str(log)]}, 2)"
+    script = (
+        "import signal\nfrom tpplan.exec.gpu.workers import work_off\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs begin without one
+        f"work_off({tasks}, {['-c', WORKER, str(log)]}, 2)"
+    )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, env=environ)
 
