@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Final, cast
@@ -263,4 +264,5 @@ def parse_config(content: bytes, source: str) -> Config:
 
 def _name(path: Path) -> str:
     """Format a path for messages, with invisible characters escaped."""
-    return visible(str(path).replace("\0", "\\0"))[-200:]
+    text = re.sub(r"^(https?:)/(?=[^/])", r"\1//", str(path))  # a Path keeps one of the slashes of an address
+    return visible(text.replace("\0", "\\0"))[-200:]

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _LONGEST_NUMBER = 100
-_THOUSANDS = re.compile(r"[0-9]{1,3}(?:([,.'])[0-9]{3})(?:\1[0-9]{3})*")
+#: With one point, a number may as well be a fraction.
+_THOUSANDS = re.compile(r"[0-9]{1,3}(?:(?:[,'][0-9]{3})+|(?:\.[0-9]{3}){2,})")
 _KILO = re.compile(r"([0-9]{1,6})[kK]")
 _QUOTES = "\"'"
 

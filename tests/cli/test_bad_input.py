@@ -80,6 +80,7 @@ def test_the_name_of_a_model_on_a_hub() -> None:
     name = "meta-llama/Llama-3.1-8B"
     for asked in (name, f"https://huggingface.co/{name}", f"https://huggingface.co/{name}/tree/main"):
         err = refused("inspect", asked)
+        assert err.startswith(f"error: {asked} does not exist\n")
         assert err.endswith(f"comes with: hf download {name} config.json --local-dir Llama-3.1-8B\n")
     Path("meta-llama").mkdir()  # somebody's own folder
     assert "hf download" not in refused("inspect", "meta-llama/Llama-3.1-8B")

@@ -68,6 +68,7 @@ def test_usage(arguments: list[str], words: str) -> None:
         (["plan", "m", "--gpus", "24GiB", "--context", "32k"], "did you mean 32768? tpplan plan --help lists"),
         (["plan", "m", "--gpus", "24GiB", "--context", "131,072"], "did you mean 131072? tpplan plan --help lists"),
         (["plan", "m", "--gpus", "24GiB", "--context", "1.048.576"], "did you mean 1048576? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--batch", "1.000"], "tpplan plan --help lists"),
         (["plan", "m", "--gpus", "24GiB", "--context", "1.5"], "tpplan plan --help lists what there is"),
         (["generate", "p", "--model", "m", "--temperature", "32k"], "tpplan generate --help lists what there is"),
     ],

@@ -40,6 +40,8 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "qwen2": {},
     "gemma2": {},
+    "gemma3_text": {},
+    "granite": {},
     "phi3": {},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 3},  # where no rounding chooses others
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2},

@@ -53,6 +53,10 @@ from tpplan.errors import ModelError
         ({"model_type": "mixtral"}, ("num_local_experts", "missing")),
         ({"model_type": "mixtral", "num_local_experts": 1}, ("num_experts_per_tok is 2", "1 experts")),
         ({"model_type": "smollm3", "num_key_value_heads": 4, "no_rope_layers": [1]}, ("1 entries", "32 layers")),
+        (
+            {"model_type": "smollm3", "sliding_window": 9, "layer_types": ["sliding_attention"] * 32},
+            ("layer_types has sliding_attention", "use_sliding_window is not true"),
+        ),
     ],
 )
 def test_bad_configs_are_named(change: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 
 from tpplan.decoder.layers import angles
 from tpplan.exec.rope.tables import Rope
+from tpplan.families import sliding
 from tpplan.families.shape import without_rope
 
 if TYPE_CHECKING:
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 FIRST: Final = 0
 SECOND: Final = 1
 NONE: Final = 2
+
+#: Types of layers in a config.json.
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+
+#: Families whose heads may be turned in part.
+_PARTIAL: Final = frozenset({"phi3"})
 
 
 @frozen
@@ -48,21 +56,26 @@ class Ropes:
             model: the model.
 
         Raises:
-            ModelError: a kind of RoPE is unknown, or pairs neighbouring elements.
+            ModelError: a kind of RoPE is unknown, pairs neighbouring elements, or rotates a part of heads that
+                transformers rotates whole.
         """
-        count, kinds = model.layer_count, [FIRST] * model.layer_count
-        data = {**config.data, "model_type": model_type}
-        rope = Rope.from_config(data, "full_attention")
-        if rope.style != "neox":
-            raise config.error("rope_interleave is true", "the decoder does not turn neighbouring elements together")
+        count = model.layer_count
+        kinds = [FIRST] * count
         if model_type == "gemma3_text":
-            rope = evolve(rope, beside=Rope.from_config(data, "sliding_attention"))
-            for block in model.blocks:
-                for layer in block.layers if block.attention and block.attention.window else ():
-                    kinds[layer] = SECOND
+            kinds = [SECOND if slides else FIRST for slides in sliding(config, model_type, count)]
         elif model_type == "smollm3":
             kinds = [NONE if is_without else FIRST for is_without in without_rope(config, count)]
-        return cls(rope, tuple(kinds))
+        data = {**config.data, "model_type": model_type}
+        ropes = [Rope.from_config(data, each) for each in ((FULL, SLIDING) if SECOND in kinds else (FULL,))]
+        width = next(block.attention.head_dim for block in model.blocks if block.attention)
+        for rope in ropes:
+            if rope.style != "neox":
+                hint = "the decoder does not turn neighbouring elements together"
+                raise config.error("rope_interleave is true", hint)
+            if rope.width != width and model_type not in _PARTIAL:
+                what = f"RoPE turns {rope.width} of {width} elements of a head (partial_rotary_factor)"
+                raise config.error(what, f"heads of models of type {model_type} are turned whole")
+        return cls(evolve(ropes[0], beside=ropes[1] if len(ropes) > 1 else None), tuple(kinds))
 
     def angles(self, sin_RW: Tensor, cos_RW: Tensor) -> dict[int, Tensor]:
         """Return the rows' angles for each kind of RoPE that a layer has, see :func:`tpplan.decoder.layers.angles`.

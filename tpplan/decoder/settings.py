@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from math import inf, isfinite, sqrt
+from math import inf, sqrt
 from typing import TYPE_CHECKING, Final, Self
 
 import torch
@@ -112,6 +112,10 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen3_moe": Family(),
 }
 
+#: Range of numbers in a config.json, such as factors and epsilon; their squares and quotients are far from overflowing.
+_LEAST: Final = 1e-12
+_MOST: Final = 1e9
+
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
 AROUND: Final = tuple(sorted(WRAPPERS.keys() - {"paligemma"}))
 
@@ -157,16 +161,14 @@ class Settings:
                 invalid.
         """
         outer, scheme = config.text("model_type"), read_scheme(config)
+        is_part, whole = outer in AROUND, config
         model_type, config = text_part(config)
-        family = FAMILIES.get(model_type) if outer in {model_type, *AROUND} else None
+        family = FAMILIES.get(model_type) if is_part or outer == model_type else None
         if family is None:
-            problem = f"the decoder does not compute models of type {outer[:60]!r}"
-            raise config.error(problem, f"it computes {', '.join(FAMILIES)}, and the text part of {', '.join(AROUND)}")
-        name = config.text(family.activation_key) or family.activation
-        if name not in ACTIVATIONS:
-            raise config.error(f"{family.activation_key} is {name[:60]!r}", f"known are {', '.join(ACTIVATIONS)}")
-        if config.flag("use_bidirectional_attention"):
-            raise config.error("use_bidirectional_attention is true", "the decoder generates texts token by token")
+            problem = f"the decoder does not compute models of type {(model_type if is_part else outer)[:60]!r}"
+            known = f"it computes {', '.join(FAMILIES)}, and the text part of {', '.join(AROUND)}"
+            raise (config if is_part else whole).error(problem, known)
+        _check_causal(config)
         multiplied = partial(_number, config, default=1.0 if family.multipliers else None)
         # The stream without the factor of what layers add is as much larger; norms divide by its size, but for epsilon.
         added = multiplied("residual_multiplier") or 1.0
@@ -175,14 +177,15 @@ class Settings:
         logit_cap = _number(config, "final_logit_softcapping", family.logit_cap)
         return cls(
             family=family,
-            root=ROOT if outer in AROUND else "",
+            root=ROOT if is_part else "",
             norm_eps=(_number(config, "rms_norm_eps", family.norm_eps) or family.norm_eps) / added**2,
-            activation=ACTIVATIONS[name],
+            activation=ACTIVATIONS[_activation(config, model_type, family)],
             embedding_scale=embedding / added,
             attention_scale=1 / sqrt(scalar) if scalar else multiplied("attention_multiplier"),
             attention_cap=_number(config, "attn_logit_softcapping", family.attention_cap),
-            logit_scale=1 / (multiplied("logits_scaling") or 1.0),
-            logit_cap=None if logit_cap == inf else logit_cap,
+            # The whole model has an output matrix of its own, behind which transformers does nothing.
+            logit_scale=1.0 if is_part else 1 / (multiplied("logits_scaling") or 1.0),
+            logit_cap=None if is_part or logit_cap == inf else logit_cap,
             normalised=config.flag("norm_topk_prob") if family.normalised is None else family.normalised,
             ropes=Ropes.read(config, model_type, model),
             scheme=scheme,
@@ -225,6 +228,35 @@ def check_model(directory: str | Path, model: ModelSpec, plan: SplitPlan) -> Non
             check_kind(plan.request.cache.kind, split.width)
 
 
+def _check_causal(config: Config) -> None:
+    """Check that tokens do not see what comes behind them.
+
+    Raises:
+        ModelError: they do.
+    """
+    for key, usual in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if config.flag(key, default=usual) is not usual:
+            raise config.error(f"{key} is {str(not usual).lower()}", "the decoder generates texts token by token")
+
+
+def _activation(config: Config, model_type: str, family: Family) -> str:
+    """Return the name of the gate's activation.
+
+    Raises:
+        ModelError: it is unknown, or Gemma's two keys contradict each other.
+    """
+    key = family.activation_key
+    name = config.text(key) or family.activation
+    if model_type == "gemma":  # versions of transformers read one key or the other, and take gelu for the approximation
+        others = {config.text("hidden_act"), config.text("hidden_activation")} - {"", "gelu", family.activation}
+        key, name = "hidden_act or hidden_activation", min(others, default=family.activation)
+        if others:
+            raise config.error(f"{key} is {name[:60]!r}", f"models of type gemma have {family.activation}")
+    if name not in ACTIVATIONS:
+        raise config.error(f"{key} is {name[:60]!r}", f"known are {', '.join(ACTIVATIONS)}")
+    return name
+
+
 def _number(config: Config, key: str, default: float | None) -> float | None:
     """Return a positive number of a config.json, or None for null; a key without a default is ignored."""
     if default is None or key not in config:
@@ -232,6 +264,6 @@ def _number(config: Config, key: str, default: float | None) -> float | None:
     value = config.raw(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and isfinite(value)):
-        raise config.error(f"{key} is {str(value)[:60]}, expected a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
+        raise config.error(f"{key} is {str(value)[:60]}, expected a number from {_LEAST:g} to {_MOST:g}")
     return float(value)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
-from tpplan.config import ELSEWHERE
+from tpplan.config import ELSEWHERE, Config
 from tpplan.families.classic import CLASSIC
 from tpplan.families.dense import DENSE
 from tpplan.families.moe import MOE
@@ -16,7 +16,6 @@ from tpplan.families.wrappers import RENAMED, TEXT, WRAPPERS, text_part
 from tpplan.model import ModelSpec
 
 if TYPE_CHECKING:
-    from tpplan.config import Config
     from tpplan.families.table import Family, Shape
 
 FAMILIES: Final[dict[str, Family]] = {**DENSE, **CLASSIC, **MOE}
@@ -57,6 +56,17 @@ def tolerated(model_type: str, text: str = "") -> Tolerated:
     wrapper = WRAPPERS.get(model_type)
     family = wrapper.around(FAMILIES[text or wrapper.text]) if wrapper else FAMILIES[model_type]
     return Tolerated(family.ignored, family.prefix, RENAMED if wrapper else {}, family.extra_layers)
+
+
+def sliding(config: Config, model_type: str, layers: int) -> tuple[bool, ...]:
+    """Tell for each layer of a language model whether its window slides, however long that is.
+
+    Raises:
+        ModelError: what the config says of its layers is wrong.
+    """
+    window = FAMILIES[model_type].window
+    found = window(Config({**config.data, "sliding_window": 1}, config.source), layers) if window else (0,) * layers
+    return tuple(map(bool, found))
 
 
 def spec_from_config(config: Config, name: str) -> ModelSpec:

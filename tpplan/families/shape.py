@@ -90,9 +90,12 @@ def windows(
 
     def read(config: Config, layers: int) -> tuple[int, ...]:
         window = config.optional_count("sliding_window", default=default, minimum=0) or 0
+        given = _layer_types(config, layers)
         if switch and not config.flag(switch):
+            if window and any(given):
+                raise config.error(f"layer_types has sliding_attention, but {switch} is not true", "change one of them")
             window = 0
-        bounded = _layer_types(config, layers) or sliding(config, layers)
+        bounded = given or sliding(config, layers)
         return tuple(window if layer else 0 for layer in bounded)
 
     return read

@@ -175,7 +175,7 @@ class Pointwise:
         Args:
             qkv_RHK: heads of queries, then of keys, then as many of values.
             counts: numbers of query heads and of key heads.
-            by: RoPE angles of the rows, ``[R, 1, 2, 2, W / 2]``, see :func:`tpplan.decoder.layers.angles`.
+            by: RoPE angles of the rows, ``[R, 1, 2, 2, P]``, see :func:`tpplan.decoder.layers.angles`.
             norms: weights of the norms of query and key heads; empty if there are none.
             keep: where keys and values go in a cache; they are not written if not given.
 
