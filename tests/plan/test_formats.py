@@ -11,6 +11,7 @@ from tests.checkpoints import LINEAR, LLAMA, Tensors, llama_layers, llama_outsid
 from tests.format_cases import CASES, CHANNEL, awq, exl2, fp8_channel, gptq, gptq_config, make, parameter, stored
 from tpplan.axes import Axis
 from tpplan.errors import ModelError
+from tpplan.formats import Scheme
 from tpplan.model import Segment
 from tpplan.reader import read_model
 
@@ -152,3 +153,14 @@ def test_modules_that_are_left_alone(tmp_path: Path) -> None:
         path = write_checkpoint(tmp_path / str(i), LLAMA | {"quantization_config": quantization}, tensors)
         assert stored(read_model(path)) == tensors
         assert stored(read_model(path / "config.json")) == tensors
+
+
+@pytest.mark.parametrize("start", ["language_model.model", "model.language_model"])
+def test_lists_have_either_name_of_a_wrapper(start: str) -> None:
+    """Those that newer tools write name modules otherwise than checkpoints of the hub."""
+    skipped = (f"{start}.layers.1.mlp.down_proj", f"re:{start}.layers.2.*")
+    scheme = Scheme(method="compressed-tensors", skipped=skipped)
+    modules = [
+        f"language_model.model.layers.{layer}.mlp.{name}" for layer in range(3) for name in ("down_proj", "up_proj")
+    ]
+    assert [module for module in modules if scheme.quantises(module)] == [*modules[:2], modules[3]]

@@ -52,6 +52,12 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "vipllava": Wrapper("VipLlavaForConditionalGeneration", "llama"),
 }
 
+
+def newer_name(name: str) -> str:
+    """Return the name of a tensor or module of a wrapper's language model as newer tools write it; others stay."""
+    return next((new + name.removeprefix(old) for new, old in RENAMED.items() if name.startswith(old)), name)
+
+
 _KEYS: Final = (
     *("vocab_size", "hidden_size", "intermediate_size"),
     *("num_hidden_layers", "num_attention_heads", "max_position_embeddings"),

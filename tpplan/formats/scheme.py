@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import field, frozen
 
 from tpplan.errors import ModelError
+from tpplan.families.wrappers import newer_name
 
 if TYPE_CHECKING:
     from tpplan.config import Config
@@ -65,8 +66,10 @@ class Scheme:
         return {**self.known, **({"group": inputs if self.group < 0 else self.group} if self.group else {})}
 
     def quantises(self, module: str) -> bool:
-        """Return whether a module of a layer is quantised."""
-        if module.rpartition(".")[2] in _ROUTERS or any(_names(pattern, module) for pattern in self.skipped):
+        """Return whether a module of a layer is quantised; lists may have either of a wrapper's names for it."""
+        known_as = {module, newer_name(module)}
+        is_skipped = any(_names(pattern, name) for pattern in self.skipped for name in known_as)
+        if is_skipped or module.rpartition(".")[2] in _ROUTERS:
             return False
         return not self.only or any(module.endswith(f".{name}") for name in self.only)
 
