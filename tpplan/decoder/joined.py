@@ -70,8 +70,8 @@ def joined(
 ) -> Held:
     """Return a device's weights, with projections fused as in Phi-3 (``qkv_proj``, ``gate_up_proj``).
 
-    A layer's experts become one tensor ``[E, out, in]`` under the name with ``{expert}`` in it. The weights
-    of the last norm include the factor of the logits.
+    A layer's experts become one tensor ``[E, out, in]`` under the name with ``{expert}`` in it. The weights of the last
+    norm include the factor of the logits.
 
     Args:
         weights: the device's tensors by name in the checkpoint.

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 
 from tpplan.decoder.layers import angles
 from tpplan.exec.rope.tables import Rope
-from tpplan.families import sliding
+from tpplan.families import slides
 from tpplan.families.shape import without_rope
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Ropes:
         count = model.layer_count
         kinds = [FIRST] * count
         if model_type == "gemma3_text":
-            kinds = [SECOND if slides else FIRST for slides in sliding(config, model_type, count)]
+            kinds = [SECOND if is_sliding else FIRST for is_sliding in slides(config, model_type, count)]
         elif model_type == "smollm3":
             kinds = [NONE if is_without else FIRST for is_without in without_rope(config, count)]
         data = {**config.data, "model_type": model_type}

@@ -243,17 +243,16 @@ def _activation(config: Config, model_type: str, family: Family) -> str:
     """Return the name of the gate's activation.
 
     Raises:
-        ModelError: it is unknown, or Gemma's two keys contradict each other.
+        ModelError: it is unknown, or not that of Gemma.
     """
-    key = family.activation_key
-    name = config.text(key) or family.activation
     if model_type == "gemma":  # versions of transformers read one key or the other, and take gelu for the approximation
-        others = {config.text("hidden_act"), config.text("hidden_activation")} - {"", "gelu", family.activation}
-        key, name = "hidden_act or hidden_activation", min(others, default=family.activation)
-        if others:
-            raise config.error(f"{key} is {name[:60]!r}", f"models of type gemma have {family.activation}")
+        for key in ("hidden_act", "hidden_activation"):
+            if (name := config.text(key)) not in {"", "gelu", family.activation}:
+                raise config.error(f"{key} is {name[:60]!r}", f"models of type gemma have {family.activation}")
+        return family.activation
+    name = config.text(family.activation_key) or family.activation
     if name not in ACTIVATIONS:
-        raise config.error(f"{key} is {name[:60]!r}", f"known are {', '.join(ACTIVATIONS)}")
+        raise config.error(f"{family.activation_key} is {name[:60]!r}", f"known are {', '.join(ACTIVATIONS)}")
     return name
 
 

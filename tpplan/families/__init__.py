@@ -58,15 +58,15 @@ def tolerated(model_type: str, text: str = "") -> Tolerated:
     return Tolerated(family.ignored, family.prefix, RENAMED if wrapper else {}, family.extra_layers)
 
 
-def sliding(config: Config, model_type: str, layers: int) -> tuple[bool, ...]:
-    """Tell for each layer of a language model whether its window slides, however long that is.
+def slides(config: Config, model_type: str, layers: int) -> tuple[bool, ...]:
+    """Tell for each layer of a language model with sliding windows whether it has one, however long that is.
 
     Raises:
         ModelError: what the config says of its layers is wrong.
     """
-    window = FAMILIES[model_type].window
-    found = window(Config({**config.data, "sliding_window": 1}, config.source), layers) if window else (0,) * layers
-    return tuple(map(bool, found))
+    read = FAMILIES[model_type].window
+    assert read  # noqa: S101 - as said
+    return tuple(map(bool, read(Config({**config.data, "sliding_window": 1}, config.source), layers)))
 
 
 def spec_from_config(config: Config, name: str) -> ModelSpec:

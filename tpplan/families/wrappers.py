@@ -52,12 +52,6 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "vipllava": Wrapper("VipLlavaForConditionalGeneration", "llama"),
 }
 
-
-def newer_name(name: str) -> str:
-    """Return the name of a tensor or module of a wrapper's language model as newer tools write it; others stay."""
-    return next((new + name.removeprefix(old) for new, old in RENAMED.items() if name.startswith(old)), name)
-
-
 _KEYS: Final = (
     *("vocab_size", "hidden_size", "intermediate_size"),
     *("num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
@@ -89,3 +83,8 @@ def text_part(config: Config) -> tuple[str, Config]:
     inner = text.text("model_type") or wrapper.text
     defaults = dict(zip(_KEYS, _DEFAULTS[inner], strict=True)) if inner in _DEFAULTS else {}
     return inner, Config({**defaults, **text.data}, text.source)
+
+
+def newer_name(name: str) -> str:
+    """Return the name of a tensor or module of a wrapper's language model as newer tools write it; others stay."""
+    return next((new + name.removeprefix(old) for new, old in RENAMED.items() if name.startswith(old)), name)

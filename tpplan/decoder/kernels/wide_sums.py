@@ -84,37 +84,29 @@ def leave(typingctx: Any, address: Any, sums: Any) -> Any:  # noqa: ARG001
     return types.void(address, sums), codegen
 
 
+def _with_left(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    """Add what is at addresses to sums; all of it is asked for before one is looked at."""
+
+    def left(address: Any, i: int) -> list[Any]:
+        return ptx.emit_load_floats(builder, [builder.add(address, ir.Constant(address.type, i // _VECTOR * _WARP))])
+
+    found = all_of(builder, values[0])
+    parts = [[each for i in range(0, len(found), _VECTOR) for each in left(at, i)] for at in values[1:]]
+    for part in parts:
+        found = [builder.fadd(each, other) for each, other in zip(found, part, strict=True)]
+    return context.make_tuple(builder, signature.return_type, found)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def with_left(typingctx: Any, sums: Any, first: Any, second: Any) -> Any:  # noqa: ARG001
     """Return sums with what :func:`leave` has written to two addresses added, one after the other."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return context.make_tuple(builder, signature.return_type, _with_left(builder, *values))
-
-    return sums(sums, first, second), codegen
+    return sums(sums, first, second), _with_left
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def with_last(typingctx: Any, sums: Any, address: Any) -> Any:  # noqa: ARG001
     """Return sums with what it has written to one address added."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return context.make_tuple(builder, signature.return_type, _with_left(builder, *values))
-
-    return sums(sums, address), codegen
-
-
-def _with_left(builder: Any, sums: Any, *addresses: Any) -> list[Any]:
-    """Return sums with what is at addresses added; all of it is asked for before one is looked at."""
-
-    def left(address: Any, i: int) -> list[Any]:
-        return ptx.emit_load_floats(builder, [builder.add(address, ir.Constant(address.type, i // _VECTOR * _WARP))])
-
-    found = all_of(builder, sums)
-    parts = [[each for i in range(0, len(found), _VECTOR) for each in left(at, i)] for at in addresses]
-    for part in parts:
-        found = [builder.fadd(each, other) for each, other in zip(found, part, strict=True)]
-    return found
+    return sums(sums, address), _with_left
 
 
 def stored(eights: int, both: ptx.Emitter) -> Any:
