@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tpplan.decoder import layers
 from tpplan.decoder.cache import Store
-from tpplan.decoder.layers import attend
+from tpplan.decoder.layers import Scoring, attend
 from tpplan.exec.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def check_texts(sizes: list[int], place: torch.device, dtype: torch.dtype, width
     parts = (torch.split_with_sizes(x.cpu().float(), sizes)[:-1] for x in (found, q_RHK))
     for end, sequence, out_SHK, q_SHK in zip(ends, sequences, *parts, strict=False):
         k, v = kv[:, sequence, None, :, :end].float()
-        alone = attend(q_SHK.transpose(0, 1)[None], k, v, scale=0.1, cap=None)
+        alone = attend(q_SHK.transpose(0, 1)[None], k, v, scoring=Scoring(0.1))
         torch.testing.assert_close(out_SHK.transpose(0, 1)[None], alone, atol=tolerance, rtol=tolerance)
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.flash_cases import check_texts, flash_calls
 from tpplan.decoder import layers
-from tpplan.decoder.layers import attend, hiding
+from tpplan.decoder.layers import Scoring, attend, hiding
 from tpplan.exec.torch_shims import flash_attention, flash_attention_of_several
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["flash_calls"]  # a fixture
 
 SCALE, CAP, QUERIES, KEYS, GROUP = 0.3, 2.0, 5, 12, 3
+SINKS = torch.linspace(-1, 2, 2 * GROUP, dtype=torch.float64)
+SCORINGS = [Scoring(SCALE), Scoring(SCALE, CAP), Scoring(SCALE, sinks=SINKS), Scoring(SCALE, CAP, SINKS)]
 
 
 def made(batch: int, queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -32,60 +34,64 @@ def made(batch: int, queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def expected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, cap: float | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scoring: Scoring = SCORINGS[0]
 ) -> torch.Tensor:
     """Weigh the values that are seen, ``[B or 1, S, T]``, one query head after the other."""
+    cap, sinks = scoring.cap, scoring.sinks
     heads = []
     for head in range(q.shape[1]):
         keys, values = k[:, head // GROUP], v[:, head // GROUP]
         scores = q[:, head] @ keys.mT * SCALE
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
-        heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:  # a key that all see, without a value
+            scores = torch.cat((scores, sinks[head].expand(*scores.shape[:2], 1)), dim=-1)
+        heads.append(scores.softmax(-1)[..., :KEYS] @ values)
     return torch.stack(heads, dim=1)
 
 
-@pytest.mark.parametrize("cap", [None, CAP])
+@pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("queries", [1, QUERIES, KEYS])
-def test_the_last_tokens_see_all_before(queries: int, cap: float | None) -> None:
+def test_the_last_tokens_see_all_before(queries: int, scoring: Scoring) -> None:
     """Without a mask, the queries are those of the last tokens, be they all, some or one."""
     q, k, v = made(1, queries)
     seen = torch.ones(1, queries, KEYS, dtype=torch.bool).tril(KEYS - queries)
-    torch.testing.assert_close(attend(q, k, v, None, scale=SCALE, cap=cap), expected(q, k, v, seen, cap))
+    torch.testing.assert_close(attend(q, k, v, None, scoring=scoring), expected(q, k, v, seen, scoring))
 
 
-@pytest.mark.parametrize("cap", [None, CAP])
+@pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize(("batch", "queries"), [(1, QUERIES), (4, 1), (3, QUERIES)])
-def test_masks(batch: int, queries: int, cap: float | None) -> None:
+def test_masks(batch: int, queries: int, scoring: Scoring) -> None:
     """With a mask, of all sequences or of each, every query of a group sees what its token sees."""
     q, k, v = made(batch, queries)
     for count in {1, batch}:
         seen = torch.rand(count, queries, KEYS) < 0.5
         seen[..., 3] = True
-        found = attend(q, k, v, hiding(seen[:, None], q.dtype), scale=SCALE, cap=cap)
-        torch.testing.assert_close(found, expected(q, k, v, seen, cap))
+        found = attend(q, k, v, hiding(seen[:, None], q.dtype), scoring=scoring)
+        torch.testing.assert_close(found, expected(q, k, v, seen, scoring))
 
 
-@pytest.mark.parametrize("cap", [None, CAP])
+@pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("window", [1, 4, KEYS])
-def test_windows(window: int, cap: float | None) -> None:
+def test_windows(window: int, scoring: Scoring) -> None:
     """Without a mask, a query sees as many tokens as a window has, of however many queries at a time."""
     for queries in (1, QUERIES, KEYS):
         q, k, v = made(2, queries)
         seen = torch.ones(1, queries, KEYS, dtype=torch.bool).tril(KEYS - queries).triu(KEYS - queries - window + 1)
         for tokens in (0, 2, KEYS):
             with patch.object(layers, "AT_ONCE", tokens * KEYS):
-                found = attend(q, k, v, None, scale=SCALE, cap=cap, window=window)
-            torch.testing.assert_close(found, expected(q, k, v, seen, cap))
+                found = attend(q, k, v, None, scoring=scoring, window=window)
+            torch.testing.assert_close(found, expected(q, k, v, seen, scoring))
 
 
-@pytest.mark.parametrize("cap", [None, CAP])
-def test_few_scores_at_a_time(cap: float | None) -> None:
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_few_scores_at_a_time(scoring: Scoring) -> None:
     """What does not fit is computed in blocks of queries, to the same numbers; one token is the least."""
     q, k, v = made(2, QUERIES)
     seen = torch.ones(1, QUERIES, KEYS, dtype=torch.bool).tril(KEYS - QUERIES)
     for tokens in (0, 2, QUERIES - 1):
         with patch.object(layers, "AT_ONCE", tokens * GROUP * k[..., 0].numel()):
-            torch.testing.assert_close(attend(q, k, v, None, scale=SCALE, cap=cap), expected(q, k, v, seen, cap))
+            torch.testing.assert_close(attend(q, k, v, None, scoring=scoring), expected(q, k, v, seen, scoring))
 
 
 @pytest.mark.parametrize(("batch", "queries"), [(1, 1), (4, 1), (2, QUERIES)])
@@ -102,7 +108,7 @@ def test_masks_where_cudnn_attends(monkeypatch: pytest.MonkeyPatch, batch: int, 
 
     monkeypatch.setattr(layers, "takes_cudnn", takes_cudnn)
     for recurs in (False, True):
-        found = attend(q, k, v, mask, scale=SCALE, cap=None, recurs=recurs)
+        found = attend(q, k, v, mask, scoring=Scoring(SCALE), recurs=recurs)
         torch.testing.assert_close(found, expected(q, k, v, mask[:, 0] == 0))
     assert asked == [(batch, 2 * GROUP, queries, 8)]
 
@@ -122,7 +128,7 @@ def test_prompts_of_new_lengths_are_not_planned(monkeypatch: pytest.MonkeyPatch)
         q, k, v = made(2, queries)
         seen = torch.ones(1, queries, KEYS, dtype=torch.bool).tril(KEYS - queries)
         for recurs in (False, True):
-            found = attend(q, k, v, None, scale=SCALE, cap=None, recurs=recurs)
+            found = attend(q, k, v, None, scoring=Scoring(SCALE), recurs=recurs)
             torch.testing.assert_close(found, expected(q, k, v, seen))
     assert taken == [1, 1, QUERIES, QUERIES, KEYS]
 

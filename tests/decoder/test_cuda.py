@@ -20,7 +20,7 @@ from tests.graph_cases import mixtures
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling, generate, model, plain, prompt_graphs, steps
-from tpplan.decoder.layers import attend, hiding
+from tpplan.decoder.layers import Scoring, attend, hiding
 from tpplan.decoder.stack import Stack
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.torch_shims import takes_cudnn
@@ -93,10 +93,10 @@ def test_prompts_take_kernels_without_masks(queries: int) -> None:
     torch.manual_seed(3)
     q = torch.randn(1, 8, queries, 64)
     k, v = torch.randn(2, 1, 2, 64, 64)
-    expected = attend(q, k, v, None, scale=0.1, cap=None)
+    expected = attend(q, k, v, None, scoring=Scoring(0.1))
     q, k, v = (x.to("cuda", torch.bfloat16) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        found = attend(q, k, v, None, scale=0.1, cap=None)
+        found = attend(q, k, v, None, scoring=Scoring(0.1))
     torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)
 
 
@@ -119,12 +119,12 @@ def test_a_step_attends_without_copies(length: int, width: int) -> None:
     cache = torch.randn(2, 3, 2, length + 5, width).bfloat16()
     mask = hiding((torch.arange(length) <= torch.tensor([[0], [length // 2], [length - 1]]))[:, None, None], q.dtype)
     k, v = cache[..., :length, :].float()
-    expected = attend(q.float(), k, v, mask.float(), scale=0.1, cap=None)
+    expected = attend(q.float(), k, v, mask.float(), scoring=Scoring(0.1))
     q, mask, (k, v) = q.to("cuda"), mask.to("cuda"), cache.to("cuda")[..., :length, :]
-    found = attend(q, k, v, mask, scale=0.1, cap=None, recurs=True)
+    found = attend(q, k, v, mask, scoring=Scoring(0.1), recurs=True)
     torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)
     if takes_cudnn(q, k, v, mask, 0.1):
-        names = kernels(lambda: attend(q, k, v, mask, scale=0.1, cap=None, recurs=True))
+        names = kernels(lambda: attend(q, k, v, mask, scoring=Scoring(0.1), recurs=True))
         assert all("cudnn" in name for name in names), names
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.held import Held
     from tpplan.decoder.launches.few_rows import FewRows, JointRows
+    from tpplan.decoder.layers import Scoring
     from tpplan.decoder.plain import Turn
     from tpplan.decoder.quantised import Matrix, Quantised, Stacked
     from tpplan.decoder.settings import Settings
@@ -251,15 +252,15 @@ class Fused(Plain):
         """Tell whether there is an attention kernel for these heads; it needs no mask."""
         return heads.cache.head_dim in self._attention
 
-    def attend(self, qkv_RHK: Tensor, heads: Heads, where: Where, *, scale: float, cap: float | None) -> Tensor:
+    def attend(self, qkv_RHK: Tensor, heads: Heads, where: Where, scoring: Scoring) -> Tensor:
         """Return the attention output ``[R, H × K]`` of one token of each sequence, over the cache."""
         if not self.attends(heads):
-            return super().attend(qkv_RHK, heads, where, scale=scale, cap=cap)
+            return super().attend(qkv_RHK, heads, where, scoring)
         kernel, cache = self._attention[heads.cache.head_dim], heads.cache
         found = []
         for run in heads.runs:
             k_BHLK, v_BHLK, *scales = (some_of(x, run.keys, dim=1) for x in (*cache.halves, *cache.scales))
-            found.append(kernel(qkv_RHK[:, run.queries], k_BHLK, v_BHLK, where.positions, scales, scale=scale))
+            found.append(kernel(qkv_RHK[:, run.queries], k_BHLK, v_BHLK, where.positions, scales, scale=scoring.scale))
         return together(found, dim=1)
 
     def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:

@@ -17,6 +17,7 @@ from tpplan.exec.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
+    from tpplan.decoder.layers import Scoring
     from tpplan.decoder.plain import Plain, Turn
 
 
@@ -67,7 +68,7 @@ class Group:
         ends = positions.index_select(0, bounds[1:] - 1).add_(1).int()
         return cls(sequences, positions, bounds, numbers, ends, extent, kept)
 
-    def attention(self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, *, scale: float) -> Tensor:
+    def attention(self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, scoring: Scoring) -> Tensor:
         """Write the rows' keys and values to the cache, and return the attention output ``[R, H × K]``."""
         steps.keep(qkv_RHK, heads, turn, self.sequences, self.positions, kept=self.kept)
         q_RHK = qkv_RHK[:, : heads.queries]
@@ -79,7 +80,7 @@ class Group:
                 v_THK[:, run.keys],
                 (self.bounds, self._starts_of(apart), self.ends),
                 (self.extent.longest, self.extent.most),
-                scale=scale,
+                scale=scoring.scale,
             )
             for run in heads.runs
         ]

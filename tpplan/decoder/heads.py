@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.axes import Slice
+    from tpplan.decoder.layers import Scoring
     from tpplan.exec.context import TPContext
 
 
@@ -93,13 +94,19 @@ class Heads:
 
 
 def found_by(
-    runs: Iterable[Run], q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, attending: Callable[..., Tensor]
+    runs: Iterable[Run],
+    q_BHSK: Tensor,
+    k_BHTK: Tensor,
+    v_BHTK: Tensor,
+    attending: Callable[..., Tensor],
+    *,
+    scoring: Scoring,
 ) -> Tensor:
     """Return the attention output ``[R, H × K]`` of the query heads of some runs, computed by ``attending``."""
     parts = []
     for run in runs:
         kv = [some_of(x_BHTK, run.keys, dim=1) for x_BHTK in (k_BHTK, v_BHTK)]
-        out_BHSK = attending(some_of(q_BHSK, run.queries, dim=1), *kv)
+        out_BHSK = attending(some_of(q_BHSK, run.queries, dim=1), *kv, scoring=scoring.of(run.queries))
         parts.append(out_BHSK.transpose(1, 2).flatten(2).flatten(0, 1))
     return together(parts, dim=1)
 

@@ -6,9 +6,11 @@ heads of keys and values), K elements of a head, P pairs of elements that RoPE t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 import torch
+from attrs import evolve, frozen
+from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
@@ -16,8 +18,6 @@ from tpplan.exec.torch_shims import flash_attention, takes_cudnn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
 #: Maximum elements of a temporary tensor whose size would otherwise be unbounded: 32 MiB in 16 bits.
 AT_ONCE: Final = 2**24
@@ -27,6 +27,26 @@ _WIDENED: Final = 512
 
 #: The head size that the flash kernel takes is a multiple of this.
 _FLASH_HEADS: Final = 8
+
+
+@frozen(eq=False)
+class Scoring:
+    """How the scores of queries and keys become the weights of values.
+
+    Attributes:
+        scale: factor of the scores.
+        cap: soft cap: scores ``s`` become ``cap · tanh(s / cap)``; None if there is none.
+        sinks: score of each query head's sink, which takes part in the softmax and has no value (Xiao et al.,
+            arXiv 2309.17453), ``[H]``; None if there are none.
+    """
+
+    scale: float
+    cap: float | None = None
+    sinks: Tensor | None = None
+
+    def of(self, heads: slice) -> Self:
+        """Return the scoring of a slice of the query heads."""
+        return self if self.sinks is None else evolve(self, sinks=some_of(self.sinks, heads, dim=0))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, out: Tensor | None = None) -> Tensor:
@@ -93,8 +113,7 @@ def attend(
     v_BHTK: Tensor,
     mask: Tensor | None = None,
     *,
-    scale: float,
-    cap: float | None,
+    scoring: Scoring,
     window: int = 0,
     recurs: bool = False,
 ) -> Tensor:
@@ -106,8 +125,7 @@ def attend(
         v_BHTK: values.
         mask: mask from :func:`hiding`, ``[B or 1, 1, S, T]``; None for causal attention, where the queries belong to
             the last S tokens.
-        scale: factor of the attention scores.
-        cap: soft cap of the scores, see :class:`tpplan.decoder.settings.Settings`.
+        scoring: how scores become weights.
         window: tokens that a query sees without a mask, itself included; 0 for all.
         recurs: whether these shapes occur repeatedly. Only then is cuDNN worth using: it is fast, but builds a plan for
             each shape, which takes 36 ms on an H200.
@@ -117,13 +135,14 @@ def attend(
         parts = []
         for some in torch.split(q_BHSK, max(1, AT_ONCE // (4 * total)), dim=2):  # mask and temporaries
             hides = _hiding_others(some, total - count, total, window)
-            parts.append(attend(some, k_BHTK, v_BHTK, hides, scale=scale, cap=cap, recurs=recurs))
+            parts.append(attend(some, k_BHTK, v_BHTK, hides, scoring=scoring, recurs=recurs))
             count -= some.shape[2]
         return together(parts, dim=2)
-    out_BHSK = None if cap is not None else _fused(q_BHSK, k_BHTK, v_BHTK, mask, scale, recurs=recurs)
+    is_plain = scoring.cap is None and scoring.sinks is None
+    out_BHSK = _fused(q_BHSK, k_BHTK, v_BHTK, mask, scoring.scale, recurs=recurs) if is_plain else None
     if out_BHSK is not None:
         return out_BHSK
-    alike = 1 if cap is None else 4  # tensors of this size: scores, their mask, and temporaries
+    alike = 1 if is_plain else 4  # tensors of this size: scores, their mask, and temporaries
     block = max(1, AT_ONCE // (alike * q_BHSK.shape[:2].numel() * total))
     found = []
     for first in range(0, count, block):
@@ -131,7 +150,7 @@ def attend(
         hides = (
             _hiding_others(some, total - count + first, total) if mask is None else mask[:, :, first : first + block]
         )
-        found.append(_behind(some, k_BHTK, v_BHTK, hides, scale=scale, cap=cap))
+        found.append(_behind(some, k_BHTK, v_BHTK, hides, scoring))
     return together(found, dim=2)
 
 
@@ -184,14 +203,24 @@ def _fused(
     return flash_attention(q_BHSK, k_BHTK, v_BHTK, scale)
 
 
-def _behind(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, *, scale: float, cap: float | None) -> Tensor:
+def _behind(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
     """Return masked attention. Query heads that share a KV head become extra queries, so that no KV head is copied."""
     q_BHGSK = torch.unflatten(q_BHSK, 1, (k_BHTK.shape[1], -1))
     q_BHRK = q_BHGSK.flatten(2, 3)
     mask_B1RT = mask[:, :, None].expand(-1, -1, q_BHGSK.shape[2], -1, -1).flatten(2, 3)
-    if cap is None:
-        out_BHRK = functional.scaled_dot_product_attention(q_BHRK, k_BHTK, v_BHTK, mask_B1RT, scale=scale)
+    cap, sinks_H = scoring.cap, scoring.sinks
+    if cap is None and sinks_H is None:
+        out_BHRK = functional.scaled_dot_product_attention(q_BHRK, k_BHTK, v_BHTK, mask_B1RT, scale=scoring.scale)
+        return torch.unflatten(out_BHRK, 2, q_BHGSK.shape[2:4]).flatten(1, 2)
+    scores_BHRT = (q_BHRK @ k_BHTK.mT).mul_(scoring.scale if cap is None else scoring.scale / cap)
+    if cap is not None:
+        scores_BHRT.tanh_().mul_(cap)
+    scores_BHRT.add_(mask_B1RT)
+    if sinks_H is not None:
+        sinks_HG1 = torch.unflatten(sinks_H, 0, q_BHGSK.shape[1:3])[..., None]
+        sinks_HR1 = sinks_HG1.expand(-1, -1, q_BHGSK.shape[3]).flatten(1)[..., None].to(scores_BHRT.dtype)
+        sums_BHR1 = torch.logaddexp(scores_BHRT.logsumexp(-1, keepdim=True), sinks_HR1)
+        out_BHRK = scores_BHRT.sub_(sums_BHR1).exp_() @ v_BHTK
     else:
-        scores_BHRT = (q_BHRK @ k_BHTK.mT).mul_(scale / cap).tanh_().mul_(cap).add_(mask_B1RT)
         out_BHRK = scores_BHRT.softmax(-1) @ v_BHTK
     return torch.unflatten(out_BHRK, 2, q_BHGSK.shape[2:4]).flatten(1, 2)

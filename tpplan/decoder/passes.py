@@ -5,7 +5,7 @@ Shapes: R rows of the pass, B batch, S queries, T keys, H heads, K elements of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from tpplan.decoder.prompts import Stretch
 
 if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
+    from tpplan.decoder.layers import Scoring
     from tpplan.decoder.plain import Plain, Turn
 
 #: The rows' RoPE angles by kind, from :meth:`tpplan.decoder.ropes.Ropes.angles`.
@@ -48,8 +49,8 @@ class Prefill:
     def _count(self) -> list[int]:
         return [each.count * each.size for each in self.stretches]
 
-    def attention(
-        self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, device: int, *, scale: float, cap: float | None
+    def attention(  # noqa: PLR0917 (what a layer has on a device)
+        self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, scoring: Scoring, device: int
     ) -> Tensor:
         """Write the rows' keys and values to the cache, and return the attention output ``[R, H × K]``.
 
@@ -58,33 +59,32 @@ class Prefill:
             heads: the attention heads of a layer on the device.
             qkv_RHK: queries, keys and values; overwritten.
             turn: the norms and rotation applied to queries and keys first.
+            scoring: how scores become weights.
             device: index of the device.
-            scale: factor of the attention scores.
-            cap: soft cap of the scores, see :class:`tpplan.decoder.settings.Settings`.
         """
         group = self.groups.get(device)
-        if group and heads.attend_at_once(group.extent.most, cap):
-            return group.attention(steps, heads, qkv_RHK, turn, scale=scale)
+        if group and heads.attend_at_once(group.extent.most, scoring.cap):
+            return group.attention(steps, heads, qkv_RHK, turn, scoring)
         steps.turn(qkv_RHK, heads, turn)
         parts = [apart(x_RHK, self.sizes, dim=0) for x_RHK in heads.apart(qkv_RHK)]
-        attending, found = partial(attend, scale=scale, cap=cap), []
+        found = []
         for each, *own in zip(self.stretches, *parts, strict=True):
             q_BHSK, *kv = [torch.unflatten(x_RHK, 0, (each.count, each.size)).transpose(1, 2) for x_RHK in own]
-            found.append(self._read(each, heads, q_BHSK, kv, attending))
+            found.append(self._read(each, heads, q_BHSK, kv, scoring))
         return together(found, dim=0)
 
     @staticmethod
-    def _read(
-        each: Stretch, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], attending: Callable[..., Tensor]
-    ) -> Tensor:
+    def _read(each: Stretch, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], scoring: Scoring) -> Tensor:
         """Return the attention output of one stretch."""
 
         def find(some: slice, keys: slice) -> Tensor:
             sequences = slice(each.sequence + some.start, each.sequence + some.stop)
             k_BHSK, v_BHSK = [some_of(some_of(x_BHSK, some, dim=0), keys, dim=1) for x_BHSK in kv]
             k_BHTK, v_BHTK, window = heads.cache.extend(sequences, keys, each.start, k_BHSK, v_BHSK)
-            behind = partial(attending, window=window, recurs=each.is_full)
-            return found_by(heads.runs_of(keys), some_of(q_BHSK, some, dim=0), k_BHTK, v_BHTK, behind)
+            attending = partial(attend, window=window, recurs=each.is_full)
+            return found_by(
+                heads.runs_of(keys), some_of(q_BHSK, some, dim=0), k_BHTK, v_BHTK, attending, scoring=scoring
+            )
 
         return heads.cache.in_pieces(each.count, each.start, each.start + each.size, find)
 
@@ -102,13 +102,13 @@ class Decode:
     where: Mapping[int, Mapping[int, Where]]
     fixed = True
 
-    def attention(
-        self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, device: int, *, scale: float, cap: float | None
+    def attention(  # noqa: PLR0917 (what a layer has on a device)
+        self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, scoring: Scoring, device: int
     ) -> Tensor:
         """Write to the cache and attend; see :meth:`Prefill.attention`."""
         where = self.where[device][heads.cache.length]
         steps.keep(qkv_RHK, heads, turn, where.sequences, where.places)
-        return steps.attend(qkv_RHK, heads, where, scale=scale, cap=cap)
+        return steps.attend(qkv_RHK, heads, where, scoring)
 
 
 Pass = Prefill | Decode

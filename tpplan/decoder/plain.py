@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.cache import Where
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.held import Held
+    from tpplan.decoder.layers import Scoring
     from tpplan.decoder.quantised import Quantised, Stacked
     from tpplan.exec.gpu.channel import Channel
 
@@ -217,22 +218,21 @@ class Plain:
         """Tell whether :meth:`attend` needs no mask for these heads, and issues the same work for any positions."""
         return False
 
-    def attend(self, qkv_RHK: Tensor, heads: Heads, where: Where, *, scale: float, cap: float | None) -> Tensor:
+    def attend(self, qkv_RHK: Tensor, heads: Heads, where: Where, scoring: Scoring) -> Tensor:
         """Return the attention output ``[R, H × K]`` of one token of each sequence, over the cache.
 
         Args:
             qkv_RHK: queries, then keys, then values.
             heads: the attention heads, whose cache already has these keys and values.
             where: where the tokens are in the cache.
-            scale: factor of the attention scores.
-            cap: soft cap of the scores, see :class:`tpplan.decoder.settings.Settings`.
+            scoring: how scores become weights.
         """
-        attending = partial(attend, scale=scale, cap=cap, recurs=True)
 
         def find(some: slice, keys: slice) -> Tensor:
             q_BHSK = qkv_RHK[some, : heads.queries, None]
             k_BHTK, v_BHTK = heads.cache.read(some, keys, where.span)
-            return found_by(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, partial(attending, mask=where.mask[some]))
+            attending = partial(attend, mask=where.mask[some], recurs=True)
+            return found_by(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, attending, scoring=scoring)
 
         return heads.cache.in_pieces(len(where.places), 0, where.span, find)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tpplan.axes import Axis
+from tpplan.decoder.layers import Scoring
 from tpplan.decoder.plain import Plain, Turn
 from tpplan.exec.torch_shims import leaving_processors
 
@@ -145,10 +146,10 @@ class Stack:
         norms = [f"{start}{which}_norm.weight" for which in "qk"]
         by = rows.angles[device][self._settings.ropes.kinds[layer]]
         turn = Turn(by, tuple(weights[name] for name in norms if name in weights))
-        scale = self._settings.attention_scale or 1 / sqrt(head_dim)
-        cap = self._settings.attention_cap
+        sinks = weights[name] if (name := f"{start}sinks") in weights else None
+        scoring = Scoring(self._settings.attention_scale or 1 / sqrt(head_dim), self._settings.attention_cap, sinks)
         steps, heads = self.steps[device], self.heads[layer][device]
-        return rows.attention(steps, heads, qkv_RHK, turn, device, scale=scale, cap=cap)
+        return rows.attention(steps, heads, qkv_RHK, turn, scoring, device)
 
     def _mlp(self, layer: int, xs: tuple[Tensor, ...], _rows: Pass) -> Made:
         name = f"model.layers.{layer}.mlp.down_proj"
