@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
 from tpplan.decoder import layers
 from tpplan.decoder.cache import Store
-from tpplan.decoder.layers import Scoring, attend
+from tpplan.decoder.layers import Scoring, attend, hiding
 from tpplan.exec.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
@@ -22,13 +20,38 @@ if TYPE_CHECKING:
 FlashCalls = list[list[tuple[int, int]]]
 
 
-def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Let the last tokens' queries attend, ``[B, H, S, K]``."""
-    bias = causal_lower_right(q.shape[2], k.shape[2])
-    return scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=True)
+def flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let the last tokens' queries attend, ``[B, S, H, K]``, and return the log-sum-exp of their scores, too.
+
+    Each sees so many tokens before its own, all if it is not told.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_BHSK, k_BHTK, v_BHTK = (
+        x.to(wide).transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], dim=1) for x in (q, k, v)
+    )
+    hidden = ~seen(q.shape[1], k.shape[1], window)
+    scores = (q_BHSK @ k_BHTK.mT * scale).masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1) @ v_BHTK).transpose(1, 2).to(q.dtype), scores.logsumexp(-1)
 
 
-def check_texts(sizes: list[int], place: torch.device, dtype: torch.dtype, width: int, tolerance: float) -> None:
+def seen(queries: int, total: int, before: int | None = None) -> torch.Tensor:
+    """Return whether the queries of the last tokens see each token, ``[S, T]``: their own and so many before it."""
+    least = -total if before is None else total - queries - before
+    return torch.ones(queries, total, dtype=torch.bool).tril(total - queries).triu(least)
+
+
+def check_texts(
+    sizes: list[int],
+    place: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    tolerance: float,
+    *,
+    window: int = 0,
+    sinks: bool = False,
+) -> None:
     """Let the last tokens of texts that a cache has attend at once, and compare with what each finds alone in 32 bits.
 
     Args:
@@ -37,6 +60,8 @@ def check_texts(sizes: list[int], place: torch.device, dtype: torch.dtype, width
         dtype: of its elements.
         width: of heads.
         tolerance: of the numbers.
+        window: tokens that a query sees, itself included; 0 for all.
+        sinks: whether heads have sinks.
     """
     torch.manual_seed(width)
     ends, sequences = [150, 160, 130, 9], [3, 1, 4, 0]
@@ -46,18 +71,28 @@ def check_texts(sizes: list[int], place: torch.device, dtype: torch.dtype, width
     k_THK, v_THK, apart = store.in_a_row()
     numbers = [0, *accumulate(sizes)], [apart * number for number in (*sequences, 0)], ends
     bounds, starts, counts = (torch.tensor(each, dtype=torch.int32, device=place) for each in numbers)
-    most = max(sizes), 160
-    found = flash_attention_of_several(q_RHK.to(place), k_THK, v_THK, (bounds, starts, counts), most, scale=0.1)
+    scores = torch.linspace(-3, 6, 8).to(dtype) if sinks else None
+    found = flash_attention_of_several(
+        q_RHK.to(place),
+        k_THK,
+        v_THK,
+        (bounds, starts, counts),
+        (max(sizes), 160),
+        scale=0.1,
+        window=window,
+        sinks=None if scores is None else scores.to(place),
+    )
     parts = (torch.split_with_sizes(x.cpu().float(), sizes)[:-1] for x in (found, q_RHK))
     for end, sequence, out_SHK, q_SHK in zip(ends, sequences, *parts, strict=False):
         k, v = kv[:, sequence, None, :, :end].float()
-        alone = attend(q_SHK.transpose(0, 1)[None], k, v, scoring=Scoring(0.1))
+        mask = hiding(seen(len(q_SHK), end, window - 1 if window else None)[None, None], torch.float32)
+        alone = attend(q_SHK.transpose(0, 1)[None], k, v, mask, scoring=Scoring(0.1, sinks=scores))
         torch.testing.assert_close(out_SHK.transpose(0, 1)[None], alone, atol=tolerance, rtol=tolerance)
 
 
 @pytest.fixture
 def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
-    """Let flash kernels attend on the CPU, and return what the one of several texts is given.
+    """Let the flash kernel attend on the CPU, and return what it is given of several texts.
 
     It demands what the one of GPUs does, reads keys and values where that reads them, and has NaN for all that is not
     told to be a query.
@@ -68,8 +103,8 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        cum_seq_q: torch.Tensor,
-        cum_seq_k: torch.Tensor,
+        cum_seq_q: torch.Tensor | None,
+        cum_seq_k: torch.Tensor | None,
         max_q: int,
         max_k: int,
         dropout_p: float,
@@ -77,9 +112,17 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
         return_debug_mask: bool,
         *,
         scale: float,
-        seqused_k: torch.Tensor,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+        seqused_k: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         assert (dropout_p, is_causal, return_debug_mask) == (0, True, False)
+        assert window_size_right == (None if window_size_left is None else 0)
+        nothing = query.new_empty(0)
+        if cum_seq_q is None or cum_seq_k is None or seqused_k is None:
+            assert cum_seq_q is cum_seq_k is seqused_k is None
+            assert (max_q, max_k) == (query.shape[1], key.shape[1])
+            return *flash(query, key, value, scale, window_size_left), nothing, nothing, nothing
         assert cum_seq_q.shape == cum_seq_k.shape == (len(seqused_k) + 1,)
         assert {x.dtype for x in (cum_seq_q, cum_seq_k, seqused_k)} == {torch.int32}
         assert all(x.is_contiguous() for x in (cum_seq_q, cum_seq_k, seqused_k))
@@ -88,6 +131,7 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
         assert int(cum_seq_k.min()) >= 0
         assert max_q > 1  # or the kernel takes every text to have one
         found, texts = torch.full_like(query, torch.nan), []
+        sums = query.new_full(query.shape[1::-1], torch.nan, dtype=torch.float32)
         for (first, end), start, count in zip(
             pairwise(cum_seq_q.tolist()), cum_seq_k.tolist(), seqused_k.tolist(), strict=False
         ):
@@ -96,16 +140,14 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
             assert end - first <= max_q
             assert end - first <= count <= max_k
             own = query[first:end], key[start : start + count], value[start : start + count]
-            q, k, v = (x.transpose(0, 1)[None] for x in own)
-            found[first:end] = flash_attention(q, k, v, scale)[0].transpose(0, 1)
+            q, k, v = (x[None] for x in own)
+            (found[first:end],), (sums[:, first:end],) = flash(q, k, v, scale, window_size_left)
             texts.append((end - first, count))
         calls.append(texts)
-        sums, nothing = query.new_empty(query.shape[1], len(query), dtype=torch.float32), query.new_empty(0)
         return found, sums, nothing, nothing, nothing
 
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("_flash_attention_forward", forward, "CPU")  # type: ignore[no-untyped-call]
     monkeypatch.setattr(layers, "can_use_flash_attention", lambda _: True)
-    monkeypatch.setattr(layers, "flash_attention", flash_attention)
     yield calls
     library._destroy()  # type: ignore[no-untyped-call]

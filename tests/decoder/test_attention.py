@@ -7,10 +7,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
-from tests.flash_cases import check_texts, flash_calls
+from tests.flash_cases import check_texts, flash_calls, seen
 from tpplan.decoder import layers
 from tpplan.decoder.layers import Scoring, attend, hiding
 from tpplan.exec.torch_shims import flash_attention, flash_attention_of_several
@@ -55,8 +53,8 @@ def expected(
 def test_the_last_tokens_see_all_before(queries: int, scoring: Scoring) -> None:
     """Without a mask, the queries are those of the last tokens, be they all, some or one."""
     q, k, v = made(1, queries)
-    seen = torch.ones(1, queries, KEYS, dtype=torch.bool).tril(KEYS - queries)
-    torch.testing.assert_close(attend(q, k, v, None, scoring=scoring), expected(q, k, v, seen, scoring))
+    found = attend(q, k, v, None, scoring=scoring)
+    torch.testing.assert_close(found, expected(q, k, v, seen(queries, KEYS)[None], scoring))
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -65,10 +63,10 @@ def test_masks(batch: int, queries: int, scoring: Scoring) -> None:
     """With a mask, of all sequences or of each, every query of a group sees what its token sees."""
     q, k, v = made(batch, queries)
     for count in {1, batch}:
-        seen = torch.rand(count, queries, KEYS) < 0.5
-        seen[..., 3] = True
-        found = attend(q, k, v, hiding(seen[:, None], q.dtype), scoring=scoring)
-        torch.testing.assert_close(found, expected(q, k, v, seen, scoring))
+        some = torch.rand(count, queries, KEYS) < 0.5
+        some[..., 3] = True
+        found = attend(q, k, v, hiding(some[:, None], q.dtype), scoring=scoring)
+        torch.testing.assert_close(found, expected(q, k, v, some, scoring))
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -77,21 +75,21 @@ def test_windows(window: int, scoring: Scoring) -> None:
     """Without a mask, a query sees as many tokens as a window has, of however many queries at a time."""
     for queries in (1, QUERIES, KEYS):
         q, k, v = made(2, queries)
-        seen = torch.ones(1, queries, KEYS, dtype=torch.bool).tril(KEYS - queries).triu(KEYS - queries - window + 1)
+        right = expected(q, k, v, seen(queries, KEYS, window - 1)[None], scoring)
         for tokens in (0, 2, KEYS):
             with patch.object(layers, "AT_ONCE", tokens * KEYS):
                 found = attend(q, k, v, None, scoring=scoring, window=window)
-            torch.testing.assert_close(found, expected(q, k, v, seen, scoring))
+            torch.testing.assert_close(found, right)
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_few_scores_at_a_time(scoring: Scoring) -> None:
     """What does not fit is computed in blocks of queries, to the same numbers; one token is the least."""
     q, k, v = made(2, QUERIES)
-    seen = torch.ones(1, QUERIES, KEYS, dtype=torch.bool).tril(KEYS - QUERIES)
+    right = expected(q, k, v, seen(QUERIES, KEYS)[None], scoring)
     for tokens in (0, 2, QUERIES - 1):
         with patch.object(layers, "AT_ONCE", tokens * GROUP * k[..., 0].numel()):
-            torch.testing.assert_close(attend(q, k, v, None, scoring=scoring), expected(q, k, v, seen, scoring))
+            torch.testing.assert_close(attend(q, k, v, None, scoring=scoring), right)
 
 
 @pytest.mark.parametrize(("batch", "queries"), [(1, 1), (4, 1), (2, QUERIES)])
@@ -113,45 +111,56 @@ def test_masks_where_cudnn_attends(monkeypatch: pytest.MonkeyPatch, batch: int, 
     assert asked == [(batch, 2 * GROUP, queries, 8)]
 
 
-def test_prompts_of_new_lengths_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("flash_calls")
+def test_prompts_of_new_lengths_are_not_planned() -> None:
     """Where there is a flash kernel, it takes all prompts but those that fill a pass from their beginning."""
     taken: list[int] = []
-
-    def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        taken.append(q.shape[2])
-        bias = causal_lower_right(q.shape[2], k.shape[2])
-        return scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=True)
-
-    monkeypatch.setattr(layers, "can_use_flash_attention", lambda _: True)
-    monkeypatch.setattr(layers, "flash_attention", flash_attention)
     for queries in (1, QUERIES, KEYS):
         q, k, v = made(2, queries)
-        seen = torch.ones(1, queries, KEYS, dtype=torch.bool).tril(KEYS - queries)
         for recurs in (False, True):
-            found = attend(q, k, v, None, scoring=Scoring(SCALE), recurs=recurs)
-            torch.testing.assert_close(found, expected(q, k, v, seen))
+            with patch.object(layers, "flash_attention", side_effect=flash_attention) as attending:
+                found = attend(q, k, v, None, scoring=SCORINGS[0], recurs=recurs)
+            torch.testing.assert_close(found, expected(q, k, v, seen(queries, KEYS)[None]))
+            taken += [queries] * attending.call_count
     assert taken == [1, 1, QUERIES, QUERIES, KEYS]
 
 
-def test_this_torch_has_the_flash_kernels() -> None:
-    """They take what they are given, though no GPU runs them, and what comes of it is of the queries' shape."""
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.usefixtures("flash_calls")
+def test_windows_and_sinks_take_no_masks(scoring: Scoring) -> None:
+    """Where there is a flash kernel, it takes them, also for prompts that fill a pass; capped scores it does not."""
+    for window in (0, 1, 4, KEYS):
+        for queries in (1, QUERIES, KEYS):
+            q, k, v = made(2, queries)
+            with patch.object(layers, "hiding", side_effect=hiding) as hides:
+                found = attend(q, k, v, None, scoring=scoring, window=window, recurs=True)
+            hidden = seen(queries, KEYS, window - 1 if window else None)[None]
+            torch.testing.assert_close(found, expected(q, k, v, hidden, scoring), atol=1e-6, rtol=1e-6)
+            assert hides.called == (scoring.cap is not None)
+
+
+def test_this_torch_has_the_flash_kernel() -> None:
+    """It takes what it is given, though no GPU runs it, and what comes of it is of the queries' shape."""
     q, k, v = (torch.empty(2, 7, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (8, 2, 2))
-    found = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), SCALE)
+    sinks = torch.empty(8, dtype=torch.bfloat16, device="meta")
+    found = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), SCALE, window=3, sinks=sinks)
     assert found.shape == (2, 8, 7, 16)
     three = torch.empty(3, dtype=torch.int32, device="meta")
     four = torch.empty(4, dtype=torch.int32, device="meta")
     where = four, four, three
-    assert flash_attention_of_several(q[0], k[0], v[0], where, (5, 7), scale=SCALE).shape == (7, 8, 16)
+    found = flash_attention_of_several(q[0], k[0], v[0], where, (5, 7), scale=SCALE, window=3, sinks=sinks)
+    assert found.shape == (7, 8, 16)
     names = [each.name for each in torch.ops.aten._flash_attention_forward.default._schema.arguments]
     assert names[3:10] == ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask"]
-    assert "seqused_k" in names[10:]
+    assert {"scale", "window_size_left", "window_size_right", "seqused_k"} <= set(names[10:])
 
 
-def test_texts_in_a_cache(flash_calls: FlashCalls) -> None:
-    """The last tokens of each text see those before in its own, wherever these are in the cache.
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (7, True)])
+def test_texts_in_a_cache(window: int, sinks: bool, flash_calls: FlashCalls) -> None:
+    """The last tokens of each text see those before in its own, wherever these are in the cache, or in a window.
 
     Of one text these may be all, of another one, of all one, and of a text without queries none.
     """
     for sizes in ([2, 1, 130, 0], [1, 1, 1, 0]):
-        check_texts(sizes, torch.device("cpu"), torch.float32, 8, 1e-5)
+        check_texts(sizes, torch.device("cpu"), torch.float32, 8, 1e-5, window=window, sinks=sinks)
     assert flash_calls == [[(2, 150), (1, 160), (130, 130)], [(1, 150), (1, 160), (1, 130)]]

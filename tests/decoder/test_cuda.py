@@ -19,7 +19,7 @@ from tests.flash_cases import check_texts
 from tests.graph_cases import mixtures
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
-from tpplan.decoder import Decoder, Prompt, Sampling, generate, model, plain, prompt_graphs, steps
+from tpplan.decoder import Decoder, Prompt, Sampling, generate, layers, model, plain, prompt_graphs, steps
 from tpplan.decoder.layers import Scoring, attend, hiding
 from tpplan.decoder.stack import Stack
 from tpplan.exec import compile as compile_plan
@@ -87,16 +87,29 @@ def test_sixteen_bits(model_type: str, dtype: torch.dtype, tmp_path: Path) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 1, 24, 64])
 @pytest.mark.parametrize("queries", [1, 40, 64])
-def test_prompts_take_kernels_without_masks(queries: int) -> None:
-    """In 16 bits, flash kernels take the last tokens of a prompt as they are, heads shared, and say what others do."""
+def test_prompts_take_kernels_without_masks(queries: int, window: int) -> None:
+    """In 16 bits, flash kernels take the last tokens of a prompt as they are, heads shared, and say what others do.
+
+    So they do behind windows, and with sinks.
+    """
     torch.manual_seed(3)
     q = torch.randn(1, 8, queries, 64)
     k, v = torch.randn(2, 1, 2, 64, 64)
-    expected = attend(q, k, v, None, scoring=Scoring(0.1))
+    for sinks in (None, torch.linspace(-3, 6, 8).bfloat16()):
+        check_without_masks(q, k, v, sinks, window)
+
+
+def check_without_masks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, window: int
+) -> None:
+    """Compare attention on a GPU in 16 bits, which makes no masks, with that in 32 bits."""
+    expected = attend(q, k, v, None, scoring=Scoring(0.1, sinks=sinks), window=window)
     q, k, v = (x.to("cuda", torch.bfloat16) for x in (q, k, v))
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        found = attend(q, k, v, None, scoring=Scoring(0.1))
+    scoring = Scoring(0.1, sinks=None if sinks is None else sinks.to("cuda"))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), patch.object(layers, "hiding", side_effect=AssertionError):
+        found = attend(q, k, v, None, scoring=scoring, window=window)
     torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)
 
 
@@ -106,7 +119,8 @@ def test_prompts_take_kernels_without_masks(queries: int) -> None:
 @pytest.mark.parametrize("sizes", [[2, 1, 130, 0], [1, 1, 1, 0]], ids=str)
 def test_texts_in_a_cache(sizes: list[int], width: int, dtype: torch.dtype) -> None:
     """In 16 bits, one flash kernel takes several texts where they are, each with the numbers that it has alone."""
-    check_texts(sizes, torch.device("cuda"), dtype, width, 2e-2)
+    for window, sinks in ((0, False), (0, True), (1, False), (70, True)):
+        check_texts(sizes, torch.device("cuda"), dtype, width, 2e-2, window=window, sinks=sinks)
 
 
 @pytest.mark.gpu

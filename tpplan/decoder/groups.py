@@ -81,6 +81,7 @@ class Group:
                 (self.bounds, self._starts_of(apart), self.ends),
                 (self.extent.longest, self.extent.most),
                 scale=scoring.scale,
+                sinks=scoring.of(run.queries).sinks,
             )
             for run in heads.runs
         ]

@@ -130,6 +130,10 @@ def attend(
         recurs: whether these shapes occur repeatedly. Only then is cuDNN worth using: it is fast, but builds a plan for
             each shape, which takes 36 ms on an H200.
     """
+    if scoring.cap is None:
+        out_BHSK = _fused(q_BHSK, k_BHTK, v_BHTK, mask, scoring, window=window, recurs=recurs)
+        if out_BHSK is not None:
+            return out_BHSK
     count, total = q_BHSK.shape[2], k_BHTK.shape[2]
     if window:
         parts = []
@@ -139,9 +143,6 @@ def attend(
             count -= some.shape[2]
         return together(parts, dim=2)
     is_plain = scoring.cap is None and scoring.sinks is None
-    out_BHSK = _fused(q_BHSK, k_BHTK, v_BHTK, mask, scoring.scale, recurs=recurs) if is_plain else None
-    if out_BHSK is not None:
-        return out_BHSK
     alike = 1 if is_plain else 4  # tensors of this size: scores, their mask, and temporaries
     block = max(1, AT_ONCE // (alike * q_BHSK.shape[:2].numel() * total))
     found = []
@@ -187,20 +188,21 @@ def some_of(x: Tensor, some: slice, dim: int) -> Tensor:
 
 
 def _fused(
-    q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor | None, scale: float, *, recurs: bool
+    q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor | None, scoring: Scoring, *, window: int, recurs: bool
 ) -> Tensor | None:
     """Return the output of a fused attention kernel with shared KV heads for all queries, or None if none applies."""
+    scale, sinks = scoring.scale, scoring.sinks
     if mask is not None:
-        if not recurs or not takes_cudnn(q_BHSK, k_BHTK, v_BHTK, mask, scale):
+        if sinks is not None or not recurs or not takes_cudnn(q_BHSK, k_BHTK, v_BHTK, mask, scale):
             return None
         return functional.scaled_dot_product_attention(q_BHSK, k_BHTK, v_BHTK, mask, scale=scale, enable_gqa=True)
     if not takes_flash(q_BHSK, k_BHTK, v_BHTK):
         return None
-    if recurs and q_BHSK.shape[2] == k_BHTK.shape[2]:  # cuDNN, where torch prefers it
+    if recurs and q_BHSK.shape[2] == k_BHTK.shape[2] and not window and sinks is None:  # cuDNN, where torch prefers it
         return functional.scaled_dot_product_attention(
             q_BHSK, k_BHTK, v_BHTK, is_causal=True, scale=scale, enable_gqa=True
         )
-    return flash_attention(q_BHSK, k_BHTK, v_BHTK, scale)
+    return flash_attention(q_BHSK, k_BHTK, v_BHTK, scale, window=window, sinks=sinks)
 
 
 def _behind(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:

@@ -101,11 +101,28 @@ def takes_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.T
     return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
-def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the attention of the last tokens' queries by the flash kernel, whichever torch would choose."""
-    attend = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
-    found: torch.Tensor = attend(q, k, v, is_causal=True, scale=scale)[0]
-    return found
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the causal attention of the last tokens' queries by the flash kernel, whichever torch would choose.
+
+    Args:
+        q: queries, ``[texts, heads, tokens, elements]``.
+        k: keys of all tokens.
+        v: values of all tokens.
+        scale: scale of the scores.
+        window: tokens that a query sees, itself included; 0 for all.
+        sinks: score of each head's sink, see :class:`tpplan.decoder.layers.Scoring`.
+    """
+    most = q.shape[2], k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return _flash(q, k, v, (None, None, None), most, scale=scale, window=window, sinks=sinks).transpose(1, 2)
 
 
 def flash_attention_of_several(
@@ -116,6 +133,8 @@ def flash_attention_of_several(
     most: tuple[int, int],
     *,
     scale: float,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the causal attention of the last tokens of several texts, ``[tokens, heads, elements]``.
 
@@ -127,15 +146,38 @@ def flash_attention_of_several(
             text and any number; and the number of keys of each text. A text may have no queries.
         most: maximum queries and maximum keys of a text.
         scale: scale of the scores.
+        window: tokens that a query sees, itself included; 0 for all.
+        sinks: score of each head's sink, see :class:`tpplan.decoder.layers.Scoring`.
+    """
+    longest, length = max(2, most[0]), most[1]  # if 1, the kernel assumes that every text has one query
+    return _flash(q, k, v, where, (longest, length), scale=scale, window=window, sinks=sinks)
+
+
+def _flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    where: tuple[torch.Tensor | None, ...],
+    most: tuple[int, int],
+    *,
+    scale: float,
+    window: int,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return causal attention, ``[..., tokens, heads, elements]``.
+
+    Beside it, the kernel returns the logarithm of each softmax's denominator in float32, ``[..., heads, tokens]``: a
+    sink adds its exponential to that denominator, which scales the output.
     """
     attend = torch.ops.aten._flash_attention_forward  # noqa: SLF001
     queries, keys, counts = where
-    longest, length = max(2, most[0]), most[1]  # if 1, the kernel assumes that every text has one query
     is_causal, returns_mask = True, False
-    found: torch.Tensor = attend(
-        q, k, v, queries, keys, longest, length, 0.0, is_causal, returns_mask, scale=scale, seqused_k=counts
-    )[0]
-    return found
+    sides = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+    found: torch.Tensor
+    found, sums, *_ = attend(
+        q, k, v, queries, keys, *most, 0.0, is_causal, returns_mask, scale=scale, seqused_k=counts, **sides
+    )
+    return found if sinks is None else found.mul_(torch.sigmoid(sums.mT - sinks).unsqueeze(-1))
 
 
 def is_own_allocator(*, default: bool) -> bool:
