@@ -104,6 +104,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,18 +11,19 @@ from torch import Tensor
 
 from tpplan.decoder import experts
 from tpplan.decoder.cache import KERNEL_KINDS, Store
+from tpplan.decoder.gates import ACTIVATIONS, gated
 from tpplan.decoder.launches import skinny
 from tpplan.decoder.launches.dense import kind_of
 from tpplan.decoder.launches.experts import KINDS
 from tpplan.decoder.launches.gemv import MOST_ROWS
 from tpplan.decoder.layers import rms_norm
-from tpplan.decoder.settings import ACTIVATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from tpplan.decoder.launches.gemv import Norm
-    from tpplan.decoder.quantised import Matrix, Stacked
+    from tpplan.decoder.quantised import Matrix
+    from tpplan.decoder.stacked import Projection, Stacked
 
 
 class FakeChannel:
@@ -163,7 +165,7 @@ class FakeExperts:
         """Take any device."""
         assert isinstance(place, torch.device)
         self._codes = {kind for kind in KINDS if kind in codes}
-        self._dtype, self._act = dtype, ACTIVATIONS[activation]
+        self._dtype, self._act = dtype, activation
 
     def choose(self, scores: Tensor, count: int, *, normalised: bool) -> Tensor:
         """Choose."""
@@ -171,19 +173,19 @@ class FakeExperts:
         self.calls["choose"] += 1
         return torch.cat(experts.choose(scores, count, normalised=normalised), dim=1)
 
-    def up(self, x: Tensor, gate: Tensor | Stacked, up: Tensor | Stacked, choice: Tensor) -> Tensor | None:
+    def up(self, x: Tensor, gate: Projection, up: Projection, choice: Tensor) -> Tensor | None:
         """Multiply by matrices of what is chosen."""
         assert x.dtype == self._dtype
-        if choice.numel() > 2 * len(gate) or not all(self._is_known(each) for each in (gate, up)):
+        if choice.numel() > 2 * len(gate) or not all(self._is_known(each.matrix) for each in (gate, up)):
             return None
         self.calls["up"] += 1
         numbers = choice.chunk(2, dim=1)[1].long()
-        return experts.up(x, gate, up, numbers, lambda one, other: self._act(one).mul_(other), fixed=True)
+        return experts.up(x, gate, up, numbers, partial(gated, self._act), fixed=True)
 
-    def down(self, h: Tensor, down: Tensor | Stacked, choice: Tensor, to: Tensor | None = None) -> Tensor | None:
+    def down(self, h: Tensor, down: Projection, choice: Tensor, to: Tensor | None = None) -> Tensor | None:
         """Multiply by the last ones, and add up."""
         assert h.dtype == self._dtype
-        if choice.numel() > 2 * len(down) or not self._is_known(down):
+        if choice.numel() > 2 * len(down) or not self._is_known(down.matrix):
             return None
         self.calls["down" if to is None else "down and add"] += 1
         weights, numbers = choice.chunk(2, dim=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections import Counter
 from struct import pack, unpack
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,11 @@ import torch
 from tests.decoder.fused_cases import FakeExperts, FakeGemv, FakeSkinny
 from tpplan.decoder import fused
 from tpplan.decoder.cache import Store
+from tpplan.decoder.gates import gated
 from tpplan.decoder.launches import pointwise
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.pointwise import GATES
 from tpplan.decoder.layers import rms_norm, rotate
-from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec.gpu import kernel_cache
 
 if TYPE_CHECKING:
@@ -53,10 +54,11 @@ class FakeLauncher:
     def __init__(self, name: str, place: torch.device) -> None:
         """Take any device."""
         assert isinstance(place, torch.device)
-        self._name, dtype, *kind = name.removeprefix("pointwise_").replace("gelu_tanh", "gelu-tanh").split("_")
-        self._name, self._kind = self._name.replace("-", "_"), "".join(kind) or "fp16"
-        self._dtype = _DTYPES[dtype]
-        act = {kernel: ACTIVATIONS[key] for key, kernel in GATES.items()}.get(self._name)
+        found = re.fullmatch(r"(?:pointwise_)?(\w+?)_(bf16|f16)_?(\w*)", name)
+        assert found
+        self._name, self._kind = found[1], found[3] or "fp16"
+        self._dtype = _DTYPES[found[2]]
+        act = {kernel: key for key, kernel in GATES.items()}.get(self._name)
         self._run = self._gate if act else getattr(self, f"_{self._name}")
         self._act: Any = act
 
@@ -88,7 +90,7 @@ class FakeLauncher:
         assert 16 * threads >= width
         matrices = (gate, gate_pitch), (up, up_pitch), (out, out_pitch)
         gates, ups, to = (memory(start, (rows, width // 2), (pitch, 2), self._dtype) for start, pitch in matrices)
-        to.copy_(self._act(gates.clone()).mul_(ups))
+        to.copy_(gated(self._act, gates.clone(), ups))
 
     def _best(self, rows: int, threads: int, *words: int) -> None:
         x, pitch, width, start, out, out_pitch, column, columns = words

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from tpplan.decoder import experts
+from tpplan.decoder.stacked import Projection
 
 COUNT, CHOSEN, HIDDEN, WIDTH = 7, 3, 10, 6
 
@@ -25,8 +26,10 @@ def test_as_one_row_after_the_other(rows: int, *, fixed: bool, normalised: bool)
     down = torch.randn(COUNT, HIDDEN, WIDTH, dtype=torch.float64)
     weights, chosen = experts.choose(scores, CHOSEN, normalised=normalised)
     with patch.object(experts, "AT_ONCE", 100):  # copies of one or two columns of what is chosen
-        hidden = experts.up(x, gate, up, chosen, lambda x, y: functional.silu(x) * y, fixed=fixed)
-        found = experts.down(hidden, down, chosen, weights.double(), fixed=fixed)
+        hidden = experts.up(
+            x, Projection(gate), Projection(up), chosen, lambda x, y: functional.silu(x) * y, fixed=fixed
+        )
+        found = experts.down(hidden, Projection(down), chosen, weights.double(), fixed=fixed)
     for row in range(rows):
         likely = scores[row].softmax(0).topk(CHOSEN)
         share = likely.values / likely.values.sum() if normalised else likely.values

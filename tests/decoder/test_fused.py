@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["fine_units", "launches"]  # fixtures
 
 BATCH, LENGTH = 8, 128
-EXPERTS = {"mixtral", "qwen3_moe"}
+EXPERTS = {"mixtral", "qwen3_moe", "gpt_oss"}
 
 
 @pytest.fixture

@@ -21,8 +21,9 @@ from tests.weight_plans import fine_units
 from tpplan.decoder import Decoder
 from tpplan.decoder.joined import neighbours
 from tpplan.decoder.products import linear, linear_of_all
-from tpplan.decoder.quantised import IntMatrix, Stacked
+from tpplan.decoder.quantised import IntMatrix
 from tpplan.decoder.settings import check_model
+from tpplan.decoder.stacked import Stacked
 from tpplan.errors import ModelError
 from tpplan.exec import compile as compile_plan
 from tpplan.plan import KV_MODES, LAYOUTS

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from tpplan.decoder.layers import AT_ONCE, together
 from tpplan.decoder.products import Making, linear, linear_of_all, sum_of_all
-from tpplan.decoder.quantised import Stacked
+from tpplan.decoder.stacked import Stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tpplan.decoder.stacked import Projection
 
 
 #: An expert takes at most one part in this many of all choices at a time, as most choices may be the same expert.
@@ -37,8 +39,8 @@ def choose(scores_RE: Tensor, count: int, *, normalised: bool) -> tuple[Tensor, 
 
 def up(  # noqa: PLR0917 (the inputs of an expert)
     x_RD: Tensor,
-    gate_EID: Tensor | Stacked,
-    up_EID: Tensor | Stacked,
+    gates: Projection,
+    ups: Projection,
     experts_RC: Tensor,
     gating: Callable[[Tensor, Tensor], Tensor],
     making: Making = _BY_TORCH,
@@ -49,31 +51,33 @@ def up(  # noqa: PLR0917 (the inputs of an expert)
 
     Args:
         x_RD: rows.
-        gate_EID: gate matrices of all experts, whose outputs get the activation.
-        up_EID: up matrices of all experts.
+        gates: gate projections, whose outputs get the activation.
+        ups: up projections.
         experts_RC: numbers of the chosen experts.
-        gating: combines the outputs of gate and up matrices; it may overwrite the former.
+        gating: combines the outputs of gate and up projections; it may overwrite the former.
         making: how to dequantise rows of quantised matrices.
         fixed: whether no shape may depend on the choice, as in a graph.
     """
-    count = len(gate_EID)
+    count = len(gates)
     if not fixed:
-        out_NI = x_RD.new_empty(experts_RC.numel(), gate_EID.shape[1])
+        out_NI = x_RD.new_empty(experts_RC.numel(), gates.outputs)
         for expert, choices in _by_expert(experts_RC, count):
             x = x_RD[choices // experts_RC.shape[1]]
-            gate, own = linear(x, gate_EID[expert], making=making), linear(x, up_EID[expert], making=making)
+            gate, own = (linear(x, each.matrix[expert], each.bias_of(expert), making) for each in (gates, ups))
             out_NI[choices] = gating(gate, own)
         return torch.unflatten(out_NI, 0, experts_RC.shape)
     if experts_RC.numel() <= count:
-        gate_RCI, up_RCI = (_multiply(matrix, experts_RC, x_RD[:, None]) for matrix in (gate_EID, up_EID))
+        gate_RCI, up_RCI = (
+            each.plus_bias(_multiply(each.matrix, experts_RC, x_RD[:, None]), experts_RC) for each in (gates, ups)
+        )
         return gating(gate_RCI, up_RCI)
-    all_REI = gating(*(linear_of_all(x_RD, matrix, making) for matrix in (gate_EID, up_EID)))
+    all_REI = gating(*(each.plus_bias(linear_of_all(x_RD, each.matrix, making)) for each in (gates, ups)))
     return all_REI.gather(1, _places(experts_RC, all_REI))
 
 
 def down(
     h_RCI: Tensor,
-    down_EDI: Tensor | Stacked,
+    downs: Projection,
     experts_RC: Tensor,
     weights_RC: Tensor,
     making: Making = _BY_TORCH,
@@ -84,25 +88,35 @@ def down(
 
     Args:
         h_RCI: intermediate activations of the chosen experts.
-        down_EDI: down matrices of all experts.
+        downs: down projections.
         experts_RC: numbers of the chosen experts.
         weights_RC: weights of the chosen experts.
         making: how to dequantise rows of quantised matrices.
         fixed: whether no shape may depend on the choice, as in a graph.
     """
     h_RCI *= weights_RC[..., None].to(h_RCI.dtype)
-    rows, chosen, width = h_RCI.shape
+    (rows, chosen, width), count, down_EDI = h_RCI.shape, len(downs), downs.matrix
     if not fixed:
-        out_RD = h_RCI.new_zeros(rows, down_EDI.shape[1])
-        for expert, choices in _by_expert(experts_RC, len(down_EDI)):
+        out_RD = _bias_of_all(downs, experts_RC, weights_RC, h_RCI)
+        for expert, choices in _by_expert(experts_RC, count):
             rows_N = choices // chosen
             out_RD.index_add_(0, rows_N, linear(h_RCI[rows_N, choices % chosen], down_EDI[expert], making=making))
         return out_RD
-    if experts_RC.numel() <= len(down_EDI):
-        return _multiply(down_EDI, experts_RC, h_RCI).sum(1)
-    all_REI = h_RCI.new_zeros(rows, len(down_EDI), width)
-    all_REI.scatter_(1, _places(experts_RC, all_REI), h_RCI)
-    return sum_of_all(all_REI, down_EDI, making)
+    if experts_RC.numel() <= count:
+        out_RD = _multiply(down_EDI, experts_RC, h_RCI).sum(1)
+    else:
+        all_REI = h_RCI.new_zeros(rows, count, width)
+        all_REI.scatter_(1, _places(experts_RC, all_REI), h_RCI)
+        out_RD = sum_of_all(all_REI, down_EDI, making)
+    return out_RD if downs.bias is None else out_RD.add_(_bias_of_all(downs, experts_RC, weights_RC, h_RCI))
+
+
+def _bias_of_all(downs: Projection, experts_RC: Tensor, weights_RC: Tensor, like: Tensor) -> Tensor:
+    """Return the weighted sums of the biases of rows' experts, ``[R, D]``; zeros if there are none."""
+    if downs.bias is None:
+        return like.new_zeros(len(experts_RC), downs.outputs)
+    all_RE = weights_RC.new_zeros(len(experts_RC), len(downs)).scatter_(1, experts_RC, weights_RC)
+    return all_RE.to(like.dtype) @ downs.bias
 
 
 def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:

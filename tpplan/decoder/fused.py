@@ -24,7 +24,6 @@ from tpplan.decoder.layers import some_of, together
 from tpplan.decoder.plain import Plain
 from tpplan.decoder.products import AT_ONCE
 from tpplan.decoder.quantised import ordered
-from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec.gpu import kernel_cache
 
 if TYPE_CHECKING:
@@ -36,8 +35,9 @@ if TYPE_CHECKING:
     from tpplan.decoder.launches.few_rows import FewRows, JointRows
     from tpplan.decoder.layers import Scoring
     from tpplan.decoder.plain import Turn
-    from tpplan.decoder.quantised import Matrix, Quantised, Stacked
+    from tpplan.decoder.quantised import Matrix, Quantised
     from tpplan.decoder.settings import Settings
+    from tpplan.decoder.stacked import Projection
     from tpplan.exec.gpu.channel import Channel
 
 
@@ -118,7 +118,7 @@ class Fused(Plain):
         offset = settings.family.offset
         super().__init__(settings.norm_eps, settings.activation, offset=offset, at_once=at_once)
         self.joint_rows = skinny.MOST_JOINT if joint else 0
-        self._name = next(name for name, each in ACTIVATIONS.items() if each is settings.activation)
+        self._name = settings.activation
         cap = settings.attention_cap
         sizes = [size for size in head_dims if Attention.takes(place, dtype, size, kind)]
         names = [*pointwise.names_of(dtype, self._name, kind), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
@@ -214,19 +214,17 @@ class Fused(Plain):
         found = self._experts.choose(scores_RE, count, normalised=normalised) if self._experts else None
         return super().choose(scores_RE, count, normalised=normalised) if found is None else found
 
-    def experts_up(
-        self, x_RD: Tensor, gate_EID: Tensor | Stacked, up_EID: Tensor | Stacked, choice_RC: Tensor, *, fixed: bool
-    ) -> Tensor:
+    def experts_up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor, *, fixed: bool) -> Tensor:
         """Return the intermediate activations of the rows' experts, ``[R, C, I]``."""
-        found = self._experts.up(x_RD, gate_EID, up_EID, choice_RC) if self._experts else None
-        return super().experts_up(x_RD, gate_EID, up_EID, choice_RC, fixed=fixed) if found is None else found
+        found = self._experts.up(x_RD, gates, ups, choice_RC) if self._experts else None
+        return super().experts_up(x_RD, gates, ups, choice_RC, fixed=fixed) if found is None else found
 
     def experts_down(
-        self, h_RCI: Tensor, down_EDI: Tensor | Stacked, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
+        self, h_RCI: Tensor, downs: Projection, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
     ) -> Tensor:
         """Return the weighted sum of the outputs of the rows' experts, ``[R, D]``."""
-        found = self._experts.down(h_RCI, down_EDI, choice_RC, to_RD) if self._experts else None
-        return super().experts_down(h_RCI, down_EDI, choice_RC, to_RD, fixed=fixed) if found is None else found
+        found = self._experts.down(h_RCI, downs, choice_RC, to_RD) if self._experts else None
+        return super().experts_down(h_RCI, downs, choice_RC, to_RD, fixed=fixed) if found is None else found
 
     def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
         """Apply the norms and rotation to the query and key heads of rows, in place."""

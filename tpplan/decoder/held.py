@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from attrs import field, frozen
 from torch import Tensor
 
-from tpplan.decoder.quantised import Matrix, Quantised, Stacked
+from tpplan.decoder.quantised import Matrix, Quantised
+from tpplan.decoder.stacked import Projection, Stacked
 
 
 @frozen(eq=False)
@@ -50,7 +51,7 @@ class Held:
         """Return the bias of a module, or None if it has none."""
         return self.tensors.get(f"{name}.bias")
 
-    def experts(self, name: str) -> Tensor | Stacked:
-        """Return the matrices of a layer's experts."""
+    def experts(self, name: str, *, bias: bool = True) -> Projection:
+        """Return a projection of a layer's experts; with its biases if it has them and ``bias`` is true."""
         found = self.tensors.get(name)
-        return self.stacked[name] if found is None else found
+        return Projection(self.stacked[name] if found is None else found, self.bias(name) if bias else None)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tpplan.decoder.held import Held
-from tpplan.decoder.quantised import Stacked, below
+from tpplan.decoder.interleaved import separate
+from tpplan.decoder.stacked import Stacked, below
 from tpplan.errors import RequestError
 from tpplan.formats.storage import split_name
 from tpplan.weights import iter_slices
@@ -80,7 +81,7 @@ def joined(
         settings: settings of the model.
         dtype: dtype to convert the biases of quantised matrices to.
     """
-    experts, stacked = settings.family.experts, {}
+    experts, stacked = settings.family.experts, dict[str, Stacked]()
     found = {name.removeprefix(settings.root): each for name, each in _tensors(weights, matrices, dtype).items()}
     quantised = {name.removeprefix(settings.root): matrix for name, matrix in matrices.items()}
     if settings.logit_scale != 1 and _LAST in found:
@@ -97,17 +98,38 @@ def joined(
                 quantised[f"{whole}.weight"] = one
             if one is not None and biases:
                 found[f"{whole}.bias"] = torch.cat(biases)
-        for name in (experts.gate, experts.up, experts.down):
-            own = [f"{start}{name}.weight".replace("{expert}", str(i)) for i in range(block.experts)]
-            if own and own[0] in found:
-                tensors = [found.pop(each) for each in own]
-                tensor = neighbours(tensors)
-                tensor = torch.cat(tensors) if tensor is None else tensor
-                found[start + name] = torch.unflatten(tensor, 0, (block.experts, -1))
-            elif own and own[0] in quantised:
-                each = [quantised.pop(one) for one in own]
-                stacked[start + name] = Stacked.of(each, neighbours)
+        if experts.fused and block.experts:
+            separate(f"{start}{experts.fused}", (f"{start}{experts.gate}", f"{start}{experts.up}"), found, stacked)
+            separate(f"{start}{experts.down}", (f"{start}{experts.down}",), found, stacked)
+        else:
+            for name in (experts.gate, experts.up, experts.down):
+                _stack(start + name, block.experts, found, quantised, stacked)
     return Held(found, quantised, stacked)
+
+
+def _stack(
+    name: str,
+    count: int,
+    tensors: dict[str, Tensor],
+    quantised: dict[str, Quantised],
+    stacked: dict[str, Stacked],
+) -> None:
+    """Replace the matrices of so many experts by one tensor or stack; nothing if a device has none.
+
+    Args:
+        name: name of the matrices, with ``{expert}`` in it.
+        count: number of experts.
+        tensors: the device's tensors.
+        quantised: the device's quantised matrices.
+        stacked: gets the quantised ones.
+    """
+    own = [f"{name}.weight".replace("{expert}", str(i)) for i in range(count)]
+    if own and own[0] in tensors:
+        found = [tensors.pop(each) for each in own]
+        tensor = neighbours(found)
+        tensors[name] = torch.unflatten(torch.cat(found) if tensor is None else tensor, 0, (count, -1))
+    elif own and own[0] in quantised:
+        stacked[name] = Stacked.of([quantised.pop(each) for each in own], neighbours)
 
 
 def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], dtype: torch.dtype) -> dict[str, Tensor]:

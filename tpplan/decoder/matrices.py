@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from math import gcd
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 from attrs import frozen
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-#: Attribute of a code tensor whose memory was rearranged: its matrix, or None until that is done.
+_T = TypeVar("_T")
+
+#: Attribute of a tensor whose memory is rearranged: what is made of it, or None until that is done.
 _MADE: Final = "tpplan_matrix"
 
 
@@ -82,24 +84,34 @@ def matrices_of(
         stored = _Stored(stem, tensors, {suffix: slices[stem + suffix] for suffix in tensors}, scheme)
         weight = tensors.get(".weight")
         if layout and layout.codes in tensors:
-            found[f"{stem}.weight"] = _once(tensors[layout.codes], stem, partial(_ints, stored, layout))
+            found[f"{stem}.weight"] = once(tensors[layout.codes], stem, partial(_ints, stored, layout))
         elif weight is not None and weight.dtype.is_floating_point and weight.dtype.itemsize == 1:
             found[f"{stem}.weight"] = _floats(stored)
     return found
 
 
-def _once(codes: Tensor, name: str, make: Callable[[], IntMatrix]) -> IntMatrix:
-    """Return the matrix made from a code tensor, making it in the first call.
+def once(memory: Tensor, name: str, make: Callable[[], _T]) -> _T:
+    """Return what is made of a tensor in its own memory, making it in the first call.
+
+    Args:
+        memory: the tensor.
+        name: name of the matrix in the error.
+        make: rearranges the tensor's memory, and calls :func:`begin` before it overwrites anything.
 
     Raises:
-        RequestError: an earlier call was interrupted while it overwrote the codes.
+        RequestError: an earlier call was interrupted while it overwrote the tensor.
     """
-    if not hasattr(codes, _MADE):
-        setattr(codes, _MADE, make())
-    found: IntMatrix | None = getattr(codes, _MADE)
+    if not hasattr(memory, _MADE):
+        setattr(memory, _MADE, make())
+    found: _T | None = getattr(memory, _MADE)
     if found is None:
         raise RequestError(f"{name} was left half rearranged", "load the weights again")
     return found
+
+
+def begin(memory: Tensor) -> None:
+    """Note that a tensor is overwritten from here on, see :func:`once`."""
+    setattr(memory, _MADE, None)
 
 
 def _ints(stored: _Stored, layout: Layout) -> IntMatrix:
@@ -134,7 +146,7 @@ def _ints(stored: _Stored, layout: Layout) -> IntMatrix:
         codes = codes.mT if layout.transposed else codes
         return codes.contiguous() if order is None else codes[:, order]
 
-    setattr(words, _MADE, None)  # from here on it is overwritten
+    begin(words)
     return IntMatrix(
         codes=rearranged(words, (len(rows), len(columns)), bits, part),
         scales=_kept(scales, values),

@@ -14,6 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder import experts
+from tpplan.decoder.gates import gated
 from tpplan.decoder.heads import found_by
 from tpplan.decoder.layers import attend, rms_norm, rotate
 from tpplan.decoder.likeliest import best_of
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.held import Held
     from tpplan.decoder.layers import Scoring
-    from tpplan.decoder.quantised import Quantised, Stacked
+    from tpplan.decoder.quantised import Quantised
+    from tpplan.decoder.stacked import Projection
     from tpplan.exec.gpu.channel import Channel
 
 
@@ -54,14 +56,12 @@ class Plain:
 
     joint_rows = 0
 
-    def __init__(
-        self, eps: float, activation: Callable[[Tensor], Tensor], *, offset: float = 0.0, at_once: int = AT_ONCE
-    ) -> None:
+    def __init__(self, eps: float, activation: str, *, offset: float = 0.0, at_once: int = AT_ONCE) -> None:
         """Create the steps for a model.
 
         Args:
             eps: epsilon that norms add to the mean square.
-            activation: activation function of the gate; it works in place.
+            activation: name of the gate's activation, see :func:`tpplan.decoder.gates.gated`.
             offset: number that norms add to their weights.
             at_once: elements of a quantised matrix to dequantise at a time.
         """
@@ -129,8 +129,8 @@ class Plain:
         return self.gate(gate_RI, up_RI)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return the activation of ``gate``, multiplied by ``up``; ``gate`` is overwritten with it and returned."""
-        return self._activation(gate).mul_(up)
+        """Return the gate of two projections, see :func:`tpplan.decoder.gates.gated`; ``gate`` is overwritten."""
+        return gated(self._activation, gate, up)
 
     def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:
         """Return the experts that rows are routed to, ``[R, 2 × C]`` in float32: their weights, then their numbers.
@@ -142,36 +142,32 @@ class Plain:
         """
         return torch.cat(experts.choose(scores_RE, count, normalised=normalised), dim=1)
 
-    def experts_up(
-        self, x_RD: Tensor, gate_EID: Tensor | Stacked, up_EID: Tensor | Stacked, choice_RC: Tensor, *, fixed: bool
-    ) -> Tensor:
+    def experts_up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor, *, fixed: bool) -> Tensor:
         """Return the intermediate activations of the rows' experts, ``[R, C, I]``.
 
         Args:
             x_RD: rows.
-            gate_EID: gate matrices of all experts, see :func:`tpplan.decoder.experts.up`.
-            up_EID: up matrices of all experts.
+            gates: gate projections of all experts, see :func:`tpplan.decoder.experts.up`.
+            ups: up projections of all experts.
             choice_RC: the result of :meth:`choose`.
             fixed: whether no shape may depend on the choice.
         """
-        return experts.up(
-            x_RD, gate_EID, up_EID, choice_RC.chunk(2, dim=1)[1].long(), self.gate, self._making, fixed=fixed
-        )
+        return experts.up(x_RD, gates, ups, choice_RC.chunk(2, dim=1)[1].long(), self.gate, self._making, fixed=fixed)
 
     def experts_down(
-        self, h_RCI: Tensor, down_EDI: Tensor | Stacked, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
+        self, h_RCI: Tensor, downs: Projection, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
     ) -> Tensor:
         """Return the weighted sum of the outputs of the rows' experts, ``[R, D]``; ``h_RCI`` may be overwritten.
 
         Args:
             h_RCI: intermediate activations of the experts.
-            down_EDI: down matrices of all experts.
+            downs: down projections of all experts.
             choice_RC: the result of :meth:`choose`.
             to_RD: rows to which to add the sum in place; they are returned then.
             fixed: whether no shape may depend on the choice.
         """
         weights_RC, numbers_RC = choice_RC.chunk(2, dim=1)
-        y_RD = experts.down(h_RCI, down_EDI, numbers_RC.long(), weights_RC, self._making, fixed=fixed)
+        y_RD = experts.down(h_RCI, downs, numbers_RC.long(), weights_RC, self._making, fixed=fixed)
         return y_RD if to_RD is None else to_RD.add_(y_RD)
 
     def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:

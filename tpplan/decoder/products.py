@@ -13,7 +13,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
-from tpplan.decoder.quantised import Matrix, Quantised, Stacked
+from tpplan.decoder.quantised import Matrix, Quantised
+from tpplan.decoder.stacked import Stacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,32 +1,26 @@
 """Quantised matrices of codes and scales, in the layout that the decoder computes with.
 
-Shapes: N rows of a matrix (outputs), K columns (inputs), G groups of columns that share a scale, W 32-bit words, E
-experts.
+Shapes: N rows of a matrix (outputs), K columns (inputs), G groups of columns that share a scale, W 32-bit words.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from itertools import pairwise
-from typing import TYPE_CHECKING, Final, Self
+from typing import ClassVar, Final, Self
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 from torch.nn import functional
 
-from tpplan.errors import ModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    Join = Callable[[Sequence[Tensor]], Tensor | None]
-
 #: Order of eight columns in the nibbles of a word, lowest bits first: neighbours 2i and 2i + 1 are 16 bits apart.
 ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 #: Bits of a nibble, and nibbles of a word.
 _BITS, _WORD = 4, 8
+#: Values of the codes of e2m1, and bits of the mantissa of float32.
+_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_MANTISSA: Final = 23
 #: Elements that torch dequantises at a time; each takes up to 17 bytes of temporary memory.
 _AT_ONCE: Final = 2**19
 
@@ -169,6 +163,35 @@ class Float8Matrix(_Coded):
         return _scaled(codes, self.columns, self.scales[rows // self.rows])
 
 
+@frozen(eq=False)
+class Float4Matrix(_Coded):
+    """A matrix of 4-bit floats (MXFP4 of the Open Compute Project): an element is its e2m1 code times a power of two.
+
+    Attributes:
+        codes: ``uint8 [N, K / 2]``, two columns in a byte, the first in its low bits; rows may be apart.
+        scales: exponents plus 127 of :attr:`group` columns each, ``uint8 [N, G]``; rows may be apart. 0 stands for 0.
+        group: columns that share a scale.
+    """
+
+    group: ClassVar[int] = 32
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self.codes), 2 * self.codes.shape[1]
+
+    def part(self, start: int, end: int) -> Self:
+        """Return rows ``start`` to ``end`` without a copy."""
+        return evolve(self, codes=self.codes[start:end], scales=self.scales[start:end])
+
+    def _values(self, rows: Tensor) -> Tensor:
+        codes = self.codes[rows]
+        codes = torch.stack((codes & 15, codes >> _BITS), dim=-1).flatten(-2)
+        values = torch.tensor(_E2M1, device=rows.device)[codes.int()]
+        scales = (self.scales[rows].int() << _MANTISSA).view(torch.float32)
+        return _scaled(values, self.group, scales)
+
+
 def _scaled(codes_RK: Tensor, columns: int, scales_RG: Tensor, zeros_RG: Tensor | None = None) -> Tensor:
     """Return codes, less the zero points and times the scales of their groups of so many columns, in float32."""
     size, group = codes_RK.shape[1], min(columns, codes_RK.shape[1])
@@ -182,126 +205,10 @@ def _scaled(codes_RK: Tensor, columns: int, scales_RG: Tensor, zeros_RG: Tensor 
     return values_RGK.flatten(1)[:, :size]
 
 
-Quantised = IntMatrix | Float8Matrix
+Quantised = IntMatrix | Float8Matrix | Float4Matrix
 Matrix = Tensor | Quantised
 
 
 def ordered(x: Tensor, matrix: Matrix) -> Tensor:
     """Return inputs reordered along the last dimension to match the columns of a matrix."""
     return x if isinstance(matrix, Tensor) else matrix.ordered(x)
-
-
-@frozen(eq=False)
-class Stacked:
-    """The quantised matrices of a layer's experts, stacked along their rows.
-
-    Attributes:
-        matrix: the rows of all experts.
-        count: number of experts.
-        columns: index of the input of each column of each expert's matrix, ``[E, K]``; None if they are in order.
-    """
-
-    matrix: Quantised
-    count: int
-    columns: Tensor | None = None
-
-    @classmethod
-    def of(cls, matrices: Sequence[Quantised], join: Join) -> Self:
-        """Stack matrices, see :func:`below`; they are copied if ``join`` cannot join them.
-
-        Raises:
-            ModelError: the matrices are quantised in different ways.
-        """
-        ints = [each for each in matrices if isinstance(each, IntMatrix)]
-        columns: list[Tensor] = []
-        if any(each.columns is not None for each in ints):  # each expert has its own order
-            order = torch.arange(ints[0].shape[1], dtype=torch.int32, device=ints[0].codes.device)
-            columns = [order if each.columns is None else each.columns for each in ints]
-            matrices = [evolve(each, columns=None) for each in ints]
-        one = below(matrices, join) or below(matrices, lambda tensors: torch.cat(list(tensors)))
-        if one is None:
-            raise ModelError("experts of a layer are quantised in several ways", "convert all of them alike")
-        return cls(one, len(matrices), torch.stack(columns) if columns else None)
-
-    def __len__(self) -> int:
-        return self.count
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Number of experts, and rows and columns of each expert's matrix."""
-        rows, columns = self.matrix.shape
-        return self.count, rows // self.count, columns
-
-    def __getitem__(self, expert: int) -> Quantised:
-        rows = self.shape[1]
-        found = self.matrix.part(expert * rows, (expert + 1) * rows)
-        if self.columns is None or not isinstance(found, IntMatrix):
-            return found
-        return evolve(found, columns=self.columns[expert])
-
-    def ordered(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Return inputs ``[..., K]`` reordered to match the columns of experts, given by number, ``[...]``."""
-        return x if self.columns is None else x.expand(*experts.shape, -1).gather(-1, self.columns[experts].long())
-
-    def chosen(self, experts: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Return dequantised rows of experts' matrices, ``[..., end - start, K]``, with columns in stored order."""
-        rows = experts[..., None] * self.shape[1] + torch.arange(start, end, device=experts.device)
-        return self.matrix.chosen(rows, dtype)
-
-
-def below(matrices: Sequence[Quantised], join: Join) -> Quantised | None:
-    """Return matrices stacked along their rows as one matrix; None if they cannot be.
-
-    Args:
-        matrices: matrices with the same number of columns.
-        join: joins tensors along the first dimension, or returns None if it cannot.
-    """
-    if all(isinstance(each, IntMatrix) for each in matrices):
-        return _ints_below([each for each in matrices if isinstance(each, IntMatrix)], join)
-    if all(isinstance(each, Float8Matrix) for each in matrices):
-        return _floats_below([each for each in matrices if isinstance(each, Float8Matrix)], join)
-    return None
-
-
-def _ints_below(matrices: Sequence[IntMatrix], join: Join) -> IntMatrix | None:
-    for a, b in pairwise(matrices):
-        if (a.bits, a.group, a.plus, a.codes.shape[1]) != (b.bits, b.group, b.plus, b.codes.shape[1]):
-            return None
-        if (a.columns is None) != (b.columns is None) or (a.zeros is None) != (b.zeros is None):
-            return None
-        if a.columns is not None and b.columns is not None and not torch.equal(a.columns, b.columns):
-            return None
-    codes, given = join([each.codes for each in matrices]), [each.zeros for each in matrices if each.zeros is not None]
-    if codes is None or len({each.dtype for each in given}) > 1:
-        return None
-    scales, zeros = _joined([each.scales for each in matrices], join), _joined(given, join) if given else None
-    return evolve(matrices[0], codes=codes, scales=scales, zeros=zeros)
-
-
-def _joined(tensors: Sequence[Tensor], join: Join) -> Tensor:
-    """Join tensors that are small enough to be copied if necessary."""
-    found = join(tensors)
-    return torch.cat(list(tensors)) if found is None else found
-
-
-def _floats_below(matrices: Sequence[Float8Matrix], join: Join) -> Float8Matrix | None:
-    if any(
-        (a.columns, a.codes.shape[1], a.codes.dtype) != (b.columns, b.codes.shape[1], b.codes.dtype)
-        for a, b in pairwise(matrices)
-    ):
-        return None
-    codes = join([each.codes for each in matrices])
-    if codes is None:
-        return None
-    rows = {each.rows for each in matrices}
-    height = rows.pop() if len(rows) == 1 else 0
-    if height.bit_count() == 1 and not any(len(each) % height for each in matrices[:-1]):
-        scales = _joined([each.scales for each in matrices], join)
-    else:  # blocks of several matrices differ, or kernels cannot index them: use a scale for each row
-        scales = torch.cat([_by_row(each) for each in matrices])
-        height = 1
-    return evolve(matrices[0], codes=codes, scales=scales, rows=height)
-
-
-def _by_row(matrix: Float8Matrix) -> Tensor:
-    return matrix.scales.repeat_interleave(matrix.rows, dim=0)[: len(matrix)]

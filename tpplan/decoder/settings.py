@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from math import inf, sqrt
 from typing import TYPE_CHECKING, Final, Self
 
-import torch
 from attrs import evolve, frozen
-from torch import Tensor
-from torch.nn import functional
 
 from tpplan.axes import Axis
 from tpplan.config import read_config
 from tpplan.decoder.cache import check_kind
+from tpplan.decoder.gates import ACTIVATIONS, ALPHA, LIMIT, SWIGLU_OAI
 from tpplan.decoder.ropes import Ropes
 from tpplan.decoder.stored import check_formats
 from tpplan.families.wrappers import ROOT, WRAPPERS, text_part
@@ -27,29 +24,27 @@ if TYPE_CHECKING:
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
 
-#: Activation functions by ``hidden_act`` of a config.json; they work in place.
-ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "silu": partial(functional.silu, inplace=True),
-    "gelu": torch.ops.aten.gelu_,
-    "gelu_pytorch_tanh": partial(torch.ops.aten.gelu_, approximate="tanh"),
-}
-
 
 @frozen
 class Experts:
     """Names of the matrices of a layer's experts, relative to the layer; ``{expert}`` is the number of the expert.
+
+    Without ``{expert}``, a name stands for the matrices of all experts.
 
     Attributes:
         router: router matrix, which scores the experts.
         gate: gate matrix, whose output gets the activation.
         up: up matrix.
         down: down matrix.
+        fused: tensor in which gate and up matrices are interleaved, see :mod:`tpplan.decoder.interleaved`; empty if
+            they are separate.
     """
 
     router: str = "mlp.gate"
     gate: str = "mlp.experts.{expert}.gate_proj"
     up: str = "mlp.experts.{expert}.up_proj"
     down: str = "mlp.experts.{expert}.down_proj"
+    fused: str = ""
 
 
 @frozen(kw_only=True)
@@ -93,6 +88,14 @@ _MIXTRAL: Final = Experts(
     down="block_sparse_moe.experts.{expert}.w2",
 )
 
+_GPT_OSS: Final = Experts(
+    router="mlp.router",
+    gate="mlp.experts.gate_proj",
+    up="mlp.experts.up_proj",
+    down="mlp.experts.down_proj",
+    fused="mlp.experts.gate_up_proj",
+)
+
 _GEMMA: Final = Family(
     activation_key="hidden_activation", activation="gelu_pytorch_tanh", offset=1.0, scaled_embedding=True
 )
@@ -110,6 +113,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "smollm3": Family(),
     "mixtral": Family(norm_eps=1e-5, experts=_MIXTRAL, normalised=True),
     "qwen3_moe": Family(),
+    "gpt_oss": Family(norm_eps=1e-5, experts=_GPT_OSS, normalised=True),
 }
 
 #: Range of numbers in a config.json, such as factors and epsilon; their squares and quotients are far from overflowing.
@@ -128,7 +132,7 @@ class Settings:
         family: settings common to its architecture.
         root: start of all names of its tensors in the checkpoint.
         norm_eps: epsilon that norms of the residual stream add to the mean square.
-        activation: activation function of the gate.
+        activation: name of the gate's activation, see :func:`tpplan.decoder.gates.gated`.
         embedding_scale: factor of the embedding.
         attention_scale: factor of the attention scores; None for 1 divided by the square root of the head size.
         attention_cap: soft cap: scores ``s`` become ``cap · tanh(s / cap)``; None if there is none.
@@ -142,7 +146,7 @@ class Settings:
     family: Family
     root: str
     norm_eps: float
-    activation: Callable[[Tensor], Tensor]
+    activation: str
     embedding_scale: float
     attention_scale: float | None
     attention_cap: float | None
@@ -179,7 +183,7 @@ class Settings:
             family=family,
             root=ROOT if is_part else "",
             norm_eps=(_number(config, "rms_norm_eps", family.norm_eps) or family.norm_eps) / added**2,
-            activation=ACTIVATIONS[_activation(config, model_type, family)],
+            activation=_activation(config, model_type, family),
             embedding_scale=embedding / added,
             attention_scale=1 / sqrt(scalar) if scalar else multiplied("attention_multiplier"),
             attention_cap=_number(config, "attn_logit_softcapping", family.attention_cap),
@@ -206,7 +210,7 @@ def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
     """
     config = read_config(directory)
     settings = Settings.read(config, model)
-    check_formats(model, settings.scheme, str(directory))
+    check_formats(model, settings.scheme, str(directory), fused=settings.family.experts.fused)
     return settings
 
 
@@ -243,13 +247,18 @@ def _activation(config: Config, model_type: str, family: Family) -> str:
     """Return the name of the gate's activation.
 
     Raises:
-        ModelError: it is unknown, or not that of Gemma.
+        ModelError: it is unknown, or not that of Gemma or gpt_oss.
     """
     if model_type == "gemma":  # versions of transformers read one key or the other, and take gelu for the approximation
         for key in ("hidden_act", "hidden_activation"):
             if (name := config.text(key)) not in {"", "gelu", family.activation}:
                 raise config.error(f"{key} is {name[:60]!r}", f"models of type gemma have {family.activation}")
         return family.activation
+    if model_type == "gpt_oss":
+        for key, usual in (("hidden_act", "silu"), ("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
+            if key in config and config.raw(key) != usual:
+                raise config.error(f"{key} is {str(config.raw(key))[:60]!r}", f"models of type gpt_oss have {usual}")
+        return SWIGLU_OAI
     name = config.text(family.activation_key) or family.activation
     if name not in ACTIVATIONS:
         raise config.error(f"{family.activation_key} is {name[:60]!r}", f"known are {', '.join(ACTIVATIONS)}")

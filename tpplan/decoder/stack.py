@@ -181,12 +181,8 @@ class Stack:
         gate, up, down = (start + name for name in (names.gate, names.up, names.down))
         hidden = []
         for device in devices:
-            weights, x_RD = self._weights[device], inputs[device]
-            hidden.append(
-                self.steps[device].experts_up(
-                    x_RD, weights.experts(gate), weights.experts(up), choices[device], fixed=rows.fixed
-                )
-            )
+            gates, ups = (self._weights[device].experts(name) for name in (gate, up))
+            hidden.append(self.steps[device].experts_up(inputs[device], gates, ups, choices[device], fixed=rows.fixed))
         del inputs
         if not self._reduce:  # columns are elements × experts of a row here, so that the elements can be joined
             hidden = [h_RCI.transpose(1, 2).flatten(1) for h_RCI in hidden]
@@ -194,11 +190,10 @@ class Stack:
             hidden = [torch.unflatten(whole, 1, (-1, count)).transpose(1, 2) for whole in wholes]
             devices = self.context.devices_of(Axis.RS)
         to_RD = xs[0] if len(xs) == 1 else None  # a single device adds directly to the residual stream
+        downs = [self._weights[d].experts(down, bias=not (self._reduce and i)) for i, d in enumerate(devices)]
         ys = [
-            self.steps[device].experts_down(
-                h_RCI, self._weights[device].experts(down), choices[device], to_RD, fixed=rows.fixed
-            )
-            for device, h_RCI in zip(devices, hidden, strict=True)
+            self.steps[device].experts_down(h_RCI, projections, choices[device], to_RD, fixed=rows.fixed)
+            for device, h_RCI, projections in zip(devices, hidden, downs, strict=True)
         ]
         return Made(xs if len(xs) == 1 else ys, Axis.EX)
 

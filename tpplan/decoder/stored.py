@@ -59,18 +59,22 @@ LAYOUTS: Final = {
 #: Stored dtypes of float codes, and suffixes of their scales. Activations are not quantised, so theirs are unused.
 _FLOATS: Final = ("F8_E4M3", "F8_E5M2")
 SCALES: Final = (".weight_scale_inv", ".weight_scale")
+#: Suffixes of the codes and scales of MXFP4.
+MXFP4: Final = ("_blocks", "_scales")
 _UNUSED: Final = frozenset({
     ".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".input_scale_ub", ".weight_shape"
 })  # fmt: skip
 
 
-def check_formats(model: ModelSpec, scheme: Scheme, source: str) -> None:
+def check_formats(model: ModelSpec, scheme: Scheme, source: str, *, fused: str = "") -> None:
     """Check that the decoder supports the formats of all tensors of a model.
 
     Args:
         model: the model, from :func:`tpplan.read_model`.
         scheme: quantisation scheme of its checkpoint.
         source: name of the model for the error.
+        fused: name of the tensor of gate and up matrices of all experts, see
+            :class:`tpplan.decoder.settings.Experts`; only such experts may be MXFP4.
 
     Raises:
         ModelError: a tensor has another format.
@@ -82,10 +86,18 @@ def check_formats(model: ModelSpec, scheme: Scheme, source: str) -> None:
     found += [(block.layers[0], parameter) for block in model.blocks for parameter in block.parameters]
     for layer, parameter in found:
         suffix = split_name(parameter.name)[1]
+        is_float4 = bool(fused) and scheme.method == "mxfp4" and suffix in MXFP4
         is_float = suffix in SCALES or (suffix == ".weight" and parameter.dtype in _FLOATS)
         # Quantisation tools store biases as 16-bit floats, whatever the dtype of the model.
         is_bias = suffix == ".bias" and layout is not None
-        if parameter.dtype == DTYPES[model.dtype] or suffix in ints or suffix in _UNUSED or is_float or is_bias:
+        if (
+            parameter.dtype == DTYPES[model.dtype]
+            or suffix in ints
+            or suffix in _UNUSED
+            or is_float
+            or is_float4
+            or is_bias
+        ):
             continue
         name = parameter.name.replace("{layer}", str(layer)).replace("{expert}", "0")
         if not scheme.method:

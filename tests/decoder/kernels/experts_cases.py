@@ -9,8 +9,9 @@ from attrs import evolve, frozen
 
 from tests.packed_cases import int_matrix
 from tpplan.decoder import experts
-from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised, Stacked
-from tpplan.decoder.settings import ACTIVATIONS
+from tpplan.decoder.gates import gated
+from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.stacked import Projection, Stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,7 +80,7 @@ def gating_of(act: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor
     """Return what multiplies rounded gates and what they are for."""
 
     def gating(gate: Tensor, up: Tensor) -> Tensor:
-        return ACTIVATIONS[act](gate.to(dtype)) * up.to(dtype)
+        return gated(act, gate.to(dtype), up.to(dtype))
 
     return gating
 
@@ -119,17 +120,22 @@ def check_products(run: Experts, three: tuple[Matrices, Matrices, Matrices], x_R
     assert choice_RC is not None
     weights_RC, numbers_RC = choice_RC[:, :chosen], choice_RC[:, chosen:].long()
     gate, up, down = (each.float() if isinstance(each, torch.Tensor) else each for each in three)
-    h_RCI = run.up(x_RD, gate_EID, up_EID, choice_RC)
-    check(h_RCI, experts.up(x_RD.float(), gate, up, numbers_RC, gating_of("silu", torch.float32), fixed=True))
+    h_RCI = run.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC)
+    check(
+        h_RCI,
+        experts.up(
+            x_RD.float(), Projection(gate), Projection(up), numbers_RC, gating_of("silu", torch.float32), fixed=True
+        ),
+    )
     assert h_RCI is not None
-    again_RCI = run.up(x_RD, gate_EID, up_EID, choice_RC)
+    again_RCI = run.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC)
     assert again_RCI is not None
     assert torch.equal(h_RCI, again_RCI)
-    exact_RD = experts.down(h_RCI.float(), down, numbers_RC, weights_RC, fixed=True)
-    check(run.down(h_RCI, down_EDI, choice_RC), exact_RD)
+    exact_RD = experts.down(h_RCI.float(), Projection(down), numbers_RC, weights_RC, fixed=True)
+    check(run.down(h_RCI, Projection(down_EDI), choice_RC), exact_RD)
     to_RD = torch.randn(rows, hidden + 3, device=x_RD.device).to(dtype)
     before = to_RD.clone()
-    run.down(h_RCI, down_EDI, choice_RC, to_RD[:, 1:-2])
+    run.down(h_RCI, Projection(down_EDI), choice_RC, to_RD[:, 1:-2])
     check(to_RD[:, 1:-2], before[:, 1:-2] + exact_RD)
     assert torch.equal(to_RD[:, 0], before[:, 0])
     assert torch.equal(to_RD[:, -2:], before[:, -2:])
@@ -147,10 +153,10 @@ def check_gates(run: Experts, name: str, gate_EID: Matrices, up_EID: Matrices, d
     """
     x_RD = torch.randn(3, gate_EID.shape[2], device="cuda").to(dtype)
     choice_RC = torch.tensor([[0.5, 0.5, 3, 11], [0.5, 0.5, 3, 0], [0.5, 0.5, 15, 3]], device="cuda")
-    found = run.up(x_RD, gate_EID, up_EID, choice_RC)
+    found = run.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC)
     assert found is not None
     numbers_RC, gating = choice_RC[:, 2:].long(), gating_of(name, dtype)
     gate, up = (each.float() if isinstance(each, torch.Tensor) else each for each in (gate_EID, up_EID))
-    expected = experts.up(x_RD.float(), gate, up, numbers_RC, gating, fixed=True).float()
+    expected = experts.up(x_RD.float(), Projection(gate), Projection(up), numbers_RC, gating, fixed=True).float()
     assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
     assert (found != expected).float().mean() < 0.25

@@ -19,13 +19,14 @@ from tests.decoder.pointwise_cases import memory, number
 from tests.machine_code import registers
 from tests.packed_cases import int_matrix
 from tpplan.decoder import experts
+from tpplan.decoder.gates import ACTIVATIONS
 from tpplan.decoder.kernels.scale_kinds import FORMS
 from tpplan.decoder.launches.chosen import readable
 from tpplan.decoder.launches.experts import KINDS, Experts
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.quantised import IntMatrix, Quantised, Stacked
-from tpplan.decoder.settings import ACTIVATIONS
+from tpplan.decoder.quantised import IntMatrix, Quantised
+from tpplan.decoder.stacked import Projection, Stacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,13 +165,18 @@ def test_products(kernels: Experts, rows: int, chosen: int, case: Case) -> None:
         assert found is not None
         torch.testing.assert_close(found.float(), expected, atol=0.03, rtol=0.02)
 
-    h_RCI = kernels.up(x_RD, gate_EID, up_EID, choice_RC)
-    check(h_RCI, experts.up(x_RD.float(), gate_EID, up_EID, numbers_RC, gating_of("silu", dtype), fixed=True).float())
+    h_RCI = kernels.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC)
+    check(
+        h_RCI,
+        experts.up(
+            x_RD.float(), Projection(gate_EID), Projection(up_EID), numbers_RC, gating_of("silu", dtype), fixed=True
+        ).float(),
+    )
     assert h_RCI is not None
-    exact_RD = experts.down(h_RCI.float(), down_EDI, numbers_RC, weights_RC, fixed=True)
-    check(kernels.down(h_RCI, down_EDI, choice_RC), exact_RD)
+    exact_RD = experts.down(h_RCI.float(), Projection(down_EDI), numbers_RC, weights_RC, fixed=True)
+    check(kernels.down(h_RCI, Projection(down_EDI), choice_RC), exact_RD)
     before = to_RD.float()
-    assert kernels.down(h_RCI, down_EDI, choice_RC, to_RD) is to_RD
+    assert kernels.down(h_RCI, Projection(down_EDI), choice_RC, to_RD) is to_RD
     check(to_RD, before + exact_RD)
 
 
@@ -182,9 +188,11 @@ def test_what_is_not_taken(kernels: Experts) -> None:
     gate_EID, up_EID, down_EDI = case.matrices()
     matrix = down_EDI.matrix
     assert isinstance(matrix, IntMatrix)
-    assert kernels.up(x_RD, gate_EID, up_EID, choice_RC) is not None
-    assert kernels.down(h_RCI, down_EDI, choice_RC) is not None
-    assert kernels.down(h_RCI, Stacked(matrix.part(0, 288), 3), choice_RC) is None  # fewer experts than pairs
+    assert kernels.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC) is not None
+    assert kernels.down(h_RCI, Projection(down_EDI), choice_RC) is not None
+    assert (
+        kernels.down(h_RCI, Projection(Stacked(matrix.part(0, 288), 3)), choice_RC) is None
+    )  # fewer experts than pairs
     for odd in (
         case.with_(block=(1, 64)),
         case.with_(plus=0),
@@ -193,12 +201,13 @@ def test_what_is_not_taken(kernels: Experts) -> None:
         case.with_(kind="8"),
         case.with_(kind="e4m3"),
     ):
-        assert kernels.up(x_RD, gate_EID, odd.matrices()[1], choice_RC) is None
+        assert kernels.up(x_RD, Projection(gate_EID), Projection(odd.matrices()[1]), choice_RC) is None
     dense_EID = torch.randn(4, 64, 96).to(dtype)
-    assert kernels.up(x_RD, gate_EID, dense_EID, choice_RC) is None
-    assert kernels.up(x_RD, dense_EID, up_EID, choice_RC) is None
-    assert kernels.up(x_RD.float(), gate_EID, up_EID, choice_RC) is None
-    assert kernels.up(x_RD, *case.with_(width=62).matrices()[:2], choice_RC) is None
+    assert kernels.up(x_RD, Projection(gate_EID), Projection(dense_EID), choice_RC) is None
+    assert kernels.up(x_RD, Projection(dense_EID), Projection(up_EID), choice_RC) is None
+    assert kernels.up(x_RD.float(), Projection(gate_EID), Projection(up_EID), choice_RC) is None
+    odd_gates, odd_ups = map(Projection, case.with_(width=62).matrices()[:2])
+    assert kernels.up(x_RD, odd_gates, odd_ups, choice_RC) is None
     bytes_NG, words_W = torch.zeros(matrix.scales.shape, dtype=torch.uint8), torch.zeros(96, dtype=torch.int32)
     eights = evolve(matrix, codes=torch.zeros(384, 64, dtype=torch.uint8), bits=8, zeros=bytes_NG)
     each: Quantised
@@ -219,13 +228,13 @@ def test_what_is_not_taken(kernels: Experts) -> None:
         (floats("e4m3", (384, 64), (128, 24)), False),
         (floats("e5m2", (384, 64), (1, 64)), False),
     ):
-        assert (kernels.down(h_RCI, Stacked(each, 4), choice_RC) is not None) == taken
+        assert (kernels.down(h_RCI, Projection(Stacked(each, 4)), choice_RC) is not None) == taken
     columns_EK = torch.arange(64).expand(4, 64)
-    assert kernels.down(h_RCI, evolve(down_EDI, columns=columns_EK), choice_RC) is None
-    assert kernels.down(h_RCI[..., :48].contiguous(), case.with_(width=48).matrices()[2], choice_RC) is None
+    assert kernels.down(h_RCI, Projection(evolve(down_EDI, columns=columns_EK)), choice_RC) is None
+    assert kernels.down(h_RCI[..., :48].contiguous(), Projection(case.with_(width=48).matrices()[2]), choice_RC) is None
     others = Experts(torch.device("cuda", 0), dtype, "silu", ("8",))
-    assert others.down(h_RCI, down_EDI, choice_RC) is None
-    assert others.down(h_RCI, Stacked(eights, 4), choice_RC) is not None
+    assert others.down(h_RCI, Projection(down_EDI), choice_RC) is None
+    assert others.down(h_RCI, Projection(Stacked(eights, 4)), choice_RC) is not None
 
 
 def test_quotients_are_exact() -> None:
@@ -286,9 +295,11 @@ def test_lanes_agree(case: tuple[str, int, int, str, int, int, int, Case]) -> No
     )  # fmt: skip
     lanes.run(kernel, (blocks, rows * chosen), threads, of_up, own)
     step = torch.finfo(dtype).eps
-    exact_RCI = experts.up(x_RD.float(), gate_EID, up_EID, numbers_RC, gating_of(act, dtype), fixed=True)
+    exact_RCI = experts.up(
+        x_RD.float(), Projection(gate_EID), Projection(up_EID), numbers_RC, gating_of(act, dtype), fixed=True
+    )
     torch.testing.assert_close(h_RCI, exact_RCI, atol=2 * step, rtol=2 * step)
-    exact_RD = experts.down(h_RCI.float(), down_EDI, numbers_RC, weights_RC, fixed=True)
+    exact_RD = experts.down(h_RCI.float(), Projection(down_EDI), numbers_RC, weights_RC, fixed=True)
     before_RD = to_RD.clone()
     words, more = down.words()
     for start in (to_RD.data_ptr(), 0):

@@ -17,10 +17,11 @@ from tests.decoder.test_memory import made, planned
 from tests.machine_code import CAPABILITIES, check_code, registers
 from tests.weight_plans import fine_units
 from tpplan.decoder import Decoder, experts, fused
+from tpplan.decoder.gates import ACTIVATIONS
 from tpplan.decoder.launches.experts import Experts
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.settings import ACTIVATIONS
+from tpplan.decoder.stacked import Projection
 from tpplan.exec import compile as compile_plan
 from tpplan.plan import Cache
 from tpplan.weights import load_weights
@@ -103,9 +104,11 @@ def test_lanes_agree(case: tuple[str, int, int, int, int, int, str, int, int, in
 
     numbers_RC = choice_RC[:, chosen:].long()
     step = torch.finfo(dtype).eps
-    exact_RCI = experts.up(x_RD.float(), gate_EID.float(), up_EID.float(), numbers_RC, gating, fixed=True)
+    exact_RCI = experts.up(
+        x_RD.float(), Projection(gate_EID.float()), Projection(up_EID.float()), numbers_RC, gating, fixed=True
+    )
     torch.testing.assert_close(h_RCI, exact_RCI, atol=2 * step, rtol=2 * step)
-    exact_RD = experts.down(h_RCI.float(), down_EDI.float(), numbers_RC, choice_RC[:, :chosen], fixed=False)
+    exact_RD = experts.down(h_RCI.float(), Projection(down_EDI.float()), numbers_RC, choice_RC[:, :chosen], fixed=False)
     before_RD, pitch = to_RD.clone(), 2 * width
     for start in (to_RD.data_ptr(), 0):
         of_down = (
@@ -214,7 +217,7 @@ def test_products(kernels: Experts, rows: int, chosen: int) -> None:
     choice_RC = kernels.choose(some(kernels, rows, count), chosen, normalised=True)
     assert choice_RC is not None
     weights_RC, numbers_RC = choice_RC[:, :chosen], choice_RC[:, chosen:].long()
-    h_RCI = kernels.up(x_RD, gate_EID, up_EID, choice_RC)
+    h_RCI = kernels.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC)
     assert h_RCI is not None
 
     def gating(gate: Tensor, up: Tensor) -> Tensor:
@@ -224,16 +227,16 @@ def test_products(kernels: Experts, rows: int, chosen: int) -> None:
         assert found is not None
         torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
 
-    check(h_RCI, experts.up(x_RD, gate_EID, up_EID, numbers_RC, gating, fixed=True))
+    check(h_RCI, experts.up(x_RD, Projection(gate_EID), Projection(up_EID), numbers_RC, gating, fixed=True))
     assert h_RCI.shape == (rows, chosen, width)
-    expected = experts.down(h_RCI.clone(), down_EDI, numbers_RC, weights_RC, fixed=True)
+    expected = experts.down(h_RCI.clone(), Projection(down_EDI), numbers_RC, weights_RC, fixed=True)
     assert expected.shape == (rows, hidden)
     apart_RCI = h_RCI.transpose(1, 2).contiguous().transpose(1, 2)
     joined_RCI = torch.unflatten(apart_RCI.transpose(1, 2).flatten(1), 1, (-1, chosen)).transpose(1, 2)
     for each in (h_RCI, apart_RCI, joined_RCI):
-        check(kernels.down(each, down_EDI, choice_RC), expected)
+        check(kernels.down(each, Projection(down_EDI), choice_RC), expected)
     before = to_RD.clone()
-    assert kernels.down(h_RCI, down_EDI, choice_RC, to_RD) is to_RD
+    assert kernels.down(h_RCI, Projection(down_EDI), choice_RC, to_RD) is to_RD
     check(to_RD, before + expected)
 
 
@@ -249,23 +252,23 @@ def test_what_is_not_taken(kernels: Experts) -> None:
         some(kernels, *shape) for shape in ((2, 64), (4, 32, 64), (4, 32, 64), (4, 64, 32))
     )
     h_RCI = some(kernels, 2, 2, 32)
-    assert kernels.up(x_RD, gate_EID, up_EID, choice_RC) is not None
-    assert kernels.down(h_RCI, down_EDI, choice_RC) is not None
-    assert kernels.up(x_RD, gate_EID[:3], up_EID[:3], choice_RC) is None
-    assert kernels.down(h_RCI, down_EDI[:3], choice_RC) is None
-    assert kernels.up(x_RD[:0], gate_EID, up_EID, choice_RC[:0]) is None
-    assert kernels.up(x_RD.float(), gate_EID, up_EID, choice_RC) is None
-    assert kernels.up(x_RD, gate_EID, up_EID.float(), choice_RC) is None
-    assert kernels.up(x_RD, gate_EID, some(kernels, 4, 32, 72)[..., :64], choice_RC) is None
-    assert kernels.up(x_RD[:, :60], gate_EID[..., :60], up_EID[..., :60], choice_RC) is None
-    assert kernels.up(x_RD, gate_EID[:, :30], up_EID[:, :30], choice_RC) is None
-    assert kernels.up(x_RD, gate_EID, up_EID, choice_RC.double()) is None
-    assert kernels.up(x_RD, gate_EID, up_EID, torch.ones(2, 8)[:, :4]) is None
-    assert kernels.down(h_RCI.float(), down_EDI, choice_RC) is None
-    assert kernels.down(h_RCI, down_EDI.mT.contiguous().mT, choice_RC) is None
-    assert kernels.down(some(kernels, 132)[4:].view(2, 2, 32), down_EDI, choice_RC) is None
-    assert kernels.down(h_RCI, down_EDI, choice_RC, torch.zeros(2, 64)) is None
-    assert kernels.down(h_RCI, down_EDI, choice_RC, some(kernels, 2, 128)[:, ::2]) is None
+    assert kernels.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC) is not None
+    assert kernels.down(h_RCI, Projection(down_EDI), choice_RC) is not None
+    assert kernels.up(x_RD, Projection(gate_EID[:3]), Projection(up_EID[:3]), choice_RC) is None
+    assert kernels.down(h_RCI, Projection(down_EDI[:3]), choice_RC) is None
+    assert kernels.up(x_RD[:0], Projection(gate_EID), Projection(up_EID), choice_RC[:0]) is None
+    assert kernels.up(x_RD.float(), Projection(gate_EID), Projection(up_EID), choice_RC) is None
+    assert kernels.up(x_RD, Projection(gate_EID), Projection(up_EID.float()), choice_RC) is None
+    assert kernels.up(x_RD, Projection(gate_EID), Projection(some(kernels, 4, 32, 72)[..., :64]), choice_RC) is None
+    assert kernels.up(x_RD[:, :60], Projection(gate_EID[..., :60]), Projection(up_EID[..., :60]), choice_RC) is None
+    assert kernels.up(x_RD, Projection(gate_EID[:, :30]), Projection(up_EID[:, :30]), choice_RC) is None
+    assert kernels.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC.double()) is None
+    assert kernels.up(x_RD, Projection(gate_EID), Projection(up_EID), torch.ones(2, 8)[:, :4]) is None
+    assert kernels.down(h_RCI.float(), Projection(down_EDI), choice_RC) is None
+    assert kernels.down(h_RCI, Projection(down_EDI.mT.contiguous().mT), choice_RC) is None
+    assert kernels.down(some(kernels, 132)[4:].view(2, 2, 32), Projection(down_EDI), choice_RC) is None
+    assert kernels.down(h_RCI, Projection(down_EDI), choice_RC, torch.zeros(2, 64)) is None
+    assert kernels.down(h_RCI, Projection(down_EDI), choice_RC, some(kernels, 2, 128)[:, ::2]) is None
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tpplan.decoder.gates import gated
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.gemv import Gemv, Norm
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.layers import rms_norm
-from tpplan.decoder.settings import ACTIVATIONS
 
 if TYPE_CHECKING:
     from tpplan.decoder.launches.skinny import Skinny
@@ -90,7 +90,7 @@ def test_gates(size: int, width: int, rows: int, name: str, dtype: torch.dtype) 
     ):
         exact = rows_RK.float() @ weight_NK.float().mT + bias_N
         gate, up = exact.to(dtype).chunk(2, dim=-1)
-        expected = ACTIVATIONS[name](gate.clone()) * up
+        expected = gated(name, gate.clone(), up)
         assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
         assert (found != expected).float().mean() < 0.25
 

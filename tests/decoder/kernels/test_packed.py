@@ -17,13 +17,15 @@ from tests.decoder.pointwise_cases import launches, memory, number
 from tests.packed_cases import FORMS, WARPS, float_matrix, int_matrix, matrix_of
 from tpplan.decoder import fused
 from tpplan.decoder.fused import Fused
+from tpplan.decoder.gates import ACTIVATIONS
 from tpplan.decoder.held import Held
 from tpplan.decoder.launches import dense, packed
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.packed import STEPS, Packed, names_of, shape_of
-from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised, below
-from tpplan.decoder.settings import ACTIVATIONS, FAMILIES
+from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.settings import FAMILIES
+from tpplan.decoder.stacked import below
 from tpplan.exec.gpu import kernel_cache
 from tpplan.exec.gpu.channel_table import CALLERS, MOST_BLOCKS
 from tpplan.exec.gpu.exchange_table import MOST_WORDS
@@ -185,9 +187,7 @@ def test_biases_behind_sums(kernels: Packed, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dense, "Launcher", lambda *_: None)
     monkeypatch.setattr(fused, "Wide", lambda *_: SimpleNamespace(adds_up=lambda *_: False))  # which is for more rows
     monkeypatch.setattr(kernel_cache, "prepare", lambda asked: names.extend([name for name, _ in asked]))
-    settings: Any = SimpleNamespace(
-        family=FAMILIES["llama"], norm_eps=1e-5, activation=ACTIVATIONS["silu"], attention_cap=None
-    )
+    settings: Any = SimpleNamespace(family=FAMILIES["llama"], norm_eps=1e-5, activation="silu", attention_cap=None)
     layer = Fused(torch.device("cuda", 0), dtype, settings, (), "fp16", joint=True, codes=[*STEPS])
     channel: Any = None
     for kind in STEPS:

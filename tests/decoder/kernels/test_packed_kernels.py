@@ -10,7 +10,7 @@ from tests.decoder.kernels.overlap import check_overlap
 from tests.machine_code import CAPABILITIES, check_code, registers
 from tests.packed_cases import FORMS, WARPS, product_of
 from tpplan.decoder.launches.launcher import DTYPES, bits_of
-from tpplan.decoder.quantised import IntMatrix, Quantised
+from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
 from tpplan.exec.gpu import kernel_cache
 
 #: Kernels, each with generations of GPUs that it is compiled for: they differ by dtype in little.
@@ -94,6 +94,7 @@ def _words(  # noqa: PLR0917
         zeros, columns = matrix.zeros, matrix.group
         more = bits_of(float(2 ** (matrix.bits - 1) if zeros is None else matrix.plus))
     else:
+        assert isinstance(matrix, Float8Matrix)
         zeros, columns = None, matrix.columns
         more = 31 if matrix.rows >= len(matrix) else matrix.rows.bit_length() - 1
     return [

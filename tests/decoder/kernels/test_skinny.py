@@ -13,11 +13,11 @@ from tests import machine_code
 from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.pointwise_cases import memory
 from tests.machine_code import CAPABILITIES, check_code, registers
+from tpplan.decoder.gates import ACTIVATIONS
 from tpplan.decoder.launches import skinny
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.skinny import Skinny, shape_of
-from tpplan.decoder.settings import ACTIVATIONS
 from tpplan.exec.gpu import kernel_cache
 from tpplan.exec.gpu.channel_table import CALLERS, MOST_BLOCKS
 from tpplan.exec.gpu.exchange_table import MOST_WORDS

@@ -15,7 +15,10 @@ from tpplan.exec.kernels.channel_messages import first_element, sum_of_parts
 from tpplan.exec.kernels.kernel import device_function
 
 #: What becomes of a sum: it is stored, or its activation is multiplied by another.
-ADD, SILU, GELU, GELU_TANH = range(4)
+ADD, SILU, GELU, GELU_TANH, SWIGLU_OAI = range(5)
+
+#: As in :data:`tpplan.decoder.gates.SWIGLU_OAI`.
+_ALPHA, _LIMIT = 1.702, 7.0
 
 #: As in torch's GELU.
 _ROOT_OF_HALF, _TANH_SCALE, _TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715
@@ -42,12 +45,27 @@ def gelu_tanh(x: Any) -> Any:
 
 
 @device_function
+def limited_silu(x: Any) -> Any:
+    """Return ``x × sigmoid(1.702 x)``, where x is 7 at most."""
+    x = min(x, _FLOAT(_LIMIT))
+    return x / (_FLOAT(1) + libdevice.expf(_FLOAT(-_ALPHA) * x))
+
+
+@device_function
+def limited_plus_one(x: Any) -> Any:
+    """Return what that is multiplied by: a number from -7 to 7, and 1."""
+    return min(max(x, _FLOAT(-_LIMIT)), _FLOAT(_LIMIT)) + _FLOAT(1)
+
+
+@device_function
 def activation(x: Any, mode: Any) -> Any:
     """Return the activation that a mode tells."""
     if mode == SILU:
         return silu(x)
     if mode == GELU:
         return gelu(x)
+    if mode == SWIGLU_OAI:
+        return limited_silu(x)
     return gelu_tanh(x)
 
 
@@ -86,7 +104,8 @@ def finish_of(first: Any, both: Any) -> Any:
             if mode != ADD:
                 t += load_one(at + size * _WORD(2))
         if mode != ADD:
-            s = rounded(activation(rounded(s), mode)) * rounded(t)
+            t = rounded(t)
+            s = rounded(activation(rounded(s), mode)) * (limited_plus_one(t) if mode == SWIGLU_OAI else t)
         ptx.store_16(y + row * y_pitch + column * _WORD(2), types.uint16(bits_of(s)))
 
     return finish

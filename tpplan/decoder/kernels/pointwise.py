@@ -13,7 +13,7 @@ from typing import Any
 from numba import cuda
 from numba.cuda import libdevice, types
 
-from tpplan.decoder.kernels.finishing import gelu, gelu_tanh, silu
+from tpplan.decoder.kernels.finishing import gelu, gelu_tanh, limited_plus_one, limited_silu, silu
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
 
@@ -137,7 +137,12 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
     return Kernel(name, norm, 10)
 
 
-def _gate(name: str, act: Any, low: Any, high: Any, two: Any) -> Kernel:
+@device_function
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _gate(name: str, act: Any, low: Any, high: Any, two: Any, other: Any = _itself) -> Kernel:
     """Make a kernel that multiplies the activation of one matrix by another one; the activation is rounded too.
 
     Blocks take rows, each some of their columns; the result may be in the place of the former matrix.
@@ -148,12 +153,13 @@ def _gate(name: str, act: Any, low: Any, high: Any, two: Any) -> Kernel:
         low: makes a float32 of the first element in 32 bits.
         high: the same of the second.
         two: makes 32 bits of both.
+        other: makes what is multiplied by of an element of the other matrix.
     """
 
     @device_function
     def gated(gate: Any, up: Any) -> Any:
         acted = two(act(low(gate)), act(high(gate)))
-        return two(low(acted) * low(up), high(acted) * high(up))
+        return two(low(acted) * other(low(up)), high(acted) * other(high(up)))
 
     def gate(gate, gate_pitch, up, up_pitch, out, out_pitch, width):  # type: ignore[no-untyped-def]
         ptx.after_earlier_with_next()
@@ -247,5 +253,7 @@ POINTWISE_GELU_BF16 = _gate("pointwise_gelu_bf16", gelu, *_BF16)
 POINTWISE_GELU_F16 = _gate("pointwise_gelu_f16", gelu, *_F16)
 POINTWISE_GELU_TANH_BF16 = _gate("pointwise_gelu_tanh_bf16", gelu_tanh, *_BF16)
 POINTWISE_GELU_TANH_F16 = _gate("pointwise_gelu_tanh_f16", gelu_tanh, *_F16)
+POINTWISE_SWIGLU_OAI_BF16 = _gate("pointwise_swiglu_oai_bf16", limited_silu, *_BF16, limited_plus_one)
+POINTWISE_SWIGLU_OAI_F16 = _gate("pointwise_swiglu_oai_f16", limited_silu, *_F16, limited_plus_one)
 POINTWISE_BEST_BF16 = _best("pointwise_best_bf16", ptx.low_bf16, ptx.high_bf16)
 POINTWISE_BEST_F16 = _best("pointwise_best_f16", ptx.low_f16, ptx.high_f16)

@@ -14,12 +14,13 @@ from torch import Tensor
 from tpplan.decoder.kernels.scale_kinds import FORMS
 from tpplan.decoder.launches.dense import block_of, fraction_of, has_quotients, kind_of
 from tpplan.decoder.launches.launcher import bits_of
-from tpplan.decoder.quantised import IntMatrix, Stacked
+from tpplan.decoder.quantised import IntMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from tpplan.decoder.quantised import Quantised
+    from tpplan.decoder.stacked import Stacked
 
 #: Bytes of an access, and of an element that is no code.
 _VECTOR, _ITEM = 16, 2

@@ -11,7 +11,7 @@ import torch
 
 from tpplan.decoder.kernels.scale_kinds import FORMS
 from tpplan.decoder.launches.launcher import DTYPES, Launcher
-from tpplan.decoder.quantised import IntMatrix, Quantised
+from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -99,7 +99,7 @@ class Dense:
 
 def block_of(matrix: Quantised) -> tuple[int, int]:
     """Return the numbers of rows and columns that share a scale."""
-    return (1, matrix.group) if isinstance(matrix, IntMatrix) else (matrix.rows, matrix.columns)
+    return (matrix.rows, matrix.columns) if isinstance(matrix, Float8Matrix) else (1, matrix.group)
 
 
 def _zeros_of(matrix: Quantised) -> tuple[int, int, int]:

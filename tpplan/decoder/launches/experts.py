@@ -18,7 +18,7 @@ from tpplan.decoder.launches.launcher import DTYPES, Launcher
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from tpplan.decoder.quantised import Stacked
+    from tpplan.decoder.stacked import Projection
 
 #: Kinds of codes that kernels read, of :data:`tpplan.decoder.launches.dense.KINDS`.
 KINDS: Final = ("4", "8", "e4m3")
@@ -89,20 +89,18 @@ class Experts:
         self._choose(rows, 32, *words, choice_RC.data_ptr(), 2 * _FLOAT * count, count, normalised)
         return choice_RC
 
-    def up(
-        self, x_RD: Tensor, gate_EID: Tensor | Stacked, up_EID: Tensor | Stacked, choice_RC: Tensor
-    ) -> Tensor | None:
+    def up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor) -> Tensor | None:
         """Return the intermediate activations of the chosen experts, ``[R, C, I]``; None if the kernel cannot.
 
         Products, activations and results are each rounded, as they would be by separate kernels.
 
         Args:
             x_RD: rows.
-            gate_EID: gate matrices of all experts, whose outputs get the activation.
-            up_EID: up matrices of all experts, laid out likewise.
+            gates: gate projections of all experts, whose outputs get the activation.
+            ups: up projections of all experts, laid out likewise.
             choice_RC: choices of the rows.
         """
-        gate, up = self._readable(gate_EID, choice_RC), self._readable(up_EID, choice_RC)
+        gate, up = self._readable(gates, choice_RC), self._readable(ups, choice_RC)
         if gate is None or gate != up or not self._is_vectors(x_RD):
             return None
         h_RCI = x_RD.new_empty(len(x_RD), choice_RC.shape[1] // 2, gate.size)
@@ -110,20 +108,18 @@ class Experts:
         self._run(target, rows, choice_RC, gate, up)
         return h_RCI
 
-    def down(
-        self, h_RCI: Tensor, down_EDI: Tensor | Stacked, choice_RC: Tensor, to_RD: Tensor | None = None
-    ) -> Tensor | None:
+    def down(self, h_RCI: Tensor, downs: Projection, choice_RC: Tensor, to_RD: Tensor | None = None) -> Tensor | None:
         """Return the weighted sum of the chosen experts' outputs, ``[R, D]``; None if the kernel cannot.
 
         It is rounded once.
 
         Args:
             h_RCI: intermediate activations of the experts; copied if not contiguous.
-            down_EDI: down matrices of all experts.
+            downs: down projections of all experts.
             choice_RC: choices of the rows.
             to_RD: rows to which to add the sum in place before it is rounded; they are returned then.
         """
-        down = self._readable(down_EDI, choice_RC)
+        down = self._readable(downs, choice_RC)
         if down is None or h_RCI.dtype is not self._dtype:
             return None
         if to_RD is not None and (to_RD.dtype is not self._dtype or to_RD.stride(1) != 1):
@@ -137,8 +133,11 @@ class Experts:
         self._run(target, pairs, choice_RC, down, plus=plus)
         return y_RD
 
-    def _readable(self, matrix_EOI: Tensor | Stacked, choice_RC: Tensor) -> Readable | None:
+    def _readable(self, projection: Projection, choice_RC: Tensor) -> Readable | None:
         """Return experts' matrices if a kernel takes them and the choices; for more, torch reads all experts once."""
+        matrix_EOI = projection.matrix
+        if projection.bias is not None:
+            return None
         pairs, chosen = choice_RC.numel() // 2, choice_RC.shape[1] // 2
         if not 0 < pairs <= min(len(matrix_EOI), _MOST_GROUPS) or chosen > _MOST_CHOSEN:
             return None

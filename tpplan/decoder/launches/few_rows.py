@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+from tpplan.decoder.gates import SWIGLU_OAI
 from tpplan.decoder.quantised import Matrix
 
 if TYPE_CHECKING:
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
     from tpplan.exec.gpu.channel import Channel
 
-#: Numbers by which kernels know the activations of :data:`tpplan.decoder.settings.ACTIVATIONS`; 0 is none.
-GATES: Final = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
+#: Numbers by which kernels know the gates of :func:`tpplan.decoder.gates.gated`; 0 is none.
+GATES: Final = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, SWIGLU_OAI: 4}
 
 #: Bytes of one access, and of an element.
 _VECTOR, _ITEM = 16, 2

@@ -12,13 +12,14 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.cache import KERNEL_KINDS
+from tpplan.decoder.gates import SWIGLU_OAI
 from tpplan.decoder.launches.launcher import DTYPES, Launcher, bits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 #: Names of gate kernels, by ``hidden_act`` of a config.json.
-GATES: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+GATES: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", SWIGLU_OAI: SWIGLU_OAI}
 
 _ITEM: Final = 2
 #: Bytes that are loaded at once, and elements of so many.
