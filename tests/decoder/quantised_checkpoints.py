@@ -9,18 +9,17 @@ import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.checkpoints import saved_values
 from tests.decoder.quantised_formats import Awq, Float8, Format, Gptq, IntPacked
 from tests.decoder_cases import CONFIGS, SIZES, Model, answered, random_model
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Tokens that follow each prompt.
 NEW: Final = 4
@@ -83,6 +82,9 @@ FORMATS: Final[dict[str, Format]] = {
     "fp8 compressed block": Float8(suffix=".weight_scale", scales=torch.bfloat16),
 }
 
+#: Ends of the names of tensors that are not part of quantised matrices.
+_NOT_QUANTISED: Final = (".weight", ".bias", "_bias", ".sinks")
+
 _KEPT: list[TemporaryDirectory[str]] = []
 
 
@@ -131,7 +133,7 @@ def write(source: Path, form: Format, directory: Path, twin: Path) -> None:
 def halve(source: Path, directory: Path, dtype: torch.dtype) -> None:
     """Round what is not quantised of a checkpoint to 16 bits; scales stay as they are."""
     tensors = {
-        name: tensor.to(dtype) if tensor.dtype is torch.float32 and name.endswith((".weight", ".bias")) else tensor
+        name: tensor.to(dtype) if tensor.dtype is torch.float32 and name.endswith(_NOT_QUANTISED) else tensor
         for name, tensor in saved_values(source).items()
     }
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -167,5 +169,34 @@ def quantised(family: str, form: str, layers: int = 2) -> tuple[Model, Path]:
     """
     directory, twin = stored(family, form, layers)
     model = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager")
+    torch.manual_seed(1)
+    return answered(model, directory, NEW), twin
+
+
+@cache
+def mxfp4() -> tuple[Model, Path]:
+    """Save a small model of gpt_oss whose experts are random codes of MXFP4.
+
+    Returns:
+        The model, and the directory of its twin, whose experts transformers has made of the codes.
+    """
+    torch.manual_seed(4)
+    directory, twin = _directory(), _directory()
+    config = SIZES | CONFIGS["gpt_oss"] | {"hidden_size": 64, "intermediate_size": 160, "num_local_experts": 4}
+    model = random_model("gpt_oss", config)
+    model.save_pretrained(twin)
+    tensors, values = saved_values(twin), dict[str, Tensor]()
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(122, 127, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        packed = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+        values[name] = convert_moe_packed_tensors(*packed, dtype=torch.float32).contiguous()
+    model.load_state_dict(values, strict=False)
+    model.save_pretrained(twin)
+    config = json.loads((twin / "config.json").read_text(encoding="utf-8"))
+    config |= {"quantization_config": {"quant_method": "mxfp4"}}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     torch.manual_seed(1)
     return answered(model, directory, NEW), twin

@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM
 
 import tpplan
 from tests.checkpoints import LLAMA, llama_layers, llama_outside, saved_values, write_checkpoint
-from tests.decoder.quantised_checkpoints import FAMILIES, FORMATS, NEW, halve, quantised
+from tests.decoder.quantised_checkpoints import FAMILIES, FORMATS, NEW, halve, mxfp4, quantised
 from tests.decoder_cases import MAX_ROWS, check, check_losses, plan_of, read_and_stepped, request_of
 from tests.format_cases import CASES, awq, gptq, gptq_config
 from tests.weight_plans import fine_units
+from tpplan.axes import Axis
 from tpplan.decoder import Decoder
 from tpplan.decoder.joined import neighbours
 from tpplan.decoder.products import linear, linear_of_all
@@ -78,6 +79,18 @@ def test_families(family: str, form: str, cut: tuple[int, str, str]) -> None:
     devices, layout, transport = cut
     model, _ = quantised(family, form)
     check(model, _plan(model.directory, devices, layout, seed=7), transport, NEW)
+
+
+@pytest.mark.parametrize(
+    ("layout", "transport", "bounds"),
+    [("reduce", "events", (0, 160)), ("reduce", "peer", (0, 96, 96, 160)), ("gather", "host", (0, 36, 160))],
+)
+def test_experts_of_mxfp4(layout: str, transport: str, bounds: tuple[int, ...]) -> None:
+    """Codes of gpt_oss stand for what transformers makes of them, also where a plan cuts gates and ups between them."""
+    model, _ = mxfp4()
+    plan = plan_of(model.directory, len(bounds) - 1, request_of(layout, rows=ROWS), {Axis.EX: bounds}, 3)
+    assert tpplan.read_model(model.directory).weight_format == "MXFP4"
+    check(model, plan, transport, NEW)
 
 
 @settings(max_examples=12, deadline=None)
