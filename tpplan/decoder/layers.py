@@ -218,11 +218,11 @@ def _behind(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, scorin
     if cap is not None:
         scores_BHRT.tanh_().mul_(cap)
     scores_BHRT.add_(mask_B1RT)
+    out_BHRK = scores_BHRT.softmax(-1) @ v_BHTK
     if sinks_H is not None:
-        sinks_HG1 = torch.unflatten(sinks_H, 0, q_BHGSK.shape[1:3])[..., None]
-        sinks_HR1 = sinks_HG1.expand(-1, -1, q_BHGSK.shape[3]).flatten(1)[..., None].to(scores_BHRT.dtype)
-        sums_BHR1 = torch.logaddexp(scores_BHRT.logsumexp(-1, keepdim=True), sinks_HR1)
-        out_BHRK = scores_BHRT.sub_(sums_BHR1).exp_() @ v_BHTK
-    else:
-        out_BHRK = scores_BHRT.softmax(-1) @ v_BHTK
+        wide = torch.promote_types(scores_BHRT.dtype, torch.float32)
+        sums_BHR1 = scores_BHRT.to(wide).logsumexp(-1, keepdim=True)
+        sinks_HG1 = torch.unflatten(sinks_H.to(wide), 0, q_BHGSK.shape[1:3])[..., None]
+        sinks_HR1 = sinks_HG1.expand(-1, -1, q_BHGSK.shape[3]).flatten(1)[..., None]
+        out_BHRK.mul_((sums_BHR1 - sinks_HR1).sigmoid_())
     return torch.unflatten(out_BHRK, 2, q_BHGSK.shape[2:4]).flatten(1, 2)
