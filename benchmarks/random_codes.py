@@ -32,12 +32,17 @@ METHODS: Final[dict[str, dict[str, Any]]] = {
         "activation_scheme": "dynamic",
         "weight_block_size": [_GROUP, _GROUP],
     },
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
 }
 #: Words of zeros in the middle of the codes, which GPTQ stores less one.
 _ZEROS: Final = {"awq": 0x88888888 - 2**32, "gptq": 0x77777777}
 
 #: Of weights, of codes from -8 to 7, and of floats up to 448.
 _DEVIATION, _OF_CODES, _OF_FLOATS = 0.02, 8 / 3, 64
+#: Exponent, plus 127, that MXFP4's random codes are scaled by: 2 ** -7.
+_EXPONENT: Final = 120
+#: Suffixes of tensors that are random if they are matrices; experts' tensors and biases may have none.
+_RANDOM: Final = frozenset({"", ".weight", ".qweight", "_blocks"})
 
 
 def quantised(config: Mapping[str, Any], method: str) -> dict[str, Any]:
@@ -47,7 +52,7 @@ def quantised(config: Mapping[str, Any], method: str) -> dict[str, Any]:
 
 def kind_of(tensor: TensorSlice) -> str:
     """Return the dtype of a tensor of random values, which are a matrix; an empty one if all its values are known."""
-    is_random = len(tensor.whole) > 1 and split_name(tensor.name)[1] in {".weight", ".qweight"}
+    is_random = len(tensor.whole) > 1 and split_name(tensor.name)[1] in _RANDOM
     return tensor.dtype if is_random else ""
 
 
@@ -66,6 +71,8 @@ def block_of(kind: str, normal: torch.Tensor) -> torch.Tensor:
             words |= some << 4 * place
         return words
     dtype = DTYPES[kind]
+    if kind == "U8":  # two codes, all bits as likely
+        return normal.mul(2**16).int().view(torch.uint8)[::4].contiguous()
     if dtype.itemsize == 1:
         most = torch.finfo(dtype).max
         return normal.mul(_OF_FLOATS).clamp_(-most, most).to(dtype)
@@ -82,11 +89,13 @@ def constant_of(tensor: TensorSlice, config: Mapping[str, Any]) -> torch.Tensor:
     suffix, dtype = split_name(tensor.name)[1], DTYPES[tensor.dtype]
     if suffix == ".g_idx":
         return torch.arange(tensor.whole[0], dtype=dtype) // _GROUP
-    value: float = 1
+    value: float = 0 if suffix == ".bias" else 1
     if suffix == ".qzeros":
         value = _ZEROS[config["quantization_config"]["quant_method"]]
     elif suffix == ".scales":
         value = _DEVIATION / _OF_CODES
+    elif suffix == "_scales":
+        value = _EXPONENT
     elif suffix == ".weight_scale_inv":
         value = _DEVIATION / _OF_FLOATS
     return torch.full(tensor.whole, value, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Make the plans in examples/plans again: five models, each for several sets of GPUs.
+"""Make the plans in examples/plans again: six models, each for several sets of GPUs.
 
 Run it as ``python examples/make_plans.py``; a test tells when the committed plans are no longer what it makes.
 """
@@ -26,6 +26,9 @@ EXAMPLES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("Mixtral-8x7B", "2xA100-80GB", {"cache": tpplan.Cache("fp16", 32768)}),
     ("Mixtral-8x7B", "4xRTX4090,RTX3090", {"cache": tpplan.Cache("q8", 32768)}),
     ("Mixtral-8x7B", "A100-40GB,3xRTX3090", {"cache": tpplan.Cache("q8", 16384), "layout": "gather"}),
+    ("gpt-oss-20b", "RTX3060,RTX4060", {"cache": tpplan.Cache("fp16", 131072)}),
+    ("gpt-oss-20b", "2xRTX4060Ti-16GB", {"cache": tpplan.Cache("fp16", 8 * 32768), "batch": 8}),
+    ("gpt-oss-20b", "RTX4090,RTX3060", {"cache": tpplan.Cache("fp8", 131072), "strategy": "latency"}),
     ("DeepSeek-V3", "8xH200", {"cache": tpplan.Cache("fp16", 131072)}),
     ("DeepSeek-V3", "8xMI300X", {"cache": tpplan.Cache("fp16", 4 * 131072), "batch": 4}),
     ("DeepSeek-V3", "6xH200,2xMI300X", {"cache": tpplan.Cache("fp8", 65536), "strategy": "latency"}),
