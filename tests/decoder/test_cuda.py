@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from tests.decoder.test_memory import made
-from tests.decoder_cases import CONFIGS, check, check_sixteen_bits, model_of, plan_of, request_of
+from tests.decoder_cases import CONFIGS, LENGTH, check, check_sixteen_bits, model_of, plan_of, request_of
 from tests.flash_cases import check_texts
 from tests.graph_cases import mixtures
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
@@ -203,7 +203,7 @@ def check_passes(
             assert (replayed - expected).norm() < 0.03 * expected.norm()
         assert set(graphs._graphs) == set(graphs.sizes)
         for found, right in zip(*stores, strict=True):
-            assert right.isnan().any()
+            assert right.isnan().any() or right.shape[-2] < LENGTH  # windows are full
             assert torch.equal(found.isnan(), right.isnan())
             assert (found - right).nan_to_num().norm() < 0.03 * right.nan_to_num().norm()
             found.zero_()  # steps look at more than there is, and hide it
@@ -219,14 +219,14 @@ def saved(model_type: str, dtype: torch.dtype, directory: Path) -> Path:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen2", "mistral"])
 def test_passes_are_graphs(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Of any mixture of prompts, on one GPU."""
+    """Of any mixture of prompts, on one GPU, also behind windows."""
     check_passes(saved(model_type, dtype, tmp_path), 1)
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen2"])
 def test_passes_are_graphs_over_gpus(model_type: str, tmp_path: Path) -> None:
     """The same over several, unevenly."""
     check_passes(saved(model_type, torch.bfloat16, tmp_path), min(GPUS, 4))
@@ -252,7 +252,7 @@ def test_halves_of_passes_take_turns(transport: str, turns: bool | None, layout:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("devices", [1, min(max(GPUS, 1), 4)])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral"])
 def test_passes_are_graphs_where_kernels_write_to_the_cache(model_type: str, devices: int, tmp_path: Path) -> None:
     """They leave out the rows that fill a pass up; heads have 64 elements."""
     directory = made(model_type, tmp_path, head_dim=64)

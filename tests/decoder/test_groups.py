@@ -14,7 +14,7 @@ from tests.decoder_cases import CONFIGS, LENGTH, model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
-from tpplan.decoder import Decoder, layers
+from tpplan.decoder import Decoder, layer_cache, layers
 from tpplan.decoder.groups import Group
 from tpplan.decoder.prompts import Prompt
 from tpplan.exec import compile as compile_plan
@@ -30,7 +30,7 @@ __all__ = ["fine_units", "flash_calls"]  # fixtures
 def test_several_attend_at_once(model_type: str, flash_calls: FlashCalls) -> None:
     """Where a kernel takes texts of any lengths, those of a pass attend by it, also behind others, and as alone.
 
-    Scores that are capped are left to others, and so are tokens behind a window.
+    Scores that are capped are left to others.
     """
     model = model_of(model_type)
     plan = plan_of(model.directory, 3, request_of(batch=5), {}, seed=9)
@@ -56,7 +56,7 @@ def test_several_attend_at_once(model_type: str, flash_calls: FlashCalls) -> Non
     ("model_type", "kv", "kind", "at_once"),
     [
         ("qwen3", "replicate", "fp32", {0, 1, 2}),  # heads are shared by unequally many, also on one device
-        ("qwen2", "idle", "fp32", {0}),  # the windows of the other layers are shorter than the longest text
+        ("qwen2", "replicate", "fp32", {0, 1, 2}),  # the windows of two layers are shorter than the longest text
         ("qwen3", "idle", "q8", set()),  # the cache rounds
     ],
 )
@@ -101,10 +101,12 @@ def test_no_groups_where_none_attends_at_once(kind: str) -> None:
 def test_texts_in_any_pieces(seed: int, flash_calls: FlashCalls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of any lengths, of some sequences at a time in any order, lead to what a text has that is read at once.
 
-    So it is on uneven devices, some of which have no heads, also repeated ones; without the kernel there is the same.
+    So it is on uneven devices, some of which have no heads, also repeated ones, and behind windows, however few heads
+    are copied at a time; without the kernel there is the same, and so there is after a step.
     """
     random = Random(seed)
-    model_type, kv = random.choice(["llama", "qwen3"]), random.choice(["idle", "replicate"])
+    model_type, kv = ("llama", "qwen3", "gemma3_text")[seed % 3], random.choice(["idle", "replicate"])
+    monkeypatch.setattr(layer_cache, "AT_ONCE", random.choice([2**24, 3200, 1500]))  # of one head, or too few for it
     model, batch = model_of(model_type), random.randint(3, 5)
     plan = plan_of(
         model.directory,
@@ -135,5 +137,9 @@ def test_texts_in_any_pieces(seed: int, flash_calls: FlashCalls, monkeypatch: py
         assert not layers.takes_flash(*[torch.zeros(1, 1, 1, 8)] * 3)
         alone = Decoder(ctx, model.directory, weights, cache="fp32")
         for i, text in enumerate(texts):
-            expected = ctx.gather(alone.prefill(text), Axis.VC).tensor[0]
+            expected = ctx.gather(alone.prefill(text, i), Axis.VC).tensor[0]
             torch.testing.assert_close(found[i], expected, atol=1e-4, rtol=1e-4)
+        latest = torch.tensor([[1] * batch, [*map(len, texts)]])
+        tokens, positions = ([numbers] * len(ctx.all_devices) for numbers in latest)
+        steps = [ctx.gather(each.decode(tokens, positions), Axis.VC).tensor.clone() for each in (decoder, alone)]
+        torch.testing.assert_close(*steps, atol=1e-4, rtol=1e-4)

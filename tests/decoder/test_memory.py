@@ -154,14 +154,18 @@ def test_rows_of_the_same_experts_do_too(tmp_path: Path) -> None:
         assert all(share <= 1 for share in found.values()), (shares, found)
 
 
-@pytest.mark.parametrize("layout", ["reduce", "gather"])
+@pytest.mark.parametrize(("layout", "model_type"), [("reduce", "llama"), ("gather", "mistral")])
 def test_prompts_that_attend_at_once_do_too(
-    layout: str, tmp_path: Path, flash_calls: FlashCalls, monkeypatch: pytest.MonkeyPatch
+    layout: str, model_type: str, tmp_path: Path, flash_calls: FlashCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever they go on, if a pass of them is to be a graph, and if its halves take turns."""
+    """Wherever they go on, if a pass of them is to be a graph, and if its halves take turns.
+
+    Of windows, the keys and values of a head are copied at a time, here.
+    """
+    monkeypatch.setattr(layer_cache, "AT_ONCE", 2**14)
     monkeypatch.setattr(model, "_HALF", _ROWS // 2)
     monkeypatch.setattr(model, "_EVEN", 1)
-    directory = made("llama", tmp_path)
+    directory = made(model_type, tmp_path)
     for shares in ((1,), (3, 1)):
         plan = planned(directory, layout, shares, Cache("fp16", _BATCH * _LENGTH))
         room = [area.scratch_bytes for area in areas(plan.splits, plan.model.dtype, plan.request)]

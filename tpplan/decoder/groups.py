@@ -1,4 +1,4 @@
-"""Attention of the rows of several sequences by one call of a kernel that reads the cache.
+"""Attention of the rows of several sequences by one call of a kernel that reads the cache, or a copy of its windows.
 
 Shapes: R rows, T places of a cache, H heads, K elements of a head.
 """
@@ -13,10 +13,13 @@ from torch import Tensor
 
 from tpplan.decoder.layers import together
 from tpplan.decoder.prompts import Extent
+from tpplan.decoder.rings import Ring
 from tpplan.exec.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
-    from tpplan.decoder.heads import Heads
+    from collections.abc import Iterable
+
+    from tpplan.decoder.heads import Heads, Run
     from tpplan.decoder.layers import Scoring
     from tpplan.decoder.plain import Plain, Turn
 
@@ -46,6 +49,7 @@ class Group:
     extent: Extent
     kept: Tensor | None = None
     _starts: dict[int, Tensor] = field(default=Factory(dict), init=False)
+    _rings: dict[int, Ring] = field(default=Factory(dict), init=False)
 
     @classmethod
     def of(cls, positions: Tensor, sequences: Tensor, before: Tensor, extent: Extent, *, is_filled: bool) -> Self:
@@ -70,25 +74,69 @@ class Group:
 
     def attention(self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, scoring: Scoring) -> Tensor:
         """Write the rows' keys and values to the cache, and return the attention output ``[R, H × K]``."""
-        steps.keep(qkv_RHK, heads, turn, self.sequences, self.positions, kept=self.kept)
-        q_RHK = qkv_RHK[:, : heads.queries]
-        k_THK, v_THK, apart = heads.cache.in_a_row()
-        found = [
-            flash_attention_of_several(
-                q_RHK[:, run.queries],
-                k_THK[:, run.keys],
-                v_THK[:, run.keys],
-                (self.bounds, self._starts_of(apart), self.ends),
-                (self.extent.longest, self.extent.most),
+        cache, length, most = heads.cache, heads.cache.length, self.extent.most
+        if most <= length:
+            steps.keep(qkv_RHK, heads, turn, self.sequences, self.positions, kept=self.kept)
+            k_THK, v_THK, apart = cache.in_a_row()
+            where = self._starts_of(apart), self.ends
+            return together(self._attend(heads.runs, qkv_RHK, (k_THK, v_THK), where, most, scoring=scoring), dim=1)
+        steps.turn(qkv_RHK, heads, turn)
+        ring = self._ring_of(length)
+        where, most = (ring.starts, ring.counts), min(most, length + self.extent.longest)
+        found = []
+        for some in cache.slices(self.extent.beside(length)):
+            kv = ring.read(cache, some, heads.apart(qkv_RHK)[1:])
+            found += self._attend(heads.runs_of(some), qkv_RHK, kv, where, most, scoring=scoring, window=length)
+            del kv
+        ring.write(cache, qkv_RHK[:, heads.queries :])
+        return together(found, dim=1)
+
+    def _attend(
+        self,
+        runs: Iterable[Run],
+        qkv_RHK: Tensor,
+        kv: tuple[Tensor, Tensor],
+        where: tuple[Tensor, Tensor],
+        most: int,
+        *,
+        scoring: Scoring,
+        window: int = 0,
+    ) -> list[Tensor]:
+        """Return the attention output ``[R, H × K]`` of each run of heads.
+
+        Args:
+            runs: which query heads read which KV heads.
+            qkv_RHK: queries, then keys, then values of the rows.
+            kv: keys and values that the rows see, ``[T, H, K]``.
+            where: the first of them of each sequence, then one meaningless value; and their number, in int32.
+            most: maximum keys of a sequence.
+            scoring: how scores become weights.
+            window: tokens that a query sees, itself included; 0 for all.
+        """
+        found = []
+        for run in runs:
+            k_THK, v_THK = (x_THK[:, run.keys] for x_THK in kv)
+            out_RHK = flash_attention_of_several(
+                qkv_RHK[:, run.queries],
+                k_THK,
+                v_THK,
+                (self.bounds, *where),
+                (self.extent.longest, most),
                 scale=scoring.scale,
+                window=window,
                 sinks=scoring.of(run.queries).sinks,
             )
-            for run in heads.runs
-        ]
-        return together([out_RHK.flatten(1) for out_RHK in found], dim=1)
+            found.append(out_RHK.flatten(1))
+        return found
 
     def _starts_of(self, apart: int) -> Tensor:
         """Return the first row of each sequence in the cache, where sequences begin ``apart`` rows apart."""
         if apart not in self._starts:
             self._starts[apart] = self.numbers * apart
         return self._starts[apart]
+
+    def _ring_of(self, length: int) -> Ring:
+        """Return where the rows are beside the tokens of caches of a length."""
+        if length not in self._rings:
+            self._rings[length] = Ring.of(self, length)
+        return self._rings[length]

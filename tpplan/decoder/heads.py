@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tpplan.axes import Slice
     from tpplan.decoder.layers import Scoring
+    from tpplan.decoder.prompts import Extent
     from tpplan.exec.context import TPContext
 
 
@@ -64,16 +65,20 @@ class Heads:
         one_1HSK = self.cache.in_a_row()[0][None, :1, :1].transpose(1, 2)
         return takes_flash(one_1HSK, one_1HSK, one_1HSK)
 
-    def attend_at_once(self, most: int, cap: float | None) -> bool:
+    def attend_at_once(self, extent: Extent, cap: float | None) -> bool:
         """Tell whether all rows of a pass can attend in one kernel call, whatever sequences they belong to.
 
-        They can if there is a kernel, the scores have no cap, and the cache holds all tokens of each sequence.
+        They can if there is a kernel, the scores have no cap, and the cache holds all tokens of each sequence. If it
+        holds those of a window only, there must be room for a copy of at least one head.
 
         Args:
-            most: maximum tokens of a sequence, including the rows of the pass.
+            extent: extent of the pass.
             cap: soft cap of the scores.
         """
-        return self.have_a_kernel and cap is None and most <= self.cache.length
+        if not self.have_a_kernel or cap is not None:
+            return False
+        length = self.cache.length
+        return extent.most <= length or self.cache.heads_at_once(extent.beside(length)) > 0
 
     def apart(self, qkv_RHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the heads of rows into queries, keys and values."""

@@ -68,12 +68,20 @@ class LayerCache:
         """
         heads, (most_sequences, most_heads) = self._store.heads, (sequences, self._store.heads)
         if end > self.length or not self._store.is_plain:
-            most = max(1, AT_ONCE // (2 * (end - self._first(start, end)) * self._store.head_dim))
+            most = max(1, self.heads_at_once(end - self._first(start, end)))
             most_sequences, most_heads = max(1, most // heads), most
         pieces = [
             [find(some, keys) for keys in _slices(heads, most_heads)] for some in _slices(sequences, most_sequences)
         ]
         return together([together(row, dim=1) for row in pieces], dim=0)
+
+    def heads_at_once(self, tokens: int) -> int:
+        """Return the number of KV heads of which so many tokens can be beside the cache at a time, 0 if too many."""
+        return AT_ONCE // (2 * tokens * self._store.head_dim)
+
+    def slices(self, tokens: int) -> list[slice]:
+        """Return slices of all KV heads, each of as many as :meth:`heads_at_once`, which must not be 0."""
+        return _slices(self._store.heads, self.heads_at_once(tokens))
 
     def extend(
         self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor

@@ -232,9 +232,9 @@ class Decoder:
         """Return the pass that :meth:`run` computes for these rows."""
         _, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
         count = len(numbers[0])
-        extent = Extent.of(stretches) if stretches else Extent(self.batch, min(count, self.length), self.length)
+        extent = Extent.of(stretches) if stretches else Extent.of_any(count, self.batch, self.length)
         cap, held = self._settings.attention_cap, [each for layer in self.stack.heads for each in layer.values()]
-        some_attend = len(stretches) != 1 and any(each.attend_at_once(extent.most, cap) for each in held)
+        some_attend = len(stretches) != 1 and any(each.attend_at_once(extent, cap) for each in held)
         groups = {
             device: Group.of(positions, sequences, before, extent, is_filled=not stretches)
             for device, positions, sequences, before in zip(self.context.all_devices, *others, strict=True)

@@ -63,7 +63,7 @@ class Prefill:
             device: index of the device.
         """
         group = self.groups.get(device)
-        if group and heads.attend_at_once(group.extent.most, scoring.cap):
+        if group and heads.attend_at_once(group.extent, scoring.cap):
             return group.attention(steps, heads, qkv_RHK, turn, scoring)
         steps.turn(qkv_RHK, heads, turn)
         parts = [apart(x_RHK, self.sizes, dim=0) for x_RHK in heads.apart(qkv_RHK)]

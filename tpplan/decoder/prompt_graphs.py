@@ -8,7 +8,7 @@ from weakref import proxy
 
 import torch
 
-from tpplan.decoder.prompts import NOBODY
+from tpplan.decoder.prompts import NOBODY, Extent
 from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
@@ -38,26 +38,27 @@ def graphs_of(decoder: Decoder, cap: float | None, *, graphs: bool | None = None
     context, length = decoder.context, decoder.length
     places = [device.device for device in context.devices.values()]
     wanted = places[0].type == "cuda" if graphs is None else graphs
-    if not wanted or not is_fixed(decoder.stack, cap, length):
-        return None
     ahead = len(places) == 1 and not any(weights.quantised for weights in decoder.weights.values())
-    return PromptGraphs(decoder, sizes_of(context.max_rows, decoder.batch * length, _MOST_ALONE if ahead else None))
+    sizes = sizes_of(context.max_rows, decoder.batch * length, _MOST_ALONE if ahead else None)
+    if not wanted or not is_fixed(decoder.stack, cap, Extent.of_any(sizes[-1], decoder.batch, length)):
+        return None
+    return PromptGraphs(decoder, sizes)
 
 
-def is_fixed(stack: Stack, cap: float | None, length: int) -> bool:
+def is_fixed(stack: Stack, cap: float | None, extent: Extent) -> bool:
     """Tell whether passes of the same size differ only in values in device memory, whatever their prompts are.
 
     They do if no layer has experts, and if in every layer all rows of a pass attend in one kernel call. This takes the
-    flash kernel: 16-bit activations, scores without a cap, and a 16-bit cache without a sliding window shorter than
-    ``length``.
+    flash kernel: 16-bit activations, scores without a cap, and a 16-bit cache. Where the cache only holds a sliding
+    window, it takes memory for a copy of all sequences' windows, see :meth:`tpplan.decoder.heads.Heads.attend_at_once`.
 
     Args:
         stack: the model's layers.
         cap: soft cap of the attention scores.
-        length: maximum tokens of a sequence.
+        extent: extent of the largest pass.
     """
     heads = [each for layer in stack.heads for each in layer.values()]
-    return not stack.has_experts and all(each.attend_at_once(length, cap) for each in heads)
+    return not stack.has_experts and all(each.attend_at_once(extent, cap) for each in heads)
 
 
 def sizes_of(max_rows: int, room: int, most: int | None = None) -> list[int]:

@@ -81,17 +81,28 @@ class Extent:
         count: number of sequences with rows in the pass.
         longest: most rows of a sequence.
         most: most tokens of a sequence, its rows and all before them.
+        rows: rows of the pass.
     """
 
     count: int
     longest: int
     most: int
+    rows: int
 
     @classmethod
     def of(cls, stretches: Sequence[Stretch]) -> Self:
         """Return the extent of a pass of these stretches."""
-        ends = [each.start + each.size for each in stretches]
-        return cls(sum(each.count for each in stretches), max(each.size for each in stretches), max(ends))
+        longest, most = max(each.size for each in stretches), max(each.start + each.size for each in stretches)
+        return cls(sum(each.count for each in stretches), longest, most, stretches[-1].rows.stop)
+
+    @classmethod
+    def of_any(cls, rows: int, batch: int, length: int) -> Self:
+        """Return the extent of any pass of ``rows`` rows, of ``batch`` sequences of at most ``length`` tokens."""
+        return cls(batch, min(rows, length), length, rows)
+
+    def beside(self, length: int) -> int:
+        """Return the number of rows with ``length`` earlier tokens of each sequence beside them."""
+        return self.count * length + self.rows
 
 
 def length_of(request: Request) -> int:
