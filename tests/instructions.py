@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.warps import ME, copy_words, end_copies, multiplied, told, wait_for_copies, words_at
+from tests.warps import ME, copy_words, end_copies, multiplied, told, wait_for_copies, words_at, write_words
 from tpplan.exec.kernels import ptx
 
 if TYPE_CHECKING:
@@ -172,6 +172,7 @@ _VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.[
 #: What is done with shared memory.
 _SHARED: dict[str, _Doing] = {
     "ld.shared.v4.u32": lambda _, values: tuple(words_at(values[0])),
+    "st.shared.v4.u32": lambda _, values: write_words(values[0], values[1:]),
     "cp.async.cg.shared.global": lambda memory, values: copy_words(values[0], memory(values[1], 16)),
     "cp.async.ca.shared.global": lambda memory, values: copy_words(values[0], _filled(memory, *values[1:])),
     "cp.async.commit_group;": lambda *_: end_copies(),
@@ -203,6 +204,9 @@ _BITS: dict[str, Callable[..., Any]] = {
     "two_f16": _to_f16,
     "bits_of": lambda value: value.view(np.uint32 if isinstance(value, np.floating) else np.float32),
     "float_of": lambda word: np.uint32(word).view(np.float32),
+    "exp2": np.exp2,
+    "inverse": np.reciprocal,
+    "larger": np.fmax,
     "active": lambda: np.uint32(0xFFFFFFFF),
     "of_first": lambda value: told(value)[0],
     "shifted": lambda bits, count: np.uint32(int(bits) >> int(count) % 32),

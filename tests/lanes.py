@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def run(  # noqa: PLR0917
     kernel: Kernel,
-    blocks: int | tuple[int, int],
+    blocks: int | tuple[int, int] | tuple[int, int, int],
     threads: int,
     words: Sequence[int],
     allowed: Sequence[torch.Tensor],
@@ -32,14 +32,15 @@ def run(  # noqa: PLR0917
 
     Args:
         kernel: of which what is asked here is known.
-        blocks: how many, in one dimension or two; the last one comes first, as the first ones may wait for others.
+        blocks: how many, in up to three dimensions; the last one comes first, as the first ones may wait for others.
         threads: of each, whole warps.
         words: that it is told, or that are in the array which it is told.
         allowed: what it may read and write, where it is in memory; all else fails.
         shared: bytes of shared memory besides its own arrays.
     """
-    count, function = (blocks, 1) if isinstance(blocks, int) else blocks, _sources(allowed).function(kernel.function)
-    for number in reversed([*np.ndindex(count)]):
+    x, y, z, *_ = (blocks, 1, 1) if isinstance(blocks, int) else (*blocks, 1)
+    count, function = (x, y, z), _sources(allowed).function(kernel.function)
+    for number in reversed([(*each,) for each in np.ndindex(*count)]):
         turns = Turns()
         block = Block(number, threads, count, turns, shared)
         _run([_Work(kernel, function, block, [words], Meeting(turns, threads))])
@@ -68,7 +69,7 @@ def run_together(
     for i, (kernel, launches) in enumerate(zip(kernels, words, strict=True)):
         between, function = Meeting(turns, threads * blocks), sources.function(kernel.function)
         for number in range(blocks):
-            block = Block((number, 0), threads, (blocks, 1), turns)
+            block = Block((number, 0, 0), threads, (blocks, 1, 1), turns)
             works.append(_Work(kernel, function, block, launches, between, slow=i == slow))
     _run(works)
 
@@ -100,7 +101,8 @@ class _Work:
 
     def run(self, thread: int) -> None:
         """Be one of the threads."""
-        ME.__dict__ = {"block": self.block, "thread": thread, "arrays": 0, "met": 0, "polled": None, "copies": [[]]}
+        ME.__dict__ = {"block": self.block, "thread": thread, "arrays": 0, "met": (0, 0)}
+        ME.polled, ME.copies = None, [[]]
         with np.errstate(over="ignore"):  # numbers of messages wrap
             for i, words in enumerate(self.launches):
                 if i:

@@ -12,7 +12,7 @@ from numba.cuda import libdevice, types
 from numba.cuda.dispatcher import CUDADispatcher
 
 from tests.intrinsics import done
-from tests.warps import LANES, ME, meet, shared_array, told
+from tests.warps import LANES, ME, meet, meet_in_warp, shared_array, told
 from tpplan.exec.kernels import ptx
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class _Index:
     """Number of a thread or block, or how many there are."""
 
-    def __init__(self, read: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, read: Callable[[], tuple[int, int, int]]) -> None:
         self._read = read
 
     @property
@@ -33,18 +33,23 @@ class _Index:
     def y(self) -> int:
         return self._read()[1]
 
+    @property
+    def z(self) -> int:
+        return self._read()[2]
+
 
 #: What kernels ask of a GPU.
 _CUDA = SimpleNamespace(
-    threadIdx=_Index(lambda: (ME.thread, 0)),
+    threadIdx=_Index(lambda: (ME.thread, 0, 0)),
     blockIdx=_Index(lambda: ME.block.number),
-    blockDim=_Index(lambda: (ME.block.size, 1)),
+    blockDim=_Index(lambda: (ME.block.size, 1, 1)),
     gridDim=_Index(lambda: ME.block.count),
     grid=lambda _: ME.block.number[0] * ME.block.size + ME.thread,
     gridsize=lambda _: ME.block.count[0] * ME.block.size,
     shared=SimpleNamespace(array=shared_array),
     syncthreads=meet,
-    syncwarp=lambda: told(None),
+    syncwarp=meet_in_warp,
+    shfl_sync=lambda _, value, lane: told(value)[int(lane)],
     shfl_xor_sync=lambda _, value, bit: told(value)[ME.thread % LANES ^ bit],
 )
 _LIBDEVICE = SimpleNamespace(expf=np.exp, tanhf=np.tanh, erff=lambda x: np.float32(math.erf(x)))

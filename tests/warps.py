@@ -25,7 +25,7 @@ _PAUSE = 0.01
 #: How often the next turn is for another thread than a slow one.
 _OTHERS = 0.97
 #: Of the thread that runs: its block and its number there, the arrays that it asked for, how often it met the others,
-#: what its kernel is told, where it polled last, and groups of what it copies.
+#: of its block and of its warp, what its kernel is told, where it polled last, and groups of what it copies.
 ME: Any = type("Thread", (), {})()
 
 
@@ -134,7 +134,7 @@ class Block:
     """Threads that share an array.
 
     Attributes:
-        number: of it, in two dimensions.
+        number: of it, in three dimensions.
         size: threads.
         count: blocks that there are, likewise.
         turns: of all threads.
@@ -144,9 +144,9 @@ class Block:
         arrays: in shared memory.
     """
 
-    number: tuple[int, int]
+    number: tuple[int, int, int]
     size: int
-    count: tuple[int, int]
+    count: tuple[int, int, int]
     turns: Turns
     shared: int = 0
     everybody: Meeting = field(init=False)
@@ -209,11 +209,18 @@ def multiplied(floats: Any, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class Shared:
-    """An array in shared memory, whose threads must meet between what one writes and what another reads or writes."""
+    """An array in shared memory, whose threads must meet between what one writes and what another reads or writes.
+
+    Several may write the same.
+
+    Attributes:
+        kind: numpy's type of what it has.
+    """
 
     def __init__(self, count: int, kind: Any) -> None:
         self._values: Any = np.full(count * kind().nbytes, 0xFF, np.uint8).view(kind)  # NaN
-        self._written, self._read = ([(-1, -1)] * count for _ in range(2))
+        self.kind = kind
+        self._written, self._read = ([_NOBODY] * count for _ in range(2))
 
     def __len__(self) -> int:
         return len(self._values)
@@ -226,14 +233,22 @@ class Shared:
 
     def __setitem__(self, index: int, value: Any) -> None:
         me, index = (ME.met, ME.thread), int(index)
-        others, self._written[index] = (self._written[index], self._read[index]), me
-        assert not any(_is_race(other, me) for other in others), "written beside a read or a write"
+        is_other, written, self._written[index] = self._values[index] != value, self._written[index], me
+        assert not _is_race(self._read[index], me), "written beside a read"
+        assert not (is_other and _is_race(written, me)), "written beside a write"
         self._values[index] = value
 
 
-def _is_race(other: tuple[int, int], me: tuple[int, int]) -> bool:
+#: How often somebody met others who has not begun, and its number.
+_NOBODY = (-1, -1), -1
+
+
+def _is_race(other: tuple[tuple[int, int], int], me: tuple[tuple[int, int], int]) -> bool:
     """Tell whether two threads have met as often: nobody knows who is first."""
-    return other[0] == me[0] and other[1] != me[1]
+    ((met, met_in_warp), thread), ((my_met, my_met_in_warp), my_thread) = other, me
+    if met != my_met or thread == my_thread:
+        return False
+    return thread // LANES != my_thread // LANES or met_in_warp == my_met_in_warp
 
 
 def shared_array(count: int, dtype: Any, alignment: int = 0) -> Any:
@@ -257,14 +272,14 @@ def _found(address: Any, count: int) -> tuple[Shared, int]:
 def words_at(address: Any) -> list[Any]:
     """Return the four words there."""
     array, start = _found(address, 4)
-    return [array[start + i] for i in range(4)]
+    return [array[start + i].view(np.uint32) for i in range(4)]
 
 
 def write_words(address: Any, words: Sequence[Any]) -> None:
     """Write words there."""
     array, start = _found(address, len(words))
     for i, word in enumerate(words):
-        array[start + i] = word
+        array[start + i] = np.uint32(word).view(array.kind)
 
 
 def copy_words(address: Any, words: Sequence[Any]) -> None:
@@ -291,4 +306,10 @@ def wait_for_copies(but: int = -1) -> None:
 def meet() -> None:
     """Wait for all threads of the block."""
     ME.block.everybody.wait()
-    ME.met += 1
+    ME.met = ME.met[0] + 1, ME.met[1]
+
+
+def meet_in_warp() -> None:
+    """Wait for all lanes of the warp."""
+    told(None)
+    ME.met = ME.met[0], ME.met[1] + 1

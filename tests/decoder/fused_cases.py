@@ -218,10 +218,22 @@ class FakeAttention:
         return dtype.itemsize == 2 and head_dim % 8 == 0 and kind in KERNEL_KINDS
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scales: Sequence[Tensor] = (), *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        scales: Sequence[Tensor] = (),
+        *,
+        scale: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return what they find."""
         assert q.dtype == self._dtype
+        if sinks is not None:
+            assert sinks.dtype == self._dtype
+            assert sinks.shape == q.shape[1:2]
+            assert sinks.is_contiguous()
         assert k.dtype == {"q8": torch.int8, "fp8": torch.uint8}.get(self._kind, self._dtype)
         assert len(scales) == (2 if self._kind == "q8" else 0)
         k, v = (self._read(*each) for each in zip((k, v), *([scales] if scales else []), strict=True))
@@ -235,7 +247,9 @@ class FakeAttention:
             queries = torch.unflatten(q[row].float(), 0, (heads, -1))
             scores = queries @ keys.mT * scale
             scores = scores if self._cap is None else torch.tanh(scores / self._cap) * self._cap
-            rows.append((scores.softmax(-1) @ values).flatten())
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.float().view(*scores.shape[:2], 1)), dim=-1)
+            rows.append((scores.softmax(-1)[..., :seen] @ values).flatten())
         return torch.stack(rows).to(self._dtype)
 
     def _read(self, *parts: Tensor) -> Tensor:

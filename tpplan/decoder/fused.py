@@ -258,7 +258,8 @@ class Fused(Plain):
         found = []
         for run in heads.runs:
             k_BHLK, v_BHLK, *scales = (some_of(x, run.keys, dim=1) for x in (*cache.halves, *cache.scales))
-            found.append(kernel(qkv_RHK[:, run.queries], k_BHLK, v_BHLK, where.positions, scales, scale=scoring.scale))
+            q_RHK, sinks = qkv_RHK[:, run.queries], scoring.of(run.queries).sinks
+            found.append(kernel(q_RHK, k_BHLK, v_BHLK, where.positions, scales, scale=scoring.scale, sinks=sinks))
         return together(found, dim=1)
 
     def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:

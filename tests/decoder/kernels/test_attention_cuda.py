@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", [torch.bfloat16,
 
 
 class Case:
-    """Random queries in the rows of a larger matrix, a cache, and the positions of one token of each sequence."""
+    """Random queries in the rows of a larger matrix, sinks, a cache, and positions of one token of each sequence."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -29,8 +29,12 @@ class Case:
         length: int,
         positions: Sequence[int],
         kind: str = "fp16",
+        sinks: Sequence[float] = (),
     ) -> None:
-        """Make them; what no token sees is not a number, or in whole numbers has a scale that is none."""
+        """Make them; what no token sees is not a number, or in whole numbers has a scale that is none.
+
+        Sinks are given of the first query heads, and others have the same in turn, if there are any.
+        """
         torch.manual_seed(length)
         queries, keys = heads
         count = len(positions)
@@ -46,6 +50,7 @@ class Case:
         part = self.store._parts[-1][:, :count]
         part.masked_fill_(self.hidden_RT[None, :, None, :, None], 0x7F if kind == "fp8" else math.nan)
         self.scale = head_dim**-0.5
+        self.sinks_H = torch.tensor((*sinks,) * queries, device="cuda")[:queries].to(dtype) if sinks else None
 
     def numbers(self) -> Tensor:
         """Return what keys and values are, ``[2, B, H, L, K]``: whole numbers and their scales in float16."""
@@ -63,12 +68,17 @@ class Case:
         q_RHGK = self.q_RHK.double().reshape(count, k_RHLK.shape[1], -1, size)
         scores = q_RHGK @ k_RHLK.mT * self.scale
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
-        weights = scores.masked_fill(self.hidden_RT[:, None, None], -math.inf).softmax(-1)
+        scores = scores.masked_fill(self.hidden_RT[:, None, None], -math.inf)
+        if self.sinks_H is not None:
+            sinks_RHG1 = self.sinks_H.double().view(1, *scores.shape[1:3], 1).expand(count, -1, -1, -1)
+            scores = torch.cat((scores, sinks_RHG1), -1)
+        weights: Tensor = scores.softmax(-1)[..., : k_RHLK.shape[2]]
         return (weights @ v_RHLK).reshape(count, queries * size)
 
     def found(self, attention: Attention) -> Tensor:
         """Return what a kernel finds."""
-        return attention(self.q_RHK, *self.store.halves, self.positions_R, self.store.scales, scale=self.scale)
+        kv, scales = self.store.halves, self.store.scales
+        return attention(self.q_RHK, *kv, self.positions_R, scales, scale=self.scale, sinks=self.sinks_H)
 
     def check(self, attention: Attention, cap: float | None = None) -> None:
         """Attend twice, for what blocks tell each other is used again, and compare with the nearest of 16 bits."""
@@ -123,6 +133,14 @@ def test_capped_scores(head_dim: int, cap: float, kind: str, dtype: torch.dtype)
     case = Case(dtype, (8, 4), head_dim, 600, [599, 10], kind)
     case.scale = 1.0
     case.check(kernel(dtype, head_dim, cap, kind), cap)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "fp8", "q8"])
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_sinks(cap: float | None, kind: str, dtype: torch.dtype) -> None:
+    """As in gpt-oss: of one place, of those of one block and of several; below all scores, among them and above."""
+    case = Case(dtype, (64, 8), 64, 1000, [0, 40, 999], kind, [-30.0, -1.0, 0.0, 2.5, 60.0])
+    case.check(kernel(dtype, 64, cap, kind), cap)
 
 
 def test_a_graph_serves_any_length(dtype: torch.dtype) -> None:

@@ -72,6 +72,7 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
     - k, v, their pitch: addresses, and bytes from one sequence to the next; heads and places are side by side.
     - their scales: addresses, if they have any.
     - positions: address; of 64 bits each, not negative.
+    - sinks: address of one of the dtype for each query head; 0 if there are none.
     - out, its pitch: as of q.
     - partial: address of what blocks leave to the last: ``[tokens, grid's second size, splits, 8, width + 2]`` floats.
     - turns: address of 32 bits for each token and number of the grid's second size; zero, and zero again afterwards.
@@ -92,10 +93,10 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
     dtype = name.split("_")[1]
     size, row_size, vector, unit = 2 * head_dim, reader.size, reader.vector, reader.unit
     low, high, both, multiply = _OF_KINDS[dtype if row_size == size else "f16"]
-    rounded = _OF_KINDS[dtype][2]
+    low_of_row, _, rounded, _ = _OF_KINDS[dtype]
     load_queries = tiles.loads(size, 64, clear=True)
     read_keys, read_values, wide, of_queries = reader.keys, reader.values, reader.wide, reader.queries
-    merging = parts_of(head_dim, warps, rounded)
+    merging = parts_of(head_dim, warps, unit, rounded, low_of_row)
     merge, gather, rows, block = merging.merge, merging.gather, merging.rows, merging.block
     width, pairs, pitch = merging.width, merging.pairs, merging.pitch
     scores, weighed, zeros = tiles.scores(multiply), tiles.weighed(multiply), tiles.zeros(width // 4)
@@ -176,8 +177,8 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
                 k0, k1 = keys_of(k, at + _HALF(g), last, t)
 
     def attend(  # type: ignore[no-untyped-def]
-        q, q_pitch, k, v, kv_pitch, k_scales, v_scales, positions, out, out_pitch, partial, turns, length, group,
-        factor, cap, least,
+        q, q_pitch, k, v, kv_pitch, k_scales, v_scales, positions, sinks, out, out_pitch, partial, turns, length,
+        group, factor, cap, least,
     ):  # fmt: skip
         ptx.after_earlier_with_next()
         found = cuda.shared.array(floats, _FLOAT, alignment=16)
@@ -193,8 +194,9 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         first_query = (number - head * parts) * _WORD(QUERIES)
         count = min(group - first_query, _WORD(QUERIES))
         column = (head * group + first_query) * _WORD(size)
-        row = q + token * q_pitch + column + min(g, count - _WORD(1)) * _WORD(size)
-        query = load_queries(row + t * _WORD(16), t * _WORD(16))
+        query = load_queries(
+            q + token * q_pitch + column + min(g, count - _WORD(1)) * _WORD(size) + t * _WORD(16), t * _WORD(16)
+        )
 
         seen = min((_WORD(low_word) | _WORD(high_word) << _WORD(32)) + _WORD(1), length)
         total = (seen + _WORD(TILE - 1)) // _WORD(TILE)
@@ -221,10 +223,11 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         cuda.syncthreads()
 
         used, total, each, count, row, number = kept[0], kept[1], kept[2], kept[3], kept[4], kept[5]
+        sinks += (row - out - token * out_pitch) // _WORD(head_dim) if sinks else _WORD(0)  # those of the queries
         ready = _WORD(_HALF(total + each - _WORD(1)) // _HALF(each))
         partial += number * _WORD(cuda.gridDim.x) * _WORD(block)
         own = partial + _WORD(cuda.blockIdx.x) * _WORD(block)
-        merge(found, peaks, totals, used, row if ready == 1 else _WORD(0), own, count)
+        merge(found, peaks, totals, used, row if ready == 1 else _WORD(0), sinks, own, count)
         if ready == 1:
             return
         if is_last(turns + number * _WORD(4), turn, ready):
@@ -232,9 +235,9 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             ways = min(max(_WORD(_HALF(threads) // _HALF(vectors)), _WORD(1)), _WORD(warps))
             gather(partial, found, peaks, totals, ready, count, ways)
             cuda.syncthreads()
-            merge(found, peaks, totals, ways, row, own, count)
+            merge(found, peaks, totals, ways, row, sinks, own, count)
 
-    return Kernel(name, attend, 17, bounds=(threads, 2))
+    return Kernel(name, attend, 18, bounds=(threads, 2))
 
 
 _OF_KINDS = {

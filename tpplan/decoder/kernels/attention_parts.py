@@ -19,6 +19,8 @@ from tpplan.exec.kernels.kernel import device_function
 
 #: Query heads of a block.
 QUERIES = 8
+#: The base-2 logarithm of e.
+_LOG2_E = 1.4426950408889634
 
 _WORD, _FLOAT, _HALF = types.uint64, types.float32, types.uint32
 #: Floats between the rows of an array in shared memory, more than they have: four lanes write to four of them at once.
@@ -77,13 +79,17 @@ def is_last(address: Any, turn: Any, ready: Any) -> Any:
 
 
 @cache
-def parts_of(head_dim: int, warps: int, rounded: Any) -> Parts:  # noqa: C901, PLR0915 (of the functions in it)
+def parts_of(  # noqa: C901, PLR0915 (of the functions in it)
+    head_dim: int, warps: int, unit: float, rounded: Any, low: Any
+) -> Parts:
     """Return how parts are merged.
 
     Args:
         head_dim: elements of a head: a multiple of 8.
         warps: of a block.
+        unit: what weights of places are divided by.
         rounded: makes two numbers of 16 bits of two float32.
+        low: makes float32 of a number of 16 bits.
     """
     size, width = 2 * head_dim, -(-head_dim // 64) * 64
     pairs, threads, pitch = width // 2, 32 * warps, width + _APART
@@ -97,14 +103,16 @@ def parts_of(head_dim: int, warps: int, rounded: Any) -> Parts:  # noqa: C901, P
             ptx.store_32(row + at, rounded(x, y))
 
     @device_function
-    def merge(found: Any, peaks: Any, totals: Any, used: Any, row: Any, own: Any, count: Any) -> None:
+    def merge(found: Any, peaks: Any, totals: Any, used: Any, row: Any, sinks: Any, own: Any, count: Any) -> None:
         """Write what so many warps, or sets of them, have found for so many queries.
 
-        It goes to the row, or if there is none, as it is to the block's own part.
+        It goes to the row, where the queries' sinks count if there are any, or if there is no row, as it is to the
+        block's own part.
         """
         index = _WORD(cuda.threadIdx.x)
         while index < count * _WORD(pairs):
             which, pair = index // _WORD(pairs), index % _WORD(pairs)
+            sink = ptx.load_16(sinks + which * _WORD(2)) if sinks else types.uint16(0)
             peak, weight, x, y = _FLOAT(float("-inf")), _FLOAT(0), _FLOAT(0), _FLOAT(0)
             for other in range(warps):
                 if other < used:
@@ -118,6 +126,8 @@ def parts_of(head_dim: int, warps: int, rounded: Any) -> Parts:  # noqa: C901, P
                 x += shrunk * found[at] if there else _FLOAT(0)
                 y += shrunk * found[at + _WORD(pairs)] if there else _FLOAT(0)
             if row:
+                if sinks:  # one that weighs more than all floats leaves nothing of the others
+                    weight += ptx.exp2(low(_HALF(sink)) * _FLOAT(_LOG2_E) - peak) * _FLOAT(1 / unit)
                 share = ptx.inverse(weight)
                 store(row + which * _WORD(size), pair, x * share, y * share)
             else:

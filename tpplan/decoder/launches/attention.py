@@ -80,6 +80,7 @@ class Attention:
         scales: Sequence[Tensor] = (),
         *,
         scale: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the attention output of tokens over places 0 to their position, or all places if these are fewer.
 
@@ -95,6 +96,8 @@ class Attention:
             positions_R: positions of the tokens, int64 and contiguous.
             scales: scales of keys and of values in a ``q8`` cache, ``[B, H, L, K / 32]``, laid out likewise.
             scale: factor of the attention scores.
+            sinks: scores of the query heads' sinks, in the dtype of the queries and contiguous; see
+                :class:`tpplan.decoder.layers.Scoring`.
 
         Returns:
             The attention output ``[R, H × K]``.
@@ -116,6 +119,7 @@ class Attention:
             k_BHLK.element_size() * k_BHLK.stride(0),
             *([each.data_ptr() for each in scales] or [0, 0]),
             positions_R.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
             2 * queries * size,
             self._partial.data_ptr(),
