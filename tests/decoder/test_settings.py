@@ -46,6 +46,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         ({"model_type": "granite", "residual_multiplier": 1e-200}, "residual_multiplier is 1e-200, expected a number"),
         ({"model_type": "granite", "logits_scaling": 1e200}, "logits_scaling is 1e[+]200, expected a number"),
         ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act is 'silu'"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 6.0}, "swiglu_limit is '6.0'"),
         ({"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": "silu"}, "hidden_activation is 'silu'"),
         ({"model_type": "llava", "text_config": config | {"model_type": "olmo2"}}, "models of type 'olmo2'"),
         ({"is_causal": False}, "is_causal is false"),
