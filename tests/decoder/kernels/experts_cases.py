@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 
 from tests.packed_cases import int_matrix
 from tpplan.decoder import experts
-from tpplan.decoder.gates import gated
+from tpplan.decoder.gates import SWIGLU_OAI, gated
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
 from tpplan.decoder.stacked import Projection, Stacked
 
@@ -76,6 +76,22 @@ class Case:
         return evolve(self, **changes)
 
 
+def with_biases(*matrices: Matrices, dtype: torch.dtype) -> list[Projection]:
+    """Return projections whose biases alternate with each other, and with what is none of them."""
+    count, size, _ = matrices[0].shape
+    place = matrices[0].device if isinstance(matrices[0], torch.Tensor) else matrices[0].matrix.codes.device
+    all_EO = torch.randn(count, (len(matrices) + 1) * size, device=place).to(dtype)
+    return [Projection(each, all_EO[:, i :: len(matrices) + 1]) for i, each in enumerate(matrices)]
+
+
+def exact(projection: Projection) -> Projection:
+    """Return a projection whose products with float32 are float32."""
+    matrix, bias = projection.matrix, projection.bias
+    return Projection(
+        matrix.float() if isinstance(matrix, torch.Tensor) else matrix, None if bias is None else bias.float()
+    )
+
+
 def gating_of(act: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
     """Return what multiplies rounded gates and what they are for."""
 
@@ -109,6 +125,8 @@ def check(found: Tensor | None, exact: Tensor) -> None:
 def check_products(run: Experts, three: tuple[Matrices, Matrices, Matrices], x_RD: Tensor, chosen: int) -> None:
     """Multiply rows by their own experts' matrices, and add what comes of it to rows that are parts of longer ones.
 
+    There are biases if the number of rows is even.
+
     Args:
         run: the kernels.
         three: matrices of gates, what they are for, and back.
@@ -116,26 +134,23 @@ def check_products(run: Experts, three: tuple[Matrices, Matrices, Matrices], x_R
         chosen: experts of each.
     """
     (gate_EID, up_EID, down_EDI), (rows, hidden), dtype = three, x_RD.shape, x_RD.dtype
+    gates, ups, downs = map(Projection, three)
+    if rows % 2 == 0:
+        (gates, ups), (downs,) = with_biases(gate_EID, up_EID, dtype=dtype), with_biases(down_EDI, dtype=dtype)
     choice_RC = run.choose(torch.randn(rows, len(gate_EID), device=x_RD.device).to(dtype), chosen, normalised=True)
     assert choice_RC is not None
     weights_RC, numbers_RC = choice_RC[:, :chosen], choice_RC[:, chosen:].long()
-    gate, up, down = (each.float() if isinstance(each, torch.Tensor) else each for each in three)
-    h_RCI = run.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC)
-    check(
-        h_RCI,
-        experts.up(
-            x_RD.float(), Projection(gate), Projection(up), numbers_RC, gating_of("silu", torch.float32), fixed=True
-        ),
-    )
+    h_RCI, gating = run.up(x_RD, gates, ups, choice_RC), gating_of("silu", torch.float32)
+    check(h_RCI, experts.up(x_RD.float(), exact(gates), exact(ups), numbers_RC, gating, fixed=True))
     assert h_RCI is not None
-    again_RCI = run.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC)
+    again_RCI = run.up(x_RD, gates, ups, choice_RC)
     assert again_RCI is not None
     assert torch.equal(h_RCI, again_RCI)
-    exact_RD = experts.down(h_RCI.float(), Projection(down), numbers_RC, weights_RC, fixed=True)
-    check(run.down(h_RCI, Projection(down_EDI), choice_RC), exact_RD)
+    exact_RD = experts.down(h_RCI.float(), exact(downs), numbers_RC, weights_RC, fixed=True)
+    check(run.down(h_RCI, downs, choice_RC), exact_RD)
     to_RD = torch.randn(rows, hidden + 3, device=x_RD.device).to(dtype)
     before = to_RD.clone()
-    run.down(h_RCI, Projection(down_EDI), choice_RC, to_RD[:, 1:-2])
+    run.down(h_RCI, downs, choice_RC, to_RD[:, 1:-2])
     check(to_RD[:, 1:-2], before[:, 1:-2] + exact_RD)
     assert torch.equal(to_RD[:, 0], before[:, 0])
     assert torch.equal(to_RD[:, -2:], before[:, -2:])
@@ -156,7 +171,7 @@ def check_gates(run: Experts, name: str, gate_EID: Matrices, up_EID: Matrices, d
     found = run.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC)
     assert found is not None
     numbers_RC, gating = choice_RC[:, 2:].long(), gating_of(name, dtype)
-    gate, up = (each.float() if isinstance(each, torch.Tensor) else each for each in (gate_EID, up_EID))
-    expected = experts.up(x_RD.float(), Projection(gate), Projection(up), numbers_RC, gating, fixed=True).float()
+    gates, ups = (exact(Projection(each)) for each in (gate_EID, up_EID))
+    expected = experts.up(x_RD.float(), gates, ups, numbers_RC, gating, fixed=True).float()
     assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
-    assert (found != expected).float().mean() < 0.25
+    assert (found != expected).float().mean() < (0.5 if name == SWIGLU_OAI else 0.25)  # torch rounds it more often

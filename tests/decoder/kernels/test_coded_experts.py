@@ -12,9 +12,9 @@ from attrs import evolve
 
 from tests import machine_code
 from tests.decoder.kernels.dense_cases import floats
-from tests.decoder.kernels.experts_cases import Case, chosen_of, gating_of, parts
+from tests.decoder.kernels.experts_cases import Case, chosen_of, exact, gating_of, parts, with_biases
 from tests.decoder.kernels.overlap import check_overlap
-from tests.decoder.kernels.test_experts import PROCESSORS
+from tests.decoder.kernels.test_experts import PROCESSORS, biases_at
 from tests.decoder.pointwise_cases import memory, number
 from tests.machine_code import registers
 from tests.packed_cases import int_matrix
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 #: Kernels, each with a generation of GPUs that it is compiled for, and bytes that the assembler may keep in memory.
 KERNELS = [
     ("bf16_4", (9, 0), 0),
-    ("f16_4", (8, 0), 80),
+    ("f16_4", (8, 0), 96),
     ("bf16_8", (8, 0), 64),
     ("f16_8", (12, 0), 0),
     ("f16_e4m3", (9, 0), 0),
@@ -73,7 +73,8 @@ class FakeLauncher:
         """Do it."""
         assert self._what == "coded"
         (across, groups, depth), (y, y_pitch, x, x_pitch, codes, size, half, choices, chosen, *more) = blocks, words
-        many, width, batches, plus, plus_pitch, mode, team, teams, *rest = more
+        many, width, batches, plus, plus_pitch, *biases, mode, team, teams = more[:12]
+        rest = more[12:]
         assert depth == 1
         assert 128 < threads == 32 * team * teams <= 256
         assert across * groups <= max(2 * PROCESSORS, groups)
@@ -83,17 +84,18 @@ class FakeLauncher:
         pairs = zip(weights_RC.flatten().tolist(), experts_RC.flatten().int().tolist(), strict=True)
         for pair, (by, expert) in enumerate(pairs):
             first, second = (self._rows(codes, half, (size, width), expert, rest, is_second=each) for each in (0, 1))
+            bias, up_bias = biases_at(biases, expert, size, self._dtype)
             x_K = memory(x + (pair // chosen if mode else pair) * x_pitch, (width,), (2,), self._dtype).float()
             if mode:
                 act = ACTIVATIONS[{each: name for name, each in GATES.items()}[mode]]
-                h_I = act((first @ x_K).to(self._dtype)) * (second @ x_K).to(self._dtype)
+                h_I = act((first @ x_K + bias).to(self._dtype)) * (second @ x_K + up_bias).to(self._dtype)
                 memory(y + pair * y_pitch, (size,), (2,), self._dtype).copy_(h_I)
                 continue
             torch.testing.assert_close(first[2:], second, atol=0, rtol=0, equal_nan=True)  # two rows further on
             row = pair // chosen
             if not pair % chosen:
                 sum_N = memory(plus + row * plus_pitch, (size,), (2,), self._dtype).float() if plus else 0
-            sum_N = sum_N + by * (first @ x_K)
+            sum_N = sum_N + by * (first @ x_K + bias)
             memory(y + row * y_pitch, (size,), (2,), self._dtype).copy_(sum_N)
 
     def _rows(
@@ -153,10 +155,16 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     ids=str,
 )
 def test_products(kernels: Experts, rows: int, chosen: int, case: Case) -> None:
-    """They are those of torch, for every kind of codes and scales, and rows and results that are parts of others."""
+    """They are those of torch, for every kind of codes and scales, and rows and results that are parts of others.
+
+    There are biases, but where a row has too many experts for them.
+    """
     torch.manual_seed(rows)
     dtype, hidden = kernels._dtype, case.hidden
-    gate_EID, up_EID, down_EDI = case.matrices()
+    gate_EID, up_EID, down_EDI = three = case.matrices()
+    gates, ups, downs = map(Projection, three)
+    if chosen < 9:
+        (gates, ups), (downs,) = with_biases(gate_EID, up_EID, dtype=dtype), with_biases(down_EDI, dtype=dtype)
     x_RD, to_RD = torch.randn(rows, hidden + 8).to(dtype)[:, :hidden], torch.randn(rows, 99).to(dtype)[:, :hidden]
     choice_RC = chosen_of(rows, chosen, 9)
     weights_RC, numbers_RC = choice_RC[:, :chosen], choice_RC[:, chosen:].long()
@@ -165,18 +173,13 @@ def test_products(kernels: Experts, rows: int, chosen: int, case: Case) -> None:
         assert found is not None
         torch.testing.assert_close(found.float(), expected, atol=0.03, rtol=0.02)
 
-    h_RCI = kernels.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC)
-    check(
-        h_RCI,
-        experts.up(
-            x_RD.float(), Projection(gate_EID), Projection(up_EID), numbers_RC, gating_of("silu", dtype), fixed=True
-        ).float(),
-    )
+    h_RCI, gating = kernels.up(x_RD, gates, ups, choice_RC), gating_of("silu", dtype)
+    check(h_RCI, experts.up(x_RD.float(), exact(gates), exact(ups), numbers_RC, gating, fixed=True).float())
     assert h_RCI is not None
-    exact_RD = experts.down(h_RCI.float(), Projection(down_EDI), numbers_RC, weights_RC, fixed=True)
-    check(kernels.down(h_RCI, Projection(down_EDI), choice_RC), exact_RD)
+    exact_RD = experts.down(h_RCI.float(), exact(downs), numbers_RC, weights_RC, fixed=True)
+    check(kernels.down(h_RCI, downs, choice_RC), exact_RD)
     before = to_RD.float()
-    assert kernels.down(h_RCI, Projection(down_EDI), choice_RC, to_RD) is to_RD
+    assert kernels.down(h_RCI, downs, choice_RC, to_RD) is to_RD
     check(to_RD, before + exact_RD)
 
 
@@ -291,7 +294,7 @@ def test_lanes_agree(case: tuple[str, int, int, str, int, int, int, Case]) -> No
     words, more = gate.words(up)
     of_up = (
         h_RCI.data_ptr(), 2 * width, x_RD.data_ptr(), 2 * x_RD.stride(0), *words, *of_choices, 1, hidden, width // 2,
-        0, 0, GATES[act], *group, *more,
+        0, 0, 0, 0, 0, 0, GATES[act], *group, *more,
     )  # fmt: skip
     lanes.run(kernel, (blocks, rows * chosen), threads, of_up, own)
     step = torch.finfo(dtype).eps
@@ -305,7 +308,7 @@ def test_lanes_agree(case: tuple[str, int, int, str, int, int, int, Case]) -> No
     for start in (to_RD.data_ptr(), 0):
         of_down = (
             to_RD.data_ptr(), 2 * to_RD.stride(0), h_RCI.data_ptr(), 2 * width, *words, *of_choices, chosen, width,
-            hidden // 4, start, 2 * to_RD.stride(0), 0, *group, *more,
+            hidden // 4, start, 2 * to_RD.stride(0), 0, 0, 0, 0, 0, *group, *more,
         )  # fmt: skip
         lanes.run(kernel, (blocks, rows), threads, of_down, own)
         expected_RD = (before_RD[:, :hidden] if start else 0) + exact_RD
@@ -324,7 +327,7 @@ def test_all_codes_are_exact() -> None:
     x_RI[0, 5] = 1
     words, more = down.words()
     told = (
-        y_RD.data_ptr(), 512, x_RI.data_ptr(), 32, *words, choice_RC.data_ptr(), 1, 1, 16, 64, 0, 0, 0, 1, 1, *more
+        y_RD.data_ptr(), 512, x_RI.data_ptr(), 32, *words, choice_RC.data_ptr(), 1, 1, 16, 64, *[0] * 7, 1, 1, *more
     )  # fmt: skip
     lanes.run(
         sources.CODED_PRODUCT_F16_E4M3, (1, 1), 32, told, (x_RI, y_RD, choice_RC, given.codes, given.scales)

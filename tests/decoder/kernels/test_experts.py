@@ -11,13 +11,15 @@ import torch
 
 from tests import machine_code
 from tests.decoder.fused_cases import FakeAttention, FakeExperts, FakeGemv, FakeSkinny
+from tests.decoder.kernels.experts_cases import exact, with_biases
 from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.pointwise_cases import launches, memory
 from tests.decoder.test_memory import made, planned
 from tests.machine_code import CAPABILITIES, check_code, registers
 from tests.weight_plans import fine_units
 from tpplan.decoder import Decoder, experts, fused
-from tpplan.decoder.gates import ACTIVATIONS
+from tpplan.decoder.gates import ACTIVATIONS, SWIGLU_OAI, gated
+from tpplan.decoder.launches.chosen import words_of_biases
 from tpplan.decoder.launches.experts import Experts
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
@@ -57,20 +59,20 @@ def test_they_read_vectors_and_spill_nothing(what: str, dtype: str, capabilities
 
 
 @pytest.mark.parametrize(
-    "case",  # dtype, rows, experts, chosen, hidden, width, activation, team, teams, blocks
+    "case",  # dtype, rows, experts, chosen, hidden, width, activation, team, teams, blocks, biases
     [
-        ("bf16", 1, 8, 2, 64, 48, "silu", 1, 1, 1),  # nothing is left over
-        ("f16", 2, 8, 3, 72, 24, "gelu", 1, 2, 2),  # lanes of a warp have different experts
-        ("bf16", 2, 150, 2, 40, 24, "gelu_pytorch_tanh", 2, 1, 1),  # warps without columns
-        ("f16", 1, 300, 5, 8, 136, "silu", 1, 2, 1),  # several rounds
-        ("bf16", 1, 4, 1, 264, 8, "silu", 1, 1, 2),  # more batches than a warp keeps
+        ("bf16", 1, 8, 2, 64, 48, "silu", 1, 1, 1, False),  # nothing is left over
+        ("f16", 2, 8, 3, 72, 24, "gelu", 1, 2, 2, True),  # lanes of a warp have different experts
+        ("bf16", 2, 150, 2, 40, 24, "gelu_pytorch_tanh", 2, 1, 1, True),  # warps without columns
+        ("f16", 1, 300, 8, 8, 72, SWIGLU_OAI, 1, 2, 1, True),  # several rounds
+        ("bf16", 1, 4, 1, 264, 8, "silu", 1, 1, 2, True),  # more batches than a warp keeps
     ],
     ids=str,
 )
-def test_lanes_agree(case: tuple[str, int, int, int, int, int, str, int, int, int]) -> None:
+def test_lanes_agree(case: tuple[str, int, int, int, int, int, str, int, int, int, bool]) -> None:
     """What the sources do lane by lane is what torch does, and reaches for nothing beside their tensors."""
     lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.experts")
-    name, rows, count, chosen, hidden, width, act, team, teams, blocks = case
+    name, rows, count, chosen, hidden, width, act, team, teams, blocks, is_biased = case
     torch.manual_seed(count)
     dtype = {text: each for each, text in DTYPES.items()}[name]
     choose, product = (getattr(sources, f"EXPERTS_{what}_{name.upper()}") for what in ("CHOOSE", "PRODUCT"))
@@ -90,35 +92,52 @@ def test_lanes_agree(case: tuple[str, int, int, int, int, int, str, int, int, in
     gate_EID, up_EID = (torch.randn(2, count, width, hidden) / hidden**0.5).to(dtype)
     down_EDI = (torch.randn(count, hidden, width) / width**0.5).to(dtype)
     h_RCI, to_RD = x_RD.new_full((rows, chosen, width), torch.nan), torch.randn(rows, hidden + 3).to(dtype)
+    gates, ups, downs = map(Projection, (gate_EID, up_EID, down_EDI))
+    if is_biased:
+        (gates, ups), (downs,) = with_biases(gate_EID, up_EID, dtype=dtype), with_biases(down_EDI, dtype=dtype)
+    of_both, of_all = words_of_biases(gates.bias, ups.bias), words_of_biases(downs.bias)
+    assert of_both is not None
+    assert of_all is not None
     told, group = (choice_RC.data_ptr(), chosen), (team, teams)
     mode, of_expert, pitch = GATES[act], 2 * hidden * width, 2 * hidden
     of_up = (
         h_RCI.data_ptr(), 2 * width, x_RD.data_ptr(), 2 * x_RD.stride(0), gate_EID.data_ptr(), of_expert, pitch,
-        up_EID.data_ptr() - gate_EID.data_ptr(), *told, 1, hidden, width // 2, 0, 0, mode, *group,
+        up_EID.data_ptr() - gate_EID.data_ptr(), *told, 1, hidden, width // 2, 0, 0, *of_both, mode, *group,
     )  # fmt: skip
-    threads, own = 32 * team * teams, (gate_EID, x_RD, h_RCI, choice_RC, down_EDI, to_RD)
+    own = [gate_EID, x_RD, h_RCI, choice_RC, down_EDI, to_RD, *(x.bias for x in (gates, downs) if x.bias is not None)]
+    threads = 32 * team * teams
     lanes.run(product, (blocks, rows * chosen), threads, of_up, own)
 
     def gating(gate: Tensor, up: Tensor) -> Tensor:
-        return ACTIVATIONS[act](gate.to(dtype)) * up.to(dtype)
+        return gated(act, gate.to(dtype).float(), up.to(dtype).float()).to(dtype)
 
     numbers_RC = choice_RC[:, chosen:].long()
     step = torch.finfo(dtype).eps
-    exact_RCI = experts.up(
-        x_RD.float(), Projection(gate_EID.float()), Projection(up_EID.float()), numbers_RC, gating, fixed=True
-    )
+    exact_RCI = experts.up(x_RD.float(), exact(gates), exact(ups), numbers_RC, gating, fixed=True)
     torch.testing.assert_close(h_RCI, exact_RCI, atol=2 * step, rtol=2 * step)
-    exact_RD = experts.down(h_RCI.float(), Projection(down_EDI.float()), numbers_RC, choice_RC[:, :chosen], fixed=False)
+    exact_RD = experts.down(h_RCI.float(), exact(downs), numbers_RC, choice_RC[:, :chosen], fixed=False)
     before_RD, pitch = to_RD.clone(), 2 * width
     for start in (to_RD.data_ptr(), 0):
         of_down = (
             to_RD.data_ptr(), 2 * to_RD.stride(0), h_RCI.data_ptr(), pitch, down_EDI.data_ptr(), of_expert, pitch,
-            2 * pitch, *told, chosen, width, hidden // 4, start, 2 * to_RD.stride(0), 0, *group,
+            2 * pitch, *told, chosen, width, hidden // 4, start, 2 * to_RD.stride(0), *of_all, 0, *group,
         )  # fmt: skip
         lanes.run(product, (blocks, rows), threads, of_down, own)
         expected_RD = (before_RD[:, :hidden] if start else 0) + exact_RD
         torch.testing.assert_close(to_RD[:, :hidden].float(), expected_RD, atol=2 * step, rtol=2 * step)
         assert torch.equal(to_RD[:, hidden:], before_RD[:, hidden:])
+
+
+def biases_at(words: Sequence[int], expert: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the biases of an expert that a kernel is told of: the first ones, and those that follow at a distance."""
+    bias, of_expert, step, half = words
+    if not bias:
+        assert (of_expert, step, half) == (0, 0, 0)
+        return torch.zeros(count), torch.zeros(count)
+    first = memory(bias + expert * of_expert, (count,), (step,), dtype).float()
+    if half == 2 * step:
+        return first, first[2:]
+    return first, memory(bias + expert * of_expert + half, (count,), (step,), dtype).float()
 
 
 class FakeLauncher:
@@ -148,7 +167,7 @@ class FakeLauncher:
 
     def _product(self, blocks: int, groups: int, depth: int, threads: int, *words: int) -> None:
         y, y_pitch, x, x_pitch, weight, of_expert, pitch, half, choices, chosen, many, width, batches, *rest = words
-        plus, plus_pitch, mode, team, teams = rest
+        plus, plus_pitch, *biases, mode, team, teams = rest
         assert depth == 1
         assert 128 < threads == 32 * team * teams <= 256
         assert chosen <= threads
@@ -161,12 +180,13 @@ class FakeLauncher:
             zip(weights_RC.flatten(), experts_RC.flatten().int().tolist(), strict=True)
         ):
             start, shape = weight + expert * of_expert, (2 * batches, width)
+            first, second = biases_at(biases, expert, 2 * batches if mode else 4 * batches, self._dtype)
             if mode:
                 assert (many, plus) == (1, 0)
                 gate, up = (memory(place, shape, (pitch, 2), self._dtype) for place in (start, start + half))
                 x_D = memory(x + pair // chosen * x_pitch, (width,), (2,), self._dtype).float()
                 act = ACTIVATIONS[{each: name for name, each in GATES.items()}[mode]]
-                h_I = act((gate.float() @ x_D).to(self._dtype)) * (up.float() @ x_D).to(self._dtype)
+                h_I = act((gate.float() @ x_D + first).to(self._dtype)) * (up.float() @ x_D + second).to(self._dtype)
                 memory(y + pair * y_pitch, (2 * batches,), (2,), self._dtype).copy_(h_I)
                 continue
             assert (many, half) == (chosen, 2 * pitch)
@@ -176,7 +196,8 @@ class FakeLauncher:
                 if plus:
                     sum_D += memory(plus + row * plus_pitch, (4 * batches,), (2,), self._dtype)
             matrix_DI = memory(start, (4 * batches, width), (pitch, 2), self._dtype)
-            sum_D += by * (matrix_DI.float() @ memory(x + pair * x_pitch, (width,), (2,), self._dtype).float())
+            h_I = memory(x + pair * x_pitch, (width,), (2,), self._dtype)
+            sum_D += by * (matrix_DI.float() @ h_I.float() + first)
             memory(y + row * y_pitch, (4 * batches,), (2,), self._dtype).copy_(sum_D)
 
 
@@ -209,15 +230,22 @@ def test_choices(kernels: Experts, count: int, chosen: int, *, normalised: bool)
 
 @pytest.mark.parametrize(("rows", "chosen"), [(1, 2), (1, 9), (3, 3), (9, 1)])
 def test_products(kernels: Experts, rows: int, chosen: int) -> None:
-    """They are those of torch with copies of matrices, for rows and results that are parts of longer ones."""
+    """They are those of torch with copies of matrices, for rows and results that are parts of longer ones.
+
+    There are biases, but where a row has too many experts for them.
+    """
     torch.manual_seed(rows)
     count, hidden, width = 9, 72, 40
     x_RD, to_RD = some(kernels, rows, 80)[:, :72], some(kernels, rows, 75)[:, :72]
-    gate_EID, up_EID, down_EDI = (some(kernels, count, *shape) / 8 for shape in ((40, 72), (40, 72), (72, 40)))
+    three = gate_EID, up_EID, down_EDI = [some(kernels, count, *shape) / 8 for shape in ((40, 72), (40, 72), (72, 40))]
+    gates, ups, downs = map(Projection, three)
+    if chosen < 9:
+        dtype = kernels._dtype
+        (gates, ups), (downs,) = with_biases(gate_EID, up_EID, dtype=dtype), with_biases(down_EDI, dtype=dtype)
     choice_RC = kernels.choose(some(kernels, rows, count), chosen, normalised=True)
     assert choice_RC is not None
     weights_RC, numbers_RC = choice_RC[:, :chosen], choice_RC[:, chosen:].long()
-    h_RCI = kernels.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC)
+    h_RCI = kernels.up(x_RD, gates, ups, choice_RC)
     assert h_RCI is not None
 
     def gating(gate: Tensor, up: Tensor) -> Tensor:
@@ -227,17 +255,31 @@ def test_products(kernels: Experts, rows: int, chosen: int) -> None:
         assert found is not None
         torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
 
-    check(h_RCI, experts.up(x_RD, Projection(gate_EID), Projection(up_EID), numbers_RC, gating, fixed=True))
+    check(h_RCI, experts.up(x_RD, gates, ups, numbers_RC, gating, fixed=True))
     assert h_RCI.shape == (rows, chosen, width)
-    expected = experts.down(h_RCI.clone(), Projection(down_EDI), numbers_RC, weights_RC, fixed=True)
+    expected = experts.down(h_RCI.clone(), downs, numbers_RC, weights_RC, fixed=True)
     assert expected.shape == (rows, hidden)
     apart_RCI = h_RCI.transpose(1, 2).contiguous().transpose(1, 2)
     joined_RCI = torch.unflatten(apart_RCI.transpose(1, 2).flatten(1), 1, (-1, chosen)).transpose(1, 2)
     for each in (h_RCI, apart_RCI, joined_RCI):
-        check(kernels.down(each, Projection(down_EDI), choice_RC), expected)
+        check(kernels.down(each, downs, choice_RC), expected)
     before = to_RD.clone()
-    assert kernels.down(h_RCI, Projection(down_EDI), choice_RC, to_RD) is to_RD
+    assert kernels.down(h_RCI, downs, choice_RC, to_RD) is to_RD
     check(to_RD, before + expected)
+
+
+@pytest.mark.parametrize("chosen", [8, 9])
+def test_biases_that_are_not_taken(kernels: Experts, chosen: int) -> None:
+    """Those of one projection of two, unlike ones, of other dtypes, and of more experts of a row are left to torch."""
+    dtype, h_RCI = kernels._dtype, some(kernels, 1, chosen, 32)
+    x_RD, choice_RC, matrix_EOI = some(kernels, 1, 32), torch.ones(1, 2 * chosen), some(kernels, 9, 32, 32)
+    (gates, ups), (downs,) = (with_biases(*each, dtype=dtype) for each in ((matrix_EOI, matrix_EOI), (matrix_EOI,)))
+    assert kernels.up(x_RD, gates, ups, choice_RC) is not None
+    assert (kernels.down(h_RCI, downs, choice_RC) is not None) == (chosen == 8)
+    for other in (Projection(matrix_EOI), downs, exact(downs)):
+        assert kernels.up(x_RD, gates, Projection(matrix_EOI, other.bias), choice_RC) is None
+        assert kernels.up(x_RD, Projection(matrix_EOI, other.bias), ups, choice_RC) is None
+    assert kernels.down(h_RCI, Projection(matrix_EOI, exact(downs).bias), choice_RC) is None
 
 
 def test_what_is_not_taken(kernels: Experts) -> None:

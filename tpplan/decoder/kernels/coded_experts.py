@@ -216,16 +216,17 @@ def _product(name: str, kind: str, rows: Format) -> Kernel:
 
     def multiply_codes(  # type: ignore[no-untyped-def]
         y, y_pitch, x, x_pitch, codes, size, half, choices, chosen, many, width, batches, plus, plus_pitch,
-        mode, team, teams, scales, scales_half, form, groups, ahead, row, inverse, zeros, zeros_half, offset,
+        bias, of_bias, bias_step, bias_half, mode, team, teams, scales, scales_half, form, groups, ahead, row, inverse,
+        zeros, zeros_half, offset,
     ):  # fmt: skip
         of_scales = scales, scales_half, form, _BITS(groups), _BITS(ahead), row, inverse
         more = (codes, width >> _WORD(per_byte), half), of_scales, (zeros, zeros_half, offset), kept_of()
         multiply(
             y, y_pitch, x, x_pitch, _WORD(0), size, _WORD(1), choices, chosen, many, width, batches, plus, plus_pitch,
-            mode, team, teams, more,
+            (bias, of_bias, bias_step, bias_half), mode, team, teams, more,
         )  # fmt: skip
 
-    return Kernel(name, multiply_codes, 27, bounds=(32 * BLOCK_WARPS, 2))
+    return Kernel(name, multiply_codes, 31, bounds=(32 * BLOCK_WARPS, 2))
 
 
 CODED_PRODUCT_BF16_4 = _product("coded_product_bf16_4", "4", FORMATS["bf16"])

@@ -74,9 +74,17 @@ def _fold(a: Any, b: Any, bit: Any, lane: Any) -> Any:
 
 
 @device_function
-def _spread(totals: Any, lane: Any) -> Any:
+def spread(totals: Any, lane: Any) -> Any:
     """Add four numbers over lanes that differ in their two highest bits, which tell whose sum a lane has."""
     return _fold(_fold(totals[0], totals[2], 16, lane), _fold(totals[1], totals[3], 16, lane), 8, lane)
+
+
+@device_function
+def over_eight(total: Any) -> Any:
+    """Return the sum over lanes that have the same two highest bits, in each of them."""
+    total += cuda.shfl_xor_sync(_EVERY, total, 4)
+    total += cuda.shfl_xor_sync(_EVERY, total, 2)
+    return total + cuda.shfl_xor_sync(_EVERY, total, 1)
 
 
 @cache
@@ -85,14 +93,11 @@ def collected(count: int) -> Any:
 
     @device_function
     def of_one(totals: Any, lane: Any) -> Any:
-        s = _spread(totals[0], lane)
-        s += cuda.shfl_xor_sync(_EVERY, s, 4)
-        s += cuda.shfl_xor_sync(_EVERY, s, 2)
-        return s + cuda.shfl_xor_sync(_EVERY, s, 1)
+        return over_eight(spread(totals[0], lane))
 
     @device_function
     def of_two(totals: Any, lane: Any) -> Any:
-        s = _fold(_spread(totals[0], lane), _spread(totals[1], lane), 4, lane)
+        s = _fold(spread(totals[0], lane), spread(totals[1], lane), 4, lane)
         s += cuda.shfl_xor_sync(_EVERY, s, 2)
         return s + cuda.shfl_xor_sync(_EVERY, s, 1)
 

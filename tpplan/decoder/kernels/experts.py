@@ -151,14 +151,14 @@ def _product(name: str, rows: Format) -> Kernel:
 
     def product(  # type: ignore[no-untyped-def]
         y, y_pitch, x, x_pitch, weight, of_expert, pitch, half, choices, chosen, many, width, batches, plus, plus_pitch,
-        mode, team, teams,
+        bias, of_bias, bias_step, bias_half, mode, team, teams,
     ):  # fmt: skip
         multiply(
             y, y_pitch, x, x_pitch, weight, of_expert, pitch, choices, chosen, many, width, batches, plus, plus_pitch,
-            mode, team, teams, (pitch, half),
+            (bias, of_bias, bias_step, bias_half), mode, team, teams, (pitch, half),
         )  # fmt: skip
 
-    return Kernel(name, product, 18, bounds=(32 * BLOCK_WARPS, 2))
+    return Kernel(name, product, 22, bounds=(32 * BLOCK_WARPS, 2))
 
 
 EXPERTS_CHOOSE_BF16 = _choose("experts_choose_bf16", ptx.low_bf16)

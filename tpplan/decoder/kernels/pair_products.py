@@ -13,7 +13,7 @@ from attrs import frozen
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.decoder.kernels.dot_products import collected, zeros
+from tpplan.decoder.kernels.dot_products import over_eight, spread, zeros
 from tpplan.decoder.kernels.finishing import ADD, finish_of
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import device_function
@@ -106,10 +106,12 @@ def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any
     - matrix, of_expert, of_row: where the experts' matrices begin, and how far it is from one to the next and from one
       row of it to the next, as ``ask`` counts.
     - choices, chosen: address of what tells of each row weights and experts, see ``experts_choose``; and how many.
-    - many: pairs of a group.
+    - many: pairs of a group; with biases up to eight.
     - width: columns of a matrix.
     - batches: of a group, each of which is four rows of a matrix: two gates and what they are for, or four.
     - plus, its pitch: as y, what is added; or 0.
+    - biases: address of those of the first expert, or 0; bytes from one expert's to the next, from one of these to the
+      next, and to that of the second two rows of four. They are added to the products.
     - mode: what follows the product.
     - team, teams: warps that share a batch, and such of a block.
     - more: for ``ask`` and ``use``.
@@ -121,7 +123,7 @@ def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any
             columns, what the products are multiplied by, and ``more``.
         rows_of: what these and results are made of.
     """
-    collect, finish = collected(1), _finish_of(rows_of)
+    finish, first_of = _finish_of(rows_of), rows_of.first
 
     @device_function
     def look_up(tables: Any, thread: Any, first: Any, matrix: Any, of_expert: Any, x: Any, x_pitch: Any,
@@ -137,13 +139,32 @@ def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any
         factors[thread] = factor if mode == ADD else _FLOAT(1)
 
     @device_function
+    def look_up_bias(places: Any, lane: Any, first: Any, pairs: Any, choices: Any, chosen: Any, biases: Any) -> None:
+        """Find where a lane's bias of the first batch is: of one of eight pairs, for one of four rows; or 0."""
+        (bias, of_expert, step, half), own, value = biases, lane & _BITS(7), _WORD(lane >> _BITS(3))
+        places[lane] = _WORD(0)
+        if bias != _WORD(0) and own < pairs:
+            pair = first + _WORD(own)
+            row = _WORD(_BITS(pair) // _BITS(chosen))
+            expert = ptx.float_of(ptx.load_32(choices + _WORD(4) * (pair + (row + _WORD(1)) * chosen)))
+            place = bias + _WORD(_BITS(expert)) * of_expert
+            places[lane] = place + (value & _WORD(1)) * step + (value >> _WORD(1)) * half
+
+    @device_function
+    def ask_bias(places: Any, lane: Any, is_asked: Any, batch: Any, step: Any, mode: Any) -> Any:
+        """Ask for a lane's bias of a batch, which is 0 if there is none."""
+        place = places[lane] if is_asked else _WORD(0)
+        return ptx.load_16_if(place + _WORD(batch) * step * (_WORD(4) if mode == ADD else _WORD(2)), place)
+
+    @device_function
     def multiply(  # noqa: C901, PLR0915 (the kernel)
         y: Any, y_pitch: Any, x: Any, x_pitch: Any, matrix: Any, of_expert: Any, of_row: Any, choices: Any, chosen: Any,
-        many: Any, width: Any, batches: Any, plus: Any, plus_pitch: Any, mode: Any, team: Any, teams: Any, more: Any,
+        many: Any, width: Any, batches: Any, plus: Any, plus_pitch: Any, biases: Any, mode: Any, team: Any, teams: Any,
+        more: Any,
     ) -> None:  # fmt: skip
         sums = cuda.shared.array(_SUMS, _FLOAT)
         matrices, rows = cuda.shared.array(MOST_CHOSEN, _WORD), cuda.shared.array(MOST_CHOSEN, _WORD)
-        factors = cuda.shared.array(MOST_CHOSEN, _FLOAT)
+        factors, places = cuda.shared.array(MOST_CHOSEN, _FLOAT), cuda.shared.array(MOST_CHOSEN, _WORD)
         thread, group = _BITS(cuda.threadIdx.x), _WORD(cuda.blockIdx.y)
         lane, warp = _BITS(thread & _BITS(31)), _BITS(thread >> _BITS(5))
         mine, member = _apart(warp, _BITS(team))
@@ -164,9 +185,12 @@ def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any
         if thread < pairs:
             tables = matrices, rows, factors
             look_up(tables, thread, group * many, matrix, of_expert, x, x_pitch, choices, chosen, mode)
+        if warp == _BITS(0):
+            look_up_bias(places, lane, group * many, pairs, choices, chosen, biases)
         cuda.syncthreads()
         w = ask(matrices[min(p0, last)] + offset, c0, more)
         v = ask(matrices[min(p1, last)] + offset, c1, more)
+        bias = ask_bias(places, lane, member == _BITS(0) and phase < count, phase, biases[2], mode)
         totals, done, slots = zeros(), _BITS(0), _BITS(0)
         p, c, q, d = p0, c0, p1, c1  # where both are
         while lead < count:
@@ -186,9 +210,10 @@ def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any
             if q < until:
                 v = ask(matrices[q] + offset, d, more)
             if ends:
-                s = collect((totals,), _WORD(lane))
+                s = over_eight(spread(totals, _WORD(lane)) + factors[min(lane & _BITS(7), last)] * first_of(bias))
                 if lane & _BITS(7) == _BITS(0):
                     sums[_BITS((warp * _BITS(_KEPT) + slots) * _BITS(4) + (lane >> _BITS(3)))] = s
+                bias = ask_bias(places, lane, member == _BITS(0) and until, _BITS(ahead + mine), biases[2], mode)
                 totals, done, lead = zeros(), _BITS(0), ahead
                 slots = _BITS(slots + _BITS(1))
                 if slots == _BITS(_KEPT) or lead >= count:

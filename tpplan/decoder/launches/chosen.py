@@ -98,6 +98,22 @@ def readable(matrix_EOI: Tensor | Stacked, kinds: Collection[str]) -> Readable |
     return Readable(kind, size, width, pitch, 2 * pitch, (size,), scaling, places)
 
 
+def words_of_biases(*biases_EO: Tensor | None) -> tuple[int, int, int, int] | None:
+    """Return what kernels are told of the biases of gates and of what these are for, or of all; None if they cannot be.
+
+    Args:
+        biases_EO: biases in 16 bits; None for a projection without.
+    """
+    first, second = biases_EO[0], biases_EO[-1]
+    if first is None or second is None:
+        return (0, 0, 0, 0) if first is second else None
+    if first.stride() != second.stride():
+        return None
+    of_expert, step = (_ITEM * count for count in first.stride())
+    half = 2 * step if first is second else second.data_ptr() - first.data_ptr()
+    return first.data_ptr(), of_expert, step, half
+
+
 def _is_read(matrix: Quantised) -> bool:
     """Tell whether kernels read a matrix: 16 bytes of codes share a scale and a zero."""
     tensors, (rows, columns), width = [matrix.codes, matrix.scales], block_of(matrix), matrix.shape[1]

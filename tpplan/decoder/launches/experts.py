@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from tpplan.decoder.launches.chosen import Readable, readable
+from tpplan.decoder.launches.chosen import Readable, readable, words_of_biases
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.gemv import shape_of
 from tpplan.decoder.launches.launcher import DTYPES, Launcher
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 #: Kinds of codes that kernels read, of :data:`tpplan.decoder.launches.dense.KINDS`.
 KINDS: Final = ("4", "8", "e4m3")
 
-#: Maximum experts to choose from, and maximum experts of a row, as in the kernels.
+#: Maximum experts to choose from, and maximum experts of a row, without and with biases, as in the kernels.
 _MOST_EXPERTS: Final = 512
 _MOST_CHOSEN: Final = 32
+_MOST_BIASED: Final = 8
 
 _ITEM: Final = 2
 #: Of the choices.
@@ -101,11 +102,12 @@ class Experts:
             choice_RC: choices of the rows.
         """
         gate, up = self._readable(gates, choice_RC), self._readable(ups, choice_RC)
-        if gate is None or gate != up or not self._is_vectors(x_RD):
+        biases = words_of_biases(gates.bias, ups.bias)
+        if gate is None or gate != up or biases is None or not self._is_vectors(x_RD):
             return None
         h_RCI = x_RD.new_empty(len(x_RD), choice_RC.shape[1] // 2, gate.size)
         target, rows = (h_RCI.data_ptr(), _ITEM * h_RCI.stride(1)), (x_RD.data_ptr(), _ITEM * x_RD.stride(0))
-        self._run(target, rows, choice_RC, gate, up)
+        self._run(target, rows, choice_RC, biases, gate, up)
         return h_RCI
 
     def down(self, h_RCI: Tensor, downs: Projection, choice_RC: Tensor, to_RD: Tensor | None = None) -> Tensor | None:
@@ -119,8 +121,10 @@ class Experts:
             choice_RC: choices of the rows.
             to_RD: rows to which to add the sum in place before it is rounded; they are returned then.
         """
-        down = self._readable(downs, choice_RC)
-        if down is None or h_RCI.dtype is not self._dtype:
+        down, biases = self._readable(downs, choice_RC), words_of_biases(downs.bias)
+        if down is None or biases is None or h_RCI.dtype is not self._dtype:
+            return None
+        if downs.bias is not None and choice_RC.shape[1] > 2 * _MOST_BIASED:
             return None
         if to_RD is not None and (to_RD.dtype is not self._dtype or to_RD.stride(1) != 1):
             return None
@@ -130,13 +134,13 @@ class Experts:
         y_RD = h_RCI.new_empty(len(h_RCI), down.size) if to_RD is None else to_RD
         target, pairs = (y_RD.data_ptr(), _ITEM * y_RD.stride(0)), (h_RCI.data_ptr(), _ITEM * h_RCI.shape[2])
         plus = (0, 0) if to_RD is None else target
-        self._run(target, pairs, choice_RC, down, plus=plus)
+        self._run(target, pairs, choice_RC, biases, down, plus=plus)
         return y_RD
 
     def _readable(self, projection: Projection, choice_RC: Tensor) -> Readable | None:
         """Return experts' matrices if a kernel takes them and the choices; for more, torch reads all experts once."""
         matrix_EOI = projection.matrix
-        if projection.bias is not None:
+        if projection.bias is not None and projection.bias.dtype is not self._dtype:
             return None
         pairs, chosen = choice_RC.numel() // 2, choice_RC.shape[1] // 2
         if not 0 < pairs <= min(len(matrix_EOI), _MOST_GROUPS) or chosen > _MOST_CHOSEN:
@@ -160,6 +164,7 @@ class Experts:
         target: tuple[int, int],
         source: tuple[int, int],
         choice_RC: Tensor,
+        biases: tuple[int, ...],
         matrix: Readable,
         up: Readable | None = None,
         plus: tuple[int, int] = (0, 0),
@@ -173,6 +178,6 @@ class Experts:
         words, more = matrix.words(up)
         (self._coded[matrix.kind] if matrix.kind else self._product)(
             (blocks, groups, 1), 32 * shape.team * shape.teams, *target, *source, *words,
-            choice_RC.data_ptr(), chosen, many, matrix.width, batches, *plus, self._mode if up else 0,
+            choice_RC.data_ptr(), chosen, many, matrix.width, batches, *plus, *biases, self._mode if up else 0,
             shape.team, shape.teams, *more,
         )  # fmt: skip

@@ -122,13 +122,13 @@ load_32_or_16 = _instruction(
     "{ .reg .pred p; setp.ne.u64 p, $2, 0; @p ld.global.u32 $0, [$1]; @!p ld.global.u16 $0, [$1]; }",
     "u32", "u64 u64", memory=True,
 )  # fmt: skip
-#: 32 or 8 bits if the last number is not 0; else there is nothing, and 0 is found.
-load_32_if, load_8_if = (
+#: 32, 16 or 8 bits if the last number is not 0; else there is nothing, and 0 is found.
+load_32_if, load_16_if, load_8_if = (
     _instruction(
         f"{{ .reg .pred p; setp.ne.u64 p, $2, 0; mov.b32 $0, 0; @p ld.global.{kind} $0, [$1]; }}",
         "u32", "u64 u64", memory=True,
     )
-    for kind in ("u32", "u8")
+    for kind in ("u32", "u16", "u8")
 )  # fmt: skip
 #: 16 bytes of an array in shared memory, by :func:`shared_address` and a multiple of 16.
 shared_load_128 = _instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
