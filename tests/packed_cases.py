@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 
 from tests.decoder.kernels.test_skinny import acted
-from tpplan.decoder.gates import gated
+from tests.gate_cases import rounded_gate
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
 
@@ -163,7 +163,7 @@ def gates_of(  # noqa: PLR0917
     x_RK, bias_N = torch.randn(rows, width, device="cuda").to(dtype), torch.randn(size, device="cuda").to(dtype)
     exact = (x_RK.double() @ matrix.dense(0, size, torch.float32).double().mT).float() + bias_N
     gate, up = exact.to(dtype).chunk(2, dim=-1)
-    return kernels.gated(x_RK, matrix, name, bias_N), gated(name, gate.clone(), up)
+    return kernels.gated(x_RK, matrix, name, bias_N), rounded_gate(name, gate, up)
 
 
 def _scales(shape: tuple[int, int], by: float, dtype: torch.dtype, device: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tpplan.decoder.gates import gated
+from tests.gate_cases import rounded_gate
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.gemv import Gemv, Norm
 from tpplan.decoder.launches.launcher import DTYPES
@@ -90,7 +90,7 @@ def test_gates(size: int, width: int, rows: int, name: str, dtype: torch.dtype) 
     ):
         exact = rows_RK.float() @ weight_NK.float().mT + bias_N
         gate, up = exact.to(dtype).chunk(2, dim=-1)
-        expected = gated(name, gate.clone(), up)
+        expected = rounded_gate(name, gate, up)
         assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
         assert (found != expected).float().mean() < 0.25
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gate_cases import rounded_gate
 from tpplan.decoder.cache import Store
-from tpplan.decoder.gates import gated
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.pointwise import GATES, Places, Pointwise
 from tpplan.decoder.layers import angles, rms_norm, rotate, side_by_side
@@ -69,7 +69,7 @@ def test_gates_of_every_number(name: str, dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype)
     every = every[every.isfinite()]
     gate = every[: len(every) // 8 * 8].clone()[None]
-    expected = gated(name, gate.clone(), torch.ones_like(gate))
+    expected = rounded_gate(name, gate, torch.ones_like(gate))
     assert kernels(dtype, name).gate(gate, torch.ones_like(gate))
     check(gate, expected)
 
@@ -81,7 +81,7 @@ def test_gates(rows: int, columns: int, name: str, dtype: torch.dtype) -> None:
     both = (4 * torch.randn(rows, 2 * columns, device="cuda")).to(dtype)
     expected = both.clone()
     gate, up = expected.chunk(2, dim=-1)
-    gated(name, gate, up)
+    gate.copy_(rounded_gate(name, gate, up))
     assert kernels(dtype, name).gate(*both.chunk(2, dim=-1))
     check(both, expected, 2)
     assert torch.equal(both[:, columns:], up)

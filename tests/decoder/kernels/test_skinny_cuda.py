@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.decoder.kernels.test_gemv_cuda import check_plain
-from tpplan.decoder.gates import gated
+from tests.gate_cases import rounded_gate
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.skinny import MOST_JOINT, Skinny
@@ -40,7 +40,7 @@ def test_gates(size: int, width: int, rows: int, name: str, dtype: torch.dtype) 
     bias_N = torch.randn(size, device="cuda").to(dtype)
     exact = (x_RK.double() @ weight_NK.double().mT).float() + bias_N
     gate, up = exact.to(dtype).chunk(2, dim=-1)
-    expected = gated(name, gate.clone(), up)
+    expected = rounded_gate(name, gate, up)
     found = Skinny(torch.device("cuda", 0), dtype).gated(x_RK, weight_NK, name, bias_N)
     assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
     assert (found != expected).float().mean() < 0.25
