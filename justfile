@@ -68,11 +68,12 @@ dist: sync
 # Make .venv with everything for development
 sync: (_install "dev" ".[dev]")
 
+# --no-compile halves the time: Python compiles what is imported, a small part of torch and transformers
 _install stamp what:
     @if ! [ .venv/{{ stamp }} -nt pyproject.toml -a .venv/{{ stamp }} -nt constraints.txt ]; then \
         echo "installing {{ what }} into .venv ..."; \
         .venv/bin/python -m pip --version >/dev/null 2>&1 || {{ python }} -m venv .venv; \
-        pip="python -m pip --disable-pip-version-check install -qq -c constraints.txt"; \
+        pip="python -m pip --disable-pip-version-check install -qq --no-compile -c constraints.txt"; \
         $pip hatchling; \
         $pip --no-build-isolation -e '{{ what }}'; \
         touch .venv/base .venv/{{ stamp }}; \
