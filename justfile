@@ -7,6 +7,8 @@ python := env("PYTHON", "python3")
 model := "examples/models/Llama-3.1-70B/config.json"
 plan := "tpplan plan " + model + " --cache q8 --context 32768"
 tests := 'pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not multi_gpu"'
+# so that Python keeps what it compiles: pip, which does not (see _install), leaves that to it
+export PYTHONDONTWRITEBYTECODE := ""
 export PATH := justfile_directory() / ".venv/bin" + ":" + env("PATH")
 
 _list:
@@ -68,7 +70,7 @@ dist: sync
 # Make .venv with everything for development
 sync: (_install "dev" ".[dev]")
 
-# --no-compile halves the time: Python compiles what is imported, a small part of torch and transformers
+# --no-compile halves the time: Python compiles what is imported, a small part of torch and transformers.
 _install stamp what:
     @if ! [ .venv/{{ stamp }} -nt pyproject.toml -a .venv/{{ stamp }} -nt constraints.txt ]; then \
         echo "installing {{ what }} into .venv ..."; \
