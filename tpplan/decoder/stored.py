@@ -105,5 +105,5 @@ def check_formats(model: ModelSpec, scheme: Scheme, source: str, *, fused: str =
             hint = "convert the checkpoint to one dtype of 16 or 32 bits, and name it in config.json"
         else:
             what = f"the decoder does not compute with {name} ({parameter.dtype}), weights are {model.weight_format}"
-            hint = "it takes GPTQ and compressed-tensors of 4 and 8 bits, AWQ of 4 (version gemm), and FP8"
+            hint = "it takes GPTQ and compressed-tensors of 4 and 8 bits, AWQ of 4 (gemm), FP8, and gpt_oss in MXFP4"
         raise ModelError(f"{source}: {what}", hint)
