@@ -84,10 +84,11 @@ class FakeGemv:
         """Take the same."""
         return self.takes(x, weight)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Multiply."""
         self.calls["linear"] += 1
-        return torch.nn.functional.linear(x, weight, bias)
+        found = torch.nn.functional.linear(x, weight, bias)
+        return found if out is None else out.copy_(found)
 
     def normed(self, x: Tensor, weight: Tensor, norm: Norm, bias: Tensor | None = None) -> Tensor:
         """Multiply rows behind a norm."""
@@ -135,10 +136,11 @@ class FakeSkinny:
         self.calls["few rows, joint"] += 1
         channel.take(device, to, x, weight)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Multiply."""
         self.calls["few rows"] += 1
-        return torch.nn.functional.linear(x, weight, bias)
+        found = torch.nn.functional.linear(x, weight, bias)
+        return found if out is None else out.copy_(found)
 
     def add(self, to: Tensor, x: Tensor, weight: Tensor) -> None:
         """Add a product."""

@@ -3,14 +3,17 @@
 Where no shape may depend on the choice, few rows are multiplied by copies of the chosen matrices, and many rows by all
 experts. The kernels in :mod:`tpplan.decoder.launches.experts` need no copies.
 
-Shapes: R rows, D hidden, E experts, C experts of a row, I intermediate (the device's part), N choices of all rows.
+Shapes: R rows, D hidden, E experts, C experts of a row, I intermediate (the device's part), N choices of all rows, P
+some of them.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from tpplan.decoder.layers import AT_ONCE, together
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.stacked import Projection
 
 
-#: An expert takes at most one part in this many of all choices at a time, as most choices may be the same expert.
+#: One part in this many of all choices is computed at a time.
 _PARTS: Final = 4
 
 _BY_TORCH: Final = Making()
@@ -61,10 +64,9 @@ def up(  # noqa: PLR0917 (the inputs of an expert)
     count = len(gates)
     if not fixed:
         out_NI = x_RD.new_empty(experts_RC.numel(), gates.outputs)
-        for expert, choices in _by_expert(experts_RC, count):
-            x = x_RD[choices // experts_RC.shape[1]]
-            gate, own = (linear(x, each.matrix[expert], each.bias_of(expert), making) for each in (gates, ups))
-            out_NI[choices] = gating(gate, own)
+        for choices, parts in _by_expert(experts_RC, count):
+            x_PD = x_RD[choices // experts_RC.shape[1]]
+            out_NI[choices] = gating(*(_products(x_PD, each, parts, making) for each in (gates, ups)))
         return torch.unflatten(out_NI, 0, experts_RC.shape)
     if experts_RC.numel() <= count:
         gate_RCI, up_RCI = (
@@ -98,9 +100,11 @@ def down(
     (rows, chosen, width), count, down_EDI = h_RCI.shape, len(downs), downs.matrix
     if not fixed:
         out_RD = _bias_of_all(downs, experts_RC, weights_RC, h_RCI)
-        for expert, choices in _by_expert(experts_RC, count):
-            rows_N = choices // chosen
-            out_RD.index_add_(0, rows_N, linear(h_RCI[rows_N, choices % chosen], down_EDI[expert], making=making))
+        for choices, parts in _by_expert(experts_RC, count):
+            rows_P = choices // chosen
+            y_PD = _products(h_RCI[rows_P, choices % chosen], evolve(downs, bias=None), parts, making)
+            for _, some in parts:  # one after the other: each has a row once, so that sums are always the same
+                out_RD.index_add_(0, rows_P[some], y_PD[some])
         return out_RD
     if experts_RC.numel() <= count:
         out_RD = _multiply(down_EDI, experts_RC, h_RCI).sum(1)
@@ -119,17 +123,27 @@ def _bias_of_all(downs: Projection, experts_RC: Tensor, weights_RC: Tensor, like
     return all_RE.to(like.dtype) @ downs.bias
 
 
-def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield each chosen expert with the indices of its choices, in several parts if there are many.
+def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[Tensor, list[tuple[int, slice]]]]:
+    """Yield parts of all choices in the order of experts: the choices' indices, and which of them are each expert's.
 
     The host waits for the device once.
     """
     flat = experts_RC.flatten()
     sizes = (flat[:, None] == torch.arange(count, device=flat.device)).sum(0).tolist()
-    for expert, choices in enumerate(torch.split_with_sizes(flat.argsort(), sizes)):
-        for some in torch.split(choices, -(-len(flat) // _PARTS)):
-            if len(some):
-                yield expert, some
+    order, most = flat.argsort(), -(-len(flat) // _PARTS)
+    starts = [0, *accumulate(sizes)]
+    for first in range(0, len(flat), most):
+        end = min(first + most, len(flat))
+        bounds = [min(max(start, first), end) - first for start in starts]
+        yield order[first:end], [(i, slice(a, b)) for i, (a, b) in enumerate(pairwise(bounds)) if a < b]
+
+
+def _products(x_PK: Tensor, projection: Projection, parts: list[tuple[int, slice]], making: Making) -> Tensor:
+    """Return the products of rows with their experts' matrices, given each expert's rows: ``[P, O]``."""
+    y_PO = x_PK.new_empty(len(x_PK), projection.outputs)
+    for i, some in parts:
+        linear(x_PK[some], projection.matrix[i], projection.bias_of(i), making, y_PO[some])
+    return y_PO
 
 
 def _multiply(matrix_EOI: Tensor | Stacked, experts_RC: Tensor, x_RCI: Tensor) -> Tensor:

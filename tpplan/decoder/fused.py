@@ -151,23 +151,6 @@ class Fused(Plain):
         if self._pointwise.norm(x_RD, weight, to_RD, added=True) is None:
             super().add_norm(to_RD, x_RD, weight)
 
-    def linear(self, x: Tensor, weights: Held, name: str, *, bias: bool = True) -> Tensor:
-        """Multiply by a matrix, and add its bias if it has one and ``bias`` is true."""
-        matrix, own = weights.matrix(name), weights.bias(name) if bias else None
-        if kernels := self._of_few(x, matrix):
-            return kernels.linear(ordered(x, matrix), matrix, own)
-        return super().linear(x, weights, name, bias=bias)
-
-    def add_linear(self, to: Tensor, x: Tensor, weights: Held, name: str) -> None:
-        """Add the product of rows and a matrix, with its bias if it has one, to the residual stream in place."""
-        matrix, bias = weights.matrix(name), weights.bias(name)
-        if kernels := self._of_few(x, matrix):
-            kernels.add(to, ordered(x, matrix), matrix)
-            if bias is not None:
-                to.add_(bias)
-        else:
-            super().add_linear(to, x, weights, name)
-
     def make(self, matrix: Quantised, start: int, out_RK: Tensor) -> None:
         """Dequantise rows of a matrix from row ``start`` on into ``out_RK``."""
         if self._dense.takes(matrix):
@@ -197,11 +180,11 @@ class Fused(Plain):
         matrix, bias = weights.find(fused), weights.bias(fused)
         if isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, gated=True, norm=norm):
             return self._gemv.normed_gated(x_RD, matrix, self._name, Norm(norm, self._eps, self._offset), bias)
-        if matrix is not None and (kernels := self._of_few(x_RD, matrix, gated=True)):
+        if matrix is not None and (kernels := self.kernels(x_RD, matrix, gated=True)):
             return kernels.gated(ordered(self.norm(x_RD, norm), matrix), matrix, self._name, bias)
         return super().gated(x_RD, norm, weights, fused, names)
 
-    def _of_few(self, x: Tensor, matrix: Matrix, *, gated: bool = False) -> FewRows[Any] | None:
+    def kernels(self, x: Tensor, matrix: Matrix, *, gated: bool = False) -> FewRows[Any] | None:
         """Return the kernels for a product of few rows and a matrix, or None if none take it."""
         return next((each for each in self._few if each.takes(x, matrix, gated=gated)), None)
 

@@ -7,7 +7,7 @@ C experts of a row.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from tpplan.decoder.cache import Where
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.held import Held
+    from tpplan.decoder.launches.few_rows import FewRows
     from tpplan.decoder.layers import Scoring
-    from tpplan.decoder.quantised import Quantised
+    from tpplan.decoder.quantised import Matrix, Quantised
     from tpplan.decoder.stacked import Projection
     from tpplan.exec.gpu.channel import Channel
 
@@ -65,7 +66,7 @@ class Plain:
             offset: number that norms add to their weights.
             at_once: elements of a quantised matrix to dequantise at a time.
         """
-        self._making = Making(self.make, at_once)
+        self._making = Making(self.make, at_once, self.kernels)
         self._eps, self._offset = eps, offset
         self._activation = activation
 
@@ -84,6 +85,11 @@ class Plain:
     def add_linear(self, to: Tensor, x: Tensor, weights: Held, name: str) -> None:
         """Add the product of rows and a matrix, with its bias if it has one, to the residual stream in place."""
         add_linear(to, x, weights.matrix(name), weights.bias(name), self._making)
+
+    def kernels(self, x: Tensor, matrix: Matrix) -> FewRows[Any] | None:
+        """Return kernels for a product of rows and a matrix that torch is slower for, or None."""
+        del x, matrix
+        return None
 
     def make(self, matrix: Quantised, start: int, out_RK: Tensor) -> None:
         """Dequantise rows of a matrix from row ``start`` on into ``out_RK``: computed in float32, rounded once."""

@@ -1,4 +1,4 @@
-"""Products of rows and matrices in torch. Quantised matrices are dequantised piece by piece to 16 or 32 bits first.
+"""Products of rows and matrices, by torch or kernels. For torch, quantised matrices are dequantised piece by piece.
 
 Shapes: R rows, K columns of a matrix, N rows of a matrix, E experts, O rows and I columns of an expert's matrix.
 """
@@ -6,14 +6,15 @@ Shapes: R rows, K columns of a matrix, N rows of a matrix, E experts, O rows and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
-from tpplan.decoder.quantised import Matrix, Quantised
+from tpplan.decoder.launches.few_rows import FewRows
+from tpplan.decoder.quantised import Matrix, Quantised, ordered
 from tpplan.decoder.stacked import Stacked
 
 if TYPE_CHECKING:
@@ -39,47 +40,71 @@ def by_torch(matrix: Quantised, start: int, out_RK: Tensor) -> None:
     matrix.write(start, out_RK)
 
 
+def no_kernels(x_RK: Tensor, matrix_NK: Matrix) -> None:
+    """Return no kernels."""
+
+
 @frozen
 class Making:
-    """How rows of quantised matrices are dequantised.
+    """How products with matrices are made.
 
     Attributes:
         rows: dequantises rows of a matrix, from a row number on, into a tensor ``[R, K]``.
         at_once: elements to dequantise at a time.
+        kernels: returns kernels for rows and a matrix that torch is slower for, or None.
     """
 
     rows: Callable[[Quantised, int, Tensor], None] = by_torch
     at_once: int = AT_ONCE
+    kernels: Callable[[Tensor, Matrix], FewRows[Any] | None] = no_kernels
 
 
 _BY_TORCH: Final = Making()
 
 
-def linear(x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None = None, making: Making = _BY_TORCH) -> Tensor:
+def linear(
+    x_RK: Tensor,
+    matrix_NK: Matrix,
+    bias_N: Tensor | None = None,
+    making: Making = _BY_TORCH,
+    out: Tensor | None = None,
+) -> Tensor:
     """Return the product of rows and a matrix, plus a bias: ``[R, N]``.
 
     Args:
         x_RK: rows.
         matrix_NK: the matrix.
         bias_N: the bias, if there is one.
-        making: how to dequantise a quantised matrix.
+        making: how to make the product.
+        out: tensor for the result; a new one if not given.
     """
-    if isinstance(matrix_NK, Tensor):
+    is_plain = bias_N is None or bias_N.is_contiguous()  # others are biases of gpt_oss
+    if is_plain and (kernels := making.kernels(x_RK, matrix_NK)):
+        return kernels.linear(ordered(x_RK, matrix_NK), matrix_NK, bias_N, out)
+    if out is None and isinstance(matrix_NK, Tensor):
         return functional.linear(x_RK, matrix_NK, bias_N)
-    x_RK, y_RN = matrix_NK.ordered(x_RK), x_RK.new_empty((len(x_RK), len(matrix_NK)))
+    y_RN = x_RK.new_empty((len(x_RK), len(matrix_NK))) if out is None else out
+    if isinstance(matrix_NK, Tensor):
+        return _multiply(x_RK, matrix_NK, bias_N, y_RN)
+    x_RK = matrix_NK.ordered(x_RK)
     for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, making):
-        if bias_N is None:
-            torch.mm(x_RK, some_NK.mT, out=y_RN[:, start:end])
-        else:
-            torch.addmm(bias_N[start:end], x_RK, some_NK.mT, out=y_RN[:, start:end])
+        _multiply(x_RK, some_NK, None if bias_N is None else bias_N[start:end], y_RN[:, start:end])
     return y_RN
+
+
+def _multiply(x_RK: Tensor, matrix_NK: Tensor, bias_N: Tensor | None, out_RN: Tensor) -> Tensor:
+    if bias_N is None:
+        return torch.mm(x_RK, matrix_NK.mT, out=out_RN)
+    return torch.addmm(bias_N, x_RK, matrix_NK.mT, out=out_RN)
 
 
 def add_linear(
     to_RN: Tensor, x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None, making: Making = _BY_TORCH
 ) -> None:
     """Add the result of :func:`linear` to rows in place; without a bias, in one kernel for each piece."""
-    if isinstance(matrix_NK, Tensor):
+    if kernels := making.kernels(x_RK, matrix_NK):
+        kernels.add(to_RN, ordered(x_RK, matrix_NK), matrix_NK)
+    elif isinstance(matrix_NK, Tensor):
         to_RN.addmm_(x_RK, matrix_NK.mT)
     else:
         x_RK = matrix_NK.ordered(x_RK)
@@ -114,7 +139,7 @@ def _pieces(matrix: Quantised, dtype: torch.dtype, making: Making) -> Iterator[t
     """Yield pieces of a matrix: first row, end row, and the dequantised rows, valid until the next piece."""
     rows, columns = matrix.shape
     step = max(1, making.at_once // columns)
-    step = min(rows, step - step % _EVEN if step > _EVEN else step)
+    step = rows if step >= rows else step - step % _EVEN if step > _EVEN else step
     some = torch.empty(step, columns, dtype=dtype, device=matrix.codes.device)
     for start in range(0, rows, step):
         end = min(start + step, rows)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Self
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
@@ -34,6 +34,7 @@ class Stacked:
     matrix: Quantised
     count: int
     columns: Tensor | None = None
+    _each: list[Quantised] = field(factory=list, init=False)
 
     @classmethod
     def of(cls, matrices: Sequence[Quantised], join: Join) -> Self:
@@ -63,6 +64,11 @@ class Stacked:
         return self.count, rows // self.count, columns
 
     def __getitem__(self, expert: int) -> Quantised:
+        if not self._each:  # made once: prompts ask for all of them again and again
+            self._each.extend(map(self._part, range(self.count)))
+        return self._each[expert]
+
+    def _part(self, expert: int) -> Quantised:
         rows = self.shape[1]
         found = self.matrix.part(expert * rows, (expert + 1) * rows)
         if self.columns is None or not isinstance(found, IntMatrix):

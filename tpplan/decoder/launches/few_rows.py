@@ -43,9 +43,9 @@ class FewRows(ABC, Generic[M]):
             gated: whether a gate follows.
         """
 
-    def linear(self, x_RK: Tensor, matrix_NK: M, bias_N: Tensor | None = None) -> Tensor:
-        """Return ``functional.linear`` of rows: ``[R, N]``, rounded once."""
-        y_RN = x_RK.new_empty((len(x_RK), len(matrix_NK)))
+    def linear(self, x_RK: Tensor, matrix_NK: M, bias_N: Tensor | None = None, out_RN: Tensor | None = None) -> Tensor:
+        """Return ``functional.linear`` of rows: ``[R, N]``, rounded once; a new tensor if ``out_RN`` is not given."""
+        y_RN = x_RK.new_empty((len(x_RK), len(matrix_NK))) if out_RN is None else out_RN
         self._run(y_RN, x_RK, matrix_NK, bias_of(bias_N), 0)
         return y_RN
 
