@@ -162,7 +162,7 @@ def _computing(name: str, text: str) -> _Doing:
 
 
 def _permuted(chosen: Sequence[int], _: _Memory, values: Sequence[Any]) -> Any:
-    given = b"".join(int(value).to_bytes(4, "little") for value in values)
+    given = b"".join(int(value).to_bytes(4, "little") for value in values) + bytes(4)
     found = bytes(given[each] if each < 8 else given[each & 7] // 128 * 255 for each in chosen)
     return np.uint32(int.from_bytes(found, "little"))
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from tpplan.decoder.quantised import Float8Matrix, IntMatrix
+from tpplan.decoder.quantised import Float4Matrix, Float8Matrix, IntMatrix
 
 FLOATS: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -59,6 +59,12 @@ def floats(
     codes = torch.randint(256, shape, dtype=torch.uint8).view(FLOATS[kind])
     (size, width), (rows, columns) = shape, block
     return Float8Matrix(codes, scales_of((-(-size // rows), -(-width // columns)), scales), rows, columns)
+
+
+def small_floats(size: int, width: int) -> Float4Matrix:
+    """Return a matrix of floats of 4 bits, of whose rows every other one is of another matrix; any scale may be."""
+    codes, scales = (torch.randint(256, (2 * size, width // count), dtype=torch.uint8) for count in (2, 32))
+    return Float4Matrix(codes[1::2], scales[1::2])
 
 
 def check(found: torch.Tensor, expected: torch.Tensor) -> None:

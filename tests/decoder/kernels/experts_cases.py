@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from tests.gate_cases import rounded_gate
 from tests.packed_cases import int_matrix
 from tpplan.decoder import experts
-from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.quantised import Float4Matrix, Float8Matrix, IntMatrix, Quantised
 from tpplan.decoder.stacked import Projection, Stacked
 
 if TYPE_CHECKING:
@@ -49,10 +49,13 @@ class Case:
     plus: int | None = None
 
     def matrices(self, device: str = "cpu") -> tuple[Stacked, Stacked, Stacked]:
-        """Return those of gates, what they are for, and back; what gates are for lies behind them."""
+        """Return those of gates, what they are for, and back; the second lie behind the first, or of e2m1 between."""
         size = self.count * self.width
         both = self.matrix(2 * size, self.hidden, device)
-        three = both.part(0, size), both.part(size, 2 * size), self.matrix(self.count * self.hidden, self.width, device)
+        two: tuple[Quantised, Quantised] = both.part(0, size), both.part(size, 2 * size)
+        if isinstance(both, Float4Matrix):
+            two = Float4Matrix(both.codes[::2], both.scales[::2]), Float4Matrix(both.codes[1::2], both.scales[1::2])
+        three = *two, self.matrix(self.count * self.hidden, self.width, device)
         gate, up, down = (Stacked(each, self.count) for each in three)
         return gate, up, down
 
@@ -61,6 +64,10 @@ class Case:
         rows, columns = self.block
         if self.kind == "4":
             return int_matrix(size, width, columns, self.scales, self.plus, device)
+        if self.kind == "e2m1":
+            codes = torch.randint(256, (size, width // 2), dtype=torch.uint8, device=device)
+            middle = 126 - (width.bit_length() + 1) // 2
+            return Float4Matrix(codes, middle - torch.randint(3, (size, width // 32), device=device).to(torch.uint8))
         codes = torch.randint(256, (size, width), dtype=torch.uint8, device=device)
         shape = -(-size // rows), -(-width // columns)
         scales = (torch.rand(shape, device=device) + 0.5) / width**0.5

@@ -25,7 +25,7 @@ from tpplan.decoder.launches.chosen import readable
 from tpplan.decoder.launches.experts import KINDS, Experts
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.quantised import IntMatrix, Quantised
+from tpplan.decoder.quantised import Float4Matrix, IntMatrix, Quantised
 from tpplan.decoder.stacked import Projection, Stacked
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ KERNELS = [
     ("f16_8", (12, 0), 0),
     ("f16_e4m3", (9, 0), 0),
     ("bf16_e4m3", (12, 0), 0),
+    ("bf16_e2m1", (8, 0), 8),
+    ("f16_e2m1", (9, 0), 0),
+    ("f16_e2m1", (12, 0), 0),
 ]
 
 
@@ -72,6 +75,9 @@ class FakeLauncher:
     def __call__(self, blocks: tuple[int, int, int], threads: int, *words: int) -> None:
         """Do it."""
         assert self._what == "coded"
+        if self._kind == "e2m1":  # rows may be apart
+            size = (2 if words[19] else 4) * words[12]
+            words = (*words[:5], size, *words[7:], words[5], words[6])
         (across, groups, depth), (y, y_pitch, x, x_pitch, codes, size, half, choices, chosen, *more) = blocks, words
         many, width, batches, plus, plus_pitch, *biases, mode, team, teams = more[:12]
         rest = more[12:]
@@ -102,6 +108,10 @@ class FakeLauncher:
         self, codes: int, half: int, shape: tuple[int, int], expert: int, rest: list[int], *, is_second: int
     ) -> Tensor:
         """Return the rows of an expert's matrix, or those that come third where four are read, as far as they go."""
+        if self._kind == "e2m1":
+            (size, width), pitch = shape, rest[2]
+            count = size - 2 if is_second and half == 2 * pitch else size
+            return self._floats(codes + is_second * half, (count, width), expert, *rest)
         (size, width), (scales, scales_half, form, groups, ahead, row, column, zeros, zeros_half, offset) = shape, rest
         pitch = width // 2 if self._kind == "4" else width
         assert not any(word % 16 for word in (codes, half, pitch))
@@ -129,6 +139,14 @@ class FakeLauncher:
         code_NK = torch.stack([words_NW >> 4 * i & 15 for i in (0, 4, 1, 5, 2, 6, 3, 7)], dim=-1).flatten(1)
         return (code_NK - zero_NK) * scale_NK
 
+    @staticmethod
+    def _floats(place: int, shape: tuple[int, int], expert: int, scales: int, of_expert: int, pitch: int) -> Tensor:  # noqa: PLR0917
+        (size, width), start = shape, place + expert * of_expert
+        assert not any(word % 16 for word in (place, of_expert, pitch))
+        codes = memory(start, (size, width // 2), (pitch, 1), torch.uint8)
+        exponents = memory((scales + start // 16) % 2**64, (size, width // 32), (pitch // 16, 1), torch.uint8)
+        return Float4Matrix(codes, exponents).dense(0, size, torch.float32)
+
 
 @pytest.fixture(params=DTYPES, ids=str)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Experts:
@@ -151,6 +169,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         Case("8", 9, 80, 112, (1, 112), torch.bfloat16),
         Case("e4m3", 9, 96, 144, (3, 32), torch.float32),
         Case("e4m3", 9, 80, 112, (112, 128), torch.bfloat16),
+        Case("e2m1", 9, 96, 160, (1, 32), torch.uint8),
     ],
     ids=str,
 )
@@ -268,6 +287,8 @@ def test_quotients_are_exact() -> None:
         ("f16", 1, 2, "silu", 1, 2, 1, Case("8", 3, 48, 80, (1, 16), torch.float16, 1)),
         ("bf16", 2, 1, "gelu", 1, 1, 2, Case("e4m3", 3, 64, 32, (32, 64), torch.float16)),  # a scale for an expert
         ("bf16", 1, 1, "silu", 1, 1, 1, Case("e4m3", 2, 16, 48, (1, 48), torch.bfloat16)),
+        ("bf16", 2, 3, "silu", 1, 1, 1, Case("e2m1", 4, 64, 32, (1, 32), torch.uint8)),
+        ("f16", 1, 2, "silu", 2, 1, 1, Case("e2m1", 3, 32, 64, (1, 32), torch.uint8)),
     ],
     ids=str,
 )
@@ -314,6 +335,47 @@ def test_lanes_agree(case: tuple[str, int, int, str, int, int, int, Case]) -> No
         expected_RD = (before_RD[:, :hidden] if start else 0) + exact_RD
         torch.testing.assert_close(to_RD[:, :hidden].float(), expected_RD, atol=2 * step, rtol=2 * step)
         assert torch.equal(to_RD[:, hidden:], before_RD[:, hidden:])
+
+
+def test_all_codes_of_4_bits_are_exact() -> None:
+    """Each code is multiplied as what it says, in each column, with any power of two; the smallest one is 0."""
+    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.coded_experts")
+    codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(256, 16)
+    given = Float4Matrix(codes, torch.full((256, 1), 124, dtype=torch.uint8))
+    given.scales[::7] = 0
+    down = readable(Stacked(given, 1), KINDS)
+    assert down is not None
+    choice_RC = torch.tensor([[1.0, 0.0]])
+    for column in (0, 3, 22, 29):
+        x_RI, y_RD = torch.zeros(1, 32).half(), torch.zeros(1, 256).half()
+        x_RI[0, column] = 1
+        words, more = down.words()
+        told = (
+            y_RD.data_ptr(), 512, x_RI.data_ptr(), 64, *words, choice_RC.data_ptr(), 1, 1, 32, 64, *[0] * 7, 1, 1, *more
+        )  # fmt: skip
+        lanes.run(sources.CODED_PRODUCT_F16_E2M1, (1, 1), 32, told, (x_RI, y_RD, choice_RC, codes, given.scales))
+        assert torch.equal(y_RD[0].float(), given.dense(0, 256, torch.float32)[:, column])
+
+
+def test_floats_of_4_bits_that_are_not_taken(kernels: Experts) -> None:
+    """Scales that lie otherwise than codes, and rows that are not of whole 16 bytes, are left to torch."""
+    dtype, choice_RC = kernels._dtype, chosen_of(2, 2, 4)
+    x_RD = torch.randn(2, 96).to(dtype)
+    gate_EID, up_EID, _ = Case("e2m1", 4, 96, 64, (1, 32), torch.uint8).matrices()
+    gates, up = Projection(gate_EID), up_EID.matrix
+    assert isinstance(up, Float4Matrix)
+    assert kernels.up(x_RD, gates, Projection(up_EID), choice_RC) is not None
+    for odd in (Float4Matrix(up.codes, up.scales.clone()), Float4Matrix(up.codes.clone(), up.scales.clone())):
+        assert kernels.up(x_RD, gates, Projection(Stacked(odd, 4)), choice_RC) is None
+    h_RCI = torch.randn(2, 2, 96).to(dtype)
+    for odd, taken in (
+        (Float4Matrix(up.codes.clone(), up.scales.clone()), True),
+        (up, True),
+        (Float4Matrix(up.codes, up.scales.clone()), False),
+        (Float4Matrix(up.codes.clone(), up.scales.mT.contiguous().mT), False),
+        (Float4Matrix(torch.zeros(256 * 48 + 1, dtype=torch.uint8)[1:].view(256, 48), up.scales.clone()), False),
+    ):
+        assert (kernels.down(h_RCI, Projection(Stacked(odd, 4)), choice_RC) is not None) == taken
 
 
 def test_all_codes_are_exact() -> None:

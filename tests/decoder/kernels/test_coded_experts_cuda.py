@@ -25,6 +25,8 @@ CASES = [
     Case("e4m3", 8, 4096, 3584, (3584, 4096), torch.float32),
     Case("e4m3", 40, 544, 1056, (1, 1056), torch.float16),
     Case("e4m3", 9, 80, 144, (5, 48), torch.float32),
+    Case("e2m1", 32, 2880, 2880, (1, 32), torch.uint8),
+    Case("e2m1", 9, 96, 160, (1, 32), torch.uint8),
 ]
 
 
@@ -43,7 +45,7 @@ def test_products(case: Case, rows: int, chosen: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("name", GATES)
-@pytest.mark.parametrize("kind", ["4", "8", "e4m3"])
+@pytest.mark.parametrize("kind", ["4", "8", "e4m3", "e2m1"])
 def test_gates(kind: str, name: str, dtype: torch.dtype) -> None:
     """The products, the activations and what comes of both are rounded, as torch's are."""
     torch.manual_seed(3)

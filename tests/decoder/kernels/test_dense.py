@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from tests import machine_code
-from tests.decoder.kernels.dense_cases import check, floats, ints
+from tests.decoder.kernels.dense_cases import check, floats, ints, small_floats
 from tests.decoder.kernels.overlap import check_overlap
 from tests.machine_code import CAPABILITIES, check_code, in_order
 from tpplan.decoder.launches import dense
@@ -38,6 +38,7 @@ MATRICES: dict[str, Callable[[], Quantised]] = {
     "of floats with a scale for each row": lambda: floats("e4m3", (6, 264), (1, 264), BF16),
     "of floats with blocks": lambda: floats("e4m3", (13, 136), (3, 56)),
     "of floats with a long exponent": lambda: floats("e5m2", (5, 256), (2, 128), F16),
+    "of floats of 4 bits": lambda: small_floats(9, 256),
 }
 
 
@@ -50,7 +51,7 @@ def test_they_ask_for_all_before_they_store_vectors(kind: str) -> None:
         assert f".visible .entry {name}(" in text
         check_overlap(name, text, capability)
         assert text.count("st.global.v4.u32") == text.count("st.") == 4
-        assert text.count(f"ld.global.{'u32' if kind == '4' else 'v2.u32'}") >= 4
+        assert text.count(f"ld.global.{'u32' if kind in {'4', 'e2m1'} else 'v2.u32'}") >= 4
         if capability >= kernel_cache.OVERLAPS:
             steps = in_order(text)
             assert steps.rindex("ld.global") < steps.index("griddepcontrol.wait") < steps.index("st.global")
@@ -153,6 +154,10 @@ def test_what_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not every.takes(ints(8, (4, 60), 100, F16))
     assert not every.takes(evolve(ints(8, (4, 64), 32, F16), codes=torch.zeros(257, dtype=torch.uint8)[1:].view(4, 64)))
     assert not every.takes(floats("e4m3", (4, 64), (2, 4)))
+    assert every.takes(small_floats(4, 64))
+    assert not Dense(PLACE, BF16, ["4"]).takes(small_floats(4, 64))
+    small = evolve(small_floats(4, 64), codes=torch.zeros(4, 33, dtype=torch.uint8)[:, :32])
+    assert not every.takes(small)
     assert every.takes(floats("e4m3", (4, 64), (2, 16)))
     with torch.device("meta"):
         assert not every.takes(floats("e5m2", (2**18, 2**16), (2**14, 2**16)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from tests.decoder.kernels.dense_cases import FLOATS, check, floats, ints
+from tests.decoder.kernels.dense_cases import FLOATS, check, floats, ints, small_floats
 from tpplan.decoder.launches.dense import Dense
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.quantised import IntMatrix, Quantised
@@ -57,6 +57,13 @@ def test_floats(kind: str, shape: tuple[int, int], scales: torch.dtype, dtype: t
     torch.manual_seed(shape[0])
     for block in (shape, (1, shape[1]), (128, 128), (3, 24)):
         check_rows(on_gpu(floats(kind, shape, block, scales)), dtype)
+
+
+@pytest.mark.parametrize("shape", [(1024, 2880), (7, 96), (61, 28672)])
+def test_floats_of_4_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Also of rows that are apart."""
+    torch.manual_seed(shape[0])
+    check_rows(on_gpu(small_floats(*shape)), dtype)
 
 
 def test_kernels_before_and_behind_in_a_graph(dtype: torch.dtype) -> None:

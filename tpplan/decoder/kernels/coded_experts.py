@@ -1,7 +1,8 @@
 """Kernels for the experts of few rows whose matrices are codes: products that read the codes where they are.
 
 They are as :mod:`tpplan.decoder.kernels.pair_products` has them, and make floats of codes as
-:mod:`tpplan.decoder.kernels.lane_products` does. 16 bytes of a matrix row share a scale and a zero: a lane finds
+:mod:`tpplan.decoder.kernels.lane_products` does. 16 bytes of a matrix row share a scale, and a zero if codes are whole
+numbers: a lane finds
 
     scale × (sum of code × column - zero × sum of columns)
 """
@@ -229,9 +230,69 @@ def _product(name: str, kind: str, rows: Format) -> Kernel:
     return Kernel(name, multiply_codes, 31, bounds=(32 * BLOCK_WARPS, 2))
 
 
+def _float_product(name: str, rows: Format) -> Kernel:
+    """Make the same for e2m1, each 32 of which share a power of two. Matrix rows may be apart.
+
+    Its words are those of products of 16 bits, see :mod:`tpplan.decoder.kernels.experts`, and one behind them:
+
+    - scales: where that of 16 bytes of codes is, less a 16th of where these are. It is the exponent of a float32.
+
+    Args:
+        name: of the kernel.
+        rows: what these are made of.
+    """
+    elements = CODES["e2m1"]
+    products, factor = products_of(elements, *rows.emit), float(elements.factor)
+
+    @device_function
+    def exponent_at(place: Any, scales: Any) -> Any:
+        return _BITS(ptx.load_8(scales + (place >> _WORD(4))))
+
+    @device_function
+    def ask_rows(address: Any, column: Any, more: Any) -> Any:
+        """Ask for codes and scales."""
+        pitch, half, scales = more
+        place = address + _WORD(column >> _BITS(1))
+        further = place + half
+        one, other = exponent_at(place, scales), exponent_at(place + pitch, scales)
+        third, fourth = exponent_at(further, scales), exponent_at(further + pitch, scales)
+        return ask(place, pitch, half), (one, other, third, fourth)
+
+    @device_function
+    def power(exponent: Any) -> Any:
+        return ptx.float_of(_BITS(exponent << _BITS(23)))
+
+    @device_function
+    def use(totals: Any, found: Any, address: Any, by: Any, _: Any) -> Any:
+        """Add what 16 bytes of four matrix rows and the columns of a row make, so many times."""
+        w, scales = found
+        sums, by = products(w, address, None), by * _FLOAT(factor)
+        return (
+            totals[0] + by * power(scales[0]) * sums[0],
+            totals[1] + by * power(scales[1]) * sums[1],
+            totals[2] + by * power(scales[2]) * sums[2],
+            totals[3] + by * power(scales[3]) * sums[3],
+        )
+
+    multiply = pair_products(elements.columns, ask_rows, use, rows)
+
+    def multiply_floats(  # type: ignore[no-untyped-def]
+        y, y_pitch, x, x_pitch, codes, of_expert, pitch, half, choices, chosen, many, width, batches, plus, plus_pitch,
+        bias, of_bias, bias_step, bias_half, mode, team, teams, scales,
+    ):  # fmt: skip
+        multiply(
+            y, y_pitch, x, x_pitch, codes, of_expert, pitch, choices, chosen, many, width, batches, plus, plus_pitch,
+            (bias, of_bias, bias_step, bias_half), mode, team, teams, (pitch, half, scales),
+        )  # fmt: skip
+
+    return Kernel(name, multiply_floats, 23, bounds=(32 * BLOCK_WARPS, 2))
+
+
 CODED_PRODUCT_BF16_4 = _product("coded_product_bf16_4", "4", FORMATS["bf16"])
 CODED_PRODUCT_BF16_8 = _product("coded_product_bf16_8", "8", FORMATS["bf16"])
 CODED_PRODUCT_BF16_E4M3 = _product("coded_product_bf16_e4m3", "e4m3", FORMATS["bf16"])
+CODED_PRODUCT_BF16_E2M1 = _float_product("coded_product_bf16_e2m1", FORMATS["bf16"])
 CODED_PRODUCT_F16_4 = _product("coded_product_f16_4", "4", FORMATS["f16"])
 CODED_PRODUCT_F16_8 = _product("coded_product_f16_8", "8", FORMATS["f16"])
 CODED_PRODUCT_F16_E4M3 = _product("coded_product_f16_e4m3", "e4m3", FORMATS["f16"])
+CODED_PRODUCT_F16_E2M1 = _float_product("coded_product_f16_e2m1", FORMATS["f16"])

@@ -71,6 +71,22 @@ def _e5m2(word: Any) -> Any:
     return _HALF(word << _HALF(8) & _HALF(0xFF00FF00)), _HALF(word & _HALF(0xFF00FF00))
 
 
+@device_function
+def _bytes_of(signs: Any, others: Any) -> Any:
+    """Return the first bytes of float16, each 2 ** -14 of an e2m1: its sign, and its other bits."""
+    return _HALF(signs & _HALF(0x80808080) | others & _HALF(0x0E0E0E0E))
+
+
+@device_function
+def _e2m1(words: Any) -> Any:
+    word, by = words[0], _FLOAT(2**14)
+    first, second = _bytes_of(word << _HALF(4), word << _HALF(1)), _bytes_of(word, word >> _HALF(3))
+    a, b = _HALF(first << _HALF(8) & _HALF(0xFF00FF00)), _HALF(second << _HALF(8) & _HALF(0xFF00FF00))
+    c, d = _HALF(first & _HALF(0xFF00FF00)), _HALF(second & _HALF(0xFF00FF00))
+    half = by * _low(a), by * _low(b), by * _low(c), by * _low(d)
+    return *half, by * _high(a), by * _high(b), by * _high(c), by * _high(d)
+
+
 def _bytes_by(pairs: Any) -> Any:
     """Make what returns eight codes by columns, given what makes float16 of the first and third byte, and others."""
 
@@ -129,13 +145,18 @@ def _scale_32(block: Any, scales: Any) -> Any:
 
 
 @device_function
+def _scale_8(block: Any, scales: Any) -> Any:
+    return _HALF(ptx.load_8(scales + _WORD(block)))
+
+
+@device_function
 def _zero_byte(block: Any, told: Any) -> Any:
     zeros, packed = told
     return _HALF(ptx.load_8(zeros + _WORD(block >> packed)))
 
 
 _numbers, _blocks = _each(_until), _each(_block_of)
-_scales_16, _scales_32, _zero_bytes = _each(_scale_16), _each(_scale_32), _each(_zero_byte)
+_scales_16, _scales_32, _scales_8, _zero_bytes = (_each(each) for each in (_scale_16, _scale_32, _scale_8, _zero_byte))
 
 
 @device_function
@@ -162,10 +183,22 @@ def _float_of(bits: Any, kind: Any) -> Any:
     return ptx.float_of(bits) if kind == _HALF(F32) else ptx.low_bf16(bits)
 
 
-_floats = _each(_float_of)
+@device_function
+def _exponents(blocks: Any, scales: Any, _: Any) -> Any:
+    return _scales_8(blocks, scales)
 
 
-def _dense(name: str, both: Any, size: int, load: Any, codes_of: Any, zero_of: Any, factor: int = 1) -> Kernel:
+@device_function
+def _power_of(bits: Any, _: Any) -> Any:
+    return ptx.float_of(_HALF(bits << _HALF(23)))
+
+
+_FLOATS, _POWERS = (_scales, _each(_float_of)), (_exponents, _each(_power_of))
+
+
+def _dense(
+    name: str, both: Any, size: int, load: Any, codes_of: Any, zero_of: Any, factor: int = 1, scaling: Any = _FLOATS
+) -> Kernel:
     """Make a kernel.
 
     Its words:
@@ -175,7 +208,7 @@ def _dense(name: str, both: Any, size: int, load: Any, codes_of: Any, zero_of: A
     - start, end: rows of the matrix.
     - units: eights of columns.
     - scales, kind: one for each block, row after row of blocks, see :mod:`tpplan.decoder.kernels.scale_kinds`.
-    - per_row: blocks beside each other.
+    - per_row: how many scales it is from one row of blocks to the next.
     - row, column: fractions that rows and units are multiplied by to find their blocks.
     - zeros, packed: in bytes, one for each scale, or two if ``packed`` is 1; none are 0.
     - plus: is added to each of them.
@@ -190,7 +223,9 @@ def _dense(name: str, both: Any, size: int, load: Any, codes_of: Any, zero_of: A
         codes_of: makes float32 of them, with what ``zero_of`` makes of zeros too much.
         zero_of: makes a float32 of a zero.
         factor: a power of 2 that these are too small by.
+        scaling: loads scales, and makes float32 of them.
     """
+    scales_at, floats_of = scaling
 
     @device_function
     def store(to: Any, words: Any, scale: Any, zero: Any) -> None:
@@ -222,10 +257,10 @@ def _dense(name: str, both: Any, size: int, load: Any, codes_of: Any, zero_of: A
         rows = _numbers(rows, _HALF(end - _HALF(1)))
         words = loads(rows, (codes + _WORD(own) * _WORD(size), pitch))
         blocks = _blocks(rows, (_HALF(row), _HALF(per_row), _times(own, _HALF(column))))
-        scale = _scales(blocks, scales, kind)
+        scale = scales_at(blocks, scales, kind)
         zero = _zeros(blocks, zeros, packed)
         ptx.after_earlier_with_next()
-        by, more = _floats(scale, kind), _HALF(plus)
+        by, more = floats_of(scale, kind), _HALF(plus)
         to = out + _WORD(before) * out_pitch + _WORD(unit) * _WORD(16)
         if unit < units:
             store(to, words[0], by[0], _zero_in(zero[0], blocks[0], packed, more))
@@ -239,17 +274,20 @@ def _dense(name: str, both: Any, size: int, load: Any, codes_of: Any, zero_of: A
     return Kernel(name, dense, 15)
 
 
-_KINDS = {
+_KINDS: dict[str, tuple[Any, ...]] = {
     "4": (4, _one, _four_bits, _as_codes_are),
     "8": (8, _two, _bytes_by(_eight_bits), _as_codes_are),
     "e4m3": (8, _two, _bytes_by(_e4m3), _none, 256),
     "e5m2": (8, _two, _bytes_by(_e5m2), _none),
+    "e2m1": (4, _one, _e2m1, _none, 1, _POWERS),
 }
 DENSE_BF16_4 = _dense("dense_bf16_4", ptx.two_bf16, *_KINDS["4"])
 DENSE_BF16_8 = _dense("dense_bf16_8", ptx.two_bf16, *_KINDS["8"])
 DENSE_BF16_E4M3 = _dense("dense_bf16_e4m3", ptx.two_bf16, *_KINDS["e4m3"])
 DENSE_BF16_E5M2 = _dense("dense_bf16_e5m2", ptx.two_bf16, *_KINDS["e5m2"])
+DENSE_BF16_E2M1 = _dense("dense_bf16_e2m1", ptx.two_bf16, *_KINDS["e2m1"])
 DENSE_F16_4 = _dense("dense_f16_4", ptx.two_f16, *_KINDS["4"])
 DENSE_F16_8 = _dense("dense_f16_8", ptx.two_f16, *_KINDS["8"])
 DENSE_F16_E4M3 = _dense("dense_f16_e4m3", ptx.two_f16, *_KINDS["e4m3"])
 DENSE_F16_E5M2 = _dense("dense_f16_e5m2", ptx.two_f16, *_KINDS["e5m2"])
+DENSE_F16_E2M1 = _dense("dense_f16_e2m1", ptx.two_f16, *_KINDS["e2m1"])

@@ -8,6 +8,7 @@ An element becomes a float32 in two or three instructions, and is multiplied and
 | 4 bits | 32 | its code | the bits of a base above it, which is taken off |
 | 8 bits | 16 | its code less 128 | the same |
 | e4m3 | 16 | a 256th of it | the bits of a float16, whose exponent begins one further on, and a conversion |
+| e2m1 | 32 | 2 ** -14 of it | the same, made of four codes at a time |
 
 All is exact but the sums, which are float32 and in the order of the columns.
 """
@@ -101,11 +102,25 @@ def _floats_of_8_bits(builder: Any, word: Any, _: Any) -> list[Any]:
     return [a, b, c, d]
 
 
+def _floats_of_4_bits(builder: Any, word: Any, _: Any) -> list[Any]:
+    """Write 2 ** -14 of the e2m1 of a word: of a float16, whose other bits are 0, the first byte has all of one."""
+
+    def bytes_of(signs: Any, others: Any) -> Any:
+        return builder.or_(builder.and_(others, _word(0x0E0E0E0E)), builder.and_(signs, _word(0x80808080)))
+
+    first = bytes_of(builder.shl(word, _word(4)), builder.shl(word, _word(1)))  # of two codes in a byte
+    second = bytes_of(word, builder.lshr(word, _word(3)))
+    pairs = [ptx.emit_even_bytes(builder, [each])[0] for each in (first, second)]
+    pairs += [builder.and_(each, _word(0xFF00FF00)) for each in (first, second)]
+    return [emit(builder, [pair])[0] for emit in (ptx.emit_low_f16, ptx.emit_high_f16) for pair in pairs]
+
+
 #: Of codes, by what names of kernels say of them.
 CODES = {
     "4": Elements(4, _nibbles, sums=True),
     "8": Elements(8, _bytes, sums=True),
     "e4m3": Elements(8, _floats_of_8_bits, factor=256),
+    "e2m1": Elements(4, _floats_of_4_bits, factor=2**14),
 }
 
 

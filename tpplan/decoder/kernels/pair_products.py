@@ -139,10 +139,13 @@ def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any
         factors[thread] = factor if mode == ADD else _FLOAT(1)
 
     @device_function
-    def look_up_bias(places: Any, lane: Any, first: Any, pairs: Any, choices: Any, chosen: Any, biases: Any) -> None:
+    def look_up_bias(tables: Any, lane: Any, first: Any, pairs: Any, choices: Any, chosen: Any, biases: Any) -> None:
         """Find where a lane's bias of the first batch is: of one of eight pairs, for one of four rows; or 0."""
-        (bias, of_expert, step, half), own, value = biases, lane & _BITS(7), _WORD(lane >> _BITS(3))
+        (factors, places), (bias, of_expert, step, half) = tables, biases
+        own, value = lane & _BITS(7), _WORD(lane >> _BITS(3))
         places[lane] = _WORD(0)
+        if lane >= pairs:
+            factors[lane] = _FLOAT(0)
         if bias != _WORD(0) and own < pairs:
             pair = first + _WORD(own)
             row = _WORD(_BITS(pair) // _BITS(chosen))
@@ -154,7 +157,7 @@ def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any
     def ask_bias(places: Any, lane: Any, is_asked: Any, batch: Any, step: Any, mode: Any) -> Any:
         """Ask for a lane's bias of a batch, which is 0 if there is none."""
         place = places[lane] if is_asked else _WORD(0)
-        return ptx.load_16_if(place + _WORD(batch) * step * (_WORD(4) if mode == ADD else _WORD(2)), place)
+        return ptx.load_16_if(place + (_WORD(batch) * step << (_WORD(2) if mode == ADD else _WORD(1))), place)
 
     @device_function
     def multiply(  # noqa: C901, PLR0915 (the kernel)
@@ -186,7 +189,7 @@ def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any
             tables = matrices, rows, factors
             look_up(tables, thread, group * many, matrix, of_expert, x, x_pitch, choices, chosen, mode)
         if warp == _BITS(0):
-            look_up_bias(places, lane, group * many, pairs, choices, chosen, biases)
+            look_up_bias((factors, places), lane, group * many, pairs, choices, chosen, biases)
         cuda.syncthreads()
         w = ask(matrices[min(p0, last)] + offset, c0, more)
         v = ask(matrices[min(p1, last)] + offset, c1, more)
@@ -210,7 +213,7 @@ def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any
             if q < until:
                 v = ask(matrices[q] + offset, d, more)
             if ends:
-                s = over_eight(spread(totals, _WORD(lane)) + factors[min(lane & _BITS(7), last)] * first_of(bias))
+                s = over_eight(spread(totals, _WORD(lane)) + factors[lane & _BITS(7)] * first_of(bias))
                 if lane & _BITS(7) == _BITS(0):
                     sums[_BITS((warp * _BITS(_KEPT) + slots) * _BITS(4) + (lane >> _BITS(3)))] = s
                 bias = ask_bias(places, lane, member == _BITS(0) and until, _BITS(ahead + mine), biases[2], mode)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tpplan.decoder.kernels.scale_kinds import FORMS
 from tpplan.decoder.launches.dense import block_of, fraction_of, has_quotients, kind_of
 from tpplan.decoder.launches.launcher import bits_of
-from tpplan.decoder.quantised import IntMatrix
+from tpplan.decoder.quantised import Float4Matrix, IntMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -40,7 +40,8 @@ class Readable:
         further: bytes from a row to the one after the next.
         steps: what kernels are told of how far it is from one to the next.
         scaling: what they are told of codes: kind of scales, how many there are beside each other, the fractions that
-            rows and columns are multiplied by to find theirs, and bits of what is added to zeros.
+            rows and columns are multiplied by to find theirs, and bits of what is added to zeros; of e2m1 where the
+            scale of 16 bytes of codes is, less a 16th of where these are.
         places: addresses of elements, scales and zeros; 0 of what there is not.
     """
 
@@ -62,8 +63,8 @@ class Readable:
         element, scales, zeros = self.places
         half, of_scales, of_zeros = (b - a for a, b in zip(self.places, (other or self).places, strict=True))
         before = element, *self.steps, half if other else self.further
-        if not self.kind:
-            return before, ()
+        if not scales:
+            return before, self.scaling
         form, groups, row, column, offset = self.scaling
         return before, (
             scales, of_scales, form, groups, 0 if other else 2, row, column, zeros, of_zeros, offset,
@@ -85,7 +86,11 @@ def readable(matrix_EOI: Tensor | Stacked, kinds: Collection[str]) -> Readable |
         )
     matrix = matrix_EOI.matrix
     kind = kind_of(matrix)
-    if kind not in kinds or matrix_EOI.columns is not None or not _is_read(matrix):
+    if kind not in kinds or matrix_EOI.columns is not None:
+        return None
+    if isinstance(matrix, Float4Matrix):
+        return _floats(matrix, size) if _is_beside(matrix) else None
+    if not _is_read(matrix):
         return None
     zeros, offset = _zeros_of(matrix)
     pitch, (rows, columns) = matrix.codes.stride(0) * matrix.codes.itemsize, block_of(matrix)
@@ -96,6 +101,22 @@ def readable(matrix_EOI: Tensor | Stacked, kinds: Collection[str]) -> Readable |
     )  # fmt: skip
     places = matrix.codes.data_ptr(), matrix.scales.data_ptr(), zeros
     return Readable(kind, size, width, pitch, 2 * pitch, (size,), scaling, places)
+
+
+def _floats(matrix: Float4Matrix, size: int) -> Readable:
+    """Return matrices of so many rows each."""
+    pitch, place = matrix.codes.stride(0), matrix.codes.data_ptr()
+    scales = (matrix.scales.data_ptr() - place // _VECTOR) % 2**64
+    of_row = matrix.codes.shape[1]
+    return Readable("e2m1", size, 2 * of_row, of_row, 2 * pitch, (size * pitch, pitch), (scales,), (place, 0, 0))
+
+
+def _is_beside(matrix: Float4Matrix) -> bool:
+    """Tell whether kernels read a matrix: its rows are of 16 bytes of codes, and its scales as far apart as these."""
+    (pitch, one), (of_scales, next_one), width = matrix.codes.stride(), matrix.scales.stride(), matrix.codes.shape[1]
+    if not width or (width | pitch | matrix.codes.data_ptr()) % _VECTOR:
+        return False
+    return (one, next_one, of_scales * _VECTOR) == (1, 1, pitch)
 
 
 def words_of_biases(*biases_EO: Tensor | None) -> tuple[int, int, int, int] | None:

@@ -11,7 +11,7 @@ import torch
 
 from tpplan.decoder.kernels.scale_kinds import FORMS
 from tpplan.decoder.launches.launcher import DTYPES, Launcher
-from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.quantised import Float4Matrix, Float8Matrix, IntMatrix, Quantised
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Kinds of codes that kernels support, as in kernels' names: the bits of integers, or the format of floats.
-KINDS: Final = ("4", "8", "e4m3", "e5m2")
+KINDS: Final = ("4", "8", "e4m3", "e5m2", "e2m1")
 
 _FLOATS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
+#: Kinds of 4 bits.
+_HALVES: Final = ("4", "e2m1")
 #: Rows and columns of a thread, bytes of an element of the result, threads of a warp, and of a block, at most.
 _ROWS, _COLUMNS, _ITEM, _WARP, _THREADS = 4, 8, 2, 32, 256
 #: What fractions are multiplied by to be whole: quotients of numbers are exact whose product is not larger.
@@ -31,6 +33,8 @@ _ONE: Final = 2**31
 
 def kind_of(matrix: Quantised) -> str:
     """Return the kind of a matrix's codes, from :data:`KINDS` if there are kernels for it."""
+    if isinstance(matrix, Float4Matrix):
+        return "e2m1"
     return str(matrix.bits) if isinstance(matrix, IntMatrix) else _FLOATS.get(matrix.codes.dtype, "")
 
 
@@ -58,10 +62,12 @@ class Dense:
 
     def takes(self, matrix: Quantised) -> bool:
         """Return whether there is a kernel for a matrix, whose columns must be in eights that share a scale."""
-        (size, width), (rows, columns) = matrix.shape, block_of(matrix)
-        if kind_of(matrix) not in self._launchers or str(matrix.scales.dtype) not in FORMS:
+        (size, width), (rows, columns), kind = matrix.shape, block_of(matrix), kind_of(matrix)
+        if kind not in self._launchers or _form_of(matrix) is None:
             return False
-        if (width | min(columns, width)) % _COLUMNS or matrix.codes.data_ptr() % (4 if kind_of(matrix) == "4" else 8):
+        if (width | min(columns, width)) % _COLUMNS:
+            return False
+        if (matrix.codes.data_ptr() | matrix.codes.stride(0) * matrix.codes.itemsize) % (4 if kind in _HALVES else 8):
             return False
         return has_quotients(rows, size) and has_quotients(columns // _COLUMNS, width // _COLUMNS)
 
@@ -69,7 +75,7 @@ class Dense:
         """Dequantise rows, as the matrix's own ``dense`` does: computed in float32, rounded once.
 
         Args:
-            matrix: a matrix on the device, contiguous.
+            matrix: a matrix on the device, of contiguous rows; only those of 4-bit floats may be apart.
             start: first row.
             end: row after the last.
             out_RK: tensor for the result, in the kernels' dtype, with rows at multiples of 16 bytes.
@@ -89,8 +95,8 @@ class Dense:
             end,
             units,
             scales.data_ptr(),
-            FORMS[str(scales.dtype)],
-            scales.shape[1],
+            _form_of(matrix) or 0,
+            scales.stride(0),
             fraction_of(rows, size),
             fraction_of(columns // _COLUMNS, units),
             *_zeros_of(matrix),
@@ -100,6 +106,13 @@ class Dense:
 def block_of(matrix: Quantised) -> tuple[int, int]:
     """Return the numbers of rows and columns that share a scale."""
     return (matrix.rows, matrix.columns) if isinstance(matrix, Float8Matrix) else (1, matrix.group)
+
+
+def _form_of(matrix: Quantised) -> int | None:
+    """Return the number by which kernels know the kind of scales; None if they know none, 0 of e2m1."""
+    if isinstance(matrix, Float4Matrix):
+        return 0
+    return FORMS.get(str(matrix.scales.dtype))
 
 
 def _zeros_of(matrix: Quantised) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.stacked import Projection
 
 #: Kinds of codes that kernels read, of :data:`tpplan.decoder.launches.dense.KINDS`.
-KINDS: Final = ("4", "8", "e4m3")
+KINDS: Final = ("4", "8", "e4m3", "e2m1")
 
 #: Maximum experts to choose from, and maximum experts of a row, without and with biases, as in the kernels.
 _MOST_EXPERTS: Final = 512

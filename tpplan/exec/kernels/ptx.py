@@ -219,7 +219,9 @@ two_highs = _instruction("prmt.b32 $0, $1, $2, 0x7632;", "u32", "u32 u32")
 #: The first, and the last, two bytes of a register, each below a byte of another one.
 emit_first_bytes = emitter("prmt.b32 $0, $1, $2, 0x5140;", "u32", "u32 u32")
 emit_last_bytes = emitter("prmt.b32 $0, $1, $2, 0x7362;", "u32", "u32 u32")
-#: The same, each below eight times its first bit.
+#: The first and the third byte of a register, each above zeros.
+emit_even_bytes = emitter("prmt.b32 $0, $1, 0, 0x2404;", "u32", "u32")
+#: The first, and the last, two bytes of a register, each below eight times its first bit.
 emit_first_signed = emitter("prmt.b32 $0, $1, 0, 0x9180;", "u32", "u32")
 emit_last_signed = emitter("prmt.b32 $0, $1, 0, 0xb3a2;", "u32", "u32")
 #: Of pairs of 16-bit floats, rounded once; subnormals are what they are.
