@@ -131,11 +131,15 @@ def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[Tensor, list[tu
     flat = experts_RC.flatten()
     sizes = (flat[:, None] == torch.arange(count, device=flat.device)).sum(0).tolist()
     order, most = flat.argsort(), -(-len(flat) // _PARTS)
-    starts = [0, *accumulate(sizes)]
-    for first in range(0, len(flat), most):
-        end = min(first + most, len(flat))
-        bounds = [min(max(start, first), end) - first for start in starts]
-        yield order[first:end], [(i, slice(a, b)) for i, (a, b) in enumerate(pairwise(bounds)) if a < b]
+    first, parts = 0, list[tuple[int, slice]]()
+    for expert, (start, end) in enumerate(pairwise([0, *accumulate(sizes)])):
+        for a in range(start, end, most):
+            b = min(a + most, end)
+            if b - first > most:
+                yield order[first:a], parts
+                first, parts = a, []
+            parts.append((expert, slice(a - first, b - first)))
+    yield order[first:], parts
 
 
 def _products(x_PK: Tensor, projection: Projection, parts: list[tuple[int, slice]], making: Making) -> Tensor:

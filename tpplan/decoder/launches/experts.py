@@ -33,6 +33,8 @@ _ITEM: Final = 2
 _FLOAT: Final = 4
 #: Bytes of one access, and matrix rows that the kernel reads at a time.
 _VECTOR, _FOUR = 16, 4
+#: Maximum pairs for each expert, where it is not one: of more rows, e2m1 has to be dequantised.
+_MOST_PAIRS: Final = {"e2m1": 4}
 #: Maximum groups of pairs of a grid.
 _MOST_GROUPS: Final = 2**16 - 1
 
@@ -143,13 +145,14 @@ class Experts:
         if projection.bias is not None and projection.bias.dtype is not self._dtype:
             return None
         pairs, chosen = choice_RC.numel() // 2, choice_RC.shape[1] // 2
-        if not 0 < pairs <= min(len(matrix_EOI), _MOST_GROUPS) or chosen > _MOST_CHOSEN:
+        if not 0 < pairs <= _MOST_GROUPS or chosen > _MOST_CHOSEN:
             return None
         if choice_RC.dtype is not torch.float32 or not choice_RC.is_contiguous() or matrix_EOI.shape[1] % _FOUR:
             return None
         if isinstance(matrix_EOI, Tensor) and not self._is_vectors(matrix_EOI):
             return None
-        return readable(matrix_EOI, self._coded)
+        found = readable(matrix_EOI, self._coded)
+        return found if found and pairs <= _MOST_PAIRS.get(found.kind, 1) * len(matrix_EOI) else None
 
     def _is_vectors(self, tensor: Tensor) -> bool:
         """Tell whether slices along the last dimension begin at, and consist of, multiples of 16 bytes."""
