@@ -10,6 +10,7 @@ from weakref import ref
 import pytest
 import torch
 
+from tests.decoder.quantised_checkpoints import mxfp4
 from tests.decoder_cases import (
     CONFIGS,
     LENGTH,
@@ -98,8 +99,8 @@ def test_cuts_that_leave_something_out(name: str, layout: str) -> None:
 
 
 def test_weights_stay_where_they_were_loaded() -> None:
-    """Matrices that become one, and experts that become one tensor, are views of what was loaded."""
-    for model_type in ("mistral", "qwen3_moe"):
+    """Matrices that become one, and experts that become one tensor, are views of what was loaded, for all decoders."""
+    for model_type in ("mistral", "qwen3_moe", "gpt_oss"):
         directory = model_of(model_type).directory
         plan = plan_of(directory, 3, request_of(), {}, seed=2)
         with compile_plan(plan, backend="cpu") as ctx:
@@ -108,8 +109,12 @@ def test_weights_stay_where_they_were_loaded() -> None:
             assert any("qkv_proj" in name for name in decoder.weights[0].tensors)
             for device in ctx.all_devices:
                 loaded = {tensor.untyped_storage().data_ptr() for tensor in weights[device].values()}
-                used = {tensor.untyped_storage().data_ptr() for tensor in decoder.weights[device].tensors.values()}
+                held = decoder.weights[device].tensors.items()
+                used = {x.untyped_storage().data_ptr() for name, x in held if not name.endswith("qkv_proj.bias")}
                 assert used <= loaded
+            expected = [logits.clone() for logits in decoder.prefill([5, 17, 99])]
+            for found, right in zip(Decoder(ctx, directory, weights).prefill([5, 17, 99]), expected, strict=True):
+                assert torch.equal(found, right)
 
 
 def test_weights_that_are_not_the_plans() -> None:
@@ -211,13 +216,14 @@ def test_what_is_refused() -> None:
             pass
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", [*CONFIGS, "gpt_oss in MXFP4"])
 def test_a_step_can_be_a_graph(model_type: str) -> None:
     """Nothing that a step issues waits for a device or makes a tensor of numbers of the host's, also with experts."""
-    model = model_of(model_type)
+    model = model_of(model_type) if model_type in CONFIGS else mxfp4()[0]
     for batch in (1, 4):
         plan = plan_of(model.directory, 3, request_of(batch=batch), {}, seed=6)
-        with decoding(plan, model_type) as decoder, Calls() as calls:
+        with compile_plan(plan, backend="cpu", scratch=False) as context, Calls() as calls:
+            decoder = Decoder(context, model.directory, load_weights(plan, model.directory, context))
             everywhere = [[torch.zeros(batch, dtype=torch.int64)] * len(decoder.context.all_devices) for _ in range(2)]
             calls.names.clear()
             with torch.inference_mode():

@@ -106,6 +106,7 @@ def test_gpt_oss_is_not_a_multiple_of_128_and_alternates() -> None:
         "num_local_experts": 32,
         "num_experts_per_tok": 4,
         "sliding_window": 128,
+        "sliding_window_pattern": 3,  # which transformers does not read here
         "max_position_embeddings": 131072,
     }
     spec = spec_of(config)

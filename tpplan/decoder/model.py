@@ -108,7 +108,8 @@ class Decoder:
         for device in context.all_devices:  # before there is a cache: rearranging codes takes memory
             matrices = matrices_of(weights[device], slices[device], self._settings.scheme)
             self.weights[device] = joined(weights[device], matrices, layers, self._settings, context.dtype)
-            if matrices and context.devices[device].device.type == "cuda":
+            rearranged = matrices or self._settings.family.experts.fused
+            if rearranged and context.devices[device].device.type == "cuda":
                 torch.cuda.empty_cache()  # frees the memory that rearranging took
         windows = [block.attention.window if block.attention else 0 for block in layers]
         kind = cache or request.cache.kind

@@ -18,9 +18,9 @@ ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 #: Bits of a nibble, and nibbles of a word.
 _BITS, _WORD = 4, 8
-#: Values of the codes of e2m1, and bits of the mantissa of float32.
-_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+#: Bits of the mantissa of float32; and by how much exponents of e2m1 begin later.
 _MANTISSA: Final = 23
+_LATER: Final = 126
 #: Elements that torch dequantises at a time; each takes up to 17 bytes of temporary memory.
 _AT_ONCE: Final = 2**19
 
@@ -186,8 +186,9 @@ class Float4Matrix(_Coded):
 
     def _values(self, rows: Tensor) -> Tensor:
         codes = self.codes[rows]
-        codes = torch.stack((codes & 15, codes >> _BITS), dim=-1).flatten(-2)
-        values = torch.tensor(_E2M1, device=rows.device)[codes.int()]
+        codes = torch.stack((codes & 15, codes >> _BITS), dim=-1).flatten(-2).int()
+        bits = (codes & 7) << _MANTISSA - 1 | (codes & 8) << 28
+        values = bits.view(torch.float32) * 2.0**_LATER
         scales = (self.scales[rows].int() << _MANTISSA).view(torch.float32)
         return _scaled(values, self.group, scales)
 

@@ -12,7 +12,7 @@ from tpplan.families.shape import (
     after_dense,
     even_before_max_window_layers,
     every_layer,
-    except_every,
+    every_other,
     sparse_steps,
     windows,
 )
@@ -115,7 +115,7 @@ MOE: Final[dict[str, Family]] = {
         ),
         defaults={"num_key_value_heads": 8, "head_dim": 64},
         flags={"attention_bias": True},
-        window=windows(128, except_every(2)),
+        window=windows(128, every_other),
         moe=every_layer,
         expert_key="intermediate_size",
     ),

@@ -129,6 +129,11 @@ def except_every(default: int) -> Callable[[Config, int], tuple[bool, ...]]:
     return choose
 
 
+def every_other(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG001 (no key changes it)
+    """Select the first layer, the third, and so on (gpt_oss)."""
+    return tuple(layer % 2 == 0 for layer in range(layers))
+
+
 def from_max_window_layers(config: Config, layers: int) -> tuple[bool, ...]:
     """Select the layers from ``max_window_layers`` on (Qwen2)."""
     first = config.count("max_window_layers", default=28, minimum=0)

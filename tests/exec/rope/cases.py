@@ -117,6 +117,12 @@ MODELS: dict[str, Json] = {
         },
     },
     "gpt-oss, silent": {"model_type": "gpt_oss", "hidden_size": 2880, "num_attention_heads": 64},
+    "gpt-oss, null": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "rope_parameters": None,
+    },
     "Gemma-2": {
         "model_type": "gemma2",
         "hidden_size": 3584,

@@ -66,7 +66,8 @@ def read_rope(data: Mapping[str, object], layer_type: str | None) -> tuple[float
     defaults: Mapping[str, object] = _DEFAULTS.get(model_type, {})
     if family := FAMILIES.get(model_type):
         defaults = {"rope_theta": 1e4, **family.defaults, **defaults}
-    config = Config({**defaults, **config.data}, config.source)
+    given = {key: value for key, value in config.data.items() if value is not None or key not in defaults}
+    config = Config({**defaults, **given}, config.source)
     if model_type == "gpt2" or config.flag("alibi"):
         raise config.error("this model has no RoPE", "its positions are learned, or ALiBi")
     section = _section(config, model_type, layer_type)
