@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.warps import ME, copy_words, end_copies, multiplied, told, wait_for_copies, words_at, write_words
+from tests.warps import ME, add_word, copy_words, end_copies, multiplied, told, wait_for_copies, words_at, write_words
 from tpplan.exec.kernels import ptx
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def doing(text: str) -> _Doing:
     if name in _SHARED:
         return _SHARED[name]
     if below := _BELOW.fullmatch(text):
-        run = doing(below[1])
-        return lambda memory, values: run(memory, values[:2]) if values[2] < values[3] else None
+        run, first = doing(below[2]), int(below[1])
+        return lambda memory, values: run(memory, values[:first]) if values[first] < values[first + 1] else None
     if ".global." not in text:
         return _computing(name, text)
     access = _access(name, text)
@@ -140,6 +140,12 @@ def _filled(memory: _Memory, address: Any, count: Any) -> Any:
     return np.array([sum(byte << 8 * i for i, byte in enumerate(found))], np.uint32)
 
 
+def _vector_or_zeros(memory: _Memory, address: Any, count: Any = 16) -> Any:
+    """Return four words, of which all are read, or none."""
+    assert count in {0, 16}
+    return memory(address, 16) if count else np.zeros(4, np.uint32)
+
+
 def _halves(memory: _Memory, values: Sequence[Any]) -> Any:
     both = memory(values[0], 8).view(np.uint64)
     both[: len(values) // 2] = sum(int(value) << 32 * i for i, value in enumerate(values[1:]))
@@ -171,17 +177,19 @@ def _permuted(chosen: Sequence[int], _: _Memory, values: Sequence[Any]) -> Any:
 _VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.[uf]32")
 #: What is done with shared memory.
 _SHARED: dict[str, _Doing] = {
+    "ld.shared.u32": lambda _, values: words_at(values[0], 1)[0],
     "ld.shared.v4.u32": lambda _, values: tuple(words_at(values[0])),
+    "atom.shared.add.u32": lambda _, values: add_word(*values),
     "st.shared.v4.u32": lambda _, values: write_words(values[0], values[1:]),
-    "cp.async.cg.shared.global": lambda memory, values: copy_words(values[0], memory(values[1], 16)),
+    "cp.async.cg.shared.global": lambda memory, values: copy_words(values[0], _vector_or_zeros(memory, *values[1:])),
     "cp.async.ca.shared.global": lambda memory, values: copy_words(values[0], _filled(memory, *values[1:])),
     "cp.async.commit_group;": lambda *_: end_copies(),
     "cp.async.wait_all;": lambda *_: wait_for_copies(),
 }
 #: Loads of some bits if something is there, and maybe of 16 if not.
 _GUARDED = re.compile(r"@p ld\.global\.u(\d+) \$0, \[\$1\];( @!p ld\.global\.u16)?")
-#: An instruction for two values, if the next is below the last.
-_BELOW = re.compile(r"\{ \.reg \.pred p; setp\.lt\.u32 p, \$2, \$3; @p (.*;) \}")
+#: An instruction for some values, if the next is below the last.
+_BELOW = re.compile(r"\{ \.reg \.pred p; setp\.lt\.u32 p, \$(\d), \$\d; @p (.*;) \}")
 #: Which bytes of two words make one, the highest first; of those of a number from 8 on the first bit, eight times.
 _PERMUTED = re.compile(r"prmt\.b32 \$0, \$1, (?:\$2|0), 0x([0-9a-f]{4});")
 #: Bytes of accesses.
@@ -210,6 +218,7 @@ _BITS: dict[str, Callable[..., Any]] = {
     "active": lambda: np.uint32(0xFFFFFFFF),
     "of_first": lambda value: told(value)[0],
     "shifted": lambda bits, count: np.uint32(int(bits) >> int(count) % 32),
+    "vector_at": lambda index, start: np.uint64(16 * int(index) + int(start)),
     "largest_of_warp": lambda value: max(told(value)),
     "nanoseconds": lambda: np.uint64(monotonic_ns()),
     "word": lambda index: ME.words[int(index)],

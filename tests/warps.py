@@ -238,6 +238,15 @@ class Shared:
         assert not (is_other and _is_race(written, me)), "written beside a write"
         self._values[index] = value
 
+    def added(self, index: int, word: Any) -> Any:
+        """Add to a word that is only added to between two meetings, and return what it was."""
+        me, was = (ME.met, -1), self._values[index]
+        assert not _is_race(self._written[index], me) or self._written[index][1] == -1, "added to beside a write"
+        assert not _is_race(self._read[index], me), "added to beside a read"
+        self._written[index] = me
+        self._values[index] += word
+        return was
+
 
 #: How often somebody met others who has not begun, and its number.
 _NOBODY = (-1, -1), -1
@@ -269,10 +278,16 @@ def _found(address: Any, count: int) -> tuple[Shared, int]:
     return ME.block.arrays[number], start // 4
 
 
-def words_at(address: Any) -> list[Any]:
-    """Return the four words there."""
-    array, start = _found(address, 4)
-    return [array[start + i].view(np.uint32) for i in range(4)]
+def words_at(address: Any, count: int = 4) -> list[Any]:
+    """Return so many words there."""
+    array, start = _found(address, count)
+    return [array[start + i].view(np.uint32) for i in range(count)]
+
+
+def add_word(address: Any, word: Any) -> Any:
+    """Add to the word there, which other threads may do as well, and return what it was."""
+    array, start = _found(address, 1)
+    return array.added(start, word)
 
 
 def write_words(address: Any, words: Sequence[Any]) -> None:

@@ -15,6 +15,8 @@ from tpplan.decoder.launches.dense import Dense
 from tpplan.decoder.launches.experts import Experts
 from tpplan.decoder.launches.experts import names_of as names_of_experts
 from tpplan.decoder.launches.gemv import Gemv, Norm
+from tpplan.decoder.launches.grouped import Grouped
+from tpplan.decoder.launches.grouped import names_of as names_of_grouped
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.packed import Packed
 from tpplan.decoder.launches.pointwise import Places, Pointwise
@@ -124,7 +126,7 @@ class Fused(Plain):
         names = [*pointwise.names_of(dtype, self._name, kind), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
         names += [*gemv.joint_names_of(dtype), skinny.joint_name_of(dtype)] if joint else ()
         names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
-        names += names_of_experts(dtype, codes) if experts else ()
+        names += [*names_of_experts(dtype, codes), *names_of_grouped(dtype, codes)] if experts else ()
         names += [*dense.names_of(dtype, codes), *packed.names_of(dtype, codes), *wide.names_of(dtype, codes)]
         names += packed.names_of(dtype, codes, joint=True) if joint else ()
         capability = torch.cuda.get_device_capability(place)
@@ -139,6 +141,8 @@ class Fused(Plain):
         self._few = [*self._joint, *many]
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._experts = Experts(place, dtype, self._name, codes) if experts else None
+        grouped = [Grouped(place, dtype, self._name, codes)] if names_of_grouped(dtype, codes) else []
+        self._products: list[Experts | Grouped] = [*grouped, self._experts] if self._experts else []
         self._dense = Dense(place, dtype, codes)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -199,15 +203,19 @@ class Fused(Plain):
 
     def experts_up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor, *, fixed: bool) -> Tensor:
         """Return the intermediate activations of the rows' experts, ``[R, C, I]``."""
-        found = self._experts.up(x_RD, gates, ups, choice_RC) if self._experts else None
-        return super().experts_up(x_RD, gates, ups, choice_RC, fixed=fixed) if found is None else found
+        for kernels in self._products:
+            if (found := kernels.up(x_RD, gates, ups, choice_RC)) is not None:
+                return found
+        return super().experts_up(x_RD, gates, ups, choice_RC, fixed=fixed)
 
     def experts_down(
         self, h_RCI: Tensor, downs: Projection, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
     ) -> Tensor:
         """Return the weighted sum of the outputs of the rows' experts, ``[R, D]``."""
-        found = self._experts.down(h_RCI, downs, choice_RC, to_RD) if self._experts else None
-        return super().experts_down(h_RCI, downs, choice_RC, to_RD, fixed=fixed) if found is None else found
+        for kernels in self._products:
+            if (found := kernels.down(h_RCI, downs, choice_RC, to_RD)) is not None:
+                return found
+        return super().experts_down(h_RCI, downs, choice_RC, to_RD, fixed=fixed)
 
     def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
         """Apply the norms and rotation to the query and key heads of rows, in place."""

@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from tests.gate_cases import rounded_gate
 from tests.packed_cases import int_matrix
 from tpplan.decoder import experts
+from tpplan.decoder.launches.experts import Experts
 from tpplan.decoder.quantised import Float4Matrix, Float8Matrix, IntMatrix, Quantised
 from tpplan.decoder.stacked import Projection, Stacked
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.decoder.launches.experts import Experts
+    from tpplan.decoder.launches.grouped import Grouped
 
     Matrices = Tensor | Stacked
 
@@ -129,7 +130,9 @@ def check(found: Tensor | None, exact: Tensor) -> None:
     assert (found - exact).abs().mean() <= step / 4
 
 
-def check_products(run: Experts, three: tuple[Matrices, Matrices, Matrices], x_RD: Tensor, chosen: int) -> None:
+def check_products(
+    run: Experts | Grouped, three: tuple[Matrices, Matrices, Matrices], x_RD: Tensor, choice_RC: Tensor
+) -> None:
     """Multiply rows by their own experts' matrices, and add what comes of it to rows that are parts of longer ones.
 
     There are biases if the number of rows is even.
@@ -138,15 +141,14 @@ def check_products(run: Experts, three: tuple[Matrices, Matrices, Matrices], x_R
         run: the kernels.
         three: matrices of gates, what they are for, and back.
         x_RD: rows.
-        chosen: experts of each.
+        choice_RC: their choices.
     """
     (gate_EID, up_EID, down_EDI), (rows, hidden), dtype = three, x_RD.shape, x_RD.dtype
     gates, ups, downs = map(Projection, three)
     if rows % 2 == 0:
         (gates, ups), (downs,) = with_biases(gate_EID, up_EID, dtype=dtype), with_biases(down_EDI, dtype=dtype)
-    choice_RC = run.choose(torch.randn(rows, len(gate_EID), device=x_RD.device).to(dtype), chosen, normalised=True)
-    assert choice_RC is not None
-    weights_RC, numbers_RC = choice_RC[:, :chosen], choice_RC[:, chosen:].long()
+    weights_RC, numbers_RC = choice_RC.chunk(2, dim=1)
+    numbers_RC = numbers_RC.long()
     h_RCI, gating = run.up(x_RD, gates, ups, choice_RC), gating_of("silu", torch.float32)
     check(h_RCI, experts.up(x_RD.float(), exact(gates), exact(ups), numbers_RC, gating, fixed=True))
     assert h_RCI is not None
@@ -155,15 +157,16 @@ def check_products(run: Experts, three: tuple[Matrices, Matrices, Matrices], x_R
     assert torch.equal(h_RCI, again_RCI)
     exact_RD = experts.down(h_RCI.float(), exact(downs), numbers_RC, weights_RC, fixed=True)
     check(run.down(h_RCI, downs, choice_RC), exact_RD)
-    to_RD = torch.randn(rows, hidden + 3, device=x_RD.device).to(dtype)
+    spare = 1 if isinstance(run, Experts) else 8  # others write vectors
+    to_RD = torch.randn(rows, hidden + 2 * spare, device=x_RD.device).to(dtype)
     before = to_RD.clone()
-    run.down(h_RCI, downs, choice_RC, to_RD[:, 1:-2])
-    check(to_RD[:, 1:-2], before[:, 1:-2] + exact_RD)
-    assert torch.equal(to_RD[:, 0], before[:, 0])
-    assert torch.equal(to_RD[:, -2:], before[:, -2:])
+    run.down(h_RCI, downs, choice_RC, to_RD[:, spare:-spare])
+    check(to_RD[:, spare:-spare], before[:, spare:-spare] + exact_RD)
+    assert torch.equal(to_RD[:, :spare], before[:, :spare])
+    assert torch.equal(to_RD[:, -spare:], before[:, -spare:])
 
 
-def check_gates(run: Experts, name: str, gate_EID: Matrices, up_EID: Matrices, dtype: torch.dtype) -> None:
+def check_gates(run: Experts | Grouped, name: str, gate_EID: Matrices, up_EID: Matrices, dtype: torch.dtype) -> None:
     """Compare gates of three rows with torch's, which are rounded at the same places; for most rows they are equal.
 
     Args:

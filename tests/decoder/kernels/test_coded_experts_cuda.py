@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.decoder.kernels.experts_cases import Case, check_gates, check_products
+from tests.decoder.kernels.experts_cases import Case, check_gates, check_products, chosen_of
 from tpplan.decoder.launches.experts import Experts
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
@@ -41,7 +41,7 @@ def test_products(case: Case, rows: int, chosen: int, dtype: torch.dtype) -> Non
     """Of each row with its own experts, which rows may share; rows and results may be parts of longer ones."""
     torch.manual_seed(case.hidden + rows)
     x_RD = torch.randn(rows, case.hidden + 8, device="cuda").to(dtype)[:, : case.hidden]
-    check_products(kernels(dtype, case), case.matrices("cuda"), x_RD, chosen)
+    check_products(kernels(dtype, case), case.matrices("cuda"), x_RD, chosen_of(rows, chosen, case.count).cuda())
 
 
 @pytest.mark.parametrize("name", GATES)

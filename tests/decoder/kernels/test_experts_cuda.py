@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.decoder.kernels.experts_cases import check_gates, check_products
+from tests.decoder.kernels.experts_cases import check_gates, check_products, chosen_of
 from tpplan.decoder import experts
 from tpplan.decoder.launches.experts import Experts
 from tpplan.decoder.launches.few_rows import GATES
@@ -57,7 +57,7 @@ def test_products(count: int, hidden: int, width: int, rows: int, chosen: int, d
     x_RD = torch.randn(rows, hidden + 8, device="cuda").to(dtype)[:, :hidden]
     gate_EID, up_EID = ((torch.randn(count, width, hidden, device="cuda") / hidden**0.5).to(dtype) for _ in range(2))
     down_EDI = (torch.randn(count, hidden, width, device="cuda") / width**0.5).to(dtype)
-    check_products(kernels(dtype), (gate_EID, up_EID, down_EDI), x_RD, chosen)
+    check_products(kernels(dtype), (gate_EID, up_EID, down_EDI), x_RD, chosen_of(rows, chosen, len(gate_EID)).cuda())
 
 
 @pytest.mark.parametrize("name", GATES)

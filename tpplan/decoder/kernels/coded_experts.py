@@ -14,14 +14,11 @@ from typing import Any
 from numba.cuda import types
 
 from tpplan.decoder.kernels.dot_products import ask
-from tpplan.decoder.kernels.lane_products import BASES, BITS_OF_BASES, CODES, products_of, scale_of
+from tpplan.decoder.kernels.expert_scales import SCALES_OF, scales_at, times, wide_product
+from tpplan.decoder.kernels.lane_products import BITS_OF_BASES, CODES, products_of, scale_of
 from tpplan.decoder.kernels.pair_products import BLOCK_WARPS, FORMATS, Format, pair_products
-from tpplan.decoder.kernels.scale_kinds import F32
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
-
-#: Bits behind the point of a fraction.
-_POINT = 31
 
 _WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 
@@ -45,120 +42,19 @@ def _nothing() -> Any:
 
 
 @device_function
-def _wide(a: Any, b: Any) -> Any:
-    """Multiply numbers of 32 bits: one instruction."""
-    return _WORD(_BITS(a)) * _WORD(_BITS(b))
+def _less(sums: Any, zeros: Any) -> Any:
+    """Return four sums without what zeros make, of which the fifth is the sum of columns."""
+    a, b, c, d, x = sums
+    return a - zeros[0] * x, b - zeros[1] * x, c - zeros[2] * x, d - zeros[3] * x
 
 
 @device_function
-def _times(number: Any, fraction: Any) -> Any:
-    return _BITS(_wide(number, fraction) >> _WORD(_POINT))
-
-
-@device_function
-def _by_row(place: Any, group: Any, told: Any) -> Any:
-    """Return the numbers of the scales of four rows that each have their own."""
-    _, _, _, groups, ahead, _, _ = told
-    first, further = _BITS(place * groups + group), _BITS(ahead * groups)
-    second, third = _BITS(first + groups), _BITS(first + further)
-    return first, second, third, _BITS(third + groups)
-
-
-@device_function
-def _by_block(place: Any, group: Any, told: Any) -> Any:
-    """Return the numbers of the scales of four rows, of which blocks share one."""
-    _, _, _, groups, ahead, row, _ = told
-    second, third = _BITS(place + _BITS(1)), _BITS(place + ahead)
-    a, b = _times(place, row), _times(second, row)
-    c, d = _times(third, row), _times(_BITS(third + _BITS(1)), row)
-    one, other = _BITS(a * groups + group), _BITS(b * groups + group)
-    return one, other, _BITS(c * groups + group), _BITS(d * groups + group)
-
-
-@device_function
-def _scale_at(scales: Any, index: Any, wide: Any) -> Any:
-    return ptx.load_32_or_16(scales + _wide(index, _WORD(2) + wide + wide), wide)
-
-
-@device_function
-def _scales_at(indexes: Any, told: Any) -> Any:
-    """Ask for the scales of four rows."""
-    (a, b, c, d), (scales, half, form, _, _, _, _) = indexes, told
-    wide, further = _WORD(form == _WORD(F32)), scales + half
-    one, other = _scale_at(scales, a, wide), _scale_at(scales, b, wide)
-    return one, other, _scale_at(further, c, wide), _scale_at(further, d, wide)
-
-
-@device_function
-def _nibble_at(zeros: Any, index: Any, is_there: Any) -> Any:
-    return ptx.load_32_if(zeros + _wide(_BITS(index >> _BITS(3)), 4), is_there)
-
-
-@device_function
-def _byte_at(zeros: Any, index: Any, is_there: Any) -> Any:
-    return ptx.load_8_if(zeros + _WORD(index), is_there)
-
-
-@device_function
-def _number(bits: Any, less: Any) -> Any:
-    """Return a whole number less another, which has the base in it."""
-    return ptx.float_of(_BITS(bits | _BITS(BITS_OF_BASES[0]))) - less
-
-
-@device_function
-def _nibble(word: Any, index: Any, less: Any) -> Any:
-    return _number(_BITS(ptx.shifted(word, _BITS(index << _BITS(2))) & _BITS(15)), less)
-
-
-@device_function
-def _byte(word: Any, _: Any, less: Any) -> Any:
-    return _number(word, less)
-
-
-def _zeros_by(load: Any, value: Any) -> tuple[Any, Any]:
-    """Make what asks for the zeros of four rows, and what takes them off four sums; see :func:`_product`.
-
-    Args:
-        load: asks for what a zero is in, given its number.
-        value: makes a float32 of it, less another.
-    """
-
-    @device_function
-    def ask_zeros(indexes: Any, told: Any) -> Any:
-        (a, b, c, d), (zeros, half, _) = indexes, told
-        further = zeros + half
-        one, other = load(zeros, a, zeros), load(zeros, b, zeros)
-        return (one, other, load(further, c, zeros), load(further, d, zeros)), a
-
-    @device_function
-    def less(sums: Any, found: Any, told: Any, of_scales: Any) -> Any:
-        (p, q, r, s), index = found
-        _, _, _, groups, ahead, _, _ = of_scales
-        base, x = _FLOAT(BASES[0]) - ptx.float_of(_BITS(told[2])), sums[4]  # exact
-        second, third = _BITS(index + groups), _BITS(index + ahead * groups)
-        a, b = sums[0] - value(p, index, base) * x, sums[1] - value(q, second, base) * x
-        c, fourth = sums[2] - value(r, third, base) * x, _BITS(third + groups)
-        return a, b, c, sums[3] - value(s, fourth, base) * x
-
-    return ask_zeros, less
-
-
-@device_function
-def _ask_none(_: Any, __: Any) -> Any:
-    return _BITS(0)
-
-
-@device_function
-def _less_none(sums: Any, _: Any, __: Any, ___: Any) -> Any:
+def _as_they_are(sums: Any, _: Any) -> Any:
     return sums
 
 
-#: Of codes: the numbers of scales, what asks for zeros and takes them off, and what a kernel keeps.
-_KINDS = {
-    "4": (_by_row, *_zeros_by(_nibble_at, _nibble), _bits_of_bases),
-    "8": (_by_row, *_zeros_by(_byte_at, _byte), _nothing),
-    "e4m3": (_by_block, _ask_none, _less_none, _nothing),
-}
+#: What a kernel keeps for codes.
+_KEPT = {"4": _bits_of_bases, "8": _nothing, "e4m3": _nothing}
 
 
 def _product(name: str, kind: str, rows: Format) -> Kernel:
@@ -173,39 +69,33 @@ def _product(name: str, kind: str, rows: Format) -> Kernel:
 
     And behind the others:
 
-    - scales, half: address, and bytes to those of what a gate is for, or 0.
-    - form: what they are, of :mod:`tpplan.decoder.kernels.scale_kinds`.
-    - groups: scales beside each other; of all rows there are fewer than 2 ** 32.
-    - ahead: 2 where the second two rows of four are the next ones, 0 where they are of another matrix.
-    - row: of floats, the fraction that the numbers of rows are multiplied by to find their blocks.
-    - inverse: the same of 16 bytes beside each other; or 0 if there is one group.
-    - zeros, half: address and bytes as of scales. Of 4 bits there are words of eight, of 8 bits bytes; or the former
-      is 0. Of floats there are none.
-    - offset: is added to each zero, bits of a float32; it is the zero if there are none. Those of 8 bits are less 128.
+    - what :mod:`tpplan.decoder.kernels.expert_scales` has of scales, then of zeros.
 
     Args:
         name: of the kernel.
         kind: of codes.
         rows: what these are made of.
     """
-    elements, (numbers, ask_zeros, less, kept_of) = CODES[kind], _KINDS[kind]
+    elements, (numbers, ask_zeros, zeros_of), kept_of = CODES[kind], SCALES_OF[kind], _KEPT[kind]
     products = products_of(elements, *rows.emit)
     per_byte, unit, factor = 8 // elements.bits - 1, elements.columns.bit_length() - 1, float(elements.factor)
+
+    less = _less if elements.sums else _as_they_are
 
     @device_function
     def ask_rows(place: Any, column: Any, more: Any) -> Any:
         """Ask for codes, scales and zeros; a place is the number of a row."""
         (codes, pitch, half), of_scales, of_zeros, _ = more
-        w = ask(codes + _wide(place, pitch) + _WORD(_BITS(column >> _BITS(per_byte))), pitch, half)
-        indexes = numbers(_BITS(place), _times(column >> _BITS(unit), of_scales[6]), of_scales)
-        return w, _scales_at(indexes, of_scales), ask_zeros(indexes, of_zeros)
+        w = ask(codes + wide_product(place, pitch) + _WORD(_BITS(column >> _BITS(per_byte))), pitch, half)
+        indexes = numbers(_BITS(place), times(column >> _BITS(unit), of_scales[6]), of_scales)
+        return w, scales_at(indexes, of_scales), ask_zeros(indexes, of_zeros)
 
     @device_function
     def use(totals: Any, found: Any, address: Any, by: Any, more: Any) -> Any:
         """Add what 16 bytes of four matrix rows and the columns of a row make, so many times."""
         (w, scales, zeros), (_, of_scales, of_zeros, kept) = found, more
         form, by = of_scales[2], by * _FLOAT(factor)
-        sums = less(products(w, address, kept), zeros, of_zeros, of_scales)
+        sums = less(products(w, address, kept), zeros_of(zeros, of_zeros, of_scales))
         return (
             totals[0] + by * scale_of(scales[0], form) * sums[0],
             totals[1] + by * scale_of(scales[1], form) * sums[1],

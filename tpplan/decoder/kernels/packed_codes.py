@@ -12,9 +12,12 @@ codes  rows  pairs                                               base         fa
 8      f16   the lowest bits of 1024, less 1152                  -128         1
 e4m3   bf16  all bits where bfloat16 has them, times 2 ** 120    none         1
 e4m3   f16   all bits where float16 has them                     none         256
+e2m1   bf16  all bits where bfloat16 has them                    none         2**126
 =====  ====  ==================================================  ===========  ======
 
-Exponents of e4m3 begin at 2 ** -6, where those of 16 bits begin at 2 ** -126 and 2 ** -14, subnormals with them.
+Exponents of e4m3 begin at 2 ** -6 and those of e2m1 at 1, where those of 16 bits begin at 2 ** -126 and 2 ** -14,
+subnormals with them. Scales of e2m1 are powers of two, which make the factor good: no instruction takes their floats as
+they are here.
 """
 
 from __future__ import annotations
@@ -163,6 +166,20 @@ def _e4m3_f16(builder: Any, word: Any, _: Any) -> list[Any]:
     return _signed(builder, word, 7)
 
 
+def _e2m1_bf16(builder: Any, word: Any, _: Any) -> list[Any]:
+    """Return floats of pairs of codes, which are a byte each: its lower half becomes the first.
+
+    Multiplied by a sum of two powers of two, a byte is in both halves of a word: where signs belong, or other bits.
+    """
+    found = []
+    for emit in ptx.emit_one_byte:
+        (byte,) = emit(builder, [word])
+        signs = builder.and_(builder.mul(byte, ir.Constant(_INT, 1 << 12 | 1 << 24)), _pair(0x8000))
+        others = builder.and_(builder.mul(byte, ir.Constant(_INT, 1 << 6 | 1 << 18)), _pair(0x01C0))
+        found.append(builder.or_(signs, others))
+    return found
+
+
 _BF16 = Floats(0x3F803F80, ptx.emit_multiply_bf16, ptx.low_bf16, ptx.two_bf16)
 _F16 = Floats(0x3C003C00, ptx.emit_multiply_f16, ptx.low_f16, ptx.two_f16)
 
@@ -172,3 +189,4 @@ BF16_8 = Codes(_BF16, 8, _bytes_bf16, base=-128)
 F16_8 = Codes(_F16, 8, _bytes_f16, base=-128)
 BF16_E4M3 = Codes(_BF16, 8, _e4m3_bf16)
 F16_E4M3 = Codes(_F16, 8, _e4m3_f16, factor=256)
+BF16_E2M1 = Codes(_BF16, 4, _e2m1_bf16)

@@ -45,6 +45,8 @@ _MODULES = {
     "experts": "tpplan.decoder.kernels.experts",
     "frame": "tpplan.exec.kernels.frame",
     "gemv": "tpplan.decoder.kernels.gemv",
+    "grouped": "tpplan.decoder.kernels.grouped",
+    "grouping": "tpplan.decoder.kernels.grouping",
     "landing": "tpplan.exec.kernels.landing",
     "packed": "tpplan.decoder.kernels.packed",
     "packet": "tpplan.exec.kernels.packet",

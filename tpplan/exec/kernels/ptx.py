@@ -133,6 +133,9 @@ load_32_if, load_16_if, load_8_if = (
 #: 16 bytes of an array in shared memory, by :func:`shared_address` and a multiple of 16.
 shared_load_128 = _instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
 emit_shared_load_128 = emitter("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u32", memory=True)
+emit_shared_load_32 = emitter("ld.shared.u32 $0, [$1];", "u32", "u32", memory=True)
+#: Adds to a word there, and returns what it was.
+shared_add_32 = _instruction("atom.shared.add.u32 $0, [$1], $2;", "u32", "u32 u32", memory=True)
 shared_store_128 = _instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
 #: Copies 16 bytes there without registers; what a thread has copied so is there behind the second one.
 copy_128 = _instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "", "u32 u64", memory=True)
@@ -142,7 +145,12 @@ emit_copy_128_below = emitter(
     "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p cp.async.cg.shared.global [$0], [$1], 16; }",
     "", "u32 u64 u32 u32", memory=True,
 )  # fmt: skip
-#: The same of 4 bytes, of which so many are read, and the others are zeros.
+#: The same, of which so many bytes are read, and the others are zeros.
+emit_copy_128_filled_below = emitter(
+    "{ .reg .pred p; setp.lt.u32 p, $3, $4; @p cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2; }",
+    "", "u32 u64 u32 u32 u32", memory=True,
+)  # fmt: skip
+#: The same of 4 bytes without a condition, of which so many are read, and the others are zeros.
 copy_32 = _instruction("cp.async.ca.shared.global [$0], [$1], 4, $2;", "", "u32 u64 u32", memory=True)
 #: Makes a group of what a thread has copied so since the last one; and waits for all groups but the last ones.
 end_copies = _instruction("cp.async.commit_group;", "", "", memory=True)
@@ -210,11 +218,17 @@ active = _instruction("activemask.b32 $0;", "u32", "", memory=True)
 #: Bits, moved to the right by the second number modulo 32.
 shifted = _instruction("shf.r.wrap.b32 $0, $1, 0, $2;", "u32", "u32 u32")
 
+#: The address of the vector of 16 bytes that has this number, from an address on.
+_VECTOR_AT = "mad.wide.u32 $0, $1, 16, $2;", "u64", "u32 u64"
+vector_at, emit_vector_at = _instruction(*_VECTOR_AT), emitter(*_VECTOR_AT)
+
 #: The low, and the high 16 bits of two registers.
 emit_lows = emitter("prmt.b32 $0, $1, $2, 0x5410;", "u32", "u32 u32")
 emit_highs = emitter("prmt.b32 $0, $1, $2, 0x7632;", "u32", "u32 u32")
 #: A byte of the first, from the lowest on, below the highest one of the second, which has no others.
 emit_bytes = tuple(emitter(f"prmt.b32 $0, $1, $2, 0x744{i};", "u32", "u32 u32") for i in range(4))
+#: A byte, from the lowest on, below zeros.
+emit_one_byte = tuple(emitter(f"prmt.b32 $0, $1, 0, 0x444{i};", "u32", "u32") for i in range(4))
 two_highs = _instruction("prmt.b32 $0, $1, $2, 0x7632;", "u32", "u32 u32")
 #: The first, and the last, two bytes of a register, each below a byte of another one.
 emit_first_bytes = emitter("prmt.b32 $0, $1, $2, 0x5140;", "u32", "u32 u32")

@@ -1,0 +1,66 @@
+"""Rows grouped by their experts on a real GPU: what torch computes with all experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from attrs import evolve
+
+from tests.decoder.kernels.experts_cases import Case, check_gates, check_products, chosen_of
+from tests.decoder.kernels.test_coded_experts_cuda import CASES
+from tpplan.decoder.launches import grouped
+from tpplan.decoder.launches.few_rows import GATES
+from tpplan.decoder.launches.grouped import Grouped
+from tpplan.decoder.quantised import Float4Matrix
+
+if TYPE_CHECKING:
+    from tpplan.decoder.stacked import Stacked
+
+pytestmark = pytest.mark.gpu
+#: Those of a dtype that kernels take: numbers that scales become must not be too small.
+KINDS = [
+    *((case, torch.bfloat16) for case in CASES),
+    *((case, torch.float16) for case in CASES if case.scales is torch.float16),
+]
+
+
+@pytest.mark.parametrize(("rows", "chosen"), [(6, 7), (33, 2), (150, 4), (700, 4)])
+@pytest.mark.parametrize(("case", "dtype"), KINDS, ids=str)
+def test_products(case: Case, dtype: torch.dtype, rows: int, chosen: int) -> None:
+    """Tiles of all sizes, not all of them full; rows and results may be parts of longer ones."""
+    torch.manual_seed(case.hidden + rows)
+    x_RD = torch.randn(rows, case.hidden + 8, device="cuda").to(dtype)[:, : case.hidden]
+    run = Grouped(torch.device("cuda", 0), dtype, "silu", (case.kind,))
+    three = [rounded(each, dtype) for each in case.matrices("cuda")]
+    check_products(run, (three[0], three[1], three[2]), x_RD, chosen_of(rows, chosen, case.count).cuda())
+
+
+def rounded(matrices: Stacked, dtype: torch.dtype) -> Stacked:
+    """Return matrices whose scales are those of 16 bits that kernels make of them."""
+    matrix = matrices.matrix
+    if isinstance(matrix, Float4Matrix):
+        return matrices
+    return evolve(matrices, matrix=evolve(matrix, scales=matrix.scales.to(dtype).to(matrix.scales.dtype)))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of experts that would take much memory are of some rows at a time."""
+    torch.manual_seed(rows)
+    monkeypatch.setattr(grouped, "AT_ONCE", 2**12)
+    case = Case("4", 8, 2048, 32, (1, 32), torch.float16)
+    x_RD = torch.randn(rows, case.hidden, device="cuda", dtype=torch.bfloat16)
+    run = Grouped(torch.device("cuda", 0), torch.bfloat16, "silu", (case.kind,))
+    check_products(run, case.matrices("cuda"), x_RD, chosen_of(rows, 6, case.count).cuda())
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(("kind", "dtype"), [("4", torch.float16), ("8", torch.bfloat16), ("e2m1", torch.bfloat16)])
+def test_gates(kind: str, dtype: torch.dtype, name: str) -> None:
+    """The products, the activations and what comes of both are rounded, as torch's are."""
+    torch.manual_seed(3)
+    case = Case(kind, 16, 512, 256, (1, 128), torch.float16)
+    gate_EID, up_EID, _ = case.matrices("cuda")
+    check_gates(Grouped(torch.device("cuda", 0), dtype, name, (case.kind,)), name, gate_EID, up_EID, dtype)

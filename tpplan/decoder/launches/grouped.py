@@ -1,0 +1,244 @@
+"""A mixture of experts for many rows, by kernels that read the experts' codes in place.
+
+Rows are grouped by their experts on the device: the host does not wait, and no shape depends on the choice.
+
+Shapes are suffixes of names: R rows, D hidden, C experts of a row, I intermediate (the device's part).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from tpplan.decoder.kernels.grouped_limits import (
+    GROUPING_THREADS,
+    MOST_EXPERTS,
+    OWN,
+    STRIP,
+    TILE_BYTES,
+    WARPS,
+    most_tiles,
+    shared_bytes,
+)
+from tpplan.decoder.kernels.scale_kinds import F16
+from tpplan.decoder.launches.chosen import Readable, readable, words_of_biases
+from tpplan.decoder.launches.few_rows import GATES, is_vectors
+from tpplan.decoder.launches.launcher import DTYPES, Launcher
+from tpplan.decoder.layers import AT_ONCE
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from tpplan.decoder.stacked import Projection
+
+#: Bits of codes, by the kinds that there are kernels for: of :data:`tpplan.decoder.launches.dense.KINDS`.
+_BITS: Final = {
+    torch.bfloat16: {"4": 4, "8": 8, "e4m3": 8, "e2m1": 4},
+    torch.float16: {"4": 4, "8": 8, "e4m3": 8},
+}
+_ITEM, _FLOAT, _VECTOR, _INT = 2, 4, 16, 4
+#: Columns of a thread that adds up, and threads of a block.
+_COLUMNS, _THREADS = 8, 128
+#: Rows that a grid may have in its second dimension.
+_MOST_ROWS: Final = 2**16 - 1
+#: Pairs of each expert, on average, up to which kernels that have no tiles are faster.
+_FEW: Final = 1 / 4
+#: Rows of a tile, and pairs of each expert, on average, from which on it is worth while.
+_TILES: Final = ((128, 256), (64, 48), (32, 16), (16, 0))
+#: Bytes of shared memory that a block may have, if torch does not tell: what all GPUs from capability 8.0 on have.
+_LEAST_SHARED: Final = 99 << 10
+
+
+def names_of(dtype: torch.dtype, codes: Collection[str]) -> list[str]:
+    """Return the names of the kernels for a dtype and kinds of codes; kinds without kernels are left out."""
+    kinds = [kind for kind in _BITS[dtype] if kind in codes]
+    products = [f"grouped_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds for rows in WARPS]
+    return ["grouping_tiles", f"grouping_sum_{DTYPES[dtype]}", *products] if kinds else []
+
+
+@frozen(eq=False)
+class _Groups:
+    """Rows grouped by their experts.
+
+    Attributes:
+        choices: of these, ``[R, 2 × C]``.
+        rows: of a tile.
+        tiles: what is known of each.
+        order: numbers of pairs.
+    """
+
+    choices: Tensor
+    rows: int
+    tiles: Tensor
+    order: Tensor
+
+
+class Grouped:
+    """Kernels for one device and dtype; each method returns None if no kernel takes its tensors, or others are faster.
+
+    Choices are as :class:`tpplan.decoder.launches.experts.Experts` makes them. Elements of matrices are rounded to 16
+    bits, and so are the experts' outputs before they are added up. NaN codes of e4m3 count as 480; scales of e2m1
+    above 2 ** 33 count as that.
+    """
+
+    def __init__(self, place: torch.device, dtype: torch.dtype, activation: str, codes: Collection[str]) -> None:
+        """Load the kernels.
+
+        Args:
+            place: a CUDA device.
+            dtype: 16-bit dtype of rows.
+            activation: name of the gates' activation, one of :data:`tpplan.decoder.launches.few_rows.GATES`.
+            codes: kinds of codes of quantised matrices; those without kernels are ignored.
+        """
+        self._dtype, self._mode, self._bits = dtype, GATES[activation], _BITS[dtype]
+        kinds = [kind for kind in self._bits if kind in codes]
+        self._tiles, self._sum = (Launcher(name, place) for name in names_of(dtype, kinds)[:2])
+        found = torch.cuda.get_device_properties(place)
+        most = getattr(found, "shared_memory_per_block_optin", _LEAST_SHARED)
+        # the columns of a step have as many bytes of codes for any kind, and the rows most where a code has 4 bits
+        self._sizes = [(rows, least) for rows, least in _TILES if shared_bytes(rows, min(self._bits.values())) <= most]
+        self._products = {
+            kind: {
+                rows: Launcher(
+                    f"grouped_{DTYPES[dtype]}_{kind}_{rows}", place, most_shared=shared_bytes(rows, self._bits[kind])
+                )
+                for rows, _ in self._sizes
+            }
+            for kind in kinds
+        }
+        self._latest: _Groups | None = None
+
+    def up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor) -> Tensor | None:
+        """Return the intermediate activations of the chosen experts, ``[R, C, I]``; None if not by these kernels.
+
+        Products, activations and results are each rounded, as they would be by separate kernels.
+
+        Args:
+            x_RD: rows.
+            gates: gate projections of all experts, whose outputs get the activation.
+            ups: up projections of all experts, laid out likewise.
+            choice_RC: choices of the rows.
+        """
+        gate, up, biases = self._readable(gates), self._readable(ups), words_of_biases(gates.bias, ups.bias)
+        if gate is None or gate != up or biases is None or not self._takes(x_RD, choice_RC, len(gates)):
+            return None
+        rows, chosen = len(x_RD), choice_RC.shape[1] // 2
+        h_RCI = x_RD.new_empty(rows, chosen, gate.size)
+        groups = self._grouped(choice_RC, len(gates))
+        x = x_RD.data_ptr(), _ITEM * x_RD.stride(0) // _VECTOR, chosen
+        self._run(h_RCI, x, groups, gate, biases, up)
+        return h_RCI
+
+    def down(self, h_RCI: Tensor, downs: Projection, choice_RC: Tensor, to_RD: Tensor | None = None) -> Tensor | None:
+        """Return the weighted sum of the chosen experts' outputs, ``[R, D]``; None if not by these kernels.
+
+        Args:
+            h_RCI: intermediate activations of the experts; copied if not contiguous.
+            downs: down projections of all experts.
+            choice_RC: choices of the rows.
+            to_RD: rows to which to add the sum in place before it is rounded; they are returned then.
+        """
+        down, biases = self._readable(downs), words_of_biases(downs.bias)
+        if down is None or biases is None or down.size % _COLUMNS:
+            return None
+        if to_RD is not None and not is_vectors(to_RD, self._dtype):
+            return None
+        h_RCI = h_RCI.contiguous()
+        if not self._takes(h_RCI.flatten(0, 1), choice_RC, len(downs)):
+            return None
+        rows, chosen, width = h_RCI.shape
+        out_RD = h_RCI.new_empty(rows, down.size) if to_RD is None else to_RD
+        # as large as the activations, which nothing else needs as much memory as beside them
+        most = max(1, max(AT_ONCE, rows * (chosen * width + down.size)) // (chosen * down.size))
+        for start in range(0, rows, most):
+            some = slice(start, start + most)
+            self._add_up(
+                out_RD[some],
+                h_RCI[some],
+                down,
+                biases,
+                choice_RC[some] if most < rows else choice_RC,
+                len(downs),
+                is_added=to_RD is not None,
+            )
+        return out_RD
+
+    def _add_up(  # noqa: PLR0917
+        self,
+        out_RD: Tensor,
+        h_RCI: Tensor,
+        down: Readable,
+        biases: tuple[int, ...],
+        choice_RC: Tensor,
+        experts: int,
+        *,
+        is_added: bool,
+    ) -> None:
+        rows, chosen, width = h_RCI.shape
+        y_RCD = h_RCI.new_empty(rows, chosen, down.size)
+        x = h_RCI.data_ptr(), _ITEM * width // _VECTOR, 1
+        self._run(y_RCD, x, self._grouped(choice_RC, experts), down, biases)
+        units, out = down.size // _COLUMNS, (out_RD.data_ptr(), _ITEM * out_RD.stride(0))
+        self._sum(
+            (-(-units // _THREADS), rows, 1), _THREADS, y_RCD.data_ptr(), _ITEM * down.size,
+            choice_RC.data_ptr(), chosen, *out, *(out if is_added else (0, 0)), units,
+        )  # fmt: skip
+
+    def _grouped(self, choice_RC: Tensor, experts: int) -> _Groups:
+        """Return the rows grouped by their experts; products up and down of a layer have the same."""
+        if self._latest is not None and self._latest.choices is choice_RC:
+            return self._latest
+        pairs, place = choice_RC.numel() // 2, choice_RC.device
+        rows = next(rows for rows, least in self._sizes if pairs >= least * experts)
+        count = most_tiles(pairs, experts, rows)
+        tiles = torch.empty(count, TILE_BYTES // _INT, dtype=torch.int32, device=place)
+        order = torch.empty(pairs, dtype=torch.int32, device=place)
+        self._tiles(
+            1, GROUPING_THREADS, choice_RC.data_ptr(), choice_RC.shape[1] // 2, pairs, rows, tiles.data_ptr(), count,
+            order.data_ptr(),
+        )  # fmt: skip
+        self._latest = _Groups(choice_RC, rows, tiles, order)
+        return self._latest
+
+    def _run(  # noqa: PLR0917
+        self,
+        y_RCN: Tensor,
+        x: tuple[int, int, int],
+        groups: _Groups,
+        matrix: Readable,
+        biases: tuple[int, ...],
+        up: Readable | None = None,
+    ) -> None:
+        """Multiply by matrices of experts; if ``up`` is given, ``matrix`` has their gates."""
+        before, more = matrix.words(up)
+        address, units, many = x
+        strips = -(-matrix.size // (STRIP // 2 if up else STRIP))
+        self._products[matrix.kind][groups.rows](
+            (-(-strips // WARPS[groups.rows]), len(groups.tiles), 1), 32 * WARPS[groups.rows],
+            y_RCN.data_ptr(), _ITEM * y_RCN.stride(1), address, units, *before, groups.tiles.data_ptr(),
+            groups.order.data_ptr(), many, matrix.size, matrix.width, *biases, self._mode if up else 0, *more,
+            shared=shared_bytes(groups.rows, self._bits[matrix.kind]),
+        )  # fmt: skip
+
+    def _readable(self, projection: Projection) -> Readable | None:
+        """Return experts' matrices if kernels take them."""
+        matrix_EOI, bias = projection.matrix, projection.bias
+        if isinstance(matrix_EOI, Tensor) or (bias is not None and bias.dtype is not self._dtype):
+            return None
+        if matrix_EOI.shape[1] % OWN or len(matrix_EOI) > MOST_EXPERTS:
+            return None
+        found = readable(matrix_EOI, self._products)
+        if found and self._dtype is torch.float16 and found.scaling[0] != F16:  # others may be too small
+            return None
+        return found
+
+    def _takes(self, x_RK: Tensor, choice_RC: Tensor, experts: int) -> bool:
+        """Tell whether kernels take rows and choices, and are not slower than others."""
+        if choice_RC.dtype is not torch.float32 or not choice_RC.is_contiguous():
+            return False
+        if len(choice_RC) > _MOST_ROWS or choice_RC.numel() // 2 <= _FEW * experts:
+            return False
+        return is_vectors(x_RK, self._dtype)
