@@ -202,6 +202,37 @@ class FakeExperts:
         return kind_of(matrix.matrix) in self._codes
 
 
+class FakeGrouped(FakeExperts):
+    """Does the same for more pairs than there are experts, if it is told to.
+
+    Attributes:
+        takes: whether it is.
+    """
+
+    takes = False
+
+    def up(self, x: Tensor, gate: Projection, up: Projection, choice: Tensor) -> Tensor | None:
+        """Multiply by matrices of what is chosen."""
+        if (
+            not self.takes
+            or choice.numel() <= 2 * len(gate)
+            or not all(self._is_known(each.matrix) for each in (gate, up))
+        ):
+            return None
+        self.calls["grouped, up"] += 1
+        numbers = choice.chunk(2, dim=1)[1].long()
+        return experts.up(x, gate, up, numbers, partial(gated, self._act), fixed=False)
+
+    def down(self, h: Tensor, down: Projection, choice: Tensor, to: Tensor | None = None) -> Tensor | None:
+        """Multiply by the last ones, and add up."""
+        if not self.takes or choice.numel() <= 2 * len(down) or not self._is_known(down.matrix):
+            return None
+        self.calls["grouped, down"] += 1
+        weights, numbers = choice.chunk(2, dim=1)
+        found = experts.down(h, down, numbers.long(), weights, fixed=False)
+        return found if to is None else to.add_(found)
+
+
 class FakeAttention:
     """Attends row by row, and looks no further than a position."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.decoder.fused_cases import FakeExperts, FakeGemv, FakeSkinny
+from tests.decoder.fused_cases import FakeExperts, FakeGemv, FakeGrouped, FakeSkinny
 from tpplan.decoder import fused
 from tpplan.decoder.cache import Store
 from tpplan.decoder.gates import gated
@@ -145,6 +145,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(fused, "Gemv", FakeGemv)
     monkeypatch.setattr(fused, "Skinny", FakeSkinny)
     monkeypatch.setattr(fused, "Experts", FakeExperts)
+    monkeypatch.setattr(fused, "Grouped", FakeGrouped)
     monkeypatch.setattr(kernel_cache, "prepare", list)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(fused, "has_kernels", lambda _, dtype: dtype in DTYPES)

@@ -141,9 +141,8 @@ class Fused(Plain):
         self._few = [*self._joint, *many]
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._experts = Experts(place, dtype, self._name, codes) if experts else None
-        self._products: list[Experts | Grouped] = [self._experts] if self._experts else []
-        if experts and names_of_grouped(dtype, codes):
-            self._products.insert(0, Grouped(place, dtype, self._name, codes))
+        grouped = Grouped(place, dtype, self._name, codes) if experts else None
+        self._products = [each for each in (grouped, self._experts) if each]  # whose few rows the latter take
         self._dense = Dense(place, dtype, codes)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import machine_code
-from tests.decoder.fused_cases import FakeAttention, FakeExperts, FakeGemv, FakeSkinny
+from tests.decoder.fused_cases import FakeAttention, FakeExperts, FakeGemv, FakeGrouped, FakeSkinny
 from tests.decoder.kernels.experts_cases import exact, with_biases
 from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.pointwise_cases import launches, memory
@@ -318,7 +318,7 @@ def test_what_is_not_taken(kernels: Experts) -> None:
     [
         ("mixtral", 2, (1,), {"choose": 1, "up": 1, "down and add": 1, "norm": 1, "linear": 1}),
         ("mixtral", 2, (3, 1), {"choose": 1, "up": 2, "down": 2, "norm": 2, "linear": 1}),
-        ("mixtral", 3, (1,), {"choose": 1, "silu": 1, "norm": 1, "few rows": 3}),  # more pairs than experts
+        ("mixtral", 3, (1,), {"choose": 1, "grouped, up": 1, "grouped, down": 1, "norm": 1, "few rows": 1}),
         ("qwen3_moe", 1, (1,), {"choose": 1, "up": 1, "down and add": 1, "norm": 1, "linear": 1}),
     ],
 )
@@ -333,6 +333,7 @@ def test_kernels_of_a_layer(  # noqa: PLR0917
 ) -> None:
     """One device chooses, all multiply, and who is alone adds to the residual stream, beside what attention takes."""
     monkeypatch.setattr(fused, "Attention", FakeAttention)
+    monkeypatch.setattr(FakeGrouped, "takes", True)
 
     def called(layers: int) -> Counter[str]:
         directory = made(model_type, tmp_path / str(layers), num_hidden_layers=layers, mlp_only_layers=[])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,10 +19,13 @@ from tpplan.decoder import experts
 from tpplan.decoder.gates import SWIGLU_OAI
 from tpplan.decoder.kernels.grouped_limits import BLOCKS, WARPS, most_tiles, shared_bytes
 from tpplan.decoder.launches import grouped
-from tpplan.decoder.launches.grouped import Grouped, names_of
+from tpplan.decoder.launches.grouped import WHOLE, Grouped, names_of
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.stacked import Projection
 from tpplan.exec.gpu import kernel_cache
+
+if TYPE_CHECKING:
+    from tests.decoder.kernels.experts_cases import Matrices
 
 #: Kernels, each with a generation of GPUs that it is compiled for, and bytes that the assembler may keep in memory.
 KERNELS = [
@@ -31,6 +34,7 @@ KERNELS = [
     ("bf16_e4m3_64", (8, 0), 0),
     ("bf16_4_128", (9, 0), 24),
     ("f16_8_16", (9, 0), 0),
+    ("bf16_whole_128", CAPABILITIES[-1], 0),
 ]
 
 
@@ -41,8 +45,8 @@ def test_tensor_cores_multiply(name: str, capability: tuple[int, int], spare: in
     check_overlap(name, text, capability)
     dtype, kind, size = name.split("_")
     rows = int(size)
-    steps = 8 if kind in {"4", "e2m1"} else 4  # of 16 columns, in one of the kernel
-    assert text.count(f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32") == steps * rows // 8 * 2
+    steps = {"4": 8, "e2m1": 8, "whole": 2}.get(kind, 4)  # of 16 columns, in one of the kernel
+    assert text.count(f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32") % (steps * rows // 8 * 2) == 0
     assert text.count("cp.async.cg.shared.global.L2::128B") >= 2 * 5  # before the loop, and in it
     assert not re.search(r"ld\.global\.nc|cvt\.rn\.f32\.u", text)
     assert ".f64" not in text
@@ -122,6 +126,15 @@ def kernels(dtype: torch.dtype, kind: str, act: str = "silu") -> Grouped:
     return Grouped(torch.device("cuda"), dtype, act, [kind])
 
 
+def matrices(case: Case) -> tuple[Matrices, Matrices, Matrices]:
+    """Return those of a case; without codes they are in the dtype of its scales, those of gates between the others."""
+    if case.kind:
+        return case.matrices()
+    both_EID = (torch.randn(case.count, 2 * case.width, case.hidden) / case.hidden**0.5).to(case.scales)
+    down_EDI = (torch.randn(case.count, case.hidden, case.width) / case.width**0.5).to(case.scales)
+    return both_EID[:, ::2], both_EID[:, 1::2], down_EDI
+
+
 CASES = [
     # tails of columns and of strips; more pairs of an expert than a tile has; stored zeros, and none
     (Case("e2m1", 5, 160, 96, (1, 32), torch.uint8), "bf16", 16, 7, 2, SWIGLU_OAI),
@@ -129,6 +142,8 @@ CASES = [
     (Case("4", 9, 32, 96, (1, 32), torch.float32), "bf16", 32, 5, 4, "gelu_pytorch_tanh"),
     (Case("8", 3, 80, 48, (1, 16), torch.bfloat16, 0), "bf16", 32, 11, 3, "gelu"),
     (Case("8", 2, 16, 64, (1, 64), torch.float16), "f16", 64, 3, 1, "silu"),
+    (Case("", 3, 40, 72, (1, 1), torch.bfloat16), "bf16", 16, 8, 3, "silu"),
+    (Case("", 5, 24, 32, (1, 1), torch.float16), "f16", 64, 9, 2, SWIGLU_OAI),
     (Case("e4m3", 3, 48, 96, (3, 48), torch.bfloat16), "bf16", 64, 23, 3, "silu"),
 ]
 
@@ -143,7 +158,7 @@ def test_lanes_agree(  # noqa: PLR0917
     monkeypatch.setattr(grouped, "_TILES", ((tile, 0),))
     run = kernels(dtype, case.kind, act)
     with ran.tensors:
-        gate_EID, up_EID, down_EDI = case.matrices()
+        gate_EID, up_EID, down_EDI = matrices(case)
         (gates, ups), (downs,) = with_biases(gate_EID, up_EID, dtype=dtype), with_biases(down_EDI, dtype=dtype)
         if rows % 2:
             gates, ups, downs = (evolve(each, bias=None) for each in (gates, ups, downs))
@@ -153,7 +168,7 @@ def test_lanes_agree(  # noqa: PLR0917
         to_RD = torch.randn(rows, case.hidden).to(dtype)
         before_RD = to_RD.clone()
         found = run.down(h_RCI, downs, choice_RC, to_RD)
-    product = f"grouped_{name}_{case.kind}_{tile}"
+    product = f"grouped_{name}_{case.kind or WHOLE}_{tile}"
     assert ran.names == ["grouping_tiles", product, product, f"grouping_sum_{name}"]
     numbers_RC, gating = choice_RC[:, chosen:].long(), gating_of(act, torch.float32)
     x_RD = x_RD[:, : case.hidden].float()
@@ -163,22 +178,71 @@ def test_lanes_agree(  # noqa: PLR0917
     assert found is to_RD
 
 
-def test_outputs_take_no_more_memory_than_activations(ran: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they would, they are of some rows at a time, which are grouped for themselves."""
+@pytest.mark.parametrize("turned", [False, True])
+def test_outputs_take_no_more_memory_than_activations(
+    turned: bool, ran: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they would, they are of some rows at a time, which are grouped for themselves; nor do they with copies."""
     torch.manual_seed(4)
     monkeypatch.setattr(grouped, "AT_ONCE", 0)
-    case, rows, chosen = Case("4", 4, 128, 32, (1, 32), torch.float16), 5, 3
+    case, rows, chosen = Case("4", 4, 64, 32, (1, 32), torch.float16), 5, 3
     with ran.tensors:
         run, (_, _, down_EDI) = kernels(torch.bfloat16, "4"), case.matrices()
         h_RCI = torch.randn(rows, chosen, case.width).bfloat16()
+        if turned:
+            h_RCI = h_RCI.transpose(1, 2).contiguous().transpose(1, 2)
         choice_RC = chosen_of(rows, chosen, case.count)
         before = len(ran.tensors.made)
         found = run.down(h_RCI, Projection(down_EDI), choice_RC)
-    assert len(ran.names) == 3 * 3  # two rows, two rows and one
-    most = rows * (chosen * case.width + case.hidden)
-    assert max(each.numel() for each in ran.tensors.made[before:]) <= most
+    parts = [2, 2, 1] if turned else [4, 1]
+    assert len(ran.names) == 3 * len(parts)
+    large = [each.shape for each in ran.tensors.made[before:] if each.dtype is torch.bfloat16 and each.dim() == 3]
+    assert large.count((parts[0], chosen, case.hidden)) == parts.count(parts[0])
+    assert max(parts) * chosen * (case.hidden + turned * case.width) <= rows * (chosen * case.width + case.hidden)
     numbers_RC = choice_RC[:, chosen:].long()
     check(found, experts.down(h_RCI.float(), Projection(down_EDI), numbers_RC, choice_RC[:, :chosen], fixed=True))
+
+
+def test_new_choices_in_the_same_memory(ran: Launches) -> None:
+    """Rows are grouped anew by every product up, and by one back that has none before it."""
+    torch.manual_seed(5)
+    case = Case("", 2, 16, 32, (1, 1), torch.bfloat16)
+    with ran.tensors:
+        run, (gate_EID, up_EID, down_EDI) = kernels(torch.bfloat16, ""), matrices(case)
+        gates, ups, downs = map(Projection, (gate_EID, up_EID, down_EDI))
+        x_RD, choice_RC = torch.randn(3, 16).bfloat16(), torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
+        for _ in range(2):
+            h_RCI = run.up(x_RD, gates, ups, choice_RC)
+            assert h_RCI is not None
+            numbers_RC = choice_RC[:, 1:].long()
+            expected = experts.up(
+                x_RD.float(), exact(gates), exact(ups), numbers_RC, gating_of("silu", torch.float32), fixed=True
+            )
+            check(h_RCI, expected)
+            choice_RC[:, 1] = 1 - choice_RC[:, 1]
+        assert h_RCI is not None
+        found = run.down(h_RCI, downs, choice_RC.clone())
+    exact_RD = experts.down(h_RCI.float(), exact(downs), choice_RC[:, 1:].long(), choice_RC[:, :1], fixed=True)
+    check(found, exact_RD)
+    assert ran.names.count("grouping_tiles") == 3
+
+
+def test_many_pairs(ran: Launches) -> None:
+    """More than threads that group them, of as many experts as there may be, and of one most."""
+    torch.manual_seed(6)
+    run = kernels(torch.bfloat16, "")
+    with ran.tensors:
+        choice_RC = torch.cat((torch.rand(700, 3), torch.randint(512, (700, 3))), dim=1)
+        choice_RC[:, -1] = 511
+        groups = run._grouped(choice_RC, 512)
+    experts_N, order = choice_RC[:, 3:].flatten().int(), groups.order.tolist()
+    assert sorted(order) == [*range(2100)]
+    covered = []
+    for expert, start, count, _ in groups.tiles.tolist():
+        assert count <= groups.rows
+        assert all(experts_N[pair] == expert for pair in order[start : start + count])
+        covered += [*range(start, start + count)]
+    assert sorted(covered) == [*range(2100)]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +268,7 @@ def test_others_are_left(change: dict[str, Any], ran: Launches) -> None:
 
 
 def test_torch_takes_what_is_no_vector(ran: Launches) -> None:
-    """Rows that do not begin at multiples of 16 bytes, residuals that do not, and matrices of 16 bits."""
+    """Rows that do not begin at multiples of 16 bytes, residuals that do not, and matrices."""
     case = Case("4", 4, 64, 64, (1, 32), torch.float16)
     run, (gate_EID, up_EID, down_EDI) = kernels(torch.bfloat16, "4"), case.matrices()
     x_RD, choice_RC = torch.randn(4, 65).bfloat16(), chosen_of(4, 2, 4)
@@ -212,7 +276,8 @@ def test_torch_takes_what_is_no_vector(ran: Launches) -> None:
         assert run.up(wrong_RD, Projection(gate_EID), Projection(up_EID), choice_RC) is None
     h_RCI, gates = torch.randn(4, 2, 64).bfloat16(), Projection(gate_EID)
     assert run.down(h_RCI, Projection(down_EDI), choice_RC, x_RD[:, :64]) is None
-    assert run.down(h_RCI, Projection(torch.randn(4, 64, 64).bfloat16()), choice_RC) is None
+    assert run.down(h_RCI, Projection(torch.randn(4, 64, 65).bfloat16()[..., :64]), choice_RC) is None
+    assert run.down(torch.randn(4 * 2 * 64 + 1).bfloat16()[1:].view(4, 2, 64), Projection(down_EDI), choice_RC) is None
     (biased,) = with_biases(up_EID, dtype=torch.bfloat16)
     assert run.up(x_RD[:, :64].contiguous(), gates, biased, choice_RC) is None
     assert not ran.names
@@ -226,17 +291,18 @@ def test_tiles_fit_into_the_shared_memory_there_is(ran: Launches, monkeypatch: p
         shared = type("Properties", (), {"shared_memory_per_block_optin": most})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, shared=shared: shared)
         kernels(torch.bfloat16, "4")
-        assert len(made) == 2 + count
+        assert len(made) == 2 + 2 * count
         made.clear()
     assert shared_bytes(64, 4) <= 99 << 10 < shared_bytes(128, 4)
     assert not ran.names
 
 
 def test_names() -> None:
-    """Of kinds that there are kernels for; without any, nothing is needed."""
-    assert names_of(torch.float16, ["e2m1", "e5m2"]) == []
-    names = names_of(torch.bfloat16, ["4", "e5m2"])
-    assert names == ["grouping_tiles", "grouping_sum_bf16", *(f"grouped_bf16_4_{rows}" for rows in (16, 32, 64, 128))]
+    """Of matrices without codes, and of kinds that there are kernels for."""
+    assert not any("e2m1" in name or "e5m2" in name for name in names_of(torch.float16, ["e2m1", "e5m2"]))
+    tiles = 16, 32, 64, 128
+    products = [f"grouped_bf16_{kind}_{rows}" for kind in ("whole", "4") for rows in tiles]
+    assert names_of(torch.bfloat16, ["4", "e5m2"]) == ["grouping_tiles", "grouping_sum_bf16", *products]
 
 
 @pytest.mark.parametrize("rows", [16, 64])

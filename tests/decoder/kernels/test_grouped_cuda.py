@@ -45,6 +45,20 @@ def rounded(matrices: Stacked, dtype: torch.dtype) -> Stacked:
     return evolve(matrices, matrix=evolve(matrix, scales=matrix.scales.to(dtype).to(matrix.scales.dtype)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("count", "hidden", "width"), [(64, 2048, 768), (9, 80, 144), (8, 4096, 1792)])
+@pytest.mark.parametrize(("rows", "chosen"), [(6, 7), (33, 2), (150, 4), (700, 4)])
+def test_whole_matrices(rows: int, chosen: int, count: int, hidden: int, width: int, dtype: torch.dtype) -> None:
+    """Of elements that are no codes; those of gates lie between what they are for."""
+    torch.manual_seed(count + rows)
+    both_EID = (torch.randn(count, 2 * width, hidden, device="cuda") / hidden**0.5).to(dtype)
+    down_EDI = (torch.randn(count, hidden, width, device="cuda") / width**0.5).to(dtype)
+    x_RD = torch.randn(rows, hidden + 8, device="cuda").to(dtype)[:, :hidden]
+    choice_RC = chosen_of(rows, chosen, count).cuda()
+    run = Grouped(torch.device("cuda", 0), dtype, "silu")
+    check_products(run, (both_EID[:, ::2], both_EID[:, 1::2], down_EDI), x_RD, choice_RC)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 40])
 def test_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of experts that would take much memory are of some rows at a time."""

@@ -40,7 +40,7 @@ _FMA = {"bf16": ptx.emit_fma_bf16, "f16": ptx.emit_fma_f16}
 #: Of e2m1: the largest exponent of a scale, what is added to make its float a number of 16 bits times the factor of
 #: floats, and what this leaves too small.
 _LARGEST, _LESS, _SMALLER = 160, 94, 2**32
-_NAME = re.compile("GROUPED_(?P<kind>(?P<dtype>BF16|F16)_(?P<codes>4|8|E4M3|E2M1))_(?P<rows>16|32|64|128)")
+_NAME = re.compile("GROUPED_(?P<kind>(?P<dtype>BF16|F16)_(?P<codes>4|8|E4M3|E2M1|WHOLE))_(?P<rows>16|32|64|128)")
 _WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 
 
@@ -122,6 +122,20 @@ def _by_exponents() -> _Scaling:
     return _Scaling(ask, made, _SMALLER)
 
 
+def _by_nothing() -> _Scaling:
+    """Return what does it of elements of 16 bits, which have none."""
+
+    @copied_function
+    def ask(_: Any, __: Any, ___: Any, ____: Any) -> Any:
+        return _BITS(0)
+
+    @copied_function
+    def made(found: Any, _: Any) -> Any:
+        return (found, found, found, found), (found, found, found, found)
+
+    return _Scaling(ask, made)
+
+
 def _finishing(kind: Codes, factor: int) -> tuple[Any, Any]:
     """Make what reads the biases of a lane's matrix rows, and what stores what becomes of its sums for a row."""
     first, both = kind.floats.first, kind.floats.both
@@ -186,7 +200,7 @@ def _grouped(kind: Codes, rows: int, fma: ptx.Emitter, scaling: _Scaling) -> Any
     """
     warps, step, row_bytes = WARPS[rows], kind.step, 2 * kind.step
     of_rows, eights = rows * row_bytes, rows // _EIGHT
-    stage = of_rows + warps * CODES
+    stage, swapped = of_rows + warps * CODES, LANES * VECTOR if row_bytes > LANES * VECTOR else 0
     products, zeros_of = products_of(kind, fma, eights), tiles.zeros(PER_EIGHT * eights)
     find_rows, ask_rows = rows_by(kind, rows, 32 * warps)
     biases_of, store = _finishing(kind, scaling.factor)
@@ -212,7 +226,7 @@ def _grouped(kind: Codes, rows: int, fma: ptx.Emitter, scaling: _Scaling) -> Any
         if thread < count:
             pair = ptx.load_32(order + _WORD(_BITS(start + thread)) * _WORD(4))
             room[thread] = _BITS(_BITS(pair // _BITS(many)) * _BITS(x_units))
-        elif thread < _BITS(rows):
+        elif thread < _BITS(TABLE // 4):
             room[thread] = _BITS(NONE)
         lane, warp = _BITS(thread & _BITS(31)), ptx.of_first(_BITS(thread >> _BITS(5)))
         g, t = _BITS(lane >> _BITS(2)), _BITS(lane & _BITS(3))
@@ -229,7 +243,9 @@ def _grouped(kind: Codes, rows: int, fma: ptx.Emitter, scaling: _Scaling) -> Any
         begin, codes_at = _BITS(table + _BITS(TABLE)), _BITS(_BITS(of_rows) + _BITS(warp * _BITS(CODES)))
         codes_at, found_rows = _BITS(codes_at + _BITS(lane * _BITS(VECTOR))), find_rows(table)
         end = _BITS(begin + _BITS(STAGES * stage))
-        even = _BITS(_BITS(g * _BITS(row_bytes)) + _BITS(_BITS(_BITS(g & one) << _BITS(6)) + _BITS(t * _BITS(VECTOR))))
+        even = _BITS(
+            _BITS(g * _BITS(row_bytes)) + _BITS(_BITS(_BITS(g & one) * _BITS(swapped)) + _BITS(t * _BITS(VECTOR)))
+        )
         kept_mask = _BITS(_BITS(~ptx.active()) + _BITS(mask))  # a register, of which the compiler makes no constants
         cuda.syncthreads()
         k, to = _BITS(0), begin
@@ -317,6 +333,22 @@ def _of_exponents(name: str, kind: Codes, rows: int, fma: ptx.Emitter) -> Kernel
     return Kernel(name, grouped, 19, bounds=(32 * WARPS[rows], BLOCKS[rows]))
 
 
+def _of_elements(name: str, kind: Codes, rows: int, fma: ptx.Emitter) -> Kernel:
+    """Make a kernel for elements of 16 bits, whose words are those of :func:`_grouped`; there are no scales."""
+    multiply = _grouped(kind, rows, fma, _by_nothing())
+
+    def grouped(  # type: ignore[no-untyped-def]
+        y, y_pitch, x, x_units, codes, of_expert, pitch, half, tiles_at, order, many, size, width, bias, of_bias,
+        bias_step, bias_half, mode,
+    ):  # fmt: skip
+        multiply(
+            y, y_pitch, x, x_units, (codes, of_expert, pitch, half), tiles_at, order, many, size, width,
+            (bias, of_bias, bias_step, bias_half), mode, (),
+        )  # fmt: skip
+
+    return Kernel(name, grouped, 18, bounds=(32 * WARPS[rows], BLOCKS[rows]))
+
+
 def __getattr__(name: str) -> Kernel:
     """Return the kernel of a dtype of rows, a kind of codes and rows of a tile, such as ``GROUPED_BF16_E4M3_64``."""
     found = _NAME.fullmatch(name)
@@ -326,4 +358,6 @@ def __getattr__(name: str) -> Kernel:
     fma = _FMA[found["dtype"].lower()]
     if codes == "e2m1":
         return _of_exponents(name.lower(), kind, rows, fma)
+    if codes == "whole":
+        return _of_elements(name.lower(), kind, rows, fma)
     return _of_numbers(name.lower(), kind, codes, rows, fma)

@@ -31,9 +31,9 @@ _WORD, _BITS = types.uint64, types.uint32
 def rows_by(kind: Codes, rows: int, threads: int) -> tuple[Any, Any]:
     """Return what finds a thread's vectors in rows, and what copies those of a step.
 
-    The first takes the address of the table. It returns where in it the row of the first vector is, this one's first
-    byte in a row, and where in a stage it goes. The second takes these, a step, a stage, where rows are, and the bytes
-    of one.
+    The first takes the address of the table, which has none for rows behind those of a tile. It returns where in it the
+    row of the first vector is, this one's first byte in a row, and where in a stage it goes. The second takes these, a
+    step, a stage, where rows are, and the bytes of one.
 
     Args:
         kind: of codes.
@@ -43,14 +43,15 @@ def rows_by(kind: Codes, rows: int, threads: int) -> tuple[Any, Any]:
     row_bytes = 2 * kind.step
     chunks = row_bytes // VECTOR
     chunk_bits, per_lane, apart = chunks.bit_length() - 1, chunks // LANES, threads // chunks
-    copy = _copies(rows // apart, 4 * apart, row_bytes * apart)
+    copy = _copies(-(-rows // apart), 4 * apart, row_bytes * apart)
+    swapped = LANES if chunks > LANES else 0  # of odd rows, so that eight lanes read all banks
 
     @copied_function
     def find(table: Any) -> Any:
         thread = _BITS(cuda.threadIdx.x)
         row, place = _BITS(thread >> _BITS(chunk_bits)), _BITS(thread & _BITS(chunks - 1))
         chunk = _BITS(_BITS(_BITS(place & _BITS(LANES - 1)) * _BITS(per_lane)) + _BITS(place >> _BITS(2)))
-        other = _BITS(place ^ _BITS(_BITS(row & _BITS(1)) << _BITS(2)))
+        other = _BITS(place ^ _BITS(_BITS(row & _BITS(1)) * _BITS(swapped)))
         to = _BITS(_BITS(row * _BITS(row_bytes)) + _BITS(other * _BITS(VECTOR)))
         return _BITS(table + _BITS(row << _BITS(2))), _BITS(chunk * _BITS(VECTOR)), to
 

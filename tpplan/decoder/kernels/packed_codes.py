@@ -190,3 +190,6 @@ F16_8 = Codes(_F16, 8, _bytes_f16, base=-128)
 BF16_E4M3 = Codes(_BF16, 8, _e4m3_bf16)
 F16_E4M3 = Codes(_F16, 8, _e4m3_f16, factor=256)
 BF16_E2M1 = Codes(_BF16, 4, _e2m1_bf16)
+# Elements of 16 bits are what they are.
+BF16_WHOLE = Codes(_BF16, 16, lambda _builder, word, _mask: [word])
+F16_WHOLE = Codes(_F16, 16, lambda _builder, word, _mask: [word])

@@ -31,6 +31,8 @@ _VECTOR, _PAIRS = 4, 2
 _AT_ONCE = 2
 #: Bytes in shared memory of as many eights of vectors as lanes read at a time.
 _BANKS = 128
+#: Bits of an element that is no code.
+_WHOLE = 16
 _INT = ir.IntType(32)
 #: Two negative zeros.
 _NOTHING = 0x80008000
@@ -69,7 +71,7 @@ def products_of(kind: Codes, fma: ptx.Emitter, eights: int) -> Any:  # noqa: C90
             for word in codes[_CODES * row + count * index : _CODES * row + count * (index + 1)]:
                 for pair in kind.pairs(builder, word, mask):
                     code = fma(builder, [pair, one, bases[row]])[0] if bases else pair
-                    found += fma(builder, [code, scales[row], nothing])
+                    found += [code] if kind.bits == _WHOLE else fma(builder, [code, scales[row], nothing])
             return found
 
         for index in range(part // _VECTOR):

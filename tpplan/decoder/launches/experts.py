@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tpplan.decoder.launches.chosen import Readable, readable, words_of_biases
-from tpplan.decoder.launches.few_rows import GATES
+from tpplan.decoder.launches.few_rows import GATES, is_vectors
 from tpplan.decoder.launches.gemv import shape_of
 from tpplan.decoder.launches.launcher import DTYPES, Launcher
 
@@ -105,7 +105,7 @@ class Experts:
         """
         gate, up = self._readable(gates, choice_RC), self._readable(ups, choice_RC)
         biases = words_of_biases(gates.bias, ups.bias)
-        if gate is None or gate != up or biases is None or not self._is_vectors(x_RD):
+        if gate is None or gate != up or biases is None or not is_vectors(x_RD, self._dtype):
             return None
         h_RCI = x_RD.new_empty(len(x_RD), choice_RC.shape[1] // 2, gate.size)
         target, rows = (h_RCI.data_ptr(), _ITEM * h_RCI.stride(1)), (x_RD.data_ptr(), _ITEM * x_RD.stride(0))
@@ -149,18 +149,10 @@ class Experts:
             return None
         if choice_RC.dtype is not torch.float32 or not choice_RC.is_contiguous() or matrix_EOI.shape[1] % _FOUR:
             return None
-        if isinstance(matrix_EOI, Tensor) and not self._is_vectors(matrix_EOI):
+        if isinstance(matrix_EOI, Tensor) and not is_vectors(matrix_EOI, self._dtype):
             return None
         found = readable(matrix_EOI, self._coded)
         return found if found and pairs <= _MOST_PAIRS.get(found.kind, 1) * len(matrix_EOI) else None
-
-    def _is_vectors(self, tensor: Tensor) -> bool:
-        """Tell whether slices along the last dimension begin at, and consist of, multiples of 16 bytes."""
-        *steps, one = tensor.stride()
-        if tensor.dtype is not self._dtype or one != 1 or not tensor.shape[-1]:
-            return False
-        places = [tensor.data_ptr(), *(_ITEM * count for count in (*steps, tensor.shape[-1]))]
-        return not any(place % _VECTOR for place in places)
 
     def _run(  # noqa: PLR0917
         self,

@@ -117,8 +117,12 @@ def _rows(to_RN: Tensor) -> tuple[int, int]:
     return to_RN.data_ptr(), _ITEM * to_RN.stride(0)
 
 
-def is_vectors(matrix: Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether a matrix has this dtype, and rows that begin at and consist of multiples of 16 bytes."""
-    if matrix.dtype is not dtype or matrix.stride(1) != 1 or not matrix.shape[1]:
+def is_vectors(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether slices along the last dimension, in a dtype, begin at multiples of 16 bytes and consist of these."""
+    *steps, one = tensor.stride()
+    if tensor.dtype is not dtype or one != 1 or not tensor.shape[-1]:
         return False
-    return not (matrix.data_ptr() | matrix.stride(0) * _ITEM | matrix.shape[1] * _ITEM) % _VECTOR
+    places = tensor.data_ptr() | _ITEM * tensor.shape[-1]
+    for step in steps:
+        places |= _ITEM * step
+    return not places % _VECTOR

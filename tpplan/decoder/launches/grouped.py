@@ -1,4 +1,4 @@
-"""A mixture of experts for many rows, by kernels that read the experts' codes in place.
+"""A mixture of experts for many rows, by kernels that read the experts' matrices in place.
 
 Rows are grouped by their experts on the device: the host does not wait, and no shape depends on the choice.
 
@@ -34,16 +34,19 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.stacked import Projection
 
-#: Bits of codes, by the kinds that there are kernels for: of :data:`tpplan.decoder.launches.dense.KINDS`.
+#: What kernels call matrices whose elements are no codes.
+WHOLE: Final = "whole"
+
+#: Bits of elements, by the kinds of :data:`tpplan.decoder.launches.dense.KINDS` that there are kernels for.
 _BITS: Final = {
-    torch.bfloat16: {"4": 4, "8": 8, "e4m3": 8, "e2m1": 4},
-    torch.float16: {"4": 4, "8": 8, "e4m3": 8},
+    torch.bfloat16: {WHOLE: 16, "4": 4, "8": 8, "e4m3": 8, "e2m1": 4},
+    torch.float16: {WHOLE: 16, "4": 4, "8": 8, "e4m3": 8},
 }
 _ITEM, _FLOAT, _VECTOR, _INT = 2, 4, 16, 4
 #: Columns of a thread that adds up, and threads of a block.
 _COLUMNS, _THREADS = 8, 128
-#: Rows that a grid may have in its second dimension.
-_MOST_ROWS: Final = 2**16 - 1
+#: Rows or tiles that a grid may have in its second dimension.
+_MOST_IN_GRID: Final = 2**16 - 1
 #: Pairs of each expert, on average, up to which kernels that have no tiles are faster.
 _FEW: Final = 1 / 4
 #: Rows of a tile, and pairs of each expert, on average, from which on it is worth while.
@@ -52,11 +55,16 @@ _TILES: Final = ((128, 256), (64, 48), (32, 16), (16, 0))
 _LEAST_SHARED: Final = 99 << 10
 
 
-def names_of(dtype: torch.dtype, codes: Collection[str]) -> list[str]:
-    """Return the names of the kernels for a dtype and kinds of codes; kinds without kernels are left out."""
-    kinds = [kind for kind in _BITS[dtype] if kind in codes]
-    products = [f"grouped_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds for rows in WARPS]
-    return ["grouping_tiles", f"grouping_sum_{DTYPES[dtype]}", *products] if kinds else []
+def names_of(dtype: torch.dtype, codes: Collection[str] = ()) -> list[str]:
+    """Return the names of the kernels for a dtype, and kinds of codes; kinds without kernels are left out."""
+    name = DTYPES[dtype]
+    products = [f"grouped_{name}_{kind}_{rows}" for kind in _kinds(dtype, codes) for rows in WARPS]
+    return ["grouping_tiles", f"grouping_sum_{name}", *products]
+
+
+def _kinds(dtype: torch.dtype, codes: Collection[str]) -> list[str]:
+    """Return the kinds of matrices that there are kernels for, of some codes and without."""
+    return [kind for kind in _BITS[dtype] if kind in {WHOLE, *codes}]
 
 
 @frozen(eq=False)
@@ -79,12 +87,12 @@ class _Groups:
 class Grouped:
     """Kernels for one device and dtype; each method returns None if no kernel takes its tensors, or others are faster.
 
-    Choices are as :class:`tpplan.decoder.launches.experts.Experts` makes them. Elements of matrices are rounded to 16
-    bits, and so are the experts' outputs before they are added up. NaN codes of e4m3 count as 480; scales of e2m1
-    above 2 ** 33 count as that.
+    Choices are as :class:`tpplan.decoder.launches.experts.Experts` makes them. Scales of codes are rounded to 16 bits,
+    then the elements that they make are, and the experts' outputs before they are weighed and added up. NaN codes of
+    e4m3 count as 480; scales of e2m1 above 2 ** 33 count as that.
     """
 
-    def __init__(self, place: torch.device, dtype: torch.dtype, activation: str, codes: Collection[str]) -> None:
+    def __init__(self, place: torch.device, dtype: torch.dtype, activation: str, codes: Collection[str] = ()) -> None:
         """Load the kernels.
 
         Args:
@@ -94,8 +102,7 @@ class Grouped:
             codes: kinds of codes of quantised matrices; those without kernels are ignored.
         """
         self._dtype, self._mode, self._bits = dtype, GATES[activation], _BITS[dtype]
-        kinds = [kind for kind in self._bits if kind in codes]
-        self._tiles, self._sum = (Launcher(name, place) for name in names_of(dtype, kinds)[:2])
+        self._tiles, self._sum = (Launcher(name, place) for name in names_of(dtype)[:2])
         found = torch.cuda.get_device_properties(place)
         most = getattr(found, "shared_memory_per_block_optin", _LEAST_SHARED)
         # the columns of a step have as many bytes of codes for any kind, and the rows most where a code has 4 bits
@@ -107,7 +114,7 @@ class Grouped:
                 )
                 for rows, _ in self._sizes
             }
-            for kind in kinds
+            for kind in _kinds(dtype, codes)
         }
         self._latest: _Groups | None = None
 
@@ -122,14 +129,16 @@ class Grouped:
             ups: up projections of all experts, laid out likewise.
             choice_RC: choices of the rows.
         """
+        if not self._takes(choice_RC, len(gates)) or not is_vectors(x_RD, self._dtype):
+            return None
         gate, up, biases = self._readable(gates), self._readable(ups), words_of_biases(gates.bias, ups.bias)
-        if gate is None or gate != up or biases is None or not self._takes(x_RD, choice_RC, len(gates)):
+        if gate is None or gate != up or biases is None:
             return None
         rows, chosen = len(x_RD), choice_RC.shape[1] // 2
         h_RCI = x_RD.new_empty(rows, chosen, gate.size)
-        groups = self._grouped(choice_RC, len(gates))
+        self._latest = self._grouped(choice_RC, len(gates))
         x = x_RD.data_ptr(), _ITEM * x_RD.stride(0) // _VECTOR, chosen
-        self._run(h_RCI, x, groups, gate, biases, up)
+        self._run(h_RCI, x, self._latest, gate, biases, up)
         return h_RCI
 
     def down(self, h_RCI: Tensor, downs: Projection, choice_RC: Tensor, to_RD: Tensor | None = None) -> Tensor | None:
@@ -141,56 +150,51 @@ class Grouped:
             choice_RC: choices of the rows.
             to_RD: rows to which to add the sum in place before it is rounded; they are returned then.
         """
+        latest, self._latest = self._latest, None
+        if not self._takes(choice_RC, len(downs)) or h_RCI.dtype is not self._dtype:
+            return None
         down, biases = self._readable(downs), words_of_biases(downs.bias)
-        if down is None or biases is None or down.size % _COLUMNS:
+        if down is None or biases is None or down.size % _COLUMNS or h_RCI.shape[2] % _COLUMNS:
             return None
         if to_RD is not None and not is_vectors(to_RD, self._dtype):
             return None
-        h_RCI = h_RCI.contiguous()
-        if not self._takes(h_RCI.flatten(0, 1), choice_RC, len(downs)):
+        if h_RCI.is_contiguous() and h_RCI.data_ptr() % _VECTOR:
             return None
         rows, chosen, width = h_RCI.shape
         out_RD = h_RCI.new_empty(rows, down.size) if to_RD is None else to_RD
-        # as large as the activations, which nothing else needs as much memory as beside them
-        most = max(1, max(AT_ONCE, rows * (chosen * width + down.size)) // (chosen * down.size))
+        # Outputs take as much memory as activations, beside which nothing else needs any; or copies do.
+        room = max(AT_ONCE, rows * (chosen * width + down.size))
+        most = max(1, room // (chosen * (down.size + (0 if h_RCI.is_contiguous() else width))))
         for start in range(0, rows, most):
             some = slice(start, start + most)
-            self._add_up(
-                out_RD[some],
-                h_RCI[some],
-                down,
-                biases,
-                choice_RC[some] if most < rows else choice_RC,
-                len(downs),
-                is_added=to_RD is not None,
-            )
+            if most >= rows and latest is not None and latest.choices is choice_RC:  # of the products before
+                groups = latest
+            else:
+                groups = self._grouped(choice_RC[some], len(downs))
+            self._add_up(out_RD[some], h_RCI[some].contiguous(), down, biases, groups, is_added=to_RD is not None)
         return out_RD
 
-    def _add_up(  # noqa: PLR0917
+    def _add_up(
         self,
         out_RD: Tensor,
         h_RCI: Tensor,
         down: Readable,
         biases: tuple[int, ...],
-        choice_RC: Tensor,
-        experts: int,
+        groups: _Groups,
         *,
         is_added: bool,
     ) -> None:
         rows, chosen, width = h_RCI.shape
         y_RCD = h_RCI.new_empty(rows, chosen, down.size)
-        x = h_RCI.data_ptr(), _ITEM * width // _VECTOR, 1
-        self._run(y_RCD, x, self._grouped(choice_RC, experts), down, biases)
+        self._run(y_RCD, (h_RCI.data_ptr(), _ITEM * width // _VECTOR, 1), groups, down, biases)
         units, out = down.size // _COLUMNS, (out_RD.data_ptr(), _ITEM * out_RD.stride(0))
         self._sum(
             (-(-units // _THREADS), rows, 1), _THREADS, y_RCD.data_ptr(), _ITEM * down.size,
-            choice_RC.data_ptr(), chosen, *out, *(out if is_added else (0, 0)), units,
+            groups.choices.data_ptr(), chosen, *out, *(out if is_added else (0, 0)), units,
         )  # fmt: skip
 
     def _grouped(self, choice_RC: Tensor, experts: int) -> _Groups:
-        """Return the rows grouped by their experts; products up and down of a layer have the same."""
-        if self._latest is not None and self._latest.choices is choice_RC:
-            return self._latest
+        """Return rows grouped by their experts."""
         pairs, place = choice_RC.numel() // 2, choice_RC.device
         rows = next(rows for rows, least in self._sizes if pairs >= least * experts)
         count = most_tiles(pairs, experts, rows)
@@ -200,8 +204,7 @@ class Grouped:
             1, GROUPING_THREADS, choice_RC.data_ptr(), choice_RC.shape[1] // 2, pairs, rows, tiles.data_ptr(), count,
             order.data_ptr(),
         )  # fmt: skip
-        self._latest = _Groups(choice_RC, rows, tiles, order)
-        return self._latest
+        return _Groups(choice_RC, rows, tiles, order)
 
     def _run(  # noqa: PLR0917
         self,
@@ -216,29 +219,31 @@ class Grouped:
         before, more = matrix.words(up)
         address, units, many = x
         strips = -(-matrix.size // (STRIP // 2 if up else STRIP))
-        self._products[matrix.kind][groups.rows](
+        kind = matrix.kind or WHOLE
+        self._products[kind][groups.rows](
             (-(-strips // WARPS[groups.rows]), len(groups.tiles), 1), 32 * WARPS[groups.rows],
             y_RCN.data_ptr(), _ITEM * y_RCN.stride(1), address, units, *before, groups.tiles.data_ptr(),
             groups.order.data_ptr(), many, matrix.size, matrix.width, *biases, self._mode if up else 0, *more,
-            shared=shared_bytes(groups.rows, self._bits[matrix.kind]),
+            shared=shared_bytes(groups.rows, self._bits[kind]),
         )  # fmt: skip
 
     def _readable(self, projection: Projection) -> Readable | None:
         """Return experts' matrices if kernels take them."""
         matrix_EOI, bias = projection.matrix, projection.bias
-        if isinstance(matrix_EOI, Tensor) or (bias is not None and bias.dtype is not self._dtype):
+        if bias is not None and bias.dtype is not self._dtype:
             return None
         if matrix_EOI.shape[1] % OWN or len(matrix_EOI) > MOST_EXPERTS:
             return None
+        if isinstance(matrix_EOI, Tensor):
+            return readable(matrix_EOI, ()) if is_vectors(matrix_EOI, self._dtype) else None
         found = readable(matrix_EOI, self._products)
         if found and self._dtype is torch.float16 and found.scaling[0] != F16:  # others may be too small
             return None
         return found
 
-    def _takes(self, x_RK: Tensor, choice_RC: Tensor, experts: int) -> bool:
-        """Tell whether kernels take rows and choices, and are not slower than others."""
-        if choice_RC.dtype is not torch.float32 or not choice_RC.is_contiguous():
+    def _takes(self, choice_RC: Tensor, experts: int) -> bool:
+        """Tell whether kernels take choices, and are not slower than others."""
+        pairs = choice_RC.numel() // 2
+        if choice_RC.dtype is not torch.float32 or not choice_RC.is_contiguous() or pairs <= _FEW * experts:
             return False
-        if len(choice_RC) > _MOST_ROWS or choice_RC.numel() // 2 <= _FEW * experts:
-            return False
-        return is_vectors(x_RK, self._dtype)
+        return len(choice_RC) <= _MOST_IN_GRID and most_tiles(pairs, experts, min(WARPS)) <= _MOST_IN_GRID
