@@ -197,7 +197,7 @@ def test_outputs_take_no_more_memory_than_activations(
     parts = [2, 2, 1] if turned else [4, 1]
     assert len(ran.names) == 3 * len(parts)
     large = [each.shape for each in ran.tensors.made[before:] if each.dtype is torch.bfloat16 and each.dim() == 3]
-    assert large.count((parts[0], chosen, case.hidden)) == parts.count(parts[0])
+    assert large.count(torch.Size((parts[0], chosen, case.hidden))) == parts.count(parts[0])
     assert max(parts) * chosen * (case.hidden + turned * case.width) <= rows * (chosen * case.width + case.hidden)
     numbers_RC = choice_RC[:, chosen:].long()
     check(found, experts.down(h_RCI.float(), Projection(down_EDI), numbers_RC, choice_RC[:, :chosen], fixed=True))

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from tpplan.decoder.stacked import Stacked
 
 pytestmark = pytest.mark.gpu
+#: Those where no experts share scales, as torch cannot take them apart.
+_APART = [case for case in CASES if not (case.width % case.block[0] or case.hidden % case.block[0])]
 #: Those of a dtype that kernels take: numbers that scales become must not be too small.
 KINDS = [
-    *((case, torch.bfloat16) for case in CASES),
-    *((case, torch.float16) for case in CASES if case.scales is torch.float16),
+    *((case, torch.bfloat16) for case in _APART),
+    *((case, torch.float16) for case in _APART if case.scales is torch.float16),
 ]
 
 
@@ -48,7 +50,9 @@ def rounded(matrices: Stacked, dtype: torch.dtype) -> Stacked:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("count", "hidden", "width"), [(64, 2048, 768), (9, 80, 144), (8, 4096, 1792)])
 @pytest.mark.parametrize(("rows", "chosen"), [(6, 7), (33, 2), (150, 4), (700, 4)])
-def test_whole_matrices(rows: int, chosen: int, count: int, hidden: int, width: int, dtype: torch.dtype) -> None:
+def test_whole_matrices(  # noqa: PLR0917
+    rows: int, chosen: int, count: int, hidden: int, width: int, dtype: torch.dtype
+) -> None:
     """Of elements that are no codes; those of gates lie between what they are for."""
     torch.manual_seed(count + rows)
     both_EID = (torch.randn(count, 2 * width, hidden, device="cuda") / hidden**0.5).to(dtype)
@@ -71,10 +75,13 @@ def test_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", GATES)
-@pytest.mark.parametrize(("kind", "dtype"), [("4", torch.float16), ("8", torch.bfloat16), ("e2m1", torch.bfloat16)])
-def test_gates(kind: str, dtype: torch.dtype, name: str) -> None:
-    """The products, the activations and what comes of both are rounded, as torch's are."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates(dtype: torch.dtype, name: str) -> None:
+    """The products, the activations and what comes of both are rounded, as torch's are; elements are exact here."""
     torch.manual_seed(3)
-    case = Case(kind, 16, 512, 256, (1, 128), torch.float16)
-    gate_EID, up_EID, _ = case.matrices("cuda")
-    check_gates(Grouped(torch.device("cuda", 0), dtype, name, (case.kind,)), name, gate_EID, up_EID, dtype)
+    run = Grouped(torch.device("cuda", 0), dtype, name, ["e2m1"])
+    gate_EID, up_EID = ((torch.randn(16, 264, 512, device="cuda") / 16).to(dtype) for _ in range(2))
+    check_gates(run, name, gate_EID, up_EID, dtype)
+    if dtype is torch.bfloat16:
+        gates, ups, _ = Case("e2m1", 16, 512, 256, (1, 32), torch.uint8).matrices("cuda")
+        check_gates(run, name, gates, ups, dtype)

@@ -51,6 +51,8 @@ _MOST_IN_GRID: Final = 2**16 - 1
 _FEW: Final = 1 / 4
 #: Rows of a tile, and pairs of each expert, on average, from which on it is worth while.
 _TILES: Final = ((128, 256), (64, 48), (32, 16), (16, 0))
+#: Elements of products of an expert, on average, from which on torch is faster where elements are no codes.
+_LARGE: Final = 2**32
 #: Bytes of shared memory that a block may have, if torch does not tell: what all GPUs from capability 8.0 on have.
 _LEAST_SHARED: Final = 99 << 10
 
@@ -129,7 +131,7 @@ class Grouped:
             ups: up projections of all experts, laid out likewise.
             choice_RC: choices of the rows.
         """
-        if not self._takes(choice_RC, len(gates)) or not is_vectors(x_RD, self._dtype):
+        if not self._takes(choice_RC, gates) or not is_vectors(x_RD, self._dtype):
             return None
         gate, up, biases = self._readable(gates), self._readable(ups), words_of_biases(gates.bias, ups.bias)
         if gate is None or gate != up or biases is None:
@@ -151,7 +153,7 @@ class Grouped:
             to_RD: rows to which to add the sum in place before it is rounded; they are returned then.
         """
         latest, self._latest = self._latest, None
-        if not self._takes(choice_RC, len(downs)) or h_RCI.dtype is not self._dtype:
+        if not self._takes(choice_RC, downs) or h_RCI.dtype is not self._dtype:
             return None
         down, biases = self._readable(downs), words_of_biases(downs.bias)
         if down is None or biases is None or down.size % _COLUMNS or h_RCI.shape[2] % _COLUMNS:
@@ -241,9 +243,11 @@ class Grouped:
             return None
         return found
 
-    def _takes(self, choice_RC: Tensor, experts: int) -> bool:
+    def _takes(self, choice_RC: Tensor, projection: Projection) -> bool:
         """Tell whether kernels take choices, and are not slower than others."""
-        pairs = choice_RC.numel() // 2
+        pairs, (experts, size, width) = choice_RC.numel() // 2, projection.matrix.shape
         if choice_RC.dtype is not torch.float32 or not choice_RC.is_contiguous() or pairs <= _FEW * experts:
+            return False
+        if isinstance(projection.matrix, Tensor) and pairs // experts * size * width >= _LARGE:
             return False
         return len(choice_RC) <= _MOST_IN_GRID and most_tiles(pairs, experts, min(WARPS)) <= _MOST_IN_GRID
