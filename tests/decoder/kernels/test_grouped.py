@@ -184,7 +184,7 @@ def test_outputs_take_no_more_memory_than_activations(
 ) -> None:
     """Where they would, they are of some rows at a time, which are grouped for themselves; nor do they with copies."""
     torch.manual_seed(4)
-    monkeypatch.setattr(grouped, "AT_ONCE", 0)
+    monkeypatch.setattr(grouped, "_FREE", 0)
     case, rows, chosen = Case("4", 4, 64, 32, (1, 32), torch.float16), 5, 3
     with ran.tensors:
         run, (_, _, down_EDI) = kernels(torch.bfloat16, "4"), case.matrices()

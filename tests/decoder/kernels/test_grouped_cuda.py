@@ -67,7 +67,7 @@ def test_whole_matrices(  # noqa: PLR0917
 def test_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of experts that would take much memory are of some rows at a time."""
     torch.manual_seed(rows)
-    monkeypatch.setattr(grouped, "AT_ONCE", 2**12)
+    monkeypatch.setattr(grouped, "_FREE", 2**12)
     case = Case("4", 8, 2048, 32, (1, 32), torch.float16)
     x_RD = torch.randn(rows, case.hidden, device="cuda", dtype=torch.bfloat16)
     run = Grouped(torch.device("cuda", 0), torch.bfloat16, "silu", (case.kind,))

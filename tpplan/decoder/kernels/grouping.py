@@ -26,7 +26,8 @@ _COLUMNS, _AT_ONCE = 8, 4
 @device_function
 def _expert_of(pair: Any, choices: Any, chosen: Any) -> Any:
     row = _BITS(pair // chosen)
-    place = _WORD(row) * _WORD(chosen) + _WORD(pair) + _WORD(chosen)  # behind the weights of this row
+    # Before it are the pairs that are, weights of all rows up to this one, and numbers of the rows before.
+    place = _WORD(row) * _WORD(chosen) + _WORD(pair) + _WORD(chosen)
     return _BITS(ptx.float_of(ptx.load_32(choices + place * _WORD(_FLOAT_BYTES))))
 
 
@@ -35,7 +36,7 @@ def _group(name: str) -> Kernel:  # noqa: C901 (the kernel)
 
     Its words:
 
-    - choices, chosen: of each row the weights of its experts, then their numbers, all in float32.
+    - choices, chosen: of each row the weights of its experts, then their numbers, which there must be, all in float32.
     - pairs: how many there are.
     - rows: of a tile, at most.
     - tiles, most: where what is known of each goes: its expert, the first of its pairs in their order, and how many it

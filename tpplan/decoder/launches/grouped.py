@@ -27,7 +27,6 @@ from tpplan.decoder.kernels.scale_kinds import F16
 from tpplan.decoder.launches.chosen import Readable, readable, words_of_biases
 from tpplan.decoder.launches.few_rows import GATES, is_vectors
 from tpplan.decoder.launches.launcher import DTYPES, Launcher
-from tpplan.decoder.layers import AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -45,6 +44,8 @@ _BITS: Final = {
 _ITEM, _FLOAT, _VECTOR, _INT = 2, 4, 16, 4
 #: Columns of a thread that adds up, and threads of a block.
 _COLUMNS, _THREADS = 8, 128
+#: Elements of outputs that need not fit into what activations leave: 4 MiB.
+_FREE: Final = 2**21
 #: Rows or tiles that a grid may have in its second dimension.
 _MOST_IN_GRID: Final = 2**16 - 1
 #: Pairs of each expert, on average, up to which kernels that have no tiles are faster.
@@ -165,7 +166,7 @@ class Grouped:
         rows, chosen, width = h_RCI.shape
         out_RD = h_RCI.new_empty(rows, down.size) if to_RD is None else to_RD
         # Outputs take as much memory as activations, beside which nothing else needs any; or copies do.
-        room = max(AT_ONCE, rows * (chosen * width + down.size))
+        room = max(_FREE, rows * (chosen * width + down.size))
         most = max(1, room // (chosen * (down.size + (0 if h_RCI.is_contiguous() else width))))
         for start in range(0, rows, most):
             some = slice(start, start + most)
