@@ -14,16 +14,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
 from numba import cuda
 from numba.cuda import types
 
 from tpplan.decoder.kernels import packed_codes, tiles
-from tpplan.decoder.kernels.expert_scales import SCALES_OF, scales_at, times
 from tpplan.decoder.kernels.finishing import ADD, SWIGLU_OAI, activation, limited_plus_one
 from tpplan.decoder.kernels.grouped_limits import BLOCKS, OWN, STAGES, TABLE, TILE_BYTES, WARPS
 from tpplan.decoder.kernels.grouped_loads import NONE, ask_codes, rows_by
-from tpplan.decoder.kernels.lane_products import scale_of
+from tpplan.decoder.kernels.grouped_scales import Scaling, by_exponents, by_nothing, by_numbers
 from tpplan.decoder.kernels.wide_limits import CODES, LANES, VECTOR
 from tpplan.decoder.kernels.wide_products import products_of
 from tpplan.decoder.kernels.wide_sums import PER_EIGHT, turned
@@ -37,103 +35,8 @@ if TYPE_CHECKING:
 _EIGHT = 8
 #: By dtype: what multiplies pairs and adds others.
 _FMA = {"bf16": ptx.emit_fma_bf16, "f16": ptx.emit_fma_f16}
-#: Of e2m1: the largest exponent of a scale, what is added to make its float a number of 16 bits times the factor of
-#: floats, and what this leaves too small.
-_LARGEST, _LESS, _SMALLER = 160, 94, 2**32
 _NAME = re.compile("GROUPED_(?P<kind>(?P<dtype>BF16|F16)_(?P<codes>4|8|E4M3|E2M1|WHOLE))_(?P<rows>16|32|64|128)")
 _WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
-
-
-@frozen
-class _Scaling:
-    """What makes scales and zeros of a lane's four matrix rows.
-
-    Attributes:
-        ask: asks for those of 16 bytes of codes, given the address of the first row, bytes to the second, and from
-            these two to the others; the number of the first row, the number of 16 bytes, and what the kernel is told.
-        made: returns scales, and what is added to codes' floats, each twice in 32 bits, given what was asked for, and
-            what the kernel is told. Floats have nothing to add: scales stand in its place.
-        factor: what sums are to be multiplied by.
-    """
-
-    ask: Any
-    made: Any
-    factor: int = 1
-
-
-def _by_numbers(kind: Codes, codes: str) -> _Scaling:
-    """Return what does it of scales of 16 or 32 bits; the kernel is told of them, and of zeros."""
-    numbers, ask_zeros, zeros_of = SCALES_OF[codes]
-    both, factor, base, has_zeros = kind.floats.both, kind.factor, max(kind.base or 0, 0), kind.base is not None
-
-    @copied_function
-    def ask(_: Any, place: Any, unit: Any, more: Any) -> Any:
-        of_scales, of_zeros = more
-        indexes = numbers(place, times(unit, of_scales[6]), of_scales)
-        return scales_at(indexes, of_scales), ask_zeros(indexes, of_zeros)
-
-    @copied_function
-    def twice(bits: Any, form: Any) -> Any:
-        scale = scale_of(bits, form) * _FLOAT(factor)
-        return both(scale, scale)
-
-    @copied_function
-    def less(zero: Any) -> Any:
-        found = -(_FLOAT(base) + zero)
-        return both(found, found)
-
-    @copied_function
-    def made(found: Any, more: Any) -> Any:
-        (a, b, c, d), zeros = found
-        form = more[0][2]
-        scales = twice(a, form), twice(b, form), twice(c, form), twice(d, form)
-        if not has_zeros:
-            return scales, scales
-        e, f, g, h = zeros_of(zeros, more[1], more[0])
-        return scales, (less(e), less(f), less(g), less(h))
-
-    return _Scaling(ask, made)
-
-
-def _by_exponents() -> _Scaling:
-    """Return what does it of e2m1, whose scales are where :mod:`tpplan.decoder.kernels.coded_experts` has them."""
-
-    @copied_function
-    def exponent_at(address: Any, scales: Any) -> Any:
-        return _BITS(ptx.load_8(scales + (address >> _WORD(4))))
-
-    @copied_function
-    def ask(rows: Any, _: Any, unit: Any, scales: Any) -> Any:
-        row, pitch, half = rows
-        first = row + _WORD(_BITS(unit * _BITS(VECTOR)))
-        second = first + half
-        one, other = exponent_at(first, scales), exponent_at(first + pitch, scales)
-        return one, other, exponent_at(second, scales), exponent_at(second + pitch, scales)
-
-    @copied_function
-    def twice(exponent: Any) -> Any:
-        return _BITS(_BITS(min(exponent, _BITS(_LARGEST)) + _BITS(_LESS)) * _BITS(0x00800080))
-
-    @copied_function
-    def made(found: Any, _: Any) -> Any:
-        scales = twice(found[0]), twice(found[1]), twice(found[2]), twice(found[3])
-        return scales, scales
-
-    return _Scaling(ask, made, _SMALLER)
-
-
-def _by_nothing() -> _Scaling:
-    """Return what does it of elements of 16 bits, which have none."""
-
-    @copied_function
-    def ask(_: Any, __: Any, ___: Any, ____: Any) -> Any:
-        return _BITS(0)
-
-    @copied_function
-    def made(found: Any, _: Any) -> Any:
-        return (found, found, found, found), (found, found, found, found)
-
-    return _Scaling(ask, made)
 
 
 def _finishing(kind: Codes, factor: int) -> tuple[Any, Any]:
@@ -176,7 +79,7 @@ def _finishing(kind: Codes, factor: int) -> tuple[Any, Any]:
     return biases_of, store
 
 
-def _grouped(kind: Codes, rows: int, fma: ptx.Emitter, scaling: _Scaling) -> Any:  # noqa: C901, PLR0915 (the kernel)
+def _grouped(kind: Codes, rows: int, fma: ptx.Emitter, scaling: Scaling) -> Any:  # noqa: C901, PLR0915 (the kernel)
     """Make what multiplies a tile of rows by strips of its expert's matrix.
 
     Its grid: strips of as many matrix rows as a block has in the first dimension, tiles in the second. Its arguments:
@@ -298,7 +201,7 @@ def _of_numbers(name: str, kind: Codes, codes: str, rows: int, fma: ptx.Emitter)
     matrices lie one below the other; and behind them what :mod:`tpplan.decoder.kernels.expert_scales` has of scales,
     then of zeros.
     """
-    multiply, per_byte = _grouped(kind, rows, fma, _by_numbers(kind, codes)), kind.halvings
+    multiply, per_byte = _grouped(kind, rows, fma, by_numbers(kind, codes)), kind.halvings
 
     def grouped(  # type: ignore[no-untyped-def]
         y, y_pitch, x, x_units, codes, _, half, tiles_at, order, many, size, width, bias, of_bias, bias_step,
@@ -319,7 +222,7 @@ def _of_exponents(name: str, kind: Codes, rows: int, fma: ptx.Emitter) -> Kernel
 
     Scales above 2 ** 33 count as that, and below 2 ** -93 as nothing.
     """
-    multiply = _grouped(kind, rows, fma, _by_exponents())
+    multiply = _grouped(kind, rows, fma, by_exponents())
 
     def grouped(  # type: ignore[no-untyped-def]
         y, y_pitch, x, x_units, codes, of_expert, pitch, half, tiles_at, order, many, size, width, bias, of_bias,
@@ -335,7 +238,7 @@ def _of_exponents(name: str, kind: Codes, rows: int, fma: ptx.Emitter) -> Kernel
 
 def _of_elements(name: str, kind: Codes, rows: int, fma: ptx.Emitter) -> Kernel:
     """Make a kernel for elements of 16 bits, whose words are those of :func:`_grouped`; there are no scales."""
-    multiply = _grouped(kind, rows, fma, _by_nothing())
+    multiply = _grouped(kind, rows, fma, by_nothing())
 
     def grouped(  # type: ignore[no-untyped-def]
         y, y_pitch, x, x_units, codes, of_expert, pitch, half, tiles_at, order, many, size, width, bias, of_bias,
