@@ -17,9 +17,6 @@ from tpplan.decoder.kernels.pair_products import BLOCK_WARPS, FORMATS, Format, p
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
 
-#: Experts that a row can choose from: a lane has 16 of them.
-MOST_EXPERTS = 512
-
 #: Experts whose scores a warp takes at a time: each lane those of four.
 _FEW = 128
 
@@ -63,7 +60,8 @@ def _largest(keys: Any, limit: Any) -> Any:
 def _choose(name: str, first: Any) -> Kernel:  # noqa: C901 (four functions)
     """Make a kernel that finds the largest scores of each row, and the parts of their experts by softmax.
 
-    A block is a warp and takes a row. Its words: scores and the bytes from one row to the next; experts; where the
+    A block is a warp and takes a row, of at most :data:`tpplan.decoder.kernels.grouped_limits.MOST_EXPERTS` experts, of
+    which a lane has 16. Its words: scores and the bytes from one row to the next; experts; where the
     result goes, the bytes from one row to the next; experts that are chosen; and whether their weights shall add up to
     1. The result of a row is weights, then numbers of experts, all in float32.
 

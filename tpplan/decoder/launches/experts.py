@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from tpplan.decoder.kernels.grouped_limits import MOST_EXPERTS
 from tpplan.decoder.launches.chosen import Readable, readable, words_of_biases
 from tpplan.decoder.launches.few_rows import GATES, is_vectors
 from tpplan.decoder.launches.gemv import shape_of
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 #: Kinds of codes that kernels read, of :data:`tpplan.decoder.launches.dense.KINDS`.
 KINDS: Final = ("4", "8", "e4m3", "e2m1")
 
-#: Maximum experts to choose from, and maximum experts of a row, without and with biases, as in the kernels.
-_MOST_EXPERTS: Final = 512
+#: Maximum experts of a row, without and with biases, as in the kernels.
 _MOST_CHOSEN: Final = 32
 _MOST_BIASED: Final = 8
 
@@ -85,7 +85,7 @@ class Experts:
         rows, experts = scores_RE.shape
         if scores_RE.dtype is not self._dtype or scores_RE.stride(1) != 1 or not rows:
             return None
-        if experts > _MOST_EXPERTS or not 0 < count <= min(_MOST_CHOSEN, experts):
+        if experts > MOST_EXPERTS or not 0 < count <= min(_MOST_CHOSEN, experts):
             return None
         choice_RC = torch.empty(rows, 2 * count, dtype=torch.float32, device=scores_RE.device)
         words = scores_RE.data_ptr(), _ITEM * scores_RE.stride(0), experts

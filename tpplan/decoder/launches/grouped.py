@@ -122,16 +122,7 @@ class Grouped:
         self._latest: _Groups | None = None
 
     def up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor) -> Tensor | None:
-        """Return the intermediate activations of the chosen experts, ``[R, C, I]``; None if not by these kernels.
-
-        Products, activations and results are each rounded, as they would be by separate kernels.
-
-        Args:
-            x_RD: rows.
-            gates: gate projections of all experts, whose outputs get the activation.
-            ups: up projections of all experts, laid out likewise.
-            choice_RC: choices of the rows.
-        """
+        """Do what :meth:`tpplan.decoder.launches.experts.Experts.up` does; return None if not by these kernels."""
         if not self._takes(choice_RC, gates) or not is_vectors(x_RD, self._dtype):
             return None
         gate, up, biases = self._readable(gates), self._readable(ups), words_of_biases(gates.bias, ups.bias)
