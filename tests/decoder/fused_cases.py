@@ -206,15 +206,23 @@ class FakeGrouped(FakeExperts):
     """Does the same for more pairs than there are experts, if it is told to.
 
     Attributes:
-        takes: whether it is.
+        is_on: whether it is.
     """
 
-    takes = False
+    is_on = False
+
+    def takes_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:
+        """Tell whether it would."""
+        return self.takes_down(rows, chosen, gates) and self._is_known(ups.matrix)
+
+    def takes_down(self, rows: int, chosen: int, downs: Projection) -> bool:
+        """Tell whether it would."""
+        return self.is_on and self._is_known(downs.matrix) and rows * chosen > len(downs)
 
     def up(self, x: Tensor, gate: Projection, up: Projection, choice: Tensor) -> Tensor | None:
         """Multiply by matrices of what is chosen."""
         if (
-            not self.takes
+            not self.is_on
             or choice.numel() <= 2 * len(gate)
             or not all(self._is_known(each.matrix) for each in (gate, up))
         ):
@@ -225,7 +233,7 @@ class FakeGrouped(FakeExperts):
 
     def down(self, h: Tensor, down: Projection, choice: Tensor, to: Tensor | None = None) -> Tensor | None:
         """Multiply by the last ones, and add up."""
-        if not self.takes or choice.numel() <= 2 * len(down) or not self._is_known(down.matrix):
+        if not self.is_on or choice.numel() <= 2 * len(down) or not self._is_known(down.matrix):
             return None
         self.calls["grouped, down"] += 1
         weights, numbers = choice.chunk(2, dim=1)

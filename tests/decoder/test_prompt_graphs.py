@@ -16,6 +16,7 @@ from attrs import evolve
 
 from tests.decoder import quantised_checkpoints as checkpoints
 from tests.decoder import test_memory
+from tests.decoder.fused_cases import FakeGrouped
 from tests.decoder.pointwise_cases import launches
 from tests.decoder_cases import CONFIGS, LENGTH, MAX_ROWS, model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.flash_cases import FlashCalls
+    from tpplan.decoder.stacked import Projection
     from tpplan.exec.context import TPContext
 
 __all__ = ["fine_units", "flash_calls", "launches"]  # fixtures
@@ -106,7 +108,7 @@ def check_same(decoders: tuple[Decoder, Decoder], random: Random) -> list[tuple[
     return events
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.usefixtures("flash_calls")
 def test_a_graph_serves_all_passes_that_it_has_room_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured with one mixture of prompts, it reads all others as they are read without, on any devices.
@@ -115,7 +117,9 @@ def test_a_graph_serves_all_passes_that_it_has_room_for(seed: int, monkeypatch: 
     """
     random = Random(seed)
     monkeypatch.setattr(prompt_graphs, "_SMALLEST", 4)
-    model_type = ("llama", "qwen3", "gemma3_text")[seed % 3]
+    for which in ("up", "down"):
+        monkeypatch.setattr(plain.Plain, f"takes_experts_{which}", lambda *_: True)
+    model_type = ("llama", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss")[seed % 6]
     batch, rows = random.randint(2, 5), random.randint(6, 24)
     request = request_of(random.choice(["reduce", "gather"]), random.choice(["idle", "replicate"]), batch=batch)
     request = evolve(request, max_rows=rows)
@@ -131,7 +135,43 @@ def test_a_graph_serves_all_passes_that_it_has_room_for(seed: int, monkeypatch: 
     assert all(counts["capture", size] == 1 for size in sizes)
 
 
-@pytest.mark.parametrize(("layout", "model_type"), [("reduce", "llama"), ("gather", "mistral")])
+@pytest.mark.parametrize(("layout", "most", "refused"), [("reduce", 10, 2), ("gather", 20, 0), ("gather", 5, 1)])
+@pytest.mark.usefixtures("flash_calls")
+def test_sizes_whose_experts_torch_computes_have_no_graph(
+    layout: str, most: int, refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All projections of all layers that have experts are asked about, on every device that has them."""
+    asked = Counter[tuple[int, int, int]]()
+    monkeypatch.setattr(prompt_graphs, "_SMALLEST", 5)
+
+    def takes(steps: plain.Plain, rows: int, chosen: int, *projections: Projection) -> bool:
+        assert {len(each) for each in projections} == {6}
+        assert chosen == 4
+        asked[id(steps), rows, len(projections)] += 1
+        return rows <= most or len(projections) != refused
+
+    for which in ("up", "down"):
+        monkeypatch.setattr(plain.Plain, f"takes_experts_{which}", takes)
+    plan = plan_of(model_of("qwen3_moe").directory, 3, evolve(request_of(layout), max_rows=20), {}, seed=9)
+    with compile_plan(plan, backend="cpu") as context:
+        decoder = made(context, "qwen3_moe")
+    sizes = [size for size in (5, 10, 20) if size <= most]
+    assert decoder.prompt_graphs
+    assert decoder.prompt_graphs.sizes == tuple(sizes)
+    expected = Counter[tuple[int, int, int]]()
+    for layer in range(len(decoder.stack.heads)):
+        if layer == 1:  # which the config says has none
+            continue
+        devices = context.devices_of(Axis.EX, layer)
+        whose = {2: devices, 1: devices if layout == "reduce" else context.devices_of(Axis.RS)}
+        steps = [(id(decoder.stack.steps[device]), count) for count in whose for device in whose[count]]
+        expected.update((step, rows, count) for rows in sizes for step, count in steps)
+    assert Counter({key: count for key, count in asked.items() if key[1] <= most}) == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "model_type"), [("reduce", "llama"), ("gather", "mistral"), ("reduce", "mixtral"), ("gather", "mixtral")]
+)
 def test_kernels_leave_rows_of_nobody_out(  # noqa: PLR0917 (fixtures)
     layout: str,
     model_type: str,
@@ -142,8 +182,9 @@ def test_kernels_leave_rows_of_nobody_out(  # noqa: PLR0917 (fixtures)
 ) -> None:
     """In 16 bits, where kernels write keys and values to the cache, on one device and on uneven ones.
 
-    Behind windows, kernels turn them, and torch writes.
+    Behind windows, kernels turn them, and torch writes. Experts have kernels, too.
     """
+    monkeypatch.setattr(FakeGrouped, "is_on", True)
     directory = test_memory.made(model_type, tmp_path, num_hidden_layers=1)
     monkeypatch.setattr(prompt_graphs, "_SMALLEST", 16)
     monkeypatch.setattr(plain.Plain, "keep", Mock(side_effect=AssertionError))
@@ -225,7 +266,7 @@ def test_as_transformers(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", CONFIGS)
 @pytest.mark.usefixtures("flash_calls")
 def test_models_whose_passes_differ_have_no_graph(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither have those whose scores are capped, or who send rows to experts, or whose windows take too much room."""
+    """Neither have those whose scores are capped, whose experts torch computes, or whose windows take too much room."""
     window = CONFIGS[model_type].get("sliding_window") or 0
     with compile_plan(plan_of(model_of(model_type).directory, 2, request_of(), {}, seed=1), backend="cpu") as context:
         decoder = made(context, model_type)

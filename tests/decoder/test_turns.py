@@ -16,6 +16,7 @@ from tests.decoder_cases import model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
 from tpplan.decoder import Decoder, model, prompt_graphs
+from tpplan.decoder.plain import Plain
 from tpplan.exec import TPContext
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
@@ -107,11 +108,15 @@ def both(context: TPContext, directory: Any) -> tuple[Decoder, Decoder]:
 
 
 @pytest.mark.parametrize("layout", ["reduce", "gather"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("flash_calls")
-def test_halves_leave_what_whole_passes_leave(seed: int, model_type: str, layout: str) -> None:
+def test_halves_leave_what_whole_passes_leave(
+    seed: int, model_type: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same logits and caches, of all mixtures of prompts, of which texts lie in both halves."""
+    for which in ("up", "down"):
+        monkeypatch.setattr(Plain, f"takes_experts_{which}", lambda *_: True)
     plan, directory = planned(model_type, seed, layout, devices=2 + seed)
     with compile_plan(plan, backend="cpu", transport="host") as context:
         decoders, turns = both(context, directory), []

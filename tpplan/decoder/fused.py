@@ -141,8 +141,8 @@ class Fused(Plain):
         self._few = [*self._joint, *many]
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._experts = Experts(place, dtype, self._name, codes) if experts else None
-        grouped = Grouped(place, dtype, self._name, codes) if experts else None
-        self._products = [each for each in (grouped, self._experts) if each]  # whose few rows the latter take
+        self._grouped = Grouped(place, dtype, self._name, codes) if experts else None
+        self._products = [each for each in (self._grouped, self._experts) if each]  # whose few rows the latter take
         self._dense = Dense(place, dtype, codes)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -200,6 +200,14 @@ class Fused(Plain):
         """Return the experts that rows are routed to, ``[R, 2 × C]``: their weights, then their numbers."""
         found = self._experts.choose(scores_RE, count, normalised=normalised) if self._experts else None
         return super().choose(scores_RE, count, normalised=normalised) if found is None else found
+
+    def takes_experts_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:
+        """Tell whether :meth:`experts_up` has kernels for which many rows are no slower than by torch."""
+        return self._grouped is not None and self._grouped.takes_up(rows, chosen, gates, ups)
+
+    def takes_experts_down(self, rows: int, chosen: int, downs: Projection) -> bool:
+        """Tell whether :meth:`experts_down` has kernels for which many rows are no slower than by torch."""
+        return self._grouped is not None and self._grouped.takes_down(rows, chosen, downs)
 
     def experts_up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor, *, fixed: bool) -> Tensor:
         """Return the intermediate activations of the rows' experts, ``[R, C, I]``."""

@@ -148,6 +148,27 @@ class Plain:
         """
         return torch.cat(experts.choose(scores_RE, count, normalised=normalised), dim=1)
 
+    def takes_experts_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:  # noqa: ARG002
+        """Tell whether neither the host nor a shape depends on the choice in :meth:`experts_up`, even if not fixed.
+
+        Args:
+            rows: number of rows.
+            chosen: experts of each row.
+            gates: gate projections of all experts.
+            ups: up projections of all experts.
+        """
+        return False
+
+    def takes_experts_down(self, rows: int, chosen: int, downs: Projection) -> bool:  # noqa: ARG002
+        """Tell whether neither the host nor a shape depends on the choice in :meth:`experts_down`, even if not fixed.
+
+        Args:
+            rows: number of rows.
+            chosen: experts of each row.
+            downs: down projections of all experts.
+        """
+        return False
+
     def experts_up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor, *, fixed: bool) -> Tensor:
         """Return the intermediate activations of the rows' experts, ``[R, C, I]``.
 

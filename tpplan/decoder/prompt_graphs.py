@@ -39,26 +39,27 @@ def graphs_of(decoder: Decoder, cap: float | None, *, graphs: bool | None = None
     places = [device.device for device in context.devices.values()]
     wanted = places[0].type == "cuda" if graphs is None else graphs
     ahead = len(places) == 1 and not any(weights.quantised for weights in decoder.weights.values())
-    sizes = sizes_of(context.max_rows, decoder.batch * length, _MOST_ALONE if ahead else None)
-    if not wanted or not is_fixed(decoder.stack, cap, Extent.of_any(sizes[-1], decoder.batch, length)):
-        return None
-    return PromptGraphs(decoder, sizes)
+    possible = sizes_of(context.max_rows, decoder.batch * length, _MOST_ALONE if ahead else None) if wanted else []
+    sizes = [size for size in possible if is_fixed(decoder.stack, cap, Extent.of_any(size, decoder.batch, length))]
+    return PromptGraphs(decoder, sizes) if sizes else None
 
 
 def is_fixed(stack: Stack, cap: float | None, extent: Extent) -> bool:
     """Tell whether passes of the same size differ only in values in device memory, whatever their prompts are.
 
-    They do if no layer has experts, and if in every layer all rows of a pass attend in one kernel call. This takes the
-    flash kernel: 16-bit activations, scores without a cap, and a 16-bit cache. Where the cache only holds a sliding
-    window, it takes memory for a copy of all sequences' windows, see :meth:`tpplan.decoder.heads.Heads.attend_at_once`.
+    They do if in every layer all rows of a pass attend in one kernel call, and kernels group the rows by their experts
+    if it has any. The former takes the flash kernel: 16-bit activations, scores without a cap, and a 16-bit cache.
+    Where the cache only holds a sliding window, it takes memory for a copy of all sequences' windows, see
+    :meth:`tpplan.decoder.heads.Heads.attend_at_once`. The latter takes :mod:`tpplan.decoder.launches.grouped`, which
+    leaves large passes with large 16-bit experts to torch.
 
     Args:
         stack: the model's layers.
         cap: soft cap of the attention scores.
-        extent: extent of the largest pass.
+        extent: extent of any pass of this size.
     """
     heads = [each for layer in stack.heads for each in layer.values()]
-    return not stack.has_experts and all(each.attend_at_once(extent, cap) for each in heads)
+    return all(each.attend_at_once(extent, cap) for each in heads) and stack.has_fixed_experts(extent.rows)
 
 
 def sizes_of(max_rows: int, room: int, most: int | None = None) -> list[int]:

@@ -6,7 +6,6 @@ one tensor for each device, in device order.
 
 from __future__ import annotations
 
-from itertools import product
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +17,7 @@ from tpplan.decoder.plain import Plain, Turn
 from tpplan.exec.torch_shims import leaving_processors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -52,7 +51,6 @@ class Stack:
         context: the compiled plan, whose operations combine the devices' results.
         heads: attention heads of each layer, by device.
         steps: the computation steps of each device.
-        has_experts: whether any layer has experts.
         looks_at_spans: whether the work of a step depends on how many places of the cache it may read.
         processors_left: multiprocessors that matrix products leave free while passes take turns; otherwise the sums of
             one wait for a product of the other. With more than 8, products lost more time than sums gained.
@@ -82,7 +80,6 @@ class Stack:
         """
         self.context = context
         self.heads = heads
-        self.has_experts = any(block.experts for block in blocks)
         self.looks_at_spans = not all(steps[device].attends(each) for layer in heads for device, each in layer.items())
         self._settings = settings
         self._family = settings.family
@@ -97,13 +94,12 @@ class Stack:
     def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         """Return the residual stream ``[R, D]`` after the last layer, equal on all devices in use."""
         for layer, block in enumerate(self._blocks):
-            xs = self._add(layer, self._attention(layer, xs, rows), xs)
-            make = self._mixture if block.experts else self._mlp
-            xs = self._add(layer, make(layer, xs, rows), xs)
+            for make in self._halves(block):
+                xs = self._add(layer, make(layer, xs, rows), xs)
         return xs
 
     def run_in_turns(self, passes: Sequence[tuple[tuple[Tensor, ...], Pass]]) -> None:
-        """Run several passes of a model without experts in turn, updating their residual streams in place.
+        """Run several passes in turn, updating their residual streams in place.
 
         While one pass is computed, the devices' outputs of the others are combined. A pass may attend to keys and
         values of the passes before it, as it comes after them in every layer.
@@ -111,7 +107,8 @@ class Stack:
         adding: dict[int, tuple[Aside, Made]] = {}  # keeps the outputs alive until they are added up
         with leaving_processors([device.device for device in self.context.devices.values()], self.processors_left):
             try:
-                for layer, make in product(range(len(self._blocks)), (self._attention, self._mlp)):
+                halves = [(layer, make) for layer, block in enumerate(self._blocks) for make in self._halves(block)]
+                for layer, make in halves:
                     for i, (xs, rows) in enumerate(passes):
                         if i in adding:
                             adding[i][0].wait()
@@ -125,10 +122,30 @@ class Stack:
                 for aside, _ in adding.values():
                     aside.wait()
 
+    def has_fixed_experts(self, rows: int) -> bool:
+        """Tell whether neither the host nor a shape depends on the experts that rows are routed to, in any layer."""
+        return all(self._are_fixed(layer, rows) for layer, block in enumerate(self._blocks) if block.experts)
+
+    def _are_fixed(self, layer: int, rows: int) -> bool:
+        start, names, chosen = f"model.layers.{layer}.", self._family.experts, self._blocks[layer].experts_per_token
+        devices = self.context.devices_of(Axis.EX, layer)
+        for device in devices:
+            gates, ups = (self._weights[device].experts(start + name) for name in (names.gate, names.up))
+            if not self.steps[device].takes_experts_up(rows, chosen, gates, ups):
+                return False
+        return all(
+            self.steps[device].takes_experts_down(rows, chosen, self._weights[device].experts(start + names.down))
+            for device in (devices if self._reduce else self.context.devices_of(Axis.RS))
+        )
+
     def normed(self, xs: Sequence[Tensor], device: int, norm: str, fused: str, names: Sequence[str] = ()) -> Tensor:
         """Normalise the rows of a device and multiply by matrices; see :meth:`tpplan.decoder.plain.Plain.normed`."""
         weights, x_RD = self._weights[device], xs[self._places[device]]
         return self.steps[device].normed(x_RD, weights[f"{norm}.weight"], weights, fused, names)
+
+    def _halves(self, block: Block) -> tuple[Callable[[int, tuple[Tensor, ...], Pass], Made], ...]:
+        """Return what computes the two halves of a layer."""
+        return self._attention, self._mixture if block.experts else self._mlp
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Made:
         found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]

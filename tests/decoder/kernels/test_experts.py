@@ -333,7 +333,7 @@ def test_kernels_of_a_layer(  # noqa: PLR0917
 ) -> None:
     """One device chooses, all multiply, and who is alone adds to the residual stream, beside what attention takes."""
     monkeypatch.setattr(fused, "Attention", FakeAttention)
-    monkeypatch.setattr(FakeGrouped, "takes", True)
+    monkeypatch.setattr(FakeGrouped, "is_on", True)
 
     def called(layers: int) -> Counter[str]:
         directory = made(model_type, tmp_path / str(layers), num_hidden_layers=layers, mlp_only_layers=[])

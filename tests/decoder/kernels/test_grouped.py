@@ -262,8 +262,33 @@ def test_others_are_left(change: dict[str, Any], ran: Launches) -> None:
     run, (gate_EID, up_EID, down_EDI) = kernels(dtype, case.kind), case.matrices()
     x_RD, choice_RC = torch.randn(4, case.hidden).to(dtype), chosen_of(4, 2, case.count)
     found = run.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC)
-    assert run.down(torch.randn(4, 2, case.width).to(dtype), Projection(down_EDI), choice_RC) is None
+    assert run.down(torch.randn(4, 2, down_EDI.shape[2]).to(dtype), Projection(down_EDI), choice_RC) is None
     assert found is None
+    assert not ran.names
+
+
+def test_whether_projections_are_taken(ran: Launches) -> None:
+    """Of enough rows, and not too many, with biases of all or none; nothing is launched to tell."""
+    case = Case("4", 4, 64, 64, (1, 32), torch.float16)
+    run, wrong = kernels(torch.bfloat16, "4"), Projection(torch.randn(4, 64, 65).bfloat16()[..., :64])
+    gates, ups, downs = map(Projection, case.matrices())
+    for rows, is_taken in ((1, False), (2, True), (2**16 - 1, True), (2**16, False)):
+        assert run.takes_up(rows, 1, gates, ups) == is_taken
+        assert run.takes_down(rows, 1, downs) == is_taken
+    assert not run.takes_up(4, 2, gates, wrong)
+    assert not run.takes_up(4, 2, wrong, ups)
+    assert not run.takes_down(4, 2, wrong)
+    (biased,) = with_biases(case.matrices()[1], dtype=torch.bfloat16)
+    assert not run.takes_up(4, 2, gates, biased)
+    large = Projection(torch.empty(2, 2**12, 2**12, dtype=torch.bfloat16))
+    for rows, is_taken in ((255, True), (256, False)):
+        assert run.takes_up(rows, 2, large, large) == is_taken
+        assert run.takes_down(rows, 2, large) == is_taken
+    scaled = Projection(evolve(case, scales=torch.bfloat16).matrices()[2])
+    assert run.takes_down(4, 2, scaled)
+    assert not kernels(torch.float16, "4").takes_down(4, 2, scaled)
+    narrow = Projection(torch.empty(2, 16, 12, dtype=torch.bfloat16))  # not of whole vectors
+    assert not run.takes_down(4, 2, narrow)
     assert not ran.names
 
 

@@ -121,14 +121,23 @@ class Grouped:
         }
         self._latest: _Groups | None = None
 
+    def takes_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:
+        """Tell whether these kernels take gate and up projections for ``rows`` rows of ``chosen`` experts each."""
+        return self._is_faster(rows, chosen, gates) and self._pair(gates, ups) is not None
+
+    def takes_down(self, rows: int, chosen: int, downs: Projection) -> bool:
+        """Tell whether these kernels take down projections for ``rows`` rows of ``chosen`` experts each."""
+        return self._is_faster(rows, chosen, downs) and self._down(downs) is not None
+
     def up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor) -> Tensor | None:
         """Do what :meth:`tpplan.decoder.launches.experts.Experts.up` does; return None if not by these kernels."""
-        if not self._takes(choice_RC, gates) or not is_vectors(x_RD, self._dtype):
-            return None
-        gate, up, biases = self._readable(gates), self._readable(ups), words_of_biases(gates.bias, ups.bias)
-        if gate is None or gate != up or biases is None:
-            return None
         rows, chosen = len(x_RD), choice_RC.shape[1] // 2
+        if not _is_of_choices(choice_RC) or not self._is_faster(rows, chosen, gates):
+            return None
+        pair = self._pair(gates, ups)
+        if pair is None or not is_vectors(x_RD, self._dtype):
+            return None
+        gate, up, biases = pair
         h_RCI = x_RD.new_empty(rows, chosen, gate.size)
         self._latest = self._grouped(choice_RC, len(gates))
         x = x_RD.data_ptr(), _ITEM * x_RD.stride(0) // _VECTOR, chosen
@@ -145,16 +154,17 @@ class Grouped:
             to_RD: rows to which to add the sum in place before it is rounded; they are returned then.
         """
         latest, self._latest = self._latest, None
-        if not self._takes(choice_RC, downs) or h_RCI.dtype is not self._dtype:
+        rows, chosen, width = h_RCI.shape
+        if not _is_of_choices(choice_RC) or not self._is_faster(rows, chosen, downs):
             return None
-        down, biases = self._readable(downs), words_of_biases(downs.bias)
-        if down is None or biases is None or down.size % _COLUMNS or h_RCI.shape[2] % _COLUMNS:
+        found = self._down(downs)
+        if found is None or h_RCI.dtype is not self._dtype:
             return None
+        down, biases = found
         if to_RD is not None and not is_vectors(to_RD, self._dtype):
             return None
         if h_RCI.is_contiguous() and h_RCI.data_ptr() % _VECTOR:
             return None
-        rows, chosen, width = h_RCI.shape
         out_RD = h_RCI.new_empty(rows, down.size) if to_RD is None else to_RD
         # Outputs take as much memory as activations, beside which nothing else needs any; or copies do.
         room = max(_FREE, rows * (chosen * width + down.size))
@@ -235,11 +245,29 @@ class Grouped:
             return None
         return found
 
-    def _takes(self, choice_RC: Tensor, projection: Projection) -> bool:
-        """Tell whether kernels take choices, and are not slower than others."""
-        pairs, (experts, size, width) = choice_RC.numel() // 2, projection.matrix.shape
-        if choice_RC.dtype is not torch.float32 or not choice_RC.is_contiguous() or pairs <= _FEW * experts:
+    def _pair(self, gates: Projection, ups: Projection) -> tuple[Readable, Readable, tuple[int, ...]] | None:
+        """Return gates, what they are for, and the words of their biases, if kernels take them."""
+        gate, up, biases = self._readable(gates), self._readable(ups), words_of_biases(gates.bias, ups.bias)
+        return None if gate is None or up is None or gate != up or biases is None else (gate, up, biases)
+
+    def _down(self, downs: Projection) -> tuple[Readable, tuple[int, ...]] | None:
+        """Return down projections and the words of their biases, if kernels take them."""
+        down, biases = self._readable(downs), words_of_biases(downs.bias)
+        if down is None or biases is None or down.size % _COLUMNS or down.width % _COLUMNS:
+            return None
+        return down, biases
+
+    @staticmethod
+    def _is_faster(rows: int, chosen: int, projection: Projection) -> bool:
+        """Tell whether so many rows fit into a grid, and other kernels or torch are not faster."""
+        pairs, (experts, size, width) = rows * chosen, projection.matrix.shape
+        if pairs <= _FEW * experts:
             return False
         if isinstance(projection.matrix, Tensor) and pairs // experts * size * width >= _LARGE:
             return False
-        return len(choice_RC) <= _MOST_IN_GRID and most_tiles(pairs, experts, min(WARPS)) <= _MOST_IN_GRID
+        return rows <= _MOST_IN_GRID and most_tiles(pairs, experts, min(WARPS)) <= _MOST_IN_GRID
+
+
+def _is_of_choices(choice_RC: Tensor) -> bool:
+    """Tell whether kernels read choices."""
+    return choice_RC.dtype is torch.float32 and choice_RC.is_contiguous()
