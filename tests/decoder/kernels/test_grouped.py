@@ -249,7 +249,6 @@ def test_many_pairs(ran: Launches) -> None:
     "change",
     [
         {"count": 32},  # few pairs for each expert
-        {"width": 34, "block": (1, 34)},
         {"hidden": 36, "block": (1, 36)},
         {"scales": torch.bfloat16, "dtype": torch.float16},
     ],
@@ -262,7 +261,7 @@ def test_others_are_left(change: dict[str, Any], ran: Launches) -> None:
     run, (gate_EID, up_EID, down_EDI) = kernels(dtype, case.kind), case.matrices()
     x_RD, choice_RC = torch.randn(4, case.hidden).to(dtype), chosen_of(4, 2, case.count)
     found = run.up(x_RD, Projection(gate_EID), Projection(up_EID), choice_RC)
-    assert run.down(torch.randn(4, 2, down_EDI.shape[2]).to(dtype), Projection(down_EDI), choice_RC) is None
+    assert run.down(torch.randn(4, 2, case.width).to(dtype), Projection(down_EDI), choice_RC) is None
     assert found is None
     assert not ran.names
 
@@ -303,6 +302,7 @@ def test_torch_takes_what_is_no_vector(ran: Launches) -> None:
     assert run.down(h_RCI, Projection(down_EDI), choice_RC, x_RD[:, :64]) is None
     assert run.down(h_RCI, Projection(torch.randn(4, 64, 65).bfloat16()[..., :64]), choice_RC) is None
     assert run.down(torch.randn(4 * 2 * 64 + 1).bfloat16()[1:].view(4, 2, 64), Projection(down_EDI), choice_RC) is None
+    assert run.down(torch.randn(4, 2, 12).bfloat16(), Projection(torch.randn(4, 64, 12).bfloat16()), choice_RC) is None
     (biased,) = with_biases(up_EID, dtype=torch.bfloat16)
     assert run.up(x_RD[:, :64].contiguous(), gates, biased, choice_RC) is None
     assert not ran.names
