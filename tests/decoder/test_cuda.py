@@ -266,6 +266,20 @@ def test_passes_are_graphs_where_kernels_write_to_the_cache(model_type: str, dev
         check_passes(directory, devices, batch=6, max_rows=64)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [1, min(max(GPUS, 1), 4)])
+@pytest.mark.parametrize(
+    ("model_type", "count"),
+    [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"), ("gpt_oss", "num_local_experts")],
+)
+def test_passes_with_experts_are_graphs(model_type: str, count: str, devices: int, tmp_path: Path) -> None:
+    """They are grouped by kernels. Rows have all experts: otherwise roundings would choose others."""
+    more = {"num_experts_per_tok": CONFIGS[model_type][count]}
+    directory = made(model_type, tmp_path, head_dim=64, **more)
+    with patch.object(plain.Plain, "experts_up", side_effect=AssertionError):
+        check_passes(directory, devices, batch=6, max_rows=64)
+
+
 def check_kernels(directory: Path, devices: int, backend: str) -> None:
     """Compare prompts and steps of some numbers of sequences with those of a decoder by torch alone."""
     plan = plan_of(directory, devices, evolve(request_of(batch=5), max_rows=64), {}, seed=4)
