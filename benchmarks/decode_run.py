@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -39,6 +39,23 @@ _COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
 _TURNS, _COPIES = 3, 8
 
 
+class Least(NamedTuple):
+    """The least time that a step takes: that in which the slowest device reads the weights.
+
+    Attributes:
+        devices: seconds in which each device reads what every step needs, and all experts.
+        chosen: part of the experts that a row is routed to.
+    """
+
+    devices: Sequence[tuple[float, float]]
+    chosen: float
+
+    def seconds(self, batch: int) -> float:
+        """Return the time of a step of so many rows, of which each is equally likely to be routed to any experts."""
+        part = 1 - (1 - self.chosen) ** batch
+        return max(always + part * experts for always, experts in self.devices)
+
+
 def measure(order: Order, tell: Callable[[Row], None]) -> None:
     """Load a checkpoint by a plan, and measure what there is to measure, the first token first."""
     if order.transport == "host":
@@ -68,9 +85,9 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
         part.row("first token, after the process started", now - order.started, "s")
         with part.guarded("load"):
             _tell_load(part, order, context, loaded - compiled)
-        least = 0.0
+        least: Least | None = None
         with part.guarded("memory bandwidth"):
-            least = _least_seconds(part, order, context)
+            least = _least(part, order, context)
         memory.start()
         _decode(part, order, decoder.steps, given, least)
         _prefill(part, order, decoder, given)
@@ -90,7 +107,7 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
 
 
 def _decode(
-    part: Part, order: Order, steps_of: Callable[[int], Steps], given: Sequence[list[int]], least: float
+    part: Part, order: Order, steps_of: Callable[[int], Steps], given: Sequence[list[int]], least: Least | None
 ) -> None:
     """Tell how many tokens a second come of each batch, of the median step from the host's call to its tokens."""
     for batch in order.batches:
@@ -103,7 +120,7 @@ def _decode(
                 tokens.append(steps.step()[0])
                 seconds.append(time.perf_counter() - start)
             median = statistics.median(seconds[WARM:])
-            limit = batch / least if least else None
+            limit = batch / least.seconds(batch) if least else None
             part.row(what, batch / median, "tokens/s", limit=limit, note=f"{median * 1e3:.2f} ms a step", tokens=tokens)
 
 
@@ -138,20 +155,24 @@ def _tell_load(part: Part, order: Order, context: TPContext, seconds: float) -> 
     part.row("load", size / seconds / 1e9, "GB/s", limit=limits[which] / 1e9, note=note)
 
 
-def _least_seconds(part: Part, order: Order, context: TPContext) -> float:
-    """Return the time in which the slowest device reads the weights that a step needs, and tell the bandwidths."""
+def _least(part: Part, order: Order, context: TPContext) -> Least:
+    """Find what a step has to read, and tell the bandwidths."""
     model = tpplan.read_model(order.directory)
     lookups = {parameter.name for parameter in model.parameters if parameter.lookup}
-    sizes = dict.fromkeys(context.all_devices, 0)
+    sizes, of_experts = (dict.fromkeys(context.all_devices, 0) for _ in range(2))
     for one in iter_slices(context.plan, model):
-        sizes[one.device] += 0 if one.name in lookups else one.nbytes
-    least = 0.0
+        counted = of_experts if ".experts." in one.name else sizes
+        counted[one.device] += 0 if one.name in lookups else one.nbytes
+    chosen = max(block.experts_per_token / block.experts if block.experts else 0 for block in model.blocks)
+    devices = []
     for i, size in sizes.items():
         rate = _bandwidth(context.devices[i].device)
-        least = max(least, size / rate)
+        devices.append((size / rate, of_experts[i] / rate))
         note = f"of a copy, read and written; a step reads {size / 1e9:.2f} GB of weights"
+        if of_experts[i]:
+            note += f", and of {of_experts[i] / 1e9:.2f} GB of experts those that are chosen"
         part.row(f"device {i}, memory bandwidth", rate / 1e9, "GB/s", note=note)
-    return least
+    return Least(devices, chosen)
 
 
 def _bandwidth(place: torch.device) -> float:

@@ -97,6 +97,23 @@ def test_a_step_of_a_quantised_model_reads_codes(tmp_path: Path, monkeypatch: py
     assert list(decoded.tokens) == generated(order, order.plan())
 
 
+def test_a_step_reads_the_experts_that_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows with two of four experts each leave one in eight out, if all are equally likely."""
+    mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    random_checkpoint.write(tmp_path, {**CONFIG, **mixture, "num_experts_per_tok": 2})
+    monkeypatch.setattr(decode_run, "_bandwidth", lambda _: 1e6)
+    rows: list[Row] = []
+    order = Order(directory=str(tmp_path), gpus=1, backend="cpu", batches=(1, 3), tokens=TOKENS, prefill=40)
+    decode_run.measure(order, rows.append)
+    experts = CONFIG["num_hidden_layers"] * 4 * 3 * CONFIG["hidden_size"] * CONFIG["intermediate_size"] * 4
+    others = tpplan.read_model(tmp_path).weight_bytes - experts - CONFIG["vocab_size"] * CONFIG["hidden_size"] * 4
+    limits = {row.what: row.limit for row in rows}
+    assert limits["decode, batch 1"] == pytest.approx(1e6 / (others + experts / 2))
+    assert limits["decode, batch 3"] == pytest.approx(3e6 / (others + experts * 7 / 8))
+    (note,) = (row.note for row in rows if "memory bandwidth" in row.what)
+    assert "of experts those that are chosen" in note
+
+
 def test_a_part_that_fails_leaves_the_others(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row of the part says why, and has no figure."""
 
