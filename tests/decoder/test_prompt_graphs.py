@@ -152,7 +152,7 @@ def test_sizes_whose_experts_torch_computes_have_no_graph(
 
     for which in ("up", "down"):
         monkeypatch.setattr(plain.Plain, f"takes_experts_{which}", takes)
-    plan = plan_of(model_of("qwen3_moe").directory, 3, evolve(request_of(layout), max_rows=20), {}, seed=9)
+    plan = plan_of(model_of("qwen3_moe").directory, 4, evolve(request_of(layout), max_rows=20), {}, seed=2)
     with compile_plan(plan, backend="cpu") as context:
         decoder = made(context, "qwen3_moe")
     sizes = [size for size in (5, 10, 20) if size <= most]

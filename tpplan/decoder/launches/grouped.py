@@ -253,7 +253,7 @@ class Grouped:
     def _down(self, downs: Projection) -> tuple[Readable, tuple[int, ...]] | None:
         """Return down projections and the words of their biases, if kernels take them."""
         down, biases = self._readable(downs), words_of_biases(downs.bias)
-        if down is None or biases is None or down.size % _COLUMNS or down.width % _COLUMNS:
+        if down is None or biases is None or down.size % _COLUMNS:
             return None
         return down, biases
 
