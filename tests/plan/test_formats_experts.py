@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.format_cases import exl2, gptq_config, parameter, stored
 from tpplan.axes import Axis
@@ -107,6 +109,29 @@ def test_gpt_oss_20b_has_the_bytes_of_its_published_index(tmp_path: Path) -> Non
     assert gate.out == 1
     down = parameter(spec, "down_proj_scales")
     assert down.dims == ((Segment(None, 32),), (Segment(Axis.RS, 2880),), (Segment(Axis.EX, 90),))
+
+
+@pytest.mark.parametrize(
+    ("entry", "in_16_bits"),
+    [
+        ("mlp.experts", 24),
+        ("model.layers.*.mlp.experts", 24),
+        ("model.layers.*.mlp", 24),
+        ("model.layers.3.mlp.experts", 1),
+        ("model.layers.*", 24),
+        ("layers.*.experts", 0),  # one part at a time
+        ("model.layers.*.mlp.router", 0),
+        ("mlp.expert", 0),
+        ("model.layers.*.mlp.experts.*.*", 0),  # longer than any name
+    ],
+)
+def test_experts_that_are_not_converted_are_planned_in_16_bits(entry: str, in_16_bits: int, tmp_path: Path) -> None:
+    """Of the layers that the config names; sizes would be a quarter of what is stored otherwise."""
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", entry]}
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B | {"quantization_config": quantised}))
+    spec = read_model(tmp_path / "config.json")
+    elements = 32 * 2880 * (5760 + 2880)  # of a layer's experts: 16 bits instead of 4.25
+    assert spec.weight_bytes == 13_761_264_768 + in_16_bits * (2 * elements - elements * 17 // 32)
 
 
 def test_mxfp4_headers_agree_with_the_formula(tmp_path: Path) -> None:

@@ -78,7 +78,8 @@ def _is_quantised(parameter: Parameter, layer: int | None, scheme: Scheme) -> bo
     """Return whether the scheme quantises a tensor: linear layers of decoder layers, and optionally the output."""
     stem, suffix = split_name(parameter.name)
     if scheme.format == "mxfp4":
-        return len(parameter.dims) == len(("experts", "in", "out"))
+        is_stacked = len(parameter.dims) == len(("experts", "in", "out"))
+        return is_stacked and scheme.quantises(parameter.name.replace("{layer}", str(layer)))
     if suffix != ".weight" or len(parameter.dims) != len(("out", "in")) or "norm" in stem:
         return False
     if layer is None:

@@ -96,10 +96,17 @@ def needs_headers(scheme: Scheme) -> ModelError:
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Return whether an entry of a module list matches: as consecutive parts of its name, or as an expression."""
+    """Return whether an entry of a module list matches: as consecutive parts of its name, or as an expression.
+
+    A part ``*`` matches any part, such as the number of a layer.
+    """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
-    return f".{pattern.strip('.')}." in f".{module}."
+    wanted, parts = pattern.strip(".").split("."), module.split(".")
+    return any(
+        all(want in {"*", part} for want, part in zip(wanted, parts[i:], strict=False))
+        for i in range(len(parts) - len(wanted) + 1)
+    )
 
 
 def _gptq(section: Config) -> Scheme:
@@ -152,7 +159,8 @@ def _fp8(section: Config) -> Scheme:
 
 
 def _mxfp4(section: Config) -> Scheme:
-    return Scheme(method="mxfp4", format="mxfp4", source=section.source)
+    skipped = _skipped(section, "modules_to_not_convert")
+    return Scheme(method="mxfp4", format="mxfp4", skipped=skipped, source=section.source)
 
 
 def _compressed(section: Config) -> Scheme:
