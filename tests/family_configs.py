@@ -35,6 +35,15 @@ _MLA: Keys = {
     "topk_group": st.just(1),
 }
 
+_SHARED: Keys = {"shared_expert_intermediate_size": _SIZE}
+_DELTA_NET: Keys = {
+    "linear_num_key_heads": st.just(2),
+    "linear_num_value_heads": st.sampled_from((2, 4, 6)),
+    "linear_key_head_dim": st.sampled_from((4, 8)),
+    "linear_value_head_dim": st.sampled_from((3, 8)),
+}
+_SOME_LINEAR: Keys = {"linear_conv_kernel_dim": st.integers(2, 5), "full_attention_interval": st.integers(1, 4)}
+
 #: For each model type the keys that its config has besides the common ones: always, and sometimes.
 FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     "llama": ({}, {**_BIASES, **_HEAD}),
@@ -45,7 +54,7 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     ),
     "qwen2": ({}, _QWEN_SLIDING),
     "qwen2_moe": (
-        {**_EXPERTS, "shared_expert_intermediate_size": _SIZE},
+        {**_EXPERTS, **_SHARED},
         {**_QWEN_SLIDING, **_SPARSE, "qkv_bias": _FLAG},
     ),
     "qwen3": (_HEAD, {**_QWEN_SLIDING, "attention_bias": _FLAG}),
@@ -98,6 +107,15 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     "nemotron": ({}, {**_BIASES, **_HEAD}),
     "deepseek_v2": (_MLA, _BIASES),
     "deepseek_v3": (_MLA, {"attention_bias": _FLAG}),
+    "qwen3_next": (
+        {**_HEAD, **_EXPERTS, **_SHARED, **_DELTA_NET},
+        {**_SPARSE, **_SOME_LINEAR, "attention_bias": _FLAG},
+    ),
+    "qwen3_5_text": ({**_HEAD, **_DELTA_NET}, {**_SOME_LINEAR, "attention_bias": _FLAG}),
+    "qwen3_5_moe_text": (
+        {**_HEAD, **_EXPERTS, **_SHARED, **_DELTA_NET},
+        {**_SOME_LINEAR, "attention_bias": _FLAG},
+    ),
 }
 
 #: What families call the common keys if not by the usual names; None for keys that they lack.
@@ -116,6 +134,7 @@ _NAMES: dict[str, dict[str, str | None]] = {
 
 _TOWER = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
 _CLIP = {"model_type": "clip_vision_model", **_TOWER}
+_QWEN = {"depth": 1, "hidden_size": 4, "intermediate_size": 4, "num_heads": 1, "num_position_embeddings": 4}
 _SIGLIP = {"model_type": "siglip_vision_model", **_TOWER}
 
 #: For each model of text and images the smallest part that reads images.
@@ -127,6 +146,8 @@ VISION: dict[str, dict[str, Any]] = {
     "llava_onevision": _SIGLIP,
     "mistral3": {"model_type": "pixtral", "head_dim": 4, **_TOWER},
     "paligemma": _SIGLIP,
+    "qwen3_5": {"model_type": "qwen3_5_vision", **_QWEN},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_vision", **_QWEN},
     "vipllava": _CLIP,
 }
 
@@ -139,6 +160,8 @@ _INNER = {
     "llava_onevision": ("qwen2",),
     "mistral3": ("mistral",),
     "paligemma": ("gemma", "gemma2"),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
     "vipllava": ("llama",),
 }
 

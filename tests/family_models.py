@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logging.set_verbosity_error()
 
+#: How the names start of what reads images.
+IMAGES = ("vision_tower.", "multi_modal_projector.", "image_newline", "model.visual.")
+
 EXAMPLES = Path(__file__).parent.parent / "examples" / "models"
 
 MISTRAL = {
@@ -68,8 +71,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     state = {name: tensor for name, tensor in model.state_dict().items() if name in own}
     tensors = revert_weight_conversion(model, state)
-    ignored = ("vision_tower.", "multi_modal_projector.", "image_newline")
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(ignored)}
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(IMAGES)}
 
 
 def named(spec: ModelSpec) -> Iterator[tuple[str, Parameter, Block | None]]:

@@ -70,10 +70,16 @@ def tiny_model(rng: random.Random) -> ModelSpec:
         "tie_word_embeddings": rng.random() < 0.3,
         "torch_dtype": rng.choice(("bfloat16", "float32")),
     }
-    if rng.random() < 0.3:
+    family = rng.random()
+    if family < 0.3:
         config |= {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts_per_tok": 2}
         config |= {"num_experts": 4, "moe_intermediate_size": 32 * rng.randint(2, 12), "decoder_sparse_step": 1}
         config |= {"shared_expert_intermediate_size": 32 * rng.randint(2, 12), "mlp_only_layers": [0]}
+    elif family > 0.8:
+        heads = rng.randint(1, 9)
+        config |= {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "full_attention_interval": 3}
+        config |= {"linear_num_key_heads": heads, "linear_num_value_heads": heads * rng.choice((1, 2, 3))}
+        config |= {"linear_key_head_dim": 32, "linear_value_head_dim": rng.choice((16, 32, 64))}
     return spec(**config)
 
 

@@ -23,6 +23,7 @@ class Axis(StrEnum):
         RS: the residual stream, as wide as the hidden size.
         EX: the intermediate size of each expert.
         SX: the intermediate size of the shared experts.
+        LH: key heads of linear attention, with the value heads that belong to each.
     """
 
     KV = "kv_heads"
@@ -32,14 +33,16 @@ class Axis(StrEnum):
     RS = "residual"
     EX = "expert_intermediate"
     SX = "shared_intermediate"
+    LH = "linear_heads"
 
 
 #: Default units: elements that a cut may not separate, before a model's sizes and weight format are considered
-#: (ExLlamaV2, ``TPContext.define_split``, which has no experts; these are narrow and so have finer units).
-DEFAULT_UNIT = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 128, Axis.EX: 32, Axis.SX: 32, Axis.VC: 32, Axis.RS: 32}
+#: (ExLlamaV2, ``TPContext.define_split``, which has no experts; these are narrow and so have finer units. Nor has it
+#: linear attention, whose heads are like KV heads).
+DEFAULT_UNIT = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 128, Axis.EX: 32, Axis.SX: 32, Axis.LH: 1, Axis.VC: 32, Axis.RS: 32}
 
 #: Fewest units of an axis on a device that holds any (same source).
-MINIMUM_UNITS = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 2, Axis.EX: 1, Axis.SX: 1, Axis.VC: 16, Axis.RS: 8}
+MINIMUM_UNITS = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 2, Axis.EX: 1, Axis.SX: 1, Axis.LH: 1, Axis.VC: 16, Axis.RS: 8}
 
 #: Most layers in a config or a plan; more are a mistake or an attack.
 MAX_LAYERS = 10_000

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from tpplan.codec import fingerprint
-from tpplan.memory import cache_bytes_per_token, sequence_cache_bytes
+from tpplan.memory import cache_bytes_per_token, sequence_cache_bytes, state_bytes
 from tpplan.plan import CACHE_KINDS
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class Inspection:
         q_heads: query heads.
         kv_heads: key/value heads.
         head_dim: elements of one query or key head.
+        linear_key_heads: key heads of linear attention, 0 without it.
+        linear_value_heads: value heads of linear attention, 0 without it.
         vocab_size: rows of the output matrix, as stored.
         tied_embeddings: whether the output matrix is the embedding.
         experts: routed experts, 0 without them.
@@ -53,8 +55,10 @@ class Inspection:
         weight_bytes: of all tensors as they are stored.
         weight_format: how most of them are stored: ``BF16``, ``AWQ 4-bit g128``, …
         cache_bytes_per_token: what one more token takes, while no sliding window is full.
+        state_bytes_per_sequence: what linear attention keeps of a sequence of any length, 0 without it.
         max_context: tokens per sequence that the model was made for.
-        max_context_cache_bytes: what one sequence of so many tokens takes, of sliding windows what they keep.
+        max_context_cache_bytes: what one sequence of so many tokens takes, with its state, and of sliding windows what
+            they keep.
         fingerprint: ``sha256:`` and the hash of the model as tpplan sees it.
     """
 
@@ -66,6 +70,8 @@ class Inspection:
     q_heads: int
     kv_heads: int
     head_dim: int
+    linear_key_heads: int
+    linear_value_heads: int
     vocab_size: int
     tied_embeddings: bool
     experts: int
@@ -73,6 +79,7 @@ class Inspection:
     weight_bytes: int
     weight_format: str
     cache_bytes_per_token: CacheCosts
+    state_bytes_per_sequence: int
     max_context: int
     max_context_cache_bytes: CacheCosts
     fingerprint: str
@@ -81,6 +88,7 @@ class Inspection:
 def inspect(model: ModelSpec) -> Inspection:
     """Return what there is to tell of a model."""
     attention = [block.attention for block in model.blocks if block.attention]
+    linear = [block.linear for block in model.blocks if block.linear]
     dense = max((block.intermediate for block in model.blocks), default=0)
     return Inspection(
         architecture=model.architecture,
@@ -91,6 +99,8 @@ def inspect(model: ModelSpec) -> Inspection:
         q_heads=max((a.q_heads for a in attention), default=0),
         kv_heads=max((a.kv_heads for a in attention), default=0),
         head_dim=max((a.head_dim for a in attention), default=0),
+        linear_key_heads=max((a.key_heads for a in linear), default=0),
+        linear_value_heads=max((a.value_heads for a in linear), default=0),
         vocab_size=model.vocab_size,
         tied_embeddings=model.tied_embeddings,
         experts=max((block.experts for block in model.blocks), default=0),
@@ -98,6 +108,7 @@ def inspect(model: ModelSpec) -> Inspection:
         weight_bytes=model.weight_bytes,
         weight_format=model.weight_format,
         cache_bytes_per_token=CacheCosts(**{kind: cache_bytes_per_token(model, kind) for kind in CACHE_KINDS}),
+        state_bytes_per_sequence=state_bytes(model),
         max_context=model.max_context,
         max_context_cache_bytes=CacheCosts(
             **{kind: sequence_cache_bytes(model, kind, model.max_context) for kind in CACHE_KINDS}

@@ -15,13 +15,13 @@ from tpplan.axes import DEFAULT_UNIT, Axis, format_layers, power_of_two_unit
 from tpplan.costs import Cost, Demand, Demands
 from tpplan.model import Segment
 from tpplan.plan import CACHE_KINDS, DeviceMemory, Request
-from tpplan.workspace import common_workspace, rope_workspace, unit_workspace
+from tpplan.workspace import ITEM_BYTES, common_workspace, rope_workspace, unit_workspace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from tpplan.devices import Device
-    from tpplan.model import Attention, Block, ModelSpec, Parameter
+    from tpplan.model import Attention, Block, LinearAttention, ModelSpec, Parameter
 
 
 def cache_bytes(elements: int, kind: str) -> int:
@@ -31,11 +31,24 @@ def cache_bytes(elements: int, kind: str) -> int:
 
 def cache_bytes_per_token(model: ModelSpec, kind: str) -> int:
     """Return the cache bytes of one token, summed over all layers, while no sliding window is full."""
-    return sequence_cache_bytes(model, kind, 1)
+    return _token_bytes(model, kind, 1)
 
 
 def sequence_cache_bytes(model: ModelSpec, kind: str, tokens: int) -> int:
     """Return the cache bytes of a sequence of ``tokens``, summed over all layers; sliding windows limit it."""
+    return _token_bytes(model, kind, tokens) + state_bytes(model)
+
+
+def state_bytes(model: ModelSpec) -> int:
+    """Return the bytes of the state that linear attention keeps of a sequence, summed over all layers."""
+    return sum(
+        len(block.layers) * block.linear.key_heads * _state_bytes(block.linear, model.dtype)
+        for block in model.blocks
+        if block.linear
+    )
+
+
+def _token_bytes(model: ModelSpec, kind: str, tokens: int) -> int:
     return sum(
         len(block.layers) * kept * (_latent_bytes(block.attention, kind) or _head_bytes(block.attention, kind) * heads)
         for block in model.blocks
@@ -51,6 +64,16 @@ def _head_bytes(attention: Attention, kind: str) -> int:
 
 def _latent_bytes(attention: Attention, kind: str) -> int:
     return cache_bytes(attention.latent_dim, kind)
+
+
+def _state_bytes(linear: LinearAttention, dtype: str) -> int:
+    """Return the bytes of the state of a key head with its value heads, as transformers keeps it.
+
+    The inputs of the convolution are kept in the dtype of the activations, the recurrent state in 32 bits.
+    """
+    values = linear.group * linear.value_head_dim
+    convolved = linear.kernel * (2 * linear.key_head_dim + values)
+    return convolved * ITEM_BYTES[dtype] + linear.key_head_dim * values * ITEM_BYTES["float32"]
 
 
 @define
@@ -93,11 +116,16 @@ def demands(model: ModelSpec, request: Request, device_count: int) -> Demands:
             own[axis].layers.extend(block.layers)
         if block.attention:
             _add_cache(own[Axis.KV], block.attention, len(block.layers), request)
+        if block.linear:
+            heads = block.linear.key_heads * len(block.layers) * request.batch
+            state = heads * _state_bytes(block.linear, model.dtype)
+            own[Axis.LH].split += Cost(cache=state, reads=state)
         for parameter in block.parameters:
             common += _charge(own, parameter, block, request.layout)
     for parameter in model.parameters:
         common += _charge(shared, parameter, None, request.layout)
-    axes = tuple(_demand(g, model.dtype, request) for g in sorted(groups.values(), key=_order))
+    gated = any(group.axis is Axis.LH for group in groups.values())
+    axes = tuple(_demand(g, model.dtype, request, gated=gated) for g in sorted(groups.values(), key=_order))
     sizes = [(d.axis, d.size, d.width) for d in axes]
     sizes += [(Axis.Q, d.size * d.group, d.width) for d in axes if d.axis is Axis.KV]
     return Demands(axes, common + Cost(workspace=common_workspace(sizes, model.dtype, request)))
@@ -111,6 +139,9 @@ def _layer_groups(block: Block, request: Request, devices: int) -> Iterator[tupl
             repeat = replicas(heads, devices) if request.kv == "replicate" else 1
             width = max(heads.head_dim, heads.v_head_dim)
             yield axis, _Group(axis, size * repeat, width, heads.q_heads // (size * repeat), repeat)
+        elif axis is Axis.LH and block.linear:
+            width = max(block.linear.key_head_dim, block.linear.group * block.linear.value_head_dim)
+            yield axis, _Group(axis, size, width)
         elif axis is not Axis.Q:
             yield axis, _Group(axis, size, block.experts_per_token if axis is Axis.EX else 1)
 
@@ -171,9 +202,9 @@ def _order(group: _Group) -> tuple[int, int, int]:
     return list(Axis).index(group.axis), min(group.layers, default=0), group.size
 
 
-def _demand(group: _Group, dtype: str, request: Request) -> Demand:
+def _demand(group: _Group, dtype: str, request: Request, *, gated: bool) -> Demand:
     unit = axis_unit(group.axis, group.size, group.units)
-    rows = unit_workspace(group.axis, unit, group.width, group.group, dtype, request=request)
+    rows = unit_workspace(group.axis, unit, group.width, group.group, dtype, request=request, gated=gated)
     tables = rope_workspace(group.width, dtype, request) if group.axis is Axis.KV else 0
     return Demand(
         axis=group.axis,

@@ -1,4 +1,4 @@
-"""A model as the planner sees it: its layers, their parameters, and what each layer caches per token."""
+"""A model as the planner sees it: its layers, their parameters, and what each layer caches."""
 
 from __future__ import annotations
 
@@ -118,6 +118,30 @@ class Attention:
 
 
 @frozen
+class LinearAttention:
+    """The linear attention of one layer (gated DeltaNet), which keeps a state of each sequence instead of its tokens.
+
+    Attributes:
+        key_heads: number of query heads, and of key heads.
+        value_heads: number of value heads, a multiple of the key heads.
+        key_head_dim: elements of one query or key head.
+        value_head_dim: elements of one value head.
+        kernel: number of tokens that the convolution of queries, keys and values spans.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    kernel: int
+
+    @property
+    def group(self) -> int:
+        """Number of value heads that belong to a key head."""
+        return self.value_heads // self.key_heads
+
+
+@frozen
 class Block:
     """Layers that are identical for the planner.
 
@@ -130,6 +154,7 @@ class Block:
         experts: number of routed experts.
         experts_per_token: number of experts that a token is routed to.
         parameters: tensors of each of these layers.
+        linear: linear attention of each of these layers, None if they have none.
     """
 
     layers: tuple[int, ...]
@@ -140,12 +165,15 @@ class Block:
     shared_intermediate: int = 0
     experts: int = 0
     experts_per_token: int = 0
+    linear: LinearAttention | None = None
 
     def sizes(self) -> Iterator[tuple[Axis, int]]:
         """Yield the axes that this block's layers have, with their sizes in elements."""
         if self.attention:
             yield Axis.KV, self.attention.kv_heads
             yield Axis.Q, self.attention.q_heads
+        if self.linear:
+            yield Axis.LH, self.linear.key_heads
         for axis, size in (
             (Axis.ID, self.intermediate),
             (Axis.EX, self.expert_intermediate),

@@ -86,7 +86,8 @@ class Split:
         layers: inclusive ranges of layers such as ``0-31`` or ``0,3-5``; empty for axes outside the layers.
         size: elements of the axis; every replica of a KV head counts.
         unit: elements that a cut may not separate; only the last unit of an axis may be shorter.
-        width: tensor elements per element of the axis (the head size, the experts per token), else 1.
+        width: tensor elements per element of the axis (the head size, the experts per token, of linear attention the
+            larger of a key head and its value heads), else 1.
         replicas: number of copies of each KV head, else 1.
         bounds: cut points from 0 to ``size``, one more than there are devices.
     """
@@ -107,7 +108,7 @@ class DeviceMemory:
     Attributes:
         device: index of the device in the plan.
         weights_bytes: tensors and slices of tensors, exact.
-        cache_bytes: key/value cache, exact.
+        cache_bytes: key/value cache and the state of linear attention, exact.
         workspace_bytes: memory that the executor allocates, exact.
         overhead_bytes: CUDA context and libraries, a calibrated constant of the device; 0 on an idle device.
         free_bytes: remainder of the budget.

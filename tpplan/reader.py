@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tpplan.model import ModelSpec
 
 _TIED: Final = "tie_word_embeddings"
+_STACKED: Final = ".experts.gate_up_proj"
 
 
 def read_model(path: str | Path) -> ModelSpec:
@@ -54,16 +55,19 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
         return stored_by_formula(spec_from_config(config, name), read_scheme(config)), None
     known = tolerated(spec_from_config(config, name).model_type, text_part(config)[0])
     headers = headers.renamed(known.renamed)
-    return stored_by_headers(_as_tied_as_stored(config, headers, name), read_scheme(config), headers, known), headers
+    return stored_by_headers(_in_form(config, headers, name), read_scheme(config), headers, known), headers
 
 
-def _as_tied_as_stored(config: Config, headers: Headers, name: str) -> ModelSpec:
-    """Return the unquantised model, with an output matrix of its own if the checkpoint stores one.
+def _in_form(config: Config, headers: Headers, name: str) -> ModelSpec:
+    """Return the unquantised model in the form that the checkpoint stores it in.
+
+    Experts are stacked if the checkpoint stacks them, and the output matrix is one of its own if it stores one.
 
     The checkpoint decides: many configs leave ``tie_word_embeddings`` out, and some checkpoints (quantised ones above
     all) have an output matrix although it is true. Only a config that says false while there is none cannot be right.
     """
-    tied, untied = (spec_from_config(config.having(_TIED, value), name) for value in (True, False))
+    stacked = are_stacked(headers)
+    tied, untied = (spec_from_config(config.having(_TIED, value), name, stacked=stacked) for value in (True, False))
     shared = {parameter.name for parameter in tied.parameters}
     heads = [split_name(parameter.name)[0] for parameter in untied.parameters if parameter.name not in shared]
     if any(split_name(tensor)[0] in heads for tensor in headers.tensors if tensor not in shared):
@@ -72,6 +76,11 @@ def _as_tied_as_stored(config: Config, headers: Headers, name: str) -> ModelSpec
         problem = f"{_TIED} is false, but the checkpoint has no {heads[0]}"
         raise config.error(problem, "fetch the checkpoint's missing file, or the config that belongs to it")
     return tied
+
+
+def are_stacked(headers: Headers) -> bool:
+    """Return whether a checkpoint has all experts of a layer in one tensor."""
+    return any(name.endswith(_STACKED) for name in headers.tensors)
 
 
 def _name(path: Path) -> str:

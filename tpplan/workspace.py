@@ -31,8 +31,11 @@ PAIR = 2
 #: enough messages to fill two or three more slots.
 HOST_SLOTS = 4
 #: Number of buffers per axis with ``max_rows`` rows as wide as the device's slice, for the current layer: one shared by
-#: queries and attention output, keys and values, gate and up (for experts: for each that a token is routed to).
-SLICE_BUFFERS = {Axis.Q: 1, Axis.KV: 2, Axis.ID: 2, Axis.EX: 2, Axis.SX: 2}
+#: queries and attention output, keys and values, gate and up (for experts: for each that a token is routed to). For
+#: linear attention: queries and output, keys, values, the output's gate, and what the convolution writes.
+SLICE_BUFFERS = {Axis.Q: 1, Axis.KV: 2, Axis.ID: 2, Axis.EX: 2, Axis.SX: 2, Axis.LH: 5}
+#: Additional buffers as wide as the queries if there is linear attention: models with it gate what attention gives.
+GATE_BUFFERS = 1
 #: Buffers as wide as the residual stream, on every device in use: the stream, its normed copy, and an exchange.
 FULL_BUFFERS = 3
 #: Additional full buffers if there are experts: the rows that are routed to one expert.
@@ -118,14 +121,25 @@ def align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def unit_workspace(axis: Axis, unit: int, width: int, group: int, dtype: str, *, request: Request) -> int:
-    """Return the workspace bytes per unit of an axis; a ragged last unit takes as much as a whole one."""
+def unit_workspace(axis: Axis, unit: int, width: int, group: int, dtype: str, *, request: Request, gated: bool) -> int:
+    """Return the workspace bytes per unit of an axis; a ragged last unit takes as much as a whole one.
+
+    Args:
+        axis: the axis.
+        unit: elements of a unit.
+        width: tensor elements per element of the axis.
+        group: query heads per KV head.
+        dtype: dtype of the activations.
+        request: the request, for its ``max_rows`` and ``batch``.
+        gated: whether any layer has linear attention.
+    """
     item = ITEM_BYTES[dtype]
     if axis is Axis.VC:
         return align(request.batch * unit * LOGIT_BYTES)
     wide = align(request.max_rows * unit * width * item)
     queries = align(request.max_rows * unit * group * width * item)
-    return SLICE_BUFFERS.get(axis, 0) * wide + (SLICE_BUFFERS[Axis.Q] * queries if axis is Axis.KV else 0)
+    of_queries = (SLICE_BUFFERS[Axis.Q] + GATE_BUFFERS * gated) * queries
+    return SLICE_BUFFERS.get(axis, 0) * wide + (of_queries if axis is Axis.KV else 0)
 
 
 def rope_workspace(width: int, dtype: str, request: Request) -> int:
@@ -176,6 +190,7 @@ def areas(splits: Sequence[Split], dtype: str, request: Request) -> tuple[Areas,
     # Layers with the same cut of the query heads may have different cuts of the KV heads.
     queries = {layer: s.size for s in splits if s.axis is Axis.Q for layer in parse_layers(s.layers)}
     sizes = [(s.axis, s.size, s.width) for s in splits]
+    gated = any(s.axis is Axis.LH for s in splits)
     exchange = _exchange(sizes, dtype, request)
     scratch = common_workspace(sizes, dtype, request) - CONTROL_BYTES - exchange
     count = len(splits[0].bounds) - 1
@@ -184,7 +199,7 @@ def areas(splits: Sequence[Split], dtype: str, request: Request) -> tuple[Areas,
         if split.axis is Axis.Q:
             continue
         group = queries[min(parse_layers(split.layers))] // split.size if split.axis is Axis.KV else 0
-        each = unit_workspace(split.axis, split.unit, split.width, group, dtype, request=request)
+        each = unit_workspace(split.axis, split.unit, split.width, group, dtype, request=request, gated=gated)
         for held in slices_of(split.bounds):
             slices[held.device] += each * unit_count(held.end - held.start, split.unit)
             if split.axis is Axis.KV:

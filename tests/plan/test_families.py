@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
 from tests.family_configs import FAMILY_KEYS, VISION, configs
 from tests.family_models import (
@@ -48,7 +49,11 @@ def test_small_configs_give_the_tensors_and_windows_of_transformers(model_type: 
     assert_consistent(spec)
     layers = DynamicCache(config=config).layers
     windows = {layer: block.attention.window for block in spec.blocks for layer in block.layers if block.attention}
-    assert windows == {i: getattr(layer, "sliding_window", 0) for i, layer in enumerate(layers)}
+    assert windows == {
+        i: getattr(layer, "sliding_window", 0)
+        for i, layer in enumerate(layers)
+        if not isinstance(layer, LinearAttentionLayer)
+    }
     assert spec_of(config.to_dict()) == spec
 
 
@@ -61,9 +66,9 @@ def test_every_family_is_drawn() -> None:
 def test_rows_test_only_flags_that_exist(model_type: str, family: Family) -> None:
     """A flag that is misspelt in a table would silently drop a tensor."""
     derived = {"one_kv_head", "two_norms", "q_lora_rank", "n_shared_experts"} if family.adapt else set()
-    rows = (*family.outside, *family.layer, *family.dense, *family.sparse)
+    rows = (*family.outside, *family.layer, *family.linear_layer, *family.dense, *family.sparse)
     tested = {flag.removeprefix("!") for row in rows for flag in row.when.split()}
-    assert tested <= {*family.flags, "tie_word_embeddings", *derived}, model_type
+    assert tested <= {*family.flags, "tie_word_embeddings", "stacked_experts", *derived}, model_type
     assert set(family.flags) <= tested | {"new_decoder_architecture", "multi_query"}
 
 

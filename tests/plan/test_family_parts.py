@@ -31,6 +31,7 @@ _PLAIN = _OUTSIDE | {"hidden_size": 48, "intermediate_size": 10, "num_attention_
 _GROUPED = _PLAIN | {"num_key_value_heads": 3}
 _NARROW = _GROUPED | {"head_dim": 4}
 _EXPERTS = {"num_experts": 4, "moe_intermediate_size": 7, "num_experts_per_tok": 2}
+_SHARED = {"shared_expert_intermediate_size": 5}
 _PACKED = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _FALCON = _OUTSIDE | {"hidden_size": 48, "ffn_hidden_size": 10, "num_attention_heads": 6, "bias": True}
 _MLA = _PLAIN | {
@@ -48,6 +49,14 @@ _MLA = _PLAIN | {
     "v_head_dim": 6,
     "attention_bias": True,
 }
+_HYBRID = _NARROW | {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 4,
+    "attention_bias": True,
+}
 
 #: The forms in which families store attention and MLP.
 FORMS: dict[str, dict[str, Any]] = {
@@ -55,7 +64,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "mistral": _GROUPED,
     "mixtral": _GROUPED | _PACKED,
     "qwen2": _GROUPED,
-    "qwen2_moe": _GROUPED | _EXPERTS | {"shared_expert_intermediate_size": 5, "mlp_only_layers": [0]},
+    "qwen2_moe": _GROUPED | _EXPERTS | _SHARED | {"mlp_only_layers": [0]},
     "qwen3": _NARROW | _BIASED,
     "qwen3_moe": _NARROW | _EXPERTS,
     "gemma": _NARROW,
@@ -81,6 +90,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "nemotron": _NARROW | _BIASED,
     "deepseek_v2": _MLA | {"q_lora_rank": None},
     "deepseek_v3": _MLA | {"q_lora_rank": 9},
+    "qwen3_next": _HYBRID | _EXPERTS | _SHARED | {"mlp_only_layers": [1]},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID | _EXPERTS | _SHARED,
 }
 
 #: Plain matrix products, which know 64-bit floats.
@@ -93,11 +105,11 @@ FUSED_GROUPS = "falcon, grouped"
 def new_order(block: Block, *, within_groups: bool) -> Order:
     """Draw an order for the elements of each axis; query heads move with their KV head."""
     order: Order = {axis: torch.randperm(size) for axis, size in block.sizes()}
-    assert block.attention
-    group = block.attention.q_heads // block.attention.kv_heads
-    order[Axis.Q] = torch.cat(
-        [kv * group + (torch.randperm(group) if within_groups else torch.arange(group)) for kv in order[Axis.KV]]
-    )
+    if block.attention:
+        group = block.attention.q_heads // block.attention.kv_heads
+        order[Axis.Q] = torch.cat(
+            [kv * group + (torch.randperm(group) if within_groups else torch.arange(group)) for kv in order[Axis.KV]]
+        )
     return order
 
 

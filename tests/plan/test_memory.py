@@ -21,7 +21,7 @@ from tpplan.config import parse_config
 from tpplan.costs import Cost, Demand
 from tpplan.devices import Device
 from tpplan.families import spec_from_config
-from tpplan.memory import cache_bytes_per_token, demands, ledger
+from tpplan.memory import cache_bytes_per_token, demands, ledger, state_bytes
 from tpplan.model import DTYPE_BITS, Block, ModelSpec, Parameter
 from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, Cache, Request
 
@@ -116,7 +116,7 @@ def attention_layers(spec_: ModelSpec) -> Iterator[tuple[int, Block]]:
 
 
 def cache_of(task: Task, device: int) -> int:
-    """Bytes of all cached elements on a device, a token's elements of a head rounded up to whole bytes."""
+    """Bytes of all cached elements on a device, a token's elements of a head rounded up to whole bytes, and states."""
     total, bits = 0, BITS[task.request.cache.kind]
     for layer, block in attention_layers(task.model):
         a, part = block.attention, task.part(Axis.KV, layer, device)
@@ -131,7 +131,20 @@ def cache_of(task: Task, device: int) -> int:
             total += tokens * ceil(a.latent_dim * bits / 8) * (heads > 0)
         else:
             total += tokens * heads * ceil((a.head_dim + a.v_head_dim) * bits / 8)
-    return total
+    return total + state_of(task, device)
+
+
+def state_of(task: Task, device: int) -> int:
+    """Bytes of the state of linear attention on a device: a few inputs, and a matrix in 32 bits for each value head."""
+    total, item = 0, 4 if task.model.dtype == "float32" else 2
+    for layer, one in ((n, block.linear) for block in task.model.blocks if block.linear for n in block.layers):
+        part = task.part(Axis.LH, layer, device)
+        assert part
+        keys = part[1] - part[0]
+        values = keys * one.value_heads // one.key_heads
+        channels = 2 * keys * one.key_head_dim + values * one.value_head_dim
+        total += channels * one.kernel * item + values * one.key_head_dim * one.value_head_dim * 4
+    return total * task.request.batch
 
 
 @settings(max_examples=400)
@@ -182,13 +195,13 @@ def test_planning_never_charges_less_than_a_slice_costs(task: Task) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_one_device_holds_the_whole_model_once(name: str, layout: str, kv: str) -> None:
-    """Alone, a device's weights are the model's, and its cache is tokens times the bytes per token."""
+    """Alone, a device's weights are the model's, and its cache is tokens times the bytes per token, and a state."""
     chosen = model(name)
     request = Request(layout, "balanced", Cache("q6", 50), 1, 1, kv)
     wanted = demands(chosen, request, 1)
     (entry,) = ledger([(0, d.size) for d in wanted.axes], wanted, [Device(name="x", budget_bytes=1)])
     assert entry.weights_bytes == chosen.weight_bytes
-    assert entry.cache_bytes == 50 * cache_bytes_per_token(chosen, "q6")
+    assert entry.cache_bytes == 50 * cache_bytes_per_token(chosen, "q6") + state_bytes(chosen)
 
 
 @pytest.mark.parametrize("model_type", FAMILY_KEYS)
@@ -202,7 +215,7 @@ def test_one_device_holds_the_whole_of_any_family(model_type: str, data: st.Data
         wanted = demands(chosen, Request(layout, "balanced", Cache("q4", 1), 1, 1, "idle"), 1)
         (entry,) = ledger([(0, d.size) for d in wanted.axes], wanted, [Device(name="x", budget_bytes=1)])
         assert entry.weights_bytes == chosen.weight_bytes
-        assert entry.cache_bytes == cache_bytes_per_token(chosen, "q4")
+        assert entry.cache_bytes == cache_bytes_per_token(chosen, "q4") + state_bytes(chosen)
 
 
 def test_a_window_bounds_the_cache_of_its_layers_only() -> None:

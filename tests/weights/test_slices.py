@@ -40,6 +40,7 @@ CUTS = {
     Axis.KV: (0, 3, 3, 4),
     Axis.ID: (0, 4, 24, 24),
     Axis.EX: (0, 4, 24, 24),
+    Axis.LH: (0, 3, 3, 4),
     Axis.VC: (0, 0, 12, 30),
     Axis.RS: (0, 8, 32, 64),
 }
@@ -105,6 +106,52 @@ def test_fused_tensors_are_cut_in_every_segment() -> None:
         0: (1, ((0, 24), (32, 56), (64, 88))),
         2: (1, ((24, 32), (56, 64), (88, 96))),
     }
+
+
+#: Four key heads of 8 elements with two value heads of 6 to each, and every other layer with attention.
+HYBRID = {
+    "head_dim": 8,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
+def test_value_heads_are_with_their_key_head(model_type: str) -> None:
+    """Three of four key heads, six of eight value heads: in what is fused by heads one range, else one a segment."""
+    experts = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "mlp_only_layers": [0, 1]}
+    found = slices(small(model_type, **HYBRID, **(experts if model_type == "qwen3_next" else {})))
+    linear, keys, values = "model.layers.0.linear_attn.", 32, 48
+    segments = ((0, 24), (keys, keys + 24), (2 * keys, 2 * keys + 36))
+    rest = ((24, keys), (keys + 24, 2 * keys), (2 * keys + 36, 2 * keys + values))
+    for name, first, second in (
+        ("conv1d.weight", segments, rest),
+        ("dt_bias", ((0, 6),), ((6, 8),)),
+        ("A_log", ((0, 6),), ((6, 8),)),
+        *(
+            (
+                # query, key, two values and two gates of each key head; two numbers for each value head
+                ("in_proj_qkvz.weight", ((0, 3 * 40),), ((3 * 40, 4 * 40),)),
+                ("in_proj_ba.weight", ((0, 12),), ((12, 16),)),
+            )
+            if model_type == "qwen3_next"
+            else (
+                ("in_proj_qkv.weight", segments, rest),
+                ("in_proj_z.weight", ((0, 36),), ((36, 48),)),
+                ("in_proj_b.weight", ((0, 6),), ((6, 8),)),
+                ("in_proj_a.weight", ((0, 6),), ((6, 8),)),
+            )
+        ),
+    ):
+        assert part(found, linear + name) == {0: (0, first), 2: (0, second)}, name
+    assert part(found, f"{linear}out_proj.weight") == {0: (1, ((0, 36),)), 2: (1, ((36, 48),))}
+    assert part(found, f"{linear}norm.weight") == {0: (None, ()), 2: (None, ())}
+    assert not any(each.name.startswith("model.layers.1.linear_attn") for each in found)
+    # Queries with their gates, head by head.
+    assert part(found, "model.layers.1.self_attn.q_proj.weight") == {0: (0, ((0, 96),)), 2: (0, ((96, 128),))}
 
 
 def test_a_replicated_head_is_held_once() -> None:

@@ -121,7 +121,7 @@ _LEAST: Final = 1e-12
 _MOST: Final = 1e9
 
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
-AROUND: Final = tuple(sorted(WRAPPERS.keys() - {"paligemma"}))
+AROUND: Final = tuple(sorted(key for key, each in WRAPPERS.items() if each.text in FAMILIES and key != "paligemma"))
 
 
 @frozen(kw_only=True)

@@ -10,15 +10,16 @@ from attrs import frozen
 from tpplan.config import ELSEWHERE, Config
 from tpplan.families.classic import CLASSIC
 from tpplan.families.dense import DENSE
+from tpplan.families.hybrid import HYBRID
 from tpplan.families.moe import MOE
 from tpplan.families.shape import TIED, read_shape
-from tpplan.families.wrappers import RENAMED, TEXT, WRAPPERS, text_part
+from tpplan.families.wrappers import TEXT, WRAPPERS, text_part
 from tpplan.model import ModelSpec
 
 if TYPE_CHECKING:
     from tpplan.families.table import Family, Shape
 
-FAMILIES: Final[dict[str, Family]] = {**DENSE, **CLASSIC, **MOE}
+FAMILIES: Final[dict[str, Family]] = {**DENSE, **CLASSIC, **MOE, **HYBRID}
 
 #: ``torch_dtype`` in a config.json, and the same in safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -55,7 +56,7 @@ def tolerated(model_type: str, text: str = "") -> Tolerated:
     """
     wrapper = WRAPPERS.get(model_type)
     family = wrapper.around(FAMILIES[text or wrapper.text]) if wrapper else FAMILIES[model_type]
-    return Tolerated(family.ignored, family.prefix, RENAMED if wrapper else {}, family.extra_layers)
+    return Tolerated(family.ignored, family.prefix, wrapper.renamed if wrapper else {}, family.extra_layers)
 
 
 def slides(config: Config, model_type: str, layers: int) -> tuple[bool, ...]:
@@ -69,8 +70,13 @@ def slides(config: Config, model_type: str, layers: int) -> tuple[bool, ...]:
     return tuple(map(bool, read(Config({**config.data, "sliding_window": 1}, config.source), layers)))
 
 
-def spec_from_config(config: Config, name: str) -> ModelSpec:
-    """Return the unquantised model that a config.json describes, under ``name``.
+def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> ModelSpec:
+    """Return the unquantised model that a config.json describes.
+
+    Args:
+        config: the config.
+        name: display name of the model.
+        stacked: whether all experts of a layer are in one tensor, where the family has them in either form.
 
     Raises:
         ModelError: the architecture is not supported, a key is missing or of the wrong type, or keys contradict each
@@ -82,7 +88,8 @@ def spec_from_config(config: Config, name: str) -> ModelSpec:
             raise config.error(f"{key} is true, which tpplan does not support", "plans are for decoders only")
     _, text = text_part(config)
     # A wrapper's own default changed between versions of transformers; that of the language model never did.
-    shape = read_shape(text, family, tied=config.flag(TIED, default=text.flag(TIED, default=family.tied)))
+    tied = config.flag(TIED, default=text.flag(TIED, default=family.tied))
+    shape = read_shape(text, family, tied=tied, stacked=stacked)
     torch_dtype = _torch_dtype(text) or _torch_dtype(config) or "bfloat16"
     dtype = DTYPES[torch_dtype]
     blocks = tuple(family.block(shape, layers, dtype) for layers in _groups(shape))
@@ -127,7 +134,7 @@ def _family(config: Config) -> tuple[str, Family]:
 def _known(model_type: str, names: Sequence[str]) -> str:
     """Return which names are supported, the nearest first.
 
-    None is proposed: who takes mistral for mixtral or qwen3_moe for qwen3_next plans for another model.
+    None is proposed: who takes mistral for mixtral or qwen3 for qwen3_next plans for another model.
     """
     from difflib import get_close_matches  # noqa: PLC0415 - only for the message
 
@@ -163,8 +170,8 @@ def _torch_dtype(config: Config) -> str:
 
 
 def _groups(shape: Shape) -> list[tuple[int, ...]]:
-    """Group the layers that are equal in window and kind of MLP, in order of their first."""
-    groups: dict[tuple[int, bool], list[int]] = {}
-    for layer, kind in enumerate(zip(shape.windows, shape.sparse, strict=True)):
+    """Group the layers that are equal in window, kind of MLP and linear attention, in order of their first."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for layer, kind in enumerate(zip(shape.windows, shape.sparse, shape.linear, strict=True)):
         groups.setdefault(kind, []).append(layer)
     return [tuple(layers) for layers in groups.values()]

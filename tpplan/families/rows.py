@@ -29,10 +29,12 @@ def norm(
     return tuple(Row(f"{name}.{part}", dims, when, home, heads=heads) for part in ("weight", "bias")[: 1 + bias])
 
 
-def attention(bias: str | None = NEVER, out_bias: str | None = NEVER, *, out: str = "o_proj") -> tuple[Row, ...]:
-    """Return the rows of attention with separate query, key and value projections."""
+def attention(
+    bias: str | None = NEVER, out_bias: str | None = NEVER, *, q: str = "Q", out: str = "o_proj"
+) -> tuple[Row, ...]:
+    """Return the rows of attention with separate query, key and value projections; ``q`` is what the first gives."""
     return (
-        *linear("self_attn.q_proj", "Q", "RS", bias),
+        *linear("self_attn.q_proj", q, "RS", bias),
         *linear("self_attn.k_proj", "K", "RS", bias),
         *linear("self_attn.v_proj", "V", "RS", bias),
         *linear(f"self_attn.{out}", "RS", "O", out_bias),

@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 #: More heads or experts than this is a mistake or an attack.
 MAX_PARTS: Final = 2**16
 
-#: What the layer types of transformers' configs mean for the cache: whether it is bounded by the sliding window.
-_LAYER_TYPES: Final = {"full_attention": False, "sliding_attention": True}
+#: What ``layer_types`` calls layers that cache all tokens.
+_FULL: Final = "full_attention"
 
 #: The flag that every family has: the output matrix is the embedding.
 TIED: Final = "tie_word_embeddings"
 
+#: And that its checkpoint has all experts of a layer in one tensor, of families that have it either way.
+STACKED: Final = "stacked_experts"
 
-def read_shape(config: Config, family: Family, *, tied: bool) -> Shape:
-    """Read what the tables of ``family`` need from the language model's own ``config``.
+
+def read_shape(config: Config, family: Family, *, tied: bool, stacked: bool) -> Shape:
+    """Read what the tables of ``family`` need from the language model's own ``config``, and which form it is stored in.
 
     Raises:
         ModelError: a key is missing, is of the wrong type or out of range, or two of them contradict each other.
@@ -41,7 +44,7 @@ def read_shape(config: Config, family: Family, *, tied: bool) -> Shape:
     head_dim = _head_dim(config, family, hidden, q_heads)
     flags = {key for key, default in family.flags.items() if config.flag(key, default=default)}
     sparse = family.moe(config, layers) if family.moe else (False,) * layers
-    experts = config.count("num_experts", maximum=MAX_PARTS) if any(sparse) else 0
+    experts = config.count("num_experts", default=given.get("num_experts"), maximum=MAX_PARTS) if any(sparse) else 0
     per_token = config.count("num_experts_per_tok", default=given.get("num_experts_per_tok")) if experts else 0
     if per_token > experts:
         raise config.error(f"num_experts_per_tok is {per_token}, more than the {experts} experts that there are")
@@ -57,10 +60,11 @@ def read_shape(config: Config, family: Family, *, tied: bool) -> Shape:
         intermediate=0 if all(sparse) else config.count("intermediate_size", default=width),
         experts=experts,
         experts_per_token=per_token,
-        expert_intermediate=config.count(family.expert_key) if experts else 0,
+        expert_intermediate=config.count(family.expert_key, default=given.get(family.expert_key)) if experts else 0,
         windows=family.window(config, layers) if family.window else (0,) * layers,
         sparse=sparse,
-        flags=frozenset(flags | ({TIED} if tied else set())),
+        linear=family.linear(config, layers) if family.linear else (None,) * layers,
+        flags=frozenset(flags | ({TIED} if tied else set()) | ({STACKED} if stacked else set())),
     )
     return family.adapt(config, shape) if family.adapt else shape
 
@@ -90,7 +94,7 @@ def windows(
 
     def read(config: Config, layers: int) -> tuple[int, ...]:
         window = config.optional_count("sliding_window", default=default, minimum=0) or 0
-        given = _layer_types(config, layers)
+        given = layer_types(config, layers, "sliding_attention")
         if switch and not config.flag(switch):
             if window and any(given):
                 raise config.error(f"layer_types has sliding_attention, but {switch} is not true", "change one of them")
@@ -101,17 +105,21 @@ def windows(
     return read
 
 
-def _layer_types(config: Config, layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether its window slides, as ``layer_types`` says; empty without such a key."""
+def layer_types(config: Config, layers: int, kind: str) -> tuple[bool, ...]:
+    """Return for each layer whether ``layer_types`` says that it is of this kind; empty without such a key.
+
+    Raises:
+        ModelError: the key has another number of layers, or one that is neither of this kind nor has full attention.
+    """
     types = config.texts("layer_types")
     if not types:
         return ()
     if len(types) != layers:
         raise config.error(f"layer_types has {len(types)} entries for {layers} layers (num_hidden_layers)")
-    unknown = next((kind for kind in types if kind not in _LAYER_TYPES), None)
+    unknown = next((found for found in types if found not in {_FULL, kind}), None)
     if unknown is not None:
-        raise config.error(f"layer_types has {unknown[:60]!r}, known are {' and '.join(_LAYER_TYPES)}")
-    return tuple(_LAYER_TYPES[kind] for kind in types)
+        raise config.error(f"layer_types has {unknown[:60]!r}, known are {_FULL} and {kind}")
+    return tuple(found == kind for found in types)
 
 
 def every_layer(_config: Config, layers: int) -> tuple[bool, ...]:

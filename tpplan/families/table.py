@@ -13,7 +13,10 @@ SX     shared experts                   (SX)     d      head size               
 h      hidden size                      (uncut)  e      routed experts                   (uncut)
 p      positions                        (uncut)  1      one                              (uncut)
 qr     rank of the queries in MLA       (uncut)  kr     rank of keys and values in MLA   (uncut)
-krr    the same with the rotary part    (uncut)
+krr    the same with the rotary part    (uncut)  Q2     query and gate of each query head (Q)
+LK     key heads of linear attention × size (LH) LV     its value heads × their size     (LH)
+LQKVZ  query, key, its values and gates  (LH)    lh lh2 one and two for each value head  (LH)
+lv     size of its value heads          (uncut)  ck     tokens that it convolves         (uncut)
 ====== ========================================= ====== =========================================
 """
 
@@ -26,7 +29,9 @@ from attrs import field, frozen
 
 from tpplan.axes import Axis
 from tpplan.config import Config
-from tpplan.model import Attention, Block, Parameter, Segment
+from tpplan.model import Attention, Block, LinearAttention, Parameter, Segment
+
+_NO_LINEAR = LinearAttention(0, 0, 0, 0, 0)
 
 
 @frozen(kw_only=True)
@@ -51,6 +56,7 @@ class Shape:
         rope_dim: MLA's rotary part of a head.
         windows: for each layer the tokens of its sliding window, 0 without.
         sparse: for each layer whether its MLP is made of experts.
+        linear: for each layer its linear attention, which has the same sizes in all layers that have it.
         flags: the names that a row's ``when`` may test, if they are true.
     """
 
@@ -71,12 +77,15 @@ class Shape:
     rope_dim: int = 0
     windows: tuple[int, ...]
     sparse: tuple[bool, ...]
+    linear: tuple[LinearAttention | None, ...]
     flags: frozenset[str]
 
     @cached_property
     def words(self) -> Mapping[str, Segment]:
         """What each word of a table stands for in this model."""
         kv, q, d, v = self.kv_heads, self.q_heads, self.head_dim, self.v_head_dim
+        linear = next(filter(None, self.linear), _NO_LINEAR)
+        keys, values = linear.key_heads * linear.key_head_dim, linear.value_heads * linear.value_head_dim
         return {
             "VC": Segment(Axis.VC, self.vocab),
             "RS": Segment(Axis.RS, self.hidden),
@@ -100,6 +109,14 @@ class Shape:
             "qr": Segment(None, self.q_rank),
             "kr": Segment(None, self.kv_rank),
             "krr": Segment(None, self.kv_rank + self.rope_dim),
+            "Q2": Segment(Axis.Q, 2 * q * d),
+            "LK": Segment(Axis.LH, keys),
+            "LV": Segment(Axis.LH, values),
+            "LQKVZ": Segment(Axis.LH, 2 * (keys + values)),
+            "lh": Segment(Axis.LH, linear.value_heads),
+            "lh2": Segment(Axis.LH, 2 * linear.value_heads),
+            "lv": Segment(None, linear.value_head_dim),
+            "ck": Segment(None, linear.kernel),
         }
 
 
@@ -154,6 +171,7 @@ class Family:
         architectures: the classes of transformers that these tables describe; the first is the default.
         outside: rows of the tensors outside the layers.
         layer: rows of every layer, without its MLP.
+        linear_layer: the same of layers with linear attention.
         dense: rows of a dense MLP.
         sparse: rows of an MLP made of experts.
         layers: how the names of a layer's tensors start.
@@ -170,6 +188,7 @@ class Family:
         window: the sliding windows: which layers have one, from the config and the number of layers; None if the family
             has no sliding windows.
         moe: which layers have experts, from the config and the number of layers; None if none ever has.
+        linear: the linear attention of each layer, from the config and the number of layers; None if none ever has.
         expert_key: the key with the width of a routed expert.
         adapt: changes the shape where the family reads its config in its own way.
     """
@@ -177,6 +196,7 @@ class Family:
     architectures: tuple[str, ...]
     outside: tuple[Row, ...]
     layer: tuple[Row, ...]
+    linear_layer: tuple[Row, ...] = ()
     dense: tuple[Row, ...] = ()
     sparse: tuple[Row, ...] = ()
     layers: str = "model.layers.{layer}."
@@ -192,27 +212,30 @@ class Family:
     fixed_head: bool = False
     window: Callable[[Config, int], tuple[int, ...]] | None = None
     moe: Callable[[Config, int], tuple[bool, ...]] | None = None
+    linear: Callable[[Config, int], tuple[LinearAttention | None, ...]] | None = None
     expert_key: str = "moe_intermediate_size"
     adapt: Callable[[Config, Shape], Shape] | None = None
 
     def block(self, shape: Shape, layers: tuple[int, ...], dtype: str) -> Block:
-        """Return the block of ``layers``, which must be equal in window and kind of MLP."""
-        sparse = shape.sparse[layers[0]]
-        rows = (*self.layer, *(self.sparse if sparse else self.dense))
+        """Return the block of ``layers``, which must be equal in window, linear attention and kind of MLP."""
+        sparse, linear = shape.sparse[layers[0]], shape.linear[layers[0]]
+        rows = (*(self.linear_layer if linear else self.layer), *(self.sparse if sparse else self.dense))
+        attention = Attention(
+            shape.q_heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.v_head_dim,
+            window=shape.windows[layers[0]],
+            latent_dim=shape.kv_rank + shape.rope_dim if shape.kv_rank else 0,
+        )
         return Block(
             layers=layers,
-            attention=Attention(
-                shape.q_heads,
-                shape.kv_heads,
-                shape.head_dim,
-                shape.v_head_dim,
-                window=shape.windows[layers[0]],
-                latent_dim=shape.kv_rank + shape.rope_dim if shape.kv_rank else 0,
-            ),
+            attention=None if linear else attention,
             parameters=tuple(p for row in rows for p in row.parameters(shape, dtype, self.root + self.layers)),
             intermediate=0 if sparse else shape.intermediate,
             expert_intermediate=shape.expert_intermediate if sparse else 0,
             shared_intermediate=shape.shared_intermediate if sparse else 0,
             experts=shape.experts if sparse else 0,
             experts_per_token=shape.experts_per_token if sparse else 0,
+            linear=linear,
         )

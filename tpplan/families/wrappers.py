@@ -9,18 +9,24 @@ from attrs import evolve, frozen
 from tpplan.config import Config
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tpplan.families.table import Family
 
 #: The key that holds the language model's own config.
 TEXT: Final = "text_config"
 
-#: How the names of the language model start on the hub, and how newer tools write the same.
+#: How the names of most language models start on the hub, and how newer tools write the same.
 ROOT: Final = "language_model."
 RENAMED: Final = {"model.language_model.": f"{ROOT}model.", "lm_head.": f"{ROOT}lm_head."}
 
 #: What reads images, and leads from there to the language model.
 _VISION: Final = ("vision_tower.*", "multi_modal_projector.*", "image_newline")
 VISION: Final = (*_VISION, *(f"model.{name}" for name in _VISION))
+
+#: How names start in wrappers whose checkpoints have only the newer ones, and what reads images there.
+_INSIDE: Final = "model.language_model."
+_VISUAL: Final = "model.visual.*"
 
 
 @frozen
@@ -30,15 +36,30 @@ class Wrapper:
     Attributes:
         architecture: the class of transformers.
         text: the ``model_type`` of the language model where its own config does not say.
+        newer: whether its checkpoints have no names but the newer ones.
     """
 
     architecture: str
     text: str
+    newer: bool = False
+
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """Starts of names that some checkpoints have, and what :meth:`around` has in their place."""
+        return {} if self.newer else RENAMED
 
     def around(self, family: Family) -> Family:
         """Return the tables of a language model with the names that they have in the wrapper."""
-        ignored = (*family.ignored, *VISION)
-        return evolve(family, architectures=(self.architecture,), root=ROOT, prefix="", ignored=ignored)
+        inside = evolve(family, architectures=(self.architecture,), prefix="")
+        if not self.newer:
+            return evolve(inside, root=ROOT, ignored=(*family.ignored, *VISION))
+        rows = tuple(evolve(row, name=_inside(row.name)) for row in family.outside)
+        return evolve(inside, outside=rows, layers=_inside(family.layers), ignored=(*family.ignored, _VISUAL))
+
+
+def _inside(name: str) -> str:
+    """Return the newer name of a tensor; the output matrix, which is not inside, keeps its own."""
+    return _INSIDE + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 WRAPPERS: Final[dict[str, Wrapper]] = {
@@ -49,6 +70,8 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "llava_onevision": Wrapper("LlavaOnevisionForConditionalGeneration", "qwen2"),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
     "paligemma": Wrapper("PaliGemmaForConditionalGeneration", "gemma"),
+    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text", newer=True),
+    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", newer=True),
     "vipllava": Wrapper("VipLlavaForConditionalGeneration", "llama"),
 }
 

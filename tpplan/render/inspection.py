@@ -17,6 +17,7 @@ _MILLION = 10**6
 def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line]:
     """Lay out an :class:`~tpplan.inspection.Inspection`."""
     d = data
+    linear = f"{d['linear_key_heads']} key heads", f"{d['linear_value_heads']} value heads"
     tied = "tied to the embedding" if d["tied_embeddings"] else "apart from the embedding"
     rows = [
         ("parameters", f"{d['parameters']:,}", _count(d["parameters"])),
@@ -25,6 +26,7 @@ def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line
         ("hidden size", str(d["hidden_size"]), ""),
         ("intermediate size", str(d["intermediate_size"]), f"{d['experts']} experts" if d["experts"] else ""),
         ("attention", f"{d['q_heads']} query heads", f"{d['kv_heads']} KV heads of {d['head_dim']}"),
+        *([("linear attention", *linear)] if d["linear_key_heads"] else []),
         ("vocabulary", str(d["vocab_size"]), f"output matrix {tied}"),
         ("context", f"{d['max_context']} tokens", "the longest that the model was made for"),
     ]
@@ -32,12 +34,14 @@ def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line
     cache = [
         (kind, f"{size:,} bytes", f"{format_bytes(whole[kind])} for {tokens} tokens") for kind, size in each.items()
     ]
-    windows = ", until the sliding windows are full" if whole["fp16"] < each["fp16"] * tokens else ""
+    state = d["state_bytes_per_sequence"]
+    windows = ", until the sliding windows are full" if whole["fp16"] - state < each["fp16"] * tokens else ""
+    beside = f", beside {format_bytes(state)} of state per sequence" if state else ""
     return [
         ((d["architecture"], "title"), (f"  {d['model_type']}", "dim")),
         *table([[("", ""), (label, "dim"), (value, ""), (more, "dim")] for label, value, more in rows], "<<><"),
         BLANK,
-        line(f"Cache per token{windows}", "head"),
+        line(f"Cache per token{windows}{beside}", "head"),
         *table([[("", ""), (label, "dim"), (value, ""), (more, "dim")] for label, value, more in cache], "<<><"),
         BLANK,
         line(d["fingerprint"], "dim"),

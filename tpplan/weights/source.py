@@ -13,7 +13,7 @@ from tpplan.config import read_config
 from tpplan.errors import ModelError
 from tpplan.families import spec_from_config, tolerated
 from tpplan.model import ModelSpec
-from tpplan.reader import read_checkpoint
+from tpplan.reader import are_stacked, read_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,7 +90,8 @@ class Source:
         config = read_config(self.directory).having("tie_word_embeddings", self.model.tied_embeddings)
         for key in ("torch_dtype", "dtype"):
             config = config.having(key, plan.model.dtype)
-        planned = spec_from_config(config, self.model.name)  # unquantised: only then do all tensors share a dtype
+        # Unquantised: only then do all tensors share a dtype.
+        planned = spec_from_config(config, self.model.name, stacked=are_stacked(self.headers))
         if fingerprint(planned) != plan.model.fingerprint:
             return []
         return [(name, found, want) for name, want in _dtypes(planned) if (found := self.find(name).dtype) != want]

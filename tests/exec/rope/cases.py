@@ -81,6 +81,16 @@ MODELS: dict[str, Json] = {
         "max_position_embeddings": 40960,
         "rope_theta": 1000000,
     },
+    "Qwen3-Next": {
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "head_dim": 256,
+        "max_position_embeddings": 262144,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+    },
+    "Qwen3-Next, silent": {"model_type": "qwen3_next", "hidden_size": 2048, "num_attention_heads": 16},
     "DeepSeek-V3": {
         "model_type": "deepseek_v3",
         "hidden_size": 7168,

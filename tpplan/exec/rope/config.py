@@ -55,6 +55,7 @@ _DEFAULTS: Final[dict[str, dict[str, object]]] = {
     "mixtral": {"rope_theta": 1e6},
     "nemotron": {"partial_rotary_factor": 0.5},
     "phi": {"partial_rotary_factor": 0.5},
+    **{key: {"partial_rotary_factor": 0.25} for key in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
     "smollm3": {"rope_theta": 2e6},
     "stablelm": {"partial_rotary_factor": 0.25},
 }
