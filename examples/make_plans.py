@@ -1,4 +1,4 @@
-"""Make the plans in examples/plans again: six models, each for several sets of GPUs.
+"""Make the plans in examples/plans again: seven models, each for several sets of GPUs.
 
 Run it as ``python examples/make_plans.py``; a test tells when the committed plans are no longer what it makes.
 """
@@ -29,6 +29,9 @@ EXAMPLES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gpt-oss-20b", "RTX3060,RTX4060", {"cache": tpplan.Cache("fp16", 131072)}),
     ("gpt-oss-20b", "2xRTX4060Ti-16GB", {"cache": tpplan.Cache("fp16", 8 * 32768), "batch": 8}),
     ("gpt-oss-20b", "RTX4090,RTX3060", {"cache": tpplan.Cache("fp8", 131072), "strategy": "latency"}),
+    ("Qwen3-Next-80B-A3B", "2xH200", {"cache": tpplan.Cache("fp16", 16 * 65536), "batch": 16}),
+    ("Qwen3-Next-80B-A3B", "3xA100-80GB", {"cache": tpplan.Cache("fp16", 262144)}),
+    ("Qwen3-Next-80B-A3B", "H100,4xRTX5090", {"cache": tpplan.Cache("q8", 131072), "strategy": "latency"}),
     ("DeepSeek-V3", "8xH200", {"cache": tpplan.Cache("fp16", 131072)}),
     ("DeepSeek-V3", "8xMI300X", {"cache": tpplan.Cache("fp16", 4 * 131072), "batch": 4}),
     ("DeepSeek-V3", "6xH200,2xMI300X", {"cache": tpplan.Cache("fp8", 65536), "strategy": "latency"}),

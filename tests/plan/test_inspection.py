@@ -21,6 +21,8 @@ KEYS = [
     "q_heads",
     "kv_heads",
     "head_dim",
+    "linear_key_heads",
+    "linear_value_heads",
     "vocab_size",
     "tied_embeddings",
     "experts",
@@ -28,6 +30,7 @@ KEYS = [
     "weight_bytes",
     "weight_format",
     "cache_bytes_per_token",
+    "state_bytes_per_sequence",
     "max_context",
     "max_context_cache_bytes",
     "fingerprint",
@@ -47,7 +50,23 @@ TRUTHS: dict[str, dict[str, Any]] = {
     },
     "Llama-3.1-70B": {"layers": 80, "kv_heads": 8, "head_dim": 128, "parameters": 70_553_706_496, "cache": 327_680},
     "Mixtral-8x7B": {"experts": 8, "intermediate_size": 14336, "parameters": 46_702_792_704, "cache": 131_072},
-    "DeepSeek-V3": {"experts": 256, "intermediate_size": 18432, "kv_heads": 128, "cache": 70_272},
+    "DeepSeek-V3": {
+        "experts": 256,
+        "intermediate_size": 18432,
+        "kv_heads": 128,
+        "linear_key_heads": 0,
+        "cache": 70_272,
+        "state_bytes_per_sequence": 0,
+    },
+    "Qwen3-Next-80B-A3B": {
+        "experts": 512,
+        "kv_heads": 2,
+        "linear_key_heads": 16,
+        "linear_value_heads": 32,
+        "parameters": 79_674_391_296,
+        "cache": 24_576,
+        "state_bytes_per_sequence": 36 * (32 * 128 * 128 * 4 + (2 * 16 + 32) * 128 * 4 * 2),
+    },
 }
 
 
@@ -83,6 +102,15 @@ def test_screen() -> None:
     ):
         assert words in out
     assert "Cache per token\n" in out
+    assert "linear" not in out
+
+
+def test_screen_of_linear_attention() -> None:
+    """The state is told beside what a token takes, and is in what the longest context takes."""
+    out = command("inspect", MODELS / "Qwen3-Next-80B-A3B").out
+    assert "linear attention            16 key heads  32 value heads\n" in out
+    assert "Cache per token, beside 74.25 MiB of state per sequence\n" in out
+    assert "24,576 bytes  6.07 GiB for 262144 tokens" in out
 
 
 def test_windows_keep_less_of_a_long_sequence(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_the_committed_plans_are_current(made: dict[Path, tpplan.SplitPlan]) -> 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_has_three_sets_of_gpus(model: str) -> None:
-    """Each of the six models has plans for at least three different sets of devices."""
+    """Each of the seven models has plans for at least three different sets of devices."""
     plans = [tpplan.load(path) for path in (EXAMPLES / "plans" / model).iterdir()]
     assert len({plan.devices for plan in plans}) >= 3
     assert {plan.model.name for plan in plans} == {model}

@@ -237,9 +237,13 @@ def test_threads_and_device_are_as_before(plan: SplitPlan, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("name", "transport"),
-    [("Qwen2.5-7B/6xRTX3060", "peer"), ("Mixtral-8x7B/A100-40GB+3xRTX3090", "events")],
+    [
+        ("Qwen2.5-7B/6xRTX3060", "peer"),
+        ("Mixtral-8x7B/A100-40GB+3xRTX3090", "events"),
+        ("Qwen3-Next-80B-A3B/2xH200", "events"),
+    ],
 )
 def test_examples(name: str, transport: str) -> None:
-    """Real plans pass, with replicated heads, the layout gather and experts."""
+    """Real plans pass, with replicated heads, the layout gather, experts and linear attention."""
     found = tpplan.load(EXAMPLES / f"{name}.json")
     assert selftest.selftest(found, compiler_of(found), [transport]).ok
