@@ -10,6 +10,12 @@ from tpplan.families.wrappers import WRAPPERS
 
 Keys = dict[str, st.SearchStrategy[Any]]
 
+
+def _types(names: tuple[str, ...]) -> st.SearchStrategy[list[str]]:
+    """Draw types for the most layers; as many as there are remain."""
+    return st.lists(st.sampled_from(names), min_size=5, max_size=5)
+
+
 _FLAG = st.booleans()
 _SIZE = st.integers(1, 24)
 _WINDOW = st.integers(1, 9)
@@ -35,7 +41,7 @@ _MLA: Keys = {
     "topk_group": st.just(1),
 }
 
-_SHARED: Keys = {"shared_expert_intermediate_size": _SIZE}
+_SHARED_EXPERT: Keys = {"shared_expert_intermediate_size": _SIZE}
 _DELTA_NET: Keys = {
     "linear_num_key_heads": st.just(2),
     "linear_num_value_heads": st.sampled_from((2, 4, 6)),
@@ -43,6 +49,17 @@ _DELTA_NET: Keys = {
     "linear_value_head_dim": st.sampled_from((3, 8)),
 }
 _SOME_LINEAR: Keys = {"linear_conv_kernel_dim": st.integers(2, 5), "full_attention_interval": st.integers(1, 4)}
+_INDEXER: Keys = {"index_n_heads": _SIZE, "index_head_dim": st.integers(8, 12)}
+_MLP_TYPES = ("dense", "sparse")
+_SHARED: Keys = {"num_shared_experts": st.integers(1, 2)}
+_ROUTED: Keys = {
+    "moe_intermediate_size": _SIZE,
+    "n_routed_experts": st.integers(2, 4),
+    "num_experts_per_tok": st.integers(1, 2),
+}
+_PACKED: Keys = {"num_local_experts": st.integers(2, 4), "num_experts_per_tok": st.integers(1, 2)}
+_OPEN_EXPERTS: Keys = {"num_experts": st.integers(2, 4), "num_experts_per_tok": st.integers(1, 2)}
+_GROUPS: Keys = {"n_group": st.just(1), "topk_group": st.just(1)}
 
 #: For each model type the keys that its config has besides the common ones: always, and sometimes.
 FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
@@ -54,7 +71,7 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     ),
     "qwen2": ({}, _QWEN_SLIDING),
     "qwen2_moe": (
-        {**_EXPERTS, **_SHARED},
+        {**_EXPERTS, **_SHARED_EXPERT},
         {**_QWEN_SLIDING, **_SPARSE, "qkv_bias": _FLAG},
     ),
     "qwen3": (_HEAD, {**_QWEN_SLIDING, "attention_bias": _FLAG}),
@@ -108,14 +125,119 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     "deepseek_v2": (_MLA, _BIASES),
     "deepseek_v3": (_MLA, {"attention_bias": _FLAG}),
     "qwen3_next": (
-        {**_HEAD, **_EXPERTS, **_SHARED, **_DELTA_NET},
+        {**_HEAD, **_EXPERTS, **_SHARED_EXPERT, **_DELTA_NET},
         {**_SPARSE, **_SOME_LINEAR, "attention_bias": _FLAG},
     ),
     "qwen3_5_text": ({**_HEAD, **_DELTA_NET}, {**_SOME_LINEAR, "attention_bias": _FLAG}),
     "qwen3_5_moe_text": (
-        {**_HEAD, **_EXPERTS, **_SHARED, **_DELTA_NET},
+        {**_HEAD, **_EXPERTS, **_SHARED_EXPERT, **_DELTA_NET},
         {**_SOME_LINEAR, "attention_bias": _FLAG},
     ),
+    "kimi_k2": (_MLA, {"attention_bias": _FLAG}),
+    "deepseek_v32": ({**_MLA, **_INDEXER, "q_lora_rank": _SIZE}, {"attention_bias": _FLAG}),
+    "glm4_moe_lite": (
+        {key: drawn for key, drawn in _MLA.items() if key != "first_k_dense_replace"},
+        {"attention_bias": _FLAG, "mlp_layer_types": _types(_MLP_TYPES)},
+    ),
+    "glm4_moe": (
+        {**_ROUTED, **_HEAD},
+        {
+            "attention_bias": _FLAG,
+            "use_qk_norm": _FLAG,
+            "n_shared_experts": st.integers(1, 2),
+            "first_k_dense_replace": st.integers(0, 3),
+        },
+    ),
+    "minimax_m2": (_PACKED, _HEAD),
+    "ernie4_5_moe": (
+        {
+            "moe_num_experts": st.integers(2, 4),
+            "moe_k": st.integers(1, 2),
+            "moe_intermediate_size": _SIZE,
+        },
+        {
+            **_HEAD,
+            "use_bias": _FLAG,
+            "moe_num_shared_experts": st.integers(0, 2),
+            "moe_layer_start_index": st.integers(0, 3),
+            "moe_layer_end_index": st.integers(-1, 4),
+            "moe_layer_interval": st.integers(1, 2),
+        },
+    ),
+    "dots1": (
+        {**_ROUTED, **_HEAD, **_GROUPS, "n_shared_experts": st.integers(1, 2)},
+        {
+            "attention_bias": _FLAG,
+            "first_k_dense_replace": st.integers(0, 3),
+            "sliding_window": st.none() | _WINDOW,
+            "max_window_layers": st.integers(0, 5),
+        },
+    ),
+    "exaone_moe": (
+        {**_EXPERTS, **_HEAD},
+        {
+            **_SHARED,
+            "sliding_window": _WINDOW,
+            "sliding_window_pattern": st.integers(1, 4),
+            "first_k_dense_replace": st.integers(0, 3),
+            "mlp_layer_types": _types(_MLP_TYPES),
+        },
+    ),
+    "solar_open": (_ROUTED, {**_HEAD, "attention_bias": _FLAG, "n_shared_experts": st.integers(1, 2)}),
+    "mimo_v2_flash": (
+        {**_ROUTED, "head_dim": st.just(12), "v_head_dim": st.sampled_from((4, 6))},
+        {
+            "attention_bias": _FLAG,
+            "sliding_window": _WINDOW,
+            "sliding_window_size": st.none() | st.integers(0, 9),
+            "mlp_layer_types": _types(_MLP_TYPES),
+            "layer_types": _types(("full_attention", "sliding_attention")),
+        },
+    ),
+    "afmoe": (
+        _EXPERTS,
+        {
+            **_HEAD,
+            **_SHARED,
+            "attention_bias": _FLAG,
+            "num_dense_layers": st.integers(0, 3),
+            "sliding_window": _WINDOW,
+            "global_attn_every_n_layers": st.integers(1, 4),
+        },
+    ),
+    "hy_v3": (_EXPERTS, {**_HEAD, **_SHARED, **_BIASES, "mlp_layer_types": _types(_MLP_TYPES)}),
+    "olmoe": (_OPEN_EXPERTS, {"attention_bias": _FLAG}),
+    "flex_olmo": (_OPEN_EXPERTS, {**_HEAD, "attention_bias": _FLAG}),
+    "phimoe": (_PACKED, {**_SLIDING, **_HEAD, "attention_bias": _FLAG, "lm_head_bias": _FLAG}),
+    "hunyuan_v1_moe": (
+        {**_HEAD, "num_experts": st.integers(2, 4), "moe_topk": st.integers(1, 2)},
+        {"attention_bias": _FLAG},
+    ),
+    "cohere2_moe": (
+        {**_OPEN_EXPERTS, **_HEAD},
+        {
+            **_SHARED,
+            "attention_bias": _FLAG,
+            "sliding_window": _WINDOW,
+            "sliding_window_pattern": st.integers(1, 4),
+            "prefix_dense_sliding_window_pattern": st.integers(1, 4),
+            "first_k_dense_replace": st.integers(0, 1),
+            "prefix_dense_intermediate_size": st.none() | _SIZE,
+        },
+    ),
+    "granitemoe": (_PACKED, {"attention_bias": _FLAG}),
+    "granitemoeshared": (_PACKED, {"attention_bias": _FLAG, "shared_intermediate_size": st.just(0) | _SIZE}),
+    "llama4_text": (
+        {**_PACKED, **_HEAD, "intermediate_size_mlp": _SIZE},
+        {
+            "attention_bias": _FLAG,
+            "attention_chunk_size": _WINDOW,
+            "no_rope_layer_interval": st.integers(1, 4),
+            "interleave_moe_layer_step": st.integers(1, 3),
+            "moe_layers": st.lists(st.integers(0, 4), max_size=3, unique=True),
+        },
+    ),
+    "qwen3_vl_moe_text": (_EXPERTS, {**_SPARSE, **_HEAD, "attention_bias": _FLAG}),
 }
 
 #: What families call the common keys if not by the usual names; None for keys that they lack.
@@ -149,6 +271,9 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_5": {"model_type": "qwen3_5_vision", **_QWEN},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_vision", **_QWEN},
     "vipllava": _CLIP,
+    "kimi_k25": {**_TOWER, "merge_kernel_size": [1, 1]},
+    "llama4": {**_TOWER, "image_size": 4, "patch_size": 2, "vision_output_dim": 4, "projector_input_dim": 4},
+    "qwen3_vl_moe": {"depth": 1, "hidden_size": 4, "intermediate_size": 4, "num_heads": 1, "out_hidden_size": 4},
 }
 
 #: And the language models that it is known to have.
@@ -163,17 +288,23 @@ _INNER = {
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
     "vipllava": ("llama",),
+    "kimi_k25": ("deepseek_v3",),
+    "llama4": ("llama4_text",),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text",),
 }
 
+#: What these language models always have in wrappers, of which transformers writes or ties others in a way of its own.
+_WITHIN: dict[str, dict[str, Any]] = {"kimi_k25": {"q_lora_rank": 3}, "llama4": {"tie_word_embeddings": False}}
+
 #: Families whose latent attention or old form gives every query head its own keys.
-_UNGROUPED = {"gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3"}
+_UNGROUPED = {"gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"}
 
 
 @st.composite
 def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     """Draw a small config of a family: grouped, multi-query or plain, with and without the keys that it may have."""
     if model_type in WRAPPERS:
-        text = draw(configs(draw(st.sampled_from(_INNER[model_type]))))
+        text = draw(configs(draw(st.sampled_from(_INNER[model_type])))) | _WITHIN.get(model_type, {})
         # Where neither config says whether the output matrix is the embedding, versions of transformers differ.
         tied = {"tie_word_embeddings": text.pop("tie_word_embeddings", draw(_FLAG))}
         return {**tied, "model_type": model_type, "text_config": text, "vision_config": VISION[model_type]}
@@ -192,8 +323,6 @@ def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     }
     names = _NAMES.get(model_type, {})
     renamed = {name: value for key, value in common.items() if (name := names.get(key, key))}
-    return {
-        "model_type": model_type,
-        **renamed,
-        **draw(st.fixed_dictionaries(always, optional={"tie_word_embeddings": _FLAG, **sometimes})),
-    }
+    own = draw(st.fixed_dictionaries(always, optional={"tie_word_embeddings": _FLAG, **sometimes}))
+    types = {key: own[key][: common["num_hidden_layers"]] for key in own if key.endswith("layer_types")}
+    return {"model_type": model_type, **renamed, **own, **types}

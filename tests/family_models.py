@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from transformers.utils import logging
 from tpplan import families
 from tpplan.axes import Axis
 from tpplan.config import Config, read_config
-from tpplan.families.wrappers import WRAPPERS
+from tpplan.families.wrappers import RENAMED, VISION, WRAPPERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from tpplan.model import Block, ModelSpec, Parameter
 
 logging.set_verbosity_error()
-
-#: How the names start of what reads images.
-IMAGES = ("vision_tower.", "multi_modal_projector.", "image_newline", "model.visual.")
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "models"
 
@@ -41,7 +39,22 @@ MISTRAL = {
 
 
 #: Keys without which transformers itself cannot build or run a model of the family's default config.
-INCOMPLETE_DEFAULTS = {"nemotron": {"num_key_value_heads": 48}, "deepseek_v2": {"num_experts_per_tok": 6}}
+INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "nemotron": {"num_key_value_heads": 48},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "glm4_moe": {"head_dim": 128},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "hunyuan_v1_moe": {"head_dim": 128},
+}
+
+#: What transformers calls a family that the hub knows by another name.
+SAME = {"kimi_k2": "deepseek_v3"}
+
+#: Families that transformers has only as a part of the models that read images.
+INNER = {"qwen3_vl_moe_text"}
+
+#: Models that transformers saves in another form than they have on the hub.
+UNLIKE_HUB = {"kimi_k25", "qwen3_vl_moe"}
 
 
 def spec_of(data: dict[str, Any], name: str = "model") -> ModelSpec:
@@ -51,7 +64,7 @@ def spec_of(data: dict[str, Any], name: str = "model") -> ModelSpec:
 
 def hub_config(data: dict[str, Any]) -> Any:
     """Return transformers' config of the same data."""
-    return AutoConfig.for_model(**data)
+    return AutoConfig.for_model(**data | {"model_type": SAME.get(data["model_type"], data["model_type"])})
 
 
 def build(config: Any, **options: Any) -> Any:
@@ -71,7 +84,22 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     state = {name: tensor for name, tensor in model.state_dict().items() if name in own}
     tensors = revert_weight_conversion(model, state)
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(IMAGES)}
+    text = {name: tensor for name, tensor in tensors.items() if not any(fnmatch(name, p) for p in VISION)}
+    wrapper = WRAPPERS.get(model.config.model_type)
+    if wrapper is None or wrapper.newer:
+        return text
+    if model.config.model_type == "qwen3_vl_moe":  # reads experts as [expert, in, out] too, which the hub has
+        text = {name: tensor.mT if ".experts." in name else tensor for name, tensor in text.items()}
+    return {_in_wrapper(name): tensor for name, tensor in text.items()}
+
+
+def _in_wrapper(name: str) -> str:
+    """Return the name that tables have for a tensor of a wrapper, which newer checkpoints write in another way.
+
+    Kimi's image blocks are layers in transformers, which then writes its layers of text as blocks too.
+    """
+    own = next((old + name.removeprefix(new) for new, old in RENAMED.items() if name.startswith(new)), name)
+    return own.replace("language_model.model.blocks.", "language_model.model.layers.")
 
 
 def named(spec: ModelSpec) -> Iterator[tuple[str, Parameter, Block | None]]:

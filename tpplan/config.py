@@ -27,8 +27,8 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "intermediate_size": ("n_inner", "ffn_hidden_size"),
     "max_position_embeddings": ("n_positions",),
     "num_attention_heads": ("n_head",),
-    "num_experts": ("num_local_experts", "n_routed_experts"),
-    "num_experts_per_tok": ("experts_per_token",),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("experts_per_token", "moe_k", "moe_topk"),
     "num_hidden_layers": ("n_layer",),
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
     "torch_dtype": ("dtype",),
@@ -187,6 +187,20 @@ class Config:
     def having(self, key: str, value: object) -> Config:
         """Return a copy of the config with ``key`` set to ``value``."""
         return Config({**self._data, key: value}, self.source)
+
+    def level(self, key: str) -> Config:
+        """Return a copy of the config with one number under ``key`` if it lists the same number several times.
+
+        Raises:
+            ModelError: it is a list of anything else.
+        """
+        name, value = self._find(key)
+        if not isinstance(value, list):
+            return self
+        numbers = self.numbers(key)
+        if len(set(numbers)) != 1:
+            raise self.error(f"{name} is {_repr(value)}, which is not the same for all layers", "that is not supported")
+        return self.having(name, numbers[0])
 
     def section(self, key: str) -> Config:
         """Return the object under ``key``.

@@ -105,8 +105,8 @@ class Attention:
         head_dim: elements of one query or key head.
         v_head_dim: elements of one value head.
         window: size of the sliding window in tokens per sequence; 0 for full attention.
-        latent_dim: elements cached per token for all heads together (MLA: latent + rotary part); 0 caches K and V
-            per head.
+        latent_dim: elements cached per token for all heads together (MLA: latent + rotary part + an indexer's key); 0
+            caches K and V per head.
     """
 
     q_heads: int

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 
 from tests.checkpoints import LLAMA, Tensors
-from tests.family_models import build, hub_config
+from tests.family_models import UNLIKE_HUB, build, hub_config, saved_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+_FILE = "model.safetensors"
 
 
 def plain(inputs: int, outputs: int, _layer: int) -> Tensors:
@@ -27,7 +30,13 @@ def save(directory: Path, data: dict[str, Any], dtype: torch.dtype, shard: str) 
     """Save a model of random weights as transformers does with one that it loaded from the hub."""
     torch.manual_seed(0)
     model = build(hub_config(data), dtype=dtype)
-    for name, tensor in model.named_buffers():
-        if name.endswith(".e_score_correction_bias"):  # stays as it is on the hub
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        if name.endswith((".e_score_correction_bias", ".expert_bias")):  # stays as it is on the hub
             tensor.data = tensor.data.float()
-    model.save_pretrained(directory, max_shard_size=shard)
+        elif "norm" in name:  # in 16 bits, though transformers loads some in 32
+            tensor.data = tensor.data.to(dtype)
+    if data["model_type"] in UNLIKE_HUB:
+        model.config.save_pretrained(directory)
+        save_file({name: tensor.contiguous() for name, tensor in saved_tensors(model).items()}, directory / _FILE)
+    else:
+        model.save_pretrained(directory, max_shard_size=shard)

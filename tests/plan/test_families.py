@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
@@ -14,6 +15,8 @@ from transformers.cache_utils import LinearAttentionLayer
 from tests.family_configs import FAMILY_KEYS, VISION, configs
 from tests.family_models import (
     INCOMPLETE_DEFAULTS,
+    INNER,
+    SAME,
     assert_consistent,
     assert_same_tensors,
     hub_config,
@@ -28,7 +31,11 @@ if TYPE_CHECKING:
     from tpplan.families.table import Family
 
 
-@pytest.mark.parametrize("model_type", families.supported())
+#: What transformers knows by name and can build.
+KNOWN = sorted({*families.supported()} - SAME.keys() - INNER)
+
+
+@pytest.mark.parametrize("model_type", KNOWN)
 def test_default_config_gives_the_tensors_of_transformers(model_type: str) -> None:
     """The default config of every family gives exactly the names, shapes and count of transformers' model."""
     config = hub_config({"model_type": model_type, **INCOMPLETE_DEFAULTS.get(model_type, {})})
@@ -37,7 +44,7 @@ def test_default_config_gives_the_tensors_of_transformers(model_type: str) -> No
     assert_consistent(spec)
 
 
-@pytest.mark.parametrize("model_type", families.supported())
+@pytest.mark.parametrize("model_type", KNOWN)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_small_configs_give_the_tensors_and_windows_of_transformers(model_type: str, data: st.DataObject) -> None:
@@ -62,10 +69,23 @@ def test_every_family_is_drawn() -> None:
     assert {*FAMILY_KEYS, *VISION} == set(families.supported())
 
 
+@pytest.mark.parametrize(("model_type", "same"), SAME.items())
+def test_families_of_two_names_are_one(model_type: str, same: str) -> None:
+    """Kimi K2 is DeepSeek-V3 in all but the name in its config, alone and around images."""
+    assert families.FAMILIES[model_type] == families.FAMILIES[same]
+    config = hub_config({"model_type": same}).to_dict()
+    spec = spec_of(config | {"model_type": model_type})
+    assert spec == evolve(spec_of(config), model_type=model_type)
+    inside = {"model_type": "kimi_k25", "text_config": config | {"model_type": model_type}}
+    assert {p.name.removeprefix("language_model.") for p in parameters_of(spec_of(inside))} == {
+        p.name for p in parameters_of(spec)
+    }
+
+
 @pytest.mark.parametrize(("model_type", "family"), families.FAMILIES.items())
 def test_rows_test_only_flags_that_exist(model_type: str, family: Family) -> None:
     """A flag that is misspelt in a table would silently drop a tensor."""
-    derived = {"one_kv_head", "two_norms", "q_lora_rank", "n_shared_experts"} if family.adapt else set()
+    derived = {"one_kv_head", "two_norms", "q_lora_rank", "shared_experts", "sinks"} if family.adapt else set()
     rows = (*family.outside, *family.layer, *family.linear_layer, *family.dense, *family.sparse)
     tested = {flag.removeprefix("!") for row in rows for flag in row.when.split()}
     assert tested <= {*family.flags, "tie_word_embeddings", "stacked_experts", *derived}, model_type
@@ -95,7 +115,9 @@ def test_the_language_model_in_a_wrapper_says_what_is_tolerated() -> None:
 
 def test_extra_layers_are_tolerated_where_checkpoints_have_them() -> None:
     """DeepSeek-V3 comes with a layer for predicting a second token, which its config does not count."""
-    assert [name for name in families.supported() if families.tolerated(name).extra_layers] == ["deepseek_v3"]
+    assert {name for name in families.supported() if families.tolerated(name).extra_layers} == {
+        *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "hy_v3", "kimi_k2", "kimi_k25", "minimax_m2")
+    }
 
 
 def test_nested_text_config_may_leave_out_nearly_everything() -> None:

@@ -37,11 +37,11 @@ from tpplan.errors import ModelError
         ({"architectures": [7]}, ("architectures[0] is 7",)),
         ({"is_encoder_decoder": True}, ("is_encoder_decoder is true",)),
         ({"model_type": "idefics2", "text_config": {"model_type": "mistral"}}, ("'idefics2'", "type mistral, which")),
-        ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}, ("'llama4'", "supported are")),
+        ({"model_type": "emu3", "text_config": {"model_type": "emu3_text_model"}}, ("'emu3'", "supported are")),
         ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, ("text_config: the arch", "'mamba'")),
         (
             {"model_type": "llava", "text_config": {"model_type": "llava"}},
-            ("'llava' is not", "are llama, cohere, cohere2"),
+            ("'llava' is not", "are llama, afmoe, cohere"),
         ),
         ({"model_type": "mllama", "text_config": {"model_type": "mllama_text_model"}}, ("'mllama'", "supported are")),
         ({"model_type": "other", "text_config": {"model_type": ["mistral"]}}, ("'other'", "supported are")),
@@ -52,6 +52,24 @@ from tpplan.errors import ModelError
         ({"model_type": "cohere2", "head_dim": 4}, ("head_dim is 4", "128")),
         ({"model_type": "mixtral"}, ("num_local_experts", "missing")),
         ({"model_type": "mixtral", "num_local_experts": 1}, ("num_experts_per_tok is 2", "1 experts")),
+        ({"model_type": "exaone_moe", "num_experts": 9, "mlp_layer_types": ["sparse"]}, ("1 entries", "32 layers")),
+        (
+            {"model_type": "hy_v3", "num_experts": 9, "mlp_layer_types": ["moe"] * 32},
+            ("'moe'", "known are dense and sparse"),
+        ),
+        (
+            {"model_type": "hunyuan_v1_moe", "num_experts": 9, "moe_topk": [1, 2]},
+            ("moe_topk is [1, 2]", "not the same for all layers"),
+        ),
+        (
+            {
+                "model_type": "mimo_v2_flash",
+                "n_routed_experts": 9,
+                "moe_intermediate_size": 9,
+                "hybrid_layer_pattern": [0, 1],
+            },
+            ("hybrid_layer_pattern has 2 entries", "32 layers"),
+        ),
         ({"model_type": "smollm3", "num_key_value_heads": 4, "no_rope_layers": [1]}, ("1 entries", "32 layers")),
         (
             {"model_type": "smollm3", "sliding_window": 9, "layer_types": ["sliding_attention"] * 32},
@@ -73,8 +91,8 @@ def test_bad_configs_are_named(change: dict[str, Any], words: tuple[str, ...]) -
     ("model_type", "first"),
     [
         ("qwen4_next", "qwen3_next, "),
-        ("Llama", "llama, llava, vipllava, cohere, "),
-        ("bert", "cohere, cohere2, "),
+        ("Llama", "llama, llama4, llava, "),
+        ("bert", "afmoe, cohere, "),
     ],
 )
 def test_no_other_architecture_is_proposed(model_type: str, first: str) -> None:

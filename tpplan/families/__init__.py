@@ -9,9 +9,12 @@ from attrs import frozen
 
 from tpplan.config import ELSEWHERE, Config
 from tpplan.families.classic import CLASSIC
+from tpplan.families.corrected import CORRECTED
 from tpplan.families.dense import DENSE
 from tpplan.families.hybrid import HYBRID
+from tpplan.families.latent import LATENT
 from tpplan.families.moe import MOE
+from tpplan.families.packed import PACKED
 from tpplan.families.shape import TIED, read_shape
 from tpplan.families.wrappers import TEXT, WRAPPERS, text_part
 from tpplan.model import ModelSpec
@@ -19,7 +22,7 @@ from tpplan.model import ModelSpec
 if TYPE_CHECKING:
     from tpplan.families.table import Family, Shape
 
-FAMILIES: Final[dict[str, Family]] = {**DENSE, **CLASSIC, **MOE, **HYBRID}
+FAMILIES: Final[dict[str, Family]] = {**DENSE, **CLASSIC, **MOE, **CORRECTED, **PACKED, **LATENT, **HYBRID}
 
 #: ``torch_dtype`` in a config.json, and the same in safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tpplan.config import Config
 
 _ATTENTION_BIAS = attention("attention_bias", "attention_bias")
-_QWEN_WINDOW = windows(4096, from_max_window_layers, switch="use_sliding_window")
+_QWEN_WINDOW = windows(4096, from_max_window_layers(28), switch="use_sliding_window")
 _FUSED_MLP = (*linear("mlp.gate_up_proj", "ID+ID", "RS"), *linear("mlp.down_proj", "RS", "ID"))
 _FEEDFORWARD_NORMS = (*norm("pre_feedforward_layernorm"), *norm("post_feedforward_layernorm"))
 

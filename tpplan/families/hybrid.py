@@ -8,7 +8,8 @@ from attrs import evolve
 
 from tpplan.axes import Axis
 from tpplan.families.rows import EXPERTS, NORMS, ROUTER, attention, gated, head_norms, linear, norm, outside
-from tpplan.families.shape import MAX_PARTS, STACKED, every_layer, layer_types, sparse_steps
+from tpplan.families.shape import MAX_PARTS, STACKED, every_layer, layer_types
+from tpplan.families.sparse import sparse_steps
 from tpplan.families.table import Family, Row, Shape
 from tpplan.model import LinearAttention
 

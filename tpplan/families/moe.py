@@ -1,4 +1,4 @@
-"""Tables of decoders with experts, among them those with latent attention (MLA)."""
+"""Tables of decoders with experts, one tensor for each projection of each expert."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.axes import Axis
-from tpplan.families.rows import ALWAYS, EXPERTS, NORMS, ROUTER, attention, gated, head_norms, linear, norm, outside
-from tpplan.families.shape import (
-    after_dense,
-    even_before_max_window_layers,
-    every_layer,
-    every_other,
-    sparse_steps,
-    windows,
+from tpplan.families.rows import (
+    BIASED_NORMS,
+    EXPERTS,
+    MIXTRAL_EXPERTS,
+    NORMS,
+    ROUTER,
+    attention,
+    gated,
+    head_norms,
+    linear,
+    norm,
+    outside,
 )
+from tpplan.families.shape import even_before_max_window_layers, every_layer, except_every, windows
+from tpplan.families.sparse import SHARED, after_dense, mlp_types, shared_experts, sparse_steps
 from tpplan.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
     from tpplan.config import Config
+
+_ATTENTION_BIAS = attention("attention_bias", "attention_bias")
 
 
 def _qwen2_moe(config: Config, shape: Shape) -> Shape:
@@ -27,47 +35,30 @@ def _qwen2_moe(config: Config, shape: Shape) -> Shape:
     return evolve(shape, shared_intermediate=config.count("shared_expert_intermediate_size") if shape.experts else 0)
 
 
-def _deepseek(config: Config, shape: Shape) -> Shape:
-    """Add the ranks and head sizes of latent attention, and the shared experts, which are stored as one."""
-    shared = (config.optional_count("n_shared_experts", minimum=0) or 0) if shape.experts else 0
-    rank = config.optional_count("q_lora_rank", default=1536) or 0
-    rope = config.count("qk_rope_head_dim")
-    return evolve(
-        shape,
-        kv_heads=shape.q_heads,
-        head_dim=config.count("qk_nope_head_dim") + rope,
-        v_head_dim=config.count("v_head_dim"),
-        q_rank=rank,
-        kv_rank=config.count("kv_lora_rank"),
-        rope_dim=rope,
-        shared_intermediate=shared * shape.expert_intermediate,
-        flags=shape.flags | ({"q_lora_rank"} if rank else set()) | ({"n_shared_experts"} if shared else set()),
-    )
+def _hunyuan(_config: Config, shape: Shape) -> Shape:
+    """Add the shared expert, which is as wide as a routed one."""
+    return evolve(shape, shared_intermediate=shape.expert_intermediate)
 
 
-#: Multi-head latent attention: what leads down to the latent is needed wherever heads are, what leads up is cut.
-_MLA = (
-    *linear("self_attn.q_proj", "Q", "RS", when="!q_lora_rank"),
-    *linear("self_attn.q_a_proj", "qr", "h", "attention_bias", when="q_lora_rank", home=Axis.KV),
-    *norm("self_attn.q_a_layernorm", "qr", when="q_lora_rank", home=Axis.KV),
-    *linear("self_attn.q_b_proj", "Q", "qr", when="q_lora_rank"),
-    *linear("self_attn.kv_a_proj_with_mqa", "krr", "h", "attention_bias", home=Axis.KV),
-    *norm("self_attn.kv_a_layernorm", "kr", home=Axis.KV),
-    *linear("self_attn.kv_b_proj", "KUP", "kr"),
-    *linear("self_attn.o_proj", "RS", "O", "attention_bias"),
-)
+def _cohere2_moe(config: Config, shape: Shape) -> Shape:
+    """Add the shared experts, and the width of the dense layers if it is their own."""
+    width = config.count("prefix_dense_intermediate_size", default=shape.intermediate) if shape.intermediate else 0
+    return evolve(shared_experts("num_shared_experts")(config, shape), intermediate=width)
+
+
+def _after_prefix(config: Config, layers: int) -> tuple[bool, ...]:
+    """Select the layers with windows of Cohere's mixtures, whose dense first layers have a period of their own."""
+    dense = min(config.count("first_k_dense_replace", default=0, minimum=0), layers)
+    prefix = except_every(1, "prefix_dense_sliding_window_pattern")(config, dense)
+    return *prefix, *except_every(4)(config, layers - dense)
+
 
 MOE: Final[dict[str, Family]] = {
     "mixtral": Family(
         architectures=("MixtralForCausalLM",),
         outside=outside(),
         layer=(*NORMS, *attention()),
-        sparse=(
-            *linear("block_sparse_moe.gate", "e", "h", home=Axis.EX),
-            *linear("block_sparse_moe.experts.{expert}.w1", "EX", "RS"),
-            *linear("block_sparse_moe.experts.{expert}.w2", "RS", "EX"),
-            *linear("block_sparse_moe.experts.{expert}.w3", "EX", "RS"),
-        ),
+        sparse=MIXTRAL_EXPERTS,
         defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2},
         window=windows(None, every_layer),
         moe=every_layer,
@@ -93,7 +84,7 @@ MOE: Final[dict[str, Family]] = {
     "qwen3_moe": Family(
         architectures=("Qwen3MoeForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *attention("attention_bias", "attention_bias"), *head_norms()),
+        layer=(*NORMS, *_ATTENTION_BIAS, *head_norms()),
         dense=gated(),
         sparse=(*ROUTER, *EXPERTS),
         defaults={"num_key_value_heads": 4},
@@ -101,48 +92,72 @@ MOE: Final[dict[str, Family]] = {
         window=windows(4096, every_layer, switch="use_sliding_window"),
         moe=sparse_steps,
     ),
-    # All experts of a layer in one tensor, [expert, in, out], gate and up interleaved.
-    "gpt_oss": Family(
-        architectures=("GptOssForCausalLM",),
+    "olmoe": Family(
+        architectures=("OlmoeForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *attention("attention_bias", "attention_bias"), Row("self_attn.sinks", "q")),
-        sparse=(
-            *linear("mlp.router", "e", "h", ALWAYS, home=Axis.EX),
-            Row("mlp.experts.gate_up_proj", "e RS EX2", out=2),
-            Row("mlp.experts.gate_up_proj_bias", "e EX2", out=1),
-            Row("mlp.experts.down_proj", "e EX RS", out=2),
-            Row("mlp.experts.down_proj_bias", "e RS", out=1),
-        ),
-        defaults={"num_key_value_heads": 8, "head_dim": 64},
-        flags={"attention_bias": True},
-        window=windows(128, every_other),
+        layer=(*NORMS, *_ATTENTION_BIAS, *norm("self_attn.q_norm", "Q"), *norm("self_attn.k_norm", "K")),
+        sparse=(*ROUTER, *EXPERTS),
+        defaults={"num_experts_per_tok": 8},
+        flags={"attention_bias": False},
+        fixed_head=True,
         moe=every_layer,
         expert_key="intermediate_size",
     ),
-    "deepseek_v2": Family(
-        architectures=("DeepseekV2ForCausalLM",),
+    "flex_olmo": Family(
+        architectures=("FlexOlmoForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_MLA),
-        dense=gated(bias="mlp_bias"),
-        sparse=(*ROUTER, *EXPERTS, *gated("mlp.shared_experts", "SX", "mlp_bias", when="n_shared_experts")),
-        flags={"attention_bias": False, "mlp_bias": False},
-        moe=after_dense(0),
-        adapt=_deepseek,
-    ),
-    "deepseek_v3": Family(
-        architectures=("DeepseekV3ForCausalLM",),
-        outside=outside(),
-        layer=(*NORMS, *_MLA),
-        dense=gated(),
-        sparse=(
-            *ROUTER,
-            Row("mlp.gate.e_score_correction_bias", "e", home=Axis.EX, dtype="F32"),  # whatever the model's dtype
-            *EXPERTS,
-            *gated("mlp.shared_experts", "SX", when="n_shared_experts"),
+        layer=(
+            *_ATTENTION_BIAS,
+            *norm("self_attn.q_norm", "Q"),
+            *norm("self_attn.k_norm", "K"),
+            *norm("post_attention_layernorm"),
+            *norm("post_feedforward_layernorm"),
         ),
-        extra_layers=True,
+        sparse=(*ROUTER, *EXPERTS),
+        defaults={"num_experts_per_tok": 5},
         flags={"attention_bias": False},
-        moe=after_dense(3),
-        adapt=_deepseek,
+        moe=every_layer,
+        expert_key="intermediate_size",
+    ),
+    "phimoe": Family(
+        architectures=("PhimoeForCausalLM", "PhiMoEForCausalLM"),
+        outside=(*outside(final=norm("model.norm", bias=True)), Row("lm_head.bias", "VC", "lm_head_bias")),
+        layer=(*BIASED_NORMS, *_ATTENTION_BIAS),
+        sparse=MIXTRAL_EXPERTS,
+        defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2},
+        flags={"attention_bias": False, "lm_head_bias": False},
+        window=windows(None, every_layer),
+        moe=every_layer,
+        expert_key="intermediate_size",
+    ),
+    "hunyuan_v1_moe": Family(
+        architectures=("HunYuanMoEV1ForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *_ATTENTION_BIAS, *head_norms("query_layernorm", "key_layernorm")),
+        sparse=(
+            Row("mlp.gate.wg.weight", "e h", home=Axis.EX, dtype="F32"),  # whatever the model's dtype
+            *EXPERTS,
+            *gated("mlp.shared_mlp", "SX"),
+        ),
+        defaults={"num_experts_per_tok": 1},
+        flags={"attention_bias": False},
+        uniform=("num_experts", "num_experts_per_tok"),
+        moe=every_layer,
+        expert_key="intermediate_size",
+        adapt=_hunyuan,
+    ),
+    "cohere2_moe": Family(
+        architectures=("Cohere2MoeForCausalLM",),
+        outside=outside(),
+        layer=(*norm("input_layernorm"), *_ATTENTION_BIAS),
+        dense=gated(),
+        sparse=(*ROUTER, *EXPERTS, *gated("mlp.shared_experts", "SX", when=SHARED)),
+        defaults={"head_dim": 128, "num_experts_per_tok": 2},
+        flags={"attention_bias": False},
+        tied=True,
+        window=windows(4096, _after_prefix),
+        moe=mlp_types(after_dense(0)),
+        expert_key="intermediate_size",
+        adapt=_cohere2_moe,
     ),
 }

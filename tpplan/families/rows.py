@@ -79,6 +79,11 @@ def outside(
     )
 
 
+def correction(name: str, dims: str = "e") -> tuple[Row, ...]:
+    """Return the row of a bias that corrects a router's scores, F32 whatever the model's dtype."""
+    return (Row(name, dims, home=Axis.EX, dtype="F32"),)
+
+
 #: The two norms of a layer in most decoders.
 NORMS = (*norm("input_layernorm"), *norm("post_attention_layernorm"))
 BIASED_NORMS = (*norm("input_layernorm", bias=True), *norm("post_attention_layernorm", bias=True))
@@ -88,3 +93,11 @@ ROUTER = (*linear("mlp.gate", "e", "h", home=Axis.EX),)
 
 #: Experts whose gate, up and down projections are tensors of their own.
 EXPERTS = gated("mlp.experts.{expert}", "EX")
+
+#: Mixtral's router and experts.
+MIXTRAL_EXPERTS = (
+    *linear("block_sparse_moe.gate", "e", "h", home=Axis.EX),
+    *linear("block_sparse_moe.experts.{expert}.w1", "EX", "RS"),
+    *linear("block_sparse_moe.experts.{expert}.w2", "RS", "EX"),
+    *linear("block_sparse_moe.experts.{expert}.w3", "EX", "RS"),
+)

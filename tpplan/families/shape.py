@@ -32,6 +32,8 @@ def read_shape(config: Config, family: Family, *, tied: bool, stacked: bool) -> 
         ModelError: a key is missing, is of the wrong type or out of range, or two of them contradict each other.
     """
     given = family.defaults
+    for key in family.uniform:
+        config = config.level(key)
     layers = config.count("num_hidden_layers", default=given.get("num_hidden_layers"), maximum=MAX_LAYERS)
     hidden = config.count("hidden_size", default=given.get("hidden_size"))
     q_heads = config.count("num_attention_heads", default=given.get("num_attention_heads"), maximum=MAX_PARTS)
@@ -82,22 +84,29 @@ def _head_dim(config: Config, family: Family, hidden: int, q_heads: int) -> int:
 
 
 def windows(
-    default: int | None, sliding: Callable[[Config, int], tuple[bool, ...]], *, switch: str = ""
+    default: int | None,
+    sliding: Callable[[Config, int], tuple[bool, ...]],
+    *,
+    switch: str = "",
+    key: str = "sliding_window",
+    kind: str = "sliding_attention",
 ) -> Callable[[Config, int], tuple[int, ...]]:
     """Return how a family with sliding windows reads them.
 
     Args:
-        default: the window where the config has no ``sliding_window``; None for none.
+        default: the window where the config has no ``key``; None for none.
         sliding: which layers have one where the config has no ``layer_types``.
         switch: the key that must be true for any layer to have one; empty if there is no such key.
+        key: the key with the tokens of a window.
+        kind: what ``layer_types`` calls the layers that have one; the others have full attention.
     """
 
     def read(config: Config, layers: int) -> tuple[int, ...]:
-        window = config.optional_count("sliding_window", default=default, minimum=0) or 0
-        given = layer_types(config, layers, "sliding_attention")
+        window = config.optional_count(key, default=default, minimum=0) or 0
+        given = layer_types(config, layers, kind)
         if switch and not config.flag(switch):
             if window and any(given):
-                raise config.error(f"layer_types has sliding_attention, but {switch} is not true", "change one of them")
+                raise config.error(f"layer_types has {kind}, but {switch} is not true", "change one of them")
             window = 0
         bounded = given or sliding(config, layers)
         return tuple(window if layer else 0 for layer in bounded)
@@ -127,11 +136,11 @@ def every_layer(_config: Config, layers: int) -> tuple[bool, ...]:
     return (True,) * layers
 
 
-def except_every(default: int) -> Callable[[Config, int], tuple[bool, ...]]:
-    """Select all but every ``sliding_window_pattern``-th layer; ``default`` applies if the key is absent."""
+def except_every(default: int, key: str = "sliding_window_pattern") -> Callable[[Config, int], tuple[bool, ...]]:
+    """Select all but every n-th layer, where ``key`` is n; ``default`` applies if the key is absent."""
 
     def choose(config: Config, layers: int) -> tuple[bool, ...]:
-        period = config.count("sliding_window_pattern", default=default)
+        period = config.count(key, default=default)
         return tuple((layer + 1) % period != 0 for layer in range(layers))
 
     return choose
@@ -142,10 +151,14 @@ def every_other(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG00
     return tuple(layer % 2 == 0 for layer in range(layers))
 
 
-def from_max_window_layers(config: Config, layers: int) -> tuple[bool, ...]:
+def from_max_window_layers(default: int) -> Callable[[Config, int], tuple[bool, ...]]:
     """Select the layers from ``max_window_layers`` on (Qwen2)."""
-    first = config.count("max_window_layers", default=28, minimum=0)
-    return tuple(layer >= first for layer in range(layers))
+
+    def choose(config: Config, layers: int) -> tuple[bool, ...]:
+        first = config.count("max_window_layers", default=default, minimum=0)
+        return tuple(layer >= first for layer in range(layers))
+
+    return choose
 
 
 def even_before_max_window_layers(config: Config, layers: int) -> tuple[bool, ...]:
@@ -155,7 +168,7 @@ def even_before_max_window_layers(config: Config, layers: int) -> tuple[bool, ..
 
 
 def without_rope(config: Config, layers: int) -> tuple[bool, ...]:
-    """Select the layers without rotary embedding (SmolLM3)."""
+    """Select the layers without rotary embedding (SmolLM3, Llama 4)."""
     interval = config.count("no_rope_layer_interval", default=4)
     rope = config.numbers("no_rope_layers") or [(layer + 1) % interval for layer in range(layers)]
     if len(rope) != layers:
@@ -163,21 +176,6 @@ def without_rope(config: Config, layers: int) -> tuple[bool, ...]:
     return tuple(not turns for turns in rope)
 
 
-def sparse_steps(config: Config, layers: int) -> tuple[bool, ...]:
-    """Select every ``decoder_sparse_step``-th layer, except ``mlp_only_layers`` (Qwen's mixtures of experts)."""
-    step = config.count("decoder_sparse_step", default=1)
-    dense = frozenset(config.numbers("mlp_only_layers"))
-    experts = config.count("num_experts", minimum=0, maximum=MAX_PARTS)
-    return tuple(experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
-
-
-def after_dense(default: int) -> Callable[[Config, int], tuple[bool, ...]]:
-    """Select every ``moe_layer_freq``-th layer from ``first_k_dense_replace`` on (DeepSeek)."""
-
-    def choose(config: Config, layers: int) -> tuple[bool, ...]:
-        experts = config.optional_count("num_experts", default=1, minimum=0, maximum=MAX_PARTS)
-        first = config.count("first_k_dense_replace", default=default, minimum=0)
-        step = config.count("moe_layer_freq", default=1)
-        return tuple(bool(experts) and layer >= first and layer % step == 0 for layer in range(layers))
-
-    return choose
+def with_rope(config: Config, layers: int) -> tuple[bool, ...]:
+    """Select the layers with rotary embedding (Llama 4)."""
+    return tuple(not bare for bare in without_rope(config, layers))

@@ -13,10 +13,12 @@ SX     shared experts                   (SX)     d      head size               
 h      hidden size                      (uncut)  e      routed experts                   (uncut)
 p      positions                        (uncut)  1      one                              (uncut)
 qr     rank of the queries in MLA       (uncut)  kr     rank of keys and values in MLA   (uncut)
-krr    the same with the rotary part    (uncut)  Q2     query and gate of each query head (Q)
+krr    the same with the rotary part    (uncut)  ih     heads of MLA's indexer           (uncut)
+ik     key of the indexer               (uncut)  iq     all queries of the indexer       (uncut)
 LK     key heads of linear attention × size (LH) LV     its value heads × their size     (LH)
 LQKVZ  query, key, its values and gates  (LH)    lh lh2 one and two for each value head  (LH)
 lv     size of its value heads          (uncut)  ck     tokens that it convolves         (uncut)
+Q2     query and gate of each query head (Q)
 ====== ========================================= ====== =========================================
 """
 
@@ -54,6 +56,8 @@ class Shape:
         q_rank: MLA's rank of the queries, 0 without.
         kv_rank: MLA's rank of keys and values, 0 without MLA.
         rope_dim: MLA's rotary part of a head.
+        index_heads: heads of the indexer that chooses MLA's tokens, 0 without.
+        index_dim: elements of a query or key head of the indexer.
         windows: for each layer the tokens of its sliding window, 0 without.
         sparse: for each layer whether its MLP is made of experts.
         linear: for each layer its linear attention, which has the same sizes in all layers that have it.
@@ -75,6 +79,8 @@ class Shape:
     q_rank: int = 0
     kv_rank: int = 0
     rope_dim: int = 0
+    index_heads: int = 0
+    index_dim: int = 0
     windows: tuple[int, ...]
     sparse: tuple[bool, ...]
     linear: tuple[LinearAttention | None, ...]
@@ -117,6 +123,9 @@ class Shape:
             "lh2": Segment(Axis.LH, 2 * linear.value_heads),
             "lv": Segment(None, linear.value_head_dim),
             "ck": Segment(None, linear.kernel),
+            "ih": Segment(None, self.index_heads),
+            "ik": Segment(None, self.index_dim),
+            "iq": Segment(None, self.index_heads * self.index_dim),
         }
 
 
@@ -182,6 +191,7 @@ class Family:
         defaults: values of keys that a config.json may leave out, as in transformers' configuration classes.
         flags: keys that rows test, with their defaults; all families test ``tie_word_embeddings`` too.
         tied: the default of ``tie_word_embeddings``.
+        uniform: keys that may list a number for each layer, which must be the same for all.
         mlp_ratio: the intermediate size over the hidden size where the config does not say, 0 for no such rule.
         refused: keys that must be absent, null or false.
         fixed_head: whether the head size is always the hidden size over the query heads.
@@ -191,6 +201,7 @@ class Family:
         linear: the linear attention of each layer, from the config and the number of layers; None if none ever has.
         expert_key: the key with the width of a routed expert.
         adapt: changes the shape where the family reads its config in its own way.
+        sliding: changes it for layers with a sliding window.
     """
 
     architectures: tuple[str, ...]
@@ -207,6 +218,7 @@ class Family:
     defaults: Mapping[str, int] = field(factory=dict)
     flags: Mapping[str, bool] = field(factory=dict)
     tied: bool = False
+    uniform: tuple[str, ...] = ()
     mlp_ratio: int = 0
     refused: tuple[str, ...] = ("is_encoder_decoder",)
     fixed_head: bool = False
@@ -215,9 +227,12 @@ class Family:
     linear: Callable[[Config, int], tuple[LinearAttention | None, ...]] | None = None
     expert_key: str = "moe_intermediate_size"
     adapt: Callable[[Config, Shape], Shape] | None = None
+    sliding: Callable[[Shape], Shape] | None = None
 
     def block(self, shape: Shape, layers: tuple[int, ...], dtype: str) -> Block:
         """Return the block of ``layers``, which must be equal in window, linear attention and kind of MLP."""
+        if self.sliding and shape.windows[layers[0]]:
+            shape = self.sliding(shape)
         sparse, linear = shape.sparse[layers[0]], shape.linear[layers[0]]
         rows = (*(self.linear_layer if linear else self.layer), *(self.sparse if sparse else self.dense))
         attention = Attention(
@@ -226,7 +241,7 @@ class Family:
             shape.head_dim,
             shape.v_head_dim,
             window=shape.windows[layers[0]],
-            latent_dim=shape.kv_rank + shape.rope_dim if shape.kv_rank else 0,
+            latent_dim=shape.kv_rank + shape.rope_dim + shape.index_dim if shape.kv_rank else 0,
         )
         return Block(
             layers=layers,

@@ -21,7 +21,10 @@ ROOT: Final = "language_model."
 RENAMED: Final = {"model.language_model.": f"{ROOT}model.", "lm_head.": f"{ROOT}lm_head."}
 
 #: What reads images, and leads from there to the language model.
-_VISION: Final = ("vision_tower.*", "multi_modal_projector.*", "image_newline")
+_VISION: Final = (
+    *("vision_tower.*", "multi_modal_projector.*", "image_newline"),
+    *("vision_model.*", "mm_projector.*", "visual.*"),  # Llama 4, Kimi, Qwen
+)
 VISION: Final = (*_VISION, *(f"model.{name}" for name in _VISION))
 
 #: How names start in wrappers whose checkpoints have only the newer ones, and what reads images there.
@@ -73,6 +76,10 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text", newer=True),
     "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", newer=True),
     "vipllava": Wrapper("VipLlavaForConditionalGeneration", "llama"),
+    # Around mixtures of experts.
+    "kimi_k25": Wrapper("Kimi_K25ForConditionalGeneration", "deepseek_v3"),
+    "llama4": Wrapper("Llama4ForConditionalGeneration", "llama4_text"),
+    "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),
 }
 
 _KEYS: Final = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import field, frozen
 
 from tpplan.errors import ModelError
-from tpplan.families.wrappers import newer_name
+from tpplan.families.wrappers import newer_name, text_part
 
 if TYPE_CHECKING:
     from tpplan.config import Config
@@ -75,15 +75,17 @@ class Scheme:
 
 
 def read_scheme(config: Config) -> Scheme:
-    """Read a config's ``quantization_config``.
+    """Read a config's ``quantization_config``, or that of the language model in it if only that has one.
 
     Raises:
         ModelError: it is not an object, or a key has the wrong type or is out of range.
     """
-    data = config.raw("quantization_config")
-    if data is None:
+    stating = next(
+        (part for part in (config, text_part(config)[1]) if part.raw("quantization_config") is not None), None
+    )
+    if stating is None:
         return Scheme(source=config.source)
-    section = config.section("quantization_config")
+    section = stating.section("quantization_config")
     method = section.text("quant_method").lower()
     read = _METHODS.get(method)
     return read(section) if read else Scheme(method=method or "unknown", source=section.source)

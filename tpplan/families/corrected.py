@@ -1,0 +1,195 @@
+"""Tables of decoders whose router's scores are corrected by a bias when experts are chosen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from attrs import evolve
+
+from tpplan.axes import Axis
+from tpplan.families.rows import (
+    EXPERTS,
+    MIXTRAL_EXPERTS,
+    NORMS,
+    ROUTER,
+    attention,
+    correction,
+    gated,
+    head_norms,
+    linear,
+    norm,
+    outside,
+)
+from tpplan.families.shape import every_layer, except_every, from_max_window_layers, windows
+from tpplan.families.sparse import SHARED, after_dense, after_first, mlp_types, moe_interval, shared_experts
+from tpplan.families.table import Family, Row, Shape
+
+if TYPE_CHECKING:
+    from tpplan.config import Config
+
+_ATTENTION_BIAS = attention("attention_bias", "attention_bias")
+_SHARED = gated("mlp.shared_experts", "SX", when=SHARED)
+_CORRECTED = (*ROUTER, *correction("mlp.gate.e_score_correction_bias"), *EXPERTS, *_SHARED)
+
+
+def _mimo_windows(config: Config, layers: int) -> tuple[int, ...]:
+    """Read the windows, which ``sliding_window_size`` counts without the token that sees them."""
+    window = config.count("sliding_window", default=129)
+    others = config.count("sliding_window_size", default=window - 1, minimum=0)
+    return windows(None, _mimo_layers)(config.having("sliding_window", others + 1), layers)
+
+
+def _mimo_layers(config: Config, layers: int) -> tuple[bool, ...]:
+    """Select the layers that slide: as ``hybrid_layer_pattern`` says, else all but the first and every sixth."""
+    pattern = config.numbers("hybrid_layer_pattern") or [layer and (layer + 1) % 6 for layer in range(layers)]
+    if len(pattern) != layers:
+        raise config.error(f"hybrid_layer_pattern has {len(pattern)} entries for {layers} layers (num_hidden_layers)")
+    return tuple(map(bool, pattern))
+
+
+def _mimo(config: Config, shape: Shape) -> Shape:
+    """Add the size of value heads, which keys do not have."""
+    return evolve(shape, v_head_dim=config.count("v_head_dim", default=128))
+
+
+def _mimo_sliding(shape: Shape) -> Shape:
+    """Double the KV heads, and add sinks."""
+    return evolve(shape, kv_heads=2 * shape.kv_heads, flags=shape.flags | {"sinks"})
+
+
+CORRECTED: Final[dict[str, Family]] = {
+    "glm4_moe": Family(
+        architectures=("Glm4MoeForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *attention("attention_bias"), *head_norms(when="use_qk_norm")),
+        dense=gated(),
+        sparse=_CORRECTED,
+        extra_layers=True,
+        defaults={"num_key_value_heads": 8, "num_experts_per_tok": 8},
+        flags={"attention_bias": False, "use_qk_norm": False},
+        moe=after_dense(1),
+        adapt=shared_experts(default=1),
+    ),
+    "minimax_m2": Family(
+        architectures=("MiniMaxM2ForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *attention(), *norm("self_attn.q_norm", "Q"), *norm("self_attn.k_norm", "K")),
+        sparse=(*correction("block_sparse_moe.e_score_correction_bias"), *MIXTRAL_EXPERTS),
+        extra_layers=True,
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 8},
+        moe=every_layer,
+        expert_key="intermediate_size",
+    ),
+    # The router and its correction are F32 whatever the model's dtype.
+    "ernie4_5_moe": Family(
+        architectures=("Ernie4_5_MoeForCausalLM",),
+        outside=(*outside(), Row("lm_head.bias", "VC", "use_bias")),
+        layer=(*NORMS, *attention("use_bias", "use_bias")),
+        dense=gated(bias="use_bias"),
+        sparse=(
+            Row("mlp.gate.weight", "e h", home=Axis.EX, dtype="F32"),
+            *correction("mlp.moe_statics.e_score_correction_bias", "1 e"),
+            *EXPERTS,
+            *gated("mlp.shared_experts", "SX", "use_bias", when=SHARED),
+        ),
+        ignored=("*.rotary_emb.inv_freq", "model.mtp_*"),
+        defaults={"num_key_value_heads": 4, "num_experts_per_tok": 6},
+        flags={"use_bias": False},
+        tied=True,
+        moe=moe_interval,
+        adapt=shared_experts("moe_num_shared_experts", 2),
+    ),
+    "dots1": Family(
+        architectures=("Dots1ForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *_ATTENTION_BIAS, *head_norms()),
+        dense=gated(),
+        sparse=_CORRECTED,
+        defaults={"num_key_value_heads": 32},
+        flags={"attention_bias": False},
+        window=windows(4096, from_max_window_layers(62)),
+        moe=after_dense(0),
+        adapt=shared_experts(),
+    ),
+    "exaone_moe": Family(
+        architectures=("ExaoneMoeForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *attention(), *head_norms()),
+        dense=gated(),
+        sparse=(*ROUTER, *correction("mlp.e_score_correction_bias"), *EXPERTS, *_SHARED),
+        ignored=("*.rotary_emb.inv_freq", "mtp.*"),
+        defaults={"num_key_value_heads": 32, "num_experts_per_tok": 8},
+        window=windows(4096, except_every(4)),
+        moe=mlp_types(after_dense(1)),
+        adapt=shared_experts("num_shared_experts", 1),
+    ),
+    "solar_open": Family(
+        architectures=("SolarOpenForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *attention("attention_bias")),
+        sparse=_CORRECTED,
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 8},
+        flags={"attention_bias": False},
+        moe=every_layer,
+        adapt=shared_experts(default=1),
+    ),
+    "mimo_v2_flash": Family(
+        architectures=("MiMoV2FlashForCausalLM",),
+        outside=outside(),
+        layer=(
+            *NORMS,
+            *attention("attention_bias"),
+            Row("self_attn.attention_sink_bias", "q", "sinks"),
+        ),
+        dense=gated(),
+        sparse=(*ROUTER, *correction("mlp.gate.e_score_correction_bias"), *EXPERTS),
+        ignored=("*.rotary_emb.inv_freq", "model.mtp.*"),
+        defaults={"num_key_value_heads": 4, "head_dim": 192, "num_experts_per_tok": 8},
+        flags={"attention_bias": False},
+        window=_mimo_windows,
+        moe=mlp_types(after_first),
+        adapt=_mimo,
+        sliding=_mimo_sliding,
+    ),
+    "afmoe": Family(
+        architectures=("AfmoeForCausalLM",),
+        outside=outside(),
+        layer=(
+            *NORMS,
+            *norm("pre_mlp_layernorm"),
+            *norm("post_mlp_layernorm"),
+            *_ATTENTION_BIAS,
+            *head_norms(),
+            *linear("self_attn.gate_proj", "O", "RS"),
+        ),
+        dense=gated(),
+        sparse=(
+            *linear("mlp.router.gate", "e", "h", home=Axis.EX),
+            *correction("mlp.expert_bias"),
+            *EXPERTS,
+            *_SHARED,
+        ),
+        defaults={"head_dim": 128, "num_experts_per_tok": 6},
+        flags={"attention_bias": False},
+        window=windows(1024, except_every(4, "global_attn_every_n_layers")),
+        moe=after_dense(1, "num_dense_layers"),
+        adapt=shared_experts("num_shared_experts", 2),
+    ),
+    "hy_v3": Family(
+        architectures=("HYV3ForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *_ATTENTION_BIAS, *head_norms()),
+        dense=gated(bias="mlp_bias"),
+        sparse=(
+            *linear("mlp.router.gate", "e", "h", home=Axis.EX),
+            *correction("mlp.expert_bias"),
+            *EXPERTS,
+            *gated("mlp.shared_mlp", "SX", "mlp_bias", when=SHARED),
+        ),
+        extra_layers=True,
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 8},
+        flags={"attention_bias": False, "mlp_bias": False},
+        moe=mlp_types(after_dense(1)),
+        adapt=shared_experts("num_shared_experts", 1),
+    ),
+}
