@@ -22,6 +22,7 @@ _WINDOW = st.integers(1, 9)
 _LAYERS = st.integers(1, 5)
 _BIASES: Keys = {"attention_bias": _FLAG, "mlp_bias": _FLAG}
 _HEAD: Keys = {"head_dim": st.sampled_from((4, 8, 12))}
+_BIASED: Keys = {"attention_bias": _FLAG}
 _SLIDING: Keys = {"sliding_window": st.none() | _WINDOW}
 _QWEN_SLIDING: Keys = {"use_sliding_window": _FLAG, "sliding_window": _WINDOW, "max_window_layers": st.integers(0, 5)}
 _EXPERTS = {"num_experts": st.integers(2, 4), "num_experts_per_tok": st.integers(1, 2), "moe_intermediate_size": _SIZE}
@@ -122,6 +123,35 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         {"attention_bias": _FLAG, "sliding_window": _WINDOW},
     ),
     "nemotron": ({}, {**_BIASES, **_HEAD}),
+    "ministral": (_HEAD, _SLIDING),
+    "ministral3": ({}, {**_SLIDING, **_HEAD}),
+    "seed_oss": ({}, {**_BIASES, **_HEAD, "attention_out_bias": _FLAG}),
+    "olmo3": ({}, {**_BIASED, "sliding_window": _WINDOW}),
+    "exaone4": ({}, {**_HEAD, "sliding_window": _WINDOW, "sliding_window_pattern": st.integers(1, 4)}),
+    "ernie4_5": ({}, {**_HEAD, "use_bias": _FLAG}),
+    "hunyuan_v1_dense": (_HEAD, _BIASED),
+    "hyperclovax": ({}, {**_BIASES, **_HEAD, "use_post_norm": _FLAG}),
+    "glm": ({}, {**_BIASED, **_HEAD}),
+    "cwm": ({}, {**_HEAD, "mlp_bias": _FLAG, "sliding_window": _WINDOW}),
+    "granite_swa": ({}, {**_BIASES, "sliding_window": _WINDOW}),
+    "helium": ({}, _BIASES),
+    "internlm3": ({}, _HEAD),
+    "vaultgemma": (_HEAD, {**_BIASED, "sliding_window": _WINDOW}),
+    "arcee": ({}, {**_BIASES, **_HEAD}),
+    "apertus": ({}, {**_BIASED, "hidden_act": st.sampled_from(("xielu", "silu"))}),
+    "nanochat": ({}, _BIASED),
+    "jais2": ({}, {**_BIASES, **_HEAD}),
+    "gpt_bigcode": ({}, {"n_inner": st.none() | _SIZE, "multi_query": _FLAG}),
+    "gptj": ({}, {"n_inner": st.none() | _SIZE}),
+    "bloom": ({}, {}),
+    "opt": (
+        {"ffn_dim": _SIZE},
+        dict.fromkeys(("enable_bias", "layer_norm_elementwise_affine", "do_layer_norm_before"), _FLAG),
+    ),
+    "qwen2_vl_text": ({}, _QWEN_SLIDING),
+    "qwen2_5_vl_text": ({}, _QWEN_SLIDING),
+    "qwen3_vl_text": ({}, {**_HEAD, **_BIASED}),
+    "glm4v_text": ({}, {}),
     "deepseek_v2": (_MLA, _BIASES),
     "deepseek_v3": (_MLA, {"attention_bias": _FLAG}),
     "qwen3_next": (
@@ -241,35 +271,47 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
 }
 
 #: What families call the common keys if not by the usual names; None for keys that they lack.
+_GPT2: dict[str, str | None] = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "num_key_value_heads": None,
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": None,
+}
 _NAMES: dict[str, dict[str, str | None]] = {
-    "gpt2": {
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "num_key_value_heads": None,
-        "max_position_embeddings": "n_positions",
-        "intermediate_size": None,
-    },
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "gptj": _GPT2,
+    "bloom": {**_GPT2, "hidden_size": "hidden_size", "max_position_embeddings": None},
+    "opt": {"num_key_value_heads": None, "intermediate_size": None},
     "gpt_neox": {"num_key_value_heads": None},
     "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": None},
 }
 
 _TOWER = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
 _CLIP = {"model_type": "clip_vision_model", **_TOWER}
-_QWEN = {"depth": 1, "hidden_size": 4, "intermediate_size": 4, "num_heads": 1, "num_position_embeddings": 4}
+_QWEN3 = {"depth": 1, "hidden_size": 4, "intermediate_size": 4, "num_heads": 1, "num_position_embeddings": 4}
+_DEEP = {"depth": 1, "hidden_size": 4, "intermediate_size": 4, "num_heads": 1, "out_hidden_size": 4}
 _SIGLIP = {"model_type": "siglip_vision_model", **_TOWER}
 
 #: For each model of text and images the smallest part that reads images.
 VISION: dict[str, dict[str, Any]] = {
+    "aya_vision": _SIGLIP,
+    "cohere2_vision": _SIGLIP,
     "gemma3": _SIGLIP,
+    "glm4v": _DEEP,
     "internvl": {"model_type": "internvl_vision", **_TOWER},
     "llava": _CLIP,
     "llava_next": _CLIP,
     "llava_onevision": _SIGLIP,
     "mistral3": {"model_type": "pixtral", "head_dim": 4, **_TOWER},
     "paligemma": _SIGLIP,
-    "qwen3_5": {"model_type": "qwen3_5_vision", **_QWEN},
-    "qwen3_5_moe": {"model_type": "qwen3_5_moe_vision", **_QWEN},
+    "qwen3_5": {"model_type": "qwen3_5_vision", **_QWEN3},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_vision", **_QWEN3},
+    "qwen2_5_vl": _DEEP,
+    "qwen2_vl": {"depth": 1, "embed_dim": 4, "hidden_size": 4, "num_heads": 1},
+    "qwen3_vl": _DEEP,
     "vipllava": _CLIP,
     "kimi_k25": {**_TOWER, "merge_kernel_size": [1, 1]},
     "llama4": {**_TOWER, "image_size": 4, "patch_size": 2, "vision_output_dim": 4, "projector_input_dim": 4},
@@ -277,16 +319,22 @@ VISION: dict[str, dict[str, Any]] = {
 }
 
 #: And the language models that it is known to have.
-_INNER = {
+INNER = {
+    "aya_vision": ("cohere2",),
+    "cohere2_vision": ("cohere2",),
+    "glm4v": ("glm4v_text",),
     "gemma3": ("gemma3_text",),
     "internvl": ("qwen2", "llama", "qwen3", "qwen3_moe"),
     "llava": ("llama", "mistral"),
     "llava_next": ("llama", "mistral", "qwen2"),
     "llava_onevision": ("qwen2",),
-    "mistral3": ("mistral",),
+    "mistral3": ("mistral", "ministral3"),
     "paligemma": ("gemma", "gemma2"),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
+    "qwen2_5_vl": ("qwen2_5_vl_text",),
+    "qwen2_vl": ("qwen2_vl_text",),
+    "qwen3_vl": ("qwen3_vl_text",),
     "vipllava": ("llama",),
     "kimi_k25": ("deepseek_v3",),
     "llama4": ("llama4_text",),
@@ -297,20 +345,32 @@ _INNER = {
 _WITHIN: dict[str, dict[str, Any]] = {"kimi_k25": {"q_lora_rank": 3}, "llama4": {"tie_word_embeddings": False}}
 
 #: Families whose latent attention or old form gives every query head its own keys.
-_UNGROUPED = {"gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"}
+_UNGROUPED = {
+    *("gpt2", "gpt_bigcode", "gptj", "bloom", "opt", "gpt_neox"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"),
+}
+
+#: Families whose query heads are a multiple of more than the KV heads: sliding layers have twice as many of these.
+_TIMES = {"mimo_v2_flash": 2}
+
+#: Families whose class has a head size of its own, although only the hidden size over the query heads works.
+_WHOLE = {"helium"}
 
 
 @st.composite
 def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     """Draw a small config of a family: grouped, multi-query or plain, with and without the keys that it may have."""
     if model_type in WRAPPERS:
-        text = draw(configs(draw(st.sampled_from(_INNER[model_type])))) | _WITHIN.get(model_type, {})
+        text = draw(configs(draw(st.sampled_from(INNER[model_type])))) | _WITHIN.get(model_type, {})
         # Where neither config says whether the output matrix is the embedding, versions of transformers differ.
         tied = {"tie_word_embeddings": text.pop("tie_word_embeddings", draw(_FLAG))}
-        return {**tied, "model_type": model_type, "text_config": text, "vision_config": VISION[model_type]}
+        whole = {**tied, "model_type": model_type, "vision_config": VISION[model_type]}
+        if WRAPPERS[model_type].flat and draw(_FLAG):
+            return {**text, **whole}
+        return {**whole, "text_config": text}
     always, sometimes = FAMILY_KEYS[model_type]
     kv_heads = draw(st.integers(1, 3))
-    q_heads = kv_heads * (1 if model_type in _UNGROUPED else draw(st.integers(1, 3)))
+    q_heads = kv_heads * (1 if model_type in _UNGROUPED else draw(st.integers(1, 3)) * _TIMES.get(model_type, 1))
     common = {
         "vocab_size": draw(st.integers(5, 40)),
         "hidden_size": q_heads * draw(st.sampled_from((8, 16))),
@@ -321,6 +381,8 @@ def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         "max_position_embeddings": draw(st.integers(1, 64)),
         "pad_token_id": 0,  # transformers' defaults lie outside a small vocabulary
     }
+    if model_type in _WHOLE:
+        common["head_dim"] = common["hidden_size"] // q_heads
     names = _NAMES.get(model_type, {})
     renamed = {name: value for key, value in common.items() if (name := names.get(key, key))}
     own = draw(st.fixed_dictionaries(always, optional={"tie_word_embeddings": _FLAG, **sometimes}))

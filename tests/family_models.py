@@ -16,10 +16,10 @@ from transformers.utils import logging
 from tpplan import families
 from tpplan.axes import Axis
 from tpplan.config import Config, read_config
-from tpplan.families.wrappers import RENAMED, VISION, WRAPPERS
+from tpplan.families.wrappers import VISION, WRAPPERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from tpplan.model import Block, ModelSpec, Parameter
 
@@ -45,13 +45,13 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
 }
 
 #: What transformers calls a family that the hub knows by another name.
 SAME = {"kimi_k2": "deepseek_v3"}
-
-#: Families that transformers has only as a part of the models that read images.
-INNER = {"qwen3_vl_moe_text"}
 
 #: Models that transformers saves in another form than they have on the hub.
 UNLIKE_HUB = {"kimi_k25", "qwen3_vl_moe"}
@@ -83,23 +83,33 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the text model's tensors as ``save_pretrained`` writes them: hub names, experts apart, tied ones once."""
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     state = {name: tensor for name, tensor in model.state_dict().items() if name in own}
-    tensors = revert_weight_conversion(model, state)
-    text = {name: tensor for name, tensor in tensors.items() if not any(fnmatch(name, p) for p in VISION)}
+    tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
     wrapper = WRAPPERS.get(model.config.model_type)
-    if wrapper is None or wrapper.newer:
-        return text
+    if wrapper is None:
+        return tensors
+    text = {name: tensor for name, tensor in tensors.items() if not any(fnmatch(name, p) for p in VISION)}
     if model.config.model_type == "qwen3_vl_moe":  # reads experts as [expert, in, out] too, which the hub has
         text = {name: tensor.mT if ".experts." in name else tensor for name, tensor in text.items()}
-    return {_in_wrapper(name): tensor for name, tensor in text.items()}
+    # Image blocks of Kimi are layers in transformers, which then writes its layers of text as blocks too.
+    own = {renamed(name, wrapper.renamed): tensor for name, tensor in text.items()}
+    return {name.replace("language_model.model.blocks.", "language_model.model.layers."): own[name] for name in own}
 
 
-def _in_wrapper(name: str) -> str:
-    """Return the name that tables have for a tensor of a wrapper, which newer checkpoints write in another way.
+def save_model(model: PreTrainedModel, directory: Path, shard: str | int) -> None:
+    """Save a model as the hub has it, in files of at most this size."""
+    if model.config.model_type not in UNLIKE_HUB:
+        model.save_pretrained(directory, max_shard_size=shard)
+        return
+    from safetensors.torch import save_file  # noqa: PLC0415 (no stubs)
 
-    Kimi's image blocks are layers in transformers, which then writes its layers of text as blocks too.
-    """
-    own = next((old + name.removeprefix(new) for new, old in RENAMED.items() if name.startswith(new)), name)
-    return own.replace("language_model.model.blocks.", "language_model.model.layers.")
+    model.config.save_pretrained(directory)
+    tensors = {name: tensor.contiguous() for name, tensor in saved_tensors(model).items()}
+    save_file(tensors, directory / "model.safetensors")
+
+
+def renamed(name: str, starts: Mapping[str, str]) -> str:
+    """Return a name with its start replaced, if it is one of ``starts``."""
+    return next((new + name.removeprefix(old) for old, new in starts.items() if name.startswith(old)), name)
 
 
 def named(spec: ModelSpec) -> Iterator[tuple[str, Parameter, Block | None]]:

@@ -24,7 +24,7 @@ MAX_COUNT: Final = 2**31
 #: Other names of keys in Hugging Face configs; values under different names of a key must not contradict each other.
 ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "hidden_size": ("n_embd", "n_embed"),
-    "intermediate_size": ("n_inner", "ffn_hidden_size"),
+    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
     "max_position_embeddings": ("n_positions",),
     "num_attention_heads": ("n_head",),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),

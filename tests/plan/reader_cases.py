@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 
 from tests.checkpoints import LLAMA, Tensors
-from tests.family_models import UNLIKE_HUB, build, hub_config, saved_tensors
+from tests.family_models import build, hub_config, save_model
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-_FILE = "model.safetensors"
 
 
 def plain(inputs: int, outputs: int, _layer: int) -> Tensors:
@@ -35,8 +32,4 @@ def save(directory: Path, data: dict[str, Any], dtype: torch.dtype, shard: str) 
             tensor.data = tensor.data.float()
         elif "norm" in name:  # in 16 bits, though transformers loads some in 32
             tensor.data = tensor.data.to(dtype)
-    if data["model_type"] in UNLIKE_HUB:
-        model.config.save_pretrained(directory)
-        save_file({name: tensor.contiguous() for name, tensor in saved_tensors(model).items()}, directory / _FILE)
-    else:
-        model.save_pretrained(directory, max_shard_size=shard)
+    save_model(model, directory, shard)

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from tests.family_configs import FAMILY_KEYS, VISION, configs
+from tests.family_configs import FAMILY_KEYS, INNER, VISION, configs
 from tests.family_models import (
     INCOMPLETE_DEFAULTS,
-    INNER,
     SAME,
     assert_consistent,
     assert_same_tensors,
@@ -26,13 +25,14 @@ from tests.family_models import (
     spec_of,
 )
 from tpplan import families
+from tpplan.families.parts import PARTS
 
 if TYPE_CHECKING:
     from tpplan.families.table import Family
 
 
 #: What transformers knows by name and can build.
-KNOWN = sorted({*families.supported()} - SAME.keys() - INNER)
+KNOWN = sorted({*families.supported()} - SAME.keys())
 
 
 @pytest.mark.parametrize("model_type", KNOWN)
@@ -66,7 +66,8 @@ def test_small_configs_give_the_tensors_and_windows_of_transformers(model_type: 
 
 def test_every_family_is_drawn() -> None:
     """No family escapes the comparison."""
-    assert {*FAMILY_KEYS, *VISION} == set(families.supported())
+    assert {*FAMILY_KEYS, *VISION} == {*families.LANGUAGE_MODELS, *families.supported()}
+    assert {inner for each in INNER.values() for inner in each} >= set(PARTS)
 
 
 @pytest.mark.parametrize(("model_type", "same"), SAME.items())
@@ -82,10 +83,14 @@ def test_families_of_two_names_are_one(model_type: str, same: str) -> None:
     }
 
 
-@pytest.mark.parametrize(("model_type", "family"), families.FAMILIES.items())
+#: Flags that are no keys of a config: what families make of theirs.
+DERIVED = {"one_kv_head", "two_norms", "q_lora_rank", "shared_experts", "sinks", "biased", "xielu"}
+
+
+@pytest.mark.parametrize(("model_type", "family"), families.LANGUAGE_MODELS.items())
 def test_rows_test_only_flags_that_exist(model_type: str, family: Family) -> None:
     """A flag that is misspelt in a table would silently drop a tensor."""
-    derived = {"one_kv_head", "two_norms", "q_lora_rank", "shared_experts", "sinks"} if family.adapt else set()
+    derived = DERIVED if family.adapt else set()
     rows = (*family.outside, *family.layer, *family.linear_layer, *family.dense, *family.sparse)
     tested = {flag.removeprefix("!") for row in rows for flag in row.when.split()}
     assert tested <= {*family.flags, "tie_word_embeddings", "stacked_experts", *derived}, model_type
@@ -140,10 +145,12 @@ def test_nested_text_config_may_leave_out_nearly_everything() -> None:
     assert (sliding.attention.window, spec.max_context, spec.dtype) == (1024, 131_072, "float16")
 
 
-@pytest.mark.parametrize("inner", ["gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "inner", ["cohere2", "gemma", "gemma2", "gemma3_text", "llama", "ministral3", "mistral", "qwen2", "qwen3"]
+)
 def test_language_models_of_wrappers_may_leave_out_all_keys(inner: str) -> None:
     """What is as in the configuration class of the language model is in no nested config that transformers saves."""
-    tied = inner.startswith("gemma")
+    tied = inner.startswith(("gemma", "cohere"))
     raw = {"model_type": "llava", "text_config": {"model_type": inner}, "tie_word_embeddings": tied}
     config = hub_config(raw)
     assert_same_tensors(spec_of(raw), saved_tensors(meta_model(config)))

@@ -57,6 +57,11 @@ def test_what_each_layout_cuts(model: str, suffix: str, expected: tuple[int | No
         ("qwen2_moe", {}, "shared_expert_gate.weight", (None, None, Axis.SX)),
         ("qwen2_moe", {}, "shared_expert.down_proj.weight", (1, 0, None)),
         ("llama", {"attention_bias": True}, "o_proj.bias", (None, 0, None)),
+        ("olmo3", {}, "k_norm.weight", (0, 0, None)),
+        ("apertus", {}, "act_fn.alpha_p", (None, None, Axis.ID)),
+        ("apertus", {}, "act_fn.beta", (None, None, Axis.ID)),
+        ("granite_swa", {}, "self_attn.sinks", (0, 0, None)),
+        ("bloom", {}, "query_key_value.weight", (0, 0, None)),
         ("gpt_oss", {}, "down_proj_bias", (None, 1, None)),
     ],
 )

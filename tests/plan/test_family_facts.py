@@ -78,6 +78,44 @@ def test_falcon_kv_heads_are_not_what_the_config_says(config: dict[str, Any], kv
     assert spec.max_context == 2048
 
 
+#: Parameters of models as they are published, and the sizes in their configs: vocabulary, positions, width, layers,
+#: query heads and KV heads, MLP.
+PUBLISHED: dict[str, tuple[int, tuple[int | None, ...]]] = {
+    "gptj": (6_050_882_784, (50_400, 2048, 4096, 28, 16, None, None)),
+    "bloom": (176_247_271_424, (250_880, None, 14_336, 70, 112, None, None)),
+    "opt": (125_239_296, (50_272, 2048, 768, 12, 12, None, 3072)),
+    "gpt_bigcode": (15_517_456_384, (49_152, 8192, 6144, 40, 48, None, 24_576)),  # StarCoder
+    "seed_oss": (36_151_104_512, (155_136, 524_288, 5120, 64, 80, 8, 27_648)),
+    "glm": (9_399_951_360, (151_552, 131_072, 4096, 40, 32, 2, 13_696)),  # GLM-4-9B
+    "olmo3": (7_298_011_136, (100_278, 65_536, 4096, 32, 32, 32, 11_008)),
+    "qwen2_5_vl": (7_615_616_512, (152_064, 128_000, 3584, 28, 28, 4, 18_944)),  # without what reads images
+}
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_published_parameter_counts(model_type: str) -> None:
+    """Models of families that came later, and old ones whose configs leave sizes to their class."""
+    parameters, sizes = PUBLISHED[model_type]
+    keys = (
+        *("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    )
+    given = {key: size for key, size in zip(keys, sizes, strict=True) if size}
+    assert spec_of({"model_type": model_type, **given}).parameter_count == parameters
+
+
+def test_layers_of_exaone_without_windows() -> None:
+    """EXAONE-4.0-32B slides in three of four layers, the 1.2B in none; the former's pattern is no number."""
+    keys = MISTRAL | {"model_type": "exaone4", "num_key_value_heads": 8, "num_hidden_layers": 4}
+    types = ["sliding_attention"] * 3 + ["full_attention"]
+    large, small = (
+        spec_of(keys | {"sliding_window": 4096, "sliding_window_pattern": "LLLG", "layer_types": types}),
+        spec_of(keys | {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    )
+    assert [(b.layers, b.attention and b.attention.window) for b in large.blocks] == [((0, 1, 2), 4096), ((3,), 0)]
+    assert [(b.layers, b.attention and b.attention.window) for b in small.blocks] == [((0, 1, 2, 3), 0)]
+
+
 @pytest.mark.parametrize(
     ("extra", "kv_heads", "window"),
     [

@@ -155,12 +155,18 @@ def test_modules_that_are_left_alone(tmp_path: Path) -> None:
         assert stored(read_model(path / "config.json")) == tensors
 
 
-@pytest.mark.parametrize("start", ["language_model.model", "model.language_model"])
-def test_lists_have_either_name_of_a_wrapper(start: str) -> None:
+@pytest.mark.parametrize(
+    ("own", "start"),
+    [
+        ("language_model.model", "language_model.model"),
+        ("language_model.model", "model.language_model"),
+        ("model", "model"),
+        ("model", "model.language_model"),
+    ],
+)
+def test_lists_have_either_name_of_a_wrapper(own: str, start: str) -> None:
     """Those that newer tools write name modules otherwise than checkpoints of the hub."""
     skipped = (f"{start}.layers.1.mlp.down_proj", f"re:{start}.layers.2.*")
     scheme = Scheme(method="compressed-tensors", skipped=skipped)
-    modules = [
-        f"language_model.model.layers.{layer}.mlp.{name}" for layer in range(3) for name in ("down_proj", "up_proj")
-    ]
+    modules = [f"{own}.layers.{layer}.mlp.{name}" for layer in range(3) for name in ("down_proj", "up_proj")]
     assert [module for module in modules if scheme.quantises(module)] == [*modules[:2], modules[3]]

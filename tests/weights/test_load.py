@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import tpplan
 from tests.checkpoints import fill_random, save_random, saved_values
 from tests.family_configs import VISION, configs
+from tests.family_models import renamed
 from tests.format_cases import CASES, make
 from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded, plans_of
 from tpplan import families
@@ -76,8 +77,9 @@ def test_parts_together_are_the_checkpoint(model_type: str, data: st.DataObject)
         with patch.object(reads, "CHUNK_BYTES", data.draw(st.sampled_from(CHUNKS))), staged(data.draw(st.booleans())):
             weights = loaded(plan, directory)
         saved = saved_values(directory)
-    ignored = families.tolerated(model_type).ignored
-    wanted = {n: t for n, t in saved.items() if not any(fnmatch(n, pattern) for pattern in ignored)}
+    known = families.tolerated(model_type)
+    own = {n: t for n, t in saved.items() if not any(fnmatch(n, pattern) for pattern in known.ignored)}
+    wanted = {renamed(name, known.renamed): tensor for name, tensor in own.items()}
     assert_loaded(plan, model, weights, wanted)
 
 
@@ -152,33 +154,41 @@ def test_a_prefix_that_the_checkpoint_leaves_out(tmp_path: Path) -> None:
     assert all(torch.equal(weights[0][name], tensor) for name, tensor in saved.items())
 
 
-def test_names_of_a_wrapper_as_newer_tools_write_them(tmp_path: Path) -> None:
-    """``model.language_model.`` is what the hub calls ``language_model.model.``; what reads images is passed over."""
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 4}
+#: Starts of names in a wrapper of either kind, and how newer tools write them.
+NEWER = {
+    "mistral3": {
+        "language_model.lm_head.": "lm_head.",
+        "language_model.model.": "model.language_model.",
+        "vision_tower.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    },
+    "qwen2_5_vl": {"model.": "model.language_model.", "visual.": "model.visual."},
+}
+
+
+@pytest.mark.parametrize("model_type", NEWER)
+def test_names_of_a_wrapper_as_newer_tools_write_them(model_type: str, tmp_path: Path) -> None:
+    """Newer tools write ``model.language_model.`` for what the hub has; what reads images is passed over."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4}
     sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 2, "vocab_size": 12, "pad_token_id": 0}
-    text = {"model_type": "mistral", **sizes, **heads}
-    config = {"model_type": "mistral3", "text_config": text, "vision_config": VISION["mistral3"]}
-    directory = save_random(tmp_path, {**config, "tie_word_embeddings": False}, "float32")
+    config = {"model_type": model_type, "text_config": {**sizes, **heads}, "vision_config": VISION[model_type]}
+    is_tied = model_type != "mistral3"  # with an output matrix of its own, whose name is the same in the other kind
+    directory = save_random(tmp_path, {**config, "tie_word_embeddings": is_tied}, "float32")
     saved = saved_values(directory)
     model = tpplan.read_model(directory)
     plan = tpplan.plan(model, tpplan.parse_devices("1GiB"), max_rows=1)
     from safetensors.torch import save_file  # noqa: PLC0415 (no stubs)
 
-    newer = {
-        re.sub(r"^(vision_tower|multi_modal_projector)", r"model.\1", name)
-        .replace("language_model.lm_head.", "lm_head.")
-        .replace("language_model.model.", "model.language_model."): tensor
-        for name, tensor in saved.items()
-    }
+    newer = {renamed(name, NEWER[model_type]): tensor for name, tensor in saved.items()}
     assert newer.keys().isdisjoint(saved)
     save_file(newer, tmp_path / "model.safetensors")
     assert tpplan.read_model(directory) == model
     weights = loaded(plan, directory)
-    assert weights[0].keys() == {name for name in saved if name.startswith("language_model.")}
+    assert weights[0].keys() == {name for name in saved if not name.startswith(("vis", "multi"))}
     assert all(torch.equal(tensor, saved[name]) for name, tensor in weights[0].items())
-    head = "language_model.lm_head.weight"
-    save_file({**newer, head: saved[head].clone()}, tmp_path / "model.safetensors")
-    with pytest.raises(tpplan.ModelError, match=r"has 'language_model\.lm_head\.weight' twice"):
+    norm = next(name for name in saved if name.endswith("model.norm.weight"))
+    save_file({**newer, norm: saved[norm].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(tpplan.ModelError, match=f"has '{re.escape(norm)}' twice"):
         tpplan.read_model(directory)
 
 

@@ -14,7 +14,7 @@ from tpplan.decoder.cache import check_kind
 from tpplan.decoder.gates import ACTIVATIONS, ALPHA, LIMIT, SWIGLU_OAI
 from tpplan.decoder.ropes import Ropes
 from tpplan.decoder.stored import check_formats
-from tpplan.families.wrappers import ROOT, WRAPPERS, text_part
+from tpplan.families.wrappers import WRAPPERS, text_part
 from tpplan.formats import Scheme, read_scheme
 
 if TYPE_CHECKING:
@@ -121,7 +121,9 @@ _LEAST: Final = 1e-12
 _MOST: Final = 1e9
 
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
-AROUND: Final = tuple(sorted(key for key, each in WRAPPERS.items() if each.text in FAMILIES and key != "paligemma"))
+AROUND: Final = tuple(
+    name for name, wrapper in sorted(WRAPPERS.items()) if wrapper.text in FAMILIES and name != "paligemma"
+)
 
 
 @frozen(kw_only=True)
@@ -181,7 +183,7 @@ class Settings:
         logit_cap = _number(config, "final_logit_softcapping", family.logit_cap)
         return cls(
             family=family,
-            root=ROOT if is_part else "",
+            root=WRAPPERS[outer].root if is_part else "",
             norm_eps=(_number(config, "rms_norm_eps", family.norm_eps) or family.norm_eps) / added**2,
             activation=_activation(config, model_type, family),
             embedding_scale=embedding / added,

@@ -11,18 +11,34 @@ from tpplan.config import ELSEWHERE, Config
 from tpplan.families.classic import CLASSIC
 from tpplan.families.corrected import CORRECTED
 from tpplan.families.dense import DENSE
+from tpplan.families.gemma import GEMMA
 from tpplan.families.hybrid import HYBRID
 from tpplan.families.latent import LATENT
 from tpplan.families.moe import MOE
 from tpplan.families.packed import PACKED
+from tpplan.families.parts import PARTS
 from tpplan.families.shape import TIED, read_shape
+from tpplan.families.ungated import UNGATED
 from tpplan.families.wrappers import TEXT, WRAPPERS, text_part
 from tpplan.model import ModelSpec
 
 if TYPE_CHECKING:
     from tpplan.families.table import Family, Shape
 
-FAMILIES: Final[dict[str, Family]] = {**DENSE, **CLASSIC, **MOE, **CORRECTED, **PACKED, **LATENT, **HYBRID}
+FAMILIES: Final[dict[str, Family]] = {
+    **DENSE,
+    **GEMMA,
+    **UNGATED,
+    **CLASSIC,
+    **MOE,
+    **CORRECTED,
+    **PACKED,
+    **LATENT,
+    **HYBRID,
+}
+
+#: All language models, those that are no models of their own too.
+LANGUAGE_MODELS: Final = {**FAMILIES, **PARTS}
 
 #: ``torch_dtype`` in a config.json, and the same in safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -58,7 +74,7 @@ def tolerated(model_type: str, text: str = "") -> Tolerated:
         text: of a wrapper, the ``model_type`` of the language model in it; the usual one by default.
     """
     wrapper = WRAPPERS.get(model_type)
-    family = wrapper.around(FAMILIES[text or wrapper.text]) if wrapper else FAMILIES[model_type]
+    family = wrapper.around(LANGUAGE_MODELS[text or wrapper.text]) if wrapper else FAMILIES[model_type]
     return Tolerated(family.ignored, family.prefix, wrapper.renamed if wrapper else {}, family.extra_layers)
 
 
@@ -68,7 +84,7 @@ def slides(config: Config, model_type: str, layers: int) -> tuple[bool, ...]:
     Raises:
         ModelError: what the config says of its layers is wrong.
     """
-    read = FAMILIES[model_type].window
+    read = LANGUAGE_MODELS[model_type].window
     assert read  # noqa: S101 - as said
     return tuple(map(bool, read(Config({**config.data, "sliding_window": 1}, config.source), layers)))
 
@@ -119,14 +135,15 @@ def _family(config: Config) -> tuple[str, Family]:
     model_type = config.text("model_type")
     wrapper = WRAPPERS.get(model_type)
     inner = text_part(config)[0]
-    if family := FAMILIES.get(inner):
+    families = LANGUAGE_MODELS if wrapper else FAMILIES
+    if family := families.get(inner):
         return model_type, wrapper.around(family) if wrapper else family
     if not model_type:
         problem = "model_type is missing"
         if "architectures" in config:
             raise config.error(problem)
         raise config.error(f"{problem}, so this is probably no config.json of a language model", ELSEWHERE)
-    known = _known(inner, sorted(FAMILIES) if wrapper else supported())
+    known = _known(inner, sorted(families) if wrapper else supported())
     if wrapper:
         raise config.section(TEXT).error(f"the architecture {inner[:60]!r} is not supported", known)
     architecture = next(iter(config.texts("architectures")), "")

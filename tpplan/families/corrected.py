@@ -48,7 +48,10 @@ def _mimo_layers(config: Config, layers: int) -> tuple[bool, ...]:
 
 
 def _mimo(config: Config, shape: Shape) -> Shape:
-    """Add the size of value heads, which keys do not have."""
+    """Add the size of value heads, which keys do not have; sliding layers have twice as many KV heads."""
+    if shape.q_heads % (2 * shape.kv_heads):
+        heads = f"{shape.q_heads} query heads (num_attention_heads) are not a multiple of {2 * shape.kv_heads}"
+        raise config.error(f"{heads} key/value heads, of which sliding layers have two for each of num_key_value_heads")
     return evolve(shape, v_head_dim=config.count("v_head_dim", default=128))
 
 

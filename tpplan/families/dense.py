@@ -1,4 +1,4 @@
-"""Tables of decoders with a dense MLP that follow Llama's names."""
+"""Tables of decoders that follow Llama's names, with a gated MLP."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
-from tpplan.families.rows import (
-    ALWAYS,
-    BIASED_NORMS,
-    NORMS,
-    attention,
-    gated,
-    head_norms,
-    linear,
-    norm,
-    outside,
-    plain,
+from tpplan.families.rows import ALWAYS, FUSED_MLP, NORMS, attention, gated, head_norms, linear, norm, outside
+from tpplan.families.shape import (
+    every_layer,
+    except_every,
+    except_first_of,
+    from_max_window_layers,
+    windows,
+    without_rope,
 )
-from tpplan.families.shape import every_layer, except_every, from_max_window_layers, windows, without_rope
 from tpplan.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
@@ -26,13 +22,28 @@ if TYPE_CHECKING:
 
 _ATTENTION_BIAS = attention("attention_bias", "attention_bias")
 _QWEN_WINDOW = windows(4096, from_max_window_layers(28), switch="use_sliding_window")
-_FUSED_MLP = (*linear("mlp.gate_up_proj", "ID+ID", "RS"), *linear("mlp.down_proj", "RS", "ID"))
-_FEEDFORWARD_NORMS = (*norm("pre_feedforward_layernorm"), *norm("post_feedforward_layernorm"))
+#: Norms of all query heads together, and of all key heads; and norms of what attention and MLP give.
+_WIDE_NORMS = (*norm("self_attn.q_norm", "Q"), *norm("self_attn.k_norm", "K"))
+_POST_NORMS = (*norm("post_attention_layernorm"), *norm("post_feedforward_layernorm"))
 
 
 def _cohere(config: Config, shape: Shape) -> Shape:
     """Take the context from ``model_max_length``, which Cohere's configs use beside a smaller limit."""
     return evolve(shape, context=config.count("model_max_length", default=shape.context))
+
+
+def _internlm3(config: Config, shape: Shape) -> Shape:
+    """Find the biases, which are of all projections or of none; versions of the config call their keys differently.
+
+    Raises:
+        ModelError: the keys contradict each other.
+    """
+    keys = ("qkv_bias", "attention_bias", "bias", "mlp_bias")
+    given = {key: config.flag(key) for key in keys if key in config}
+    if len(set(given.values())) > 1:
+        found = " and ".join(f"{key} {str(value).lower()}" for key, value in given.items())
+        raise config.error(f"{found} contradict each other", "internlm3 has all biases or none")
+    return evolve(shape, flags=shape.flags | {"biased"}) if any(given.values()) else shape
 
 
 DENSE: Final[dict[str, Family]] = {
@@ -68,55 +79,6 @@ DENSE: Final[dict[str, Family]] = {
         flags={"attention_bias": False},
         window=_QWEN_WINDOW,
     ),
-    "gemma": Family(
-        architectures=("GemmaForCausalLM",),
-        outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS),
-        dense=gated(),
-        defaults={"num_key_value_heads": 16, "head_dim": 256},
-        flags={"attention_bias": False},
-        tied=True,
-    ),
-    "gemma2": Family(
-        architectures=("Gemma2ForCausalLM",),
-        outside=outside(),
-        layer=(*NORMS, *_FEEDFORWARD_NORMS, *_ATTENTION_BIAS),
-        dense=gated(),
-        defaults={"num_key_value_heads": 4, "head_dim": 256},
-        flags={"attention_bias": False},
-        tied=True,
-        window=windows(4096, except_every(2)),
-    ),
-    "gemma3_text": Family(
-        architectures=("Gemma3ForCausalLM",),
-        outside=outside(),
-        layer=(*NORMS, *_FEEDFORWARD_NORMS, *_ATTENTION_BIAS, *head_norms()),
-        dense=gated(),
-        defaults={
-            "vocab_size": 262_208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 131_072,
-        },
-        flags={"attention_bias": False},
-        tied=True,
-        window=windows(4096, except_every(6)),
-    ),
-    "phi": Family(
-        architectures=("PhiForCausalLM",),
-        outside=(*outside(final=norm("model.final_layernorm", bias=True)), Row("lm_head.bias", "VC")),
-        layer=(
-            *norm("input_layernorm", bias=True),
-            *attention(ALWAYS, ALWAYS, out="dense"),
-            *head_norms("q_layernorm", "k_layernorm", bias=True, when="qk_layernorm"),
-        ),
-        dense=plain("mlp.fc1", "mlp.fc2", ALWAYS),
-        flags={"qk_layernorm": False},
-    ),
     "phi3": Family(
         architectures=("Phi3ForCausalLM",),
         outside=outside(),
@@ -125,7 +87,7 @@ DENSE: Final[dict[str, Family]] = {
             *linear("self_attn.qkv_proj", "Q+K+V", "RS"),
             *linear("self_attn.o_proj", "RS", "O"),
         ),
-        dense=_FUSED_MLP,
+        dense=FUSED_MLP,
         window=windows(None, every_layer),
     ),
     "cohere": Family(
@@ -163,13 +125,7 @@ DENSE: Final[dict[str, Family]] = {
     "olmo2": Family(
         architectures=("Olmo2ForCausalLM",),
         outside=outside(),
-        layer=(
-            *_ATTENTION_BIAS,
-            *norm("self_attn.q_norm", "Q"),
-            *norm("self_attn.k_norm", "K"),
-            *norm("post_attention_layernorm"),
-            *norm("post_feedforward_layernorm"),
-        ),
+        layer=(*_ATTENTION_BIAS, *_WIDE_NORMS, *_POST_NORMS),
         dense=gated(),
         flags={"attention_bias": False},
     ),
@@ -179,16 +135,6 @@ DENSE: Final[dict[str, Family]] = {
         layer=(*NORMS, *_ATTENTION_BIAS),
         dense=gated(bias="mlp_bias"),
         flags={"attention_bias": False, "mlp_bias": False},
-    ),
-    "starcoder2": Family(
-        architectures=("Starcoder2ForCausalLM",),
-        outside=outside(final=norm("model.norm", bias=True)),
-        layer=(*BIASED_NORMS, *attention("use_bias", "use_bias")),
-        dense=plain("mlp.c_fc", "mlp.c_proj", "use_bias"),
-        defaults={"num_key_value_heads": 2},
-        flags={"use_bias": True},
-        tied=True,
-        window=windows(None, every_layer),
     ),
     "stablelm": Family(
         architectures=("StableLmForCausalLM",),
@@ -214,7 +160,7 @@ DENSE: Final[dict[str, Family]] = {
             *norm("post_mlp_layernorm"),
             *attention("attention_bias"),
         ),
-        dense=_FUSED_MLP,
+        dense=FUSED_MLP,
         defaults={"num_key_value_heads": 2, "head_dim": 128},
         flags={"attention_bias": True},
     ),
@@ -228,11 +174,116 @@ DENSE: Final[dict[str, Family]] = {
         tied=True,
         window=windows(None, without_rope, switch="use_sliding_window"),
     ),
-    "nemotron": Family(
-        architectures=("NemotronForCausalLM",),
-        outside=outside(final=norm("model.norm", bias=True)),
-        layer=(*BIASED_NORMS, *_ATTENTION_BIAS),
-        dense=plain("mlp.up_proj", "mlp.down_proj", "mlp_bias"),
+    "ministral": Family(
+        architectures=("MinistralForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *attention()),
+        dense=gated(),
+        defaults={"num_key_value_heads": 8},
+        window=windows(4096, every_layer),
+    ),
+    "ministral3": Family(
+        architectures=("Ministral3ForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *attention()),
+        dense=gated(),
+        defaults={"num_key_value_heads": 8, "head_dim": 128},
+        window=windows(None, every_layer),
+    ),
+    "seed_oss": Family(
+        architectures=("SeedOssForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *attention("attention_bias", "attention_out_bias")),
+        dense=gated(bias="mlp_bias"),
+        defaults={"num_key_value_heads": 8, "head_dim": 128},
+        flags={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+    ),
+    "olmo3": Family(
+        architectures=("Olmo3ForCausalLM",),
+        outside=outside(),
+        layer=(*_ATTENTION_BIAS, *_WIDE_NORMS, *_POST_NORMS),
+        dense=gated(),
+        flags={"attention_bias": False},
+        window=windows(4096, except_every(4, key="")),
+    ),
+    "exaone4": Family(
+        architectures=("Exaone4ForCausalLM",),
+        outside=outside(),
+        layer=(*attention(), *head_norms(), *_POST_NORMS),
+        dense=gated(),
+        defaults={"num_key_value_heads": 32},
+        window=windows(4096, except_every(4)),
+    ),
+    "ernie4_5": Family(
+        architectures=("Ernie4_5ForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *attention("use_bias", "use_bias")),
+        dense=gated(bias="use_bias"),
+        defaults={"num_key_value_heads": 2, "head_dim": 128},
+        flags={"use_bias": False},
+        tied=True,
+    ),
+    "hunyuan_v1_dense": Family(
+        architectures=("HunYuanDenseV1ForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *_ATTENTION_BIAS, *head_norms("query_layernorm", "key_layernorm")),
+        dense=gated(),
+        flags={"attention_bias": False},
+    ),
+    "hyperclovax": Family(
+        architectures=("HyperCLOVAXForCausalLM",),
+        outside=outside(),
+        layer=(
+            *NORMS,
+            *_ATTENTION_BIAS,
+            *norm("post_norm1", when="use_post_norm"),
+            *norm("post_norm2", when="use_post_norm"),
+        ),
+        dense=gated(bias="mlp_bias"),
+        flags={"attention_bias": False, "mlp_bias": False, "use_post_norm": True},
+    ),
+    "glm": Family(
+        architectures=("GlmForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *attention("attention_bias")),
+        dense=FUSED_MLP,
+        defaults={"num_key_value_heads": 2, "head_dim": 128},
+        flags={"attention_bias": True},
+    ),
+    "cwm": Family(
+        architectures=("CwmForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *attention()),
+        dense=gated(bias="mlp_bias"),
+        defaults={"num_key_value_heads": 8, "head_dim": 128},
+        flags={"mlp_bias": False},
+        window=windows(8192, except_first_of(4)),
+    ),
+    "granite_swa": Family(
+        architectures=("GraniteSWAForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *_ATTENTION_BIAS, Row("self_attn.sinks", "q")),
+        dense=gated(bias="mlp_bias"),
+        defaults={"num_key_value_heads": 4},
         flags={"attention_bias": False, "mlp_bias": False},
+        tied=True,
+        window=windows(128, except_first_of(4)),
+    ),
+    "helium": Family(
+        architectures=("HeliumForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *attention("attention_bias")),
+        dense=gated(bias="mlp_bias"),
+        defaults={"num_key_value_heads": 20},
+        flags={"attention_bias": False, "mlp_bias": False},
+        fixed_head=True,
+    ),
+    "internlm3": Family(
+        architectures=("InternLM3ForCausalLM", "LlamaForCausalLM"),
+        outside=outside(),
+        layer=(*NORMS, *attention("biased", "biased")),
+        dense=gated(bias="biased"),
+        defaults={"num_key_value_heads": 2, "head_dim": 128},
+        adapt=_internlm3,
     ),
 }

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.axes import Axis
-from tpplan.families.rows import ALWAYS, NORMS, ROUTER, attention, gated, head_norms, linear, outside
+from tpplan.families.rows import ALWAYS, NORMS, attention, gated, linear, outside
 from tpplan.families.shape import every_layer, every_other, windows, with_rope
-from tpplan.families.sparse import SHARED, moe_layers, sparse_steps
+from tpplan.families.sparse import SHARED, moe_layers
 from tpplan.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
@@ -96,19 +96,5 @@ PACKED: Final[dict[str, Family]] = {
         moe=moe_layers,
         expert_key="intermediate_size",
         adapt=_llama4,
-    ),
-    "qwen3_vl_moe_text": Family(
-        architectures=("Qwen3VLMoeForConditionalGeneration",),
-        outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS, *head_norms()),
-        dense=gated(),
-        sparse=(
-            *ROUTER,
-            Row("mlp.experts.gate_up_proj", "e RS EX+EX", out=2),
-            Row("mlp.experts.down_proj", "e EX RS", out=2),
-        ),
-        defaults={"num_key_value_heads": 16, "num_experts_per_tok": 4},
-        flags={"attention_bias": False},
-        moe=sparse_steps,
     ),
 }

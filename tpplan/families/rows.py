@@ -61,6 +61,10 @@ def gated(name: str = "mlp", width: str = "ID", bias: str | None = NEVER, *, whe
     )
 
 
+#: The same with gate and up projections in one tensor.
+FUSED_MLP = (*linear("mlp.gate_up_proj", "ID+ID", "RS"), *linear("mlp.down_proj", "RS", "ID"))
+
+
 def plain(up: str, down: str, bias: str | None = NEVER) -> tuple[Row, ...]:
     """Return the rows of an MLP without a gate."""
     return *linear(up, "ID", "RS", bias), *linear(down, "RS", "ID", bias)

@@ -137,11 +137,20 @@ def every_layer(_config: Config, layers: int) -> tuple[bool, ...]:
 
 
 def except_every(default: int, key: str = "sliding_window_pattern") -> Callable[[Config, int], tuple[bool, ...]]:
-    """Select all but every n-th layer, where ``key`` is n; ``default`` applies if the key is absent."""
+    """Select all but every n-th layer, where n is the number under ``key``; ``default`` without such a key."""
 
     def choose(config: Config, layers: int) -> tuple[bool, ...]:
-        period = config.count(key, default=default)
+        period = config.count(key, default=default) if key else default
         return tuple((layer + 1) % period != 0 for layer in range(layers))
+
+    return choose
+
+
+def except_first_of(period: int) -> Callable[[Config, int], tuple[bool, ...]]:
+    """Select all but the first of every ``period`` layers."""
+
+    def choose(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG001 (no key changes it)
+        return tuple(layer % period != 0 for layer in range(layers))
 
     return choose
 
@@ -152,7 +161,7 @@ def every_other(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG00
 
 
 def from_max_window_layers(default: int) -> Callable[[Config, int], tuple[bool, ...]]:
-    """Select the layers from ``max_window_layers`` on (Qwen2)."""
+    """Select the layers from ``max_window_layers`` on (Qwen2); ``default`` applies if the key is absent."""
 
     def choose(config: Config, layers: int) -> tuple[bool, ...]:
         first = config.count("max_window_layers", default=default, minimum=0)

@@ -11,14 +11,14 @@ ID     dense MLP                        (ID)     KUP    unrotated key and value 
 EX     one routed expert                (EX)     EX2    its gate and up, interleaved     (EX)
 SX     shared experts                   (SX)     d      head size                        (uncut)
 h      hidden size                      (uncut)  e      routed experts                   (uncut)
-p      positions                        (uncut)  1      one                              (uncut)
-qr     rank of the queries in MLA       (uncut)  kr     rank of keys and values in MLA   (uncut)
-krr    the same with the rotary part    (uncut)  ih     heads of MLA's indexer           (uncut)
-ik     key of the indexer               (uncut)  iq     all queries of the indexer       (uncut)
+p      positions                        (uncut)  p2     positions, and two more          (uncut)
+1      one                              (uncut)  qr     rank of the queries in MLA       (uncut)
+kr     rank of keys and values in MLA   (uncut)  krr    the same with the rotary part    (uncut)
+ih     heads of MLA's indexer           (uncut)  ik     key of the indexer               (uncut)
+iq     all queries of the indexer       (uncut)  ck     tokens that linear attention convolves
 LK     key heads of linear attention × size (LH) LV     its value heads × their size     (LH)
 LQKVZ  query, key, its values and gates  (LH)    lh lh2 one and two for each value head  (LH)
-lv     size of its value heads          (uncut)  ck     tokens that it convolves         (uncut)
-Q2     query and gate of each query head (Q)
+lv     size of its value heads          (uncut)  Q2     query and gate of each query head (Q)
 ====== ========================================= ====== =========================================
 """
 
@@ -111,6 +111,7 @@ class Shape:
             "h": Segment(None, self.hidden),
             "e": Segment(None, self.experts),
             "p": Segment(None, self.context),
+            "p2": Segment(None, self.context + 2),
             "1": Segment(None, 1),
             "qr": Segment(None, self.q_rank),
             "kr": Segment(None, self.kv_rank),
@@ -135,7 +136,7 @@ class Row:
 
     Attributes:
         name: in the checkpoint, after the family's prefix.
-        dims: its dimensions, separated by blanks.
+        dims: its dimensions, separated by blanks; empty for a single number.
         when: flags, separated by blanks, that must all be true (with a leading ``!``: false) for the tensor to exist.
         home: see :class:`~tpplan.model.Parameter`.
         out: the dimension of the outputs, for tensors that are cut at all.

@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 #: The key that holds the language model's own config.
 TEXT: Final = "text_config"
 
-#: How the names of most language models start on the hub, and how newer tools write the same.
+#: How the names of the language model start in most models on the hub; in others they are those of a model alone.
 ROOT: Final = "language_model."
-RENAMED: Final = {"model.language_model.": f"{ROOT}model.", "lm_head.": f"{ROOT}lm_head."}
+
+#: By this start, names that some checkpoints have, and what the tables have in their place.
+_RENAMED: Final[dict[str, dict[str, str]]] = {
+    ROOT: {"model.language_model.": f"{ROOT}model.", "lm_head.": f"{ROOT}lm_head."},
+    "": {"model.language_model.": "model."},
+}
 
 #: What reads images, and leads from there to the language model.
 _VISION: Final = (
@@ -26,10 +31,6 @@ _VISION: Final = (
     *("vision_model.*", "mm_projector.*", "visual.*"),  # Llama 4, Kimi, Qwen
 )
 VISION: Final = (*_VISION, *(f"model.{name}" for name in _VISION))
-
-#: How names start in wrappers whose checkpoints have only the newer ones, and what reads images there.
-_INSIDE: Final = "model.language_model."
-_VISUAL: Final = "model.visual.*"
 
 
 @frozen
@@ -39,47 +40,47 @@ class Wrapper:
     Attributes:
         architecture: the class of transformers.
         text: the ``model_type`` of the language model where its own config does not say.
-        newer: whether its checkpoints have no names but the newer ones.
+        root: how the names of the language model start.
+        flat: whether a config.json may have the language model's keys beside its own, without a config of its own.
     """
 
     architecture: str
     text: str
-    newer: bool = False
+    root: str = ROOT
+    flat: bool = False
 
     @property
     def renamed(self) -> Mapping[str, str]:
-        """Starts of names that some checkpoints have, and what :meth:`around` has in their place."""
-        return {} if self.newer else RENAMED
+        """Starts of names that some checkpoints have, and what the tables have in their place."""
+        return _RENAMED[self.root]
 
     def around(self, family: Family) -> Family:
         """Return the tables of a language model with the names that they have in the wrapper."""
-        inside = evolve(family, architectures=(self.architecture,), prefix="")
-        if not self.newer:
-            return evolve(inside, root=ROOT, ignored=(*family.ignored, *VISION))
-        rows = tuple(evolve(row, name=_inside(row.name)) for row in family.outside)
-        return evolve(inside, outside=rows, layers=_inside(family.layers), ignored=(*family.ignored, _VISUAL))
-
-
-def _inside(name: str) -> str:
-    """Return the newer name of a tensor; the output matrix, which is not inside, keeps its own."""
-    return _INSIDE + name.removeprefix("model.") if name.startswith("model.") else name
+        ignored = (*family.ignored, *VISION)
+        return evolve(family, architectures=(self.architecture,), root=self.root, prefix="", ignored=ignored)
 
 
 WRAPPERS: Final[dict[str, Wrapper]] = {
+    "aya_vision": Wrapper("AyaVisionForConditionalGeneration", "cohere2"),
+    "cohere2_vision": Wrapper("Cohere2VisionForConditionalGeneration", "cohere2", root=""),
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text"),
+    "glm4v": Wrapper("Glm4vForConditionalGeneration", "glm4v_text", root=""),
     "internvl": Wrapper("InternVLForConditionalGeneration", "qwen2"),
     "llava": Wrapper("LlavaForConditionalGeneration", "llama"),
     "llava_next": Wrapper("LlavaNextForConditionalGeneration", "llama"),
     "llava_onevision": Wrapper("LlavaOnevisionForConditionalGeneration", "qwen2"),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
     "paligemma": Wrapper("PaliGemmaForConditionalGeneration", "gemma"),
-    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text", newer=True),
-    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", newer=True),
+    "qwen2_5_vl": Wrapper("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", root="", flat=True),
+    "qwen2_vl": Wrapper("Qwen2VLForConditionalGeneration", "qwen2_vl_text", root="", flat=True),
+    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text", root=""),
+    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", root=""),
+    "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text", root=""),
     "vipllava": Wrapper("VipLlavaForConditionalGeneration", "llama"),
     # Around mixtures of experts.
     "kimi_k25": Wrapper("Kimi_K25ForConditionalGeneration", "deepseek_v3"),
     "llama4": Wrapper("Llama4ForConditionalGeneration", "llama4_text"),
-    "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),
+    "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", root=""),
 }
 
 _KEYS: Final = (
@@ -90,9 +91,11 @@ _QWEN: Final = (151_936, 4096, 22_016, 32, 32, 32_768)
 
 #: What a nested config may leave out beside what its family always may, as in transformers' configuration classes.
 _DEFAULTS: Final[dict[str, tuple[int, ...]]] = {
+    "cohere2": (256_000, 8192, 22_528, 40, 64, 8192),
     "gemma": (256_000, 3072, 24_576, 28, 16, 8192),
     "gemma2": (256_000, 2304, 9216, 26, 8, 8192),
     "llama": (32_000, 4096, 11_008, 32, 32, 2048),
+    "ministral3": (131_072, 4096, 14_336, 34, 32, 262_144),
     "mistral": (32_000, 4096, 14_336, 32, 32, 131_072),
     "qwen2": _QWEN,
     "qwen3": _QWEN,
@@ -109,6 +112,8 @@ def text_part(config: Config) -> tuple[str, Config]:
     wrapper = WRAPPERS.get(model_type)
     if wrapper is None:
         return model_type, config
+    if wrapper.flat and TEXT not in config:
+        return wrapper.text, config
     text = config.section(TEXT)
     inner = text.text("model_type") or wrapper.text
     defaults = dict(zip(_KEYS, _DEFAULTS[inner], strict=True)) if inner in _DEFAULTS else {}
@@ -117,4 +122,5 @@ def text_part(config: Config) -> tuple[str, Config]:
 
 def newer_name(name: str) -> str:
     """Return the name of a tensor or module of a wrapper's language model as newer tools write it; others stay."""
-    return next((new + name.removeprefix(old) for new, old in RENAMED.items() if name.startswith(old)), name)
+    starts = ((old, new) for root in (ROOT, "") for new, old in _RENAMED[root].items())
+    return next((new + name.removeprefix(old) for old, new in starts if name.startswith(old)), name)
