@@ -171,6 +171,48 @@ MODELS: dict[str, Json] = {
     "Nemotron, silent": {"model_type": "nemotron", "hidden_size": 3072, "num_attention_heads": 24, "head_dim": 128},
     "Mixtral, silent": {"model_type": "mixtral", "hidden_size": 4096, "num_attention_heads": 32},
     "SmolLM3, silent": {"model_type": "smollm3", "hidden_size": 2048, "num_attention_heads": 16},
+    "Ministral-3": {
+        "model_type": "ministral3",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "max_position_embeddings": 262144,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            ORIGINAL: 16384,
+            "rope_theta": 1000000.0,
+            "type": "yarn",
+        },
+    },
+    "Ministral-3, silent": {"model_type": "ministral3", "max_position_embeddings": 262144},
+    "CWM, silent": {"model_type": "cwm", "max_position_embeddings": 131072},
+    "Apertus, silent": {"model_type": "apertus", "hidden_size": 4096, "num_attention_heads": 32},
+    "ERNIE-4.5, silent": {"model_type": "ernie4_5", "hidden_size": 1024, "num_attention_heads": 16},
+    "GLM-4-9B, silent": {"model_type": "glm", "hidden_size": 4096, "num_attention_heads": 32},
+    "Helium, silent": {"model_type": "helium", "hidden_size": 2560, "num_attention_heads": 20},
+    "Hunyuan": {
+        "model_type": "hunyuan_v1_dense",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "alpha": 1000.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "type": "dynamic",
+        },
+    },
 }
 
 #: Gemma 3's layers differ; both forms of its config, and one in which the new form has what the old one cannot say.
@@ -181,6 +223,13 @@ GEMMA3: Json = {
     "num_hidden_layers": 6,
     "head_dim": 256,
     "max_position_embeddings": 131072,
+}
+OLMO3: Json = {
+    "model_type": "olmo3",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 65536,
 }
 GEMMA3_FORMS: dict[str, Json] = {
     "old": {
@@ -202,6 +251,12 @@ GEMMA3_FORMS: dict[str, Json] = {
         "rope_scaling": {"factor": 4.0, "rope_type": "linear"},
         "rope_parameters": {"full_attention": {"factor": 8.0, "rope_type": "linear"}, "sliding_attention": None},
     },
+    "OLMo 3": {
+        **OLMO3,
+        "rope_theta": 400000.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, ORIGINAL: 8192, "attention_factor": 1.2},
+    },
+    "OLMo 3, silent": OLMO3,
     "yarn, its truncate out of sight": {
         **GEMMA3,
         ORIGINAL: 512,
@@ -269,6 +324,12 @@ WRONG: dict[str, tuple[Json, tuple[str, ...]]] = {
         ("max_position_embeddings", "is missing"),
     ),
     "learned positions": ({"model_type": "gpt2"}, ("no RoPE",)),
+    "other learned positions": ({"model_type": "opt"}, ("no RoPE",)),
+    "a base for each layer": ({"model_type": "granite_swa", "layer_rope_theta": [1e4, 0]}, ("layer_rope_theta gives",)),
+    "alpha in two dimensions": (
+        {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 9.0}, "head_dim": 2},
+        ("more than 2", "found 2"),
+    ),
     "ALiBi": ({"model_type": "falcon", "alibi": True}, ("no RoPE",)),
     "layer type unsaid": ({**GEMMA3_FORMS["new"]}, ("layers of type None", "full_attention, sliding_attention")),
     "layer type null": (

@@ -27,7 +27,10 @@ def rotated(rope: Rope, x: Tensor) -> Tensor:
     return x * cos + turned * sin
 
 
-@pytest.mark.parametrize("name", ["Llama-3.1", "DeepSeek-V3", "GLM-4", "Command-R"])
+@pytest.mark.parametrize(
+    "name",
+    ["Llama-3.1", "DeepSeek-V3", "GLM-4", "Command-R", "ERNIE-4.5, silent", "GLM-4-9B, silent", "Helium, silent"],
+)
 def test_style(name: str) -> None:
     """The style read from the config is the one by which transformers' code for the model turns a head."""
     config = MODELS[name]
@@ -59,7 +62,8 @@ def test_gptj() -> None:
     module = importlib.import_module("transformers.models.gptj.modeling_gptj")
     sin, cos = module.create_sinusoidal_positions(2048, 64).chunk(2, dim=1)
     config = {"model_type": "gptj", "n_embd": 4096, "n_head": 16, "rotary_dim": 64, "rope_theta": 10000}
-    assert Rope.from_config(config) == Rope(10000.0, 64, Default())
-    ours = Rope(10000.0, 64, Default(), "gptj").tables(2048)
+    rope = Rope.from_config(config)
+    assert rope == Rope(10000.0, 64, Default(), "gptj") == Rope.from_config({**config, "rotary_dim": None})
+    ours = rope.tables(2048)
     assert same(ours[0], sin.repeat_interleave(2, dim=1))
     assert same(ours[1], cos.repeat_interleave(2, dim=1))

@@ -12,17 +12,22 @@ from hypothesis import strategies as st
 
 from tests.exec.rope.cases import EDGES, GEMMA3_FORMS, LLAMA, LONGROPE, MODELS, ORIGINAL, Json
 from tests.exec.rope.reference import quiet, reference, same  # noqa: F401 (for every test here)
+from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+#: Families whose rotation takes the first half of a row, each entry for a pair.
+HALVES = {"deepseek_v3", "ernie4_5", "glm", "glm4", "helium"}
+
+
 def styled(config: Json, table: Tensor) -> Tensor:
     """Return transformers' table with an entry for every element of a pair, as its rotation then expands it."""
     if config["model_type"] == "gpt_oss":  # its rotation takes half a row, once for each half
         return torch.cat((table, table), dim=1)
-    if config["model_type"] in {"glm4", "deepseek_v3"}:  # their rotations use the first half, each entry for a pair
+    if config["model_type"] in HALVES:
         return table[:, : table.shape[1] // 2].repeat_interleave(2, dim=1)
     return table
 
@@ -64,6 +69,15 @@ def test_nested_text_config() -> None:
         "text_config": {k: v for k, v in text.items() if k != "model_type"},
     }
     assert Rope.from_config(nested, "full_attention") == Rope.from_config(text, "full_attention")
+
+
+@pytest.mark.parametrize("kind", ["mrope", "default"])
+def test_sections_of_images_change_nothing_for_texts(kind: str) -> None:
+    """The three positions that a place in an image has are equal in a text; the old form calls that mrope."""
+    config = {"model_type": "qwen2_vl", "hidden_size": 3584, "num_attention_heads": 28, "rope_theta": 1e6}
+    text = Rope.from_config({**config, "rope_scaling": {"type": kind, "mrope_section": [16, 24, 24]}})
+    assert text == Rope(1e6, 128, Default())
+    assert text == Rope.from_config({"model_type": "qwen2_vl", "text_config": {"num_attention_heads": 64}})
 
 
 def test_other_layer_types_are_ignored() -> None:

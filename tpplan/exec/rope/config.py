@@ -6,8 +6,9 @@ import reprlib
 from typing import TYPE_CHECKING, Final, Literal
 
 from tpplan.config import Config
-from tpplan.exec.rope.scaling import Default, Dynamic, Linear, Llama3, LongRope, Scaling, Yarn
-from tpplan.families import FAMILIES
+from tpplan.exec.rope.families import ALPHA, DEFAULTS, GPTJ, LOCAL, ORIGINAL, WITHOUT
+from tpplan.exec.rope.scaling import Default, Dynamic, Linear, Llama3, LongRope, Ntk, Scaling, Yarn
+from tpplan.families import LANGUAGE_MODELS
 from tpplan.families.wrappers import text_part
 
 if TYPE_CHECKING:
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
 
 Style = Literal["neox", "gptj"]
 STYLES: Final[tuple[Style, ...]] = ("neox", "gptj")
-
-#: Key of the context length before scaling, in tokens.
-ORIGINAL: Final = "original_max_position_embeddings"
 
 #: Maximum head size; a larger one is an error or an attack.
 _MAX_DIM: Final = 2**16
@@ -30,50 +28,28 @@ _HIGHEST: Final = 1e6
 _LOWEST_THETA: Final = 1.001
 _HIGHEST_THETA: Final = 1e18
 
-#: Families with GPT-J style; ``rope_interleave`` overrides it.
-_GPTJ: Final = frozenset({"cohere", "cohere2", "deepseek_v2", "deepseek_v3", "glm4"})
-
-#: Families with a separate base for sliding-window layers.
-_LOCAL: Final = frozenset({"gemma3_text"})
-
 #: Kinds with an optional factor; its default is the context length divided by the original one.
 _RATIO: Final = frozenset({"yarn", "longrope"})
 
 #: Keys of the head size, in order of priority.
 _HEADS: Final = ("qk_rope_head_dim", "head_dim")
 
-#: Defaults of transformers' configuration classes, where they differ from a base of 10,000 and fully rotated heads.
-_DEFAULTS: Final[dict[str, dict[str, object]]] = {
-    "cohere": {"rope_theta": 5e5},
-    **{key: {"rope_theta": 1e6, "rope_local_base_freq": 1e4} for key in _LOCAL},
-    "glm4": {"partial_rotary_factor": 0.5},
-    "gpt_neox": {"rotary_pct": 0.25},
-    "gpt_oss": {
-        "rope_theta": 1.5e5,
-        "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": False, ORIGINAL: 4096},
-    },
-    "mixtral": {"rope_theta": 1e6},
-    "nemotron": {"partial_rotary_factor": 0.5},
-    "phi": {"partial_rotary_factor": 0.5},
-    **{key: {"partial_rotary_factor": 0.25} for key in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
-    "smollm3": {"rope_theta": 2e6},
-    "stablelm": {"partial_rotary_factor": 0.25},
-}
-
 
 def read_rope(data: Mapping[str, object], layer_type: str | None) -> tuple[float, int, Scaling, Style]:
     """Return the attributes of a Rope from the object in a config.json."""
     model_type, config = text_part(Config(data, "config.json"))
-    defaults: Mapping[str, object] = _DEFAULTS.get(model_type, {})
-    if family := FAMILIES.get(model_type):
+    defaults: Mapping[str, object] = DEFAULTS.get(model_type, {})
+    if family := LANGUAGE_MODELS.get(model_type):
         defaults = {"rope_theta": 1e4, **family.defaults, **defaults}
     given = {key: value for key, value in config.data.items() if value is not None or key not in defaults}
     config = Config({**defaults, **given}, config.source)
-    if model_type == "gpt2" or config.flag("alibi"):
+    if model_type in WITHOUT or config.flag("alibi"):
         raise config.error("this model has no RoPE", "its positions are learned, or ALiBi")
+    if config.raw("layer_rope_theta"):
+        raise config.error("layer_rope_theta gives each layer its own RoPE", "tpplan makes tables for one kind, or two")
     section = _section(config, model_type, layer_type)
     dim = _dim(config, section)
-    style: Style = "gptj" if config.flag("rope_interleave", default=model_type in _GPTJ) else "neox"
+    style: Style = "gptj" if config.flag("rope_interleave", default=model_type in GPTJ) else "neox"
     return _number(section, "rope_theta", low=_LOWEST_THETA, high=_HIGHEST_THETA), dim, _scaling(section, dim), style
 
 
@@ -96,7 +72,7 @@ def _section(config: Config, model_type: str, layer_type: str | None) -> Config:
     is read from the level of the layer types.
     """
     name = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
-    given = _by_layer(config) if model_type in _LOCAL else _object(config, name)
+    given = _by_layer(config) if model_type in LOCAL else _object(config, name)
     layers = tuple(key for key, value in given.items() if isinstance(value, dict))
     if layers:
         if layer_type not in layers:
@@ -107,6 +83,8 @@ def _section(config: Config, model_type: str, layer_type: str | None) -> Config:
         name = f"{name}.{layer_type}"
     section = Config(given, f"{config.source}: {name}")
     kind = section.text("rope_type") or section.text("type") or "default"
+    if kind == "dynamic" and model_type in ALPHA and section.raw("alpha"):
+        kind = "ntk"
     longest = config.optional_count("max_position_embeddings")
     original = (None if layers else config.optional_count(ORIGINAL)) or section.optional_count(ORIGINAL)
     filled = {
@@ -128,7 +106,7 @@ def _first(section: Config, config: Config, key: str, alias: str, default: objec
 
 
 def _by_layer(config: Config) -> dict[str, object]:
-    """Return Gemma 3's parameters by layer type; in the old form, scaling applies to full attention only."""
+    """Return Gemma 3's and OLMo 3's parameters by layer type; the old form's scaling is for full attention only."""
     given = Config(_object(config, "rope_parameters"), config.source)
     full, sliding = (_object(given, layer_type) for layer_type in ("full_attention", "sliding_attention"))
     local = _number(config, "rope_local_base_freq", low=_LOWEST_THETA, high=_HIGHEST_THETA)
@@ -220,6 +198,12 @@ def _dynamic(section: Config, dim: int) -> Dynamic:
     return Dynamic(_number(section, "factor"), section.count("max_position_embeddings"))
 
 
+def _ntk(section: Config, dim: int) -> Ntk:
+    if dim <= 2:  # noqa: PLR2004 - d / (d - 2)
+        raise section.error(f"dynamic scaling with alpha needs more than 2 rotary dimensions, found {dim}")
+    return Ntk(_number(section, "alpha"))
+
+
 def _llama3(section: Config, _dim: int) -> Llama3:
     low, high = _number(section, "low_freq_factor"), _number(section, "high_freq_factor")
     if low >= high:
@@ -259,4 +243,6 @@ _KINDS: Final[dict[str, Callable[[Config, int], Scaling]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "ntk": _ntk,
+    "mrope": _default,  # places in images have three positions; those of a text are equal
 }

@@ -97,6 +97,22 @@ class Dynamic:
 
 
 @frozen
+class Ntk:
+    """NTK-aware scaling (u/bloc97) with a fixed weight: a larger base for sequences of any length.
+
+    Attributes:
+        alpha: the weight.
+    """
+
+    alpha: float
+    attention: ClassVar[float] = 1.0
+
+    def frequencies(self, theta: float, dim: int, _positions: int) -> Tensor:
+        """Return the frequencies of the base θ · alpha^(d / (d - 2))."""
+        return 1.0 / _powers(theta * self.alpha ** (dim / (dim - 2)), dim)
+
+
+@frozen
 class Llama3:
     """Llama 3.1 (``rope_scaling`` in meta-llama/llama-models): divides the frequencies of long waves, keeps short ones.
 
