@@ -91,8 +91,8 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     if model.config.model_type == "qwen3_vl_moe":  # reads experts as [expert, in, out] too, which the hub has
         text = {name: tensor.mT if ".experts." in name else tensor for name, tensor in text.items()}
     # Image blocks of Kimi are layers in transformers, which then writes its layers of text as blocks too.
-    own = {renamed(name, wrapper.renamed): tensor for name, tensor in text.items()}
-    return {name.replace("language_model.model.blocks.", "language_model.model.layers."): own[name] for name in own}
+    blocks, layers = "language_model.model.blocks.", "language_model.model.layers."
+    return {renamed(name, wrapper.renamed).replace(blocks, layers): tensor for name, tensor in text.items()}
 
 
 def save_model(model: PreTrainedModel, directory: Path, shard: str | int) -> None:
