@@ -24,7 +24,7 @@ from benchmarks import children
 from benchmarks.decode_options import numbers_of, parser_of
 from benchmarks.decode_order import CUTS, Order
 from benchmarks.decode_rows import HEAD, Row, cells, compared, reason
-from benchmarks.random_checkpoint import room_for, size_of, write
+from benchmarks.random_checkpoint import room_for, shortened, size_of, write
 from benchmarks.random_codes import quantised
 from benchmarks.rows import ROOT
 
@@ -111,8 +111,7 @@ def checkpoint(config: Mapping[str, Any], folder: str, *, asked: bool) -> Iterat
 def checkpoint_of(wanted: argparse.Namespace) -> AbstractContextManager[Path]:
     """Make the checkpoint that options ask for, see :func:`benchmarks.decode_options.parser_of`."""
     config = json.loads(Path(wanted.config or MODEL).read_text(encoding="utf-8"))
-    config |= {"num_hidden_layers": wanted.layers} if wanted.layers else {}
-    config = quantised(config, wanted.quantise)
+    config = quantised(shortened(config, wanted.layers), wanted.quantise)
     return checkpoint(config, wanted.folder, asked=bool(wanted.config or wanted.layers or wanted.quantise))
 
 

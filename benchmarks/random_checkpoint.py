@@ -43,6 +43,15 @@ _THREADS = min(16, os.cpu_count() or 1)
 _MEMORY, _SHARE = Path("/dev/shm"), 0.8  # noqa: S108 (only asked for its room)
 
 
+def shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return a config of so many layers, also in lists with an entry for each; 0 for all that it has."""
+    if not layers:
+        return dict(config)
+    before = config.get("num_hidden_layers")
+    lists = {key: each[:layers] for key, each in config.items() if isinstance(each, list) and len(each) == before}
+    return {**config, **lists, "num_hidden_layers": layers}
+
+
 def write(directory: Path, config: Mapping[str, Any], seed: int = 1) -> int:
     """Write config.json and model.safetensors, and return the bytes of the weights.
 
@@ -148,10 +157,8 @@ def main() -> None:
     try:
         given = asked.config / "config.json" if asked.config.is_dir() else asked.config
         config = json.loads(given.read_text(encoding="utf-8"))
-        if asked.layers and isinstance(config, dict):
-            config["num_hidden_layers"] = asked.layers
         if isinstance(config, dict):
-            config = quantised(config, asked.quantise)
+            config = quantised(shortened(config, asked.layers), asked.quantise)
         asked.directory.mkdir(parents=True, exist_ok=True)
         print(f"{write(asked.directory, config):,} bytes of weights in {asked.directory}")
     except BaseException as error:

@@ -42,6 +42,14 @@ def test_a_checkpoint_has_what_its_config_says(order: Order) -> None:
     assert different(values["lm_head.weight"]) == 203
 
 
+def test_fewer_layers_have_fewer_types() -> None:
+    """A config such as gpt-oss-20b's has a list with an entry for each layer, and other lists."""
+    config = CONFIG | {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"], "eos_token_id": [1, 2]}
+    found = random_checkpoint.shortened(config, 2)
+    assert found == config | {"num_hidden_layers": 2, "layer_types": ["a", "b"]}
+    assert random_checkpoint.shortened(config, 0) == config
+
+
 @pytest.mark.parametrize(
     ("method", "name"), [("awq", "AWQ 4-bit"), ("gptq", "GPTQ 4-bit"), ("fp8", "FP8 block 128x128")]
 )
