@@ -121,6 +121,43 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+_PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+#: Families that differ from those above in few things, or in none but their names and defaults.
+FURTHER: dict[str, dict[str, Any]] = {
+    "ministral": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.4,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
+    "cwm": {"sliding_window": 9, "mlp_bias": True, "bos_token_id": 0},
+    "internlm3": {"attention_bias": True, "mlp_bias": True},
+    "ernie4_5": {"use_bias": True},
+    "helium": {"hidden_size": 64, "attention_bias": True},
+    "glm": {"rope_parameters": _PARTLY},
+    "glm4": {"rope_parameters": _PARTLY, "head_dim": 16},
+    "exaone4": {"sliding_window": 7, "sliding_window_pattern": 2, "head_dim": 32},
+    "hunyuan_v1_dense": {
+        "attention_bias": True,
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "alpha": 50.0, "factor": 1.0},
+    },
+}
+
+#: Those of them for which a decoder issues other steps than for any family above.
+OWN_STEPS = ("ministral3", "glm4", "exaone4", "hunyuan_v1_dense")
+
+
 @frozen
 class Model:
     """A model of transformers, saved.
@@ -145,7 +182,7 @@ _KEPT: list[TemporaryDirectory[str]] = []
 def model_of(model_type: str) -> Model:
     """Make a family's model, once, and let transformers compute what is right."""
     torch.manual_seed(sum(map(ord, model_type)))
-    model = random_model(model_type, SIZES | CONFIGS[model_type])
+    model = random_model(model_type, SIZES | (CONFIGS | FURTHER)[model_type])
     _KEPT.append(TemporaryDirectory())
     model.save_pretrained(_KEPT[-1].name)
     return answered(model, Path(_KEPT[-1].name), NEW)

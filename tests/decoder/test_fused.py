@@ -11,12 +11,12 @@ import torch
 from tests.decoder.fused_cases import FakeAttention, FakeGemv, FakeSkinny
 from tests.decoder.pointwise_cases import launches
 from tests.decoder.test_memory import made, planned
-from tests.decoder_cases import CONFIGS
+from tests.decoder_cases import CONFIGS, OWN_STEPS
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, fused, steps
+from tpplan.decoder.families import FAMILIES
 from tpplan.decoder.launches import skinny
-from tpplan.decoder.settings import FAMILIES
 from tpplan.exec import compile as compile_plan
 from tpplan.plan import Cache
 from tpplan.weights import load_weights
@@ -55,7 +55,7 @@ def said(directory: Path, plan: SplitPlan) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["reduce", "gather"])
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", [*CONFIGS, *OWN_STEPS])
 def test_steps_say_the_same(model_type: str, layout: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """In every family, on one device and on uneven ones, but for rounding."""
     directory = made(model_type, tmp_path)
@@ -71,9 +71,12 @@ def test_steps_say_the_same(model_type: str, layout: str, tmp_path: Path, reques
 
         wanted = {
             "linear of a norm",
-            "add" if len(plan.devices) == 1 and not FAMILIES[model_type].sandwich else "linear",
+            "add" if len(plan.devices) == 1 and not FAMILIES[model_type].norms.of_outputs else "linear",
         }
-        wanted |= set() if model_type in EXPERTS else {"gated"}
+        if not FAMILIES[model_type].norms.before_attention:  # products alone
+            wanted = {"linear"}
+        elif model_type not in EXPERTS:
+            wanted.add("gated")
         assert set(FakeGemv.calls) >= wanted
 
 

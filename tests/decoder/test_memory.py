@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tpplan
 from tests.decoder.activations import activations
 from tests.decoder.quantised_checkpoints import stored
-from tests.decoder_cases import CONFIGS, plan_of
+from tests.decoder_cases import CONFIGS, FURTHER, OWN_STEPS, plan_of
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
 from tpplan.axes import bounds_of
@@ -59,7 +59,7 @@ _SMALLER = {"hidden_size": 256, "head_dim": 32, "moe_intermediate_size": 160, "s
 def made(model_type: str, directory: Path, **more: Any) -> Path:
     """Make a checkpoint of a family in 16 bits, with more in its config."""
     torch.manual_seed(1)
-    special = CONFIGS[model_type]
+    special = (CONFIGS | FURTHER)[model_type]
     smaller = {key: value for key, value in _SMALLER.items() if special.get(key)}
     config = AutoConfig.for_model(**{**_SIZES, "model_type": model_type, **special, **smaller, **more})
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(directory)
@@ -111,7 +111,7 @@ def taken(
     return {device: counted.peak[device] / room[device] for device in used}
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", [*CONFIGS, *OWN_STEPS])
 def test_activations_fit_in_the_scratch_of_the_ledger(model_type: str, tmp_path: Path) -> None:
     """On one device and on uneven ones, in both layouts."""
     directory = made(model_type, tmp_path)

@@ -13,8 +13,10 @@ import torch
 from tests.decoder.quantised_checkpoints import mxfp4
 from tests.decoder_cases import (
     CONFIGS,
+    FURTHER,
     LENGTH,
     NEW,
+    OWN_STEPS,
     VOCAB,
     check,
     check_sixteen_bits,
@@ -53,6 +55,15 @@ def test_as_transformers(model_type: str, case: tuple[int, str, str, str, int]) 
     devices, layout, kv, transport, new = case
     model = model_of(model_type)
     check(model, plan_of(model.directory, devices, request_of(layout, kv), {}, seed=devices), transport, new)
+
+
+@pytest.mark.parametrize(("number", "model_type"), [*enumerate(FURTHER)])
+def test_further_families_as_transformers(number: int, model_type: str) -> None:
+    """The same, by two of these plans for each family, in turn."""
+    model = model_of(model_type)
+    for case in (number, number + 2):
+        devices, layout, kv, transport, new = CASES[case % len(CASES)]
+        check(model, plan_of(model.directory, devices, request_of(layout, kv), {}, seed=devices), transport, new)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -216,10 +227,10 @@ def test_what_is_refused() -> None:
             pass
 
 
-@pytest.mark.parametrize("model_type", [*CONFIGS, "gpt_oss in MXFP4"])
+@pytest.mark.parametrize("model_type", [*CONFIGS, *OWN_STEPS, "gpt_oss in MXFP4"])
 def test_a_step_can_be_a_graph(model_type: str) -> None:
     """Nothing that a step issues waits for a device or makes a tensor of numbers of the host's, also with experts."""
-    model = model_of(model_type) if model_type in CONFIGS else mxfp4()[0]
+    model = mxfp4()[0] if model_type == "gpt_oss in MXFP4" else model_of(model_type)
     for batch in (1, 4):
         plan = plan_of(model.directory, 3, request_of(batch=batch), {}, seed=6)
         with compile_plan(plan, backend="cpu", scratch=False) as context, Calls() as calls:

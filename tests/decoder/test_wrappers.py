@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.decoder_cases import CONFIGS, SIZES, answered, check, plan_of, request_of, with_random_weights
+from tests.decoder_cases import CONFIGS, FURTHER, SIZES, answered, check, plan_of, request_of, with_random_weights
 from tests.family_configs import VISION
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder.settings import AROUND
@@ -23,8 +23,25 @@ INNER = {
     "llava": "llama",
     "llava_next": "mistral",
     "llava_onevision": "qwen2",
-    "mistral3": "mistral",
+    "glm4v": "glm4v_text",
+    "mistral3": "ministral3",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
     "vipllava": "llama",
+}
+
+#: Settings of those that are in no other models.
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+PARTS: dict[str, dict[str, Any]] = {
+    "glm4v_text": {
+        "hidden_size": 128,
+        "head_dim": 16,
+        "rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5},
+    },
+    "qwen2_vl_text": {"hidden_size": 64, "rope_parameters": _SECTIONS},
+    "qwen2_5_vl_text": {"hidden_size": 64, "rope_parameters": _SECTIONS},
+    "qwen3_vl_text": {"head_dim": 32, "rope_parameters": {**_SECTIONS, "mrope_section": [6, 5, 5]}},
 }
 
 
@@ -32,7 +49,7 @@ INNER = {
 def test_the_text_part_as_transformers(model_type: str, tmp_path: Path) -> None:
     """Logits of prompts without images, and the tokens that follow, however the text part is cut."""
     inner = INNER[model_type]
-    text = {"model_type": inner, **SIZES, **CONFIGS[inner]}
+    text = {"model_type": inner, **SIZES, **(CONFIGS | FURTHER | PARTS)[inner]}
     is_tied = model_type == "gemma3"
     torch.manual_seed(len(model_type))
     config = AutoConfig.for_model(

@@ -172,20 +172,21 @@ class Fused(Plain):
             return None
         return partial(kernels.joint, to, ordered(x, matrix), matrix, channel, device)
 
-    def normed(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str] = ()) -> Tensor:
+    def normed(self, x_RD: Tensor, norm: Tensor | None, weights: Held, fused: str, names: Sequence[str] = ()) -> Tensor:
         """Multiply the norm of rows by several matrices, and return the products side by side: ``[R, O]``."""
         matrix = weights.find(fused)
-        if isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, norm=norm):
+        if norm is not None and isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, norm=norm):
             return self._gemv.normed(x_RD, matrix, Norm(norm, self._eps, self._offset), weights.bias(fused))
         return super().normed(x_RD, norm, weights, fused, names)
 
-    def gated(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
+    def gated(self, x_RD: Tensor, norm: Tensor | None, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
         """Return the gated output ``[R, I]`` of two matrices for the norm of rows; the first has the activation."""
         matrix, bias = weights.find(fused), weights.bias(fused)
-        if isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, gated=True, norm=norm):
+        if norm is not None and isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, gated=True, norm=norm):
             return self._gemv.normed_gated(x_RD, matrix, self._name, Norm(norm, self._eps, self._offset), bias)
         if matrix is not None and (kernels := self.kernels(x_RD, matrix, gated=True)):
-            return kernels.gated(ordered(self.norm(x_RD, norm), matrix), matrix, self._name, bias)
+            y_RD = x_RD if norm is None else self.norm(x_RD, norm)
+            return kernels.gated(ordered(y_RD, matrix), matrix, self._name, bias)
         return super().gated(x_RD, norm, weights, fused, names)
 
     def kernels(self, x: Tensor, matrix: Matrix, *, gated: bool = False) -> FewRows[Any] | None:
@@ -227,7 +228,7 @@ class Fused(Plain):
 
     def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
         """Apply the norms and rotation to the query and key heads of rows, in place."""
-        if not self._pointwise.turn(qkv_RHK, (heads.queries, heads.keys), turn.angles, turn.norms):
+        if not self._turn(qkv_RHK, heads, turn):
             super().turn(qkv_RHK, heads, turn)
 
     def keep(
@@ -242,8 +243,14 @@ class Fused(Plain):
     ) -> None:
         """Apply :meth:`turn`, and write the keys and values to the cache."""
         to = Places(*heads.cache.in_a_row(), sequences, places, heads.cache.scales)
-        if not self._pointwise.turn(qkv_RHK, (heads.queries, heads.keys), turn.angles, turn.norms, to):
+        if not self._turn(qkv_RHK, heads, turn, to):
             super().keep(qkv_RHK, heads, turn, sequences, places, kept=kept)
+
+    def _turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn, to: Places | None = None) -> bool:
+        """Turn heads, and write keys and values to the cache if told where, by a kernel; tell whether it takes them."""
+        if turn.are_neighbours or (turn.norms and turn.norms_last):
+            return False
+        return self._pointwise.turn(qkv_RHK, (heads.queries, heads.keys), turn.angles, turn.norms, to)
 
     def attends(self, heads: Heads) -> bool:
         """Tell whether there is an attention kernel for these heads; it needs no mask."""

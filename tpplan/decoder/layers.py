@@ -82,12 +82,14 @@ def angles(sin_RP: Tensor, cos_RP: Tensor) -> Tensor:
     return torch.unflatten(torch.stack((cos_RP, sin_RP, -sin_RP, cos_RP), dim=1), 1, (1, 2, 2))
 
 
-def rotate(x_RHK: Tensor, by: Tensor) -> None:
-    """Rotate the leading elements of heads in place by the rows' :func:`angles` (RoPE; pairs are i, i + P).
+def rotate(x_RHK: Tensor, by: Tensor, *, are_neighbours: bool = False) -> None:
+    """Rotate the leading elements of heads in place by the rows' :func:`angles` (RoPE).
 
-    This takes two kernels, because each half is read for both halves before it is overwritten.
+    Pairs are elements i and i + P, or neighbours 2i and 2i + 1. This takes two kernels, because each half is read for
+    both halves before it is overwritten.
     """
-    x_RH2P = torch.unflatten(x_RHK[..., : 2 * by.shape[-1]], -1, (2, -1))
+    turned_RHK = x_RHK[..., : 2 * by.shape[-1]]
+    x_RH2P = torch.unflatten(turned_RHK, -1, (-1, 2)).mT if are_neighbours else torch.unflatten(turned_RHK, -1, (2, -1))
     first, second = (x_RH2P[..., None, :] * by).unbind(2)
     torch.add(first, second, out=x_RH2P)
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.decoder.passes import Angles
     from tpplan.decoder.prompts import Stretch
+    from tpplan.decoder.ropes import Angles
     from tpplan.exec.context import TPContext
     from tpplan.exec.gpu.graph import Graph
     from tpplan.weights import Weights
@@ -271,10 +271,10 @@ class Decoder:
         return Decode(self._angles(positions), where)
 
     def _angles(self, positions: Sequence[Tensor]) -> dict[int, Angles]:
-        """Return the RoPE angles of rows at these positions, by kind, on each device that has KV heads."""
+        """Return the RoPE angles of rows at these positions on each device that has KV heads."""
         at = dict(zip(self.context.all_devices, positions, strict=True))
         ropes = self._settings.ropes
-        return {device: ropes.angles(sin[at[device]], cos[at[device]]) for device, (sin, cos) in self._tables.items()}
+        return {device: ropes.angles(sin, cos, at[device]) for device, (sin, cos) in self._tables.items()}
 
     def _embed(self, tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the embeddings of tokens: the sum over devices, each with zeros for tokens that others hold."""

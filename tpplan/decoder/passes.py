@@ -18,14 +18,12 @@ from tpplan.decoder.groups import Group
 from tpplan.decoder.heads import found_by
 from tpplan.decoder.layers import apart, attend, some_of, together
 from tpplan.decoder.prompts import Stretch
+from tpplan.decoder.ropes import Angles
 
 if TYPE_CHECKING:
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.layers import Scoring
     from tpplan.decoder.plain import Plain, Turn
-
-#: The rows' RoPE angles by kind, from :meth:`tpplan.decoder.ropes.Ropes.angles`.
-Angles = Mapping[int, Tensor]
 
 
 @frozen

@@ -39,11 +39,15 @@ class Turn:
 
     Attributes:
         angles: RoPE angles of the rows, from :func:`tpplan.decoder.layers.angles`.
-        norms: weights of the norms applied to query and key heads before the rotation; empty if there are none.
+        norms: weights of the norms applied to query and key heads; empty if there are none.
+        are_neighbours: whether neighbouring elements are rotated together, see :func:`tpplan.decoder.layers.rotate`.
+        norms_last: whether the norms are applied after the rotation.
     """
 
     angles: Tensor
     norms: tuple[Tensor, ...] = ()
+    are_neighbours: bool = False
+    norms_last: bool = False
 
 
 class Plain:
@@ -114,22 +118,22 @@ class Plain:
         del to, x, weights, name, channel, device
         return None
 
-    def normed(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str] = ()) -> Tensor:
+    def normed(self, x_RD: Tensor, norm: Tensor | None, weights: Held, fused: str, names: Sequence[str] = ()) -> Tensor:
         """Multiply the norm of rows by several matrices, and return the products side by side: ``[R, O]``.
 
         Args:
             x_RD: rows before the norm.
-            norm: weights of the norm.
+            norm: weights of the norm; None if the rows are multiplied as they are.
             weights: weights of the device.
             fused: name of the matrix that the matrices are joined into; usually the device has it.
             names: names of the separate matrices, used if it does not.
         """
-        y_RD = self.norm(x_RD, norm)
+        y_RD = x_RD if norm is None else self.norm(x_RD, norm)
         if weights.find(fused) is not None:
             return self.linear(y_RD, weights, fused)
         return torch.cat([self.linear(y_RD, weights, name) for name in names], dim=-1)
 
-    def gated(self, x_RD: Tensor, norm: Tensor, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
+    def gated(self, x_RD: Tensor, norm: Tensor | None, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
         """Return the gated output ``[R, I]`` of two matrices for the norm of rows; the first has the activation."""
         gate_RI, up_RI = self.normed(x_RD, norm, weights, fused, names).chunk(2, dim=-1)
         return self.gate(gate_RI, up_RI)
@@ -205,10 +209,16 @@ class Plain:
             heads: the attention heads of the layer on the device.
             turn: the norms and rotation.
         """
+        if not turn.norms_last:
+            self._norm_heads(qkv_RHK, heads, turn)
+        rotate(qkv_RHK[:, : heads.queries + heads.keys], turn.angles, are_neighbours=turn.are_neighbours)
+        if turn.norms_last:
+            self._norm_heads(qkv_RHK, heads, turn)
+
+    def _norm_heads(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
         if turn.norms:
             for x_RHK, weight in zip(heads.apart(qkv_RHK), turn.norms, strict=False):
                 x_RHK.copy_(self.norm(x_RHK, weight))
-        rotate(qkv_RHK[:, : heads.queries + heads.keys], turn.angles)
 
     def keep(
         self,

@@ -6,11 +6,12 @@ from functools import partial
 from math import inf, sqrt
 from typing import TYPE_CHECKING, Final, Self
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from tpplan.axes import Axis
 from tpplan.config import read_config
 from tpplan.decoder.cache import check_kind
+from tpplan.decoder.families import FAMILIES, Family
 from tpplan.decoder.gates import ACTIVATIONS, ALPHA, LIMIT, SWIGLU_OAI
 from tpplan.decoder.ropes import Ropes
 from tpplan.decoder.stored import check_formats
@@ -23,98 +24,6 @@ if TYPE_CHECKING:
     from tpplan.config import Config
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
-
-
-@frozen
-class Experts:
-    """Names of the matrices of a layer's experts, relative to the layer; ``{expert}`` is the number of the expert.
-
-    Without ``{expert}``, a name stands for the matrices of all experts.
-
-    Attributes:
-        router: router matrix, which scores the experts.
-        gate: gate matrix, whose output gets the activation.
-        up: up matrix.
-        down: down matrix.
-        fused: tensor in which gate and up matrices are interleaved, see :mod:`tpplan.decoder.interleaved`; empty if
-            they are separate.
-    """
-
-    router: str = "mlp.gate"
-    gate: str = "mlp.experts.{expert}.gate_proj"
-    up: str = "mlp.experts.{expert}.up_proj"
-    down: str = "mlp.experts.{expert}.down_proj"
-    fused: str = ""
-
-
-@frozen(kw_only=True)
-class Family:
-    """What the models of an architecture have in common, and defaults for keys that a config.json leaves out.
-
-    Attributes:
-        norm_eps: default of ``rms_norm_eps``.
-        activation_key: key of the activation's name.
-        activation: default name of the activation.
-        offset: number added to the stored weights of a norm (Gemma stores them minus 1).
-        sandwich: whether the outputs of attention and MLP are normed too.
-        scaled_embedding: whether the embedding is multiplied by the square root of the hidden size, rounded.
-        multipliers: whether a config.json has factors of the embedding, the scores, what a layer adds, and the logits.
-        attention_scalar: default of ``query_pre_attn_scalar``; None if scores are divided by the square root of the
-            head size.
-        attention_cap: default of ``attn_logit_softcapping``; None if the family has no such cap.
-        logit_cap: default of ``final_logit_softcapping``, infinity for no cap; None if the family has no such cap.
-        experts: names of the experts' matrices.
-        normalised: whether the weights of a token's experts add up to 1; None if ``norm_topk_prob`` decides.
-    """
-
-    norm_eps: float = 1e-6
-    activation_key: str = "hidden_act"
-    activation: str = "silu"
-    offset: float = 0.0
-    sandwich: bool = False
-    scaled_embedding: bool = False
-    multipliers: bool = False
-    attention_scalar: float | None = None
-    attention_cap: float | None = None
-    logit_cap: float | None = None
-    experts: Experts = Experts()
-    normalised: bool | None = None
-
-
-_MIXTRAL: Final = Experts(
-    router="block_sparse_moe.gate",
-    gate="block_sparse_moe.experts.{expert}.w1",
-    up="block_sparse_moe.experts.{expert}.w3",
-    down="block_sparse_moe.experts.{expert}.w2",
-)
-
-_GPT_OSS: Final = Experts(
-    router="mlp.router",
-    gate="mlp.experts.gate_proj",
-    up="mlp.experts.up_proj",
-    down="mlp.experts.down_proj",
-    fused="mlp.experts.gate_up_proj",
-)
-
-_GEMMA: Final = Family(
-    activation_key="hidden_activation", activation="gelu_pytorch_tanh", offset=1.0, scaled_embedding=True
-)
-
-FAMILIES: Final[dict[str, Family]] = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "gemma": _GEMMA,
-    "gemma2": evolve(_GEMMA, sandwich=True, attention_scalar=256.0, attention_cap=50.0, logit_cap=30.0),
-    "gemma3_text": evolve(_GEMMA, sandwich=True, attention_scalar=256.0, logit_cap=inf),
-    "phi3": Family(norm_eps=1e-5),
-    "granite": Family(multipliers=True),
-    "smollm3": Family(),
-    "mixtral": Family(norm_eps=1e-5, experts=_MIXTRAL, normalised=True),
-    "qwen3_moe": Family(),
-    "gpt_oss": Family(norm_eps=1e-5, experts=_GPT_OSS, normalised=True),
-}
 
 #: Range of numbers in a config.json, such as factors and epsilon; their squares and quotients are far from overflowing.
 _LEAST: Final = 1e-12

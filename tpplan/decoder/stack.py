@@ -83,6 +83,7 @@ class Stack:
         self.looks_at_spans = not all(steps[device].attends(each) for layer in heads for device, each in layer.items())
         self._settings = settings
         self._family = settings.family
+        self._norms = settings.family.norms
         self._blocks = blocks
         self._weights = weights
         self.steps = steps
@@ -141,7 +142,7 @@ class Stack:
     def normed(self, xs: Sequence[Tensor], device: int, norm: str, fused: str, names: Sequence[str] = ()) -> Tensor:
         """Normalise the rows of a device and multiply by matrices; see :meth:`tpplan.decoder.plain.Plain.normed`."""
         weights, x_RD = self._weights[device], xs[self._places[device]]
-        return self.steps[device].normed(x_RD, weights[f"{norm}.weight"], weights, fused, names)
+        return self.steps[device].normed(x_RD, weights[f"{norm}.weight"] if norm else None, weights, fused, names)
 
     def _halves(self, block: Block) -> tuple[Callable[[int, tuple[Tensor, ...], Pass], Made], ...]:
         """Return what computes the two halves of a layer."""
@@ -150,36 +151,40 @@ class Stack:
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Made:
         found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]
         name = f"model.layers.{layer}.self_attn.o_proj"
-        post = "post_attention_layernorm" if self._family.sandwich else ""
-        return Made(self._lead_back(layer, found, name, Axis.Q, xs=xs, dim=self._head_dims[layer]), Axis.Q, post)
+        ys = self._lead_back(layer, found, name, Axis.Q, xs=xs, dim=self._head_dims[layer])
+        return Made(ys, Axis.Q, self._norms.after_attention)
 
     def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
         """Return the attention output of a device's query heads, concatenated to ``[R, ...]``."""
-        start, head_dim = f"model.layers.{layer}.self_attn.", self._head_dims[layer]
-        weights = self._weights[device]
-        names = [f"{start}{which}_proj" for which in "qkv"]
-        norm = f"model.layers.{layer}.input_layernorm"
-        qkv_RHK = torch.unflatten(self.normed(xs, device, norm, f"{start}qkv_proj", names), -1, (-1, head_dim))
-        norms = [f"{start}{which}_norm.weight" for which in "qk"]
-        by = rows.angles[device][self._settings.ropes.kinds[layer]]
-        turn = Turn(by, tuple(weights[name] for name in norms if name in weights))
-        sinks = weights[name] if (name := f"{start}sinks") in weights else None
-        scoring = Scoring(self._settings.attention_scale or 1 / sqrt(head_dim), self._settings.attention_cap, sinks)
+        start, head_dim, of = f"model.layers.{layer}.", self._head_dims[layer], self._norms
+        weights, ropes, angles = self._weights[device], self._settings.ropes, rows.angles[device]
         steps, heads = self.steps[device], self.heads[layer][device]
+        names = [f"{start}self_attn.{which}_proj" for which in "qkv"]
+        norm = f"{start}{of.before_attention}" if of.before_attention else ""
+        qkv_RO = self.normed(xs, device, norm, f"{start}self_attn.qkv_proj", names)
+        qkv_RHK = torch.unflatten(qkv_RO, -1, (-1, head_dim))
+        if angles.growth is not None:
+            qkv_RHK[:, : heads.queries].mul_(angles.growth)
+        norms = tuple(weights[name] for each in (of.queries, of.keys) if (name := f"{start}{each}.weight") in weights)
+        by = angles.by_kind[ropes.kinds[layer]]
+        turn = Turn(by, norms, are_neighbours=ropes.are_neighbours, norms_last=of.behind_rope)
+        sinks = weights[name] if (name := f"{start}self_attn.sinks") in weights else None
+        scoring = Scoring(self._settings.attention_scale or 1 / sqrt(head_dim), self._settings.attention_cap, sinks)
         return rows.attention(steps, heads, qkv_RHK, turn, scoring, device)
 
     def _mlp(self, layer: int, xs: tuple[Tensor, ...], _rows: Pass) -> Made:
         name = f"model.layers.{layer}.mlp.down_proj"
-        post = "post_feedforward_layernorm" if self._family.sandwich else ""
-        return Made(self._lead_back(layer, self._gated(layer, xs), name, Axis.ID, xs=xs), Axis.ID, post)
+        return Made(
+            self._lead_back(layer, self._gated(layer, xs), name, Axis.ID, xs=xs), Axis.ID, self._norms.after_mlp
+        )
 
     def _gated(self, layer: int, xs: tuple[Tensor, ...]) -> list[Tensor]:
         """Return each device's gated hidden activations of an MLP."""
-        start, found = f"model.layers.{layer}.mlp.", []
+        start, before, found = f"model.layers.{layer}.mlp.", self._before_mlp(layer), []
         names = [f"{start}gate_proj", f"{start}up_proj"]
         for part in self.context.split(Axis.ID, layer):
             x_RD, weights = xs[self._places[part.device]], self._weights[part.device]
-            norm = weights[f"{self._before_mlp(layer)}.weight"]
+            norm = weights[f"{before}.weight"] if before else None
             found.append(self.steps[part.device].gated(x_RD, norm, weights, f"{start}gate_up_proj", names))
         return found
 
@@ -222,7 +227,7 @@ class Stack:
         If the product is added to the stream at once, on a single device or for few rows, return the stream.
         """
         devices = self.context.devices_of(axis, layer)
-        if len(xs) == 1 and not self._family.sandwich:
+        if len(xs) == 1 and not self._norms.of_outputs:
             self.steps[devices[0]].add_linear(xs[0], parts[0], self._weights[devices[0]], name)
             return xs
         if self._add_at_once(parts, name, xs):
@@ -237,7 +242,7 @@ class Stack:
 
     def _most_joint(self, steps: Iterable[Plain]) -> int:
         """Return the most elements of the stream for which one kernel multiplies and all-reduces; 0 for none."""
-        if not self._reduce or self._family.sandwich:
+        if not self._reduce or self._norms.of_outputs:
             return 0
         return min(each.joint_rows for each in steps) * self.context.plan.split(Axis.RS).bounds[-1]
 
@@ -280,5 +285,4 @@ class Stack:
         return ctx.allgather(ys, Axis.RS, out=xs)
 
     def _before_mlp(self, layer: int) -> str:
-        which = "pre_feedforward" if self._family.sandwich else "post_attention"
-        return f"model.layers.{layer}.{which}_layernorm"
+        return f"model.layers.{layer}.{self._norms.before_mlp}" if self._norms.before_mlp else ""

@@ -16,6 +16,7 @@ from tests.decoder.kernels.test_skinny import acted
 from tests.decoder.pointwise_cases import launches, memory, number
 from tests.packed_cases import FORMS, WARPS, float_matrix, int_matrix, matrix_of
 from tpplan.decoder import fused
+from tpplan.decoder.families import FAMILIES
 from tpplan.decoder.fused import Fused
 from tpplan.decoder.gates import ACTIVATIONS
 from tpplan.decoder.held import Held
@@ -24,7 +25,6 @@ from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.packed import STEPS, Packed, names_of, shape_of
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
-from tpplan.decoder.settings import FAMILIES
 from tpplan.decoder.stacked import below
 from tpplan.exec.gpu import kernel_cache
 from tpplan.exec.gpu.channel_table import CALLERS, MOST_BLOCKS

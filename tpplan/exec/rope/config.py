@@ -37,12 +37,7 @@ _HEADS: Final = ("qk_rope_head_dim", "head_dim")
 
 def read_rope(data: Mapping[str, object], layer_type: str | None) -> tuple[float, int, Scaling, Style]:
     """Return the attributes of a Rope from the object in a config.json."""
-    model_type, config = text_part(Config(data, "config.json"))
-    defaults: Mapping[str, object] = DEFAULTS.get(model_type, {})
-    if family := LANGUAGE_MODELS.get(model_type):
-        defaults = {"rope_theta": 1e4, **family.defaults, **defaults}
-    given = {key: value for key, value in config.data.items() if value is not None or key not in defaults}
-    config = Config({**defaults, **given}, config.source)
+    model_type, config = _completed(data)
     if model_type in WITHOUT or config.flag("alibi"):
         raise config.error("this model has no RoPE", "its positions are learned, or ALiBi")
     if config.raw("layer_rope_theta"):
@@ -51,6 +46,27 @@ def read_rope(data: Mapping[str, object], layer_type: str | None) -> tuple[float
     dim = _dim(config, section)
     style: Style = "gptj" if config.flag("rope_interleave", default=model_type in GPTJ) else "neox"
     return _number(section, "rope_theta", low=_LOWEST_THETA, high=_HIGHEST_THETA), dim, _scaling(section, dim), style
+
+
+def read_growth(data: Mapping[str, object]) -> tuple[float, int]:
+    """Return by how much queries grow with their positions (Llama 4), and from which position on.
+
+    Raises:
+        ModelError: one of both is missing, of the wrong type or out of range.
+    """
+    model_type, config = _completed(data)
+    section = _section(config, model_type, None)
+    return _number(section, "llama_4_scaling_beta"), section.count(ORIGINAL)
+
+
+def _completed(data: Mapping[str, object]) -> tuple[str, Config]:
+    """Return the type of the language model in a config.json, and its config with the defaults of its class."""
+    model_type, config = text_part(Config(data, "config.json"))
+    defaults: Mapping[str, object] = DEFAULTS.get(model_type, {})
+    if family := LANGUAGE_MODELS.get(model_type):
+        defaults = {"rope_theta": 1e4, **family.defaults, **defaults}
+    given = {key: value for key, value in config.data.items() if value is not None or key not in defaults}
+    return model_type, Config({**defaults, **given}, config.source)
 
 
 def _dim(config: Config, section: Config) -> int:

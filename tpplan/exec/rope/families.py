@@ -56,6 +56,7 @@ DEFAULTS: Final[dict[str, dict[str, object]]] = {
             "factor": 16.0,
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
             ORIGINAL: 16384,
         }
     },
