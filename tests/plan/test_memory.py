@@ -13,14 +13,14 @@ from attrs import frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.family_configs import FAMILY_KEYS, configs
+from tests.family_configs import configs
 from tests.plan.memory_models import BITS, MODELS, model
 from tests.strategies import bounds
 from tpplan.axes import Axis, parse_layers
 from tpplan.config import parse_config
 from tpplan.costs import Cost, Demand
 from tpplan.devices import Device
-from tpplan.families import spec_from_config
+from tpplan.families import FAMILIES, spec_from_config
 from tpplan.memory import cache_bytes_per_token, demands, ledger, state_bytes
 from tpplan.model import DTYPE_BITS, Block, ModelSpec, Parameter
 from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, Cache, Request
@@ -204,7 +204,7 @@ def test_one_device_holds_the_whole_model_once(name: str, layout: str, kv: str) 
     assert entry.cache_bytes == 50 * cache_bytes_per_token(chosen, "q6") + state_bytes(chosen)
 
 
-@pytest.mark.parametrize("model_type", FAMILY_KEYS)
+@pytest.mark.parametrize("model_type", FAMILIES)
 @settings(max_examples=5)
 @given(data=st.data())
 def test_one_device_holds_the_whole_of_any_family(model_type: str, data: st.DataObject) -> None:
