@@ -214,16 +214,6 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         },
     ),
     "solar_open": (_ROUTED, {**_HEAD, "attention_bias": _FLAG, "n_shared_experts": st.integers(1, 2)}),
-    "mimo_v2_flash": (
-        {**_ROUTED, "head_dim": st.just(12), "v_head_dim": st.sampled_from((4, 6))},
-        {
-            "attention_bias": _FLAG,
-            "sliding_window": _WINDOW,
-            "sliding_window_size": st.none() | st.integers(0, 9),
-            "mlp_layer_types": _types(_MLP_TYPES),
-            "layer_types": _types(("full_attention", "sliding_attention")),
-        },
-    ),
     "afmoe": (
         _EXPERTS,
         {
@@ -350,9 +340,6 @@ _UNGROUPED = {
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"),
 }
 
-#: Families whose query heads are a multiple of more than the KV heads: sliding layers have twice as many of these.
-_TIMES = {"mimo_v2_flash": 2}
-
 #: Families whose class has a head size of its own, although only the hidden size over the query heads works.
 _WHOLE = {"helium"}
 
@@ -370,7 +357,7 @@ def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         return {**whole, "text_config": text}
     always, sometimes = FAMILY_KEYS[model_type]
     kv_heads = draw(st.integers(1, 3))
-    q_heads = kv_heads * (1 if model_type in _UNGROUPED else draw(st.integers(1, 3)) * _TIMES.get(model_type, 1))
+    q_heads = kv_heads * (1 if model_type in _UNGROUPED else draw(st.integers(1, 3)))
     common = {
         "vocab_size": draw(st.integers(5, 40)),
         "hidden_size": q_heads * draw(st.sampled_from((8, 16))),

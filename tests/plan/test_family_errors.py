@@ -65,24 +65,6 @@ from tpplan.errors import ModelError
             {"model_type": "hunyuan_v1_moe", "num_experts": 9, "moe_topk": [1, 2]},
             ("moe_topk is [1, 2]", "not the same for all layers"),
         ),
-        (
-            {
-                "model_type": "mimo_v2_flash",
-                "n_routed_experts": 9,
-                "moe_intermediate_size": 9,
-                "hybrid_layer_pattern": [0, 1],
-            },
-            ("hybrid_layer_pattern has 2 entries", "32 layers"),
-        ),
-        (
-            {
-                "model_type": "mimo_v2_flash",
-                "n_routed_experts": 9,
-                "moe_intermediate_size": 9,
-                "num_key_value_heads": 32,
-            },
-            ("32 query heads", "multiple of 64"),
-        ),
         ({"model_type": "smollm3", "num_key_value_heads": 4, "no_rope_layers": [1]}, ("1 entries", "32 layers")),
         (
             {"model_type": "smollm3", "sliding_window": 9, "layer_types": ["sliding_attention"] * 32},

@@ -61,7 +61,6 @@ _HYBRID = _NARROW | {
 
 _OPEN = {"num_experts": 4, "num_experts_per_tok": 2}
 _ROUTED = {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 7, "num_experts_per_tok": 2}
-_MIMO = _GROUPED | _ROUTED | {"head_dim": 12, "v_head_dim": 6, "num_hidden_layers": 3, "attention_bias": True}
 
 #: The forms in which families store attention and MLP.
 FORMS: dict[str, dict[str, Any]] = {
@@ -129,7 +128,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "dots1": _NARROW | _ROUTED,
     "exaone_moe": _NARROW | _EXPERTS,
     "solar_open": _NARROW | _ROUTED,
-    "mimo_v2_flash": _MIMO,
     "afmoe": _NARROW | _EXPERTS | {"attention_bias": True},
     "hy_v3": _NARROW | _EXPERTS | _BIASED,
     "olmoe": _GROUPED | _OPEN,

@@ -42,9 +42,6 @@ def _mla(q_rank: int, nope: int, value: int) -> dict[str, int]:
 _GLM = _shape(vocab=151_552, hidden=4096, dense=10_944, expert=1408, layers=46, q=96, kv=8, head_dim=128, top=8)
 _LLAMA4 = _shape(vocab=202_048, hidden=5120, dense=8192, layers=48, q=40, kv=8, top=1)
 _V3 = _shape(vocab=129_280, hidden=7168, dense=18_432, expert=2048, layers=61, q=128, kv=128, top=8, shared=1)
-_MIMO = _shape(
-    vocab=152_576, hidden=4096, dense=16_384, expert=2048, layers=48, q=64, kv=4, head_dim=192, v_head_dim=128, top=8
-)
 
 #: Models with their parameters in thousands of millions, without layers for further tokens and parts for images.
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
@@ -97,7 +94,6 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
         },
         29,
     ),
-    "MiMo-V2-Flash": ({"model_type": "mimo_v2_flash", **_MIMO, "n_routed_experts": 256}, 308),
     "Hunyuan-A13B": (
         {
             "model_type": "hunyuan_v1_moe",
@@ -156,31 +152,6 @@ def test_dense_layers_of_llama_4_have_a_width_of_their_own() -> None:
     """Every other layer of Maverick is dense, and twice as wide as an expert."""
     sizes = {(block.intermediate, block.expert_intermediate) for block in spec_of(MODELS["Llama-4-Maverick"][0]).blocks}
     assert sizes == {(16_384, 0), (0, 8192)}
-
-
-def test_sliding_layers_of_mimo_have_more_heads_and_sinks() -> None:
-    """MiMo-V2-Flash: 8 KV heads that see 128 tokens before them where layers slide, else 4; values are narrower."""
-    config = MODELS["MiMo-V2-Flash"][0]
-    spec = spec_of(config)
-    attentions = {block.attention for block in spec.blocks if block.attention}
-    assert {(a.kv_heads, a.head_dim, a.v_head_dim, a.window) for a in attentions} == {
-        (4, 192, 128, 0),
-        (8, 192, 128, 129),
-    }
-    sinks = [any(p.name.endswith("attention_sink_bias") for p in block.parameters) for block in spec.blocks]
-    assert sinks == [bool(block.attention and block.attention.window) for block in spec.blocks]
-    pattern = [int(layer % 6 != 5) for layer in range(48)]
-    published = {
-        "hybrid_layer_pattern": pattern,
-        "moe_layer_freq": [0] + [1] * 47,
-        "sliding_window": 128,
-        "sliding_window_size": 128,
-    }
-    first, *_ = spec_of(config | published).blocks
-    assert first.attention
-    assert (first.layers, first.attention.window) == ((0,), 129)
-    pattern[0] = 0
-    assert spec_of(config | published) == spec
 
 
 def test_the_indexer_of_deepseek_v32_has_keys_in_the_cache() -> None:

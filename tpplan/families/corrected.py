@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-from attrs import evolve
+from typing import Final
 
 from tpplan.axes import Axis
 from tpplan.families.rows import (
@@ -21,43 +19,12 @@ from tpplan.families.rows import (
     outside,
 )
 from tpplan.families.shape import every_layer, except_every, from_max_window_layers, windows
-from tpplan.families.sparse import SHARED, after_dense, after_first, mlp_types, moe_interval, shared_experts
-from tpplan.families.table import Family, Row, Shape
-
-if TYPE_CHECKING:
-    from tpplan.config import Config
+from tpplan.families.sparse import SHARED, after_dense, mlp_types, moe_interval, shared_experts
+from tpplan.families.table import Family, Row
 
 _ATTENTION_BIAS = attention("attention_bias", "attention_bias")
 _SHARED = gated("mlp.shared_experts", "SX", when=SHARED)
 _CORRECTED = (*ROUTER, *correction("mlp.gate.e_score_correction_bias"), *EXPERTS, *_SHARED)
-
-
-def _mimo_windows(config: Config, layers: int) -> tuple[int, ...]:
-    """Read the windows, which ``sliding_window_size`` counts without the token that sees them."""
-    window = config.count("sliding_window", default=129)
-    others = config.count("sliding_window_size", default=window - 1, minimum=0)
-    return windows(None, _mimo_layers)(config.having("sliding_window", others + 1), layers)
-
-
-def _mimo_layers(config: Config, layers: int) -> tuple[bool, ...]:
-    """Select the layers that slide: as ``hybrid_layer_pattern`` says, else all but the first and every sixth."""
-    pattern = config.numbers("hybrid_layer_pattern") or [layer and (layer + 1) % 6 for layer in range(layers)]
-    if len(pattern) != layers:
-        raise config.error(f"hybrid_layer_pattern has {len(pattern)} entries for {layers} layers (num_hidden_layers)")
-    return tuple(map(bool, pattern))
-
-
-def _mimo(config: Config, shape: Shape) -> Shape:
-    """Add the size of value heads, which keys do not have; sliding layers have twice as many KV heads."""
-    if shape.q_heads % (2 * shape.kv_heads):
-        heads = f"{shape.q_heads} query heads (num_attention_heads) are not a multiple of {2 * shape.kv_heads}"
-        raise config.error(f"{heads} key/value heads, of which sliding layers have two for each of num_key_value_heads")
-    return evolve(shape, v_head_dim=config.count("v_head_dim", default=128))
-
-
-def _mimo_sliding(shape: Shape) -> Shape:
-    """Double the KV heads, and add sinks."""
-    return evolve(shape, kv_heads=2 * shape.kv_heads, flags=shape.flags | {"sinks"})
 
 
 CORRECTED: Final[dict[str, Family]] = {
@@ -135,24 +102,6 @@ CORRECTED: Final[dict[str, Family]] = {
         flags={"attention_bias": False},
         moe=every_layer,
         adapt=shared_experts(default=1),
-    ),
-    "mimo_v2_flash": Family(
-        architectures=("MiMoV2FlashForCausalLM",),
-        outside=outside(),
-        layer=(
-            *NORMS,
-            *attention("attention_bias"),
-            Row("self_attn.attention_sink_bias", "q", "sinks"),
-        ),
-        dense=gated(),
-        sparse=(*ROUTER, *correction("mlp.gate.e_score_correction_bias"), *EXPERTS),
-        ignored=("*.rotary_emb.inv_freq", "model.mtp.*"),
-        defaults={"num_key_value_heads": 4, "head_dim": 192, "num_experts_per_tok": 8},
-        flags={"attention_bias": False},
-        window=_mimo_windows,
-        moe=mlp_types(after_first),
-        adapt=_mimo,
-        sliding=_mimo_sliding,
     ),
     "afmoe": Family(
         architectures=("AfmoeForCausalLM",),

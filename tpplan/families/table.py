@@ -202,7 +202,6 @@ class Family:
         linear: the linear attention of each layer, from the config and the number of layers; None if none ever has.
         expert_key: the key with the width of a routed expert.
         adapt: changes the shape where the family reads its config in its own way.
-        sliding: changes it for layers with a sliding window.
     """
 
     architectures: tuple[str, ...]
@@ -228,12 +227,9 @@ class Family:
     linear: Callable[[Config, int], tuple[LinearAttention | None, ...]] | None = None
     expert_key: str = "moe_intermediate_size"
     adapt: Callable[[Config, Shape], Shape] | None = None
-    sliding: Callable[[Shape], Shape] | None = None
 
     def block(self, shape: Shape, layers: tuple[int, ...], dtype: str) -> Block:
         """Return the block of ``layers``, which must be equal in window, linear attention and kind of MLP."""
-        if self.sliding and shape.windows[layers[0]]:
-            shape = self.sliding(shape)
         sparse, linear = shape.sparse[layers[0]], shape.linear[layers[0]]
         rows = (*(self.linear_layer if linear else self.layer), *(self.sparse if sparse else self.dense))
         attention = Attention(
