@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 _BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")
 
 
+#: What GPT-2 and those after it have outside the layers, and the norms of a layer.
+_GPT2_OUTSIDE = (
+    Row("transformer.wpe.weight", "p h", lookup=ALWAYS),
+    *outside("transformer.wte", norm("transformer.ln_f", bias=True)),
+)
+_GPT2_NORMS = (*norm("ln_1", bias=True), *norm("ln_2", bias=True))
+
+
 def _falcon(config: Config, shape: Shape) -> Shape:
     """Find Falcon's KV heads and norms, which depend on three switches.
 
@@ -53,14 +61,10 @@ def _opt(config: Config, shape: Shape) -> Shape:
 CLASSIC: Final[dict[str, Family]] = {
     "gpt2": Family(
         architectures=("GPT2LMHeadModel",),
-        outside=(
-            Row("transformer.wpe.weight", "p h", lookup=ALWAYS),
-            *outside("transformer.wte", norm("transformer.ln_f", bias=True)),
-        ),
+        outside=_GPT2_OUTSIDE,
         layers="transformer.h.{layer}.",
         layer=(
-            *norm("ln_1", bias=True),
-            *norm("ln_2", bias=True),
+            *_GPT2_NORMS,
             *conv1d("attn.c_attn", "Q+K+V", "RS"),
             *conv1d("attn.c_proj", "RS", "O"),
         ),
@@ -112,14 +116,10 @@ CLASSIC: Final[dict[str, Family]] = {
     ),
     "gpt_bigcode": Family(
         architectures=("GPTBigCodeForCausalLM",),
-        outside=(
-            Row("transformer.wpe.weight", "p h", lookup=ALWAYS),
-            *outside("transformer.wte", norm("transformer.ln_f", bias=True)),
-        ),
+        outside=_GPT2_OUTSIDE,
         layers="transformer.h.{layer}.",
         layer=(
-            *norm("ln_1", bias=True),
-            *norm("ln_2", bias=True),
+            *_GPT2_NORMS,
             *linear("attn.c_attn", "Q+K+V", "RS", ALWAYS, when="multi_query"),
             *linear("attn.c_attn", "QKV", "RS", ALWAYS, when="!multi_query"),
             *linear("attn.c_proj", "RS", "O", ALWAYS),

@@ -6,10 +6,12 @@ from typing import Final
 
 from tpplan.axes import Axis
 from tpplan.families.rows import (
+    BIASED_ATTENTION,
     EXPERTS,
     MIXTRAL_EXPERTS,
     NORMS,
     ROUTER,
+    WIDE_NORMS,
     attention,
     correction,
     gated,
@@ -22,10 +24,10 @@ from tpplan.families.shape import every_layer, except_every, from_max_window_lay
 from tpplan.families.sparse import SHARED, after_dense, mlp_types, moe_interval, shared_experts
 from tpplan.families.table import Family, Row
 
-_ATTENTION_BIAS = attention("attention_bias", "attention_bias")
 _SHARED = gated("mlp.shared_experts", "SX", when=SHARED)
-_CORRECTED = (*ROUTER, *correction("mlp.gate.e_score_correction_bias"), *EXPERTS, *_SHARED)
 
+#: Router, experts and shared experts of most of them.
+CORRECTED_EXPERTS = (*ROUTER, *correction("mlp.gate.e_score_correction_bias"), *EXPERTS, *_SHARED)
 
 CORRECTED: Final[dict[str, Family]] = {
     "glm4_moe": Family(
@@ -33,7 +35,7 @@ CORRECTED: Final[dict[str, Family]] = {
         outside=outside(),
         layer=(*NORMS, *attention("attention_bias"), *head_norms(when="use_qk_norm")),
         dense=gated(),
-        sparse=_CORRECTED,
+        sparse=CORRECTED_EXPERTS,
         extra_layers=True,
         defaults={"num_key_value_heads": 8, "num_experts_per_tok": 8},
         flags={"attention_bias": False, "use_qk_norm": False},
@@ -43,7 +45,7 @@ CORRECTED: Final[dict[str, Family]] = {
     "minimax_m2": Family(
         architectures=("MiniMaxM2ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *attention(), *norm("self_attn.q_norm", "Q"), *norm("self_attn.k_norm", "K")),
+        layer=(*NORMS, *attention(), *WIDE_NORMS),
         sparse=(*correction("block_sparse_moe.e_score_correction_bias"), *MIXTRAL_EXPERTS),
         extra_layers=True,
         defaults={"num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 8},
@@ -72,9 +74,9 @@ CORRECTED: Final[dict[str, Family]] = {
     "dots1": Family(
         architectures=("Dots1ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS, *head_norms()),
+        layer=(*NORMS, *BIASED_ATTENTION, *head_norms()),
         dense=gated(),
-        sparse=_CORRECTED,
+        sparse=CORRECTED_EXPERTS,
         defaults={"num_key_value_heads": 32},
         flags={"attention_bias": False},
         window=windows(4096, from_max_window_layers(62)),
@@ -97,7 +99,7 @@ CORRECTED: Final[dict[str, Family]] = {
         architectures=("SolarOpenForCausalLM",),
         outside=outside(),
         layer=(*NORMS, *attention("attention_bias")),
-        sparse=_CORRECTED,
+        sparse=CORRECTED_EXPERTS,
         defaults={"num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 8},
         flags={"attention_bias": False},
         moe=every_layer,
@@ -110,7 +112,7 @@ CORRECTED: Final[dict[str, Family]] = {
             *NORMS,
             *norm("pre_mlp_layernorm"),
             *norm("post_mlp_layernorm"),
-            *_ATTENTION_BIAS,
+            *BIASED_ATTENTION,
             *head_norms(),
             *linear("self_attn.gate_proj", "O", "RS"),
         ),
@@ -130,7 +132,7 @@ CORRECTED: Final[dict[str, Family]] = {
     "hy_v3": Family(
         architectures=("HYV3ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS, *head_norms()),
+        layer=(*NORMS, *BIASED_ATTENTION, *head_norms()),
         dense=gated(bias="mlp_bias"),
         sparse=(
             *linear("mlp.router.gate", "e", "h", home=Axis.EX),

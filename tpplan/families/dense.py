@@ -6,7 +6,20 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
-from tpplan.families.rows import ALWAYS, FUSED_MLP, NORMS, attention, gated, head_norms, linear, norm, outside
+from tpplan.families.rows import (
+    ALWAYS,
+    BIASED_ATTENTION,
+    FUSED_MLP,
+    NORMS,
+    POST_NORMS,
+    WIDE_NORMS,
+    attention,
+    gated,
+    head_norms,
+    linear,
+    norm,
+    outside,
+)
 from tpplan.families.shape import (
     every_layer,
     except_every,
@@ -20,11 +33,7 @@ from tpplan.families.table import Family, Row, Shape
 if TYPE_CHECKING:
     from tpplan.config import Config
 
-_ATTENTION_BIAS = attention("attention_bias", "attention_bias")
 _QWEN_WINDOW = windows(4096, from_max_window_layers(28), switch="use_sliding_window")
-#: Norms of all query heads together, and of all key heads; and norms of what attention and MLP give.
-_WIDE_NORMS = (*norm("self_attn.q_norm", "Q"), *norm("self_attn.k_norm", "K"))
-_POST_NORMS = (*norm("post_attention_layernorm"), *norm("post_feedforward_layernorm"))
 
 
 def _cohere(config: Config, shape: Shape) -> Shape:
@@ -50,7 +59,7 @@ DENSE: Final[dict[str, Family]] = {
     "llama": Family(
         architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS),
+        layer=(*NORMS, *BIASED_ATTENTION),
         dense=gated(bias="mlp_bias"),
         flags={"attention_bias": False, "mlp_bias": False},
     ),
@@ -73,7 +82,7 @@ DENSE: Final[dict[str, Family]] = {
     "qwen3": Family(
         architectures=("Qwen3ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS, *head_norms()),
+        layer=(*NORMS, *BIASED_ATTENTION, *head_norms()),
         dense=gated(),
         defaults={"num_key_value_heads": 32, "head_dim": 128},
         flags={"attention_bias": False},
@@ -95,7 +104,7 @@ DENSE: Final[dict[str, Family]] = {
         outside=outside(),
         layer=(
             *norm("input_layernorm"),
-            *_ATTENTION_BIAS,
+            *BIASED_ATTENTION,
             *norm("self_attn.q_norm", "q d", when="use_qk_norm"),
             *norm("self_attn.k_norm", "k d", when="use_qk_norm"),
         ),
@@ -107,7 +116,7 @@ DENSE: Final[dict[str, Family]] = {
     "cohere2": Family(
         architectures=("Cohere2ForCausalLM",),
         outside=outside(),
-        layer=(*norm("input_layernorm"), *_ATTENTION_BIAS),
+        layer=(*norm("input_layernorm"), *BIASED_ATTENTION),
         dense=gated(),
         flags={"attention_bias": False},
         tied=True,
@@ -118,21 +127,21 @@ DENSE: Final[dict[str, Family]] = {
     "olmo": Family(  # its norms have no parameters
         architectures=("OlmoForCausalLM",),
         outside=outside(final=()),
-        layer=_ATTENTION_BIAS,
+        layer=BIASED_ATTENTION,
         dense=gated(),
         flags={"attention_bias": False},
     ),
     "olmo2": Family(
         architectures=("Olmo2ForCausalLM",),
         outside=outside(),
-        layer=(*_ATTENTION_BIAS, *_WIDE_NORMS, *_POST_NORMS),
+        layer=(*BIASED_ATTENTION, *WIDE_NORMS, *POST_NORMS),
         dense=gated(),
         flags={"attention_bias": False},
     ),
     "granite": Family(
         architectures=("GraniteForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS),
+        layer=(*NORMS, *BIASED_ATTENTION),
         dense=gated(bias="mlp_bias"),
         flags={"attention_bias": False, "mlp_bias": False},
     ),
@@ -167,7 +176,7 @@ DENSE: Final[dict[str, Family]] = {
     "smollm3": Family(
         architectures=("SmolLM3ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS),
+        layer=(*NORMS, *BIASED_ATTENTION),
         dense=gated(bias="mlp_bias"),
         defaults={"num_key_value_heads": 4},
         flags={"attention_bias": False, "mlp_bias": False},
@@ -201,7 +210,7 @@ DENSE: Final[dict[str, Family]] = {
     "olmo3": Family(
         architectures=("Olmo3ForCausalLM",),
         outside=outside(),
-        layer=(*_ATTENTION_BIAS, *_WIDE_NORMS, *_POST_NORMS),
+        layer=(*BIASED_ATTENTION, *WIDE_NORMS, *POST_NORMS),
         dense=gated(),
         flags={"attention_bias": False},
         window=windows(4096, except_every(4, key="")),
@@ -209,7 +218,7 @@ DENSE: Final[dict[str, Family]] = {
     "exaone4": Family(
         architectures=("Exaone4ForCausalLM",),
         outside=outside(),
-        layer=(*attention(), *head_norms(), *_POST_NORMS),
+        layer=(*attention(), *head_norms(), *POST_NORMS),
         dense=gated(),
         defaults={"num_key_value_heads": 32},
         window=windows(4096, except_every(4)),
@@ -226,7 +235,7 @@ DENSE: Final[dict[str, Family]] = {
     "hunyuan_v1_dense": Family(
         architectures=("HunYuanDenseV1ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS, *head_norms("query_layernorm", "key_layernorm")),
+        layer=(*NORMS, *BIASED_ATTENTION, *head_norms("query_layernorm", "key_layernorm")),
         dense=gated(),
         flags={"attention_bias": False},
     ),
@@ -235,7 +244,7 @@ DENSE: Final[dict[str, Family]] = {
         outside=outside(),
         layer=(
             *NORMS,
-            *_ATTENTION_BIAS,
+            *BIASED_ATTENTION,
             *norm("post_norm1", when="use_post_norm"),
             *norm("post_norm2", when="use_post_norm"),
         ),
@@ -262,7 +271,7 @@ DENSE: Final[dict[str, Family]] = {
     "granite_swa": Family(
         architectures=("GraniteSWAForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS, Row("self_attn.sinks", "q")),
+        layer=(*NORMS, *BIASED_ATTENTION, Row("self_attn.sinks", "q")),
         dense=gated(bias="mlp_bias"),
         defaults={"num_key_value_heads": 4},
         flags={"attention_bias": False, "mlp_bias": False},

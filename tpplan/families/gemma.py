@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from tpplan.families.rows import NORMS, attention, gated, head_norms, norm, outside
+from tpplan.families.rows import BIASED_ATTENTION, NORMS, gated, head_norms, norm, outside
 from tpplan.families.shape import except_every, windows
 from tpplan.families.table import Family
 
-_ATTENTION_BIAS = attention("attention_bias", "attention_bias")
 _FEEDFORWARD_NORMS = (*norm("pre_feedforward_layernorm"), *norm("post_feedforward_layernorm"))
 
 GEMMA: Final[dict[str, Family]] = {
     "gemma": Family(
         architectures=("GemmaForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS),
+        layer=(*NORMS, *BIASED_ATTENTION),
         dense=gated(),
         defaults={"num_key_value_heads": 16, "head_dim": 256},
         flags={"attention_bias": False},
@@ -24,7 +23,7 @@ GEMMA: Final[dict[str, Family]] = {
     "gemma2": Family(
         architectures=("Gemma2ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_FEEDFORWARD_NORMS, *_ATTENTION_BIAS),
+        layer=(*NORMS, *_FEEDFORWARD_NORMS, *BIASED_ATTENTION),
         dense=gated(),
         defaults={"num_key_value_heads": 4, "head_dim": 256},
         flags={"attention_bias": False},
@@ -34,7 +33,7 @@ GEMMA: Final[dict[str, Family]] = {
     "gemma3_text": Family(
         architectures=("Gemma3ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_FEEDFORWARD_NORMS, *_ATTENTION_BIAS, *head_norms()),
+        layer=(*NORMS, *_FEEDFORWARD_NORMS, *BIASED_ATTENTION, *head_norms()),
         dense=gated(),
         defaults={
             "vocab_size": 262_208,
@@ -53,7 +52,7 @@ GEMMA: Final[dict[str, Family]] = {
     "vaultgemma": Family(
         architectures=("VaultGemmaForCausalLM",),
         outside=outside(),
-        layer=(*norm("input_layernorm"), *norm("pre_feedforward_layernorm"), *_ATTENTION_BIAS),
+        layer=(*norm("input_layernorm"), *norm("pre_feedforward_layernorm"), *BIASED_ATTENTION),
         dense=gated(),
         defaults={"num_key_value_heads": 4, "head_dim": 256},
         flags={"attention_bias": False},

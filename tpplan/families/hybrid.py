@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attrs import evolve
-
 from tpplan.axes import Axis
-from tpplan.families.rows import EXPERTS, NORMS, ROUTER, attention, gated, head_norms, linear, norm, outside
+from tpplan.families.rows import (
+    EXPERTS,
+    NORMS,
+    ROUTER,
+    SHARED_EXPERT,
+    attention,
+    gated,
+    head_norms,
+    linear,
+    norm,
+    outside,
+)
 from tpplan.families.shape import MAX_PARTS, STACKED, every_layer, layer_types
-from tpplan.families.sparse import sparse_steps
-from tpplan.families.table import Family, Row, Shape
+from tpplan.families.sparse import shared_expert, sparse_steps
+from tpplan.families.table import Family, Row
 from tpplan.model import LinearAttention
 
 if TYPE_CHECKING:
@@ -32,12 +41,6 @@ def _delta_net(config: Config, layers: int) -> tuple[LinearAttention | None, ...
         numbers = f"{sizes.value_heads} value heads (linear_num_value_heads) are not a multiple of {sizes.key_heads}"
         raise config.error(f"{numbers} key heads (linear_num_key_heads)")
     return tuple(sizes if is_linear else None for is_linear in chosen)
-
-
-def _shared_expert(config: Config, shape: Shape) -> Shape:
-    """Add the shared expert."""
-    width = config.count("shared_expert_intermediate_size", default=512) if shape.experts else 0
-    return evolve(shape, shared_intermediate=width)
 
 
 #: Attention whose output is gated; the projection of the queries gives the gates too, head by head.
@@ -68,8 +71,6 @@ _EXPERTS = (
     Row("mlp.experts.down_proj", "e RS EX", STACKED, out=1),
 )
 
-_SHARED_EXPERT = (*gated("mlp.shared_expert", "SX"), *linear("mlp.shared_expert_gate", "1", "h", home=Axis.SX))
-
 #: Checkpoints have layers that predict a second token, and those of the text part may have what reads images.
 _IGNORED = ("mtp.*", "model.visual.*")
 
@@ -88,13 +89,13 @@ HYBRID: Final[dict[str, Family]] = {
         layer=(*NORMS, *_GATED_ATTENTION),
         linear_layer=(*NORMS, *_INTERLEAVED, *_DELTA_NET),
         dense=gated(),
-        sparse=(*ROUTER, *EXPERTS, *_SHARED_EXPERT),
+        sparse=(*ROUTER, *EXPERTS, *SHARED_EXPERT),
         ignored=("mtp.*",),
         defaults={"num_key_value_heads": 2, "head_dim": 256},
         flags={"attention_bias": False},
         linear=_delta_net,
         moe=sparse_steps,
-        adapt=_shared_expert,
+        adapt=shared_expert(512),
     ),
     "qwen3_5_text": Family(
         architectures=("Qwen3_5ForCausalLM",),
@@ -118,7 +119,7 @@ HYBRID: Final[dict[str, Family]] = {
         outside=outside(),
         layer=(*NORMS, *_GATED_ATTENTION),
         linear_layer=(*NORMS, *_SEPARATE, *_DELTA_NET),
-        sparse=(*ROUTER, *_EXPERTS, *_SHARED_EXPERT),
+        sparse=(*ROUTER, *_EXPERTS, *SHARED_EXPERT),
         ignored=_IGNORED,
         defaults={
             **_QWEN3_5,
@@ -132,6 +133,6 @@ HYBRID: Final[dict[str, Family]] = {
         flags={"attention_bias": False},
         linear=_delta_net,
         moe=every_layer,
-        adapt=_shared_expert,
+        adapt=shared_expert(512),
     ),
 }

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.axes import Axis
-from tpplan.families.rows import EXPERTS, NORMS, ROUTER, correction, gated, linear, norm, outside
+from tpplan.families.corrected import CORRECTED_EXPERTS
+from tpplan.families.rows import EXPERTS, NORMS, ROUTER, gated, linear, norm, outside
 from tpplan.families.sparse import SHARED, after_dense, mlp_types, shared_experts
 from tpplan.families.table import Family, Shape
 
@@ -68,13 +69,6 @@ _INDEXER = (
     *linear("self_attn.indexer.weights_proj", "ih", "h", home=Axis.KV),
 )
 
-_CORRECTED = (
-    *ROUTER,
-    *correction("mlp.gate.e_score_correction_bias"),
-    *EXPERTS,
-    *gated("mlp.shared_experts", "SX", when=SHARED),
-)
-
 #: Heads have sizes of their own, so hidden sizes need not be multiples of heads.
 _HEAD = {"head_dim": 64}
 
@@ -83,7 +77,7 @@ _DEEPSEEK_V3 = Family(
     outside=outside(),
     layer=(*NORMS, *_MLA),
     dense=gated(),
-    sparse=_CORRECTED,
+    sparse=CORRECTED_EXPERTS,
     extra_layers=True,
     defaults=_HEAD,
     flags={"attention_bias": False},
@@ -110,7 +104,7 @@ LATENT: Final[dict[str, Family]] = {
         outside=outside(),
         layer=(*NORMS, *_MLA, *_INDEXER),
         dense=gated(),
-        sparse=_CORRECTED,
+        sparse=CORRECTED_EXPERTS,
         extra_layers=True,
         defaults={"num_experts_per_tok": 8, **_HEAD},
         flags={"attention_bias": False},
@@ -122,7 +116,7 @@ LATENT: Final[dict[str, Family]] = {
         outside=outside(),
         layer=(*NORMS, *_MLA),
         dense=gated(),
-        sparse=_CORRECTED,
+        sparse=CORRECTED_EXPERTS,
         extra_layers=True,
         defaults={"num_experts_per_tok": 4, **_HEAD},
         flags={"attention_bias": False},

@@ -8,31 +8,27 @@ from attrs import evolve
 
 from tpplan.axes import Axis
 from tpplan.families.rows import (
+    BIASED_ATTENTION,
     BIASED_NORMS,
     EXPERTS,
     MIXTRAL_EXPERTS,
     NORMS,
+    POST_NORMS,
     ROUTER,
+    SHARED_EXPERT,
+    WIDE_NORMS,
     attention,
     gated,
     head_norms,
-    linear,
     norm,
     outside,
 )
 from tpplan.families.shape import even_before_max_window_layers, every_layer, except_every, windows
-from tpplan.families.sparse import SHARED, after_dense, mlp_types, shared_experts, sparse_steps
+from tpplan.families.sparse import SHARED, after_dense, mlp_types, shared_expert, shared_experts, sparse_steps
 from tpplan.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
     from tpplan.config import Config
-
-_ATTENTION_BIAS = attention("attention_bias", "attention_bias")
-
-
-def _qwen2_moe(config: Config, shape: Shape) -> Shape:
-    """Add the shared expert."""
-    return evolve(shape, shared_intermediate=config.count("shared_expert_intermediate_size") if shape.experts else 0)
 
 
 def _hunyuan(_config: Config, shape: Shape) -> Shape:
@@ -72,19 +68,18 @@ MOE: Final[dict[str, Family]] = {
         sparse=(
             *ROUTER,
             *EXPERTS,
-            *gated("mlp.shared_expert", "SX"),
-            *linear("mlp.shared_expert_gate", "1", "h", home=Axis.SX),
+            *SHARED_EXPERT,
         ),
         defaults={"num_key_value_heads": 16},
         flags={"qkv_bias": True},
         window=windows(4096, even_before_max_window_layers, switch="use_sliding_window"),
         moe=sparse_steps,
-        adapt=_qwen2_moe,
+        adapt=shared_expert(),
     ),
     "qwen3_moe": Family(
         architectures=("Qwen3MoeForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS, *head_norms()),
+        layer=(*NORMS, *BIASED_ATTENTION, *head_norms()),
         dense=gated(),
         sparse=(*ROUTER, *EXPERTS),
         defaults={"num_key_value_heads": 4},
@@ -95,7 +90,7 @@ MOE: Final[dict[str, Family]] = {
     "olmoe": Family(
         architectures=("OlmoeForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS, *norm("self_attn.q_norm", "Q"), *norm("self_attn.k_norm", "K")),
+        layer=(*NORMS, *BIASED_ATTENTION, *WIDE_NORMS),
         sparse=(*ROUTER, *EXPERTS),
         defaults={"num_experts_per_tok": 8},
         flags={"attention_bias": False},
@@ -106,13 +101,7 @@ MOE: Final[dict[str, Family]] = {
     "flex_olmo": Family(
         architectures=("FlexOlmoForCausalLM",),
         outside=outside(),
-        layer=(
-            *_ATTENTION_BIAS,
-            *norm("self_attn.q_norm", "Q"),
-            *norm("self_attn.k_norm", "K"),
-            *norm("post_attention_layernorm"),
-            *norm("post_feedforward_layernorm"),
-        ),
+        layer=(*BIASED_ATTENTION, *WIDE_NORMS, *POST_NORMS),
         sparse=(*ROUTER, *EXPERTS),
         defaults={"num_experts_per_tok": 5},
         flags={"attention_bias": False},
@@ -122,7 +111,7 @@ MOE: Final[dict[str, Family]] = {
     "phimoe": Family(
         architectures=("PhimoeForCausalLM", "PhiMoEForCausalLM"),
         outside=(*outside(final=norm("model.norm", bias=True)), Row("lm_head.bias", "VC", "lm_head_bias")),
-        layer=(*BIASED_NORMS, *_ATTENTION_BIAS),
+        layer=(*BIASED_NORMS, *BIASED_ATTENTION),
         sparse=MIXTRAL_EXPERTS,
         defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2},
         flags={"attention_bias": False, "lm_head_bias": False},
@@ -133,7 +122,7 @@ MOE: Final[dict[str, Family]] = {
     "hunyuan_v1_moe": Family(
         architectures=("HunYuanMoEV1ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS, *head_norms("query_layernorm", "key_layernorm")),
+        layer=(*NORMS, *BIASED_ATTENTION, *head_norms("query_layernorm", "key_layernorm")),
         sparse=(
             Row("mlp.gate.wg.weight", "e h", home=Axis.EX, dtype="F32"),  # whatever the model's dtype
             *EXPERTS,
@@ -149,7 +138,7 @@ MOE: Final[dict[str, Family]] = {
     "cohere2_moe": Family(
         architectures=("Cohere2MoeForCausalLM",),
         outside=outside(),
-        layer=(*norm("input_layernorm"), *_ATTENTION_BIAS),
+        layer=(*norm("input_layernorm"), *BIASED_ATTENTION),
         dense=gated(),
         sparse=(*ROUTER, *EXPERTS, *gated("mlp.shared_experts", "SX", when=SHARED)),
         defaults={"head_dim": 128, "num_experts_per_tok": 2},

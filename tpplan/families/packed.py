@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.axes import Axis
-from tpplan.families.rows import ALWAYS, NORMS, attention, gated, linear, outside
+from tpplan.families.rows import ALWAYS, BIASED_ATTENTION, NORMS, gated, linear, outside
 from tpplan.families.shape import every_layer, every_other, windows, with_rope
 from tpplan.families.sparse import SHARED, moe_layers
 from tpplan.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
     from tpplan.config import Config
-
-_ATTENTION_BIAS = attention("attention_bias", "attention_bias")
 
 
 def _llama4(config: Config, shape: Shape) -> Shape:
@@ -40,7 +38,7 @@ _GRANITE = (
 _GRANITEMOE = Family(
     architectures=("GraniteMoeForCausalLM",),
     outside=outside(),
-    layer=(*NORMS, *_ATTENTION_BIAS),
+    layer=(*NORMS, *BIASED_ATTENTION),
     sparse=_GRANITE,
     defaults={"num_experts_per_tok": 2},
     flags={"attention_bias": False},
@@ -53,7 +51,7 @@ PACKED: Final[dict[str, Family]] = {
     "gpt_oss": Family(
         architectures=("GptOssForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS, Row("self_attn.sinks", "q")),
+        layer=(*NORMS, *BIASED_ATTENTION, Row("self_attn.sinks", "q")),
         sparse=(
             *linear("mlp.router", "e", "h", ALWAYS, home=Axis.EX),
             Row("mlp.experts.gate_up_proj", "e RS EX2", out=2),
@@ -82,7 +80,7 @@ PACKED: Final[dict[str, Family]] = {
     "llama4_text": Family(
         architectures=("Llama4ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS),
+        layer=(*NORMS, *BIASED_ATTENTION),
         dense=gated("feed_forward"),
         sparse=(
             *linear("feed_forward.router", "e", "h", home=Axis.EX),

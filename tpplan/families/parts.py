@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.families.dense import DENSE
-from tpplan.families.rows import ALWAYS, FUSED_MLP, NORMS, ROUTER, attention, gated, head_norms, norm, outside
+from tpplan.families.rows import (
+    ALWAYS,
+    BIASED_ATTENTION,
+    FUSED_MLP,
+    NORMS,
+    ROUTER,
+    attention,
+    gated,
+    head_norms,
+    norm,
+    outside,
+)
 from tpplan.families.shape import from_max_window_layers, windows
 from tpplan.families.sparse import sparse_steps
 from tpplan.families.table import Family, Row
@@ -55,7 +66,7 @@ PARTS: Final[dict[str, Family]] = {
     "qwen3_vl_moe_text": Family(
         architectures=(),
         outside=outside(),
-        layer=(*NORMS, *attention("attention_bias", "attention_bias"), *head_norms()),
+        layer=(*NORMS, *BIASED_ATTENTION, *head_norms()),
         dense=gated(),
         sparse=(
             *ROUTER,

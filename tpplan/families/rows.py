@@ -41,6 +41,16 @@ def attention(
     )
 
 
+#: The same with biases that config.json may switch on, in all projections.
+BIASED_ATTENTION = attention("attention_bias", "attention_bias")
+
+#: Norms of all query heads together, and of all key heads.
+WIDE_NORMS = (*norm("self_attn.q_norm", "Q"), *norm("self_attn.k_norm", "K"))
+
+#: Norms of what attention and MLP give.
+POST_NORMS = (*norm("post_attention_layernorm"), *norm("post_feedforward_layernorm"))
+
+
 def head_norms(
     q: str = "q_norm", k: str = "k_norm", *, bias: bool = False, when: str = "", heads: tuple[str, str] = ("", "")
 ) -> tuple[Row, ...]:
@@ -105,3 +115,6 @@ MIXTRAL_EXPERTS = (
     *linear("block_sparse_moe.experts.{expert}.w2", "RS", "EX"),
     *linear("block_sparse_moe.experts.{expert}.w3", "EX", "RS"),
 )
+
+#: An expert that all tokens are routed to, as far as a gate lets it through.
+SHARED_EXPERT = (*gated("mlp.shared_expert", "SX"), *linear("mlp.shared_expert_gate", "1", "h", home=Axis.SX))

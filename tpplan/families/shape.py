@@ -120,15 +120,22 @@ def layer_types(config: Config, layers: int, kind: str) -> tuple[bool, ...]:
     Raises:
         ModelError: the key has another number of layers, or one that is neither of this kind nor has full attention.
     """
-    types = config.texts("layer_types")
-    if not types:
-        return ()
-    if len(types) != layers:
-        raise config.error(f"layer_types has {len(types)} entries for {layers} layers (num_hidden_layers)")
-    unknown = next((found for found in types if found not in {_FULL, kind}), None)
+    return are_of_kind(config, "layer_types", layers, (_FULL, kind))
+
+
+def are_of_kind(config: Config, key: str, layers: int, kinds: tuple[str, str]) -> tuple[bool, ...]:
+    """Return for each layer whether ``key`` lists the second of two kinds for it; empty without such a key.
+
+    Raises:
+        ModelError: the key has another number of layers, or one of neither kind.
+    """
+    types = config.texts(key)
+    if types and len(types) != layers:
+        raise config.error(f"{key} has {len(types)} entries for {layers} layers (num_hidden_layers)")
+    unknown = next((found for found in types if found not in kinds), None)
     if unknown is not None:
-        raise config.error(f"layer_types has {unknown[:60]!r}, known are {_FULL} and {kind}")
-    return tuple(found == kind for found in types)
+        raise config.error(f"{key} has {unknown[:60]!r}, known are {' and '.join(kinds)}")
+    return tuple(found == kinds[1] for found in types)
 
 
 def every_layer(_config: Config, layers: int) -> tuple[bool, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
-from tpplan.families.shape import MAX_PARTS
+from tpplan.families.shape import MAX_PARTS, are_of_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 #: The flag of rows that are there only with shared experts.
 SHARED: Final = "shared_experts"
-
-#: What the MLP types of transformers' configs mean: whether the layer's MLP is made of experts.
-_MLP_TYPES: Final = {"dense": False, "sparse": True}
 
 
 def sparse_steps(config: Config, layers: int) -> tuple[bool, ...]:
@@ -41,24 +38,11 @@ def after_dense(default: int, key: str = "first_k_dense_replace") -> Callable[[C
     return choose
 
 
-def after_first(_config: Config, layers: int) -> tuple[bool, ...]:
-    """Select all layers but the first."""
-    return tuple(layer > 0 for layer in range(layers))
-
-
 def mlp_types(otherwise: Callable[[Config, int], tuple[bool, ...]]) -> Callable[[Config, int], tuple[bool, ...]]:
     """Select the layers that ``mlp_layer_types`` calls sparse; without such a key, as ``otherwise`` does."""
 
     def choose(config: Config, layers: int) -> tuple[bool, ...]:
-        types = config.texts("mlp_layer_types")
-        if not types:
-            return otherwise(config, layers)
-        if len(types) != layers:
-            raise config.error(f"mlp_layer_types has {len(types)} entries for {layers} layers (num_hidden_layers)")
-        unknown = next((kind for kind in types if kind not in _MLP_TYPES), None)
-        if unknown is not None:
-            raise config.error(f"mlp_layer_types has {unknown[:60]!r}, known are {' and '.join(_MLP_TYPES)}")
-        return tuple(_MLP_TYPES[kind] for kind in types)
+        return are_of_kind(config, "mlp_layer_types", layers, ("dense", "sparse")) or otherwise(config, layers)
 
     return choose
 
@@ -77,6 +61,16 @@ def moe_interval(config: Config, layers: int) -> tuple[bool, ...]:
     step = config.count("moe_layer_interval", default=1)
     end = layers if last < 0 else last + 1
     return tuple(first <= layer < end and (layer + 1) % step == 0 for layer in range(layers))
+
+
+def shared_expert(default: int | None = None) -> Callable[[Config, Shape], Shape]:
+    """Add the shared expert of Qwen's mixtures, which has a width of its own."""
+
+    def adapt(config: Config, shape: Shape) -> Shape:
+        width = config.count("shared_expert_intermediate_size", default=default) if shape.experts else 0
+        return evolve(shape, shared_intermediate=width)
+
+    return adapt
 
 
 def shared_experts(key: str = "n_shared_experts", default: int = 0) -> Callable[[Config, Shape], Shape]:

@@ -15,7 +15,7 @@ p      positions                        (uncut)  p2     positions, and two more 
 1      one                              (uncut)  qr     rank of the queries in MLA       (uncut)
 kr     rank of keys and values in MLA   (uncut)  krr    the same with the rotary part    (uncut)
 ih     heads of MLA's indexer           (uncut)  ik     key of the indexer               (uncut)
-iq     all queries of the indexer       (uncut)  ck     tokens that linear attention convolves
+iq     all queries of the indexer       (uncut)  ck     tokens of a convolution          (uncut)
 LK     key heads of linear attention × size (LH) LV     its value heads × their size     (LH)
 LQKVZ  query, key, its values and gates  (LH)    lh lh2 one and two for each value head  (LH)
 lv     size of its value heads          (uncut)  Q2     query and gate of each query head (Q)

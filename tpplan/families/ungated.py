@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.axes import Axis
-from tpplan.families.rows import ALWAYS, BIASED_NORMS, NORMS, attention, head_norms, norm, outside, plain
+from tpplan.families.rows import (
+    ALWAYS,
+    BIASED_ATTENTION,
+    BIASED_NORMS,
+    NORMS,
+    attention,
+    head_norms,
+    norm,
+    outside,
+    plain,
+)
 from tpplan.families.shape import every_layer, windows
 from tpplan.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
     from tpplan.config import Config
 
-_ATTENTION_BIAS = attention("attention_bias", "attention_bias")
 
 #: What the activation xIELU has learned, and what it is computed with: two vectors of one element, and two numbers.
 _XIELU = (
@@ -54,21 +63,21 @@ UNGATED: Final[dict[str, Family]] = {
     "nemotron": Family(
         architectures=("NemotronForCausalLM",),
         outside=outside(final=norm("model.norm", bias=True)),
-        layer=(*BIASED_NORMS, *_ATTENTION_BIAS),
+        layer=(*BIASED_NORMS, *BIASED_ATTENTION),
         dense=plain("mlp.up_proj", "mlp.down_proj", "mlp_bias"),
         flags={"attention_bias": False, "mlp_bias": False},
     ),
     "arcee": Family(
         architectures=("ArceeForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_ATTENTION_BIAS),
+        layer=(*NORMS, *BIASED_ATTENTION),
         dense=plain("mlp.up_proj", "mlp.down_proj", "mlp_bias"),
         flags={"attention_bias": False, "mlp_bias": False},
     ),
     "apertus": Family(
         architectures=("ApertusForCausalLM",),
         outside=outside(),
-        layer=(*norm("attention_layernorm"), *norm("feedforward_layernorm"), *_ATTENTION_BIAS, *head_norms()),
+        layer=(*norm("attention_layernorm"), *norm("feedforward_layernorm"), *BIASED_ATTENTION, *head_norms()),
         dense=(*plain("mlp.up_proj", "mlp.down_proj"), *_XIELU),
         flags={"attention_bias": False},
         adapt=_apertus,
@@ -76,14 +85,14 @@ UNGATED: Final[dict[str, Family]] = {
     "nanochat": Family(  # its norms have no parameters
         architectures=("NanoChatForCausalLM",),
         outside=outside(final=()),
-        layer=_ATTENTION_BIAS,
+        layer=BIASED_ATTENTION,
         dense=plain("mlp.fc1", "mlp.fc2"),
         flags={"attention_bias": False},
     ),
     "jais2": Family(
         architectures=("Jais2ForCausalLM",),
         outside=outside(final=norm("model.norm", bias=True)),
-        layer=(*BIASED_NORMS, *_ATTENTION_BIAS),
+        layer=(*BIASED_NORMS, *BIASED_ATTENTION),
         dense=plain("mlp.up_proj", "mlp.down_proj", "mlp_bias"),
         flags={"attention_bias": True, "mlp_bias": True},
     ),
