@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _HINT: Final = "point to the directory that has the model's .safetensors files: their headers say what is stored"
 
-#: Modules that no method quantises: the routers of mixture-of-experts layers.
-_ROUTERS: Final = frozenset({"gate", "shared_expert_gate", "router"})
+#: Modules that no method quantises: the routers of mixture-of-experts layers, and weights of an indexer's heads.
+_ROUTERS: Final = frozenset({"gate", "shared_expert_gate", "router", "layer", "wg", "weights_proj"})
 
 #: Regular expressions of ignore lists that are accepted, as they match in bounded time, and their most stars.
 _PLAIN_PATTERN: Final = re.compile(r"(?:[\w$^-]|\\?\.\*?){1,200}")

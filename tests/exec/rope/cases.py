@@ -215,6 +215,30 @@ MODELS: dict[str, Json] = {
     },
 }
 
+_HEADS: Json = {"hidden_size": 2048, "num_attention_heads": 16}
+
+#: Mixtures of experts whose configs leave nearly all to their classes.
+MIXTURES: dict[str, Json] = {
+    **{
+        model_type: {"model_type": model_type, **_HEADS}
+        for model_type in (
+            *("afmoe", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe"),
+            *("granitemoeshared", "hy_v3", "minimax_m2", "olmoe", "phimoe", "solar_open"),
+        )
+    },
+    "hunyuan_v1_moe": {"model_type": "hunyuan_v1_moe", **_HEADS, "head_dim": 128},
+    "hunyuan_v1_moe, alpha": {
+        "model_type": "hunyuan_v1_moe",
+        **_HEADS,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0},
+    },
+    "deepseek_v32": {"model_type": "deepseek_v32", **_HEADS, "qk_rope_head_dim": 64},
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **_HEADS, "qk_rope_head_dim": 64},
+    "MiniMax-M2": {"model_type": "minimax_m2", **_HEADS, "head_dim": 128, "rotary_dim": 64, "rope_theta": 5000000},
+}
+
 #: Gemma 3's layers differ; both forms of its config, and one in which the new form has what the old one cannot say.
 GEMMA3: Json = {
     "model_type": "gemma3_text",
@@ -301,6 +325,8 @@ WRONG: dict[str, tuple[Json, tuple[str, ...]]] = {
         {"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2},
         ("more than 2", "found 2"),
     ),
+    "dynamic with alpha": ({"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}}, ("alpha",)),
+    "longrope with mscale": ({"rope_scaling": {**LONGROPE, "long_mscale": 1.2}}, ("mscale",)),
     "longrope without list": ({"rope_scaling": {**LONGROPE, "long_factor": None}}, ("long_factor is missing",)),
     "longrope, no list": ({"rope_scaling": {**LONGROPE, "long_factor": 2}}, ("long_factor is 2",)),
     "longrope, too few": ({"rope_scaling": {**LONGROPE, "short_factor": [1] * 31}}, ("31 numbers", "expected 32")),

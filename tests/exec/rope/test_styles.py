@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.exec.rope.cases import MODELS
+from tests.exec.rope.cases import MIXTURES, MODELS
 from tests.exec.rope.reference import modeling, quiet, reference, same  # noqa: F401 (for every test here)
 from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope
@@ -29,11 +29,14 @@ def rotated(rope: Rope, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "name",
-    ["Llama-3.1", "DeepSeek-V3", "GLM-4", "Command-R", "ERNIE-4.5, silent", "GLM-4-9B, silent", "Helium, silent"],
+    [
+        *("Llama-3.1", "DeepSeek-V3", "GLM-4", "Command-R", "ERNIE-4.5, silent", "GLM-4-9B, silent", "Helium, silent"),
+        *("cohere2_moe", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
+    ],
 )
 def test_style(name: str) -> None:
     """The style read from the config is the one by which transformers' code for the model turns a head."""
-    config = MODELS[name]
+    config = (MODELS | MIXTURES)[name]
     rope = Rope.from_config(config)
     _, module = modeling(config)
     x = torch.randn(33, rope.width, generator=torch.Generator().manual_seed(5))
@@ -41,9 +44,19 @@ def test_style(name: str) -> None:
     turn = getattr(module, "apply_rotary_pos_emb_interleave", module.apply_rotary_pos_emb)
     theirs, _ = turn(x[None, None], x[None, None], cos[None], sin[None])
     ours = rotated(rope, x)
-    if name == "DeepSeek-V3":  # it leaves the first of all pairs before the second of all
+    if name in {"DeepSeek-V3", "glm4_moe_lite"}:  # they leave the first of all pairs before the second of all
         ours = torch.cat((ours[:, 0::2], ours[:, 1::2]), dim=1)
     assert torch.equal(ours, theirs[0, 0])
+
+
+def test_style_of_llama_4() -> None:
+    """Its code turns pairs as complex numbers."""
+    config = {"model_type": "llama4_text", "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
+    theirs, module = modeling(config)
+    x = torch.randn(33, 64, generator=torch.Generator().manual_seed(5))
+    by = module.Llama4TextRotaryEmbedding(theirs)(torch.zeros(1), torch.arange(33)[None])
+    expected, _ = module.apply_rotary_emb(x[None, :, None], x[None, :, None], by)
+    torch.testing.assert_close(rotated(Rope.from_config(config), x), expected[0, :, 0])
 
 
 def test_latent_attention_turns_its_rotary_part() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.exec.rope.cases import EDGES, GEMMA3_FORMS, LLAMA, LONGROPE, MODELS, ORIGINAL, Json
+from tests.exec.rope.cases import EDGES, GEMMA3_FORMS, LLAMA, LONGROPE, MIXTURES, MODELS, ORIGINAL, Json
 from tests.exec.rope.reference import quiet, reference, same  # noqa: F401 (for every test here)
 from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 #: Families whose rotation takes the first half of a row, each entry for a pair.
-HALVES = {"deepseek_v3", "ernie4_5", "glm", "glm4", "helium"}
+HALVES = {"deepseek_v3", "deepseek_v32", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "glm4_moe_lite", "helium"}
 
 
 def styled(config: Json, table: Tensor) -> Tensor:
@@ -45,6 +45,12 @@ def test_models(config: Json) -> None:
     """Published models, and those whose config leaves the base or the part to the class, get transformers' tables."""
     for positions in (1, 4099):
         assert_tables(config, positions)
+
+
+@pytest.mark.parametrize("config", MIXTURES.values(), ids=MIXTURES)
+def test_mixtures(config: Json) -> None:
+    """So do mixtures of experts."""
+    assert_tables(config, 99)
 
 
 @pytest.mark.parametrize("name", ["Llama-3.1", "DeepSeek-V3", "falcon, dynamic", "Phi-3-mini-128k"])

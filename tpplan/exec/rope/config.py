@@ -211,6 +211,8 @@ def _linear(section: Config, _dim: int) -> Linear:
 def _dynamic(section: Config, dim: int) -> Dynamic:
     if dim <= 2:  # noqa: PLR2004 - d / (d - 2)
         raise section.error(f"rope_type dynamic needs more than 2 rotary dimensions, found {dim}")
+    if section.raw("alpha"):
+        raise section.error("rope_type dynamic has an alpha, which only models of Hunyuan take")
     return Dynamic(_number(section, "factor"), section.count("max_position_embeddings"))
 
 
@@ -243,6 +245,8 @@ def _yarn(section: Config, dim: int) -> Yarn:
 
 
 def _longrope(section: Config, dim: int) -> LongRope:
+    if section.raw("short_mscale") or section.raw("long_mscale"):  # Phi-3.5-MoE
+        raise section.error("rope_type longrope has an mscale, which tpplan does not support")
     return LongRope(
         _factors(section, "short_factor", dim),
         _factors(section, "long_factor", dim),

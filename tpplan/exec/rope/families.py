@@ -22,7 +22,7 @@ WITHOUT: Final = frozenset({"bloom", "gpt2", "gpt_bigcode", "opt"})
 LOCAL: Final = frozenset({"gemma3_text", "olmo3"})
 
 #: Families whose dynamic scaling has a fixed weight where the config has ``alpha``.
-ALPHA: Final = frozenset({"hunyuan_v1_dense"})
+ALPHA: Final = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
 
 #: What families with Llama 3's scaling have in common.
 _LLAMA3: Final = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 8192}
