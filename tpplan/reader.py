@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tpplan.model import ModelSpec
 
 _TIED: Final = "tie_word_embeddings"
+_LAYERS: Final = "model.layers."
 _STACKED: Final = ".experts.gate_up_proj"
 
 
@@ -79,8 +80,8 @@ def _in_form(config: Config, headers: Headers, name: str) -> ModelSpec:
 
 
 def are_stacked(headers: Headers) -> bool:
-    """Return whether a checkpoint has all experts of a layer in one tensor."""
-    return any(name.endswith(_STACKED) for name in headers.tensors)
+    """Return whether a checkpoint has all experts of a layer in one tensor; layers for prediction do not count."""
+    return any(name.startswith(_LAYERS) and name.endswith(_STACKED) for name in headers.tensors)
 
 
 def _name(path: Path) -> str:

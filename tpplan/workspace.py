@@ -32,9 +32,10 @@ PAIR = 2
 HOST_SLOTS = 4
 #: Number of buffers per axis with ``max_rows`` rows as wide as the device's slice, for the current layer: one shared by
 #: queries and attention output, keys and values, gate and up (for experts: for each that a token is routed to). For
-#: linear attention: queries and output, keys, values, the output's gate, and what the convolution writes.
+#: linear attention: queries, keys and values, which the convolution replaces in place, the output, and its gate.
 SLICE_BUFFERS = {Axis.Q: 1, Axis.KV: 2, Axis.ID: 2, Axis.EX: 2, Axis.SX: 2, Axis.LH: 5}
-#: Additional buffers as wide as the queries if there is linear attention: models with it gate what attention gives.
+#: Additional buffers as wide as the queries if there is linear attention: models with it gate what attention gives. A
+#: plan does not say of others whether they do; afmoe, which does, has to do without.
 GATE_BUFFERS = 1
 #: Buffers as wide as the residual stream, on every device in use: the stream, its normed copy, and an exchange.
 FULL_BUFFERS = 3

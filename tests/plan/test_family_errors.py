@@ -52,6 +52,7 @@ from tpplan.errors import ModelError
         ({"model_type": "cohere2", "head_dim": 4}, ("head_dim is 4", "128")),
         ({"model_type": "opt", "word_embed_proj_dim": 512}, ("word_embed_proj_dim is 512", "hidden_size is 4096")),
         ({"model_type": "internlm3", "qkv_bias": True, "bias": False}, ("qkv_bias true and bias false",)),
+        ({"model_type": "internlm3", "qkv_bias": True}, ("qkv_bias is true", "other projections")),
         ({"model_type": "qwen2_vl_text", "architectures": ["A"]}, ("'qwen2_vl_text'", "supported are")),
         ({"model_type": "qwen3_vl"}, ("text_config is missing",)),
         ({"model_type": "mixtral"}, ("num_local_experts", "missing")),

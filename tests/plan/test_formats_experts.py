@@ -10,6 +10,7 @@ import pytest
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.format_cases import exl2, gptq_config, parameter, stored
 from tpplan.axes import Axis
+from tpplan.errors import ModelError
 from tpplan.model import Segment
 from tpplan.reader import read_model
 
@@ -132,6 +133,61 @@ def test_experts_that_are_not_converted_are_planned_in_16_bits(entry: str, in_16
     spec = read_model(tmp_path / "config.json")
     elements = 32 * 2880 * (5760 + 2880)  # of a layer's experts: 16 bits instead of 4.25
     assert spec.weight_bytes == 13_761_264_768 + in_16_bits * (2 * elements - elements * 17 // 32)
+
+
+_STACKED = {
+    "hidden_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 256,
+    "head_dim": 128,
+    "intermediate_size_mlp": 256,
+}
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "granitemoe", "llama4_text"])
+@pytest.mark.parametrize(
+    "quantised",
+    [
+        gptq_config(),
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "mxfp4"},
+    ],
+    ids=lambda each: str(each["quant_method"]),
+)
+def test_experts_in_one_tensor_are_not_guessed(quantised: dict[str, Any], model_type: str, tmp_path: Path) -> None:
+    """A config does not say how codes of these are stored, except those of gpt_oss; they are not counted in 16 bits."""
+    config = _STACKED | {"model_type": model_type, "quantization_config": quantised}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if (model_type, quantised["quant_method"]) == ("gpt_oss", "mxfp4"):
+        assert read_model(tmp_path / "config.json").weight_format == "MXFP4"
+        return
+    with pytest.raises(ModelError, match="do not follow from the config alone"):
+        read_model(tmp_path / "config.json")
+
+
+def test_experts_in_one_tensor_that_are_skipped_are_counted_in_16_bits(tmp_path: Path) -> None:
+    """The config says that they are not quantised, and other matrices are."""
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["experts"]}
+    config = _STACKED | {"model_type": "llama4_text", "quantization_config": quantised}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_model(tmp_path / "config.json")
+    experts = [p for block in spec.blocks for p in block.parameters if ".experts." in p.name]
+    assert {p.dtype for p in experts} == {"BF16"}
+    assert spec.weight_format.startswith("FP8")
+
+
+def test_mxfp4_of_linear_attention_is_not_guessed(tmp_path: Path) -> None:
+    """Its convolution has three dimensions and no experts."""
+    config = {"model_type": "qwen3_5_text", "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="do not follow from the config alone"):
+        read_model(tmp_path / "config.json")
 
 
 def test_mxfp4_headers_agree_with_the_formula(tmp_path: Path) -> None:

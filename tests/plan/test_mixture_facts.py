@@ -148,6 +148,13 @@ def test_chunks_bound_the_cache_as_windows_do() -> None:
     assert sequence_cache_bytes(spec, "fp16", 100_000) == 8 * head * (36 * 8192 + 12 * 100_000)
 
 
+@pytest.mark.parametrize("name", ["Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"])
+def test_both_names_of_kimi_k25_are_known(name: str) -> None:
+    """Transformers has one, and published checkpoints the other."""
+    config = {"model_type": "kimi_k25", "architectures": [name], "text_config": MODELS["Kimi-K2"][0]}
+    assert spec_of(config).architecture == name
+
+
 def test_dense_layers_of_llama_4_have_a_width_of_their_own() -> None:
     """Every other layer of Maverick is dense, and twice as wide as an expert."""
     sizes = {(block.intermediate, block.expert_intermediate) for block in spec_of(MODELS["Llama-4-Maverick"][0]).blocks}

@@ -83,6 +83,13 @@ def test_the_form_is_the_checkpoint_s(directory: Path, tmp_path: Path) -> None:
     assert [plan.memory for plan in layouts[::2]] == [plan.memory for plan in layouts[1::2]]
 
 
+def test_layers_for_prediction_do_not_say_how_experts_are_stored(directory: Path, tmp_path: Path) -> None:
+    """They may be stacked where the model's own are tensors of their own."""
+    besides: Tensors = {"mtp.layers.0.mlp.experts.gate_up_proj": ("BF16", (3, 16, 16))}
+    apart = write_checkpoint(tmp_path / "m", CONFIG, tensors_of(stacked=False) | besides)
+    assert tpplan.read_model(apart) == spec_of(CONFIG, "m")
+
+
 def test_a_checkpoint_in_both_forms_is_refused(tmp_path: Path) -> None:
     """One layer's experts in one tensor, the other's each its own: the error names what lacks and what is too much."""
     mixed = tensors_of(stacked=True) | {

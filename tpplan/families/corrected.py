@@ -84,7 +84,7 @@ CORRECTED: Final[dict[str, Family]] = {
         adapt=shared_experts(),
     ),
     "exaone_moe": Family(
-        architectures=("ExaoneMoeForCausalLM",),
+        architectures=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
         outside=outside(),
         layer=(*NORMS, *attention(), *head_norms()),
         dense=gated(),

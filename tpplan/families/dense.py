@@ -52,6 +52,8 @@ def _internlm3(config: Config, shape: Shape) -> Shape:
     if len(set(given.values())) > 1:
         found = " and ".join(f"{key} {str(value).lower()}" for key, value in given.items())
         raise config.error(f"{found} contradict each other", "internlm3 has all biases or none")
+    if len(given) == 1 and any(given.values()):
+        raise config.error(f"{next(iter(given))} is true, which does not say whether other projections have biases")
     return evolve(shape, flags=shape.flags | {"biased"}) if any(given.values()) else shape
 
 

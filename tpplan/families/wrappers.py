@@ -38,13 +38,13 @@ class Wrapper:
     """A model of text and images around a language model.
 
     Attributes:
-        architecture: the class of transformers.
+        architectures: the class of transformers, and other names that checkpoints have for it.
         text: the ``model_type`` of the language model where its own config does not say.
         root: how the names of the language model start.
         flat: whether a config.json may have the language model's keys beside its own, without a config of its own.
     """
 
-    architecture: str
+    architectures: tuple[str, ...]
     text: str
     root: str = ROOT
     flat: bool = False
@@ -57,30 +57,30 @@ class Wrapper:
     def around(self, family: Family) -> Family:
         """Return the tables of a language model with the names that they have in the wrapper."""
         ignored = (*family.ignored, *VISION)
-        return evolve(family, architectures=(self.architecture,), root=self.root, prefix="", ignored=ignored)
+        return evolve(family, architectures=self.architectures, root=self.root, prefix="", ignored=ignored)
 
 
 WRAPPERS: Final[dict[str, Wrapper]] = {
-    "aya_vision": Wrapper("AyaVisionForConditionalGeneration", "cohere2"),
-    "cohere2_vision": Wrapper("Cohere2VisionForConditionalGeneration", "cohere2", root=""),
-    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text"),
-    "glm4v": Wrapper("Glm4vForConditionalGeneration", "glm4v_text", root=""),
-    "internvl": Wrapper("InternVLForConditionalGeneration", "qwen2"),
-    "llava": Wrapper("LlavaForConditionalGeneration", "llama"),
-    "llava_next": Wrapper("LlavaNextForConditionalGeneration", "llama"),
-    "llava_onevision": Wrapper("LlavaOnevisionForConditionalGeneration", "qwen2"),
-    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
-    "paligemma": Wrapper("PaliGemmaForConditionalGeneration", "gemma"),
-    "qwen2_5_vl": Wrapper("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", root="", flat=True),
-    "qwen2_vl": Wrapper("Qwen2VLForConditionalGeneration", "qwen2_vl_text", root="", flat=True),
-    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text", root=""),
-    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", root=""),
-    "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text", root=""),
-    "vipllava": Wrapper("VipLlavaForConditionalGeneration", "llama"),
+    "aya_vision": Wrapper(("AyaVisionForConditionalGeneration",), "cohere2"),
+    "cohere2_vision": Wrapper(("Cohere2VisionForConditionalGeneration",), "cohere2", root=""),
+    "gemma3": Wrapper(("Gemma3ForConditionalGeneration",), "gemma3_text"),
+    "glm4v": Wrapper(("Glm4vForConditionalGeneration",), "glm4v_text", root=""),
+    "internvl": Wrapper(("InternVLForConditionalGeneration",), "qwen2"),
+    "llava": Wrapper(("LlavaForConditionalGeneration",), "llama"),
+    "llava_next": Wrapper(("LlavaNextForConditionalGeneration",), "llama"),
+    "llava_onevision": Wrapper(("LlavaOnevisionForConditionalGeneration",), "qwen2"),
+    "mistral3": Wrapper(("Mistral3ForConditionalGeneration",), "mistral"),
+    "paligemma": Wrapper(("PaliGemmaForConditionalGeneration",), "gemma"),
+    "qwen2_5_vl": Wrapper(("Qwen2_5_VLForConditionalGeneration",), "qwen2_5_vl_text", root="", flat=True),
+    "qwen2_vl": Wrapper(("Qwen2VLForConditionalGeneration",), "qwen2_vl_text", root="", flat=True),
+    "qwen3_5": Wrapper(("Qwen3_5ForConditionalGeneration",), "qwen3_5_text", root=""),
+    "qwen3_5_moe": Wrapper(("Qwen3_5MoeForConditionalGeneration",), "qwen3_5_moe_text", root=""),
+    "qwen3_vl": Wrapper(("Qwen3VLForConditionalGeneration",), "qwen3_vl_text", root=""),
+    "vipllava": Wrapper(("VipLlavaForConditionalGeneration",), "llama"),
     # Around mixtures of experts.
-    "kimi_k25": Wrapper("Kimi_K25ForConditionalGeneration", "deepseek_v3"),
-    "llama4": Wrapper("Llama4ForConditionalGeneration", "llama4_text"),
-    "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", root=""),
+    "kimi_k25": Wrapper(("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), "deepseek_v3"),
+    "llama4": Wrapper(("Llama4ForConditionalGeneration",), "llama4_text"),
+    "qwen3_vl_moe": Wrapper(("Qwen3VLMoeForConditionalGeneration",), "qwen3_vl_moe_text", root=""),
 }
 
 _KEYS: Final = (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
+from tpplan.axes import Axis
 from tpplan.formats.scheme import needs_headers
 from tpplan.formats.storage import split_name, store
 from tpplan.formats.table import FORMATS
@@ -48,7 +49,7 @@ def stored_by_formula(logical: ModelSpec, scheme: Scheme) -> ModelSpec:
     """
     if not scheme.method:
         return logical
-    if not scheme.format:
+    if not scheme.format or (scheme.format == "mxfp4" and logical.model_type != "gpt_oss"):
         raise needs_headers(scheme)
     form = FORMATS[scheme.format]
     usual = (*_USUAL.get(scheme.format, ()), *((".input_scale",) if scheme.static else ()))
@@ -75,11 +76,20 @@ def stored_by_formula(logical: ModelSpec, scheme: Scheme) -> ModelSpec:
 
 
 def _is_quantised(parameter: Parameter, layer: int | None, scheme: Scheme) -> bool:
-    """Return whether the scheme quantises a tensor: linear layers of decoder layers, and optionally the output."""
+    """Return whether the scheme quantises a tensor: linear layers of decoder layers, and optionally the output.
+
+    Raises:
+        ModelError: it quantises all experts of a layer in one tensor, and the method does not say how these are stored.
+    """
     stem, suffix = split_name(parameter.name)
+    axes = {segment.axis for dim in parameter.dims for segment in dim}
+    if len(parameter.dims) == len(("experts", "in", "out")) and Axis.EX in axes:
+        name = parameter.name.removesuffix(".weight").replace("{layer}", str(layer))
+        if scheme.quantises(name) and scheme.format != "mxfp4":
+            raise needs_headers(scheme)
+        return scheme.quantises(name)
     if scheme.format == "mxfp4":
-        is_stacked = len(parameter.dims) == len(("experts", "in", "out"))
-        return is_stacked and scheme.quantises(parameter.name.replace("{layer}", str(layer)))
+        return False
     if suffix != ".weight" or len(parameter.dims) != len(("out", "in")) or "norm" in stem:
         return False
     if layer is None:

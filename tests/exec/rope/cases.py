@@ -326,6 +326,8 @@ WRONG: dict[str, tuple[Json, tuple[str, ...]]] = {
         ("more than 2", "found 2"),
     ),
     "dynamic with alpha": ({"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}}, ("alpha",)),
+    "ntk by name": ({"rope_scaling": {"rope_type": "ntk", "alpha": 1000.0}}, ("rope_type is 'ntk'",)),
+    "mrope of a text model": ({"rope_scaling": {"type": "mrope"}}, ("rope_type is 'mrope'",)),
     "longrope with mscale": ({"rope_scaling": {**LONGROPE, "long_mscale": 1.2}}, ("mscale",)),
     "longrope without list": ({"rope_scaling": {**LONGROPE, "long_factor": None}}, ("long_factor is missing",)),
     "longrope, no list": ({"rope_scaling": {**LONGROPE, "long_factor": 2}}, ("long_factor is 2",)),

@@ -6,7 +6,7 @@ import reprlib
 from typing import TYPE_CHECKING, Final, Literal
 
 from tpplan.config import Config
-from tpplan.exec.rope.families import ALPHA, DEFAULTS, GPTJ, LOCAL, ORIGINAL, WITHOUT
+from tpplan.exec.rope.families import ALPHA, DEFAULTS, GPTJ, LOCAL, MROPE, ORIGINAL, WITHOUT
 from tpplan.exec.rope.scaling import Default, Dynamic, Linear, Llama3, LongRope, Ntk, Scaling, Yarn
 from tpplan.families import LANGUAGE_MODELS
 from tpplan.families.wrappers import text_part
@@ -99,8 +99,10 @@ def _section(config: Config, model_type: str, layer_type: str | None) -> Config:
         name = f"{name}.{layer_type}"
     section = Config(given, f"{config.source}: {name}")
     kind = section.text("rope_type") or section.text("type") or "default"
-    if kind == "dynamic" and model_type in ALPHA and section.raw("alpha"):
-        kind = "ntk"
+    if kind == "mrope" and model_type in MROPE:
+        kind = "default"
+    if kind == "dynamic" and model_type not in ALPHA and section.raw("alpha"):
+        raise section.error("rope_type dynamic has an alpha, which only models of Hunyuan take")
     longest = config.optional_count("max_position_embeddings")
     original = (None if layers else config.optional_count(ORIGINAL)) or section.optional_count(ORIGINAL)
     filled = {
@@ -208,18 +210,12 @@ def _linear(section: Config, _dim: int) -> Linear:
     return Linear(_number(section, "factor"))
 
 
-def _dynamic(section: Config, dim: int) -> Dynamic:
+def _dynamic(section: Config, dim: int) -> Dynamic | Ntk:
     if dim <= 2:  # noqa: PLR2004 - d / (d - 2)
         raise section.error(f"rope_type dynamic needs more than 2 rotary dimensions, found {dim}")
     if section.raw("alpha"):
-        raise section.error("rope_type dynamic has an alpha, which only models of Hunyuan take")
+        return Ntk(_number(section, "alpha"))
     return Dynamic(_number(section, "factor"), section.count("max_position_embeddings"))
-
-
-def _ntk(section: Config, dim: int) -> Ntk:
-    if dim <= 2:  # noqa: PLR2004 - d / (d - 2)
-        raise section.error(f"dynamic scaling with alpha needs more than 2 rotary dimensions, found {dim}")
-    return Ntk(_number(section, "alpha"))
 
 
 def _llama3(section: Config, _dim: int) -> Llama3:
@@ -263,6 +259,4 @@ _KINDS: Final[dict[str, Callable[[Config, int], Scaling]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
-    "ntk": _ntk,
-    "mrope": _default,  # places in images have three positions; those of a text are equal
 }

@@ -24,6 +24,9 @@ LOCAL: Final = frozenset({"gemma3_text", "olmo3"})
 #: Families whose dynamic scaling has a fixed weight where the config has ``alpha``.
 ALPHA: Final = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
 
+#: Families whose old configs call RoPE of places in images mrope; the three positions of a place in a text are equal.
+MROPE: Final = frozenset({"glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"})
+
 #: What families with Llama 3's scaling have in common.
 _LLAMA3: Final = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 8192}
 
