@@ -116,7 +116,7 @@ class Calls:
 
     Attributes:
         engine: provides the programs.
-        places: torch device for each device of the plan in use, and for HOST.
+        places: torch device for each device of the plan in use, and for HOST; ``meta`` for those of other processes.
         max_rows: maximum rows of an operand.
         mode: how the calls are issued.
     """
@@ -124,6 +124,7 @@ class Calls:
     def __init__(self, engine: Engine, places: Mapping[int, torch.device], max_rows: int, mode: Mode) -> None:
         self.engine = engine
         self.places = places
+        self.owns_all = all(place.type != "meta" for place in places.values())
         self.max_rows = max_rows
         self.mode = mode
 
@@ -199,14 +200,22 @@ class Calls:
         outputs = self._group("all_reduce: out", sums, shape, dtype)
         return self._call(operation.all_reduce(columns, givers, takers, residual), (parts, *residuals), outputs, rows)
 
-    def add_residual(self, slices: Slices, wholes: tuple[bool, ...], shape: torch.Size, dtype: torch.dtype) -> Call:
-        """Return the call that adds to each device's tensor its slice of a source; ``wholes`` marks uncut sources.
+    def add_residual(
+        self, slices: Slices, size: int, wholes: tuple[bool, ...], shape: torch.Size, dtype: torch.dtype
+    ) -> Call:
+        """Return the call that adds to each device's tensor its slice of a source.
+
+        Args:
+            slices: slices of this process's devices.
+            size: columns of the axis.
+            wholes: for each slice, whether the source is as wide as the axis.
+            shape: shape of the first target.
+            dtype: dtype of all tensors.
 
         Raises:
             ExecutionError: shape or dtype is not supported.
         """
         rows = check_facts("add_residual: target[0]", shape, dtype, self.max_rows, adds=True)
-        size = slices[-1][2]
         cut = list(zip(slices, wholes, strict=True))
         taken = tuple((d, a, b) if whole else (d, 0, b - a) for (d, a, b), whole in cut)
         given = [(d, size if whole else b - a) for (d, a, b), whole in cut]
@@ -214,10 +223,23 @@ class Calls:
         targets = self._group("add_residual: target", [(d, b - a) for d, a, b in slices], shape, dtype)
         return self._call(operation.add(taken), (sources,), targets, rows)
 
+    def nothing(self, name: str, inputs: int) -> Call:
+        """Return the call of an operation without any tensors of this process."""
+        nothing = self._group(f"{name}: out", [], torch.Size(), torch.uint8)
+        return Call(name, (nothing,) * inputs, nothing, (), 0, None, None, (), (), (), pinned=False)
+
     def _origin(self, what: str, source: int | None, device: torch.device) -> int:
-        """Return the source given by the caller, or else the plan's device that a tensor is on, or HOST."""
+        """Return the source given by the caller, or else the plan's device that a tensor is on, or HOST.
+
+        Raises:
+            ExecutionError: it has to be given, as each process would find another one, or the tensor is elsewhere.
+        """
         if source is not None:
             return source
+        on_host = device.type == "cpu" and not any(p.type == "cpu" for i, p in self.places.items() if i != HOST)
+        if not self.owns_all and not on_host:
+            hint = "pass source=, the same in all processes: the device that x is on, or HOST"
+            raise ExecutionError(f"{what}: x is on {device}, which each process may take for another device", hint)
         found = next((index for index, place in self.places.items() if place == device), None)
         if found is None:
             names = ", ".join(map(str, dict.fromkeys(self.places.values())))
@@ -228,10 +250,11 @@ class Calls:
         return Group(what, (what,), (origin,), (self._want(origin, shape, dtype),), dtype)
 
     def _group(self, what: str, widths: list[tuple[int, int]], shape: torch.Size, dtype: torch.dtype) -> Group:
-        """Return the group with a tensor of the given width (device, columns) on each device."""
-        names = tuple(f"{what}[{i}] of device {device}" for i, (device, _) in enumerate(widths))
-        wants = tuple(self._want(device, (*shape[:-1], width), dtype) for device, width in widths)
-        return Group(what, names, tuple(device for device, _ in widths), wants, dtype)
+        """Return the group with a tensor of the given width (device, columns) on each device of this process."""
+        own = [(device, width) for device, width in widths if self.places[device].type != "meta"]
+        names = tuple(f"{what}[{i}] of device {device}" for i, (device, _) in enumerate(own))
+        wants = tuple(self._want(device, (*shape[:-1], width), dtype) for device, width in own)
+        return Group(what, names, tuple(device for device, _ in own), wants, dtype)
 
     def _want(
         self, device: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -247,7 +270,7 @@ class Calls:
             if on_gpus and way == Route("local", small=True):  # by kernels, which write only to pinned memory
                 unpinned = self.engine.program(what, Route("local"))
         devices = [device for group in (*inputs, outputs) for device in group.devices]
-        read = devices[: -len(outputs.devices)]
+        read = devices[: len(devices) - len(outputs.devices)]
         own = [outputs.devices.index(device) for device in read] if isinstance(what, Reduction) else []
         return Call(
             what.name,
@@ -257,15 +280,19 @@ class Calls:
             rows,
             program,
             unpinned,
-            _buffers(what),
+            _buffers(what, {INPUT: inputs[0], RESIDUAL: inputs[-1], OUTPUT: outputs}),
             tuple(size for group in (*inputs, outputs) for _, _, size in group.wants),
             tuple(i for i, device in enumerate(devices) if device == HOST),
             on_gpus and HOST in outputs.devices,
         )
 
 
-def _buffers(operation: Operation) -> tuple[Buffer, ...]:
-    """Return the buffers of an operation, inputs first."""
+def _buffers(operation: Operation, groups: Mapping[str, Group]) -> tuple[Buffer, ...]:
+    """Return the buffers of an operation that have a tensor in the group of their role, inputs first."""
+    return tuple(buffer for buffer in _every_buffer(operation) if buffer.device in groups[buffer.role].devices)
+
+
+def _every_buffer(operation: Operation) -> tuple[Buffer, ...]:
     if isinstance(operation, Moves):
         ends = [view.buffer for ends in zip(*operation.moves, strict=True) for view in ends]
         return tuple(dict.fromkeys(ends))

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from torch.distributed import ProcessGroup
+
     from tpplan.exec.engine import Backend
     from tpplan.exec.programs.program import Queue
 
@@ -50,6 +52,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
     "dtype": ((torch.dtype,), "a torch.dtype", "one such as torch.float16"),
     "tuning": ((Tuning,), "a Tuning", "what tpplan.exec.Tuning makes"),
     "scratch": ((bool,), "True or False", "one of them"),
+    "own": ((list, tuple, range), "a list of devices of the plan", "their indices, such as [0, 1]"),
 }
 
 
@@ -64,14 +67,19 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     transport: str = "auto",
     tuning: Tuning | None = None,
     scratch: bool = True,
+    group: ProcessGroup | None = None,
+    own: Sequence[int] | None = None,
 ) -> TPContext:
     """Check a plan against the machine and allocate everything that its operations need.
+
+    With ``group`` or ``own``, the plan's devices belong to several processes, each of which makes this call.
 
     Args:
         plan: the plan to run.
         backend: ``cuda``, ``cpu`` (virtual devices, all in host memory), or ``auto``: CUDA if the machine has the
             devices.
-        devices: torch devices, one for each device of the plan; by default ``cuda:0``, ``cuda:1``, …
+        devices: torch devices, one for each device of the plan, or for each that this process owns; by default
+            ``cuda:0``, ``cuda:1``, …, or the current CUDA device if the process owns a single one.
         model: the model to run, or its directory, to check that the plan is for this model.
         max_rows: maximum rows of an operand; by default the plan's ``max_rows``, which it may not exceed.
         dtype: dtype of the activations: float16, bfloat16 or float32, no wider than the plan's, which is the default.
@@ -81,6 +89,9 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
             ones.
         scratch: whether to allocate the plan's scratch. Pass False if you compute with tensors from torch's allocator,
             which then uses that part of the budget.
+        group: processes of torch.distributed; by default all processes, if ``own`` is given.
+        own: indices of the plan's devices that this process owns; by default, the devices in use are dealt out in
+            order, equally many to each process of ``group``.
 
     Returns:
         A context; closing it frees everything.
@@ -96,15 +107,30 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     verify(plan)
     check_choice("backend", backend, BACKENDS)
     check_choice("transport", transport, TRANSPORTS_OR_AUTO)
-    arguments = {"devices": devices, "model": model, "dtype": dtype, "tuning": tuning, "scratch": scratch}
+    arguments = {"devices": devices, "model": model, "dtype": dtype, "tuning": tuning, "scratch": scratch, "own": own}
     for name, value in arguments.items():
         kinds, expected, example = _KINDS[name]
         if value is not None and not isinstance(value, kinds):
             raise RequestError(f"{name} is {value!r:.40}, expected {expected}", f"pass {example}")
     dtype = getattr(torch, plan.model.dtype) if dtype is None else dtype
     max_rows = plan.request.max_rows if max_rows is None else max_rows
+    if group is not None or own is not None:
+        from tpplan.exec.cluster.compiler import compile_together  # noqa: PLC0415 (which imports this module)
+
+        return compile_together(
+            plan,
+            group,
+            own,
+            backend=backend,
+            devices=devices,
+            model=model,
+            max_rows=max_rows,
+            dtype=dtype,
+            transport=transport,
+            scratch=scratch,
+        )
     places, problems = places_for(plan, backend, devices)
-    problems += [*uncounted(plan), *_mismatches(plan, model, max_rows, dtype)]
+    problems += [*uncounted(plan), *mismatches(plan, model, max_rows, dtype)]
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes and places]
     choice = Choice(transport)
     if backend != "cpu":
@@ -150,7 +176,7 @@ def build(
 
     Args:
         plan: a verified plan.
-        places: a torch device for each device of the plan.
+        places: a torch device for each device of the plan; ``meta`` for those of other processes.
         start: creates the backend over the context's memory.
         transport: ``peer``, ``host`` or ``events``.
         max_rows: maximum rows of an operand.
@@ -167,16 +193,14 @@ def build(
     sizes = areas(plan.splits, plan.model.dtype, plan.request)
     if not scratch:
         sizes = tuple(evolve(size, scratch_bytes=0) for size in sizes)
-    devices = [
-        DeviceContext(i, plan.devices[i].name, places[i], area) for i, area in enumerate(sizes) if area.total_bytes
-    ]
-    used = [device.index for device in devices]
+    used = [i for i, area in enumerate(sizes) if area.total_bytes]
+    devices = [DeviceContext(i, plan.devices[i].name, places[i], sizes[i]) for i in used if places[i].type != "meta"]
     pinned = pinned_bytes(plan.splits, plan.model.dtype, plan.request)
     if transport != "host" or not waits:  # no kernel exchanges anything through the host's memory
         pinned = evolve(pinned, queues=0)
     on_gpus = any(place.type == "cuda" for place in places)
     host = HostMemory(pinned, used, lock_pages=on_gpus)
-    peer_slot = slot_bytes(len(devices))
+    peer_slot = slot_bytes(len(used))
     largest_message = (HOST_SLOT_BYTES if transport == "host" else peer_slot) if waits else 0
     if on_gpus:
         blocks = most_blocks([places[index] for index in used], SLOT_BLOCKS)
@@ -205,13 +229,14 @@ def build(
     )
     backend = start(Memory({d.index: d.exchange for d in devices}, host.rings, slots, flags))
     try:
-        return TPContext(plan, devices, host, Engine(backend, transport, limits, notes), max_rows=max_rows, dtype=dtype)
+        engine = Engine(backend, transport, limits, notes)
+        return TPContext(plan, {i: places[i] for i in used}, devices, host, engine, max_rows=max_rows, dtype=dtype)
     except BaseException:  # as an interrupt: nobody else would close it
         backend.close()
         raise
 
 
-def _mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows: int, dtype: torch.dtype) -> list[str]:
+def mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows: int, dtype: torch.dtype) -> list[str]:
     """Return a message for each argument that does not fit the plan."""
     problems = []
     if model is not None:

@@ -15,7 +15,7 @@ from tpplan.exec.overlap import share_bytes
 from tpplan.exec.tensors import check_copied, check_kind, check_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
     from torch import Tensor
@@ -32,39 +32,48 @@ class ContextMemory:
 
     Attributes:
         plan: the compiled plan.
-        devices: a DeviceContext for each device in use, by index.
-        all_devices: indices of the devices in use, ascending.
+        devices: a DeviceContext for each device in use that this process owns, by index, ascending.
+        all_devices: indices of the devices in use, those of other processes too, ascending.
         dtype: dtype of the activations, used for scratch and RoPE tables; operations take any dtype.
     """
 
-    def __init__(self, plan: SplitPlan, devices: Sequence[DeviceContext], host: HostMemory, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        plan: SplitPlan,
+        used: Iterable[int],
+        devices: Sequence[DeviceContext],
+        host: HostMemory,
+        dtype: torch.dtype,
+    ) -> None:
         """Take ownership of the allocated memory."""
         self.plan = plan
         self.devices: Mapping[int, DeviceContext] = {device.index: device for device in devices}
-        self.all_devices = tuple(self.devices)
+        self.all_devices = tuple(used)
         self.dtype = dtype
         self._host = host
         self._guard = Guard()
         self._inflight = Inflight()
-        self._cuts = Cuts(plan, self.all_devices)
+        self._cuts = Cuts(plan, self.all_devices, tuple(self.devices))
 
     def split(self, axis: Axis | str, layer: int | None = None) -> tuple[Slice, ...]:
-        """Return the slice, in elements, of each device that holds a part of ``axis``; works on a closed context too.
+        """Return the slice, in elements, of each device of this process that holds a part of ``axis``.
+
+        Works on a closed context too.
 
         Raises:
             RequestError: the plan has no such axis or layer, or layers cut the axis differently and none was given.
         """
-        return self._cuts.split(axis, layer)
+        return self._cuts.own_split(axis, layer)
 
     def devices_of(self, axis: Axis | str | None, layer: int | None = None) -> tuple[int, ...]:
-        """Return the devices that hold a part of ``axis``, ascending; for None, all devices in use.
+        """Return this process's devices that hold a part of ``axis``, ascending; for None, all of its devices in use.
 
         Works on a closed context too.
 
         Raises:
             RequestError: see :meth:`split`.
         """
-        return self._cuts.devices_of(axis, layer)
+        return tuple(self._cuts.own_of(self._cuts.devices_of(axis, layer)))
 
     def copy_pinned(self, buffer: int, x: Tensor) -> Tensor:
         """Copy a tensor into one of the two host buffers, synchronously.
@@ -152,7 +161,11 @@ class ContextMemory:
         with self._guard:
             slices = self._cuts.columns("scratch", axis, layer, dim)
             dtype, width = self.dtype if dtype is None else dtype, slices[-1][2]
-            wanted = [(self.devices[device], width if full else stop - start) for device, start, stop in slices]
+            wanted = [
+                (self.devices[device], width if full else stop - start)
+                for device, start, stop in slices
+                if device in self.devices
+            ]
             for device, columns in wanted:
                 device.check_scratch(rows, columns, dtype)
             return tuple(device.arena.slice(rows, columns, dtype) for device, columns in wanted)
@@ -167,7 +180,8 @@ class ContextMemory:
             check_type("reserve_scratch: sizes", sizes, Mapping, "name bytes by device, such as {0: 4096}")
             for index, size in sizes.items():
                 if type(index) is not int or index not in self.devices:
-                    message = f"reserve_scratch: device {index!r:.40} is not in use"
+                    whose = "of another process" if type(index) is int and index in self.all_devices else "not in use"
+                    message = f"reserve_scratch: device {index!r:.40} is {whose}"
                     raise ExecutionError(message, f"devices in use: {', '.join(map(str, self.devices))}")
                 self.devices[index].reserve_scratch(size)
 

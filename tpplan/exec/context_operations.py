@@ -16,7 +16,7 @@ from tpplan.exec.resolver import Resolver
 from tpplan.exec.runner import Runner
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -37,6 +37,7 @@ class ContextOperations(ContextMemory):
     def __init__(
         self,
         plan: SplitPlan,
+        places: Mapping[int, torch.device],
         devices: Sequence[DeviceContext],
         host: HostMemory,
         engine: Engine,
@@ -44,14 +45,23 @@ class ContextOperations(ContextMemory):
         max_rows: int,
         dtype: torch.dtype,
     ) -> None:
-        """Take ownership of everything that :func:`tpplan.exec.compile` has made."""
-        super().__init__(plan, devices, host, dtype)
+        """Take ownership of everything that :func:`tpplan.exec.compile` has made.
+
+        Args:
+            plan: the compiled plan.
+            places: torch device of each device in use; ``meta`` for those of other processes.
+            devices: the devices in use that this process owns.
+            host: host memory.
+            engine: runs the operations.
+            max_rows: maximum rows of an operand.
+            dtype: dtype of the activations.
+        """
+        super().__init__(plan, places, devices, host, dtype)
         self.max_rows = max_rows
         self._engine = engine
-        places = {d.index: d.device for d in devices}
-        places[HOST] = torch.device("cpu")
+        everywhere = {**places, HOST: torch.device("cpu")}
         resolvers = {
-            (captured, aside): Resolver(self._cuts, Calls(engine, places, max_rows, Mode(captured, aside)))
+            (captured, aside): Resolver(self._cuts, Calls(engine, everywhere, max_rows, Mode(captured, aside)))
             for captured, aside in product((False, True), repeat=2)
         }
         self._runner = Runner(engine.backend, self._inflight, resolvers)

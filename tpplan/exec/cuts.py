@@ -9,6 +9,8 @@ from tpplan.errors import RequestError
 from tpplan.exec.arguments import whole
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tpplan.exec.operands import Slices
     from tpplan.plan import SplitPlan
 
@@ -18,11 +20,13 @@ class Cuts:
 
     Attributes:
         devices: the devices in use, ascending.
+        own: those that this process owns.
     """
 
-    def __init__(self, plan: SplitPlan, devices: tuple[int, ...]) -> None:
+    def __init__(self, plan: SplitPlan, devices: tuple[int, ...], own: tuple[int, ...]) -> None:
         """Start with empty caches."""
         self.devices = devices
+        self.own = own
         self._plan = plan
         self._slices: dict[tuple[Axis | str, int | None], tuple[Slice, ...]] = {}
         self._columns: dict[tuple[Axis | str, int | None, int], Slices] = {}
@@ -40,6 +44,15 @@ class Cuts:
             found = slices_of(self._plan.bounds(axis, layer))
         self._slices[axis, layer] = found
         return found
+
+    def own_split(self, axis: Axis | str, layer: int | None = None) -> tuple[Slice, ...]:
+        """Return the slices of this process's devices; see :meth:`split`."""
+        slices = self.split(axis, layer)
+        return slices if self.own == self.devices else tuple([each for each in slices if each.device in self.own])
+
+    def own_of(self, devices: Sequence[int]) -> Sequence[int]:
+        """Return those of some devices that this process owns."""
+        return devices if self.own == self.devices else [device for device in devices if device in self.own]
 
     def devices_of(self, axis: Axis | str | None, layer: int | None = None) -> tuple[int, ...]:
         """Return the devices that hold a part of ``axis``, ascending, all in use for None.

@@ -67,10 +67,32 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def places_for(
-    plan: SplitPlan, backend: str, devices: Sequence[torch.device | str | int] | None
+    plan: SplitPlan,
+    backend: str,
+    devices: Sequence[torch.device | str | int] | None,
+    own: Sequence[int] | None = None,
 ) -> tuple[tuple[torch.device, ...], list[str]]:
-    """Return a torch device for each of the plan's devices, and the problems if that is not possible."""
-    wanted = len(plan.devices)
+    """Return a torch device for each of the plan's devices, and the problems if that is not possible.
+
+    Args:
+        plan: the plan to compile.
+        backend: ``cuda``, ``cpu`` or ``auto``.
+        devices: torch devices, one for each device of the plan, or for each in ``own``.
+        own: the devices that this process owns; by default all. The others are on ``meta``.
+    """
+    found, problems = _places(plan, backend, devices, None if own is None else len(own))
+    if own is None or problems:
+        return found, problems
+    at = dict(zip(own, found, strict=True))
+    return tuple(at.get(i, torch.device("meta")) for i in range(len(plan.devices))), []
+
+
+def _places(
+    plan: SplitPlan, backend: str, devices: Sequence[torch.device | str | int] | None, own: int | None
+) -> tuple[tuple[torch.device, ...], list[str]]:
+    """Return a torch device for each device of the plan, or for each of the ``own`` ones, and the problems."""
+    wanted = len(plan.devices) if own is None else own
+    has = f"the plan has {wanted}" if own is None else f"this process owns {wanted}"
     here = torch.cuda.device_count() if backend != "cpu" and torch.cuda.is_available() else 0
     if devices is not None:
         found = [_place(device, backend, here) for device in devices]
@@ -79,12 +101,14 @@ def places_for(
         if backend != "cpu" and len(set(places)) < len(places):
             problems.append(f"devices: {', '.join(map(str, places))} are not all different")
         if len(devices) != wanted:
-            problems.append(f"devices: the plan has {wanted}, {len(devices)} were given")
+            problems.append(f"devices: {has}, {len(devices)} were given")
         return ((), problems) if problems else (places, [])
     if backend == "cpu":
         return (torch.device("cpu"),) * wanted, []
     if here < wanted:
-        return (), [f"devices: the plan has {wanted}, this machine has {here} CUDA devices"]
+        return (), [f"devices: {has}, this machine has {here} CUDA devices"]
+    if own == 1:  # by convention, a process with a single GPU makes it the current one
+        return (torch.device("cuda", torch.cuda.current_device()),), []
     return tuple(torch.device("cuda", i) for i in range(wanted)), []
 
 

@@ -117,17 +117,6 @@ def facts_of(what: str, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def first_of(what: str, tensors: Sequence[Tensor], slices: Slices) -> Tensor:
-    """Return the first of the tensors, of which there should be one for each slice.
-
-    Raises:
-        ExecutionError: there are none.
-    """
-    if not isinstance(tensors, SEQUENCES) or not tensors:
-        check_count(what, tensors, [device for device, _, _ in slices])
-    return tensors[0]
-
-
 def columns_of(what: str, shape: Sequence[int]) -> int:
     """Return the size of the last dimension.
 
@@ -148,6 +137,8 @@ def check(what: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, d
     check_kind(what, tensor)
     if tensor.device != device:
         hint = "one tensor per device, in the order of the plan's devices"
+        if device.type == "meta":
+            hint = 'another process has it: pass its shape and dtype, as torch.empty(shape, dtype=dtype, device="meta")'
         raise ExecutionError(f"{what} is on {tensor.device}, expected {device}", hint)
     if tensor.shape != shape:
         raise ExecutionError(f"{what} has shape {list(tensor.shape)}, expected {list(shape)}", _instead(tensor, shape))
@@ -174,8 +165,8 @@ def check_count(what: str, tensors: Sequence[Tensor], devices: Sequence[int]) ->
     """
     if not isinstance(tensors, SEQUENCES) or len(tensors) != len(devices):
         got = f"{len(tensors)} tensors" if isinstance(tensors, SEQUENCES) else type(tensors).__name__
-        names = ", ".join(map(str, devices))
-        raise ExecutionError(f"{what}: {got}, expected one for each of the devices {names}", "in device order")
+        names = f"one for each of the devices {', '.join(map(str, devices))}" if devices else "none in this process"
+        raise ExecutionError(f"{what}: {got}, expected {names}", "in device order")
 
 
 def matrix(tensor: Tensor) -> Tensor:

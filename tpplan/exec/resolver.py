@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from tpplan.exec.operands import check_count, columns_of, facts_of, first_of
+from tpplan.errors import ExecutionError
+from tpplan.exec.operands import SEQUENCES, check_count, columns_of, facts_of
 from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import TypeAlias
 
+    import torch
     from torch import Tensor
 
     from tpplan.axes import Axis
@@ -40,6 +42,7 @@ class Resolver:
         """
         self._cuts = cuts
         self._check_source = calls.check_source
+        self._nothing = calls.nothing
         keep = lru_cache(maxsize=_KEPT)
         self._broadcasts = keep(calls.broadcast)
         self._scatters = keep(calls.scatter)
@@ -67,34 +70,41 @@ class Resolver:
         facts = facts_of("scatter: x", x)
         return self._scatters(source, self._cuts.columns("scatter", axis, layer, dim), *facts, x.device)
 
-    def gather(self, axis: Axis | str, dim: int, layer: int | None, given: Groups, _: object) -> Call:
+    def gather(
+        self, axis: Axis | str, dim: int, layer: int | None, given: Groups, out: Sequence[Tensor] | None
+    ) -> Call:
         """Return the call of a gather; ``given`` are the parts."""
         (parts,) = given
         slices = self._cuts.columns("gather", axis, layer, dim)
-        facts = facts_of("gather: parts[0]", first_of("gather: parts", parts, slices))
+        facts = self._facts("gather: parts", parts, [device for device, _, _ in slices], out)
         return self._allgathers("gather", slices, (HOST,), *facts)
 
-    def allgather(
+    def allgather(  # noqa: PLR0917 (the context's arguments, and the tensors)
         self,
         axis: Axis | str,
         to: Axis | str | None,
         dim: int,
         layer: int | None,
         given: Groups,
-        _: object,
+        out: Sequence[Tensor] | None,
     ) -> Call:
         """Return the call of an allgather; ``given`` are the parts."""
         (parts,) = given
         slices = self._cuts.columns("allgather", axis, layer, dim)
-        facts = facts_of("allgather: parts[0]", first_of("allgather: parts", parts, slices))
-        return self._allgathers("allgather", slices, self._cuts.devices_of(to, layer), *facts)
+        devices, targets = [device for device, _, _ in slices], self._cuts.devices_of(to, layer)
+        if not parts and not self._cuts.own_of((*devices, *targets)):
+            return self._nothing("allgather", 1)
+        facts = self._facts("allgather: parts", parts, devices, out)
+        return self._allgathers("allgather", slices, targets, *facts)
 
-    def all_reduce(self, axis: Axis | str | None, layer: int | None, given: Groups, _: object) -> Call:
+    def all_reduce(
+        self, axis: Axis | str | None, layer: int | None, given: Groups, out: Sequence[Tensor] | None
+    ) -> Call:
         """Return the call of an all-reduce; ``given`` are the parts, and residuals if there are any."""
         parts, *residuals = given
         givers = self._cuts.devices_of(axis, layer)
-        check_count("all_reduce: parts", parts, givers)
-        facts = facts_of("all_reduce: parts[0]", parts[0])
+        check_count("all_reduce: parts", parts, self._cuts.own_of(givers))
+        facts = self._facts("all_reduce: parts", parts, givers, *residuals, out)
         return self._all_reduces(givers, self._cuts.devices, bool(residuals), *facts)
 
     def add_residual(
@@ -107,11 +117,37 @@ class Resolver:
     ) -> Call:
         """Return the call that adds to each target its columns of a source; ``given`` are the sources."""
         (source,) = given
-        slices = self._cuts.columns("add_residual", axis, layer, dim)
-        devices = tuple([device for device, _, _ in slices])
+        every = self._cuts.columns("add_residual", axis, layer, dim)
+        size, devices = every[-1][2], self._cuts.own_of([device for device, _, _ in every])
+        slices = tuple([each for each in every if each[0] in devices])
         check_count("add_residual: target", target, devices)
         check_count("add_residual: source", source, devices)
+        if not devices:
+            return self._nothing("add_residual", 1)
         shapes = [facts_of(f"add_residual: source[{i}]", x)[0] for i, x in enumerate(source)]
         widths = [columns_of(f"add_residual: source[{i}]", shape) for i, shape in enumerate(shapes)]
-        wholes = tuple([width == slices[-1][2] for width in widths])
-        return self._add_residuals(slices, wholes, *facts_of("add_residual: target[0]", target[0]))
+        wholes = tuple([width == size for width in widths])
+        return self._add_residuals(slices, size, wholes, *facts_of("add_residual: target[0]", target[0]))
+
+    def _facts(
+        self, what: str, parts: Sequence[Tensor], devices: Sequence[int], *others: Sequence[Tensor] | None
+    ) -> tuple[torch.Size, torch.dtype]:
+        """Return shape and dtype of the first part, or if this process has none, of another tensor with as many rows.
+
+        Args:
+            what: name of the parts in errors.
+            parts: this process's parts.
+            devices: the devices that have a part, those of other processes too.
+            others: the call's other tensors.
+
+        Raises:
+            ExecutionError: there is no such tensor.
+        """
+        own = self._cuts.own_of(devices)
+        if not isinstance(parts, SEQUENCES) or bool(parts) != bool(own):
+            check_count(what, parts, own)
+        like = parts if own else next((group for group in others if group), None)
+        if not like:
+            hint = "pass out=, whose shape and dtype are those of the result"
+            raise ExecutionError(f"{what}: this process has none, so it cannot know how many rows there are", hint)
+        return facts_of(f"{what}[0]" if own else "out[0]", like[0])

@@ -1,0 +1,94 @@
+"""The processes of a plan: who owns which device, and their agreement on what to run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from attrs import field, frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Gpu(NamedTuple):
+    """A GPU that a process owns.
+
+    Attributes:
+        device: index of the device in the plan.
+        host: name of the host.
+        uuid: the GPU's identity there.
+    """
+
+    device: int
+    host: str
+    uuid: str
+
+
+@frozen
+class Claim:
+    """What a process wants to run, told to all others.
+
+    Attributes:
+        own: the devices that it owns.
+        terms: what has to be the same in all processes, by name.
+        problems: why it cannot run the plan.
+        gpus: its GPUs.
+    """
+
+    own: tuple[int, ...] = ()
+    terms: Mapping[str, str] = field(factory=dict)
+    problems: tuple[str, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+
+
+def share(used: Sequence[int], processes: int, process: int) -> tuple[int, ...] | None:
+    """Return the devices that a process owns by default: as many as each other, in order; None if that is impossible.
+
+    Args:
+        used: the devices in use.
+        processes: number of processes.
+        process: index of the process.
+    """
+    count, rest = divmod(len(used), processes)
+    return None if rest else tuple(used[process * count : (process + 1) * count])
+
+
+def owners(claims: Sequence[Claim]) -> dict[int, int]:
+    """Return the index of the process that owns each device."""
+    return {device: process for process, claim in enumerate(claims) for device in claim.own}
+
+
+def disagreements(claims: Sequence[Claim], used: Sequence[int]) -> list[str]:
+    """Return why processes cannot run a plan together, the same in all of them; empty if they can.
+
+    Args:
+        claims: what each process wants.
+        used: the devices in use.
+    """
+    found = [f"process {i}: {problem}" for i, claim in enumerate(claims) for problem in claim.problems]
+    if found:  # the rest may follow from these
+        return found
+    for name in claims[0].terms:
+        said: defaultdict[str, list[int]] = defaultdict(list)
+        for i, claim in enumerate(claims):
+            said[claim.terms.get(name, "nothing")].append(i)
+        if len(said) > 1:
+            listed = ", ".join(f"{value} in {_processes(where)}" for value, where in said.items())
+            found.append(f"{name}: {listed}")
+    for device in used:
+        holders = [i for i, claim in enumerate(claims) if device in claim.own]
+        if len(holders) != 1:
+            whose = f"{_processes(holders)} own it" if holders else "no process owns it"
+            found.append(f"devices[{device}]: {whose}, expected one")
+    at: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for i, claim in enumerate(claims):
+        for gpu in claim.gpus:
+            at[gpu.host, gpu.uuid].append(f"devices[{gpu.device}] of process {i}")
+    return found + [f"{' and '.join(names)} are the same GPU" for names in at.values() if len(names) > 1]
+
+
+def _processes(numbers: Sequence[int]) -> str:
+    """Return processes as in a sentence."""
+    return f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
