@@ -107,7 +107,7 @@ def taken(
             for device, *tensors in zip(used, tokens, positions, strict=True):
                 for tensor in tensors:
                     counted.own(tensor, device)
-            likeliest(decoder.context, decoder.decode(tokens, positions), decoder.stack.steps)
+            likeliest(decoder.context, decoder.decode(tokens, positions), decoder.stack.steps, _BATCH)
     return {device: counted.peak[device] / room[device] for device in used}
 
 

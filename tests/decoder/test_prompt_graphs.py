@@ -324,7 +324,7 @@ def test_graphs_are_for_gpus(
     with compile_plan(plan_of(model.directory, 2, request, {}, seed=1), backend="cpu") as context:
         weights = load_weights(context.plan, model.directory, context)
         decoder = Decoder(context, model.directory, weights, cache="fp32", graphs=False)
-        with patch.object(context, "devices", devices):
+        with patch.multiple(context, devices=devices, all_devices=tuple(devices)):
             found: object = prompt_graphs.graphs_of(decoder, None, graphs=graphs)
     assert found == expected
 

@@ -20,7 +20,7 @@ from tpplan.formats.storage import split_name
 from tpplan.weights import iter_slices
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from tpplan.decoder.quantised import Quantised
     from tpplan.decoder.settings import Settings
@@ -37,8 +37,16 @@ _FUSED = {
 _LAST = "model.norm.weight"
 
 
-def check_weights(weights: Weights, plan: SplitPlan, model: ModelSpec) -> dict[int, dict[str, TensorSlice]]:
-    """Check that every device has the tensors that a plan gives it, and return their slices by device and name.
+def check_weights(
+    weights: Weights, plan: SplitPlan, model: ModelSpec, devices: Collection[int]
+) -> dict[int, dict[str, TensorSlice]]:
+    """Check that devices have the tensors that a plan gives them, and return their slices by device and name.
+
+    Args:
+        weights: the tensors.
+        plan: the plan.
+        model: its model.
+        devices: the devices, all that this process owns.
 
     Raises:
         RequestError: tensors are missing or have wrong shapes.
@@ -47,6 +55,8 @@ def check_weights(weights: Weights, plan: SplitPlan, model: ModelSpec) -> dict[i
     held: dict[int, Mapping[str, Tensor]] = {}
     slices: dict[int, dict[str, TensorSlice]] = {}
     for part in iter_slices(plan, model):
+        if part.device not in devices:
+            continue
         if part.device not in held:
             slices[part.device] = {}
             try:

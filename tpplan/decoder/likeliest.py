@@ -33,7 +33,9 @@ def best_of(logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
     return found
 
 
-def likeliest(context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Plain]) -> tuple[Tensor, ...]:
+def likeliest(
+    context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Plain], rows: int
+) -> tuple[Tensor, ...]:
     """Return the likeliest tokens ``[B]`` on every device in use.
 
     Each device finds its own best token. One small all-reduce collects these, as every device has columns of its own.
@@ -43,11 +45,17 @@ def likeliest(context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, 
         context: the compiled plan.
         logits: ``[B, V]`` on each device that holds a part of the vocabulary.
         steps: the computation steps of each device.
+        rows: B.
     """
-    parts = context.split(Axis.VC)
+    every = context.plan.slices(Axis.VC)
+    here = [(i, part) for i, part in enumerate(every) if part.device in context.devices]
     bests = [
-        steps[part.device].best(logits_BV, part.start, i, len(parts))
-        for i, (part, logits_BV) in enumerate(zip(parts, logits, strict=True))
+        steps[part.device].best(logits_BV, part.start, i, len(every))
+        for (i, part), logits_BV in zip(here, logits, strict=True)
     ]
-    found = context.all_reduce(bests, axis=Axis.VC)
+    out = None
+    if not bests:  # the vocabulary is on other processes' devices
+        places = [device.device for device in context.devices.values()]
+        out = [torch.empty(rows, 2 * len(every), dtype=torch.float32, device=place) for place in places]
+    found = context.all_reduce(bests, axis=Axis.VC, out=out)
     return tuple(x[:, 1::2].gather(1, x[:, ::2].argmax(1, keepdim=True)).squeeze(1).long() for x in found)

@@ -93,10 +93,11 @@ class Decoder:
             ExecutionError: the decoder has no cache of this kind.
         """
         request, model = context.plan.request, read_model(directory)
+        self._places = [device.device for device in context.devices.values()]
         self.batch = request.batch
         self.length = length_of(request)
         self._settings = settings_of(directory, model)
-        slices = check_weights(weights, context.plan, model)
+        slices = check_weights(weights, context.plan, model, context.devices)
         scale = self._settings.embedding_scale
         if self._settings.family.scaled_embedding:
             scale = torch.tensor(scale, dtype=context.dtype).item()  # rounded as in transformers
@@ -105,7 +106,7 @@ class Decoder:
         blocks = {layer: block for block in model.blocks for layer in block.layers}
         layers = [blocks[layer] for layer in range(model.layer_count)]
         self.weights = {}
-        for device in context.all_devices:  # before there is a cache: rearranging codes takes memory
+        for device in context.devices:  # before there is a cache: rearranging codes takes memory
             matrices = matrices_of(weights[device], slices[device], self._settings.scheme)
             self.weights[device] = joined(weights[device], matrices, layers, self._settings, context.dtype)
             rearranged = matrices or self._settings.family.experts.fused
@@ -131,7 +132,7 @@ class Decoder:
                 codes=codes_of(self.weights[device]),
                 at_once=made_at_once(room[device].scratch_bytes // context.dtype.itemsize),
             )
-            for device in context.all_devices
+            for device in context.devices
         }
         self.stack = Stack(context, self._settings, layers, self.weights, heads, steps=steps)
         self._steps: dict[int, Steps] = {}
@@ -140,7 +141,7 @@ class Decoder:
         holders = sorted({device for each in heads for device in each})
         self._tables = dict(zip(holders, context.rope_tables(self._settings.ropes.rope, self.length), strict=True))
         if turns is None:
-            turns = joint and context.transport != "peer" and context.devices[holders[0]].device.type == "cuda"
+            turns = joint and context.transport != "peer" and self._places[0].type == "cuda"
         self._in_turns = turns
         self.prompt_graphs = graphs_of(self, self._settings.attention_cap, graphs=graphs)
 
@@ -199,7 +200,7 @@ class Decoder:
             RequestError: see :func:`tpplan.decoder.prompts.check`.
         """
         check(prompts, self.context.plan)
-        ends: list[list[Tensor]] = [[] for _ in self.context.all_devices]
+        ends: list[list[Tensor]] = [[] for _ in self.context.devices]
         xs: tuple[Tensor, ...] = ()
         for tokens, stretches in cut(prompts, self.context.max_rows):
             numbers = torch.tensor([tokens, *numbers_of(stretches)]).T.contiguous()  # the same shape but for the rows
@@ -238,7 +239,7 @@ class Decoder:
         some_attend = len(stretches) != 1 and any(each.attend_at_once(extent, cap) for each in held)
         groups = {
             device: Group.of(positions, sequences, before, extent, is_filled=not stretches)
-            for device, positions, sequences, before in zip(self.context.all_devices, *others, strict=True)
+            for device, positions, sequences, before in zip(self.context.devices, *others, strict=True)
             if device in self._tables and some_attend
         }
         return Prefill(self._angles(others[0]), groups, stretches)
@@ -258,27 +259,27 @@ class Decoder:
         Raises:
             RequestError: see :func:`tpplan.decoder.prompts.check_step`.
         """
-        check_step(tokens, positions, len(self.context.all_devices), self.context.plan)
+        check_step(tokens, positions, len(self.context.devices), self.context.plan)
         return self._logits(self.stack.run(self._embed(tokens), self._decode(positions, span or self.length)))
 
     def _decode(self, positions: Sequence[Tensor], span: int) -> Decode:
         lengths = {heads.cache.length for each in self.stack.heads for heads in each.values()}
         where = {
             device: {length: Where.of(at, length, span, self.context.dtype) for length in lengths}
-            for device, at in zip(self.context.all_devices, positions, strict=True)
+            for device, at in zip(self.context.devices, positions, strict=True)
             if device in self._tables
         }
         return Decode(self._angles(positions), where)
 
     def _angles(self, positions: Sequence[Tensor]) -> dict[int, Angles]:
         """Return the RoPE angles of rows at these positions on each device that has KV heads."""
-        at = dict(zip(self.context.all_devices, positions, strict=True))
+        at = dict(zip(self.context.devices, positions, strict=True))
         ropes = self._settings.ropes
         return {device: ropes.angles(sin, cos, at[device]) for device, (sin, cos) in self._tables.items()}
 
     def _embed(self, tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the embeddings of tokens: the sum over devices, each with zeros for tokens that others hold."""
-        ids = dict(zip(self.context.all_devices, tokens, strict=True))
+        ids = dict(zip(self.context.devices, tokens, strict=True))
         parts = []
         for part in self.context.split(Axis.VC):
             size = part.end - part.start
@@ -286,7 +287,11 @@ class Decoder:
             own = asked.clamp(0, size - 1)
             x_RD = functional.embedding(own, self.weights[part.device]["model.embed_tokens.weight"])
             parts.append(x_RD.mul_((own == asked)[:, None]))
-        xs = self.context.all_reduce(parts, axis=Axis.VC)
+        out = None
+        if not parts:  # the vocabulary is on other processes' devices
+            shape = len(tokens[0]), self.context.plan.split(Axis.RS).size
+            out = [torch.empty(shape, dtype=self.context.dtype, device=place) for place in self._places]
+        xs = self.context.all_reduce(parts, axis=Axis.VC, out=out)
         return xs if self._embedding_scale == 1 else tuple(x.mul_(self._embedding_scale) for x in xs)
 
     def _logits(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ from weakref import proxy
 
 import torch
 
+from tpplan.decoder.agreed import agreed
 from tpplan.decoder.prompts import NOBODY, Extent
 from tpplan.exec.programs.program import HOST
 
@@ -38,9 +39,10 @@ def graphs_of(decoder: Decoder, cap: float | None, *, graphs: bool | None = None
     context, length = decoder.context, decoder.length
     places = [device.device for device in context.devices.values()]
     wanted = places[0].type == "cuda" if graphs is None else graphs
-    ahead = len(places) == 1 and not any(weights.quantised for weights in decoder.weights.values())
+    ahead = len(context.all_devices) == 1 and not any(weights.quantised for weights in decoder.weights.values())
     possible = sizes_of(context.max_rows, decoder.batch * length, _MOST_ALONE if ahead else None) if wanted else []
-    sizes = [size for size in possible if is_fixed(decoder.stack, cap, Extent.of_any(size, decoder.batch, length))]
+    fixed = [is_fixed(decoder.stack, cap, Extent.of_any(size, decoder.batch, length)) for size in possible]
+    sizes = [size for size, is_one in zip(possible, agreed(context, fixed), strict=True) if is_one]
     return PromptGraphs(decoder, sizes) if sizes else None
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tpplan.axes import Axis
+from tpplan.decoder.agreed import agreed
 from tpplan.decoder.layers import Scoring
 from tpplan.decoder.plain import Plain, Turn
 from tpplan.exec.torch_shims import leaving_processors
@@ -80,7 +81,9 @@ class Stack:
         """
         self.context = context
         self.heads = heads
-        self.looks_at_spans = not all(steps[device].attends(each) for layer in heads for device, each in layer.items())
+        attend = all(steps[device].attends(each) for layer in heads for device, each in layer.items())
+        self.looks_at_spans = not agreed(context, [attend])[0]
+        self._is_alone = len(context.all_devices) == 1
         self._settings = settings
         self._family = settings.family
         self._norms = settings.family.norms
@@ -88,7 +91,7 @@ class Stack:
         self._weights = weights
         self.steps = steps
         self._reduce = context.plan.request.layout == "reduce"
-        self._places = {device: place for place, device in enumerate(context.all_devices)}
+        self._places = {device: place for place, device in enumerate(context.devices)}
         self._joint_elements = self._most_joint(steps.values())
         self._head_dims = [context.plan.split(Axis.KV, layer).width for layer in range(len(blocks))]
 
@@ -196,10 +199,13 @@ class Stack:
             device: self.steps[device].norm(xs[self._places[device]], self._weights[device][norm]) for device in devices
         }
         # One device chooses for all: others may round differently and choose other experts.
-        first = devices[0]
-        scores_RE = self.steps[first].linear(inputs[first], self._weights[first], start + names.router)
-        choice_RC = self.steps[first].choose(scores_RE, count, normalised=self._settings.normalised)
-        choices = dict(zip(self.context.all_devices, self.context.broadcast(choice_RC, source=first), strict=True))
+        first = self.context.plan.slices(Axis.EX, layer)[0].device
+        if first in inputs:
+            scores_RE = self.steps[first].linear(inputs[first], self._weights[first], start + names.router)
+            choice_RC = self.steps[first].choose(scores_RE, count, normalised=self._settings.normalised)
+        else:
+            choice_RC = torch.empty(len(xs[0]), 2 * count, dtype=torch.float32, device="meta")
+        choices = dict(zip(self.context.devices, self.context.broadcast(choice_RC, source=first), strict=True))
         gate, up, down = (start + name for name in (names.gate, names.up, names.down))
         hidden = []
         for device in devices:
@@ -208,16 +214,16 @@ class Stack:
         del inputs
         if not self._reduce:  # columns are elements × experts of a row here, so that the elements can be joined
             hidden = [h_RCI.transpose(1, 2).flatten(1) for h_RCI in hidden]
-            wholes = self.context.allgather(hidden, Axis.EX, Axis.RS, dim=count, layer=layer)
+            wholes = self._gathered(hidden, Axis.EX, layer, xs, dim=count)
             hidden = [torch.unflatten(whole, 1, (-1, count)).transpose(1, 2) for whole in wholes]
             devices = self.context.devices_of(Axis.RS)
-        to_RD = xs[0] if len(xs) == 1 else None  # a single device adds directly to the residual stream
-        downs = [self._weights[d].experts(down, bias=not (self._reduce and i)) for i, d in enumerate(devices)]
+        to_RD = xs[0] if self._is_alone else None  # a single device adds directly to the residual stream
+        downs = [self._weights[d].experts(down, bias=not self._reduce or d == first) for d in devices]
         ys = [
             self.steps[device].experts_down(h_RCI, projections, choices[device], to_RD, fixed=rows.fixed)
             for device, h_RCI, projections in zip(devices, hidden, downs, strict=True)
         ]
-        return Made(xs if len(xs) == 1 else ys, Axis.EX)
+        return Made(xs if self._is_alone else ys, Axis.EX)
 
     def _lead_back(
         self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, *, xs: tuple[Tensor, ...], dim: int = 1
@@ -227,18 +233,30 @@ class Stack:
         If the product is added to the stream at once, on a single device or for few rows, return the stream.
         """
         devices = self.context.devices_of(axis, layer)
-        if len(xs) == 1 and not self._norms.of_outputs:
+        if self._is_alone and not self._norms.of_outputs:
             self.steps[devices[0]].add_linear(xs[0], parts[0], self._weights[devices[0]], name)
             return xs
         if self._add_at_once(parts, name, xs):
             return xs
         if not self._reduce:
-            parts = self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer)
+            parts = self._gathered(parts, axis, layer, xs, dim=dim)
             devices = self.context.devices_of(Axis.RS)
+        first = self.context.plan.slices(axis, layer)[0].device
         return [
-            self.steps[device].linear(part, self._weights[device], name, bias=not (self._reduce and i))  # one of a sum
-            for i, (part, device) in enumerate(zip(parts, devices, strict=True))
+            self.steps[device].linear(part, self._weights[device], name, bias=not self._reduce or device == first)
+            for part, device in zip(parts, devices, strict=True)
         ]
+
+    def _gathered(
+        self, parts: Sequence[Tensor], axis: Axis, layer: int, xs: Sequence[Tensor], *, dim: int = 1
+    ) -> Sequence[Tensor]:
+        """Concatenate the parts of an axis on every device that holds residual columns."""
+        out = None
+        if not parts:  # all are other processes'
+            columns = self.context.plan.split(axis, layer).size * dim
+            places = [xs[self._places[device]] for device in self.context.devices_of(Axis.RS)]
+            out = [x_RD.new_empty(len(x_RD), columns) for x_RD in places]
+        return self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer, out=out)
 
     def _most_joint(self, steps: Iterable[Plain]) -> int:
         """Return the most elements of the stream for which one kernel multiplies and all-reduces; 0 for none."""
@@ -254,7 +272,7 @@ class Stack:
         if channel is None:
             return False
         launches = []
-        for x_RD, part, device in zip(xs, parts, self.context.all_devices, strict=True):
+        for x_RD, part, device in zip(xs, parts, self.context.devices, strict=True):
             launch = self.steps[device].joint(x_RD, part, self._weights[device], name, channel, device)
             if launch is None:
                 return False
@@ -270,17 +288,17 @@ class Stack:
         if post:
             if self._reduce:
                 at = dict(zip(ctx.devices_of(axis, layer), ys, strict=True))
-                out = [at[d] if d in at else torch.empty_like(x) for d, x in zip(ctx.all_devices, xs, strict=True)]
+                out = [at[d] if d in at else torch.empty_like(x) for d, x in zip(ctx.devices, xs, strict=True)]
                 whole = ctx.all_reduce(ys, axis=axis, layer=layer, out=out)
             else:
-                whole = ctx.allgather(ys, Axis.RS)
-            for x, y, device in zip(xs, whole, ctx.all_devices, strict=True):
+                whole = ctx.allgather(ys, Axis.RS, out=None if ys else [torch.empty_like(x) for x in xs])
+            for x, y, device in zip(xs, whole, ctx.devices, strict=True):
                 weight = self._weights[device][f"model.layers.{layer}.{post}.weight"]
                 self.steps[device].add_norm(x, y, weight)
             return xs
         if self._reduce:
             return ctx.all_reduce(ys, xs, axis=axis, layer=layer, out=xs)
-        at = dict(zip(ctx.all_devices, xs, strict=True))
+        at = dict(zip(ctx.devices, xs, strict=True))
         ctx.add_residual(ys, [at[device] for device in ctx.devices_of(Axis.RS)], Axis.RS)
         return ctx.allgather(ys, Axis.RS, out=xs)
 

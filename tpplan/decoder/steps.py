@@ -153,11 +153,15 @@ class Steps:
         """Choose tokens from logits, and return them in host memory."""
         if not self._sampling.temperature:
             return self._likeliest(logits)[0].cpu()
-        whole = self._context.gather(logits, Axis.VC).tensor
+        out = None
+        if not logits:  # the vocabulary is on other processes' devices
+            shape = self._tokens[0].shape[1], self._context.plan.split(Axis.VC).size
+            out = torch.empty(shape, dtype=self._context.dtype, device="cpu")
+        whole = self._context.gather(logits, Axis.VC, out=out).tensor
         return self._sampling.draw(whole, self._generator)
 
     def _likeliest(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return likeliest(self._context, logits, self._decoder.stack.steps)
+        return likeliest(self._context, logits, self._decoder.stack.steps, self._tokens[0].shape[1])
 
     def _set(self, tensors: list[Tensor], values: Sequence[int]) -> None:
         """Write values into the tensor of every device."""

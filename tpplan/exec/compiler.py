@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from os import PathLike
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +36,7 @@ from tpplan.verify import verify
 from tpplan.workspace import FLAG_BYTES, FRAME_SLOT_BYTES, HOST_SLOT_BYTES, areas, pinned_bytes, slot_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
@@ -127,6 +128,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
             max_rows=max_rows,
             dtype=dtype,
             transport=transport,
+            tuning=tuning,
             scratch=scratch,
         )
     places, problems = places_for(plan, backend, devices)
@@ -171,6 +173,8 @@ def build(
     tuning: Tuning | None = None,
     notes: Sequence[str] = (),
     scratch: bool = True,
+    others: Mapping[int, torch.device] = MappingProxyType({}),
+    share: Callable[[Mapping[int, torch.Tensor]], Mapping[int, torch.Tensor]] = lambda _: {},
 ) -> TPContext:
     """Allocate a context on devices that are already checked.
 
@@ -186,6 +190,8 @@ def build(
         tuning: thresholds; the built-in ones if not given.
         notes: notes for the user on how the transport and thresholds were chosen.
         scratch: whether to allocate the plan's scratch.
+        others: torch device, as this process sees it, for each device of another process to whose memory kernels write.
+        share: called with the control areas of this process's devices, returns those of the others.
 
     Raises:
         ExecutionError: there is not enough memory.
@@ -202,21 +208,22 @@ def build(
     host = HostMemory(pinned, used, lock_pages=on_gpus)
     peer_slot = slot_bytes(len(used))
     largest_message = (HOST_SLOT_BYTES if transport == "host" else peer_slot) if waits else 0
-    if on_gpus:
-        blocks = most_blocks([places[index] for index in used], SLOT_BLOCKS)
+    if on_gpus and largest_message:
+        blocks = most_blocks([others.get(index, places[index]) for index in used], SLOT_BLOCKS)
         largest_message = capacity(2 * largest_message, blocks)
-    contexts = {device.index: device for device in devices}
+    controls = {device.index: device.control for device in devices}
+    controls |= share(controls)
 
     def slots(queue: Queue) -> torch.Tensor:
         if queue.place == HOST:
             return host.slots(queue)
         senders = [index for index in used if index != queue.place]
-        area = contexts[queue.place].control[FLAG_BYTES:]
+        area = controls[queue.place][FLAG_BYTES:]
         size = 2 * SLOTS * peer_slot  # flags travel inside the data
         first = senders.index(queue.sender) * size
         return area[first : first + size].view(SLOTS, -1)
 
-    flags = {**{d.index: d.control[:FLAG_BYTES] for d in devices}, HOST: host.flags}
+    flags = {**{index: area[:FLAG_BYTES] for index, area in controls.items()}, HOST: host.flags}
     limits = Limits(
         slot_bytes=largest_message,
         stage_bytes=pinned.chunk_bytes,

@@ -91,10 +91,10 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
     Args:
         plan: the plan to load by.
         model_dir: directory with config.json and safetensors files.
-        ctx: the compiled plan, to whose devices the tensors go.
+        ctx: the compiled plan, to whose devices the tensors go; of several processes, each loads its own.
 
     Returns:
-        The tensors of each device.
+        The tensors of each device of this process.
 
     Raises:
         PlanError: the plan breaks a rule, or the weights in its ledger differ from the size of its slices.
@@ -109,9 +109,10 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
     ctx.synchronize()  # fails if the context is closed
     source = Source.read(Path(model_dir))
     source.check(plan)
-    parts: dict[int, list[TensorSlice]] = {device: [] for device in ctx.all_devices}
+    parts: dict[int, list[TensorSlice]] = {device: [] for device in ctx.devices}
     for part in iter_slices(plan, source.model):
-        parts[part.device].append(part)
+        if part.device in parts:  # not another process's
+            parts[part.device].append(part)
     _check(plan, source, parts)
     held, blocks, weights = _allocate(ctx, parts)
     headers = {name: source.find(name) for name in held}

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import nullcontext
-from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, TypeVar
-
-import torch
-from torch import distributed
+from typing import TYPE_CHECKING
 
 import tpplan
 from tpplan.codec import dumps
 from tpplan.errors import ExecutionError, RequestError, TpplanError
 from tpplan.exec.cluster.carrier import GroupCarrier
-from tpplan.exec.cluster.members import Claim, Gpu, disagreements, owners, share
+from tpplan.exec.cluster.meeting import Meeting
+from tpplan.exec.cluster.members import Claim, Gpu, disagreements, listed, owners, share
 from tpplan.exec.cluster.processes import Processes
+from tpplan.exec.cluster.sharing import Sharing
+from tpplan.exec.cluster.ways import Way, way_between
 from tpplan.exec.compiler import build, mismatches
 from tpplan.exec.machine import differences, look_at, places_for, uncounted
 from tpplan.exec.tensors import name_of
@@ -25,18 +22,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    import torch
     from torch.distributed import ProcessGroup
 
+    from tpplan.exec.binding import Memory
     from tpplan.exec.context import TPContext
+    from tpplan.exec.engine import Backend
+    from tpplan.exec.links.tuning import Tuning
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
 
-_Told = TypeVar("_Told")
-
-#: The only transport between processes.
-_TRANSPORT = "events"
+#: Transports between processes.
+_TRANSPORTS = ("auto", "events", "peer")
 #: Characters of a plan's hash in messages.
 _SHOWN = 12
+_HINT = "give all processes the same plan and arguments, and each of the devices in use to one of them"
 
 
 def compile_together(
@@ -50,6 +50,7 @@ def compile_together(
     max_rows: int,
     dtype: torch.dtype,
     transport: str,
+    tuning: Tuning | None,
     scratch: bool,
 ) -> TPContext:
     """Compile a plan in all processes of a group at once; see :func:`tpplan.exec.compile`.
@@ -58,87 +59,88 @@ def compile_together(
         ExecutionError: there is no group, a process cannot run its part, or the processes disagree; the same error in
             all processes.
     """
-    group = _group(group)
-    process, count = distributed.get_rank(group), distributed.get_world_size(group)
+    meeting = Meeting(group)
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes]
     places: tuple[torch.device, ...] = ()
-    carrier = None
     try:  # a process that only raised here would leave the others waiting
-        own = _own(own, plan, used, count, process)
+        own = _own(own, plan, used, meeting)
         places, problems = places_for(plan, backend, devices, own)
         problems += [*uncounted(plan), *mismatches(plan, model, max_rows, dtype)]
-        if transport not in {"auto", _TRANSPORT}:
-            problems.append(f"transport: {transport} is not for several processes, {_TRANSPORT} is")
-        mine = [places[i] for i in own] if places else []
-        gpus = [place for place in mine if place.type == "cuda"]
-        if gpus:
-            found = [look_at(place) if place.type == "cuda" else None for place in places]
-            problems += differences(plan, found)
-        if mine:
-            carrier = GroupCarrier(group, mine)
+        if transport not in _TRANSPORTS:
+            problems.append(f"transport: {transport} is not for several processes, {' or '.join(_TRANSPORTS)} is")
+        found = [look_at(place) if place.type == "cuda" else None for place in places]
+        problems += differences(plan, found)
+        gpus = {i: places[i] for i in own if places and places[i].type == "cuda"}
+        meeting.gpu = next(iter(gpus.values()), None)
+        carrier = GroupCarrier(meeting.group, [*gpus.values()])
         terms = {
             "tpplan": tpplan.__version__,
             "plan": f"{plan.model.name} ({sha256(dumps(plan).encode()).hexdigest()[:_SHOWN]})",
             "backend": "cpu" if backend == "cpu" else "cuda",
+            "transport": transport,
             "max_rows": str(max_rows),
             "dtype": name_of(dtype),
-            "group": carrier.backend if carrier else "",
+            "tuning": str(tuning or "default"),
+            "group": carrier.backend,
         }
-        claim = Claim(own, terms, tuple(problems), tuple(_gpu(i, places[i]) for i in own) if gpus else ())
+        claim = Claim(own, terms, tuple(problems), tuple(Gpu.of(i, place) for i, place in gpus.items()))
     except TpplanError as error:
         claim = Claim(problems=(error.message,))
-    claims = _told(group, claim, places)
-    problems = disagreements(claims, used)
-    if problems or carrier is None:
-        hint = "give all processes the same plan and arguments, and each of the devices in use to one of them"
-        raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{_listed(problems)}", hint)
-    whose = owners(claims)
-    start = partial(Processes, owners=whose, process=process, carrier=carrier, gpus=gpus)
-    notes = [
-        f"{count} processes: {', '.join(_owned(i, each.own) for i, each in enumerate(claims))}",
-        f"torch.distributed carries what goes from one to another, by {carrier.backend}",
-    ]
+    claims = meeting.tell(claim)
+    if problems := disagreements(claims, used):
+        raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{listed(problems)}", _HINT)
+    way = way_between(meeting, claims, used, transport, tuning) if gpus else Way()
+    if way.problem:
+        raise ExecutionError(f"the plan for {plan.model.name} cannot run here: {way.problem}", "leave out transport")
+    own_gpus, whose = [*gpus.values()], owners(claims)
+    sharing = Sharing(meeting, meeting.gpu if way.others else None)
+
+    def start(memory: Memory) -> Backend:
+        far = Processes(memory, whose, meeting.process, carrier, own_gpus)
+        if not way.others:
+            return far
+        from tpplan.exec.cluster.peers import PeerProcesses  # noqa: PLC0415 (needs CUDA)
+
+        return PeerProcesses(memory, gpus, way.others, process=meeting.process, opened=sharing.opened, far=far)
+
     context, failure = None, ""
     try:
         context = build(
-            plan, places, start, transport=_TRANSPORT, max_rows=max_rows, dtype=dtype, scratch=scratch, notes=notes
+            plan,
+            places,
+            start,
+            transport="peer" if way.others else "events",
+            max_rows=max_rows,
+            dtype=dtype,
+            straight=False,
+            waits=bool(way.others),
+            tuning=way.tuning or tuning,
+            notes=(*_notes(claims, carrier.backend), *way.notes),
+            scratch=scratch,
+            others=way.others,
+            share=sharing.share,
         )
     except TpplanError as error:
         failure = error.message
-    failures = [f"process {i}: {each}" for i, each in enumerate(_told(group, failure, places)) if each]
+        sharing.fail(failure)
+    failures = [f"process {i}: {each}" for i, each in enumerate(meeting.tell(failure)) if each]
     if context is None or failures:
         if context:
             context.close()
-        raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{_listed(failures)}", "free memory there")
+        raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{listed(failures)}", "free memory there")
     return context
 
 
-def _group(group: ProcessGroup | None) -> ProcessGroup:
-    """Return a group that this process is in, by default that of all processes.
-
-    Raises:
-        ExecutionError: there is none.
-    """
-    if not distributed.is_available() or not distributed.is_initialized():
-        hint = "call torch.distributed.init_process_group in every process first"
-        raise ExecutionError("group: torch.distributed has no processes yet", hint)
-    found = group if group is not None else distributed.group.WORLD
-    if not isinstance(found, distributed.ProcessGroup) or distributed.get_rank(found) < 0:
-        hint = "compile only in the processes that are in the group"
-        raise ExecutionError(f"group: this process is not in {group!r:.40}", hint)
-    return found
-
-
-def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], count: int, process: int) -> tuple[int, ...]:
-    """Return the devices in use that a process owns, ascending.
+def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], meeting: Meeting) -> tuple[int, ...]:
+    """Return the devices in use that this process owns, ascending.
 
     Raises:
         RequestError: they are invalid, or were left out where there is no default.
     """
     if own is None:
-        shared = share(used, count, process)
+        shared = share(used, meeting.count, meeting.process)
         if shared is None:
-            message = f"own: {len(used)} devices are in use, which {count} processes cannot own equally many of"
+            message = f"own: {len(used)} devices are in use, which {meeting.count} processes cannot own equally many of"
             raise RequestError(message, "pass the devices that each process owns")
         return shared
     every = range(len(plan.devices))
@@ -152,34 +154,10 @@ def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], count:
     return found
 
 
-def _told(group: ProcessGroup, mine: _Told, places: Sequence[torch.device]) -> list[_Told]:
-    """Tell all processes something, and return what each of them has told.
-
-    Raises:
-        ExecutionError: torch.distributed failed, as when a process has ended.
-    """
-    told: list[_Told | None] = [None] * distributed.get_world_size(group)
-    gpu = next((place for place in places if place.type == "cuda"), None)
-    try:
-        with torch.cuda.device(gpu) if gpu else nullcontext():  # where NCCL carries it
-            distributed.all_gather_object(told, mine, group)
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        hint = "compile in all processes of the group at the same time"
-        raise ExecutionError(f"the processes could not agree on the plan: {reason}", hint) from error
-    return [each for each in told if each is not None]
-
-
-def _gpu(device: int, place: torch.device) -> Gpu:
-    properties = torch.cuda.get_device_properties(place)
-    return Gpu(device, socket.gethostname(), str(getattr(properties, "uuid", place.index)))
-
-
-def _owned(process: int, own: Sequence[int]) -> str:
-    """Return the devices of a process as in a sentence."""
-    listed = f"{own[0]}-{own[-1]}" if len(own) > 1 and own[-1] - own[0] == len(own) - 1 else ", ".join(map(str, own))
-    return f"{process} owns device{'s' if len(own) > 1 else ''} {listed}"
-
-
-def _listed(problems: Sequence[str]) -> str:
-    return "".join(f"\n  {problem}" for problem in problems)
+def _notes(claims: Sequence[Claim], carrier: str) -> tuple[str, str]:
+    """Return notes on who owns what, and on what carries messages."""
+    whose = ", ".join(f"{i} owns {', '.join(map(str, claim.own))}" for i, claim in enumerate(claims))
+    return (
+        f"{len(claims)} processes own the devices: {whose}",
+        f"between processes, what kernels do not write goes by torch.distributed ({carrier})",
+    )

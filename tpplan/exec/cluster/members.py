@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
+import torch
 from attrs import field, frozen
 
 if TYPE_CHECKING:
@@ -24,6 +26,12 @@ class Gpu(NamedTuple):
     device: int
     host: str
     uuid: str
+
+    @classmethod
+    def of(cls, device: int, place: torch.device) -> Self:
+        """Return the identity of a torch device of this host."""
+        uuid = getattr(torch.cuda.get_device_properties(place), "uuid", place.index)
+        return cls(device, socket.gethostname(), str(uuid))
 
 
 @frozen
@@ -92,3 +100,8 @@ def disagreements(claims: Sequence[Claim], used: Sequence[int]) -> list[str]:
 def _processes(numbers: Sequence[int]) -> str:
     """Return processes as in a sentence."""
     return f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Return problems as lines of a message."""
+    return "".join(f"\n  {problem}" for problem in problems)

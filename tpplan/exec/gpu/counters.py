@@ -9,7 +9,7 @@ from tpplan.exec.gpu.exchange_table import ALONE, COUNTER_BYTES
 from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Collection, Hashable, Mapping
 
     from torch import Tensor
 
@@ -17,18 +17,20 @@ if TYPE_CHECKING:
 class Counters:
     """Numbers the counters of each device and of the host, and gives each its place in memory on first use."""
 
-    def __init__(self, flags: Mapping[int, Tensor]) -> None:
+    def __init__(self, flags: Mapping[int, Tensor], others: Collection[int] = ()) -> None:
         """Set all counters to 0.
 
         Args:
             flags: memory for the counters of each device and of the host.
+            others: devices of other processes, which set theirs to 0.
         """
         self._addresses = {home: area.data_ptr() for home, area in flags.items()}
         self._rooms = {home: len(area) // COUNTER_BYTES for home, area in flags.items()}
         self._used = {home: 0 if home == HOST else ALONE + 1 for home in flags}
         self._numbers: dict[Hashable, int] = {}
-        for area in flags.values():
-            area.zero_()
+        for home, area in flags.items():
+            if home not in others:
+                area.zero_()
 
     def number(self, home: int, *key: Hashable, count: int = 1) -> int:
         """Return the number of a counter among those of its device.

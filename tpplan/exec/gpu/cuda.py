@@ -6,6 +6,7 @@ Nothing here changes the current device or stream.
 from __future__ import annotations
 
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
@@ -58,16 +59,26 @@ class CudaDevices(Streams):
 
     asides = 0
 
-    def __init__(self, memory: Memory, places: Mapping[int, torch.device], *, transport: str) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        places: Mapping[int, torch.device],
+        *,
+        transport: str,
+        others: Mapping[int, torch.device] = MappingProxyType({}),
+    ) -> None:
         """Load the kernels on every device.
 
         Args:
             memory: the context's memory on these devices.
-            places: torch device, with its ordinal, for each device of the plan in use.
+            places: torch device, with its ordinal, for each device of the plan in use that this process owns.
             transport: ``peer``, ``host`` or ``events``; with ``host`` no device accesses another's memory.
+            others: the same for each device that another process owns; see
+                :class:`tpplan.exec.cluster.peers.PeerProcesses`.
         """
         super().__init__(places)
         self.transport = transport
+        self._here = {*places, HOST}
         self._memory = memory
         self._marks = Marks(self._ordinals)
         self._sums = Sums()
@@ -81,7 +92,8 @@ class CudaDevices(Streams):
             for target in places.values():
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
         with ISSUING:
-            self._exchanges = Exchanges(memory, places, kernels_for(len(places), transport))
+            kernels = kernels_for(len(places) + len(others), transport)
+            self._exchanges = Exchanges(memory, places, kernels, others)
         ask = WeakMethod(self._is_busy)  # or a dropped context would live until garbage collection
         self._exchanges.landings.watch(lambda: (is_busy := ask()) is None or is_busy())
         self._issuing = Issuing(self._exchanges)
@@ -239,6 +251,7 @@ class CudaDevices(Streams):
             self._ready.clear()
         launches = iter(self._exchanges.prepare(program, dtype, captured=self.is_capturing()))
         commands, is_landing = without_callers(program), lands(program)
+        commands = tuple(each for each in commands if each.stream.device in self._here)
         if is_landing:  # its kernels signal their completion themselves
             commands = tuple(each for each in commands if isinstance(each, Exchange))
         streams = {command.stream for command in commands}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from tpplan.exec.gpu.sums import NAMES
 from tpplan.exec.programs.program import OWN, SLOT, Exchange, Stream, Sum, writes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from tpplan.exec.binding import Memory
     from tpplan.exec.programs.program import Program, Queue
@@ -50,21 +51,31 @@ class Exchanges:
         landings: prepares the launches by which devices write to host memory.
     """
 
-    def __init__(self, memory: Memory, places: Mapping[int, torch.device], kernels: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        places: Mapping[int, torch.device],
+        kernels: tuple[str, ...],
+        others: Mapping[int, torch.device] = MappingProxyType({}),
+    ) -> None:
         """Load every kernel on every device now: loading one later could deadlock with kernels that wait for it.
 
         Args:
             memory: the context's memory.
-            places: torch device for each device of the plan in use.
+            places: torch device for each device of the plan in use that this process owns.
             kernels: names of the kernels that will be used.
+            others: torch device, as this process sees it, for each device that another process owns. Then exchanges
+                may only go through slots in device memory.
         """
         self._memory = memory
         self._places = places
-        self._counters = Counters(memory.flags)
+        self._counters = Counters(memory.flags, others)
+        if others:
+            self._number((*places, *others))
         self._status = torch.zeros(16, dtype=torch.int32, device="cpu", pin_memory=True)
         self._seen = memoryview(self._status.numpy())  # type: ignore[arg-type]
         found = {place: torch.cuda.get_device_properties(place) for place in places.values()}
-        here = list(places.values())
+        here = [*places.values(), *others.values()]
         self._most = {"slot": most_blocks(here, SLOT_BLOCKS), "straight": most_blocks(here, STRAIGHT_BLOCKS)}
         self._most["frame"] = min(frame_table.MOST_BLOCKS, most_blocks(here, FRAME_BLOCKS))
         kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
@@ -103,6 +114,14 @@ class Exchanges:
             ExecutionError: one has.
         """
         _refuse(self._seen)
+
+    def has_failed(self) -> bool:
+        """Return whether :meth:`check` raises."""
+        return bool(self._seen[0])
+
+    def closed(self, device: int) -> int:
+        """Return where the processes tell the owner of a device that they have closed, in bytes from its counters."""
+        return COUNTER_BYTES * self._counters.number(device, "closed")
 
     def interrupt(self) -> None:
         """Mark the context as failed: a program was issued on some devices but not on others."""
@@ -144,7 +163,15 @@ class Exchanges:
             raise ExecutionError(f"{program.name} was not run before", "run everything once before capturing it")
         self._clear(fresh)
         works = slots.prepare(exchanges, dtype.itemsize, self._memory, self._counters, self._most["slot"])
-        return tuple(self._launch(f"slot_{what}", work) for work in works)
+        return tuple(self._launch(f"slot_{what}", work) for work in works if work.stream.device in self._places)
+
+    def _number(self, devices: Sequence[int]) -> None:
+        """Number the counters between the devices of all processes, and clear this process's slots."""
+        for device in devices:
+            self.closed(device)
+        for queue in slots.number(devices, self._counters):
+            if queue.place in self._places:
+                self._memory.slots(queue).zero_()
 
     def _clear(self, fresh: Collection[Queue]) -> None:
         """Clear the slots of queues on first use, so that they hold no message numbers."""

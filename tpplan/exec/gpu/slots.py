@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 from tpplan.exec.gpu.launch import Operands, Work
 from tpplan.exec.gpu.slot_table import DATA_BYTES, FILLED, Place, queues, regions, table, widest
-from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer
+from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Queue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tpplan.exec.binding import Memory
     from tpplan.exec.gpu.counters import Counters
-    from tpplan.exec.programs.program import Exchange, Queue
+    from tpplan.exec.programs.program import Exchange
 
 
 def fresh(exchanges: Iterable[Exchange], counters: Counters) -> set[Queue]:
     """Return the queues that were not used before, whose slots must be cleared."""
     found = {queue for exchange in exchanges for queue in queues(exchange)}
     return {queue for queue in found if (queue.sender, "messages", queue) not in counters}
+
+
+def number(devices: Iterable[int], counters: Counters) -> tuple[Queue, ...]:
+    """Number the counters of the queues between all devices, and return the queues.
+
+    The processes of these devices then agree on the numbers, also those that take no part in some exchanges.
+    """
+    found = tuple(Queue(receiver, sender, (receiver,)) for sender, receiver in permutations(sorted(devices), 2))
+    for queue in found:
+        for device in (queue.sender, queue.place):
+            counters.number(device, "messages", queue)
+        counters.number(queue.sender, "freed", queue, queue.place)
+    return found
 
 
 def prepare(exchanges: Sequence[Exchange], item: int, memory: Memory, counters: Counters, most: int) -> list[Work]:

@@ -1,0 +1,73 @@
+"""The decoder in several processes, each with some of the plan's devices: the same as in one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.decoder_cases import VOCAB, model_of, plan_of, request_of
+from tests.exec.cluster.threads import Together, used
+from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tpplan.axes import Axis
+from tpplan.decoder import Decoder, Sampling, generate
+from tpplan.exec import compile as compile_plan
+from tpplan.weights import load_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from tpplan.exec.context import TPContext
+    from tpplan.plan import SplitPlan
+
+NEW = 6
+
+#: Cuts in which each device lacks some axis: heads, intermediate, vocabulary or residual columns.
+LACKING = {Axis.KV: (0, 4, 4, 4), Axis.ID: (0, 0, 72, 72), Axis.VC: (0, 0, 203, 203), Axis.RS: (0, 0, 0, 48)}
+
+
+def _told(plan: SplitPlan, model_type: str, sampling: Sampling) -> Callable[[TPContext], tuple[Tensor, list[object]]]:
+    """Return what loads a model by a context and says what follows its prompts: logits and tokens."""
+    model = model_of(model_type)
+
+    def tell(context: TPContext) -> tuple[Tensor, list[object]]:
+        weights = load_weights(plan, model.directory, context)
+        assert set(weights.tensors) == set(context.devices)
+        decoder = Decoder(context, model.directory, weights, cache="fp32")
+        logits = decoder.prefill(model.prompts[1])
+        out = None if logits else torch.empty(1, VOCAB)
+        whole = context.gather(logits, Axis.VC, out=out).tensor.clone()
+        return whole, [*generate(decoder, model.prompts, NEW, sampling=sampling)]
+
+    return tell
+
+
+#: Family, layout, temperature, and whether every device lacks an axis.
+CASES = [
+    ("llama", "reduce", 0.0, True),
+    ("llama", "gather", 0.8, True),
+    ("gemma2", "reduce", 0.0, False),
+    ("gemma2", "gather", 0.0, True),
+    ("qwen3_moe", "gather", 0.0, False),
+    ("gpt_oss", "reduce", 0.0, False),
+]
+
+
+@pytest.mark.parametrize(("model_type", "layout", "temperature", "lacks"), CASES)
+def test_the_same_as_in_one_process(model_type: str, layout: str, temperature: float, lacks: bool) -> None:
+    """Logits and tokens of two texts, whatever the processes own."""
+    cut = LACKING if lacks else dict[Axis, tuple[int, ...]]()
+    plan = plan_of(model_of(model_type).directory, 3, request_of(layout), cut, seed=4)
+    sampling = Sampling(temperature, 0.9, 7)
+    tell = _told(plan, model_type, sampling)
+    with compile_plan(plan, backend="cpu", scratch=False) as context:
+        logits, tokens = tell(context)
+    first, *others = used(plan)
+    for own in ([[first], others], [[device] for device in used(plan)]):
+        with Together(plan, own) as together:
+            for found, said in together.run(tell):
+                torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
+                assert said == tokens

@@ -1,0 +1,122 @@
+"""Memory of GPUs that other processes on the same host write to, by CUDA's inter-process communication."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+import torch
+from attrs import frozen
+from cuda.bindings import driver, runtime
+from torch import Tensor
+
+from tpplan.errors import ExecutionError
+
+_SUCCESS = runtime.cudaError_t.cudaSuccess
+
+
+class Handle(NamedTuple):
+    """What another process needs to open a tensor's memory.
+
+    Attributes:
+        allocation: the driver's handle of the allocation that it lies in.
+        offset: bytes from the allocation's start.
+        nbytes: bytes of the tensor.
+    """
+
+    allocation: bytes
+    offset: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """Return the handle of a contiguous tensor, which must outlive its use by other processes.
+
+        Raises:
+            ExecutionError: its memory cannot be shared.
+        """
+        error, start, _ = driver.cuMemGetAddressRange(tensor.data_ptr())
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise _failed("shared", error)
+        error, handle = runtime.cudaIpcGetMemHandle(int(start))
+        if error != _SUCCESS:
+            raise _failed("shared", error)
+        return cls(bytes(handle.reserved), tensor.data_ptr() - int(start), tensor.nbytes)
+
+
+class _Array:
+    """Memory as torch takes it over from other libraries."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+@frozen(eq=False)
+class Opened:
+    """Memory of another process.
+
+    Attributes:
+        place: the GPU that it was opened for.
+        tensor: uint8 tensor over it, for kernels on this GPU.
+        start: address of its allocation.
+    """
+
+    place: torch.device
+    tensor: Tensor
+    start: Any
+    _close = staticmethod(runtime.cudaIpcCloseMemHandle)  # still available when modules are torn down
+
+    @classmethod
+    def on(cls, place: torch.device, handle: Handle) -> Self:
+        """Open another process's memory for kernels on a GPU.
+
+        Raises:
+            ExecutionError: it cannot be opened.
+        """
+        allocation = runtime.cudaIpcMemHandle_t()
+        allocation.reserved = handle.allocation
+        with torch.cuda.device(place):  # else the owner's GPU would get a context of this process
+            error, start = runtime.cudaIpcOpenMemHandle(allocation, runtime.cudaIpcMemLazyEnablePeerAccess)
+            if error != _SUCCESS:
+                raise _failed(f"opened on {place}", error)
+            tensor = torch.as_tensor(_Array(int(start) + handle.offset, handle.nbytes))
+        return cls(place, tensor, start)
+
+    def read(self, first: int) -> int:
+        """Return the int32 at a byte offset.
+
+        Raises:
+            ExecutionError: it cannot be read.
+        """
+        word = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self._copy(word.data_ptr(), self.tensor.data_ptr() + first, word.nbytes)
+        return int(word)
+
+    def write(self, first: int, value: int) -> None:
+        """Write an int32 at a byte offset, and wait until it is written.
+
+        Raises:
+            ExecutionError: it cannot be written.
+        """
+        word = torch.tensor([value], dtype=torch.int32, device="cpu")
+        self._copy(self.tensor.data_ptr() + first, word.data_ptr(), word.nbytes)
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        with torch.cuda.device(self.place):
+            (error,) = runtime.cudaMemcpy(target, source, nbytes, runtime.cudaMemcpyKind.cudaMemcpyDefault)
+        if error != _SUCCESS:
+            raise _failed("reached", error)
+
+    def close(self) -> None:
+        """Close it; nothing may use it any more."""
+        self._close(self.start)
+
+
+def _failed(what: str, error: Any) -> ExecutionError:
+    hint = 'run the processes in one container, or compile with transport="events"'
+    return ExecutionError(f"memory of a GPU cannot be {what} between processes: {error.name}", hint)
