@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 NEW = 6
 
 #: Cuts in which each device lacks some axis: heads, intermediate, vocabulary or residual columns.
-LACKING = {Axis.KV: (0, 4, 4, 4), Axis.ID: (0, 0, 72, 72), Axis.VC: (0, 0, 203, 203), Axis.RS: (0, 0, 0, 48)}
+LACKING: dict[Axis, tuple[int, ...]] = {
+    Axis.KV: (0, 4, 4, 4),
+    Axis.ID: (0, 0, 72, 72),
+    Axis.VC: (0, 0, 203, 203),
+    Axis.RS: (0, 0, 0, 48),
+}
 
 
 def _told(plan: SplitPlan, model_type: str, sampling: Sampling) -> Callable[[TPContext], tuple[Tensor, list[object]]]:
@@ -59,7 +64,7 @@ CASES = [
 @pytest.mark.parametrize(("model_type", "layout", "temperature", "lacks"), CASES)
 def test_the_same_as_in_one_process(model_type: str, layout: str, temperature: float, lacks: bool) -> None:
     """Logits and tokens of two texts, whatever the processes own."""
-    cut = LACKING if lacks else dict[Axis, tuple[int, ...]]()
+    cut = LACKING if lacks else {}
     plan = plan_of(model_of(model_type).directory, 3, request_of(layout), cut, seed=4)
     sampling = Sampling(temperature, 0.9, 7)
     tell = _told(plan, model_type, sampling)

@@ -75,6 +75,25 @@ def _parts(ctx: TPContext, rows: int, dtype: torch.dtype = torch.float32) -> lis
     return [torch.randn(rows, part.end - part.start).to(dtype) for part in ctx.split(Axis.RS)]
 
 
+def test_in_place(ctx: TPContext, backend: Backend) -> None:
+    """Sums over their own parts are prepared once, as long as the same tensors are inputs and outputs."""
+    parts = [torch.ones(3, 40) for _ in ctx.all_devices]
+    for times in range(4):
+        ctx.all_reduce(parts, out=parts)
+        assert all(torch.equal(part, torch.full((3, 40), len(parts) ** (times + 1.0))) for part in parts)
+    assert backend.bound == 1
+    views = [part.view(3, 40) for part in parts]  # at the same addresses, but other objects
+    ctx.all_reduce(views, out=parts)
+    ctx.all_reduce(parts, out=views)
+    assert backend.bound == 2
+    with pytest.raises(ExecutionError, match="dtype"):
+        ctx.all_reduce(parts, out=[part.view(torch.int32) for part in parts])
+    with pytest.raises(ExecutionError, match="dtype"):
+        ctx.all_reduce([part.view(torch.int32) for part in parts], out=parts)
+    ctx.all_reduce(parts, [part.clone() for part in parts], out=parts)
+    assert all(torch.equal(part, parts[0]) for part in parts)
+
+
 def _outputs(ctx: TPContext, rows: int) -> list[torch.Tensor]:
     return [torch.empty(rows, 40) for _ in ctx.all_devices]
 

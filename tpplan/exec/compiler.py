@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from tpplan.exec.engine import Backend
     from tpplan.exec.programs.program import Queue
 
+#: The control area and the exchange buffer of devices.
+Areas = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
 #: The default transport of virtual devices: it makes the fewest copies.
 _PLAINEST = "events"
 #: For arguments of :func:`compile`: their types, and the wording of errors about them.
@@ -174,7 +177,7 @@ def build(
     notes: Sequence[str] = (),
     scratch: bool = True,
     others: Mapping[int, torch.device] = MappingProxyType({}),
-    share: Callable[[Mapping[int, torch.Tensor]], Mapping[int, torch.Tensor]] = lambda _: {},
+    share: Callable[[Areas], Areas] = lambda _: {},
 ) -> TPContext:
     """Allocate a context on devices that are already checked.
 
@@ -191,7 +194,8 @@ def build(
         notes: notes for the user on how the transport and thresholds were chosen.
         scratch: whether to allocate the plan's scratch.
         others: torch device, as this process sees it, for each device of another process to whose memory kernels write.
-        share: called with the control areas of this process's devices, returns those of the others.
+        share: called with the control area and the exchange buffer of each device of this process, returns those of
+            the others.
 
     Raises:
         ExecutionError: there is not enough memory.
@@ -211,19 +215,20 @@ def build(
     if on_gpus and largest_message:
         blocks = most_blocks([others.get(index, places[index]) for index in used], SLOT_BLOCKS)
         largest_message = capacity(2 * largest_message, blocks)
-    controls = {device.index: device.control for device in devices}
-    controls |= share(controls)
+    shared = {device.index: (device.control, device.exchange) for device in devices}
+    shared |= share(shared)
+    exchanges = {index: exchange for index, (_, exchange) in shared.items()}
 
     def slots(queue: Queue) -> torch.Tensor:
         if queue.place == HOST:
             return host.slots(queue)
         senders = [index for index in used if index != queue.place]
-        area = controls[queue.place][FLAG_BYTES:]
+        area = shared[queue.place][0][FLAG_BYTES:]
         size = 2 * SLOTS * peer_slot  # flags travel inside the data
         first = senders.index(queue.sender) * size
         return area[first : first + size].view(SLOTS, -1)
 
-    flags = {**{index: area[:FLAG_BYTES] for index, area in controls.items()}, HOST: host.flags}
+    flags = {**{index: control[:FLAG_BYTES] for index, (control, _) in shared.items()}, HOST: host.flags}
     limits = Limits(
         slot_bytes=largest_message,
         stage_bytes=pinned.chunk_bytes,
@@ -233,8 +238,9 @@ def build(
         streams=on_gpus,
         spared_bytes=SPARED_BYTES,
         tuning=tuning or default(len(used)),
+        mirror_bytes=len(devices[0].exchange) if others else 0,
     )
-    backend = start(Memory({d.index: d.exchange for d in devices}, host.rings, slots, flags))
+    backend = start(Memory(exchanges, host.rings, slots, flags))
     try:
         engine = Engine(backend, transport, limits, notes)
         return TPContext(plan, {i: places[i] for i in used}, devices, host, engine, max_rows=max_rows, dtype=dtype)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from itertools import chain
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from attrs import define
 from torch import Tensor
@@ -34,16 +34,40 @@ class _Known:
     """A cached call, whose tensors were checked.
 
     Attributes:
-        fits: returns whether tensors at the same addresses have the same properties.
+        alike: returns whether tensors at the same addresses have the same properties; takes those of ``alone``.
+        alone: indices of the tensors that are not the same object as an earlier one.
+        twins: indices of those that are, each after that of the earlier one: outputs that are inputs.
         hosted: indices of the tensors in host memory.
         issue: issues the operation.
         pinned: the output last found to be pinned; None if the output need not be pinned.
     """
 
-    fits: Callable[..., bool]
+    alike: Callable[..., bool]
+    alone: tuple[int, ...]
+    twins: tuple[tuple[int, int], ...]
     hosted: tuple[int, ...]
     issue: Callable[[], Pending]
     pinned: weakref.ref[Tensor] | None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], call: Call, issue: Callable[[], Pending], out: Tensor | None) -> Self:
+        """Return a call that was just issued; ``out`` is the output that has to be pinned, if one has."""
+        first: dict[int, int] = {}
+        for i, tensor in enumerate(tensors):
+            first.setdefault(id(tensor), i)
+        alone = tuple(first.values())
+        twins = tuple((first[id(tensor)], i) for i, tensor in enumerate(tensors) if first[id(tensor)] != i)
+        guard = alike([tensors[i] for i in alone])  # which takes no tensor twice
+        return cls(guard, alone, twins, call.hosted, issue, None if out is None else weakref.ref(out))
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether tensors at the same addresses are those that were checked, or of the same kind."""
+        if not self.twins:
+            return self.alike(*tensors)
+        for first, second in self.twins:
+            if tensors[first] is not tensors[second]:
+                return False
+        return self.alike(*[tensors[i] for i in self.alone])
 
     def takes(self, out: Tensor) -> bool:
         """Return whether an output is pinned if required; memory at the same address may no longer be pinned."""
@@ -110,7 +134,7 @@ class Runner:
                 known = self._known.get(key)
         except (RuntimeError, TypeError):  # from sparse tensors, which have no address, and from non-sequences
             key = None
-        if known is None or not (known.fits(*tensors) and known.takes(tensors[-1])):
+        if known is None or not (known.fits(tensors) and known.takes(tensors[-1])):
             call = self._find(name, mode)(*asked, inputs, out)
             return tuple(out), self._run_first(call, inputs, out, key)
         for i in known.hosted:
@@ -143,8 +167,7 @@ class Runner:
         if issue is None:
             return self._backend.run(program, operands)
         if is_dense and key is not None:  # other operands may be copies
-            pinned = weakref.ref(out[-1]) if has_to_be_pinned else None
-            self._remember(key, _Known(alike(tensors), call.hosted, issue, pinned))
+            self._remember(key, _Known.of(tensors, call, issue, out[-1] if has_to_be_pinned else None))
         return issue()
 
     def _remember(self, key: object, known: _Known) -> None:

@@ -112,7 +112,7 @@ def compile_together(
             transport="peer" if way.others else "events",
             max_rows=max_rows,
             dtype=dtype,
-            straight=False,
+            straight=bool(way.others),
             waits=bool(way.others),
             tuning=way.tuning or tuning,
             notes=(*_notes(claims, carrier.backend), *way.notes),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.cluster.mirrors import Mirrors
+from tpplan.exec.gpu.bound import Bound
+from tpplan.exec.gpu.copies import Transfer
 from tpplan.exec.gpu.cuda import CudaDevices
-from tpplan.exec.programs.program import HOST, SLOT, flat, reads, writes
+from tpplan.exec.programs.program import HOST, SLOT, Await, flat, reads, writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,21 +24,24 @@ if TYPE_CHECKING:
     from tpplan.exec.cluster.ipc import Opened
     from tpplan.exec.cluster.processes import Processes
     from tpplan.exec.gathered import Pending
+    from tpplan.exec.gpu.bound import BoundStep, ReadyProgram
     from tpplan.exec.programs.program import Buffer, Program
 
 #: How long a process that closes waits for the others to close, in seconds: as long as kernels wait for each other.
 _PATIENCE = 10.0
 _NAP = 1e-3
-#: Maximum number of programs that are known to go through slots, or not to.
+#: Kinds of programs, and the maximum number whose kind is known.
+_SLOTS, _STRAIGHT, _FAR = "slots", "straight", "far"
 _KEPT = 1024
 #: Memory that another process may still write to, kept until this one ends.
 _ABANDONED: list[object] = []
 
 
 class PeerProcesses(CudaDevices):
-    """Runs small exchanges by kernels, which the processes launch for their own GPU; everything else as Processes do.
+    """Runs exchanges by kernels, which each process launches for its own GPU; everything else as Processes do.
 
-    Kernels of different processes wait for each other as those of one process do.
+    Kernels of different processes wait for each other as those of one process do. They do not reach the tensors of
+    other processes: copies in the exchange buffers stand in for those that other devices would read or write.
     """
 
     def __init__(
@@ -44,17 +51,17 @@ class PeerProcesses(CudaDevices):
         others: Mapping[int, torch.device],
         *,
         process: int,
-        opened: Mapping[int, Opened],
+        opened: Mapping[int, tuple[Opened, Opened]],
         far: Processes,
     ) -> None:
         """Load the kernels.
 
         Args:
-            memory: memory of this process's device, and the control areas of all devices.
+            memory: memory of this process's device, and the control areas and exchange buffers of all devices.
             own: the GPU of this process's device.
             others: the GPU of each device that another process owns.
             process: index of this process.
-            opened: the control areas of these devices.
+            opened: the control area and the exchange buffer of each of these devices.
             far: runs all other programs.
         """
         super().__init__(memory, own, transport="peer", others=others)
@@ -62,11 +69,11 @@ class PeerProcesses(CudaDevices):
         self._process = process
         self._opened = opened
         self._far = far
-        self._through_slots: dict[int, tuple[Program, bool]] = {}
+        self._programs: dict[int, tuple[Program, str, Mirrors]] = {}
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Issue a program; see :meth:`tpplan.exec.gpu.cuda.CudaDevices.run`."""
-        if self._is_through_slots(program):
+        if self._kind(program) != _FAR:
             return super().run(program, operands)
         if self.is_capturing() and _is_on_host(program):
             message = f"{program.name} cannot be captured: the host takes part"
@@ -80,8 +87,28 @@ class PeerProcesses(CudaDevices):
                 raise
 
     def bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Callable[[], Pending] | None:
-        """Return a callable that issues a program on the same memory again; None unless kernels run all of it."""
-        return super().bind(program, operands) if self._is_through_slots(program) else None
+        """Return a callable that issues a program on the same memory again; None unless kernels run it."""
+        return None if self._kind(program) == _FAR else super().bind(program, operands)
+
+    def _bind(self, ready: ReadyProgram, operands: Mapping[Buffer, Tensor]) -> Bound:
+        """Bind a program; one that goes straight, to mirrors of some rows after the other."""
+        if self._kind(ready.program) != _STRAIGHT:
+            return super()._bind(ready, operands)
+        some = next(iter(operands.values()))
+        here, dtype, mirrors = self._places, some.dtype, self._mirrors_of(ready.program)
+        inward, outward = (
+            [(Transfer(copy, self._memory, dtype), copy.stream.device) for copy in copies]
+            for copies in (mirrors.inward(here), mirrors.outward(here))
+        )
+        steps: list[BoundStep] = []
+        at_once = mirrors.rows(min(map(len, self._memory.exchange.values())), dtype.itemsize)
+        for first in range(0, len(some), at_once):
+            rows = min(at_once, len(some) - first)
+            part = {buffer: x[first : first + rows] for buffer, x in operands.items() if not x.is_meta}
+            steps += ((copy.bind(part, rows), device, 0) for copy, device in inward)
+            steps += super()._bind(ready, part | mirrors.over(self._memory, rows, dtype)).steps
+            steps += ((copy.bind(part, rows), device, 0) for copy, device in outward)
+        return Bound(ready, tuple(steps), quick=tuple(steps) if self.is_capturing() else ())
 
     def close(self) -> None:
         """Wait for the other processes to close, for some seconds at most, and release all resources.
@@ -94,7 +121,7 @@ class PeerProcesses(CudaDevices):
         self._far.close()
         super().close()
         if have_left:
-            for opened in self._opened.values():
+            for opened in chain.from_iterable(self._opened.values()):
                 opened.close()
         else:
             _ABANDONED.append((self._shared, self._opened))
@@ -105,8 +132,8 @@ class PeerProcesses(CudaDevices):
         A failed context does not wait, as others may be gone.
         """
         ((device, place),) = self._places.items()
-        for other, opened in self._opened.items():
-            opened.write(self._exchanges.closed(other) + 4 * self._process, 1)
+        for other, (control, _) in self._opened.items():
+            control.write(self._exchanges.closed(other) + 4 * self._process, 1)
         first = self._exchanges.closed(device)
         words = self._shared.flags[device][first : first + 4 * (1 + len(self._opened))].view(torch.int32)
         end = time.monotonic() + (0 if self._exchanges.has_failed() else _PATIENCE)
@@ -117,15 +144,25 @@ class PeerProcesses(CudaDevices):
                 time.sleep(_NAP)
         return True
 
-    def _is_through_slots(self, program: Program) -> bool:
-        """Return whether all of a program is kernels that exchange messages through slots."""
-        if id(program) not in self._through_slots:
-            if len(self._through_slots) >= _KEPT:
-                self._through_slots.clear()
-            views = (view for step in flat(program) for view in writes(step))
-            is_so = any(view.buffer.role == SLOT for view in views)
-            self._through_slots[id(program)] = program, is_so  # keeps it alive, as its identity is the key
-        return self._through_slots[id(program)][1]
+    def _kind(self, program: Program) -> str:
+        """Return whether kernels run a program through slots, or straight, or it is left to :class:`Processes`."""
+        return self._known(program)[1]
+
+    def _mirrors_of(self, program: Program) -> Mirrors:
+        """Return the mirrors of a program that goes straight."""
+        return self._known(program)[2]
+
+    def _known(self, program: Program) -> tuple[Program, str, Mirrors]:
+        if id(program) not in self._programs:
+            if len(self._programs) >= _KEPT:
+                self._programs.clear()
+            steps = [*flat(program)]
+            has_slots = any(view.buffer.role == SLOT for step in steps for view in writes(step))
+            waits = any(isinstance(step, Await) for step in steps)
+            kind = _SLOTS if has_slots else _STRAIGHT if waits else _FAR
+            mirrors = Mirrors.of(program) if kind == _STRAIGHT else Mirrors({}, {})
+            self._programs[id(program)] = program, kind, mirrors  # keeps it alive, as its identity is the key
+        return self._programs[id(program)]
 
 
 def _is_on_host(program: Program) -> bool:

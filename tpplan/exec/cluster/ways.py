@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from tpplan.exec.cluster.meeting import Meeting
     from tpplan.exec.cluster.members import Claim
 
-#: Between processes, everything that fits a slot goes through it: the thresholds are for kernels that could write
-#: larger messages directly.
-_FULL_SLOTS = dict.fromkeys(("peer_fans_bytes", "peer_exchanges_bytes", "peer_sums_bytes"), 2**30)
+#: Thresholds by which every process takes the same route, whether or not it captures a graph.
+_SAME = {"copies_fans_bytes": 0, "copies_exchanges_bytes": 0}
+#: Between two processes, slots are faster than mirrors for everything that fits them (two H100 with NVLink).
+_BETWEEN_TWO = dict.fromkeys(("peer_fans_bytes", "peer_exchanges_bytes", "peer_sums_bytes"), 2 * 2**20)
 
 
 @frozen
@@ -30,7 +31,7 @@ class Way:
 
     Attributes:
         others: if by kernels, the torch device, as this process sees it, for each device of another process.
-        tuning: thresholds; None for those that the caller gave.
+        tuning: thresholds, if by kernels.
         notes: reasons, and where thresholds come from.
         problem: why it is impossible, if kernels were asked for.
     """
@@ -67,11 +68,13 @@ def way_between(
         return Way(problem=told[0] if transport == "peer" else "", notes=(told[0],))
     others = {device: seen[device] for device in used if device not in claims[meeting.process].own}
     if tuning:
-        return Way(others, notes=("thresholds as given",))
+        return Way(others, evolve(tuning, **_SAME), ("thresholds as given",))
     from tpplan.exec.links.tuning_cache import stored  # noqa: PLC0415 (needs CUDA)
 
     tuning, origin = meeting.tell(stored(len(used), "peer"))[0]
-    return Way(others, evolve(tuning, **_FULL_SLOTS), (f"messages that fit a slot; other thresholds {origin}",))
+    if len(used) == 2:  # noqa: PLR2004
+        return Way(others, evolve(tuning, **_SAME, **_BETWEEN_TWO))
+    return Way(others, evolve(tuning, **_SAME), (f"thresholds {origin}",))
 
 
 def _seen(claims: Sequence[Claim], used: Sequence[int]) -> dict[int, torch.device]:

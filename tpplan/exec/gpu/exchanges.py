@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import permutations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,13 @@ from tpplan.exec.gpu.landing import KERNEL as LANDING
 from tpplan.exec.gpu.landing import LINE, Landing, Landings, lands
 from tpplan.exec.gpu.launch import Launch, Operands, Ready, Work
 from tpplan.exec.gpu.sums import NAMES
-from tpplan.exec.programs.program import OWN, SLOT, Exchange, Stream, Sum, writes
+from tpplan.exec.programs.program import OWN, SLOT, Exchange, Queue, Stream, Sum, writes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from tpplan.exec.binding import Memory
-    from tpplan.exec.programs.program import Program, Queue
+    from tpplan.exec.programs.program import Program
 
 #: Kinds of kernels of each transport.
 _WAYS = {"peer": ("slot", "straight"), "host": ("slot", "frame"), "events": ()}
@@ -65,7 +66,7 @@ class Exchanges:
             places: torch device for each device of the plan in use that this process owns.
             kernels: names of the kernels that will be used.
             others: torch device, as this process sees it, for each device that another process owns. Then exchanges
-                may only go through slots in device memory.
+                may not go through host memory.
         """
         self._memory = memory
         self._places = places
@@ -154,7 +155,7 @@ class Exchanges:
         filled = {view.buffer.queue for step in steps for view in writes(step) if view.buffer.role == SLOT}
         if not filled:
             works = straight.prepare(exchanges, dtype.itemsize, self._counters)
-            return tuple(self._launch(f"straight_{what}", work) for work in works)
+            return tuple(self._launch(f"straight_{what}", w) for w in works if w.stream.device in self._places)
         if any(queue and queue.framed for queue in filled):
             works = frames.prepare(exchanges, dtype.itemsize, self._memory, self._counters, self._most["frame"])
             return tuple(self._launch(f"frame_{what}", work) for work in works)
@@ -166,12 +167,18 @@ class Exchanges:
         return tuple(self._launch(f"slot_{what}", work) for work in works if work.stream.device in self._places)
 
     def _number(self, devices: Sequence[int]) -> None:
-        """Number the counters between the devices of all processes, and clear this process's slots."""
+        """Number the counters between the devices of all processes, and clear this process's slots.
+
+        The processes then agree on the numbers, also those that take no part in some exchanges.
+        """
         for device in devices:
             self.closed(device)
-        for queue in slots.number(devices, self._counters):
-            if queue.place in self._places:
-                self._memory.slots(queue).zero_()
+        for sender, receiver in permutations(sorted(devices), 2):
+            pair = Queue(receiver, sender, (receiver,))
+            slots.number(pair, self._counters)
+            straight.number(pair, self._counters)
+            if receiver in self._places:
+                self._memory.slots(pair).zero_()
 
     def _clear(self, fresh: Collection[Queue]) -> None:
         """Clear the slots of queues on first use, so that they hold no message numbers."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import permutations
 from typing import TYPE_CHECKING
 
 from tpplan.exec.gpu.launch import Operands, Work
 from tpplan.exec.gpu.slot_table import DATA_BYTES, FILLED, Place, queues, regions, table, widest
-from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Queue
+from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tpplan.exec.binding import Memory
     from tpplan.exec.gpu.counters import Counters
-    from tpplan.exec.programs.program import Exchange
+    from tpplan.exec.programs.program import Exchange, Queue
 
 
 def fresh(exchanges: Iterable[Exchange], counters: Counters) -> set[Queue]:
@@ -23,17 +22,11 @@ def fresh(exchanges: Iterable[Exchange], counters: Counters) -> set[Queue]:
     return {queue for queue in found if (queue.sender, "messages", queue) not in counters}
 
 
-def number(devices: Iterable[int], counters: Counters) -> tuple[Queue, ...]:
-    """Number the counters of the queues between all devices, and return the queues.
-
-    The processes of these devices then agree on the numbers, also those that take no part in some exchanges.
-    """
-    found = tuple(Queue(receiver, sender, (receiver,)) for sender, receiver in permutations(sorted(devices), 2))
-    for queue in found:
-        for device in (queue.sender, queue.place):
-            counters.number(device, "messages", queue)
-        counters.number(queue.sender, "freed", queue, queue.place)
-    return found
+def number(queue: Queue, counters: Counters) -> None:
+    """Number the counters of a queue in device memory."""
+    for device in (queue.sender, queue.place):
+        counters.number(device, "messages", queue)
+    counters.number(queue.sender, "freed", queue, queue.place)
 
 
 def prepare(exchanges: Sequence[Exchange], item: int, memory: Memory, counters: Counters, most: int) -> list[Work]:

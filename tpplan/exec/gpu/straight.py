@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING
 
 from tpplan.exec.gpu.launch import Operands, Work
 from tpplan.exec.gpu.straight_table import SEQUENCES, VECTOR_BYTES, bits, home, longest, operands, table
+from tpplan.exec.programs.program import Flag
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tpplan.exec.gpu.counters import Counters
-    from tpplan.exec.programs.program import Exchange, Flag
+    from tpplan.exec.programs.program import Exchange, Queue
+
+
+def number(pair: Queue, counters: Counters) -> None:
+    """Number the counters by which one device tells another that it may write there, and is told that it has."""
+    for flag in (Flag("ready", pair, pair.place), Flag("done", pair)):
+        counters.number(home(flag), flag)
 
 
 def prepare(exchanges: Sequence[Exchange], item: int, counters: Counters) -> list[Work]:

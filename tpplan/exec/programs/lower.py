@@ -82,6 +82,8 @@ class Limits:
         streams: whether kernels stream messages of any length through frames; if not, messages are cut to fit.
         spared_bytes: reductions in frames are divided by columns if that saves each device more than this.
         tuning: thresholds.
+        mirror_bytes: size of the memory that stands in for an input and an output of a device where other devices
+            cannot reach these; 0 if they can. Rows are moved in as many turns as it takes.
     """
 
     slot_bytes: int
@@ -92,6 +94,7 @@ class Limits:
     streams: bool = False
     spared_bytes: int = SPARED_BYTES
     tuning: Tuning = field(factory=Tuning)
+    mirror_bytes: int = 0
 
     def slots(self, operation: Operation, transport: str) -> int:
         """Return the maximum bytes of an operation's message that goes through slots."""
@@ -112,19 +115,22 @@ class Limits:
         """Return whether devices of ``peer`` relay a part of what one of them sends."""
         return self.straight and 0 < self.tuning.passed_on_bytes <= relays.spared(operation) * column_bytes
 
+    def mirrors(self, operation: Operation, item_bytes: int) -> bool:
+        """Return whether kernels can write an operation's rows directly: to tensors, or to what stands in for them."""
+        return not self.mirror_bytes or PAIR * (operation.reach * item_bytes + ALIGNMENT) <= self.mirror_bytes
+
     def lands(self, operation: Operation, column_bytes: int) -> bool:
         """Return whether an operation is a gather that kernels, not copy engines, write to host memory."""
         is_gather = isinstance(operation, Moves) and all(target.buffer.device == HOST for _, target in operation.moves)
         return is_gather and operation.columns * column_bytes <= min(self.tuning.gathers_bytes, _MOST_COUNTED)
 
-    def copies(self, operation: Operation, message_bytes: int, mode: Mode) -> bool:
-        """Return whether a message that is too large for slots of ``peer`` goes by ``events``.
+    def writes(self, operation: Operation, message_bytes: int, mode: Mode) -> bool:
+        """Return whether kernels write a message directly that is too large for slots of ``peer``.
 
-        If kernels can write to other devices, only aside and in graphs, where an event costs next to nothing.
+        If they can, copy engines are better only in graphs, where an event costs next to nothing.
         """
-        if mode.aside or not self.straight:
-            return True
-        return mode.captured and 0 < self.tuning.copies(kind_of(operation)) <= message_bytes
+        copies_from = self.tuning.copies(kind_of(operation)) if mode.captured else 0
+        return self.straight and not 0 < copies_from <= message_bytes
 
 
 def kind_of(operation: Operation) -> str:
@@ -191,14 +197,10 @@ def route(
     row_bytes, slots = columns * item_bytes, RING_SLOTS
     if small and (found := _through_slots(operation, transport, rows, row_bytes, limits, mode=mode)):
         return found
-    if (
-        transport == "peer"
-        and not mode.aside
-        and isinstance(operation, Moves)
-        and limits.passes_on(operation, rows * item_bytes)
-    ):
+    by_kernels = transport == "peer" and not mode.aside and limits.mirrors(operation, item_bytes)
+    if by_kernels and isinstance(operation, Moves) and limits.passes_on(operation, rows * item_bytes):
         return Route(transport, passed_on=True)
-    if transport == "peer" and limits.copies(operation, rows * row_bytes, mode):
+    if transport == "peer" and not (by_kernels and limits.writes(operation, rows * row_bytes, mode)):
         transport = "events"
     if transport == "events" and isinstance(operation, Reduction):
         row_bytes = max(share.stop - share.start for share in operation.shares()) * item_bytes

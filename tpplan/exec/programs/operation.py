@@ -54,6 +54,11 @@ class Moves:
         return max(source.stop - source.start for source, _ in self.moves)
 
     @property
+    def reach(self) -> int:
+        """Columns of the widest tensor."""
+        return max(view.stop for move in self.moves for view in move)
+
+    @property
     def span(self) -> int:
         """Columns from the first to the last that is read of one tensor; the maximum over all tensors."""
         wanted: dict[Buffer, list[View]] = {}
@@ -114,6 +119,11 @@ class Reduction:
         """The devices that read or write, ascending."""
         return tuple(sorted({*self.givers, *self.takers}))
 
+    @property
+    def reach(self) -> int:
+        """Columns of the widest tensor."""
+        return self.columns
+
     def shares(self, part: int = 0, parts: int = 1) -> tuple[Share, ...]:
         """Divide the columns about equally among the takers; if there are few columns, some takers get no share."""
         even = dict.fromkeys(self.takers, 1)
@@ -166,6 +176,11 @@ class Addition:
     def devices(self) -> tuple[int, ...]:
         """The devices that add, ascending."""
         return tuple(share.taker for share in self.shares)
+
+    @property
+    def reach(self) -> int:
+        """Columns of the widest tensor."""
+        return max(share.stop for share in self.shares)
 
     @property
     def columns(self) -> int:
