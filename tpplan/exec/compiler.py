@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from os import PathLike
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve
@@ -108,17 +108,16 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     """
     if type(plan) is not SplitPlan:
         raise RequestError(f"compile takes a plan, this is {type(plan).__name__}", "read its file with tpplan.load")
-    verify(plan)
-    check_choice("backend", backend, BACKENDS)
-    check_choice("transport", transport, TRANSPORTS_OR_AUTO)
-    arguments = {"devices": devices, "model": model, "dtype": dtype, "tuning": tuning, "scratch": scratch, "own": own}
-    for name, value in arguments.items():
-        kinds, expected, example = _KINDS[name]
-        if value is not None and not isinstance(value, kinds):
-            raise RequestError(f"{name} is {value!r:.40}, expected {expected}", f"pass {example}")
-    dtype = getattr(torch, plan.model.dtype) if dtype is None else dtype
+    _check_kinds({"own": own})
+    arguments = {"devices": devices, "model": model, "dtype": dtype, "tuning": tuning, "scratch": scratch}
+    check = partial(_check_arguments, plan, backend, transport, arguments)
+    has_others = own is not None or (group is not None and _has_several(group))
+    if not has_others:
+        check()
+    planned: Any = getattr(torch, plan.model.dtype, None)
+    dtype = planned if dtype is None else dtype
     max_rows = plan.request.max_rows if max_rows is None else max_rows
-    if group is not None or own is not None:
+    if has_others:
         from tpplan.exec.cluster.compiler import compile_together  # noqa: PLC0415 (which imports this module)
 
         return compile_together(
@@ -133,6 +132,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
             transport=transport,
             tuning=tuning,
             scratch=scratch,
+            check=check,
         )
     places, problems = places_for(plan, backend, devices)
     problems += [*uncounted(plan), *mismatches(plan, model, max_rows, dtype)]
@@ -247,6 +247,42 @@ def build(
     except BaseException:  # as an interrupt: nobody else would close it
         backend.close()
         raise
+
+
+def _check_arguments(plan: SplitPlan, backend: str, transport: str, others: Mapping[str, object]) -> None:
+    """Check the plan and the arguments of :func:`compile`.
+
+    Raises:
+        PlanError: the plan breaks a rule.
+        RequestError: an argument is invalid.
+    """
+    verify(plan)
+    check_choice("backend", backend, BACKENDS)
+    check_choice("transport", transport, TRANSPORTS_OR_AUTO)
+    _check_kinds(others)
+
+
+def _check_kinds(arguments: Mapping[str, object]) -> None:
+    """Check the types of arguments that were given.
+
+    Raises:
+        RequestError: one is wrong.
+    """
+    for name, value in arguments.items():
+        kinds, expected, example = _KINDS[name]
+        if value is not None and not isinstance(value, kinds):
+            raise RequestError(f"{name} is {value!r:.40}, expected {expected}", f"pass {example}")
+
+
+def _has_several(group: ProcessGroup) -> bool:
+    """Return whether a group has several processes, which have to agree.
+
+    Raises:
+        ExecutionError: this process is not in it.
+    """
+    from tpplan.exec.cluster.meeting import Meeting  # noqa: PLC0415 (not for every plan)
+
+    return Meeting(group).count > 1
 
 
 def mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows: int, dtype: torch.dtype) -> list[str]:

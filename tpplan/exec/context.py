@@ -27,6 +27,10 @@ class TPContext(ContextOperations):
     A part has as many columns as the device's slice has elements, times ``dim`` (such as the head size). ``layer`` is
     needed only where the plan cuts layers differently.
 
+    If the plan's devices belong to several processes, an operation takes and returns the tensors of this process's
+    devices only, and all processes call the same operations in the same order. Host memory is each process's own: what
+    comes from it has to be the same in all, and what goes there arrives in all.
+
     Ordering: an operation runs after the work already queued on the caller's current streams of its devices, and later
     work on these streams runs after the operation. So results can be used, and operands overwritten, right away.
     Results are new tensors that no later call writes, unless the caller passes ``out``. No call changes the current
@@ -37,8 +41,8 @@ class TPContext(ContextOperations):
 
     Attributes:
         plan: the compiled plan.
-        devices: a DeviceContext for each device in use, by index.
-        all_devices: indices of the devices in use, ascending.
+        devices: a DeviceContext for each device in use that this process owns, by index, ascending.
+        all_devices: indices of the devices in use, those of other processes too, ascending.
         max_rows: maximum rows of an operand.
         dtype: dtype of the activations, used for scratch and RoPE tables; operations take any dtype.
     """
@@ -73,7 +77,8 @@ class TPContext(ContextOperations):
 
         Returns:
             A channel between all devices in use, the same one for the same ``elements``. None if kernels cannot write
-            to other devices' memory, as on virtual devices, or if there is only one device.
+            to other devices' memory, as on virtual devices, if there is only one device, or if there are several
+            processes.
 
         Raises:
             ExecutionError: ``elements`` is not a positive integer, the context is closed, or a capture is running and
@@ -99,12 +104,15 @@ class TPContext(ContextOperations):
     def capture(self) -> Graph:
         """Capture operations, and the caller's own torch work on all devices, into one CUDA graph.
 
+        Each process captures its own, of its GPU, and all of them replay theirs.
+
         ``with ctx.capture() as graph:`` records the work of the block; ``graph.replay()`` runs it. Run the same work
         once before capturing. Inputs and outputs keep their addresses, so copy new inputs into the captured tensors.
         Work that involves the host cannot be captured: gather, and operations on tensors in host memory.
 
         Raises:
-            ExecutionError: the context is on virtual devices.
+            ExecutionError: the context is on virtual devices, or torch.distributed carries all messages between its
+                processes.
         """
         with self._guard:
             return self._engine.backend.capture()
@@ -116,6 +124,8 @@ class TPContext(ContextOperations):
 
     def close(self) -> None:
         """Wait for all operations and free all memory, even after a failure; closing twice does nothing.
+
+        Several processes whose kernels write to each other's memory wait for each other, for ten seconds at most.
 
         Raises:
             ExecutionError: a device timed out waiting for another, or the call comes from inside an operation.

@@ -82,7 +82,8 @@ class ContextOperations(ContextMemory):
             axis: the axis whose devices get a copy; None for all devices in use.
             layer: the layer whose cut to use.
             source: the device that ``x`` is on, or HOST. Needed only where the torch device is ambiguous: virtual
-                devices share the CPU, and by default ``x`` counts as on the first one.
+                devices share the CPU, and by default ``x`` counts as on the first one. Also needed between processes,
+                where those that do not own the source pass a tensor on ``meta``.
             out: preallocated tensors for the results.
 
         Returns:
@@ -139,6 +140,7 @@ class ContextOperations(ContextMemory):
             dim: columns per element of the axis.
             layer: the layer whose cut to use.
             out: preallocated ``[..., size of the axis × dim]`` in host memory; read it only when the handle is done.
+                Needed in a process that has no part.
 
         Returns:
             A handle; its ``tensor``, ``[..., size of the axis × dim]``, blocks until it is complete.
@@ -171,7 +173,7 @@ class ContextOperations(ContextMemory):
             to: the axis whose devices get the result; None for all devices in use.
             dim: columns per element of ``axis``.
             layer: the layer whose cuts to use.
-            out: preallocated tensors for the results.
+            out: preallocated tensors for the results; needed in a process that gets results but has no part.
 
         Returns:
             ``[..., size of the axis × dim]`` on each device of ``to``.
@@ -200,7 +202,8 @@ class ContextOperations(ContextMemory):
             residual: tensors like the parts, one on each device in use, all with the same values.
             axis: the axis whose devices have parts; None for all devices in use.
             layer: the layer whose cut to use.
-            out: preallocated tensors for the results; may be the parts or residuals themselves.
+            out: preallocated tensors for the results; may be the parts or residuals themselves. Needed, unless there
+                are residuals, in a process that has no part.
 
         Returns:
             ``[..., columns]`` on each device in use.

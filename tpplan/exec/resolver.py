@@ -6,11 +6,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.operands import SEQUENCES, check_count, columns_of, facts_of
+from tpplan.exec.operands import check_count, columns_of, facts_of
 from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import TypeAlias
 
     import torch
@@ -76,7 +76,7 @@ class Resolver:
         """Return the call of a gather; ``given`` are the parts."""
         (parts,) = given
         slices = self._cuts.columns("gather", axis, layer, dim)
-        facts = self._facts("gather: parts", parts, [device for device, _, _ in slices], out)
+        facts = self._facts("gather", parts, [device for device, _, _ in slices], {"out": out})
         return self._allgathers("gather", slices, (HOST,), *facts)
 
     def allgather(  # noqa: PLR0917 (the context's arguments, and the tensors)
@@ -92,9 +92,11 @@ class Resolver:
         (parts,) = given
         slices = self._cuts.columns("allgather", axis, layer, dim)
         devices, targets = [device for device, _, _ in slices], self._cuts.devices_of(to, layer)
-        if not parts and not self._cuts.own_of((*devices, *targets)):
+        takers = self._cuts.own_of(targets)
+        if not takers and not self._cuts.own_of(devices):
+            check_count("allgather: parts", parts, ())
             return self._nothing("allgather", 1)
-        facts = self._facts("allgather: parts", parts, devices, out)
+        facts = self._facts("allgather", parts, devices, {"out": out}, takers)
         return self._allgathers("allgather", slices, targets, *facts)
 
     def all_reduce(
@@ -103,8 +105,8 @@ class Resolver:
         """Return the call of an all-reduce; ``given`` are the parts, and residuals if there are any."""
         parts, *residuals = given
         givers = self._cuts.devices_of(axis, layer)
-        check_count("all_reduce: parts", parts, self._cuts.own_of(givers))
-        facts = self._facts("all_reduce: parts", parts, givers, *residuals, out)
+        others = {"residual": residuals[0] if residuals else None, "out": out}
+        facts = self._facts("all_reduce", parts, givers, others, self._cuts.own)
         return self._all_reduces(givers, self._cuts.devices, bool(residuals), *facts)
 
     def add_residual(
@@ -130,24 +132,32 @@ class Resolver:
         return self._add_residuals(slices, size, wholes, *facts_of("add_residual: target[0]", target[0]))
 
     def _facts(
-        self, what: str, parts: Sequence[Tensor], devices: Sequence[int], *others: Sequence[Tensor] | None
+        self,
+        name: str,
+        parts: Sequence[Tensor],
+        devices: Sequence[int],
+        others: Mapping[str, Sequence[Tensor] | None],
+        takers: Sequence[int] = (HOST,),
     ) -> tuple[torch.Size, torch.dtype]:
         """Return shape and dtype of the first part, or if this process has none, of another tensor with as many rows.
 
         Args:
-            what: name of the parts in errors.
+            name: name of the operation in errors.
             parts: this process's parts.
             devices: the devices that have a part, those of other processes too.
-            others: the call's other tensors.
+            others: the call's other tensors by name; None for those that were not given.
+            takers: where the other tensors are.
 
         Raises:
-            ExecutionError: there is no such tensor.
+            ExecutionError: there are too many or too few parts, or no tensor.
         """
         own = self._cuts.own_of(devices)
-        if not isinstance(parts, SEQUENCES) or bool(parts) != bool(own):
-            check_count(what, parts, own)
-        like = parts if own else next((group for group in others if group), None)
-        if not like:
-            hint = "pass out=, whose shape and dtype are those of the result"
-            raise ExecutionError(f"{what}: this process has none, so it cannot know how many rows there are", hint)
-        return facts_of(f"{what}[0]" if own else "out[0]", like[0])
+        check_count(f"{name}: parts", parts, own)
+        if own:
+            return facts_of(f"{name}: parts[0]", parts[0])
+        for what, group in others.items():
+            if group is not None:
+                check_count(f"{name}: {what}", group, takers)
+                return facts_of(f"{name}: {what}[0]", group[0])
+        hint = "pass out=, whose shape and dtype are those of the result"
+        raise ExecutionError(f"{name}: parts: this process has none, so it cannot know how many rows there are", hint)

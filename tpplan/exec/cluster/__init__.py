@@ -1,6 +1,8 @@
 """Plans whose devices belong to several processes, on one host or on several.
 
-``compiler`` has the processes agree on the plan and on who owns which device (``members``). Every process has the same
-programs; ``rounds`` divides one into what each process copies, adds and sends, ``processes`` runs its part, and
-``carrier`` carries messages from process to process with torch.distributed.
+``compiler`` has the processes of a ``meeting`` agree on the plan and on who owns which device (``members``), and on the
+way of their messages (``ways``). All have the same programs, of which ``processes`` runs a process's part: ``rounds``
+divides a program into what each process copies, adds and sends, and ``carrier`` carries messages with
+torch.distributed. Where each process has one GPU of a host, ``peers`` runs exchanges by kernels: ``sharing`` opens the
+memory of other processes (``ipc``), and ``mirrors`` stand in for their tensors.
 """

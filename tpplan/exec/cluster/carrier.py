@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
@@ -62,7 +63,10 @@ class GroupCarrier:
         place: the torch device whose memory it reads and writes: the first of the process's GPUs if the group has a
             backend for GPUs, other than gloo, which copies through host memory itself; else the CPU.
         backend: name of the backend that carries the messages.
+        name: what distinguishes its messages from those of other carriers of the group; the same in all processes.
     """
+
+    name = ""
 
     def __init__(self, group: ProcessGroup, places: Sequence[torch.device]) -> None:
         """Choose where messages start and arrive.
@@ -72,15 +76,15 @@ class GroupCarrier:
             places: torch devices that this process owns.
 
         Raises:
-            ExecutionError: the devices are virtual, and the group has a backend for GPUs only.
+            ExecutionError: the group has no backend for such devices.
         """
         backends = backends_of(group)
         gpus = [place for place in places if place.type == "cuda"]
         kind = "cuda" if gpus and backends.get("cuda", "gloo") != "gloo" else "cpu"
         if kind not in backends:
-            found = " and ".join(f"{backend} for {kind}" for kind, backend in backends.items())
+            found = " and ".join(f"{backend} for {each}" for each, backend in backends.items())
             hint = 'initialise torch.distributed with "cpu:gloo,cuda:nccl" or "gloo"'
-            raise ExecutionError(f"group: virtual devices are in host memory, but the group has {found}", hint)
+            raise ExecutionError(f"group: it has {found}, but messages in host memory need one for {kind}", hint)
         self.backend = backends[kind]
         self.place = gpus[0] if kind == "cuda" else torch.device("cpu")
         self._group = group
@@ -92,7 +96,7 @@ class GroupCarrier:
 
     def carry(self, parcels: Sequence[Parcel], mark: str) -> Callable[[], None]:
         """Start to send and to receive; see :class:`Carrier`. The current streams order it on GPUs."""
-        tag = zlib.crc32(mark.encode()) % _TAGS  # so that messages of different operations are not taken for each other
+        tag = zlib.crc32(f"{self.name} {mark}".encode()) % _TAGS  # so that no message is taken for another
         with self.current():
             works = distributed.batch_isend_irecv(
                 [
@@ -119,3 +123,8 @@ def backends_of(group: ProcessGroup) -> dict[str, str]:
     """Return the name of a group's backend for each kind of device, such as ``nccl`` for ``cuda``."""
     config = distributed.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
     return dict(entry.split(":", 1) for entry in config.split(","))
+
+
+def reason_of(error: RuntimeError) -> str:
+    """Return what torch.distributed says of a failure, in one line, without the place in its source."""
+    return re.sub(r"^\[[^\]]*\] *", "", str(error).partition("\n")[0])

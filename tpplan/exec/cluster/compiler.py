@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from secrets import token_hex
+from typing import TYPE_CHECKING, Self
+
+import torch
+from attrs import field, frozen
 
 import tpplan
 from tpplan.codec import dumps
@@ -19,21 +24,22 @@ from tpplan.exec.machine import differences, look_at, places_for, uncounted
 from tpplan.exec.tensors import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    import torch
     from torch.distributed import ProcessGroup
 
     from tpplan.exec.binding import Memory
+    from tpplan.exec.cluster.peers import PeerProcesses
     from tpplan.exec.context import TPContext
-    from tpplan.exec.engine import Backend
     from tpplan.exec.links.tuning import Tuning
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
 
 #: Transports between processes.
 _TRANSPORTS = ("auto", "events", "peer")
+#: Bytes of a context's name.
+_NAME_BYTES = 8
 #: Characters of a plan's hash in messages.
 _SHOWN = 12
 _HINT = "give all processes the same plan and arguments, and each of the devices in use to one of them"
@@ -52,8 +58,11 @@ def compile_together(
     transport: str,
     tuning: Tuning | None,
     scratch: bool,
+    check: Callable[[], None],
 ) -> TPContext:
     """Compile a plan in all processes of a group at once; see :func:`tpplan.exec.compile`.
+
+    ``check`` raises an error if the plan or an argument is invalid.
 
     Raises:
         ExecutionError: there is no group, a process cannot run its part, or the processes disagree; the same error in
@@ -61,78 +70,128 @@ def compile_together(
     """
     meeting = Meeting(group)
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes]
-    places: tuple[torch.device, ...] = ()
+    here = _Here()
     try:  # a process that only raised here would leave the others waiting
-        own = _own(own, plan, used, meeting)
-        places, problems = places_for(plan, backend, devices, own)
-        problems += [*uncounted(plan), *mismatches(plan, model, max_rows, dtype)]
+        check()
+        here = _Here.of(meeting, plan, _own(own, plan, used, meeting), backend, devices)
+        failures = [*here.problems, *uncounted(plan), *mismatches(plan, model, max_rows, dtype)]
         if transport not in _TRANSPORTS:
-            problems.append(f"transport: {transport} is not for several processes, {' or '.join(_TRANSPORTS)} is")
-        found = [look_at(place) if place.type == "cuda" else None for place in places]
-        problems += differences(plan, found)
-        gpus = {i: places[i] for i in own if places and places[i].type == "cuda"}
-        meeting.gpu = next(iter(gpus.values()), None)
-        carrier = GroupCarrier(meeting.group, [*gpus.values()])
-        terms = {
-            "tpplan": tpplan.__version__,
-            "plan": f"{plan.model.name} ({sha256(dumps(plan).encode()).hexdigest()[:_SHOWN]})",
-            "backend": "cpu" if backend == "cpu" else "cuda",
-            "transport": transport,
-            "max_rows": str(max_rows),
-            "dtype": name_of(dtype),
-            "tuning": str(tuning or "default"),
-            "group": carrier.backend,
-        }
-        claim = Claim(own, terms, tuple(problems), tuple(Gpu.of(i, place) for i, place in gpus.items()))
-    except TpplanError as error:
-        claim = Claim(problems=(error.message,))
-    claims = meeting.tell(claim)
-    if problems := disagreements(claims, used):
-        raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{listed(problems)}", _HINT)
-    way = way_between(meeting, claims, used, transport, tuning) if gpus else Way()
+            failures.append(f"transport: {transport} is not for several processes, {' or '.join(_TRANSPORTS)} is")
+        if transport == "peer" and backend == "cpu":
+            failures.append("transport: peer is between GPUs, these devices are virtual")
+    except Exception as error:  # noqa: BLE001 (whatever it is)
+        failures = [_told_of(error)]
+    arguments = {
+        "backend": "cpu" if backend == "cpu" else "cuda",
+        "transport": transport,
+        "max_rows": str(max_rows),
+        "dtype": name_of(dtype),
+        "tuning": str(tuning or "default"),
+    }
+    terms = {} if failures else _terms(plan, arguments, here.carrier)
+    gpus = tuple(Gpu.of(i, place) for i, place in here.gpus.items())
+    claims = meeting.tell(Claim(here.own, terms, tuple(failures), gpus, token_hex(_NAME_BYTES)))
+    refused = f"the plan for {plan.model.name} cannot run here"
+    problems = disagreements(claims, used)
+    if problems or here.carrier is None:
+        raise ExecutionError(f"{refused}:{listed(problems)}", _HINT)
+    here.carrier.name = claims[0].name
+    way = way_between(meeting, claims, used, transport, tuning) if here.gpus else Way()
     if way.problem:
-        raise ExecutionError(f"the plan for {plan.model.name} cannot run here: {way.problem}", "leave out transport")
-    own_gpus, whose = [*gpus.values()], owners(claims)
+        raise ExecutionError(f"{refused}: {way.problem}", "leave out transport")
     sharing = Sharing(meeting, meeting.gpu if way.others else None)
-
-    def start(memory: Memory) -> Backend:
-        far = Processes(memory, whose, meeting.process, carrier, own_gpus)
-        if not way.others:
-            return far
-        from tpplan.exec.cluster.peers import PeerProcesses  # noqa: PLC0415 (needs CUDA)
-
-        return PeerProcesses(memory, gpus, way.others, process=meeting.process, opened=sharing.opened, far=far)
-
     context, failure = None, ""
     try:
         context = build(
             plan,
-            places,
-            start,
+            here.places,
+            partial(here.start, process=meeting.process, owners=owners(claims), way=way, sharing=sharing),
             transport="peer" if way.others else "events",
             max_rows=max_rows,
             dtype=dtype,
             straight=bool(way.others),
             waits=bool(way.others),
             tuning=way.tuning or tuning,
-            notes=(*_notes(claims, carrier.backend), *way.notes),
+            notes=(*_notes(claims, here.carrier.backend), *way.notes),
             scratch=scratch,
             others=way.others,
             share=sharing.share,
         )
-    except TpplanError as error:
-        failure = error.message
+    except Exception as error:  # noqa: BLE001 (whatever it is)
+        failure = _told_of(error)
         sharing.fail(failure)
     failures = [f"process {i}: {each}" for i, each in enumerate(meeting.tell(failure)) if each]
     if context is None or failures:
         if context:
             context.close()
-        raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{listed(failures)}", "free memory there")
+        raise ExecutionError(f"{refused}:{listed(failures)}", "free memory there")
     return context
 
 
+@frozen
+class _Here:
+    """What a process has for its devices.
+
+    Attributes:
+        own: the devices in use that it owns.
+        places: torch device for each device of the plan, ``meta`` for those of other processes.
+        gpus: those of its own devices that are GPUs.
+        carrier: carries messages; None if it could not be made.
+        problems: why the plan cannot run on these devices.
+    """
+
+    own: tuple[int, ...] = ()
+    places: tuple[torch.device, ...] = ()
+    gpus: dict[int, torch.device] = field(factory=dict)
+    carrier: GroupCarrier | None = None
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        meeting: Meeting,
+        plan: SplitPlan,
+        own: Sequence[int],
+        backend: str,
+        devices: Sequence[torch.device | str | int] | None,
+    ) -> Self:
+        """Look at this process's devices.
+
+        Args:
+            meeting: the processes.
+            plan: the plan.
+            own: the devices that this process owns, in the order of ``devices``; some may be idle.
+            backend: see :func:`compile_together`.
+            devices: see :func:`compile_together`.
+
+        Raises:
+            ExecutionError: the group cannot carry messages between such devices.
+        """
+        used = tuple(sorted(device for device in own if plan.memory[device].used_bytes))
+        places, problems = places_for(plan, backend, devices, used if devices is None else own)
+        if problems:
+            return cls(used, problems=tuple(problems))
+        places = tuple(place if i in used else torch.device("meta") for i, place in enumerate(places))
+        gpus = {i: places[i] for i in used if places[i].type == "cuda"}
+        meeting.gpu = next(iter(gpus.values()), None)
+        problems = differences(plan, [look_at(place) if place.type == "cuda" else None for place in places])
+        return cls(used, places, gpus, GroupCarrier(meeting.group, [*gpus.values()]), tuple(problems))
+
+    def start(
+        self, memory: Memory, *, process: int, owners: Mapping[int, int], way: Way, sharing: Sharing
+    ) -> Processes | PeerProcesses:
+        """Return the backend over a context's memory."""
+        assert self.carrier is not None  # noqa: S101 (else the plan is refused)
+        far = Processes(memory, owners, process, self.carrier, [*self.gpus.values()])
+        if not way.others:
+            return far
+        from tpplan.exec.cluster.peers import PeerProcesses  # noqa: PLC0415 (needs CUDA)
+
+        return PeerProcesses(memory, self.gpus, way.others, process=process, opened=sharing.opened, far=far)
+
+
 def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], meeting: Meeting) -> tuple[int, ...]:
-    """Return the devices in use that this process owns, ascending.
+    """Return the devices that a process owns, in the order given.
 
     Raises:
         RequestError: they are invalid, or were left out where there is no default.
@@ -148,10 +207,21 @@ def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], meetin
     if wrong or len(set(own)) < len(own):
         message = f"own: {list(own)!r:.60} are not different devices from 0 to {every[-1]}"
         raise RequestError(message, "pass indices of the plan's devices")
-    found = tuple(sorted(device for device in own if device in used))
-    if not found:
+    if not set(own) & set(used):
         raise RequestError(f"own: the plan uses none of {list(own)!r:.60}", f"devices in use: {list(used)}")
-    return found
+    return tuple(own)
+
+
+def _terms(plan: SplitPlan, arguments: Mapping[str, str], carrier: GroupCarrier | None) -> dict[str, str]:
+    """Return what has to be the same in all processes, by name."""
+    hashed = sha256(dumps(plan).encode()).hexdigest()[:_SHOWN]
+    terms = {"tpplan": tpplan.__version__, "plan": f"{plan.model.name} ({hashed})", **arguments}
+    return terms | {"group": carrier.backend if carrier else ""}
+
+
+def _told_of(error: Exception) -> str:
+    """Return what the other processes are told of an error; empty if one of them has told it."""
+    return error.message if isinstance(error, TpplanError) else f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _notes(claims: Sequence[Claim], carrier: str) -> tuple[str, str]:

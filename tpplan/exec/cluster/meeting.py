@@ -9,6 +9,7 @@ import torch
 from torch import distributed
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.cluster.carrier import reason_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,7 +39,7 @@ class Meeting:
         found: Any = distributed.group.WORLD if group is None else group
         if not isinstance(found, distributed.ProcessGroup) or distributed.get_rank(found) < 0:
             hint = "compile only in the processes that are in the group"
-            raise ExecutionError(f"group: this process is not in {group!r:.40}", hint)
+            raise ExecutionError("group: this process is not in it", hint)
         self.group = found
         self.process, self.count = distributed.get_rank(found), distributed.get_world_size(found)
         self.gpu: torch.device | None = None
@@ -54,7 +55,6 @@ class Meeting:
             with torch.cuda.device(self.gpu) if self.gpu else nullcontext():
                 distributed.all_gather_object(told, mine, self.group)
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
             hint = "compile in all processes of the group at the same time"
-            raise ExecutionError(f"the processes could not agree on the plan: {reason}", hint) from error
+            raise ExecutionError(f"the processes could not agree on the plan: {reason_of(error)}", hint) from error
         return told

@@ -43,12 +43,14 @@ class Claim:
         terms: what has to be the same in all processes, by name.
         problems: why it cannot run the plan.
         gpus: its GPUs.
+        name: a name for the context; that of the first process counts.
     """
 
     own: tuple[int, ...] = ()
     terms: Mapping[str, str] = field(factory=dict)
     problems: tuple[str, ...] = ()
     gpus: tuple[Gpu, ...] = ()
+    name: str = ""
 
 
 def share(used: Sequence[int], processes: int, process: int) -> tuple[int, ...] | None:

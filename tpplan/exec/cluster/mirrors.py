@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Mirrors:
     """The mirrored operands of a program, the same in all processes.
 
-    A mirror is a piece of its device's exchange buffer, of which each device needs one or two.
+    A mirror is a piece of its device's exchange buffer, of which each device needs one or two. In a sum, a device's
+    input and output have the same one, as sums may be in place.
 
     Attributes:
         columns: columns of each mirrored operand.
@@ -47,13 +48,14 @@ class Mirrors:
         steps = [*flat(program)]
         touched = [(view, step.stream.device) for step in steps for view in (*reads(step), *writes(step))]
         found = {view.buffer for view, device in touched if view.buffer.device != device}
-        relays = any(buffer.role == INPUT for buffer in found) and not any(isinstance(step, Sum) for step in steps)
-        if relays:
+        is_sum = any(isinstance(step, Sum) for step in steps)
+        if not is_sum and any(buffer.role == INPUT for buffer in found):
             found = {view.buffer for view, _ in touched if view.buffer.role in OPERANDS}
         counts, pieces = Counter(buffer.device for buffer in found), dict[Buffer, Buffer]()
         for buffer in sorted(found):
             before = sum(other.device == buffer.device for other in pieces)
-            pieces[buffer] = Buffer(EXCHANGE, buffer.device, before, counts[buffer.device])
+            piece, count = (0, 1) if is_sum else (before, counts[buffer.device])
+            pieces[buffer] = Buffer(EXCHANGE, buffer.device, piece, count)
         return cls({each: max(v.stop for v, _ in touched if v.buffer == each) for each in pieces}, pieces)
 
     def rows(self, room: int, item_bytes: int) -> int:

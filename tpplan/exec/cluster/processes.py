@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
-from tpplan.errors import ExecutionError, TpplanError
+from tpplan.errors import ExecutionError
 from tpplan.exec.binding import no_memory, resolve
-from tpplan.exec.cluster.carrier import Parcel
+from tpplan.exec.cluster.carrier import Parcel, reason_of
 from tpplan.exec.cluster.rounds import rounds
 from tpplan.exec.cpu import Pending, add
 from tpplan.exec.engine import Virtual
@@ -99,14 +99,11 @@ class Processes(Virtual):
             with torch.inference_mode():  # autograd does not matter: only bytes are moved
                 for each in kept.rounds:
                     self._run(each, find, f"{doing} {kept.mark}")
-        except TpplanError:
-            raise
         except RuntimeError as error:  # from torch.distributed, such as time-outs and lost connections
-            reason = str(error).partition("\n")[0]
-            self._failure = f"process {self._process} failed in {doing}: {reason}"
+            self._failure = f"process {self._process} failed in {doing}: {reason_of(error)}"
             hint = "see whether all processes run, and call the same operations in the same order with the same shapes"
             raise ExecutionError(self._failure, hint) from error
-        except BaseException as error:  # such as Ctrl-C
+        except BaseException as error:  # such as Ctrl-C, when messages may have been sent
             self._failure = f"process {self._process} was interrupted in {doing}: {error!r:.40}"
             raise
         return _DONE
@@ -156,7 +153,8 @@ class Processes(Virtual):
                 arrivals.append((data, copies))
             if data.numel():
                 is_sent = message.sender == self._process
-                parcels.append(Parcel(data.view(-1).view(torch.uint8), process, is_sent))
+                flat = data.as_strided((data.numel(),), (1,))  # a single element may have any strides
+                parcels.append(Parcel(flat.view(torch.uint8), process, is_sent))
         wait = self._carrier.carry(parcels, mark) if parcels else None
         for work in each.work:
             target, sources = find(work.target), [find(source) for source in work.sources]

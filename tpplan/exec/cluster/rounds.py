@@ -7,7 +7,7 @@ from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from tpplan.exec.cpu import Place, Work, sequence
-from tpplan.exec.programs.program import HOST, OPERANDS, Sum, flat
+from tpplan.exec.programs.program import HOST
 from tpplan.exec.programs.region import regions
 
 if TYPE_CHECKING:
@@ -85,16 +85,16 @@ def rounds(program: Program, owners: Mapping[int, int], process: int) -> tuple[R
 def _levels(program: Program) -> list[list[Work]]:
     """Return a program's work by level: each reads and writes nothing that another of its level writes.
 
-    It is the same in every process, and as few levels as the dependencies allow.
+    It is the same in every process, and as few levels as the dependencies allow. Where outputs are inputs, a sum reads
+    what it overwrites, and no other command of its level does.
     """
     works = sequence(program)
     parts = lcm(*(place.view.parts for work in works for place in (work.target, *work.sources)))
-    is_sum = any(isinstance(step, Sum) for step in flat(program))  # then an output may be an input
     seen: defaultdict[Memory, list[tuple[Region, bool, int]]] = defaultdict(list)
     levels: defaultdict[int, list[Work]] = defaultdict(list)
     for work in works:
-        touched = [*_regions(work.target, parts, is_written=True, in_place=is_sum)]
-        touched += [each for s in work.sources for each in _regions(s, parts, is_written=False, in_place=is_sum)]
+        touched = [*_regions(work.target, parts, is_written=True)]
+        touched += [each for source in work.sources for each in _regions(source, parts, is_written=False)]
         level = 0
         for memory, region, is_written in touched:
             for other, was_written, at in seen[memory]:
@@ -106,10 +106,6 @@ def _levels(program: Program) -> list[list[Work]]:
     return [levels[level] for level in sorted(levels)]
 
 
-def _regions(place: Place, parts: int, *, is_written: bool, in_place: bool) -> Iterator[tuple[Memory, Region, bool]]:
-    """Yield the regions of a place with their memory, in which operands of a device count as one if ``in_place``."""
-    for region in regions(place.view, parts):
-        memory = (*region.memory, place.slot)
-        if in_place and place.view.buffer.role in OPERANDS:
-            memory = memory[1:]
-        yield memory, region, is_written
+def _regions(place: Place, parts: int, *, is_written: bool) -> Iterator[tuple[Memory, Region, bool]]:
+    """Yield the regions of a place with their memory."""
+    return (((*region.memory, place.slot), region, is_written) for region in regions(place.view, parts))
