@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 from tests.decoder_cases import VOCAB, model_of, plan_of, request_of
 from tests.exec.cluster.threads import Together, used
+from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate
+from tpplan.decoder.agreed import agreed, agreed_tokens
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
@@ -76,3 +79,35 @@ def test_the_same_as_in_one_process(model_type: str, layout: str, temperature: f
             for found, said in together.run(tell):
                 torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
                 assert said == tokens
+
+
+def test_processes_agree_on_how_they_go_on() -> None:
+    """What holds in all of them holds, and the tokens are those of the first device's process."""
+    plan = plan_of(model_of("llama").directory, 3, request_of(), {}, seed=4)
+    first, second, third = used(plan)
+    with Together(plan, [[second], [first, third]]) as together:
+
+        def tell(context: TPContext) -> tuple[list[bool], list[bool], list[int]]:
+            is_first = first in context.devices
+            tokens = torch.tensor([7, 8] if is_first else [3, 4])
+            facts = agreed(context, [True, is_first, not is_first, False])
+            return facts, agreed(context, []), agreed_tokens(context, tokens).tolist()
+
+        assert together.run(tell) == [([True, False, False, False], [], [7, 8])] * 2
+
+
+def test_a_graph_is_one_of_all_processes(caplog: pytest.LogCaptureFixture) -> None:
+    """Where one of them cannot capture, none replays: padded passes would have other rows than those of the rest."""
+    model = model_of("llama")
+    plan = plan_of(model.directory, 2, request_of(), {}, seed=4)
+    with Together(plan, [[device] for device in used(plan)]) as together:
+
+        def tell(context: TPContext) -> tuple[object, object]:
+            decoder = Decoder(context, model.directory, load_weights(plan, model.directory, context), cache="fp32")
+            if 0 in context.devices:  # virtual devices have no graphs
+                return decoder.captured(lambda: None, "work"), decoder.graph
+            with patch.object(context, "capture", lambda: FakeGraph(lambda: None, Mock())):
+                return decoder.captured(lambda: None, "work"), decoder.graph
+
+        assert together.run(tell) == [(None, None)] * 2
+    assert caplog.text.count("work cannot be captured") == 1

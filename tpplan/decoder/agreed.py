@@ -9,6 +9,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from tpplan.exec.context import TPContext
 
 
@@ -23,3 +25,17 @@ def agreed(context: TPContext, facts: Sequence[bool]) -> list[bool]:
     flags = [torch.tensor([facts], dtype=torch.float32, device=each.device) for each in context.devices.values()]
     counts = context.all_reduce(flags)[0][0]
     return [count == len(context.all_devices) for count in counts.tolist()]
+
+
+def agreed_tokens(context: TPContext, tokens: Tensor) -> Tensor:
+    """Return the tokens that the first device's process has drawn: another host may round probabilities otherwise.
+
+    Args:
+        context: the compiled plan.
+        tokens: the tokens that this process has drawn, in host memory.
+    """
+    if len(context.devices) == len(context.all_devices):
+        return tokens
+    first = context.all_devices[0]
+    x = tokens[None].to(context.devices[first].device if first in context.devices else "meta")
+    return context.broadcast(x, source=first)[0][0].cpu()

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from tpplan.axes import Axis
+from tpplan.decoder.agreed import agreed
 from tpplan.decoder.cache import Where
 from tpplan.decoder.fused import codes_of, steps_on
 from tpplan.decoder.groups import Group
@@ -163,15 +164,20 @@ class Decoder:
     def captured(self, issue: Callable[[], None], what: str) -> Graph | None:
         """Capture work as a graph that shares the memory of earlier ones; return None and log a warning on failure.
 
+        If it fails in one of several processes, all return None.
+
         Args:
             issue: does the work.
             what: name of the work in the warning.
         """
+        is_captured = True
         try:
             with self.graph.beside() if self.graph else self.context.capture() as graph:
                 issue()
         except Exception as error:  # noqa: BLE001 (whatever it is: memory, a driver, a library)
             _LOG.warning("%s cannot be captured, none is a graph from now on: %s", what, error)
+            is_captured = False
+        if not agreed(self.context, [is_captured])[0]:
             return None
         self.graph = graph
         return graph

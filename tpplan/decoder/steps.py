@@ -9,6 +9,7 @@ from weakref import proxy
 import torch
 
 from tpplan.axes import Axis
+from tpplan.decoder.agreed import agreed_tokens
 from tpplan.decoder.likeliest import likeliest
 from tpplan.decoder.prompts import Prompt
 from tpplan.decoder.sampling import Sampling
@@ -158,7 +159,7 @@ class Steps:
             shape = self._tokens[0].shape[1], self._context.plan.split(Axis.VC).size
             out = torch.empty(shape, dtype=self._context.dtype, device="cpu")
         whole = self._context.gather(logits, Axis.VC, out=out).tensor
-        return self._sampling.draw(whole, self._generator)
+        return agreed_tokens(self._context, self._sampling.draw(whole, self._generator))
 
     def _likeliest(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return likeliest(self._context, logits, self._decoder.stack.steps, self._tokens[0].shape[1])

@@ -33,8 +33,8 @@ _NAP = 1e-3
 #: Kinds of programs, and the maximum number whose kind is known.
 _SLOTS, _STRAIGHT, _FAR = "slots", "straight", "far"
 _KEPT = 1024
-#: Memory that another process may still write to, kept until this one ends.
-_ABANDONED: list[object] = []
+#: Memory that another process may still write to: of contexts that are not closed, or were when others were not.
+_HELD: dict[int, object] = {}
 
 
 class PeerProcesses(CudaDevices):
@@ -70,6 +70,7 @@ class PeerProcesses(CudaDevices):
         self._opened = opened
         self._far = far
         self._programs: dict[int, tuple[Program, str, Mirrors]] = {}
+        _HELD[id(opened)] = memory, opened
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Issue a program; see :meth:`tpplan.exec.gpu.cuda.CudaDevices.run`."""
@@ -123,8 +124,7 @@ class PeerProcesses(CudaDevices):
         if have_left:
             for opened in chain.from_iterable(self._opened.values()):
                 opened.close()
-        else:
-            _ABANDONED.append((self._shared, self._opened))
+            del _HELD[id(self._opened)]
 
     def _leave(self) -> bool:
         """Tell the other processes that nothing is written to their memory any more; return whether all told the same.
