@@ -37,7 +37,6 @@ def generated(path: str, directory: str, prompt: Sequence[int], backend: str = "
     everyone = distributed.group.WORLD
     with tpx.compile(plan, backend=backend, model=directory, group=everyone, scratch=False) as context:
         decoder = Decoder(context, directory, load_weights(plan, directory, context))
-        distributed.barrier()  # processes load for different times, and kernels wait for each other for ten seconds
         prepare(decoder)
         for (token,) in generate(decoder, [prompt], MOST_NEW_TOKENS):
             assert token is not None  # noqa: S101 (a single text has not ended before itself)

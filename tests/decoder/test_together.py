@@ -14,7 +14,7 @@ from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate
-from tpplan.decoder.agreed import agreed, agreed_tokens
+from tpplan.decoder.agreed import agreed
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
@@ -82,18 +82,17 @@ def test_the_same_as_in_one_process(model_type: str, layout: str, temperature: f
 
 
 def test_processes_agree_on_how_they_go_on() -> None:
-    """What holds in all of them holds, and the tokens are those of the first device's process."""
+    """What holds in all of them holds; each process tells the others where it is."""
     plan = plan_of(model_of("llama").directory, 3, request_of(), {}, seed=4)
     first, second, third = used(plan)
     with Together(plan, [[second], [first, third]]) as together:
 
-        def tell(context: TPContext) -> tuple[list[bool], list[bool], list[int]]:
+        def tell(context: TPContext) -> tuple[list[bool], list[bool], list[int], int]:
             is_first = first in context.devices
-            tokens = torch.tensor([7, 8] if is_first else [3, 4])
             facts = agreed(context, [True, is_first, not is_first, False])
-            return facts, agreed(context, []), agreed_tokens(context, tokens).tolist()
+            return facts, agreed(context, []), context.tell(context.process), context.processes
 
-        assert together.run(tell) == [([True, False, False, False], [], [7, 8])] * 2
+        assert together.run(tell) == [([True, False, False, False], [], [0, 1], 2)] * 2
 
 
 def test_a_graph_is_one_of_all_processes(caplog: pytest.LogCaptureFixture) -> None:

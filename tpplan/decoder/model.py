@@ -26,6 +26,7 @@ from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, lengt
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.stack import Stack
 from tpplan.decoder.steps import Steps
+from tpplan.errors import RequestError
 from tpplan.exec.programs.program import HOST
 from tpplan.reader import read_model
 from tpplan.workspace import areas
@@ -90,9 +91,11 @@ class Decoder:
         Raises:
             ModelError: the decoder does not support the model, see :func:`tpplan.decoder.settings.settings_of`, or the
                 plan is for another one.
-            RequestError: the weights do not match the plan.
+            RequestError: the weights do not match the plan, or the decoders of several processes differ.
             ExecutionError: the decoder has no cache of this kind.
         """
+        if any(each != (cache, graphs, turns) for each in context.tell((cache, graphs, turns))):
+            raise RequestError("the processes' decoders differ in cache, graphs or turns", "give all the same")
         request, model = context.plan.request, read_model(directory)
         self._places = [device.device for device in context.devices.values()]
         self.batch = request.batch
@@ -142,7 +145,7 @@ class Decoder:
         holders = sorted({device for each in heads for device in each})
         self._tables = dict(zip(holders, context.rope_tables(self._settings.ropes.rope, self.length), strict=True))
         if turns is None:
-            turns = joint and context.transport != "peer" and self._places[0].type == "cuda"
+            turns = joint and context.transport != "peer" and context.processes == 1 and self._places[0].type == "cuda"
         self._in_turns = turns
         self.prompt_graphs = graphs_of(self, self._settings.attention_cap, graphs=graphs)
 

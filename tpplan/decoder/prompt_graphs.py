@@ -37,8 +37,7 @@ def graphs_of(decoder: Decoder, cap: float | None, *, graphs: bool | None = None
         graphs: whether to use graphs if passes are fixed, see :func:`is_fixed`; by default on CUDA devices.
     """
     context, length = decoder.context, decoder.length
-    places = [device.device for device in context.devices.values()]
-    wanted = places[0].type == "cuda" if graphs is None else graphs
+    wanted = context.can_capture if graphs is None else graphs
     ahead = len(context.all_devices) == 1 and not any(weights.quantised for weights in decoder.weights.values())
     possible = sizes_of(context.max_rows, decoder.batch * length, _MOST_ALONE if ahead else None) if wanted else []
     fixed = [is_fixed(decoder.stack, cap, Extent.of_any(size, decoder.batch, length)) for size in possible]

@@ -9,7 +9,6 @@ from weakref import proxy
 import torch
 
 from tpplan.axes import Axis
-from tpplan.decoder.agreed import agreed_tokens
 from tpplan.decoder.likeliest import likeliest
 from tpplan.decoder.prompts import Prompt
 from tpplan.decoder.sampling import Sampling
@@ -50,7 +49,7 @@ class Steps:
         self._tokens, self._positions = (
             [torch.zeros(1, sequences, dtype=torch.int64, device=place) for place in places] for _ in range(2)
         )
-        self._captures = places[0].type == "cuda" if graphs is None else graphs
+        self._captures = self._context.can_capture if graphs is None else graphs
         self._logits: tuple[Tensor, ...] = ()
         self._graphs: dict[tuple[int, bool], Graph | None] = {}
         self._sampling = Sampling()
@@ -159,7 +158,11 @@ class Steps:
             shape = self._tokens[0].shape[1], self._context.plan.split(Axis.VC).size
             out = torch.empty(shape, dtype=self._context.dtype, device="cpu")
         whole = self._context.gather(logits, Axis.VC, out=out).tensor
-        return agreed_tokens(self._context, self._sampling.draw(whole, self._generator))
+        if self._context.processes == 1:
+            return self._sampling.draw(whole, self._generator)
+        # One process draws for all: the host of another may round probabilities otherwise.
+        drawn = None if self._context.process else self._sampling.draw(whole, self._generator)
+        return next(tokens for tokens in self._context.tell(drawn) if tokens is not None)
 
     def _likeliest(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return likeliest(self._context, logits, self._decoder.stack.steps, self._tokens[0].shape[1])

@@ -267,7 +267,9 @@ class Calls:
         if rows:
             way = self.engine.route(what, rows, outputs.dtype.itemsize, self.mode)
             program = self.engine.program(what, way)
-            if on_gpus and way == Route("local", small=True):  # by kernels, which write only to pinned memory
+            if (
+                on_gpus and self.owns_all and way == Route("local", small=True)
+            ):  # by kernels, which write only to pinned memory
                 unpinned = self.engine.program(what, Route("local"))
         devices = [device for group in (*inputs, outputs) for device in group.devices]
         read = devices[: len(devices) - len(outputs.devices)]

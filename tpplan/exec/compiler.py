@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from tpplan.exec.cluster.meeting import Meeting
     from tpplan.exec.engine import Backend
     from tpplan.exec.programs.program import Queue
 
@@ -178,6 +179,7 @@ def build(
     scratch: bool = True,
     others: Mapping[int, torch.device] = MappingProxyType({}),
     share: Callable[[Areas], Areas] = lambda _: {},
+    meeting: Meeting | None = None,
 ) -> TPContext:
     """Allocate a context on devices that are already checked.
 
@@ -196,6 +198,7 @@ def build(
         others: torch device, as this process sees it, for each device of another process to whose memory kernels write.
         share: called with the control area and the exchange buffer of each device of this process, returns those of
             the others.
+        meeting: the processes that the devices belong to, if there are several.
 
     Raises:
         ExecutionError: there is not enough memory.
@@ -243,7 +246,8 @@ def build(
     backend = start(Memory(exchanges, host.rings, slots, flags))
     try:
         engine = Engine(backend, transport, limits, notes)
-        return TPContext(plan, {i: places[i] for i in used}, devices, host, engine, max_rows=max_rows, dtype=dtype)
+        everywhere = {i: places[i] for i in used}
+        return TPContext(plan, everywhere, devices, host, engine, max_rows=max_rows, dtype=dtype, meeting=meeting)
     except BaseException:  # as an interrupt: nobody else would close it
         backend.close()
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from tpplan.exec.arguments import whole
 from tpplan.exec.context_operations import ContextOperations
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tpplan.exec.explain import Explanation
     from tpplan.exec.gpu.channel import Channel
     from tpplan.exec.gpu.graph import Graph
+
+
+_Told = TypeVar("_Told")
 
 
 class TPContext(ContextOperations):
@@ -63,6 +66,37 @@ class TPContext(ContextOperations):
     def transport(self) -> str:
         """The transport between the devices: ``peer``, ``host`` or ``events``."""
         return self._engine.transport
+
+    @property
+    def process(self) -> int:
+        """Index of this process among those that the plan's devices belong to; 0 if there is only one."""
+        return self._meeting.process if self._meeting else 0
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that the plan's devices belong to."""
+        return self._meeting.count if self._meeting else 1
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether :meth:`capture` captures: on GPUs, unless torch.distributed carries all messages of processes."""
+        on_gpus = any(device.device.type == "cuda" for device in self.devices.values())
+        return on_gpus and (self._meeting is None or self.transport == "peer")
+
+    def tell(self, mine: _Told) -> list[_Told]:
+        """Tell all processes something, and return what each of them has told; all call it at the same time.
+
+        It waits for all, as long as torch.distributed does, and so also makes up for steps that took one of them longer
+        than kernels wait. It passes through host memory: use it for prompts or settings, not for activations.
+
+        Args:
+            mine: anything that can be pickled.
+
+        Raises:
+            ExecutionError: torch.distributed failed, as when a process has ended, or the context is closed.
+        """
+        with self._guard:
+            return self._meeting.tell(mine) if self._meeting else [mine]
 
     def explain(self) -> Explanation:
         """Return which path each operation takes on each axis at each row count, and why; ``str()`` gives a table."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.axes import Axis
+    from tpplan.exec.cluster.meeting import Meeting
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.engine import Engine
     from tpplan.exec.host import HostMemory
@@ -44,6 +45,7 @@ class ContextOperations(ContextMemory):
         *,
         max_rows: int,
         dtype: torch.dtype,
+        meeting: Meeting | None = None,
     ) -> None:
         """Take ownership of everything that :func:`tpplan.exec.compile` has made.
 
@@ -55,10 +57,12 @@ class ContextOperations(ContextMemory):
             engine: runs the operations.
             max_rows: maximum rows of an operand.
             dtype: dtype of the activations.
+            meeting: the processes that the devices belong to, if there are several.
         """
         super().__init__(plan, places, devices, host, dtype)
         self.max_rows = max_rows
         self._engine = engine
+        self._meeting = meeting
         everywhere = {**places, HOST: torch.device("cpu")}
         resolvers = {
             (captured, aside): Resolver(self._cuts, Calls(engine, everywhere, max_rows, Mode(captured, aside)))

@@ -214,6 +214,9 @@ def add(target: Tensor, sources: Sequence[Tensor]) -> None:
         torch.add(*sources, out=target)  # torch adds two halves in float32, too
         return
     rows, columns = target.shape
+    if target.device.type != "cpu":
+        _add(target, sources)
+        return
     at_once = max(1, _CACHED * torch.get_num_threads() // columns)
     if rows <= at_once:
         _add(target, sources)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.operands import check_count, columns_of, facts_of
+from tpplan.exec.operands import SEQUENCES, check_count, columns_of, facts_of
 from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
@@ -76,7 +76,10 @@ class Resolver:
         """Return the call of a gather; ``given`` are the parts."""
         (parts,) = given
         slices = self._cuts.columns("gather", axis, layer, dim)
-        facts = self._facts("gather", parts, [device for device, _, _ in slices], {"out": out})
+        if isinstance(parts, SEQUENCES) and parts:
+            facts = facts_of("gather: parts[0]", parts[0])
+        else:
+            facts = self._facts("gather", parts, [device for device, _, _ in slices], {"out": out})
         return self._allgathers("gather", slices, (HOST,), *facts)
 
     def allgather(  # noqa: PLR0917 (the context's arguments, and the tensors)
@@ -91,12 +94,15 @@ class Resolver:
         """Return the call of an allgather; ``given`` are the parts."""
         (parts,) = given
         slices = self._cuts.columns("allgather", axis, layer, dim)
-        devices, targets = [device for device, _, _ in slices], self._cuts.devices_of(to, layer)
-        takers = self._cuts.own_of(targets)
-        if not takers and not self._cuts.own_of(devices):
-            check_count("allgather: parts", parts, ())
-            return self._nothing("allgather", 1)
-        facts = self._facts("allgather", parts, devices, {"out": out}, takers)
+        targets = self._cuts.devices_of(to, layer)
+        if isinstance(parts, SEQUENCES) and parts:
+            facts = facts_of("allgather: parts[0]", parts[0])
+        else:
+            takers, devices = self._cuts.own_of(targets), [device for device, _, _ in slices]
+            if not takers and not self._cuts.own_of(devices):
+                check_count("allgather: parts", parts, ())
+                return self._nothing("allgather", 1)
+            facts = self._facts("allgather", parts, devices, {"out": out}, takers)
         return self._allgathers("allgather", slices, targets, *facts)
 
     def all_reduce(
@@ -105,8 +111,12 @@ class Resolver:
         """Return the call of an all-reduce; ``given`` are the parts, and residuals if there are any."""
         parts, *residuals = given
         givers = self._cuts.devices_of(axis, layer)
-        others = {"residual": residuals[0] if residuals else None, "out": out}
-        facts = self._facts("all_reduce", parts, givers, others, self._cuts.own)
+        if isinstance(parts, SEQUENCES) and parts:
+            check_count("all_reduce: parts", parts, self._cuts.own_of(givers))
+            facts = facts_of("all_reduce: parts[0]", parts[0])
+        else:
+            others = {"residual": residuals[0] if residuals else None, "out": out}
+            facts = self._facts("all_reduce", parts, givers, others, self._cuts.own)
         return self._all_reduces(givers, self._cuts.devices, bool(residuals), *facts)
 
     def add_residual(
@@ -139,7 +149,7 @@ class Resolver:
         others: Mapping[str, Sequence[Tensor] | None],
         takers: Sequence[int] = (HOST,),
     ) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and dtype of the first part, or if this process has none, of another tensor with as many rows.
+        """Return shape and dtype of a tensor with as many rows as the parts, of which this process was given none.
 
         Args:
             name: name of the operation in errors.
@@ -149,12 +159,9 @@ class Resolver:
             takers: where the other tensors are.
 
         Raises:
-            ExecutionError: there are too many or too few parts, or no tensor.
+            ExecutionError: it should have some, or there is no such tensor.
         """
-        own = self._cuts.own_of(devices)
-        check_count(f"{name}: parts", parts, own)
-        if own:
-            return facts_of(f"{name}: parts[0]", parts[0])
+        check_count(f"{name}: parts", parts, self._cuts.own_of(devices))
         for what, group in others.items():
             if group is not None:
                 check_count(f"{name}: {what}", group, takers)

@@ -169,7 +169,6 @@ def decoder() -> None:
             plan = plan_for(where[0], layout=layout)
             with compile_plan(plan, group=distributed.group.WORLD, scratch=False) as ctx:
                 made = Decoder(ctx, where[0], load_weights(plan, where[0], ctx))
-                distributed.barrier()  # kernels wait ten seconds for those of a process that loads longer
                 prepare(made)
                 logits = ctx.gather(made.prefill(range(5, 50)), Axis.VC).tensor.float().clone()
                 steps = made.steps(1)

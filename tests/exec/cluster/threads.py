@@ -6,8 +6,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from random import Random
-from threading import Condition
-from typing import TYPE_CHECKING, TypeVar
+from threading import Barrier, Condition
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from attrs import Factory, define
@@ -151,6 +151,27 @@ class ThreadCarrier:
         return (*ends, self._counts[ends])
 
 
+class ThreadMeeting:
+    """A meeting of threads.
+
+    Attributes:
+        process: index of this thread.
+        count: number of threads.
+    """
+
+    def __init__(self, process: int, count: int, barrier: Barrier, told: dict[int, object]) -> None:
+        self.process, self.count = process, count
+        self._barrier, self._told = barrier, told
+
+    def tell(self, mine: _T) -> list[_T]:
+        """Tell all threads something, and return what each has told."""
+        self._told[self.process] = mine
+        self._barrier.wait()
+        found: Any = [self._told[i] for i in range(self.count)]
+        self._barrier.wait()
+        return [*found]
+
+
 class Together:
     """The contexts of a plan in several processes, which are threads here.
 
@@ -158,6 +179,7 @@ class Together:
         contexts: of each process.
         carriers: of each process.
         mail: what they carry.
+        meetings: of each process.
     """
 
     def __init__(self, plan: SplitPlan, own: Sequence[Sequence[int]], *, seed: int = 0) -> None:
@@ -170,6 +192,8 @@ class Together:
         """
         self.mail = Mail()
         self.carriers = [ThreadCarrier(i, self.mail, Random(seed + i)) for i in range(len(own))]
+        barrier, told = Barrier(len(own), timeout=20), dict[int, object]()
+        self.meetings = [ThreadMeeting(i, len(own), barrier, told) for i in range(len(own))]
         owners = {device: process for process, devices in enumerate(own) for device in devices}
         self.contexts = [self._build(plan, owners, process) for process in range(len(own))]
         self._pool = ThreadPoolExecutor(len(own))
@@ -216,6 +240,7 @@ class Together:
         return [future.result() for future in futures]
 
     def _build(self, plan: SplitPlan, owners: Mapping[int, int], process: int) -> TPContext:
+        meeting: Any = self.meetings[process]
         places = [CPU if owners.get(i) == process else _META for i in range(len(plan.devices))]
         return compiler.build(
             plan,
@@ -224,6 +249,7 @@ class Together:
             transport="events",
             max_rows=plan.request.max_rows,
             dtype=getattr(torch, plan.model.dtype),
+            meeting=meeting,
         )
 
 

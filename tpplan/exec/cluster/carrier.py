@@ -90,6 +90,13 @@ class GroupCarrier:
         self._group = group
         self._ranks = distributed.get_process_group_ranks(group)
 
+    def open(self) -> None:
+        """Exchange a first message with all processes of the group, as NCCL requires before some exchange any."""
+        with self.current():
+            distributed.all_reduce(torch.zeros(1, device=self.place), group=self._group)
+            if self.place.type == "cuda":
+                torch.cuda.synchronize(self.place)
+
     def current(self) -> AbstractContextManager[object]:
         """Return a context manager in which the GPU that messages use is current, as NCCL requires."""
         return torch.cuda.device(self.place) if self.place.type == "cuda" else nullcontext()

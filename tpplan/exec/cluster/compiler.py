@@ -70,7 +70,7 @@ def compile_together(
     """
     meeting = Meeting(group)
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes]
-    here = _Here()
+    here, hint = _Here(), ""
     try:  # a process that only raised here would leave the others waiting
         check()
         here = _Here.of(meeting, plan, _own(own, plan, used, meeting), backend, devices)
@@ -80,7 +80,8 @@ def compile_together(
         if transport == "peer" and backend == "cpu":
             failures.append("transport: peer is between GPUs, these devices are virtual")
     except Exception as error:  # noqa: BLE001 (whatever it is)
-        failures = [_told_of(error)]
+        message, hint = _told_of(error)
+        failures = [message]
     arguments = {
         "backend": "cpu" if backend == "cpu" else "cuda",
         "transport": transport,
@@ -90,17 +91,19 @@ def compile_together(
     }
     terms = {} if failures else _terms(plan, arguments, here.carrier)
     gpus = tuple(Gpu.of(i, place) for i, place in here.gpus.items())
-    claims = meeting.tell(Claim(here.own, terms, tuple(failures), gpus, token_hex(_NAME_BYTES)))
+    claims = meeting.tell(Claim(here.own, terms, tuple(failures), gpus, token_hex(_NAME_BYTES), hint))
     refused = f"the plan for {plan.model.name} cannot run here"
     problems = disagreements(claims, used)
     if problems or here.carrier is None:
-        raise ExecutionError(f"{refused}:{listed(problems)}", _HINT)
+        hints = [claim.hint for claim in claims if claim.hint]
+        raise ExecutionError(f"{refused}:{listed(problems)}", hints[0] if hints else _HINT)
     here.carrier.name = claims[0].name
+    here.carrier.open()
     way = way_between(meeting, claims, used, transport, tuning) if here.gpus else Way()
     if way.problem:
         raise ExecutionError(f"{refused}: {way.problem}", "leave out transport")
     sharing = Sharing(meeting, meeting.gpu if way.others else None)
-    context, failure = None, ""
+    context, failure, hint = None, "", ""
     try:
         context = build(
             plan,
@@ -109,22 +112,28 @@ def compile_together(
             transport="peer" if way.others else "events",
             max_rows=max_rows,
             dtype=dtype,
-            straight=bool(way.others),
+            straight=way.straight,
             waits=bool(way.others),
             tuning=way.tuning or tuning,
             notes=(*_notes(claims, here.carrier.backend), *way.notes),
             scratch=scratch,
             others=way.others,
             share=sharing.share,
+            meeting=meeting,
         )
     except Exception as error:  # noqa: BLE001 (whatever it is)
-        failure = _told_of(error)
+        failure, hint = _told_of(error)
         sharing.fail(failure)
-    failures = [f"process {i}: {each}" for i, each in enumerate(meeting.tell(failure)) if each]
+    try:
+        told = meeting.tell((failure, hint))
+    finally:
+        sharing.forget_name()
+    failures = [f"process {i}: {each}" for i, (each, _) in enumerate(told) if each]
     if context is None or failures:
+        sharing.end()
         if context:
             context.close()
-        raise ExecutionError(f"{refused}:{listed(failures)}", "free memory there")
+        raise ExecutionError(f"{refused}:{listed(failures)}", next((hint for _, hint in told if hint), _HINT))
     return context
 
 
@@ -182,12 +191,12 @@ class _Here:
     ) -> Processes | PeerProcesses:
         """Return the backend over a context's memory."""
         assert self.carrier is not None  # noqa: S101 (else the plan is refused)
-        far = Processes(memory, owners, process, self.carrier, [*self.gpus.values()])
         if not way.others:
-            return far
+            return Processes(memory, owners, process, self.carrier, [*self.gpus.values()])
         from tpplan.exec.cluster.peers import PeerProcesses  # noqa: PLC0415 (needs CUDA)
 
-        return PeerProcesses(memory, self.gpus, way.others, process=process, opened=sharing.opened, far=far)
+        far = Processes(memory, owners, process, self.carrier, [])
+        return PeerProcesses(memory, self.gpus, way.others, sharing=sharing, far=far)
 
 
 def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], meeting: Meeting) -> tuple[int, ...]:
@@ -219,9 +228,11 @@ def _terms(plan: SplitPlan, arguments: Mapping[str, str], carrier: GroupCarrier 
     return terms | {"group": carrier.backend if carrier else ""}
 
 
-def _told_of(error: Exception) -> str:
-    """Return what the other processes are told of an error; empty if one of them has told it."""
-    return error.message if isinstance(error, TpplanError) else f"{type(error).__name__}: {error}".partition("\n")[0]
+def _told_of(error: Exception) -> tuple[str, str]:
+    """Return what the other processes are told of an error, and a hint; empty if one of them has told it."""
+    if isinstance(error, TpplanError):
+        return error.message, error.hint
+    return f"{type(error).__name__}: {error}".partition("\n")[0], ""
 
 
 def _notes(claims: Sequence[Claim], carrier: str) -> tuple[str, str]:

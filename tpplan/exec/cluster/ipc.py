@@ -34,10 +34,11 @@ class Handle(NamedTuple):
         Raises:
             ExecutionError: its memory cannot be shared.
         """
-        error, start, _ = driver.cuMemGetAddressRange(tensor.data_ptr())
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise _failed("shared", error)
-        error, handle = runtime.cudaIpcGetMemHandle(int(start))
+        with torch.cuda.device(tensor.device):
+            error, start, _ = driver.cuMemGetAddressRange(tensor.data_ptr())
+            if error != driver.CUresult.CUDA_SUCCESS:
+                raise _failed("shared", error)
+            error, handle = runtime.cudaIpcGetMemHandle(int(start))
         if error != _SUCCESS:
             raise _failed("shared", error)
         return cls(bytes(handle.reserved), tensor.data_ptr() - int(start), tensor.nbytes)
@@ -94,27 +95,17 @@ class Opened:
             ExecutionError: it cannot be read.
         """
         word = torch.zeros(1, dtype=torch.int32, device="cpu")
-        self._copy(word.data_ptr(), self.tensor.data_ptr() + first, word.nbytes)
-        return int(word)
-
-    def write(self, first: int, value: int) -> None:
-        """Write an int32 at a byte offset, and wait until it is written.
-
-        Raises:
-            ExecutionError: it cannot be written.
-        """
-        word = torch.tensor([value], dtype=torch.int32, device="cpu")
-        self._copy(self.tensor.data_ptr() + first, word.data_ptr(), word.nbytes)
-
-    def _copy(self, target: int, source: int, nbytes: int) -> None:
         with torch.cuda.device(self.place):
-            (error,) = runtime.cudaMemcpy(target, source, nbytes, runtime.cudaMemcpyKind.cudaMemcpyDefault)
+            kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+            (error,) = runtime.cudaMemcpy(word.data_ptr(), self.tensor.data_ptr() + first, word.nbytes, kind)
         if error != _SUCCESS:
             raise _failed("reached", error)
+        return int(word)
 
     def close(self) -> None:
         """Close it; nothing may use it any more."""
-        self._close(self.start)
+        with torch.cuda.device(self.place):
+            self._close(self.start)
 
 
 def _failed(what: str, error: Any) -> ExecutionError:

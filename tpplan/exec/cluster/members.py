@@ -44,6 +44,7 @@ class Claim:
         problems: why it cannot run the plan.
         gpus: its GPUs.
         name: a name for the context; that of the first process counts.
+        hint: what to do about its problems.
     """
 
     own: tuple[int, ...] = ()
@@ -51,6 +52,7 @@ class Claim:
     problems: tuple[str, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     name: str = ""
+    hint: str = ""
 
 
 def share(used: Sequence[int], processes: int, process: int) -> tuple[int, ...] | None:

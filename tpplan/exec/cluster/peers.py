@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from itertools import chain
 from typing import TYPE_CHECKING
-
-import torch
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.cluster.mirrors import Mirrors
@@ -18,23 +14,23 @@ from tpplan.exec.programs.program import HOST, SLOT, Await, flat, reads, writes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import torch
     from torch import Tensor
 
     from tpplan.exec.binding import Memory
-    from tpplan.exec.cluster.ipc import Opened
     from tpplan.exec.cluster.processes import Processes
+    from tpplan.exec.cluster.sharing import Sharing
     from tpplan.exec.gathered import Pending
     from tpplan.exec.gpu.bound import BoundStep, ReadyProgram
     from tpplan.exec.programs.program import Buffer, Program
 
-#: How long a process that closes waits for the others to close, in seconds: as long as kernels wait for each other.
-_PATIENCE = 10.0
-_NAP = 1e-3
-#: Kinds of programs, and the maximum number whose kind is known.
-_SLOTS, _STRAIGHT, _FAR = "slots", "straight", "far"
+#: How long a process that closes waits for the others to close, in seconds: as long as kernels wait for each other, or
+#: shorter after a failure, when one of them may be gone.
+_PATIENCE, _IMPATIENCE = 10.0, 3.0
+#: Kinds of programs: by kernels through slots, or straight; by each device alone; or left to torch.distributed.
+_SLOTS, _STRAIGHT, _ALONE, _FAR = "slots", "straight", "alone", "far"
+#: Maximum number of programs whose kind is known.
 _KEPT = 1024
-#: Memory that another process may still write to: of contexts that are not closed, or were when others were not.
-_HELD: dict[int, object] = {}
 
 
 class PeerProcesses(CudaDevices):
@@ -50,8 +46,7 @@ class PeerProcesses(CudaDevices):
         own: Mapping[int, torch.device],
         others: Mapping[int, torch.device],
         *,
-        process: int,
-        opened: Mapping[int, tuple[Opened, Opened]],
+        sharing: Sharing,
         far: Processes,
     ) -> None:
         """Load the kernels.
@@ -60,32 +55,29 @@ class PeerProcesses(CudaDevices):
             memory: memory of this process's device, and the control areas and exchange buffers of all devices.
             own: the GPU of this process's device.
             others: the GPU of each device that another process owns.
-            process: index of this process.
-            opened: the control area and the exchange buffer of each of these devices.
+            sharing: what the processes share.
             far: runs all other programs.
         """
-        super().__init__(memory, own, transport="peer", others=others)
-        self._shared = memory
-        self._process = process
-        self._opened = opened
+        status = sharing.page.status if sharing.page else None
+        super().__init__(memory, own, transport="peer", others=others, status=status)
+        self._sharing = sharing
         self._far = far
         self._programs: dict[int, tuple[Program, str, Mirrors]] = {}
-        _HELD[id(opened)] = memory, opened
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Issue a program; see :meth:`tpplan.exec.gpu.cuda.CudaDevices.run`."""
         if self._kind(program) != _FAR:
             return super().run(program, operands)
-        if self.is_capturing() and _is_on_host(program):
+        if self.is_capturing() and (self._far.is_on_host or _is_on_host(program)):
             message = f"{program.name} cannot be captured: the host takes part"
             raise ExecutionError(message, "call it beside the graph")
-        with self._issuing:
+        with self._issuing:  # not while waiting for other processes, which may wait for another context of this one
             self.turn_to_current()
-            try:
-                return self._far.run(program, operands)
-            except BaseException:  # perhaps done by only some processes
-                self._exchanges.interrupt()
-                raise
+        try:
+            return self._far.run(program, operands)
+        except BaseException:  # perhaps done by only some processes
+            self._exchanges.interrupt()
+            raise
 
     def bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Callable[[], Pending] | None:
         """Return a callable that issues a program on the same memory again; None unless kernels run it."""
@@ -118,34 +110,14 @@ class PeerProcesses(CudaDevices):
         """
         if self._issuing.closed:
             return
-        have_left = self._leave()
+        seconds = _IMPATIENCE if self._exchanges.has_failed() else _PATIENCE
         self._far.close()
+        self._programs.clear()
         super().close()
-        if have_left:
-            for opened in chain.from_iterable(self._opened.values()):
-                opened.close()
-            del _HELD[id(self._opened)]
-
-    def _leave(self) -> bool:
-        """Tell the other processes that nothing is written to their memory any more; return whether all told the same.
-
-        A failed context does not wait, as others may be gone.
-        """
-        ((device, place),) = self._places.items()
-        for other, (control, _) in self._opened.items():
-            control.write(self._exchanges.closed(other) + 4 * self._process, 1)
-        first = self._exchanges.closed(device)
-        words = self._shared.flags[device][first : first + 4 * (1 + len(self._opened))].view(torch.int32)
-        end = time.monotonic() + (0 if self._exchanges.has_failed() else _PATIENCE)
-        with torch.cuda.device(place), torch.cuda.stream(torch.cuda.Stream(place)):  # type: ignore[no-untyped-call]
-            while int(words.sum()) < len(self._opened):
-                if time.monotonic() > end:
-                    return False
-                time.sleep(_NAP)
-        return True
+        self._sharing.leave(seconds)
 
     def _kind(self, program: Program) -> str:
-        """Return whether kernels run a program through slots, or straight, or it is left to :class:`Processes`."""
+        """Return the kind of a program."""
         return self._known(program)[1]
 
     def _mirrors_of(self, program: Program) -> Mirrors:
@@ -159,7 +131,7 @@ class PeerProcesses(CudaDevices):
             steps = [*flat(program)]
             has_slots = any(view.buffer.role == SLOT for step in steps for view in writes(step))
             waits = any(isinstance(step, Await) for step in steps)
-            kind = _SLOTS if has_slots else _STRAIGHT if waits else _FAR
+            kind = _SLOTS if has_slots else _STRAIGHT if waits else _FAR if _crosses(program) else _ALONE
             mirrors = Mirrors.of(program) if kind == _STRAIGHT else Mirrors({}, {})
             self._programs[id(program)] = program, kind, mirrors  # keeps it alive, as its identity is the key
         return self._programs[id(program)]
@@ -168,3 +140,8 @@ class PeerProcesses(CudaDevices):
 def _is_on_host(program: Program) -> bool:
     """Return whether a program reads or writes host memory."""
     return any(view.buffer.device == HOST for step in flat(program) for view in (*reads(step), *writes(step)))
+
+
+def _crosses(program: Program) -> bool:
+    """Return whether a program reads or writes host memory or that of another device than the stream's."""
+    return any(v.buffer.device != step.stream.device for step in flat(program) for v in (*reads(step), *writes(step)))

@@ -51,6 +51,9 @@ class Processes(Virtual):
 
     Every process has to run the same programs in the same order. Work on GPUs is issued on the callers' current
     streams; the host waits only where host memory is involved.
+
+    Attributes:
+        is_on_host: whether messages pass through host memory.
     """
 
     def __init__(
@@ -63,13 +66,15 @@ class Processes(Virtual):
             owners: index of the process that owns each device in use.
             process: index of this process.
             carrier: carries messages to and from the other processes.
-            gpus: the GPUs that this process owns.
+            gpus: the GPUs that this process owns, on which calls are ordered here; none if the caller does that.
         """
         self._memory = memory
         self._owners = owners
         self._process = process
+        self.is_on_host = carrier.place.type == "cpu"
         self._carrier = carrier
         self._gpus = gpus
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._kept: dict[int, _Kept] = {}
         self._failure = ""
 
@@ -96,6 +101,7 @@ class Processes(Virtual):
 
         doing = f"{program.name} of {rows} rows of {name_of(dtype)}"
         try:
+            self._turn_to_current()
             with torch.inference_mode():  # autograd does not matter: only bytes are moved
                 for each in kept.rounds:
                     self._run(each, find, f"{doing} {kept.mark}")
@@ -126,6 +132,18 @@ class Processes(Virtual):
         """Release the memory; closing again does nothing."""
         self._memory = no_memory()
         self._kept.clear()
+
+    def _turn_to_current(self) -> None:
+        """Order what is issued from now on after earlier calls, which may have had other current streams."""
+        for gpu in self._gpus:
+            current = torch.cuda.current_stream(gpu)
+            with torch.cuda.stream(current):
+                if torch.cuda.is_current_stream_capturing():
+                    continue  # a graph cannot wait for work outside of it
+            before = self._streams.get(gpu, current)
+            if before != current:
+                current.wait_stream(before)
+            self._streams[gpu] = current
 
     def _keep(self, program: Program) -> _Kept:
         if len(self._kept) >= _KEPT:

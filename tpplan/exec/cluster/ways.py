@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from attrs import evolve, field, frozen
 
-from tpplan.errors import ExecutionError
+from tpplan.errors import TpplanError
 from tpplan.exec.cluster.members import Gpu
-from tpplan.exec.links.tuning import Tuning
+from tpplan.exec.links.tuning import Tuning, default
 from tpplan.exec.transports import choose
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tpplan.exec.cluster.meeting import Meeting
     from tpplan.exec.cluster.members import Claim
@@ -27,19 +27,33 @@ _BETWEEN_TWO = dict.fromkeys(("peer_fans_bytes", "peer_exchanges_bytes", "peer_s
 
 @frozen
 class Way:
-    """How the processes exchange small messages between their GPUs, the same in all of them.
+    """How the processes exchange messages between their GPUs, the same in all of them.
 
     Attributes:
         others: if by kernels, the torch device, as this process sees it, for each device of another process.
+        straight: whether kernels may read and write mirrors, not only slots.
         tuning: thresholds, if by kernels.
         notes: reasons, and where thresholds come from.
         problem: why it is impossible, if kernels were asked for.
     """
 
     others: Mapping[int, torch.device] = field(factory=dict)
+    straight: bool = False
     tuning: Tuning | None = None
     notes: tuple[str, ...] = ()
     problem: str = ""
+
+
+class _Verdict(NamedTuple):
+    """What a process says of kernels between it and the others.
+
+    Attributes:
+        against: why there can be none; empty if there can.
+        straight: see :class:`Way`.
+    """
+
+    against: str = ""
+    straight: bool = True
 
 
 def way_between(
@@ -58,23 +72,37 @@ def way_between(
         return Way()
     seen = _seen(claims, used)
     # The first process probes the links, if nobody has; the others find its verdicts.
-    reason = "" if meeting.process else _against(claims, seen)
+    verdict = _guarded(lambda: _verdict(claims, seen)) if not meeting.process else _Verdict()
     meeting.tell(None)
-    reasons = meeting.tell(_against(claims, seen) if meeting.process else reason)
-    if not any(reasons):
-        reasons = _try(meeting, seen[claims[meeting.process].own[0]])
-    told = [f"peer {reason} (process {i})" for i, reason in enumerate(reasons) if reason]
+    verdicts = meeting.tell(verdict if not meeting.process else _guarded(lambda: _verdict(claims, seen)))
+    if not any(each.against for each in verdicts):
+        tried = _tried(meeting, seen[claims[meeting.process].own[0]])
+        verdicts = [each if each.against else mine for each, mine in zip(tried, verdicts, strict=True)]
+    told = [f"peer {each.against} (process {i})" for i, each in enumerate(verdicts) if each.against]
     if told:
         return Way(problem=told[0] if transport == "peer" else "", notes=(told[0],))
     others = {device: seen[device] for device in used if device not in claims[meeting.process].own}
+    straight = all(each.straight for each in verdicts)
+    notes = (
+        () if straight else ("what is larger than a slot goes by torch.distributed: loads from peers are unverified",)
+    )
     if tuning:
-        return Way(others, evolve(tuning, **_SAME), ("thresholds as given",))
+        return Way(others, straight, evolve(tuning, **_SAME), (*notes, "thresholds as given, without copies_*"))
+    tuning, origin = meeting.tell(_thresholds(len(used)))[0]
+    return Way(others, straight, evolve(tuning, **_SAME), (*notes, f"thresholds {origin}"))
+
+
+def _thresholds(devices: int) -> tuple[Tuning, str]:
+    """Return the thresholds for a number of devices, and where they come from, in words."""
     from tpplan.exec.links.tuning_cache import stored  # noqa: PLC0415 (needs CUDA)
 
-    tuning, origin = meeting.tell(stored(len(used), "peer"))[0]
-    if len(used) == 2:  # noqa: PLR2004
-        return Way(others, evolve(tuning, **_SAME, **_BETWEEN_TWO))
-    return Way(others, evolve(tuning, **_SAME), (f"thresholds {origin}",))
+    try:
+        tuning, origin = stored(devices, "peer")
+    except Exception as error:  # noqa: BLE001 (the others wait for an answer)
+        tuning, origin = default(devices), f"built in: {error}"
+    if devices == 2:  # noqa: PLR2004
+        return evolve(tuning, **_BETWEEN_TWO), "for two processes: what fits a slot goes through it"
+    return tuning, origin
 
 
 def _seen(claims: Sequence[Claim], used: Sequence[int]) -> dict[int, torch.device]:
@@ -85,38 +113,57 @@ def _seen(claims: Sequence[Claim], used: Sequence[int]) -> dict[int, torch.devic
     return {device: place for device in used if (place := gpus.get(device))}
 
 
-def _against(claims: Sequence[Claim], seen: Mapping[int, torch.device]) -> str:
-    """Return why the kernels of this process cannot write to the GPUs of the others; empty if they can."""
+def _guarded(find: Callable[[], _Verdict]) -> _Verdict:
+    """Return a verdict, which is against it if finding one fails: the others wait for an answer."""
+    try:
+        return find()
+    except TpplanError as error:
+        return _Verdict(f"is out: {error.message}")
+    except Exception as error:  # noqa: BLE001 (whatever it is)
+        return _Verdict(f"is out: {type(error).__name__}: {error}".partition("\n")[0])
+
+
+def _verdict(claims: Sequence[Claim], seen: Mapping[int, torch.device]) -> _Verdict:
+    """Return whether the kernels of this process can reach the GPUs of the others."""
     if any(len(claim.own) > 1 for claim in claims):
-        return "is only between processes with one GPU each"
+        return _Verdict("is only between processes with one GPU each")
     if len({gpu.host for claim in claims for gpu in claim.gpus}) > 1:
-        return "is only between processes on one host"
+        return _Verdict("is only between processes on one host")
     if len(seen) < len(claims):
-        return "needs every process to see the GPUs of all: leave CUDA_VISIBLE_DEVICES alone, and name devices"
+        return _Verdict(
+            "needs every process to see the GPUs of all: leave CUDA_VISIBLE_DEVICES alone, and name devices"
+        )
     choice, problems = choose([*seen.values()], "auto")
     if problems:
-        return f"is out: {'; '.join(problems)}"
-    return "" if choice.transport == "peer" else (choice.notes[0].removeprefix("peer ") if choice.notes else "is out")
+        return _Verdict(f"is out: {'; '.join(problems)}")
+    if choice.transport == "peer":
+        return _Verdict(straight=choice.straight)
+    return _Verdict(choice.notes[0].removeprefix("peer ") if choice.notes else "is out")
 
 
-def _try(meeting: Meeting, place: torch.device) -> list[str]:
-    """Return for each process why it cannot open the memory of the others; empty if it can."""
+def _tried(meeting: Meeting, place: torch.device) -> list[_Verdict]:
+    """Return for each process whether it can open the memory of the others."""
     from tpplan.exec.cluster.ipc import Handle, Opened  # noqa: PLC0415 (needs CUDA)
 
-    number = torch.full((1,), meeting.process, dtype=torch.int32, device=place)
-    torch.cuda.synchronize(place)
-    try:
-        handle, reason = Handle.of(number), ""
-    except ExecutionError as error:
-        handle, reason = None, error.message
-    for process, theirs in enumerate(meeting.tell(handle)):
-        if theirs is None or process == meeting.process or reason:
-            continue
-        try:
-            opened = Opened.on(place, theirs)
-            found = opened.read(0)
-            opened.close()
-            reason = "" if found == process else f"read {found} instead of {process} from another process's GPU"
-        except ExecutionError as error:
-            reason = error.message
-    return meeting.tell(f"is out: {reason}" if reason else "")  # only then may the memory be freed
+    numbers: list[torch.Tensor] = []  # kept until all have read it
+    handles: list[Handle] = []
+
+    def share() -> _Verdict:
+        numbers.append(torch.full((1,), meeting.process, dtype=torch.int32, device=place))
+        torch.cuda.synchronize(place)
+        handles.append(Handle.of(numbers[0]))
+        return _Verdict()
+
+    def read(told: Sequence[tuple[_Verdict, Sequence[Handle]]]) -> _Verdict:
+        for process, (_, theirs) in enumerate(told):
+            for handle in theirs if process != meeting.process else ():
+                opened = Opened.on(place, handle)
+                found = opened.read(0)
+                opened.close()
+                if found != process:
+                    return _Verdict(f"is out: read {found} instead of {process} from the GPU of another process")
+        return _Verdict()
+
+    mine = _guarded(share)
+    told = meeting.tell((mine, handles))
+    return meeting.tell(mine if mine.against else _guarded(lambda: read(told)))

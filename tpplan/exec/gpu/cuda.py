@@ -66,6 +66,7 @@ class CudaDevices(Streams):
         *,
         transport: str,
         others: Mapping[int, torch.device] = MappingProxyType({}),
+        status: Tensor | None = None,
     ) -> None:
         """Load the kernels on every device.
 
@@ -75,10 +76,10 @@ class CudaDevices(Streams):
             transport: ``peer``, ``host`` or ``events``; with ``host`` no device accesses another's memory.
             others: the same for each device that another process owns; see
                 :class:`tpplan.exec.cluster.peers.PeerProcesses`.
+            status: see :class:`tpplan.exec.gpu.exchanges.Exchanges`.
         """
-        super().__init__(places)
+        super().__init__(places, len(others))
         self.transport = transport
-        self._here = {*places, HOST}
         self._memory = memory
         self._marks = Marks(self._ordinals)
         self._sums = Sums()
@@ -93,7 +94,7 @@ class CudaDevices(Streams):
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
         with ISSUING:
             kernels = kernels_for(len(places) + len(others), transport)
-            self._exchanges = Exchanges(memory, places, kernels, others)
+            self._exchanges = Exchanges(memory, places, kernels, others, status)
         ask = WeakMethod(self._is_busy)  # or a dropped context would live until garbage collection
         self._exchanges.landings.watch(lambda: (is_busy := ask()) is None or is_busy())
         self._issuing = Issuing(self._exchanges)
@@ -251,7 +252,8 @@ class CudaDevices(Streams):
             self._ready.clear()
         launches = iter(self._exchanges.prepare(program, dtype, captured=self.is_capturing()))
         commands, is_landing = without_callers(program), lands(program)
-        commands = tuple(each for each in commands if each.stream.device in self._here)
+        here = {*self._ordinals, HOST}
+        commands = tuple(each for each in commands if each.stream.device in here)
         if is_landing:  # its kernels signal their completion themselves
             commands = tuple(each for each in commands if isinstance(each, Exchange))
         streams = {command.stream for command in commands}

@@ -58,6 +58,7 @@ class Exchanges:
         places: Mapping[int, torch.device],
         kernels: tuple[str, ...],
         others: Mapping[int, torch.device] = MappingProxyType({}),
+        status: torch.Tensor | None = None,
     ) -> None:
         """Load every kernel on every device now: loading one later could deadlock with kernels that wait for it.
 
@@ -67,13 +68,16 @@ class Exchanges:
             kernels: names of the kernels that will be used.
             others: torch device, as this process sees it, for each device that another process owns. Then exchanges
                 may not go through host memory.
+            status: 16 int32 of host memory that is known to the devices, for the status word; new ones if not given.
         """
         self._memory = memory
         self._places = places
         self._counters = Counters(memory.flags, others)
         if others:
             self._number((*places, *others))
-        self._status = torch.zeros(16, dtype=torch.int32, device="cpu", pin_memory=True)
+        if status is None:
+            status = torch.zeros(16, dtype=torch.int32, device="cpu", pin_memory=True)
+        self._status = status
         self._seen = memoryview(self._status.numpy())  # type: ignore[arg-type]
         found = {place: torch.cuda.get_device_properties(place) for place in places.values()}
         here = [*places.values(), *others.values()]
@@ -119,10 +123,6 @@ class Exchanges:
     def has_failed(self) -> bool:
         """Return whether :meth:`check` raises."""
         return bool(self._seen[0])
-
-    def closed(self, device: int) -> int:
-        """Return where the processes tell the owner of a device that they have closed, in bytes from its counters."""
-        return COUNTER_BYTES * self._counters.number(device, "closed")
 
     def interrupt(self) -> None:
         """Mark the context as failed: a program was issued on some devices but not on others."""
@@ -171,8 +171,6 @@ class Exchanges:
 
         The processes then agree on the numbers, also those that take no part in some exchanges.
         """
-        for device in devices:
-            self.closed(device)
         for sender, receiver in permutations(sorted(devices), 2):
             pair = Queue(receiver, sender, (receiver,))
             slots.number(pair, self._counters)

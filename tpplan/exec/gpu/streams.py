@@ -33,13 +33,16 @@ class Streams:
     """
 
     captures = False
+    _others = 0
 
-    def __init__(self, places: Mapping[int, torch.device]) -> None:
+    def __init__(self, places: Mapping[int, torch.device], others: int = 0) -> None:
         """Create the streams that copy from host memory.
 
         Args:
             places: torch device, with its ordinal, for each device of the plan in use.
+            others: number of devices of other processes that they exchange data with.
         """
+        self._others = others
         self._places = places
         self._ordinals = {device: int(place.index) for device, place in places.items()}
         self._loads = {d: torch.cuda.Stream(place, priority=PRIORITY) for d, place in places.items()}  # type: ignore[no-untyped-call]
@@ -56,11 +59,15 @@ class Streams:
         """
         if self.captures:
             return True
-        if len(self._ordinals) == 1:
+        if not self._has_several():
             return any(map(_is_capturing_on, self._ordinals.values()))
         if is_capturing():
             raise _foreign(current_device())
         return False
+
+    def _has_several(self) -> bool:
+        """Return whether there are several devices, which would wait in vain for one that is captured alone."""
+        return len(self._ordinals) + self._others > 1
 
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
         """Return the streams on which work was issued since the last :meth:`forget`."""
@@ -102,7 +109,7 @@ class Streams:
             ExecutionError: a foreign graph captures it, and there are several devices.
         """
         is_foreign = not self.captures and _is_capturing_on(self._ordinals[device])
-        if is_foreign and len(self._ordinals) > 1:
+        if is_foreign and self._has_several():
             raise _foreign(self._ordinals[device])
         before = self._current.get(device)
         key = (device, handle)
