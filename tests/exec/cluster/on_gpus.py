@@ -189,6 +189,26 @@ def decoder() -> None:
         distributed.barrier()
 
 
+def late() -> None:
+    """Come late to a sum: nobody gets a wrong one, neither of this call nor of what was queued behind it."""
+    ctx = compile_plan(plan_for(), group=distributed.group.WORLD)
+    x = torch.ones(4, COLUMNS, dtype=torch.bfloat16, device=next(iter(ctx.devices.values())).device)
+    assert bool((ctx.all_reduce([x])[0] == len(ctx.all_devices)).all())
+    ctx.tell(None)
+    if distributed.get_rank() == 1:
+        time.sleep(12)
+    errors = []
+    for call in (lambda: ctx.all_reduce([x]), lambda: ctx.all_reduce([x]), ctx.synchronize, ctx.close):
+        try:
+            call()
+        except ExecutionError as error:
+            errors.append(error.message)
+    assert len(errors) == 4 - 2 * (distributed.get_rank() == 0), errors
+    assert all("waited for a message that never came" in error for error in errors), errors
+    distributed.barrier()
+    operations("peer", 20)
+
+
 def lost() -> None:
     """End a process: the others get an error within their patience, and can still close."""
     ctx = compile_plan(plan_for(), group=distributed.group.WORLD)
@@ -222,6 +242,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "events": lambda: operations("events", 60),
     "graphs": graphs,
     "decoder": decoder,
+    "late": late,
     "lost": lost,
 }
 

@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("scenarios", [("peer",), ("events",), ("graphs", "decoder"), ("lost",)], ids="-".join)
+@pytest.mark.parametrize(
+    "scenarios", [("peer",), ("events",), ("graphs", "decoder"), ("late",), ("lost",)], ids="-".join
+)
 def test_every_process_finds_what_is_right(scenarios: tuple[str, ...]) -> None:
     """One process for each GPU; see :mod:`tests.exec.cluster.on_gpus`."""
     lines: list[str] = []
