@@ -1,12 +1,17 @@
-"""Agreement of the processes that own a decoder's devices on how they go on."""
+"""What a decoder does for the sake of several processes that own its devices: agree, and give room for results."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
+    from tpplan.axes import Axis
     from tpplan.exec.context import TPContext
 
 
@@ -17,3 +22,12 @@ def agreed(context: TPContext, facts: Sequence[bool]) -> list[bool]:
     has to be the same in all processes.
     """
     return [all(each) for each in zip(*context.tell(list(facts)), strict=True)]
+
+
+def room_for(context: TPContext, rows: int, columns: int, dtype: torch.dtype, axis: Axis | None = None) -> list[Tensor]:
+    """Return room for a result on each device of this process that holds a part of ``axis``, by default on all.
+
+    Operations need it in a process that gets a result of which it has no part: only from there they know the shape.
+    """
+    places = [context.devices[device].device for device in context.devices_of(axis)]
+    return [torch.empty(rows, columns, dtype=dtype, device=place) for place in places]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpplan.axes import Axis
+from tpplan.decoder.agreed import room_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,9 +54,6 @@ def likeliest(
         steps[part.device].best(logits_BV, part.start, i, len(every))
         for (i, part), logits_BV in zip(here, logits, strict=True)
     ]
-    out = None
-    if not bests:  # the vocabulary is on other processes' devices
-        places = [device.device for device in context.devices.values()]
-        out = [torch.empty(rows, 2 * len(every), dtype=torch.float32, device=place) for place in places]
+    out = None if bests else room_for(context, rows, 2 * len(every), torch.float32)
     found = context.all_reduce(bests, axis=Axis.VC, out=out)
     return tuple(x[:, 1::2].gather(1, x[:, ::2].argmax(1, keepdim=True)).squeeze(1).long() for x in found)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from tpplan.axes import Axis
-from tpplan.decoder.agreed import agreed
+from tpplan.decoder.agreed import agreed, room_for
 from tpplan.decoder.cache import Where
 from tpplan.decoder.fused import codes_of, steps_on
 from tpplan.decoder.groups import Group
@@ -97,7 +97,6 @@ class Decoder:
         if any(each != (cache, graphs, turns) for each in context.tell((cache, graphs, turns))):
             raise RequestError("the processes' decoders differ in cache, graphs or turns", "give all the same")
         request, model = context.plan.request, read_model(directory)
-        self._places = [device.device for device in context.devices.values()]
         self.batch = request.batch
         self.length = length_of(request)
         self._settings = settings_of(directory, model)
@@ -145,7 +144,7 @@ class Decoder:
         holders = sorted({device for each in heads for device in each})
         self._tables = dict(zip(holders, context.rope_tables(self._settings.ropes.rope, self.length), strict=True))
         if turns is None:
-            turns = joint and context.transport != "peer" and context.processes == 1 and self._places[0].type == "cuda"
+            turns = joint and context.transport != "peer" and context.processes == 1 and context.can_capture
         self._in_turns = turns
         self.prompt_graphs = graphs_of(self, self._settings.attention_cap, graphs=graphs)
 
@@ -296,10 +295,8 @@ class Decoder:
             own = asked.clamp(0, size - 1)
             x_RD = functional.embedding(own, self.weights[part.device]["model.embed_tokens.weight"])
             parts.append(x_RD.mul_((own == asked)[:, None]))
-        out = None
-        if not parts:  # the vocabulary is on other processes' devices
-            shape = len(tokens[0]), self.context.plan.split(Axis.RS).size
-            out = [torch.empty(shape, dtype=self.context.dtype, device=place) for place in self._places]
+        hidden = self.context.plan.split(Axis.RS).size
+        out = None if parts else room_for(self.context, len(tokens[0]), hidden, self.context.dtype)
         xs = self.context.all_reduce(parts, axis=Axis.VC, out=out)
         return xs if self._embedding_scale == 1 else tuple(x.mul_(self._embedding_scale) for x in xs)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tpplan.axes import Axis
-from tpplan.decoder.agreed import agreed
+from tpplan.decoder.agreed import agreed, room_for
 from tpplan.decoder.layers import Scoring
 from tpplan.decoder.plain import Plain, Turn
 from tpplan.exec.torch_shims import leaving_processors
@@ -251,11 +251,8 @@ class Stack:
         self, parts: Sequence[Tensor], axis: Axis, layer: int, xs: Sequence[Tensor], *, dim: int = 1
     ) -> Sequence[Tensor]:
         """Concatenate the parts of an axis on every device that holds residual columns."""
-        out = None
-        if not parts:  # all are other processes'
-            columns = self.context.plan.split(axis, layer).size * dim
-            places = [xs[self._places[device]] for device in self.context.devices_of(Axis.RS)]
-            out = [x_RD.new_empty(len(x_RD), columns) for x_RD in places]
+        columns = self.context.plan.split(axis, layer).size * dim
+        out = None if parts else room_for(self.context, len(xs[0]), columns, xs[0].dtype, Axis.RS)
         return self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer, out=out)
 
     def _most_joint(self, steps: Iterable[Plain]) -> int:

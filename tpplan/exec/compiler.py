@@ -23,7 +23,7 @@ from tpplan.exec.gpu.slot_table import capacity
 from tpplan.exec.host import HostMemory
 from tpplan.exec.links.tuning import Tuning, default
 from tpplan.exec.links.tuning_cache import stored
-from tpplan.exec.machine import differences, look_at, places_for, uncounted
+from tpplan.exec.machine import differences, listed, look_at, places_for, uncounted
 from tpplan.exec.operands import ADDABLE
 from tpplan.exec.programs.lower import SPARED_BYTES, Limits
 from tpplan.exec.programs.program import HOST, SLOTS
@@ -147,8 +147,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     if problems:
         virtual = ', or run on virtual devices with backend="cpu"' if backend != "cpu" else ""
         hint = f"plan again for this machine and model{virtual}"
-        listed = "".join(f"\n  {problem}" for problem in problems)
-        raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{listed}", hint)
+        raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{listed(problems)}", hint)
     made = partial(build, plan, places, max_rows=max_rows, dtype=dtype, scratch=scratch)
     if backend == "cpu":
         chosen = _PLAINEST if transport == "auto" else transport

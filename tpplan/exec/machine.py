@@ -62,6 +62,11 @@ def uncounted(plan: SplitPlan) -> list[str]:
     ]
 
 
+def listed(problems: Sequence[str]) -> str:
+    """Return problems as lines of a message."""
+    return "".join(f"\n  {problem}" for problem in problems)
+
+
 def _version(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
 

@@ -12,15 +12,15 @@ from attrs import field, frozen
 
 import tpplan
 from tpplan.codec import dumps
-from tpplan.errors import ExecutionError, RequestError, TpplanError
+from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.cluster.carrier import GroupCarrier
 from tpplan.exec.cluster.meeting import Meeting
-from tpplan.exec.cluster.members import Claim, Gpu, disagreements, listed, owners, share
+from tpplan.exec.cluster.members import Claim, Gpu, disagreements, owners, said_of, share
 from tpplan.exec.cluster.processes import Processes
 from tpplan.exec.cluster.sharing import Sharing
 from tpplan.exec.cluster.ways import Way, way_between
 from tpplan.exec.compiler import build, mismatches
-from tpplan.exec.machine import differences, look_at, places_for, uncounted
+from tpplan.exec.machine import differences, listed, look_at, places_for, uncounted
 from tpplan.exec.tensors import name_of
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def compile_together(
         if transport == "peer" and backend == "cpu":
             failures.append("transport: peer is between GPUs, these devices are virtual")
     except Exception as error:  # noqa: BLE001 (whatever it is)
-        message, hint = _told_of(error)
+        message, hint = said_of(error)
         failures = [message]
     arguments = {
         "backend": "cpu" if backend == "cpu" else "cuda",
@@ -122,7 +122,7 @@ def compile_together(
             meeting=meeting,
         )
     except Exception as error:  # noqa: BLE001 (whatever it is)
-        failure, hint = _told_of(error)
+        failure, hint = said_of(error)
         sharing.fail(failure)
     try:
         told = meeting.tell((failure, hint))
@@ -226,13 +226,6 @@ def _terms(plan: SplitPlan, arguments: Mapping[str, str], carrier: GroupCarrier 
     hashed = sha256(dumps(plan).encode()).hexdigest()[:_SHOWN]
     terms = {"tpplan": tpplan.__version__, "plan": f"{plan.model.name} ({hashed})", **arguments}
     return terms | {"group": carrier.backend if carrier else ""}
-
-
-def _told_of(error: Exception) -> tuple[str, str]:
-    """Return what the other processes are told of an error, and a hint; empty if one of them has told it."""
-    if isinstance(error, TpplanError):
-        return error.message, error.hint
-    return f"{type(error).__name__}: {error}".partition("\n")[0], ""
 
 
 def _notes(claims: Sequence[Claim], carrier: str) -> tuple[str, str]:

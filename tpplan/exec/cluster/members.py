@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import torch
 from attrs import field, frozen
 
+from tpplan.errors import TpplanError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -106,6 +108,8 @@ def _processes(numbers: Sequence[int]) -> str:
     return f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def listed(problems: Sequence[str]) -> str:
-    """Return problems as lines of a message."""
-    return "".join(f"\n  {problem}" for problem in problems)
+def said_of(error: Exception) -> tuple[str, str]:
+    """Return what the other processes are told of an error, and a hint, which may be empty."""
+    if isinstance(error, TpplanError):
+        return error.message, error.hint
+    return f"{type(error).__name__}: {error}".partition("\n")[0], ""

@@ -12,13 +12,13 @@ import torch
 from cuda.bindings import runtime
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.gathered import wait_within
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 #: int32 words of the page: first the status of the kernels, then for each process whether it has left.
 _WORDS, _LEFT = 1024, 512
-_NAP = 1e-3
 
 
 class Page:
@@ -69,11 +69,10 @@ class Page:
         """Tell the other processes that this one uses no memory of theirs; return whether all tell the same in time."""
         left = self._words[_LEFT : _LEFT + self._count]
         left[self._process] = 1
-        end = time.monotonic() + seconds
-        while int(left.sum()) < self._count:
-            if time.monotonic() > end:
-                return False
-            time.sleep(_NAP)
+        try:
+            wait_within(seconds, lambda: int(left.sum()) == self._count)
+        except TimeoutError:
+            return False
         return True
 
     def close(self) -> None:

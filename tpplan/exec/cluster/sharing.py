@@ -52,15 +52,20 @@ class Sharing:
         Raises:
             ExecutionError: memory cannot be shared, or, without a message, another process has failed.
         """
-        told = self._tell("", self._handles(areas))
+        handles = self._handles(areas)
+        if self._gpu is not None and not self._meeting.process:
+            from tpplan.exec.cluster.page import Page  # noqa: PLC0415 (needs CUDA)
+
+            self._path = Page.create()
+        told = self._tell("", handles)
         if any(failure for failure, _, _ in told):
             raise ExecutionError("")
         if self._gpu is None:
             return {}
         self._own = areas
         _HELD.add(self)
-        handles = {d: each for _, some, _ in told for d, each in some.items() if d not in areas}
-        self._open(self._gpu, told[0][2], handles)
+        theirs = {d: each for _, some, _ in told for d, each in some.items() if d not in areas}
+        self._open(self._gpu, told[0][2], theirs)
         return {device: (control.tensor, exchange.tensor) for device, (control, exchange) in self._opened.items()}
 
     def fail(self, failure: str) -> None:
@@ -108,10 +113,7 @@ class Sharing:
         if self._gpu is None:
             return {}
         from tpplan.exec.cluster.ipc import Handle  # noqa: PLC0415 (needs CUDA)
-        from tpplan.exec.cluster.page import Page  # noqa: PLC0415 (needs CUDA)
 
-        if not self._meeting.process:
-            self._path = Page.create()
         return {device: (Handle.of(control), Handle.of(exchange)) for device, (control, exchange) in areas.items()}
 
     def _open(self, gpu: torch.device, path: Path | None, handles: Mapping[int, Handles]) -> None:

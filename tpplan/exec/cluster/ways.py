@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from attrs import evolve, field, frozen
 
-from tpplan.errors import TpplanError
-from tpplan.exec.cluster.members import Gpu
+from tpplan.exec.cluster.members import Gpu, said_of
 from tpplan.exec.links.tuning import Tuning, default
 from tpplan.exec.transports import choose
 
@@ -72,9 +71,9 @@ def way_between(
         return Way()
     seen = _seen(claims, used)
     # The first process probes the links, if nobody has; the others find its verdicts.
-    verdict = _guarded(lambda: _verdict(claims, seen)) if not meeting.process else _Verdict()
+    first = None if meeting.process else _guarded(lambda: _verdict(claims, seen))
     meeting.tell(None)
-    verdicts = meeting.tell(verdict if not meeting.process else _guarded(lambda: _verdict(claims, seen)))
+    verdicts = meeting.tell(first or _guarded(lambda: _verdict(claims, seen)))
     if not any(each.against for each in verdicts):
         tried = _tried(meeting, seen[claims[meeting.process].own[0]])
         verdicts = [each if each.against else mine for each, mine in zip(tried, verdicts, strict=True)]
@@ -117,10 +116,8 @@ def _guarded(find: Callable[[], _Verdict]) -> _Verdict:
     """Return a verdict, which is against it if finding one fails: the others wait for an answer."""
     try:
         return find()
-    except TpplanError as error:
-        return _Verdict(f"is out: {error.message}")
     except Exception as error:  # noqa: BLE001 (whatever it is)
-        return _Verdict(f"is out: {type(error).__name__}: {error}".partition("\n")[0])
+        return _Verdict(f"is out: {said_of(error)[0]}")
 
 
 def _verdict(claims: Sequence[Claim], seen: Mapping[int, torch.device]) -> _Verdict:
