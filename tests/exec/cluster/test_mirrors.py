@@ -17,8 +17,8 @@ from tpplan.errors import InternalError
 from tpplan.exec.binding import resolve
 from tpplan.exec.cluster.mirrors import Mirrors
 from tpplan.exec.cpu import add, sequence
-from tpplan.exec.programs.lower import lower, route
-from tpplan.exec.programs.operation import Reduction
+from tpplan.exec.programs.lower import Route, lower, route
+from tpplan.exec.programs.operation import Reduction, allgather
 from tpplan.exec.programs.program import EXCHANGE, INPUT, OUTPUT, RESIDUAL, Buffer, flat, reads, writes
 from tpplan.workspace import ALIGNMENT
 
@@ -81,6 +81,19 @@ def test_tensors_hold_what_they_would_without(operation: Operation, rows: int) -
         assert torch.equal(bits(operands[buffer]), bits(found)), buffer
 
 
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_what_is_passed_on_in_an_allgather(rows: int) -> None:
+    """Every device has two mirrors: of the slice that others read, and of the whole that they write."""
+    operation = allgather("allgather", ((0, 0, 33), (1, 33, 36), (2, 36, 40)), (0, 1, 2))
+    program = lower(operation, Route("peer", passed_on=True))
+    operands = {b: noise(rows, columns, DTYPE, Random(b.device)) for b, columns in widths(operation).items()}
+    truth = expected(operation, operands)
+    _run(program, operands)
+    assert {len({piece for b, piece in Mirrors.of(program).pieces.items() if b.device == d}) for d in range(3)} == {2}
+    for buffer, found in truth.items():
+        assert torch.equal(bits(operands[buffer]), bits(found)), buffer
+
+
 @pytest.mark.parametrize("name", [*OPERATIONS, *PASSED_ON])
 def test_kernels_reach_their_own_tensors_and_mirrors(name: str) -> None:
     """Each device has at most two mirrors, disjoint pieces of its exchange buffer; for sums it has one."""
@@ -94,7 +107,8 @@ def test_kernels_reach_their_own_tensors_and_mirrors(name: str) -> None:
             assert view.buffer.device == step.stream.device or view.buffer in mirrors.pieces
     for buffer, piece in mirrors.pieces.items():
         alike = {other for other in mirrors.pieces.values() if other.device == buffer.device}
-        assert len(alike) == 1 or not isinstance(operation, Reduction)
+        mirrored = sum(other.device == buffer.device for other in mirrors.pieces)
+        assert len(alike) == (1 if isinstance(operation, Reduction) else mirrored)
         assert (piece.role, piece.device, piece.pieces) == (EXCHANGE, buffer.device, len(alike))
         assert sorted(other.piece for other in alike) == [*range(len(alike))]
         assert len(alike) <= 2
