@@ -73,9 +73,10 @@ BAD_QUANTIZATION: list[tuple[Any, str]] = [
     ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
     ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
     ({"quant_method": "awq", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
-    (CHANNEL | {"ignore": ["re:(a+)+$"]}, "too complicated"),
-    (CHANNEL | {"ignore": ["re:.*.*.*.*x"]}, "too complicated"),
-    ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}}, "headers|follow"),
+    (CHANNEL | {"ignore": [r"re:(a)\1"]}, r"uses .*1, so it is not followed"),
+    (CHANNEL | {"ignore": ["re:.*(?<=x)y"]}, "uses .*, so it is not followed"),
+    (CHANNEL | {"ignore": ["re:" + "(.*" * 15 + "x" + ")" * 15 + "|(a{1000}){1000}"]}, "is too long"),
+    ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}}, "expected an object"),
     (
         CHANNEL
         | {
@@ -83,10 +84,10 @@ BAD_QUANTIZATION: list[tuple[Any, str]] = [
                 "a": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": [{}]}},
             }
         },
-        "do not follow",
+        "expected a string",
     ),
     ({"quant_method": "awq", "version": "gemv"}, "do not follow"),
-    (gptq_config(dynamic={"+:.*": {"bits": 8}}), "do not follow"),
+    (gptq_config(dynamic={"+:.*": {"bits": 5}}), "dynamic: .*: bits is 5"),
 ]
 
 

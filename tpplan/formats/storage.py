@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tpplan.checkpoint import Tensor
-    from tpplan.formats.scheme import Scheme
+    from tpplan.formats.scheme import Form, Scheme
     from tpplan.formats.table import Dim
     from tpplan.model import Parameter
 
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 #: Suffixes with more than a dot and one word.
 _LONG: Final = tuple(suffix for suffix in SUFFIXES if suffix.rfind(".") != 0)
+
+
+class Assumed(NamedTuple):
+    """A tensor as the config alone describes it: its dtype, and which of its possible shapes it has."""
+
+    dtype: str
+    choice: int = 0
 
 
 class Stored(NamedTuple):
@@ -51,26 +58,25 @@ def split_name(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def store(parameter: Parameter, name: str, scheme: Scheme, found: Mapping[str, Tensor | str]) -> Stored | None:
+def store(parameter: Parameter, name: str, form: Form | Scheme, found: Mapping[str, Tensor | Assumed]) -> Stored | None:
     """Return how the format ``name`` stores a matrix, or None if the tensors do not match it.
 
     Args:
         parameter: the matrix.
         name: name of the format.
-        scheme: quantisation scheme in the config, with parameters of the format.
-        found: tensors of the checkpoint by suffix; without a checkpoint, the dtypes to assume.
+        form: what the config says of the matrix's form, with parameters of the format.
+        found: tensors of the checkpoint by suffix; without a checkpoint, what to assume of them.
     """
-    form = FORMATS[name]
-    sides = _sides(parameter)
-    inputs = sum(segment.length for segment in sides["in"])
-    known = scheme.parameters(inputs)
+    kind = FORMATS[name]
+    inputs = sum(segment.length for segment in inputs_of(parameter))
+    known = form.parameters(inputs)
     fits: list[tuple[str, str, tuple[Dim, ...], Dims]] = []
-    for suffix, piece in form.pieces.items():
+    for suffix, piece in kind.pieces.items():
         if suffix not in found:
             continue
         tensor = found[suffix]
-        dtype, shape = (tensor, None) if isinstance(tensor, str) else (tensor.dtype, tensor.shape)
-        shapes = piece.shapes if shape is not None else piece.shapes[:1]
+        dtype, shape = tensor.dtype, None if isinstance(tensor, Assumed) else tensor.shape
+        shapes = (piece.shapes[tensor.choice],) if isinstance(tensor, Assumed) else piece.shapes
         fit = next(
             ((words, dims) for words in shapes if (dims := _dims(words, parameter, shape, known)) is not None), None
         )
@@ -78,7 +84,7 @@ def store(parameter: Parameter, name: str, scheme: Scheme, found: Mapping[str, T
             return None
         fits.append((suffix, dtype, *fit))
     whole = known.get("group", 0) >= inputs
-    gather_only = form.gather_only or ("" if whole else _permutation(name, scheme, found))
+    gather_only = kind.gather_only or ("" if whole else _permutation(name, form, found))
     stem = split_name(parameter.name)[0]
     parameters = tuple(
         evolve(
@@ -91,7 +97,7 @@ def store(parameter: Parameter, name: str, scheme: Scheme, found: Mapping[str, T
         )
         for suffix, dtype, words, dims in fits
     )
-    text = form.text.removesuffix(" g{group}") if whole else form.text
+    text = kind.text.removesuffix(" g{group}") if whole else kind.text
     return Stored(parameters, tuple(suffix for suffix, *_ in fits), text.format_map(_Filled(known)), gather_only)
 
 
@@ -102,17 +108,22 @@ class _Filled(dict[str, int]):
         return f"{{{key}}}"
 
 
-def _permutation(name: str, scheme: Scheme, found: Mapping[str, Tensor | str]) -> str:
+def _permutation(name: str, form: Form | Scheme, found: Mapping[str, Tensor | Assumed]) -> str:
     """Return the reason why neighbouring inputs may belong to different groups of scales; empty if they do not."""
     if name == "int-packed" and ".weight_g_idx" in found:
         return "compressed-tensors stores weight_g_idx where inputs are in another order than their groups"
-    return _PERMUTED[scheme.permuted] if name == "gptq" and ".g_idx" in found and scheme.permuted is not False else ""
+    return _PERMUTED[form.permuted] if name == "gptq" and ".g_idx" in found and form.permuted is not False else ""
 
 
 _PERMUTED: Final = {
     True: "GPTQ with desc_act permutes the rows of every matrix",
     None: "the config does not say whether GPTQ permuted the rows (desc_act), and their g_idx says that it may have",
 }
+
+
+def inputs_of(parameter: Parameter) -> tuple[Segment, ...]:
+    """Return the segments of a matrix's inputs."""
+    return _sides(parameter)["in"]
 
 
 def _sides(parameter: Parameter) -> dict[str, tuple[Segment, ...]]:
