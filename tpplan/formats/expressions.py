@@ -12,7 +12,7 @@ from typing import Final
 
 #: The most states that the expressions of a list may have together, and the most visits to them for a model.
 _MOST_STATES: Final = 20_000
-_MOST_VISITS: Final = 3_000_000
+_MOST_VISITS: Final = 2_000_000
 _MOST_REPEATS: Final = 1000
 
 #: What is part of names of modules; a dot matches only that.

@@ -166,7 +166,7 @@ class Choice:
         """
         if kind == LINEAR and module.rpartition(".")[2] in _ROUTERS:
             kind = ROUTER
-        known_as = list(_names(module))
+        known_as = list(self._names(module))
         try:
             return next(
                 (
@@ -187,26 +187,25 @@ class Choice:
         """
         try:
             return any(
-                names is not None and any(names.tells_apart(name, count) for name in _names(start))
+                names is not None and any(names.tells_apart(name, count) for name in self._names(start))
                 for _, names in self._rules
             )
         except ValueError as error:
             raise self._unfollowed(error) from error
 
+    def _names(self, module: str) -> Iterator[str]:
+        """Yield the names of a module: as in the checkpoint, as newer tools write it, and as MLX does for experts."""
+        yield module
+        if (newer := newer_name(module)) != module:
+            yield newer
+        before, stacked, after = module.partition(".experts.")
+        if stacked and self._scheme.method == "mlx":
+            part = after.partition(".")[2]
+            yield f"{before}.switch_mlp.{_MLX_PARTS.get(part, part)}"
+
     def _unfollowed(self, error: ValueError) -> ModelError:
         message = f"{self._scheme.source}: the expression for modules {error}, so it is not followed"
         return ModelError(message, HINT)
-
-
-def _names(module: str) -> Iterator[str]:
-    """Yield the names of a module: as in the checkpoint, as newer tools write it, and as MLX does for experts."""
-    yield module
-    if (newer := newer_name(module)) != module:
-        yield newer
-    if ".experts." in module:
-        before, _, after = module.partition(".experts.")
-        part = after.partition(".")[2]
-        yield f"{before}.switch_mlp.{_MLX_PARTS.get(part, part)}"
 
 
 _MLX_PARTS: Final = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
