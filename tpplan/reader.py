@@ -66,7 +66,10 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
         return _without_headers(stored_by_formula(spec_from_config(config, name), scheme), path), None
     known = tolerated(spec_from_config(config, name).model_type, text_part(config)[0])
     headers = headers.renamed(known.renamed)
-    return stored_by_headers(_in_form(config, headers, name), scheme, headers, known), headers
+    spec = stored_by_headers(_in_form(config, headers, name), scheme, headers, known)
+    if scheme.problem:
+        spec = evolve(spec, notes=(*spec.notes, f"not needed beside the files' headers: {scheme.problem.message}"))
+    return spec, headers
 
 
 def _without_headers(spec: ModelSpec, path: Path) -> ModelSpec:

@@ -79,7 +79,7 @@ def check_formats(model: ModelSpec, scheme: Scheme, source: str, *, fused: str =
     Raises:
         ModelError: a tensor has another format.
     """
-    if scheme.problem and scheme.is_known:
+    if scheme.problem:
         raise scheme.problem
     layout = LAYOUTS.get(scheme.method)
     is_told = scheme.format or scheme.method == "compressed-tensors"

@@ -51,7 +51,7 @@ def stored_by_formula(logical: ModelSpec, scheme: Scheme) -> ModelSpec:
         raise scheme.problem
     if not scheme.method:
         return logical
-    if scheme.format == "mxfp4" and logical.model_type != "gpt_oss":
+    if not scheme.rules or (scheme.format == "mxfp4" and logical.model_type != "gpt_oss"):
         raise needs_headers(scheme)
     formula = _Formula(logical, scheme)
     spec = rebuild(logical, formula.stored)

@@ -78,13 +78,13 @@ class Scheme:
         method: the config's ``quant_method``, or the tool's name where that key is not used; empty for unquantised
             weights.
         rules: how modules are stored: the first rule that is for a module decides. Names in them are not looked at
-            before :class:`Choice` does.
+            before :class:`Choice` does. There are none if only headers can say how weights are stored.
         zeros_less_one: whether GPTQ stored zero points less 1, as its first format does.
         caches: the scales of a quantised cache that are stored in each layer with attention, see :class:`CacheScales`;
             None without.
         is_known: whether tpplan can read the method's checkpoints.
         source: name of the file in messages.
-        problem: why the sizes do not follow from the config, None if they may.
+        problem: what is wrong with the description, None if nothing is; then there are no rules.
     """
 
     method: str = ""

@@ -21,7 +21,6 @@ from tpplan.formats.scheme import (
     Form,
     Rule,
     Scheme,
-    needs_headers,
 )
 from tpplan.formats.table import FORMATS
 
@@ -63,8 +62,7 @@ def read_scheme(config: Config, directory: Path | None = None) -> Scheme:
     except ModelError as error:
         problem = ModelError(f"{error.message} (the method is {method!r:.60})" if method else error.message, HINT)
         return Scheme(method=method or "unknown", is_known=bool(method), source=source, problem=problem)
-    scheme = Scheme(method=method or "unknown", is_known=method in _HEADERS_ONLY, source=source)
-    return evolve(scheme, problem=needs_headers(scheme))
+    return Scheme(method=method or "unknown", is_known=method in _HEADERS_ONLY, source=source)
 
 
 def _described(config: Config, directory: Path | None) -> tuple[str, Config | None]:
