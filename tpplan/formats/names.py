@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 #: How an entry starts that is a regular expression.
 EXPRESSION: Final = "re:"
 _WILD: Final = re.compile(r"[*?\[]")
+#: The most parts of all names of a list together.
+_MOST_NODES: Final = 300_000
 _LOOSE, _EXACT = 0, 1  # the roots of names that match anywhere in a module's name, and of those that match all of it
 
 
@@ -42,14 +44,15 @@ class Names:
                 an entry also names all modules in that module.
 
         Raises:
-            ValueError: an expression is too complicated or too long to be followed in bounded time; the message is a
-                clause that names it.
+            ValueError: an expression is too complicated or too long to be followed in bounded time, or there are too
+                many names; the message is a clause that names one.
         """
         self._nodes: list[dict[str, int]] = [{}, {}]
         self._ends: set[int] = set()  # where an entry ends that also names all modules in a module
         self._whole: set[int] = set()  # and one that does not
         self._automaton = Automaton()
         self._after: dict[tuple[_State, str], _State] = {}
+        self._apart: dict[tuple[_State, int], bool] = {}
         for entry in dict.fromkeys(entries):
             if entry.startswith(EXPRESSION):
                 self._add(entry.removeprefix(EXPRESSION), entry)
@@ -67,6 +70,8 @@ class Names:
 
     def _enter(self, parts: list[str], *, exact: bool) -> None:
         node = _EXACT if exact else _LOOSE
+        if len(self._nodes) + len(parts) > _MOST_NODES:
+            raise ValueError(f"{'.'.join(parts)[:60]!r} is one of too many")
         for part in parts:
             if part not in self._nodes[node]:
                 self._nodes[node][part] = len(self._nodes)
@@ -90,7 +95,10 @@ class Names:
             ValueError: as for ``in``.
         """
         state = self._follow(self._start, start)
-        return not state.is_found and len({self._step(state, f".{number}") for number in range(count)}) > 1
+        if (state, count) not in self._apart:
+            after = () if state.is_found else {self._step(state, f".{number}") for number in range(count)}
+            self._apart[state, count] = len(after) > 1
+        return self._apart[state, count]
 
     def _follow(self, state: _State, name: str) -> _State:
         """Return the state after a name, or after as much of it as decides."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from attrs import field, frozen
@@ -20,8 +21,11 @@ LINEAR, EXPERTS, ROUTER, HEAD, EMBEDDING = "linear", "experts", "router", "head"
 #: Routers of mixture-of-experts layers, and weights of an indexer's heads: only MLX quantises them.
 _ROUTERS: Final = frozenset({"gate", "shared_expert_gate", "router", "layer", "wg", "weights_proj"})
 
+#: The most rules of a scheme; real ones have a few, and several hundred names in them.
+_MOST_RULES: Final = 100
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 
 @frozen(kw_only=True)
@@ -151,9 +155,12 @@ class Choice:
             ModelError: a list has an expression that cannot be followed.
         """
         self._scheme = scheme
+        rules = list(_merged(scheme.rules))
+        if len(rules) > _MOST_RULES:
+            raise needs_headers(scheme, f"they differ between modules in more than {_MOST_RULES} ways")
         try:
             self._rules = [
-                (rule, None if rule.names is None else Names(rule.names, exact=rule.exact)) for rule in scheme.rules
+                (rule, None if rule.names is None else Names(rule.names, exact=rule.exact)) for rule in rules
             ]
         except ValueError as error:
             raise self._unfollowed(error) from error
@@ -204,8 +211,18 @@ class Choice:
             yield f"{before}.switch_mlp.{_MLX_PARTS.get(part, part)}"
 
     def _unfollowed(self, error: ValueError) -> ModelError:
-        message = f"{self._scheme.source}: the expression for modules {error}, so it is not followed"
+        message = f"{self._scheme.source}: in a list of modules {error}, so it is not followed"
         return ModelError(message, HINT)
+
+
+def _merged(rules: Iterable[Rule]) -> Iterator[Rule]:
+    """Yield fewer rules that mean the same: neighbours that differ in names only are one."""
+    for (_, exact, kinds, named), same in groupby(
+        rules, lambda rule: (repr(rule.form), rule.exact, rule.kinds, rule.names is not None)
+    ):
+        first, *others = same
+        names = tuple(name for rule in (first, *others) for name in rule.names or ())
+        yield Rule(form=first.form, names=names if named else None, exact=exact, kinds=kinds)
 
 
 _MLX_PARTS: Final = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+#: The most entries for single modules that are followed.
+_MOST_MODULES: Final = 20_000
+
 #: Where a config.json describes the quantisation.
 _KEYS: Final = ("quantization_config", "compression_config", "quantization")
 
@@ -102,10 +105,9 @@ def _gptq(section: Config) -> Scheme:
     kinds = _LAYERS | {HEAD} if head else _LAYERS
     only = _flat(section, "modules_in_block_to_quantize")
     rules = []
-    dynamic = section.section("dynamic") if section.raw("dynamic") is not None else Config({}, section.source)
-    for key in dynamic.data:
+    for key, other in _sections(section, "dynamic").items():
         names = (EXPRESSION + key.removeprefix("+:").removeprefix("-:"),)
-        form = None if key.startswith("-:") else _gptq_form(dynamic.section(key), base)
+        form = None if key.startswith("-:") else _gptq_form(other, base)
         rules.append(Rule(form=form, names=names, kinds=kinds))
     rules.append(Rule(form=base, names=only or None, kinds=_LAYERS if only else kinds))
     if only and head:
@@ -261,12 +263,9 @@ def _modelopt(section: Config) -> Scheme:
     inner = section.section("quantization") if "quantization" in section else section
     skipped = inner.texts("exclude_modules") + inner.texts("ignore")
     rules = [Rule(form=None, names=skipped, kinds=_ALL)]
-    if inner.raw("quantized_layers"):
-        layers = inner.section("quantized_layers")
-        same: dict[str, list[str]] = {}
-        for name in layers.data:
-            same.setdefault(repr(sorted(layers.section(name).data.items())), []).append(name)
-        rules += [Rule(form=_modelopt_form(layers.section(names[0])), names=tuple(names)) for names in same.values()]
+    if layers := _sections(inner, "quantized_layers"):
+        named = [Rule(form=_modelopt_form(layer), names=(name,), exact=True) for name, layer in layers.items()]
+        rules += sorted(named, key=lambda rule: repr(rule.form))  # no two name the same module
     elif inner.text("quant_algo"):
         rules.append(Rule(form=_modelopt_form(inner)))
     keeps = inner.raw("kv_cache_quant_algo") or inner.raw("kv_cache_scheme")
@@ -299,7 +298,8 @@ _ALGOS: Final = {
 
 def _mlx(section: Config) -> Scheme:
     base = _mlx_form(section, "affine")
-    rules = []
+    rules: list[Rule] = []
+    _check_length(section, len(section.data))
     for key, value in section.data.items():
         if isinstance(value, dict):
             form: Form | None = _mlx_form(section.section(key), section.text("mode") or "affine")
@@ -308,6 +308,7 @@ def _mlx(section: Config) -> Scheme:
         else:
             continue
         rules.append(Rule(form=form, names=(key,), exact=True, kinds=_ALL))
+    rules.sort(key=lambda rule: repr(rule.form))  # no two name the same module
     kinds = _ALL if section.flag("routers") else _ALL - {ROUTER}
     return Scheme(method="mlx", rules=(*rules, Rule(form=base, kinds=kinds)), source=section.source)
 
@@ -338,18 +339,35 @@ def _auto_round(section: Config) -> Scheme:
     if section.raw("dynamic") is not None:
         raise section.error("dynamic is not followed")
     base = _auto_round_form(section, section)
-    names = {key: section.section("extra_config").section(key) for key in _keys(section, "extra_config")}
-    rules = [
-        Rule(form=_auto_round_form(other, section), names=(name if _is_plain(name) else f"{EXPRESSION}.*{name}",))
-        for name, other in sorted(names.items(), key=lambda item: not _is_plain(item[0]))
-    ]
+    plain, expressions = [], []
+    for name, other in _sections(section, "extra_config").items():
+        form = _auto_round_form(other, section)
+        if _is_plain(name):
+            plain.append(Rule(form=form, names=(name,)))
+        else:
+            expressions.append(Rule(form=form, names=(f"{EXPRESSION}.*{name}",)))
+    rules = [*sorted(plain, key=lambda rule: repr(rule.form)), *expressions]  # no two plain ones name the same module
     rules.append(Rule(form=base, kinds=_LAYERS))
     skipped = Rule(form=None, names=section.texts("modules_to_not_convert"), kinds=_ALL)
     return Scheme(method="auto-round", rules=(skipped, *rules), source=section.source)
 
 
-def _keys(section: Config, key: str) -> tuple[str, ...]:
-    return tuple(section.section(key).data) if section.raw(key) else ()
+def _sections(config: Config, key: str) -> dict[str, Config]:
+    """Return the objects in the object under ``key``, none if it is absent or empty.
+
+    Raises:
+        ModelError: one is no object, or there are too many.
+    """
+    if not config.raw(key):
+        return {}
+    section = config.section(key)
+    _check_length(section, len(section.data))
+    return {name: section.section(name) for name in section.data}
+
+
+def _check_length(section: Config, length: int) -> None:
+    if length > _MOST_MODULES:
+        raise section.error(f"has {length} entries, more than {_MOST_MODULES}")
 
 
 def _is_plain(name: str) -> bool:
@@ -377,11 +395,9 @@ def _auto_round_form(section: Config, base: Config) -> Form | None:
 
 def _quark(section: Config) -> Scheme:
     base = _quark_form(section.section("global_quant_config")) if section.raw("global_quant_config") else None
-    if _keys(section, "layer_type_quant_config"):
+    if section.raw("layer_type_quant_config"):
         raise section.error("layer_type_quant_config is not followed")
-    layers = {
-        name: section.section("layer_quant_config").section(name) for name in _keys(section, "layer_quant_config")
-    }
+    layers = _sections(section, "layer_quant_config")
     rules = [Rule(form=_quark_form(layer), names=(name,)) for name, layer in layers.items()]
     skipped = Rule(form=None, names=section.texts("exclude"), kinds=_ALL)
     return Scheme(method="quark", rules=(skipped, *rules, Rule(form=base)), source=section.source)
