@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.checkpoints import write_checkpoint
 from tests.format_cases import gptq_config, stored
 from tpplan.errors import ModelError
 from tpplan.reader import read_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 LLAMA: dict[str, Any] = {
@@ -867,3 +872,41 @@ def test_files_that_are_not_read_are_told(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"small.Q4_K_M.gguf.*a GGUF file"):
         read_model(tmp_path)
     assert read_model(tmp_path / "config.json").weight_format == "BF16"
+
+
+_TOLD = [
+    *(told for told, *_ in WRITTEN.values()),
+    gptq_config(dynamic={"-:.*x": {}, "+:.*y": {"bits": 8}}),
+    {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
+    {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {"quant_algo": "NVFP4", "group_size": 16}}},
+]
+_VALUES = st.sampled_from(
+    [None, 0, -1, 3, 16, 2**40, True, 1.5, "", "x", "group", "re:[", [], [0], [1, 2, 3], {}, {"x": 1}]
+)
+
+
+def changed(value: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
+    """Return a document in which one value is another one, or is gone."""
+    if not isinstance(value, dict) or not value or draw(st.integers(0, 4)) == 0:
+        return draw(_VALUES)
+    key = draw(st.sampled_from(sorted(value)))
+    rest = {name: other for name, other in value.items() if name != key}
+    return rest if draw(st.integers(0, 5)) == 0 else rest | {key: changed(value[key], draw)}
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_any_description_is_followed_or_refused(tmp_path: Path, data: st.DataObject) -> None:
+    """Whatever a tool's description says in place of what tools say, the result is a model or an error of tpplan's."""
+    told = changed(data.draw(st.sampled_from(_TOLD)), data.draw)
+    mlx = data.draw(st.booleans())
+    told = {"bits": 4, "group_size": told} if mlx and not isinstance(told, dict) else told
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization" if mlx else "quantization_config": told}))
+    (tmp_path / "hf_quant_config.json").unlink(missing_ok=True)
+    if isinstance(told, dict) and "quant_algo" in told:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": told}))
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    try:
+        assert read_model(tmp_path).weight_bytes > 0
+    except ModelError as error:
+        assert error.hint  # noqa: PT017 (both outcomes are right)

@@ -126,7 +126,7 @@ class _Formula:
             return Stored((parameter,), (), "")
         pieces = FORMATS[form.format].pieces
         found = {
-            suffix: Assumed(form.dtypes.get(suffix, piece.dtypes[0]) or self.dtype, form.shapes.get(suffix, 0))
+            suffix: Assumed(form.dtypes.get(suffix, piece.dtypes[0]) or self.dtype, form.ranks.get(suffix))
             for suffix, piece in pieces.items()
             if piece.required or suffix in form.extra
         }

@@ -39,7 +39,7 @@ class Form:
         permuted: whether GPTQ quantised rows in activation order (``desc_act``); None if not given.
         extra: suffixes of the format's optional tensors that are stored too.
         dtypes: by suffix, the dtypes that are not the format's first; empty for that of the model.
-        shapes: by suffix, which of the format's shapes a tensor has, where it is not the first.
+        ranks: by suffix, how many dimensions a tensor has, where the format's first shape may have others.
         whole_groups: whether matrices stay as they are if a group does not divide their inputs.
     """
 
@@ -49,7 +49,7 @@ class Form:
     permuted: bool | None = None
     extra: tuple[str, ...] = ()
     dtypes: Mapping[str, str] = field(factory=dict)
-    shapes: Mapping[str, int] = field(factory=dict)
+    ranks: Mapping[str, int] = field(factory=dict)
     whole_groups: bool = False
 
     def parameters(self, inputs: int) -> dict[str, int]:

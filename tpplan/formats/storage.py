@@ -25,10 +25,10 @@ _LONG: Final = tuple(suffix for suffix in SUFFIXES if suffix.rfind(".") != 0)
 
 
 class Assumed(NamedTuple):
-    """A tensor as the config alone describes it: its dtype, and which of its possible shapes it has."""
+    """A tensor as the config alone describes it: its dtype, and its number of dimensions if the format has several."""
 
     dtype: str
-    choice: int = 0
+    rank: int | None = None
 
 
 class Stored(NamedTuple):
@@ -76,7 +76,9 @@ def store(parameter: Parameter, name: str, form: Form | Scheme, found: Mapping[s
             continue
         tensor = found[suffix]
         dtype, shape = tensor.dtype, None if isinstance(tensor, Assumed) else tensor.shape
-        shapes = (piece.shapes[tensor.choice],) if isinstance(tensor, Assumed) else piece.shapes
+        shapes = piece.shapes
+        if isinstance(tensor, Assumed):
+            shapes = tuple(words for words in shapes if tensor.rank in {None, len(words)})[:1]
         fit = next(
             ((words, dims) for words in shapes if (dims := _dims(words, parameter, shape, known)) is not None), None
         )

@@ -207,67 +207,6 @@ FORMATS: Final[dict[str, Format]] = {
         """
         + _SCALARS,
     ),
-    "nvfp4": _format(
-        "NVFP4",
-        """
-        .weight             U8          out in/2
-        .weight_scale       F8_E4M3     out in/16
-        .weight_scale_2     F32         |1
-        """
-        + _SCALARS,
-    ),
-    "nvfp4-packed": _format(
-        "NVFP4",
-        """
-        .weight_packed          U8          out in/2
-        .weight_scale           F8_E4M3     out in/16
-        .weight_global_scale    F32         1
-        .input_global_scale?    F32         1
-        """,
-    ),
-    "mxfp4-packed": _format(
-        "MXFP4",
-        """
-        .weight_packed  U8      out in/2
-        .weight_scale   U8      out in/32
-        """,
-    ),
-    "mxfp4-quark": _format(
-        "MXFP4",
-        """
-        .weight         U8      out in/2
-        .weight_scale   U8      out in/32
-        """
-        + _SCALARS,
-    ),
-    "mxfp8": _format(
-        "MXFP8",
-        """
-        .weight         F8_E4M3         out in
-        .weight_scale   U8,F8_E8M0      out in/32
-        """
-        + _SCALARS,
-    ),
-    "int8-channel": _format(
-        "INT8 per channel",
-        """
-        .weight             I8              out in
-        .weight_scale       F32,BF16,F16    out 1|out
-        .weight_zero_point? I8              out 1|out
-        .input_zero_point?  I8              |1
-        """
-        + _SCALARS,
-    ),
-    "int8-tensor": _format(
-        "INT8 per tensor",
-        """
-        .weight             I8              out in
-        .weight_scale       F32,BF16,F16    |1
-        .weight_zero_point? I8              |1
-        .input_zero_point?  I8              |1
-        """
-        + _SCALARS,
-    ),
     "fp8-block-4d": _format(
         "FP8 block {rows}x{columns}",
         """

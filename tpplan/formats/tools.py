@@ -39,8 +39,6 @@ _BESIDE: Final = {"hf_quant_config.json": "modelopt", "quantize_config.json": "g
 _BITS: Final = (2, 3, 4, 8)
 _LAYERS: Final = frozenset({LINEAR, EXPERTS})
 _ALL: Final = frozenset({LINEAR, EXPERTS, ROUTER, HEAD, EMBEDDING})
-#: Suffixes for which compressed-tensors stores one number in one dimension, where others write a scalar.
-_ONES: Final = {".input_scale": 1, ".input_zero_point": 1}
 #: Suffixes of scales that some tools store in the dtype of the model.
 _SCALES: Final = (".weight_scale", ".input_scale", ".output_scale")
 
@@ -149,12 +147,10 @@ def _all_but(
 
 
 def _fp8(section: Config) -> Scheme:
-    block = section.numbers("weight_block_size")
-    if block and (len(block) != len(("rows", "columns")) or min(block) < 1):
-        raise section.error(f"weight_block_size is {list(block)}, expected two sizes such as [128, 128]")
+    block = _block(section, "weight_block_size")
     static = section.text("activation_scheme") == "static"
     if block:
-        form = Form(format="fp8-block", known=dict(zip(("rows", "columns"), block, strict=True)))
+        form = Form(format="fp8-block", known=block)
     elif "weight_block_size" in section:  # transformers writes the key even if it is null
         form = Form(format="fp8-tensor-inv", dtypes={".weight_scale_inv": "", ".activation_scale": ""})
     else:
@@ -162,6 +158,14 @@ def _fp8(section: Config) -> Scheme:
     scale = ".input_scale" if form.format == "fp8-tensor" else ".activation_scale"
     form = evolve(form, extra=(scale,) if static else ())
     return _all_but(section, "fp8", form, section.texts("modules_to_not_convert") + section.texts("ignored_layers"))
+
+
+def _block(section: Config, key: str) -> dict[str, int]:
+    """Return the rows and columns of a block, nothing if the key is absent."""
+    block = section.numbers(key)
+    if block and (len(block) != len(("rows", "columns")) or min(block) < 1):
+        raise section.error(f"{key} is {list(block)[:9]}, expected two sizes such as [128, 128]")
+    return dict(zip(("rows", "columns"), block, strict=False))
 
 
 def _fbgemm(section: Config) -> Scheme:
@@ -207,23 +211,21 @@ def _compressed_form(group: Config, stored: str) -> Form:
     size = weights.optional_count("group_size", default=0, minimum=-1) or 0
     strategy = weights.text("strategy") or ("group" if size > 0 else "channel" if size < 0 else "tensor")
     kind, bits = weights.text("type") or "int", weights.count("num_bits", default=8)
-    known = {"bits": bits}
-    if strategy == "block":
-        rows, columns = weights.numbers("block_structure") or (128, 128)
-        known = {"rows": rows, "columns": columns}
+    known = _block(weights, "block_structure") if strategy == "block" else {"bits": bits}
+    if strategy == "group" and size < 1:
+        raise weights.error("group_size is missing, but the strategy is 'group'")
     form = _COMPRESSED.get((stored, kind, bits), "").format("block-scale" if strategy == "block" else strategy)
-    if form not in FORMATS or (form == "int-packed" and strategy not in {"group", "channel"}):
+    if form not in FORMATS or not known or (form == "int-packed" and strategy not in {"group", "channel"}):
         return Form()
     scaled = form.startswith(("fp8", "int8"))
+    ones = (".weight_scale",) if scaled and strategy == "tensor" else ()  # one number in one dimension, not a scalar
     return Form(
         format=form,
         known=known,
         group=-1 if strategy == "channel" else size,
         extra=tuple(_compressed_extra(group, weights, strategy)),
         dtypes=dict.fromkeys(_SCALES, "") if scaled or form == "int-packed" else {},
-        shapes={".weight_scale": int(strategy == "tensor"), ".input_scale": 1, ".input_zero_point": 1}
-        if scaled
-        else {},
+        ranks=dict.fromkeys((*ones, ".input_scale", ".input_zero_point"), 1),
     )
 
 
@@ -286,7 +288,7 @@ def _modelopt_form(section: Config) -> Form:
 _INPUT: Final = (".input_scale",)
 _ALGOS: Final = {
     "FP8": Form(format="fp8-tensor", extra=_INPUT),
-    "FP8_PER_CHANNEL_PER_TOKEN": Form(format="fp8-channel", shapes={".weight_scale": 1}),
+    "FP8_PER_CHANNEL_PER_TOKEN": Form(format="fp8-channel", ranks={".weight_scale": 1}),
     "FP8_PB_WO": Form(format="fp8-block-4d", known={"rows": 128, "columns": 128}),
     "NVFP4": Form(format="nvfp4", extra=_INPUT),
     "W4A16_NVFP4": Form(format="nvfp4"),
@@ -416,9 +418,9 @@ def _quark_form(layer: Config) -> Form | None:
     )
     dtypes = dict.fromkeys(_SCALES, "")
     if dtype == "fp8_e4m3" and scheme in {"per_tensor", "per_channel"}:
-        shapes = {".weight_scale": 1} if scheme == "per_channel" else {}
+        ranks = {".weight_scale": 1} if scheme == "per_channel" else {}
         form = "fp8-channel" if scheme == "per_channel" else "fp8-tensor"
-        return Form(format=form, extra=static, dtypes=dtypes, shapes=shapes)
+        return Form(format=form, extra=static, dtypes=dtypes, ranks=ranks)
     if dtype in {"fp4", "mx"} and scheme == "per_group" and group == 32 and not static:  # noqa: PLR2004
         return Form(format="mxfp4-quark" if weight.text("scale_format") == "e8m0" else "")
     if dtype in {"int4", "uint4"} and scheme == "per_group" and group and not static:
