@@ -136,9 +136,9 @@ def _format(text: str, lines: str, gather_only: str = "") -> Format:
 _SCALARS = """
     .input_scale?       F32,BF16,F16    |1
     .activation_scale?  F32,BF16,F16    |1
-    .output_scale?      F32,BF16,F16    |1
-    .k_scale?           F32,BF16,F16    |1
-    .v_scale?           F32,BF16,F16    |1
+    .output_scale?      F32,BF16,F16    |1|any any any
+    .k_scale?           F32,BF16,F16    |1|any any any
+    .v_scale?           F32,BF16,F16    |1|any any any
     .input_scale_ub?    F32             |1
     .pre_quant_scale?   F32,BF16,F16    in
 """
