@@ -40,7 +40,9 @@ def checkpoint(case: str = "") -> Tensors:
     ],
 )
 @pytest.mark.parametrize("shape", [(), (1,), (2, 1, 1)])
-def test_calibrated_scales_are_counted(tmp_path: Path, case: str, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+def test_calibrated_scales_are_counted(
+    tmp_path: Path, case: str, names: tuple[str, ...], shape: tuple[int, ...]
+) -> None:
     """Scales of a cache, of queries and of probabilities are parameters that live where the KV heads do."""
     tensors = checkpoint(case)
     tensors |= {f"model.layers.{layer}.{name}": ("F32", shape) for name in names for layer in range(3)}
@@ -109,7 +111,7 @@ def test_what_is_not_planned_is_told_in_bytes(tmp_path: Path, case: str) -> None
 def test_layers_for_prediction_are_told(tmp_path: Path) -> None:
     """Of families that have them as layers behind the others; of the others, more layers are a contradiction."""
     tensors = checkpoint() | {"model.layers.3.mlp.down_proj.weight": ("F16", (256, 512))}
-    with pytest.raises(ModelError, match="has 4 layers, but .* asks for 3") as caught:
+    with pytest.raises(ModelError, match=r"has 4 layers, but .* asks for 3") as caught:
         read_model(write_checkpoint(tmp_path / "m", LLAMA, tensors))
     assert "different models" in caught.value.hint
 
@@ -117,7 +119,7 @@ def test_layers_for_prediction_are_told(tmp_path: Path) -> None:
 def test_fewer_layers_are_no_accusation(tmp_path: Path) -> None:
     """A file without the last layer may be half of a download."""
     tensors = {name: tensor for name, tensor in checkpoint().items() if ".layers.2." not in name}
-    with pytest.raises(ModelError, match="has 2 layers, but .* asks for 3") as caught:
+    with pytest.raises(ModelError, match=r"has 2 layers, but .* asks for 3") as caught:
         read_model(write_checkpoint(tmp_path / "m", LLAMA, tensors))
     assert "incomplete" in caught.value.hint
 
@@ -125,6 +127,6 @@ def test_fewer_layers_are_no_accusation(tmp_path: Path) -> None:
 def test_unknown_tensors_are_still_refused(tmp_path: Path) -> None:
     """A matrix of a layer that no table has would be missing from a plan."""
     tensors = checkpoint() | {"model.layers.0.self_attn.extra.weight": ("F16", (4, 4))}
-    with pytest.raises(ModelError, match="does not ask for: 'model.layers.0.self_attn.extra.weight'") as caught:
+    with pytest.raises(ModelError, match=r"does not ask for: 'model\.layers\.0\.self_attn\.extra\.weight'") as caught:
         read_model(write_checkpoint(tmp_path / "m", LLAMA, tensors))
     assert "variant" in caught.value.hint
