@@ -14,7 +14,8 @@ from tpplan.decoder.cache import check_kind
 from tpplan.decoder.families import FAMILIES, Family
 from tpplan.decoder.gates import ACTIVATIONS, ALPHA, LIMIT, SWIGLU_OAI
 from tpplan.decoder.ropes import Ropes
-from tpplan.decoder.stored import check_formats
+from tpplan.decoder.stored import check_experts, check_formats
+from tpplan.families import spec_from_config
 from tpplan.families.wrappers import WRAPPERS, text_part
 from tpplan.formats import Scheme, read_scheme
 
@@ -121,6 +122,8 @@ def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
     """
     config = read_config(directory)
     settings = Settings.read(config, model)
+    forms = (spec_from_config(config, model.name, stacked=stacked) for stacked in (False, True))
+    check_experts(model, forms, str(directory))
     check_formats(model, settings.scheme, str(directory), fused=settings.family.experts.fused)
     return settings
 

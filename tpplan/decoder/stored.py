@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
@@ -12,6 +13,8 @@ from tpplan.families import DTYPES
 from tpplan.formats.storage import split_name
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tpplan.formats.scheme import Scheme
     from tpplan.model import ModelSpec
 
@@ -58,6 +61,8 @@ LAYOUTS: Final = {
 
 #: Stored dtypes of float codes, and suffixes of their scales. Activations are not quantised, so theirs are unused.
 _FLOATS: Final = ("F8_E4M3", "F8_E5M2")
+#: Names of experts and their routers.
+_OF_EXPERTS: Final = re.compile(r"\.(?:experts|switch_mlp|block_sparse_moe)\.|\.mlp\.gate\.weight$")
 SCALES: Final = (".weight_scale_inv", ".weight_scale")
 #: Suffixes of the codes and scales of MXFP4.
 MXFP4: Final = ("_blocks", "_scales")
@@ -109,3 +114,25 @@ def check_formats(model: ModelSpec, scheme: Scheme, source: str, *, fused: str =
             what = f"the decoder does not compute with {name} ({parameter.dtype}), weights are {model.weight_format}"
             hint = "it takes GPTQ and compressed-tensors of 4 and 8 bits, AWQ of 4 (gemm), FP8, and gpt_oss in MXFP4"
         raise ModelError(f"{source}: {what}", hint)
+
+
+def check_experts(model: ModelSpec, forms: Iterable[ModelSpec], source: str) -> None:
+    """Check that a checkpoint has the experts of its layers in a form that the decoder computes with.
+
+    Args:
+        model: the model, from :func:`tpplan.read_model`.
+        forms: the unquantised model in the forms that the decoder knows.
+        source: name of the model for the error.
+
+    Raises:
+        ModelError: experts are stored in another form, under other names, or with inputs and outputs exchanged.
+    """
+    known = {split_name(p.name)[0]: p for form in forms for block in form.blocks for p in block.parameters}
+    mixtures = (block for block in model.blocks if block.experts)
+    for parameter in (p for block in mixtures for p in block.parameters if _OF_EXPERTS.search(p.name)):
+        own = known.get(split_name(parameter.name)[0])
+        is_plain = own is not None and own.name == parameter.name and own.dtype == parameter.dtype
+        if own is None or (is_plain and parameter.shape != own.shape):
+            name = parameter.name.replace("{layer}", "0").replace("{expert}", "0")
+            what = f"the decoder does not compute with experts stored as {name} of {list(parameter.shape)}"
+            raise ModelError(f"{source}: {what}", "it takes the form that the model's own publisher has on the hub")
