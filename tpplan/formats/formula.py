@@ -22,17 +22,22 @@ if TYPE_CHECKING:
     from tpplan.model import Block, ModelSpec
 
 
-def rebuild(logical: ModelSpec, stored: Callable[[Parameter, int | None], tuple[Parameter, ...]]) -> ModelSpec:
+def rebuild(
+    logical: ModelSpec,
+    stored: Callable[[Parameter, int | None], tuple[Parameter, ...]],
+    more: Callable[[int], tuple[Parameter, ...]] = lambda _layer: (),
+) -> ModelSpec:
     """Return the model with each parameter replaced by its stored parameters in its layer (None outside the layers).
 
-    Layers of a block whose stored parameters differ go to separate blocks, in order of their first layer.
+    Layers of a block whose stored parameters differ go to separate blocks, in order of their first layer. A layer may
+    have ``more`` parameters, which it is asked for after its own.
     """
     blocks: list[Block] = []
     for block in logical.blocks:
         groups: dict[tuple[Parameter, ...], list[int]] = {}
         for layer in block.layers:
-            parameters = tuple(chain.from_iterable(stored(parameter, layer) for parameter in block.parameters))
-            groups.setdefault(parameters, []).append(layer)
+            own = tuple(chain.from_iterable(stored(parameter, layer) for parameter in block.parameters))
+            groups.setdefault((*own, *more(layer)), []).append(layer)
         blocks += [evolve(block, layers=tuple(layers), parameters=found) for found, layers in groups.items()]
     return evolve(
         logical,

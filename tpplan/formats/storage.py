@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Dims = tuple[tuple[Segment, ...], ...]
 
 #: Suffixes with more than a dot and one word.
-_LONG: Final = tuple(suffix for suffix in SUFFIXES if suffix.rfind(".") != 0)
+_LONG: Final = tuple(sorted((suffix for suffix in SUFFIXES if suffix.rfind(".") != 0), key=len, reverse=True))
 
 
 class Assumed(NamedTuple):
@@ -94,7 +94,7 @@ def store(parameter: Parameter, name: str, form: Form | Scheme, found: Mapping[s
             name=stem + suffix,
             dtype=dtype,
             dims=dims,
-            out=_out(words, len(parameter.dims) - 2),
+            out=_out(words, parameter),
             home=_home(parameter, gather_only),
         )
         for suffix, dtype, words, dims in fits
@@ -138,6 +138,8 @@ def _sides(parameter: Parameter) -> dict[str, tuple[Segment, ...]]:
         "out": outputs,
         "in": inputs,
         "flat": tuple(Segment(segment.axis, segment.length * width) for segment in outputs),
+        "rows": parameter.dims[-2],
+        "cols": parameter.dims[-1],
     }
 
 
@@ -171,9 +173,11 @@ def _dims(
     return tuple(dims)
 
 
-def _out(words: tuple[Dim, ...], leading: int) -> int | None:
+def _out(words: tuple[Dim, ...], parameter: Parameter) -> int | None:
     """Return which stored dimension holds the outputs."""
-    at = next((i for i, word in enumerate(words) if word.side in {"out", "flat"}), None)
+    leading = len(parameter.dims) - len(("in", "out"))
+    holding = {"out", "flat", "rows" if parameter.out in {None, leading} else "cols"}
+    at = next((i for i, word in enumerate(words) if word.side in holding), None)
     return at if at is None or words[0].side != "lead" else at - 1 + leading
 
 
