@@ -9,6 +9,7 @@ from attrs import frozen
 
 from tpplan.config import ELSEWHERE, Config
 from tpplan.families.classic import CLASSIC
+from tpplan.families.contexts import longest_context
 from tpplan.families.corrected import CORRECTED
 from tpplan.families.dense import DENSE
 from tpplan.families.gemma import GEMMA
@@ -105,10 +106,11 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> Mod
     for key in family.refused:
         if config.flag(key):
             raise config.error(f"{key} is true, which tpplan does not support", "plans are for decoders only")
-    _, text = text_part(config)
+    inner, text = text_part(config)
     # A wrapper's own default changed between versions of transformers; that of the language model never did.
     tied = config.flag(TIED, default=text.flag(TIED, default=family.tied))
     shape = read_shape(text, family, tied=tied, stacked=stacked)
+    context = longest_context(text, inner, shape.context)
     torch_dtype = _torch_dtype(text) or _torch_dtype(config) or "bfloat16"
     dtype = DTYPES[torch_dtype]
     blocks = tuple(family.block(shape, layers, dtype) for layers in _groups(shape))
@@ -120,13 +122,15 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> Mod
         model_type=model_type,
         hidden_size=shape.hidden,
         vocab_size=shape.vocab,
-        max_context=shape.context,
+        max_context=context.tokens,
+        context_basis=context.basis,
         tied_embeddings=TIED in shape.flags,
         dtype=torch_dtype,
         weight_format=dtype,
         parameter_count=inside + sum(p.elements for p in outside),
         blocks=blocks,
         parameters=outside,
+        notes=(context.note,) if context.note else (),
     )
 
 

@@ -43,7 +43,7 @@ class Shape:
     Attributes:
         hidden: width of the residual stream.
         vocab: rows of the embedding.
-        context: tokens per sequence that the model was made for.
+        context: tokens per sequence that the model was made for, before any scaling of RoPE.
         q_heads: query heads.
         kv_heads: key/value heads.
         head_dim: elements of a query or key head.
