@@ -273,7 +273,7 @@ def test_check_explains_a_request_that_lost_its_meaning(plans: tuple[str, str]) 
     Path("Llama-3.1-8B").mkdir()
     Path("config.json").rename("Llama-3.1-8B/config.json")
     hint = "a.json cannot be made again as it was asked for; ask for at most 2048 per sequence"
-    assert command("check", plans[0], "--model", "Llama-3.1-8B").err == f"hint: {hint}\n"
+    assert command("check", plans[0], "--model", "Llama-3.1-8B").err.startswith(f"hint: {hint}, or go beyond ")
 
 
 def test_inspect_document() -> None:
