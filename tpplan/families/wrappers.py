@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 #: The key that holds the language model's own config.
 TEXT: Final = "text_config"
 
+#: Keys that hold it, or hold what it is in, in models of other kinds.
+NESTED: Final = (TEXT, "llm_config", "language_config", "thinker_config", "text_model_config", "language_model_config")
+
 #: How the names of the language model start in most models on the hub; in others they are those of a model alone.
 ROOT: Final = "language_model."
 
