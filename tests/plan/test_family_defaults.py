@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from tests.family_configs import VISION, WITHIN
+from tests.family_configs import INNER, VISION, WITHIN
 from tests.family_models import INCOMPLETE_DEFAULTS, SAME, hub_config, meta_model, named, saved_tensors, spec_of
 from tpplan import families
 from tpplan.errors import ModelError
@@ -21,7 +21,9 @@ from tpplan.families.wrappers import WRAPPERS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-KNOWN = sorted({*families.supported()} - SAME.keys())
+#: Models that transformers can build: their types, and of language models within others those.
+KNOWN = [(name, "") for name in sorted({*families.FAMILIES} - SAME.keys())]
+KNOWN += [(name, inner) for name, inners in INNER.items() for inner in inners]
 
 #: Small sizes in place of the defaults, as far as a family calls them so.
 SMALL = {
@@ -40,9 +42,9 @@ SMALL = {
 ASIDE = {"model_type", "architectures", "vision_config", "text_config", "transformers_version", "dtype", "id2label"}
 
 #: Why tpplan does not plan for some configs that transformers builds a model of: most cannot run.
-UNFIT = re.compile(r"not a multiple|more than the \d+ experts| entries for |is \d+, but hidden_size")
+UNFIT = re.compile(r" is null$|not a multiple|more than the \d+ experts| entries for |is \d+, but hidden_size")
 #: Sizes that no config of a whole model lacks; those of the language model in another one are left out if usual.
-LACKING = re.compile(r" is (missing|null)$")
+LACKING = re.compile(r" is missing$")
 
 
 def text_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -51,9 +53,10 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def small(model_type: str) -> dict[str, Any]:
+def small(model_type: str, inner: str) -> dict[str, Any]:
     """Return all keys of a family's class, with its defaults for most."""
-    default = hub_config({"model_type": model_type, **INCOMPLETE_DEFAULTS.get(model_type, {})}).to_dict()
+    within = {"text_config": {"model_type": inner}} if inner else {}
+    default = hub_config({"model_type": model_type, **within, **INCOMPLETE_DEFAULTS.get(model_type, {})}).to_dict()
     raw: dict[str, Any] = json.loads(json.dumps(default))
     if model_type in WRAPPERS:
         raw["vision_config"] = VISION[model_type]
@@ -135,10 +138,10 @@ def without(whole: dict[str, Any], keys: Iterable[str], *, null: bool = False) -
     return raw
 
 
-@pytest.mark.parametrize("model_type", KNOWN)
-def test_a_key_left_out_or_null_is_as_in_the_class_of_transformers(model_type: str) -> None:
+@pytest.mark.parametrize(("model_type", "inner"), KNOWN)
+def test_a_key_left_out_or_null_is_as_in_the_class_of_transformers(model_type: str, inner: str) -> None:
     """Each key of the language model in turn; only sizes that the config of a whole model has may be missed."""
-    whole = small(model_type)
+    whole = small(model_type, inner)
     config = hub_config(whole)
     known = {_key(config): facts_of_transformers(config)}
     spec_of(whole)  # not refused
@@ -149,9 +152,11 @@ def test_a_key_left_out_or_null_is_as_in_the_class_of_transformers(model_type: s
 
 @settings(max_examples=60)
 @given(st.sampled_from(KNOWN), st.data())
-def test_keys_left_out_together_are_as_in_the_class_of_transformers(model_type: str, data: st.DataObject) -> None:
+def test_keys_left_out_together_are_as_in_the_class_of_transformers(
+    model: tuple[str, str], data: st.DataObject
+) -> None:
     """The default of a key may depend on another key."""
-    whole = small(model_type)
+    whole = small(*model)
     keys = data.draw(st.lists(st.sampled_from(keys_of(whole)), min_size=2, max_size=5, unique=True))
     assert not compare(without(whole, keys), {})
 
