@@ -111,8 +111,13 @@ _DEFAULTS: Final[dict[str, tuple[int, ...]]] = {
 }
 
 _DEEPSEEK_V3: Final = {
-    **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
-    **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
 }
 
 #: And what else those with experts may leave out.
