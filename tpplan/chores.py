@@ -222,18 +222,18 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
         path: of its file, which is written again.
         model: the path that it is made of.
         gpus: the devices as they were named; the plan's own if empty.
-        change: an option instead of what was asked, such as ``--cache q8``.
+        change: options instead of what was asked, such as ``--cache q8``.
 
     Returns:
-        The command; nothing where no options say what was asked.
+        The command; nothing where no options name the devices.
     """
     from tpplan.devices import spec_of  # noqa: PLC0415
 
     asked = plan.request
-    context, rest = divmod(asked.cache.tokens, asked.batch)
     spec = gpus or spec_of(plan.devices)
-    if rest or not spec:
+    if not spec:
         return ""
+    context = asked.sequence_tokens
     options: dict[str, str | int] = {
         "--gpus": spec,
         "--context": context,
@@ -243,10 +243,13 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
         "--strategy": asked.strategy,
         "--max-rows": asked.max_rows,
         "--kv": asked.kv,
+        **({"--tokens": asked.cache.tokens} if asked.cache.tokens != context * asked.batch else {}),
         "-o": path,
     }
-    if change:
-        option, _, value = change.partition(" ")
-        options[option] = value
-    words = [str(word) for option in options.items() if option not in _USUAL for word in option]
-    return shlex.join(["tpplan", "plan", model, *words])
+    words = shlex.split(change)
+    if not asked.context and {"--context", "--batch"} & {*words}:
+        options.pop("--tokens", None)  # equal parts that leave a rest
+    options.update(zip(words[::2], words[1::2], strict=True))
+    flags = [option for option, given in (("--full-window", asked.full_window), ("--beyond", asked.beyond)) if given]
+    said = [str(word) for option in options.items() if option not in _USUAL for word in option]
+    return shlex.join(["tpplan", "plan", model, *flags, *said])

@@ -46,12 +46,12 @@ class Advice:
     """A single change after which planning succeeds.
 
     Attributes:
-        kind: ``context``, ``cache``, ``layout``, ``kv``, ``strategy``, ``devices`` or ``memory``.
-        value: tokens per sequence, the cache kind, the layout, kv mode or strategy, how many more devices, or the
-            budget in bytes.
+        kind: ``context``, ``tokens``, ``cache``, ``layout``, ``kv``, ``strategy``, ``devices`` or ``memory``.
+        value: tokens per sequence, those that sequences share, the cache kind, the layout, kv mode or strategy, how
+            many more devices, or the budget in bytes.
         device: the one that needs the budget, or more of its kind; -1 for the other kinds.
         message: the change in words.
-        option: the change as an option of ``tpplan plan``; left out where there is none.
+        option: the change as options of ``tpplan plan``; left out where there is none.
     """
 
     kind: str
@@ -117,7 +117,7 @@ def error_report(error: TpplanError, gpus: str = "") -> ErrorReport:
 
 def _advice(suggestion: Suggestion, gpus: str) -> Advice:
     s = suggestion
-    option = f"--{s.kind} {s.value}"
+    option = f"--{s.kind} {s.value}" + (f" --context {s.context}" if s.context else "")
     if s.kind == "memory":
         option = other_gpus(gpus, lambda devices: _replaced(devices, s.device, int(s.value)))
     elif s.kind == "devices":

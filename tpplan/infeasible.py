@@ -66,17 +66,19 @@ class Suggestion:
     """A single change with which planning succeeds.
 
     Attributes:
-        kind: ``context``, ``cache``, ``layout``, ``kv``, ``strategy``, ``devices`` or ``memory``.
-        value: tokens per sequence, the cache kind, the layout, kv mode or strategy, the number of devices to add, or
-            the budget in bytes.
+        kind: ``context``, ``tokens``, ``cache``, ``layout``, ``kv``, ``strategy``, ``devices`` or ``memory``.
+        value: tokens per sequence, those that sequences share, the cache kind, the layout, kv mode or strategy, the
+            number of devices to add, or the budget in bytes.
         device: index of the device to add more of, or to give the budget to; -1 for the other kinds.
         message: description of the change.
+        context: of ``tokens``, the context to lower to, so that a sequence fits into the pool; 0 to leave it.
     """
 
     kind: str
     value: str
     device: int
     message: str
+    context: int = 0
 
 
 class InfeasibleError(TpplanError):
@@ -161,8 +163,9 @@ def _suggestions(model: ModelSpec, devices: tuple[Device, ...], request: Request
     kind = next((k for k in kinds if fits(evolve(request, cache=Cache(k, request.cache.tokens)))), "")
     if kind:
         yield Suggestion("cache", kind, -1, f"cache the keys and values as {kind}")
-    context = _largest_context(request, fits)
-    if context:
+    if request.context:
+        yield from _largest_pool(request, fits)
+    elif context := _largest_context(request, fits):
         yield Suggestion("context", str(context), -1, f"shorten the context to {context} tokens per sequence")
     layout = "gather" if request.layout == "reduce" else "reduce"
     if not (layout == "reduce" and model.gather_only) and fits(evolve(request, layout=layout)):
@@ -179,19 +182,37 @@ def _suggestions(model: ModelSpec, devices: tuple[Device, ...], request: Request
 
 def _largest_context(request: Request, fits: Callable[[Request], bool]) -> int:
     """Return the most tokens per sequence that fit, a multiple of 256, or 0."""
+    each = _CONTEXT_STEP * request.batch
+    most = -(-request.cache.tokens // each) - 1
+    steps = _most(lambda steps: fits(evolve(request, cache=Cache(request.cache.kind, steps * each))), most)
+    return steps * _CONTEXT_STEP
 
-    def fits_steps(steps: int) -> bool:
-        tokens = steps * _CONTEXT_STEP * request.batch
-        return fits(evolve(request, cache=Cache(request.cache.kind, tokens)))
 
-    low, high = 0, -(-request.cache.tokens // (request.batch * _CONTEXT_STEP)) - 1
+def _largest_pool(request: Request, fits: Callable[[Request], bool]) -> Iterator[Suggestion]:
+    """Yield the largest pool that fits, a multiple of 256 tokens, with a lower context if that has to fit into it."""
+
+    def smaller(steps: int) -> Request:
+        tokens = steps * _CONTEXT_STEP
+        return evolve(request, cache=Cache(request.cache.kind, tokens), context=min(request.context, tokens))
+
+    most = -(-request.cache.tokens // _CONTEXT_STEP) - 1
+    tokens = _most(lambda steps: fits(smaller(steps)), most) * _CONTEXT_STEP
+    if tokens >= request.batch:
+        context = tokens if tokens < request.context else 0
+        words = f"share a pool of {tokens} tokens" + f", with a context of {context}" * (context > 0)
+        yield Suggestion("tokens", str(tokens), -1, words, context)
+
+
+def _most(fits: Callable[[int], bool], most: int) -> int:
+    """Return the greatest number up to ``most`` that fits, or 0; ``fits`` must be monotonic."""
+    low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if fits_steps(middle):
+        if fits(middle):
             low = middle
         else:
             high = middle - 1
-    return low * _CONTEXT_STEP
+    return low
 
 
 def _different(devices: tuple[Device, ...]) -> list[tuple[int, Device]]:

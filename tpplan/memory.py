@@ -154,8 +154,9 @@ def replicas(attention: Attention, devices: int) -> int:
 
 
 def _add_cache(group: _Group, attention: Attention, layers: int, request: Request) -> None:
+    """Add the cache of layers; sliding windows limit what a sequence keeps, unless the server keeps all of it."""
     tokens = request.cache.tokens
-    if attention.window:
+    if attention.window and not request.full_window:
         tokens = min(tokens, request.batch * attention.window)
     heads = tokens * layers * _head_bytes(attention, request.cache.kind) * attention.kv_heads
     latent = tokens * layers * _latent_bytes(attention, request.cache.kind)

@@ -59,8 +59,8 @@ def plan(
         batch: number of sequences that share the cache.
         max_rows: tokens in the largest forward pass.
         kv: use of devices in excess of the KV heads: ``idle`` gives them no attention, ``replicate`` replicates heads.
-        context: tokens of the longest sequence, where the sequences share the cache's tokens as a pool; by default each
-            sequence has an equal part of them.
+        context: tokens of the longest sequence; where they are more than an equal part of the cache's tokens, the
+            sequences share these as a pool. By default each sequence has an equal part.
         full_window: keep all tokens in layers with a sliding window, too, as some servers do.
         beyond: accept a context longer than the model's.
         reserve: memory to leave to something else.
@@ -137,7 +137,9 @@ def attempt(
     """
     wanted = demands(model, request, len(devices))
     if request.strategy == "exllamav2":
-        counts = exllamav2_counts(model, wanted, devices)
+        # The original knows no sliding windows: it counts all tokens in all layers.
+        whole = demands(model, evolve(request, full_window=True), len(devices))
+        counts = exllamav2_counts(model, whole, devices)
         return None if counts is None else finish(model, devices, request, wanted, counts)
     bins = [bin_of(device, wanted, request.strategy, request.reserved(i)) for i, device in enumerate(devices)]
     counts = place(wanted, bins, request.strategy, thorough=thorough)

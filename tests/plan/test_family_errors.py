@@ -84,6 +84,29 @@ def test_bad_configs_are_named(change: dict[str, Any], words: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize(
+    "path",
+    [("text_config",), ("llm_config",), ("language_config",), ("thinker_config", "text_config"), ("llm_config",) * 3],
+)
+def test_a_language_model_in_an_unknown_one_can_be_planned_alone(path: tuple[str, ...]) -> None:
+    """The hint names where the language model's config is, and what it names is planned; what it lacks is said."""
+    raw: dict[str, Any] = {**MISTRAL}
+    for key in reversed(path):
+        raw = {"model_type": "internvl_chat", "vision_config": {"model_type": "clip_vision_model"}, key: raw}
+    with pytest.raises(ModelError) as caught:
+        spec_of(raw)
+    start = f"its {'.'.join(path)} is of the type mistral, which is supported: save it as a config.json of its own"
+    assert caught.value.hint.startswith(start)
+    assert "complete" not in caught.value.hint
+    section = raw
+    for key in path:
+        section = section[key]
+    assert spec_of(section).layer_count == 32
+    del section["hidden_size"]
+    with pytest.raises(ModelError, match=r"complete it: config.json: .*hidden_size or n_embd or n_embed is missing"):
+        spec_of(raw)
+
+
+@pytest.mark.parametrize(
     ("model_type", "near"),
     [("qwen4_next", ("qwen3_next",)), ("Llama", ("llama", "llama4", "llava")), ("bert", ())],
 )

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Final
 from attrs import frozen
 
 from tpplan.config import ELSEWHERE, Config
+from tpplan.errors import ModelError
 from tpplan.families.classic import CLASSIC
+from tpplan.families.contexts import longest_context
 from tpplan.families.corrected import CORRECTED
 from tpplan.families.dense import DENSE
 from tpplan.families.gemma import GEMMA
@@ -19,10 +21,12 @@ from tpplan.families.packed import PACKED
 from tpplan.families.parts import PARTS
 from tpplan.families.shape import TIED, read_shape
 from tpplan.families.ungated import UNGATED
-from tpplan.families.wrappers import TEXT, WRAPPERS, text_part
+from tpplan.families.wrappers import NESTED, TEXT, WRAPPERS, text_part
 from tpplan.model import ModelSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tpplan.families.table import Family, Shape
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -42,6 +46,9 @@ LANGUAGE_MODELS: Final = {**FAMILIES, **PARTS}
 
 #: ``torch_dtype`` in a config.json, and the same in safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+#: Sections within sections that are looked into for a language model.
+_DEEPEST: Final = 3
 
 
 @frozen
@@ -105,10 +112,11 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> Mod
     for key in family.refused:
         if config.flag(key):
             raise config.error(f"{key} is true, which tpplan does not support", "plans are for decoders only")
-    _, text = text_part(config)
+    inner, text = text_part(config)
     # A wrapper's own default changed between versions of transformers; that of the language model never did.
     tied = config.flag(TIED, default=text.flag(TIED, default=family.tied))
     shape = read_shape(text, family, tied=tied, stacked=stacked)
+    context = longest_context(text, inner, shape.context)
     torch_dtype = _torch_dtype(text) or _torch_dtype(config) or "bfloat16"
     dtype = DTYPES[torch_dtype]
     blocks = tuple(family.block(shape, layers, dtype) for layers in _groups(shape))
@@ -120,13 +128,15 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> Mod
         model_type=model_type,
         hidden_size=shape.hidden,
         vocab_size=shape.vocab,
-        max_context=shape.context,
+        max_context=context.tokens,
+        context_basis=context.basis,
         tied_embeddings=TIED in shape.flags,
         dtype=torch_dtype,
         weight_format=dtype,
         parameter_count=inside + sum(p.elements for p in outside),
         blocks=blocks,
         parameters=outside,
+        notes=(context.note,) if context.note else (),
     )
 
 
@@ -163,13 +173,27 @@ def _known(model_type: str, names: Sequence[str]) -> str:
 
 
 def _text_part(config: Config) -> str:
-    """Return what to do about a model of text and images whose part for text is supported, empty if it is not."""
-    part = config.raw(TEXT)
-    inner = part.get("model_type") if isinstance(part, dict) else None
-    if not isinstance(inner, str) or inner not in FAMILIES:
-        return ""
-    alone = "save it as a config.json of its own to plan for that part; what reads images is then not counted"
-    return f"its text_config is of the type {inner}, which is supported: {alone}"
+    """Return what to do about a model around a language model that is supported, empty if there is none in it."""
+    for path, part in _parts(config):
+        inner = part.raw("model_type")
+        if isinstance(inner, str) and inner in FAMILIES:
+            alone = "save it as a config.json of its own to plan for that part; what is around it is then not counted"
+            hint = f"its {path} is of the type {inner}, which is supported: {alone}"
+            try:
+                spec_from_config(part, inner)
+            except ModelError as error:
+                return f"{hint}; but first complete it: {error.message}"
+            return hint
+    return ""
+
+
+def _parts(config: Config, path: str = "", depth: int = 0) -> Iterator[tuple[str, Config]]:
+    """Yield the sections of a config, and those within, that may describe a language model, with their paths."""
+    for key in NESTED if depth < _DEEPEST else ():
+        if isinstance(config.data.get(key), dict):
+            part = config.section(key)
+            yield f"{path}{key}", part
+            yield from _parts(part, f"{path}{key}.", depth + 1)
 
 
 def _architecture(config: Config, family: Family, model_type: str) -> str:
