@@ -265,7 +265,7 @@ _UNIFIED: dict[str, tuple[_Row, ...]] = {
 #: Optional words of a name, and everything that is neither a letter nor a digit. The marks (TM) and (R) are in names
 #: that drivers tell.
 _OPTIONAL = re.compile(  # a TITAN RTX is another GPU than a TITAN
-    r"nvidia|geforce|gtx|(?<!titan)(?<!titan )rtx|rx|amd|radeon|tesla|instinct|generation|blackwell|workstation|edition"
+    r"nvidia|geforce|gtx|(?<!titan)(?<!titan[^a-z0-9])rtx|rx|amd|radeon|tesla|instinct|generation|blackwell|workstation|edition"
     r"|\(tm\)|\(r\)|[^a-z0-9]+"
 )
 

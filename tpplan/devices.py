@@ -113,6 +113,13 @@ def spec_of(devices: Sequence[Device]) -> str:
     return spec if [evolve(d, name="") for d in found] == [evolve(d, name="") for d in devices] else ""
 
 
+def is_modified(device: Device) -> bool:
+    """Tell whether a device has more memory than the GPU of the catalogue whose name it bears."""
+    from tpplan import catalogue  # noqa: PLC0415
+
+    return bool(device.bandwidth_bytes_per_second and catalogue.modified(device.name, device.budget_bytes))
+
+
 def _devices_of(spec: str) -> tuple[Device, ...]:
     """Return the devices of a list; none if it names what is neither in the catalogue nor a plain size."""
     try:

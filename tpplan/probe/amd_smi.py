@@ -120,7 +120,7 @@ def _card(number: int, commands: dict[str, Any]) -> amd.Card:
         unique=_text(asic, "asic_serial"),
         bus=_text(_inner(commands, "static", "bus"), "bdf") or _text(kernel, "bdf"),
         target=target if target.startswith("gfx") else "",
-        vram=_size(memory.get("total_vram")) or _size(_inner(commands, "static", "vram").get("size")),
+        vram=_size(memory.get("total_vram")),
         vram_used=_size(memory.get("used_vram")),
         gtt=_size(memory.get("total_gtt")),
         gtt_used=_size(memory.get("used_gtt")),
