@@ -265,8 +265,8 @@ _UNIFIED: dict[str, tuple[_Row, ...]] = {
 #: Optional words of a name, and everything that is neither a letter nor a digit. The marks (TM) and (R) are in names
 #: that drivers tell.
 _OPTIONAL = re.compile(  # a TITAN RTX is another GPU than a TITAN
-    r"nvidia|geforce|gtx|(?<!titan)(?<!titan[^a-z0-9])rtx|rx|amd|radeon|tesla|instinct|generation|blackwell|workstation|edition"
-    r"|\(tm\)|\(r\)|[^a-z0-9]+"
+    r"nvidia|geforce|gtx|(?<!titan)(?<!titan[^a-z0-9])rtx|rx|amd|radeon|tesla|instinct|generation|blackwell"
+    r"|workstation|edition|\(tm\)|\(r\)|[^a-z0-9]+"
 )
 
 #: Optional words that no two GPUs share with different numbers: they stay for telling slips of spelling.
@@ -284,6 +284,9 @@ _TOLERANCE = 0.15
 #: as much), and what is still no modification, but the vendor's number: 48 GiB of an L40S, whose driver shows 45.
 MOST_MODIFIED = 4
 _UNMODIFIED = 1.1
+
+#: Characters of a name; in longer ones nobody looks for memory.
+_LONGEST = 100
 
 #: Letters of a word that may have a slip; in a shorter one, another letter is another GPU (H100 and A100).
 _SLIP = 4
@@ -335,7 +338,7 @@ def find(name: str) -> Gpu:
 
 def split(name: str) -> tuple[str, int]:
     """Return a name without the memory at its end, and that memory in GiB; 0 if there is none."""
-    match = _MEMORY.fullmatch(name)
+    match = _MEMORY.fullmatch(name) if len(name) <= _LONGEST else None
     return (match["stem"], int(match["size"])) if match else (name, 0)
 
 
