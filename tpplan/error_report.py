@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from tpplan.devices import parse_devices, spec_of
+from tpplan.devices import is_modified, parse_devices, spec_of
 from tpplan.errors import (
     DeviceError,
     ExecutionError,
@@ -127,6 +127,8 @@ def _advice(suggestion: Suggestion, gpus: str) -> Advice:
 
 def _replaced(devices: Sequence[Device], index: int, budget: int) -> list[Device]:
     larger = evolve(devices[index], budget_bytes=budget)
+    if is_modified(larger) and not is_modified(devices[index]):
+        raise DeviceError(f"a {larger.name} has less memory", "name another GPU")
     return [*devices[:index], larger, *devices[index + 1 :]]
 
 

@@ -116,10 +116,10 @@ def save_text(text: str, path: str | os.PathLike[str]) -> bool:
 
 
 def save_bytes(data: bytes, path: str | os.PathLike[str]) -> bool:
-    """Write a file atomically, unless it already has these bytes.
+    """Write a file atomically, unless it already has these bytes, and make the directories that are missing.
 
     The new file replaces the old one and keeps its mode. A symbolic link is kept, and its target is replaced. A device
-    or a pipe is written to directly.
+    or a pipe is written to directly. If the file cannot be written, no new directory is left.
 
     Returns:
         Whether anything was written.
@@ -130,12 +130,7 @@ def save_bytes(data: bytes, path: str | os.PathLike[str]) -> bool:
     try:
         return _replace(data, Path(path))
     except (OSError, ValueError) as error:
-        folder = Path(path).parent
-        hint = "choose another file"
-        if isinstance(error, FileNotFoundError) and not folder.exists():
-            hint = f"make the directory {str(folder)!r} first"
-        elif isinstance(error, IsADirectoryError):
-            hint = "name a file in it"
+        hint = "name a file in it" if isinstance(error, IsADirectoryError) else "choose another file"
         raise TpplanError(f"cannot write {os.fspath(path)!r}: {_reason(error)}", hint) from error
 
 
@@ -151,8 +146,10 @@ def _replace(data: bytes, path: Path) -> bool:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if target.stat().st_size == len(data) and target.read_bytes() == data:
             return False
+    missing = [folder for folder in target.parents if not folder.exists()]
     new = target.with_name(f".{target.name[:100]}.{os.urandom(6).hex()}")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with new.open("xb") as file:
             file.write(data)
             file.flush()
@@ -160,8 +157,13 @@ def _replace(data: bytes, path: Path) -> bool:
         if mode is not None:
             new.chmod(stat.S_IMODE(mode))
         new.replace(target)
-    finally:
-        new.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        for folder in missing:
+            with contextlib.suppress(OSError):  # it was not made, or somebody else has written there
+                folder.rmdir()
+        raise
     return True
 
 

@@ -201,7 +201,7 @@ def test_json_errors_are_documents() -> None:
     assert [p["path"] for p in error["problems"]] == ["request.batch", "request.max_rows"]
     for asked, kind in (
         (("inspect", "nowhere"), "model"),
-        (("plan", LLAMA_8B, "--gpus", "20gb"), "device"),
+        (("plan", LLAMA_8B, "--gpus", "20"), "device"),
         (("plan", LLAMA_8B, "--gpus", "24GiB", "--cache", "q5"), "request"),
         (("show", "nowhere.json"), "file"),
     ):

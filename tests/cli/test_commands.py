@@ -237,8 +237,8 @@ def test_check_makes_plans_of_pools_again(asked: tuple[object, ...]) -> None:
 @pytest.mark.parametrize(
     ("gpus", "told", "one"),
     [
-        ("RTX3060", "this command makes a plan", "--gpus 2xRTX3060:12GiB "),
-        ("RTX3090:16GiB", "each of these commands makes a plan", "--cache fp8 "),
+        ("RTX3060", "this command makes a plan", "--gpus 2xRTX3060 "),
+        ("RTX3090:16.3GiB", "each of these commands makes a plan", "--cache fp8 "),
     ],
 )
 def test_check_says_what_fits_where_a_stale_plan_cannot_be_made_again(

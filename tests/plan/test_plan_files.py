@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import attrs
 import pytest
@@ -48,15 +49,30 @@ def test_a_directory_of_plans(tmp_path: Path) -> None:
         codec.load(tmp_path)
 
 
-@pytest.mark.parametrize("path", ["no/such/plan.json", "", ".", "x" * 300, "a\0b", "plan.json/below", "/dev/full"])
+_UNWRITABLE = ["", ".", "x" * 300, "new/" + "x" * 300, "new/er/a\0b", "plan.json/below", "/dev/full"]
+
+
+@pytest.mark.parametrize("path", _UNWRITABLE)
 def test_unwritable(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that cannot be written is an error that names it, and nothing is left behind."""
+    """A file that cannot be written is an error that names it, and no directory or part of it is left behind."""
     monkeypatch.chdir(tmp_path)
     Path("plan.json").write_text("old")
     with pytest.raises(TpplanError, match="cannot write "):
         codec.save(PLAN, path)
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
     assert Path("plan.json").read_text() == "old"
+
+
+def test_missing_directories_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in directories that are missing is written with them; where writing fails, those that were made go."""
+    path = tmp_path / "new" / "er" / "plan.json"
+    codec.save(PLAN, path)
+    assert codec.load(path) == PLAN
+    (tmp_path / "old").mkdir()
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError("disk full")))
+    with pytest.raises(TpplanError, match="disk full"):
+        codec.save(PLAN, tmp_path / "old" / "a" / "b" / "plan.json")
+    assert not list((tmp_path / "old").iterdir())
 
 
 def test_invalid_plan_is_not_written(tmp_path: Path) -> None:
