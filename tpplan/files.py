@@ -8,10 +8,11 @@ import os
 import stat
 from pathlib import Path
 
+from tpplan.content import ContentError, read
 from tpplan.errors import PlanError, TpplanError
 from tpplan.jsontext import NotJSONError, read_json
 from tpplan.jsontext import decode as decode_json
-from tpplan.problems import FORM, Problem, malformed, refusal
+from tpplan.problems import CORRECT, FORM, Problem, malformed, refusal
 
 #: Size limit of documents, in bytes and in characters.
 LARGEST_DOCUMENT = 16 * 2**20
@@ -21,17 +22,18 @@ _NEAR = 0.8
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Read a document's file, checking its size first.
+    """Read a document's file, see :func:`tpplan.content.read`.
 
     Raises:
         PlanError: as for :func:`decode`.
-        TpplanError: the file cannot be read.
+        TpplanError: the file cannot be read, or is none of which documents are read.
     """
     try:
-        with Path(path).open("rb") as file:
-            if (size := os.fstat(file.fileno()).st_size) > LARGEST_DOCUMENT:
-                raise malformed(os.fspath(path), f"has {size} bytes, the most is {LARGEST_DOCUMENT}")
-            data = file.read((size or LARGEST_DOCUMENT) + 1)  # a device or pipe has no size
+        data = read(path, LARGEST_DOCUMENT, pipes=True)
+    except ContentError as error:
+        if error.hint:
+            raise TpplanError(f"cannot read {os.fspath(path)!r}: it {error}", error.hint) from error
+        raise malformed(os.fspath(path), str(error)) from error
     except (OSError, ValueError) as error:
         hint = "check its permissions" if isinstance(error, PermissionError) else "check the path"
         if isinstance(error, IsADirectoryError) and (Path(path) / "config.json").exists():
@@ -97,7 +99,8 @@ def parse_json(text: str | bytes, what: str) -> object:
 
 
 def _refusal(what: str, error: NotJSONError) -> PlanError:
-    return refusal(what, [Problem(FORM, error.where, message) for message in error.found])
+    found = [Problem(FORM, error.where, message) for message in error.found]
+    return refusal(what, found, error.hint or CORRECT)
 
 
 def cache_folder() -> Path:

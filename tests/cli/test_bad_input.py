@@ -28,7 +28,7 @@ def with_config(**changes: Any) -> Path:
     [
         (None, "does not exist"),
         (b"", "config.json"),
-        (b"\x80\x03binary\x00", "UTF-8"),
+        (b"\x81\x03binary\x00", "UTF-8"),
         (b"{", "line 1"),
         (b"[1, 2]", "config.json"),
         (b'"text"', "config.json"),
@@ -36,7 +36,7 @@ def with_config(**changes: Any) -> Path:
         (b"{}", "model_type"),
         (b'{"model_type": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deep"),
         (b'{"model_type": "llama", "model_type": "llama"}', "model_type"),
-        (b'{"model_type": NaN}', "NaN"),
+        (b'{"model_type": NaN}', "model_type is nan, expected a string"),
     ],
     ids=["missing", "empty", "binary", "cut", "list", "text", "null", "nothing", "deep", "twice", "nan"],
 )
