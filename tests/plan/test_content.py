@@ -26,6 +26,7 @@ from tpplan import codec, content, devices_file
 from tpplan.checkpoint import read_headers
 from tpplan.config import read_config
 from tpplan.decoder.files import end_tokens
+from tpplan.decoder.text import Tokenizer
 from tpplan.errors import PlanError, TpplanError
 
 if TYPE_CHECKING:
@@ -92,7 +93,12 @@ def _generation(path: Path) -> object:
     return end_tokens(path.parent)
 
 
-READERS = (_plan, _devices, _config, _weights, _index, _generation)
+def _tokenizer(path: Path) -> object:
+    path.rename(path.with_name("tokenizer.json"))
+    return Tokenizer(path.parent)
+
+
+READERS = (_plan, _devices, _config, _weights, _index, _generation, _tokenizer)
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -150,7 +156,7 @@ def test_a_pipe_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     text = TEXT.encode()
     os.write(writing, text[:100])
-    later = Timer(0.1, lambda: (os.write(writing, text[100:]), os.close(writing)))
+    later = Timer(0.1, _finish, (writing, text[100:]))
     later.start()
     assert codec.load(f"/dev/fd/{reading}") == PLAN
     later.join()
@@ -163,6 +169,11 @@ def test_a_pipe_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "named -" in caught.value.hint
     os.close(reading)
     os.close(writing)
+
+
+def _finish(number: int, rest: bytes) -> None:
+    os.write(number, rest)
+    os.close(number)
 
 
 @pytest.mark.parametrize("read", READERS[:3])
