@@ -225,16 +225,18 @@ def test_templates_stay_within_limits(text: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("text", "seconds", "problem"),
     [
-        (HOSTILE[0], "it takes more than 1 s"),
-        (HOSTILE[1], "it needs more than 384 MiB"),
-        (HOSTILE[-3], "its text has more than 16777216 characters"),
+        (HOSTILE[0], 1.0, "it takes more than 1 s"),
+        (HOSTILE[1], 60.0, "it needs more than 384 MiB"),
+        (HOSTILE[-3], 60.0, "its text has more than 16777216 characters"),
     ],
 )
-def test_which_limit_a_template_exceeds(text: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_limit_a_template_exceeds(
+    text: str, seconds: float, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is named; the process that renders is gone afterwards."""
-    monkeypatch.setattr(chat, "_SECONDS", 1)
+    monkeypatch.setattr(chat, "_SECONDS", seconds)
     with pytest.raises(ModelError, match=problem):
         ChatTemplate(text, Path("it"), {}).render("Hi")
     with pytest.raises(ChildProcessError):
