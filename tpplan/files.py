@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
+import time
 from pathlib import Path
 
 from tpplan.content import ContentError, read
@@ -16,6 +18,10 @@ from tpplan.problems import CORRECT, FORM, Problem, malformed, refusal
 
 #: Size limit of documents, in bytes and in characters.
 LARGEST_DOCUMENT = 16 * 2**20
+
+#: End of the name of a new file until it replaces the old one, and when whoever writes it has surely gone.
+_NEW = ".tpplan-new"
+_STALE_SECONDS = 3600
 
 #: How much of two names must agree, of 1, for one to be a slip of the other.
 _NEAR = 0.8
@@ -154,7 +160,9 @@ def _replace(data: bytes, path: Path) -> bool:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if target.stat().st_size == len(data) and target.read_bytes() == data:
             return False
-    new = target.with_name(f".{target.name[:100]}.{os.urandom(6).hex()}")
+    start = f".{target.name[:100]}."
+    _remove_stale(target.parent, start)
+    new = target.with_name(f"{start}{os.urandom(6).hex()}{_NEW}")
     try:
         with new.open("xb") as file:
             file.write(data)
@@ -166,6 +174,17 @@ def _replace(data: bytes, path: Path) -> bool:
     finally:
         new.unlink(missing_ok=True)
     return True
+
+
+def _remove_stale(folder: Path, start: str) -> None:
+    """Remove new files that a process left when it was killed while it saved this one."""
+    left = re.compile(re.escape(start) + "[0-9a-f]{12}" + re.escape(_NEW))
+    with contextlib.suppress(OSError):  # nothing depends on it
+        for entry in os.scandir(folder):
+            if left.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS:
+                        Path(entry).unlink()
 
 
 def _reason(error: OSError | ValueError) -> str:
