@@ -18,7 +18,7 @@ from tpplan.documents import DEVICES, mistaken
 from tpplan.errors import DeviceError, TpplanError
 from tpplan.files import parse_json, read_text, save_text
 from tpplan.jsontext import UNSEEN
-from tpplan.problems import FORM, Problem, refusal
+from tpplan.problems import CORRECT, FORM, Problem, refusal
 from tpplan.rules import CAPABILITY, LONGEST_NAME, MOST
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ def loads(text: str | bytes, what: str = "the devices file") -> DevicesFile:
     try:
         return _read(parse_json(text, what), what)
     except TpplanError as error:
-        raise DeviceError(error.message, "correct it, or make it again with tpplan devices -o") from error
+        hint = f"{CORRECT} devices -o" if error.hint == CORRECT else error.hint
+        raise DeviceError(error.message, hint) from error
 
 
 def load(path: str | os.PathLike[str]) -> DevicesFile:

@@ -18,7 +18,7 @@ from tpplan.errors import (
     UsageError,
 )
 from tpplan.infeasible import InfeasibleError, Shortfall
-from tpplan.problems import Problem
+from tpplan.problems import MOST_PROBLEMS, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,7 +69,8 @@ class ErrorBody:
         kind: of error.
         message: one sentence or paragraph.
         hint: the next thing to do; left out if there is nothing sensible to say.
-        problems: of a plan or another document, every rule that it breaks; left out if there are none.
+        problems: of a plan or another document, the first 100 violations of rules; left out if there are none.
+        unlisted: how many more there are; left out if none.
         shortfalls: of a plan that does not fit, what each device lacks; left out for other errors.
         suggestions: single changes that make it fit; left out if there are none.
     """
@@ -78,6 +79,7 @@ class ErrorBody:
     message: str
     hint: str = ""
     problems: tuple[Problem, ...] = ()
+    unlisted: int = 0
     shortfalls: tuple[Shortfall, ...] = ()
     suggestions: tuple[Advice, ...] = ()
 
@@ -102,9 +104,15 @@ def error_report(error: TpplanError, gpus: str = "") -> ErrorReport:
     """
     if not isinstance(error, InfeasibleError):
         kind = next(name for cls, name in _KINDS.items() if isinstance(error, cls))
-        return ErrorReport(
-            ErrorBody(kind=kind, message=error.message, hint=error.hint, problems=getattr(error, "problems", ()))
+        problems = getattr(error, "problems", ())
+        body = ErrorBody(
+            kind=kind,
+            message=error.message,
+            hint=error.hint,
+            problems=problems[:MOST_PROBLEMS],
+            unlisted=len(problems[MOST_PROBLEMS:]),
         )
+        return ErrorReport(body)
     body = ErrorBody(
         kind="infeasible",
         message=error.message,

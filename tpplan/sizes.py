@@ -84,3 +84,9 @@ def format_bytes(size: int) -> str:
     # Just below a unit, two decimals would show 1024.00 of the smaller one.
     unit, scale = next((u, s) for u, s in reversed(_BINARY.items()) if size >= s * 0.999995 or u == "KiB")
     return f"{sign}{size / scale:.2f} {unit}"
+
+
+def format_apart(*sizes: int) -> tuple[str, ...]:
+    """Write bytes for people to compare: as :func:`format_bytes`, but in single bytes where that hides a difference."""
+    texts = tuple(map(format_bytes, sizes))
+    return texts if len(set(texts)) == len(set(sizes)) else tuple(f"{size} bytes" for size in sizes)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpplan.errors import DeviceError
-from tpplan.sizes import format_bytes, parse_bytes
+from tpplan.sizes import format_apart, format_bytes, parse_bytes
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -117,3 +117,10 @@ def test_any_text_is_a_size_or_a_device_error(text: str) -> None:
 def test_sizes_for_people(size: int, text: str) -> None:
     """Bytes are shown in the largest binary unit that leaves a number from 1 to 1024."""
     assert format_bytes(size) == text
+
+
+def test_sizes_that_differ_look_different() -> None:
+    """Where two decimals hide what two sizes differ in, their bytes are shown."""
+    assert format_apart(3 * 2**30, 2**30) == ("3.00 GiB", "1.00 GiB")
+    assert format_apart(8598323, 8598324) == ("8598323 bytes", "8598324 bytes")
+    assert format_apart(8598323, 8598323) == ("8.20 MiB", "8.20 MiB")

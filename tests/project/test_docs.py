@@ -30,6 +30,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_nobody_is_sent_to_an_index_for_tpplan(page: Path) -> None:
+    """No page says to install a package of this name, which may be anybody's, but only a clone or a URL."""
+    assert not re.findall(r"install [^`\n]*(?<![/+.])tpplan(?!plan)|tpplan\[[a-z]", page.read_text(encoding="utf-8"))
+
+
 def test_the_python_of_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

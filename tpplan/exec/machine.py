@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from tpplan.sizes import format_bytes
+from tpplan.sizes import format_apart
 from tpplan.workspace import workspace_bytes
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
         memory = plan.memory[i]
         needed = memory.used_bytes - memory.overhead_bytes  # the driver's overhead is already allocated here
         if here.free_bytes < needed:
-            problems.append(f"{where}: needs {format_bytes(needed)}, {format_bytes(here.free_bytes)} are free")
+            needs, free = format_apart(needed, here.free_bytes)
+            problems.append(f"{where}: needs {needs}, {free} are free")
         if device.capability and _version(here.capability) < _version(device.capability):
             problems.append(f"{where}: planned for capability {device.capability}, has {here.capability}")
     return problems
@@ -55,11 +56,12 @@ def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
 def uncounted(plan: SplitPlan) -> list[str]:
     """Return where the workspace exceeds the plan's; such a plan was edited, or made by another version."""
     needed = workspace_bytes(plan.splits, plan.model.dtype, plan.request)
-    return [
-        f"memory[{i}]: the workspace takes {format_bytes(size)}, the plan counts {format_bytes(memory.workspace_bytes)}"
-        for i, (size, memory) in enumerate(zip(needed, plan.memory, strict=True))
-        if size > memory.workspace_bytes
-    ]
+    problems = []
+    for i, (size, memory) in enumerate(zip(needed, plan.memory, strict=True)):
+        if size > memory.workspace_bytes:
+            takes, counts = format_apart(size, memory.workspace_bytes)
+            problems.append(f"memory[{i}]: the workspace takes {takes}, the plan counts {counts}")
+    return problems
 
 
 def listed(problems: Sequence[str]) -> str:

@@ -49,6 +49,14 @@ DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 #: Sections within sections that are looked into for a language model.
 _DEEPEST: Final = 3
+#: Other names of theirs: torch's own, and those of people.
+_DTYPE_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+#: The ``torch_dtype`` that leaves the choice to the weights; without them it is the default.
+_AUTO: Final = "auto"
+
+#: Supported names that an error lists.
+_NEAREST: Final = 5
 
 
 @frozen
@@ -162,14 +170,15 @@ def _family(config: Config) -> tuple[str, Family]:
 
 
 def _known(model_type: str, names: Sequence[str]) -> str:
-    """Return which names are supported, the nearest first.
+    """Return the supported names that are nearest, and where all of them are.
 
     None is proposed: who takes mistral for mixtral or qwen3 for qwen3_next plans for another model.
     """
     from difflib import get_close_matches  # noqa: PLC0415 - only for the message
 
-    near = get_close_matches(model_type[:60].casefold(), names)
-    return f"supported are {', '.join(dict.fromkeys((*near, *names)))}"
+    near = get_close_matches(model_type[:60].casefold(), names, n=_NEAREST)
+    like = f"supported names like it are {', '.join(near)}" if near else "no supported name is like it"
+    return f"{like}; the README lists all, as does tpplan.families.supported() in Python"
 
 
 def _text_part(config: Config) -> str:
@@ -206,11 +215,12 @@ def _architecture(config: Config, family: Family, model_type: str) -> str:
 
 
 def _torch_dtype(config: Config) -> str:
-    """Return the dtype that the config names, empty if none."""
+    """Return the dtype that the config names, empty if none or ``auto``."""
     text = config.text("torch_dtype").removeprefix("torch.")
-    if text and text not in DTYPES:
-        raise config.error(f"torch_dtype is {text[:60]!r}", f"known are {', '.join(DTYPES)}")
-    return text
+    name = _DTYPE_NAMES.get(text, text)
+    if name and name != _AUTO and name not in DTYPES:
+        raise config.error(f"torch_dtype is {text[:60]!r}", f"known are {', '.join((*DTYPES, *_DTYPE_NAMES, _AUTO))}")
+    return "" if name == _AUTO else name
 
 
 def _groups(shape: Shape) -> list[tuple[int, ...]]:
