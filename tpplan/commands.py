@@ -93,6 +93,7 @@ def plan(
     strategy: str = "balanced",
     max_rows: Whole = 2048,
     kv: str = "idle",
+    reserve: tuple[str, ...] = (),
     json: bool = False,
 ) -> int:
     """Split a model over GPUs, and show the plan or write it; exit 1 if it does not fit.
@@ -108,23 +109,34 @@ def plan(
         strategy: balanced (by default), latency or exllamav2.
         max_rows: tokens in the largest forward pass; 2048 by default.
         kv: idle (by default) or replicate, for devices beyond the KV heads.
+        reserve: memory to leave to something else on every device, such as 2GiB, or on one, as 2GiB@0; repeatable.
         json: print the plan as JSON.
     """
     from tpplan.codec import dumps  # noqa: PLC0415
     from tpplan.devices import parse_devices  # noqa: PLC0415
     from tpplan.plan import Cache  # noqa: PLC0415
     from tpplan.planner import plan as make  # noqa: PLC0415
+    from tpplan.reserves import parse_reserve  # noqa: PLC0415
 
     if context is not None and context < 1:
         raise RequestError(
             f"--context is {context}, expected 1 or more tokens per sequence", "leave it out for the longest"
         )
     chores.apart(output, reading=(model, gpus))
+    reserves = tuple(map(parse_reserve, reserve))
     spec, gpu_list = chores.read_model(model), parse_devices(gpus, chores.note)
     wanted = Cache(cache, (context or 0) * batch)
     with console.busy("planning"):
         found = make(
-            spec, gpu_list, cache=wanted, layout=layout, strategy=strategy, batch=batch, max_rows=max_rows, kv=kv
+            spec,
+            gpu_list,
+            cache=wanted,
+            layout=layout,
+            strategy=strategy,
+            batch=batch,
+            max_rows=max_rows,
+            kv=kv,
+            reserve=reserves,
         )
     if found.request.layout != (layout or "reduce"):
         chores.note(f"layout gather, because rows cannot be cut: {spec.gather_only}")
@@ -132,6 +144,7 @@ def plan(
     if output:
         console.save(dumps(found), output)
         chores.tell(found)
+    chores.note_uncounted(found, on_screen=not json and not output)
     if json and output != console.STREAM:
         console.emit(dumps(found))
     elif not output:
