@@ -199,7 +199,7 @@ class NotPlanned:
     @property
     def text(self) -> str:
         """What it is and how large, for people: ``vision tower, 1.07 GiB``."""
-        return f"{self.what}, {format_bytes(self.bytes) if self.bytes else 'of a size that only its files tell'}"
+        return f"{self.what}, {format_bytes(self.bytes) if self.bytes else 'of unknown size'}"
 
 
 @frozen

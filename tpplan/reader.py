@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from attrs import evolve
+
+from tpplan.beside import beside, refuse_adapter
 from tpplan.checkpoint import read_headers
 from tpplan.config import read_config
 from tpplan.families import spec_from_config, tolerated
@@ -49,14 +52,17 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
     Raises:
         ModelError: see :func:`read_model`.
     """
+    refuse_adapter(path)
     config = read_config(path)
     headers = read_headers(path) if path.is_dir() else None
     name = _name(path)
     if headers is None:
         return stored_by_formula(spec_from_config(config, name), read_scheme(config)), None
     known = tolerated(spec_from_config(config, name).model_type, text_part(config)[0])
+    parts, notes = beside(path, {tensor.file for tensor in headers.tensors.values()})
     headers = headers.renamed(known.renamed)
-    return stored_by_headers(_in_form(config, headers, name), read_scheme(config), headers, known), headers
+    spec = stored_by_headers(_in_form(config, headers, name), read_scheme(config), headers, known)
+    return evolve(spec, not_planned=(*spec.not_planned, *parts), notes=(*spec.notes, *notes)), headers
 
 
 def _in_form(config: Config, headers: Headers, name: str) -> ModelSpec:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import frozen
 
 from tpplan.config import ELSEWHERE, Config
+from tpplan.families.aside import parts_aside
 from tpplan.families.classic import CLASSIC
 from tpplan.families.corrected import CORRECTED
 from tpplan.families.dense import DENSE
@@ -127,6 +128,7 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> Mod
         parameter_count=inside + sum(p.elements for p in outside),
         blocks=blocks,
         parameters=outside,
+        not_planned=parts_aside(config, text),
     )
 
 
