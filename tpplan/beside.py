@@ -23,6 +23,10 @@ _NO_WEIGHTS: Final = ("training_args", "optimizer", "scheduler", "scaler", "rng_
 _COPIES: Final = re.compile(
     r"consolidated.*|(?:pytorch_model|tf_model|flax_model|model)(?:[-.].*)?\.(?:bin|pt|pth|h5|msgpack)|ggml.*\.bin|(?!mmproj).*\.gguf"
 )
+_NO_GGUF: Final = (
+    "plan for a directory with the model in safetensors, such as AWQ or GPTQ; or name the config.json itself,"
+    " to plan for the weights that it describes"
+)
 _SHARD: Final = re.compile(r"-\d+-of-\d+(?=\.)")
 _MOST: Final = 8
 _LONGEST: Final = 100
@@ -51,7 +55,7 @@ def beside(directory: Path, read: Collection[str]) -> tuple[tuple[NotPlanned, ..
             continue
         if path.is_file():
             which = copies if _COPIES.fullmatch(path.name) else parts
-            name = UNSEEN.sub("", _SHARD.sub("-*", path.name))[:_LONGEST]
+            name = _readable(_SHARD.sub("-*", path.name))
             which[name] = which.get(name, 0) + (_size(path) if which is parts else path.stat().st_size)
     notes = []
     if copies:
@@ -64,6 +68,24 @@ def beside(directory: Path, read: Collection[str]) -> tuple[tuple[NotPlanned, ..
     return tuple(sizes), tuple(notes)
 
 
+def instead_of_headers(path: Path, weight_format: str) -> str:
+    """Return in words what is assumed of a model without safetensors files, empty for a config.json alone.
+
+    Args:
+        path: the model's directory, or its config.json.
+        weight_format: what the config says of the weights.
+
+    Raises:
+        ModelError: the directory has the weights in a file of a kind that tpplan does not read, and the config does not
+            describe those.
+    """
+    names = sorted(file.name for file in _weights(path)) if path.is_dir() else []
+    if gguf := next((name for name in names if name.endswith(".gguf")), None):
+        what = f"{_readable(path.name)} has its weights in {_readable(gguf)}, a GGUF file"
+        raise ModelError(f"{what}, whose sizes do not follow from config.json", _NO_GGUF)
+    return f"weights in {weight_format}: {_readable(names[0])} is not read" if names else ""
+
+
 def refuse_adapter(path: Path) -> None:
     """Refuse an adapter in place of a model: a directory with nothing but its config and weights, or its config.
 
@@ -71,21 +93,21 @@ def refuse_adapter(path: Path) -> None:
         ModelError: it is one; the error names the model that it was made for.
     """
     config = path / _ADAPTER if path.is_dir() else path
-    if config.name != _ADAPTER or not config.is_file() or (path.is_dir() and any(_weights(path))):
+    if config.name != _ADAPTER or not config.is_file():
         return
-    with config.open("rb") as file:
-        text = file.read(_LARGEST_CONFIG)
     try:
-        data = read_json(text)
-    except NotJSONError:
+        if path.is_dir() and any(_weights(path)):
+            return
+        with config.open("rb") as file:
+            data = read_json(file.read(_LARGEST_CONFIG))
+    except (OSError, NotJSONError):
         data = None
     data = data if isinstance(data, dict) else {}
     base, kind = data.get("base_model_name_or_path"), data.get("peft_type")
-    kind = f"{kind:.20} adapter" if isinstance(kind, str) else "adapter"
-    of = f"for {base:.120}" if isinstance(base, str) and base else "for a model that it does not name"
-    name = UNSEEN.sub("", path.resolve().name)[-_LONGEST:]
-    hint = "plan for the directory of that model, and keep room for the adapter with --reserve"
-    raise ModelError(f"{name} is a {kind} {UNSEEN.sub('', of)}, not a model of its own", hint)
+    of = f" for {_readable(base)}" if isinstance(base, str) and base else ""
+    what = f" ({_readable(kind)})" if isinstance(kind, str) else ""
+    hint = f"plan for the directory of {'that' if of else 'its'} model, and keep room for the adapter with --reserve"
+    raise ModelError(f"{_readable(path.resolve().name)} is an adapter{what}{of}, not a model", hint)
 
 
 def _weights(directory: Path) -> Iterator[Path]:
@@ -93,6 +115,10 @@ def _weights(directory: Path) -> Iterator[Path]:
     for path in directory.iterdir():
         if path.suffix in _SUFFIXES and not path.name.startswith(("adapter_", *_NO_WEIGHTS)):
             yield path
+
+
+def _readable(name: str) -> str:
+    return UNSEEN.sub("", name)[:_LONGEST]
 
 
 def _size(path: Path) -> int:

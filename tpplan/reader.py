@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
-from tpplan.beside import beside, refuse_adapter
+from tpplan.beside import beside, instead_of_headers, refuse_adapter
 from tpplan.checkpoint import read_headers
 from tpplan.config import read_config
 from tpplan.families import spec_from_config, tolerated
@@ -56,13 +56,18 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
     config = read_config(path)
     headers = read_headers(path) if path.is_dir() else None
     name = _name(path)
+    scheme = read_scheme(config, path if path.is_dir() else None)
     if headers is None:
-        return stored_by_formula(spec_from_config(config, name), read_scheme(config)), None
+        spec = stored_by_formula(spec_from_config(config, name), scheme)
+        return evolve(spec, assumed=instead_of_headers(path, spec.weight_format) or spec.assumed), None
     known = tolerated(spec_from_config(config, name).model_type, text_part(config)[0])
     parts, notes = beside(path, {tensor.file for tensor in headers.tensors.values()})
     headers = headers.renamed(known.renamed)
-    spec = stored_by_headers(_in_form(config, headers, name), read_scheme(config), headers, known)
-    return evolve(spec, not_planned=(*spec.not_planned, *parts), notes=(*spec.notes, *notes)), headers
+    spec = stored_by_headers(_in_form(config, headers, name), scheme, headers, known)
+    if scheme.problem:
+        notes = (f"not needed beside the files' headers: {scheme.problem.message}", *notes)
+    # Whatever the config says of dtypes and of other parts, the files have them or not.
+    return evolve(spec, assumed="", not_planned=(*spec.not_planned, *parts), notes=(*spec.notes, *notes)), headers
 
 
 def _in_form(config: Config, headers: Headers, name: str) -> ModelSpec:

@@ -110,7 +110,8 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> Mod
     # A wrapper's own default changed between versions of transformers; that of the language model never did.
     tied = config.flag(TIED, default=text.flag(TIED, default=family.tied))
     shape = read_shape(text, family, tied=tied, stacked=stacked)
-    torch_dtype = _torch_dtype(text) or _torch_dtype(config) or "bfloat16"
+    named = _torch_dtype(text) or _torch_dtype(config)
+    torch_dtype = named or "bfloat16"
     dtype = DTYPES[torch_dtype]
     blocks = tuple(family.block(shape, layers, dtype) for layers in _groups(shape))
     outside = tuple(p for row in family.outside for p in row.parameters(shape, dtype, family.root))
@@ -129,6 +130,7 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> Mod
         blocks=blocks,
         parameters=outside,
         not_planned=parts_aside(config, text),
+        assumed="" if named else f"dtype {torch_dtype}: {config.source.rpartition('/')[2]} names none",
     )
 
 
