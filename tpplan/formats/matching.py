@@ -237,9 +237,7 @@ class _Match:
         for name in candidates if self.scheme.method else ():
             if found := store(parameter, name, Form(permuted=self.scheme.permuted), forms):
                 said = _named(FORMATS[self.scheme.format or name].text, self.scheme)
-                self.notes[f"{self.scheme.source} says {said}, but the files have {found.text}, which is planned"] = (
-                    None
-                )
+                self.notes[f"{self.scheme.source} says {said}, but the files have {found.text}, which is planned"] = None
                 return found
         plain = forms.get(suffix)
         if plain and plain.dtype in FLOATS:

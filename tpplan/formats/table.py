@@ -34,9 +34,7 @@ from tpplan.model import Segment
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_WORD: Final = re.compile(
-    r"(?P<whole>~)?(?P<side>[a-z]+|\d+)(?:\^(?P<pad>\d+))?(?:\*(?P<times>\w+))?(?:/(?P<over>\w+))?"
-)
+_WORD: Final = re.compile(r"(?P<whole>~)?(?P<side>[a-z]+|\d+)(?:\^(?P<pad>\d+))?(?:\*(?P<times>\w+))?(?:/(?P<over>\w+))?")
 
 #: The dtypes of unquantised tensors.
 FLOATS: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
@@ -75,11 +73,7 @@ class Dim(NamedTuple):
         packed = self.over.isdigit() and self.over != "1"
         if (stored is not None and stored != total) or (packed and padded * times % over):
             return None
-        if (
-            self.whole
-            or any(segment.length * times % over for segment in segments)
-            or (padded > length and times != over)
-        ):
+        if self.whole or any(segment.length * times % over for segment in segments) or (padded > length and times != over):
             return (Segment(None, total),)
         block = max(1, self.pad * times // over)
         scaled = tuple(_scaled(segment, segment.length * times // over, block) for segment in segments)
