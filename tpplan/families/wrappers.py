@@ -21,7 +21,11 @@ ROOT: Final = "language_model."
 
 #: By this start, names that some checkpoints have, and what the tables have in their place.
 _RENAMED: Final[dict[str, dict[str, str]]] = {
-    ROOT: {"model.language_model.": f"{ROOT}model.", "lm_head.": f"{ROOT}lm_head."},
+    ROOT: {
+        "model.language_model.": f"{ROOT}model.",
+        "lm_head.": f"{ROOT}lm_head.",
+        f"{ROOT}model.blocks.": f"{ROOT}model.layers.",  # transformers 5 saves Kimi's layers so, like those for images
+    },
     "": {"model.language_model.": "model."},
 }
 
