@@ -154,10 +154,10 @@ def read_headers(directory: Path) -> Headers | None:
 
 
 def _without_index(present: list[str]) -> list[str]:
-    """Choose the files of a checkpoint without an index; Mistral's ``consolidated`` files are a second copy."""
+    """Choose the files of a checkpoint without an index: neither an adapter's nor Mistral's ``consolidated`` copies."""
     if _SINGLE in present:
         return [_SINGLE]
-    return [name for name in present if not name.startswith("consolidated")] or present
+    return [name for name in present if not name.startswith(("consolidated", "adapter_"))] or present
 
 
 def _read_index(path: Path) -> dict[str, str]:

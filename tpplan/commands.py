@@ -96,6 +96,7 @@ def plan(
     tokens: Whole | None = None,
     full_window: bool = False,
     beyond: bool = False,
+    reserve: tuple[str, ...] = (),
     json: bool = False,
 ) -> int:
     """Split a model over GPUs, and show the plan or write it; exit 1 if it does not fit.
@@ -114,17 +115,20 @@ def plan(
         tokens: in the cache, a pool that the sequences share, none of them longer than the context.
         full_window: cache all tokens in layers with a sliding window, too, for servers that do.
         beyond: accept a context longer than the model was made for, at your own risk.
+        reserve: memory to leave to something else on every device, such as 2GiB, or on one, as 2GiB@0; repeatable.
         json: print the plan as JSON.
     """
     from tpplan.codec import dumps  # noqa: PLC0415
     from tpplan.devices import parse_devices  # noqa: PLC0415
     from tpplan.plan import Cache  # noqa: PLC0415
     from tpplan.planner import plan as make  # noqa: PLC0415
+    from tpplan.reserves import parse_reserve  # noqa: PLC0415
 
     for option, value, usual in (("--context", context, "for the longest"), ("--tokens", tokens, "for equal parts")):
         if value is not None and value < 1:
             raise RequestError(f"{option} is {value}, expected 1 or more tokens", f"leave it out {usual}")
     chores.apart(output, reading=(model, gpus))
+    reserves = tuple(map(parse_reserve, reserve))
     spec, gpu_list = chores.read_model(model), parse_devices(gpus, chores.note)
     with console.busy("planning"):
         found = make(
@@ -139,6 +143,7 @@ def plan(
             context=context or min(tokens or 0, spec.max_context),
             full_window=full_window,
             beyond=beyond,
+            reserve=reserves,
         )
     if found.request.layout != (layout or "reduce"):
         chores.note(f"layout gather, because rows cannot be cut: {spec.gather_only}")
@@ -151,6 +156,7 @@ def plan(
     if output:
         console.save(dumps(found), output)
         chores.tell(found)
+    chores.note_uncounted(found, on_screen=not json and not output)
     if json and output != console.STREAM:
         console.emit(dumps(found))
     elif not output:

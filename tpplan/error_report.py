@@ -46,9 +46,10 @@ class Advice:
     """A single change after which planning succeeds.
 
     Attributes:
-        kind: ``context``, ``tokens``, ``cache``, ``layout``, ``kv``, ``strategy``, ``devices`` or ``memory``.
-        value: tokens per sequence, those that sequences share, the cache kind, the layout, kv mode or strategy, how
-            many more devices, or the budget in bytes.
+        kind: ``context``, ``tokens``, ``cache``, ``layout``, ``kv``, ``strategy``, ``reserve``, ``devices`` or
+            ``memory``.
+        value: tokens per sequence, those that sequences share, the cache kind, the layout, kv mode or strategy, the bytes
+            to reserve (0: nothing), how many more devices, or the budget in bytes.
         device: the one that needs the budget, or more of its kind; -1 for the other kinds.
         message: the change in words.
         option: the change as options of ``tpplan plan``; left out where there is none.
@@ -126,7 +127,9 @@ def error_report(error: TpplanError, gpus: str = "") -> ErrorReport:
 def _advice(suggestion: Suggestion, gpus: str) -> Advice:
     s = suggestion
     option = f"--{s.kind} {s.value}" + (f" --context {s.context}" if s.context else "")
-    if s.kind == "memory":
+    if s.kind == "reserve":
+        option = ""
+    elif s.kind == "memory":
         option = other_gpus(gpus, lambda devices: _replaced(devices, s.device, int(s.value)))
     elif s.kind == "devices":
         option = other_gpus(gpus, lambda devices: [*devices, *[devices[s.device]] * int(s.value)])

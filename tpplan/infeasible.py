@@ -45,6 +45,7 @@ class Shortfall:
         missing_cache_bytes: part of the missing bytes attributed to the cache.
         missing_workspace_bytes: part of the missing bytes attributed to the workspace.
         missing_overhead_bytes: part of the missing bytes attributed to the overhead.
+        reserved_bytes: bytes of the budget that the request reserves.
     """
 
     device: int
@@ -59,6 +60,7 @@ class Shortfall:
     missing_cache_bytes: int
     missing_workspace_bytes: int
     missing_overhead_bytes: int
+    reserved_bytes: int = 0
 
 
 @frozen
@@ -66,9 +68,10 @@ class Suggestion:
     """A single change with which planning succeeds.
 
     Attributes:
-        kind: ``context``, ``tokens``, ``cache``, ``layout``, ``kv``, ``strategy``, ``devices`` or ``memory``.
-        value: tokens per sequence, those that sequences share, the cache kind, the layout, kv mode or strategy, the
-            number of devices to add, or the budget in bytes.
+        kind: ``context``, ``tokens``, ``cache``, ``layout``, ``kv``, ``strategy``, ``reserve``, ``devices`` or
+            ``memory``.
+        value: tokens per sequence, those that sequences share, the cache kind, the layout, kv mode or strategy, the bytes
+            to reserve (0: nothing), the number of devices to add, or the budget in bytes.
         device: index of the device to add more of, or to give the budget to; -1 for the other kinds.
         message: description of the change.
         context: of ``tokens``, the context to lower to, so that a sequence fits into the pool; 0 to leave it.
@@ -105,19 +108,25 @@ def explain(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> 
     suggestions = tuple(_suggestions(model, devices, request))
     needed = sum(entry.used_bytes for entry in best.memory)
     budget = sum(device.budget_bytes for device in devices)
-    usable = sum(max(0, device.budget_bytes - device.overhead_bytes) for device in devices)
+    reserved = sum(entry.reserved_bytes for entry in best.memory)
+    usable = sum(
+        max(0, device.budget_bytes - device.overhead_bytes - entry.reserved_bytes)
+        for device, entry in zip(devices, best.memory, strict=True)
+    )
+    kept = f", {format_bytes(reserved)} of these reserved," if reserved else ""
     worst = max(shortfalls, key=lambda s: s.missing_bytes)
     message = (
         f"{model.name} does not fit: it needs {format_bytes(needed)} on {len(devices)} "
-        f"device{'s' if len(devices) > 1 else ''} with budgets of {format_bytes(budget)} together, "
+        f"device{'s' if len(devices) > 1 else ''} with budgets of {format_bytes(budget)} together{kept or ','} "
         f"and device {worst.device} ({worst.name}) would lack {format_bytes(worst.missing_bytes)}"
     )
-    if needed <= budget:
+    if needed <= budget - reserved:
         coarse = sorted({f"{each.axis} ({each.units})" for each in best.wanted.axes if each.units < len(devices)})
         why = f"some axes have too few units for {len(devices)} devices: " if coarse else "whole units do not divide so"
         message += f"; there is enough in all, but {why}{', '.join(coarse)}"
     elif 0 < usable < model.weight_bytes:  # in any plan; the most even cut may hold some weights twice
-        beside = "" if model.weight_bytes > budget else f", beside an overhead of {format_bytes(budget - usable)}"
+        what = "an overhead and a reserve" if reserved else "an overhead"
+        beside = "" if model.weight_bytes > budget else f", beside {what} of {format_bytes(budget - usable)}"
         message += f"; its weights alone are {format_bytes(model.weight_bytes)}{beside}"
         message += ": with these budgets it needs a checkpoint with fewer bits per weight"
     hint = "; or ".join(s.message for s in suggestions) or "use more or larger devices, or a smaller model"
@@ -145,6 +154,7 @@ def _shortfall(best: Attempt, index: int) -> Shortfall:
         missing_cache_bytes=cache,
         missing_workspace_bytes=workspace,
         missing_overhead_bytes=overhead,
+        reserved_bytes=entry.reserved_bytes,
     )
 
 
@@ -176,6 +186,8 @@ def _suggestions(model: ModelSpec, devices: tuple[Device, ...], request: Request
         yield Suggestion("kv", kv, -1, words)
     if request.strategy == "exllamav2" and fits(evolve(request, strategy="balanced")):
         yield Suggestion("strategy", "balanced", -1, "use the strategy balanced, which keeps budgets")
+    if request.reserve and fits(evolve(request, reserve=())):
+        yield Suggestion("reserve", "0", -1, "reserve nothing")
     yield from _more_devices(model, devices, request)
     yield from _more_memory(model, devices, request)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from tpplan.axes import Axis
+from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -194,6 +195,11 @@ class NotPlanned:
 
     what: str
     bytes: int = 0
+
+    @property
+    def text(self) -> str:
+        """What it is and how large, for people: ``vision tower, 1.07 GiB``."""
+        return f"{self.what}, {format_bytes(self.bytes) if self.bytes else 'of unknown size'}"
 
 
 @frozen

@@ -11,8 +11,9 @@ from tpplan.axes import Axis
 from tpplan.devices import Device
 from tpplan.errors import RequestError
 from tpplan.model import ModelSpec
-from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES, Cache, Request
+from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES, Cache, Request, Reserve
 from tpplan.rules import LEAST, MOST
+from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,21 +109,14 @@ def check_devices(devices: Sequence[Device], request: Request) -> None:
 
     Raises:
         RequestError: there are no or too many devices, a value is out of range (the error names the device), a reserve
-            names a device that is not there or one twice, or the strategy is ``latency`` and the bandwidth of a device
-            is unknown.
+            is impossible, or the strategy is ``latency`` and the bandwidth of a device is unknown.
     """
     if not 0 < len(devices) <= _MOST_DEVICES:
         raise RequestError(f"{len(devices)} devices, expected 1 to {_MOST_DEVICES}", "name GPUs such as 2x24GiB,12GiB")
     for name, least in LEAST[Device].items():
         for i, device in enumerate(devices):
             _in_range(f"{name} of device {i} ({device.name})", getattr(device, name), least, MOST)
-    reserved: set[int] = set()
-    for each in request.reserve:
-        _in_range("the reserve in bytes", each.bytes, 1, MOST)
-        if each.device in reserved or not -1 <= each.device < len(devices):
-            again = "is reserved twice" if each.device in reserved else f"is not one of the {len(devices)} devices"
-            raise RequestError(f"memory of device {each.device} {again}", "name each device once, counted from 0")
-        reserved.add(each.device)
+    _check_reserve(devices, request)
     unknown = [f"{i} ({d.name})" for i, d in enumerate(devices) if not d.bandwidth_bytes_per_second]
     if request.strategy == "latency" and unknown:
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
@@ -131,6 +125,33 @@ def check_devices(devices: Sequence[Device], request: Request) -> None:
         )
         hint = "name GPUs of the catalogue, such as RTX4090:20GiB, or give bandwidth_bytes_per_second in a devices file"
         raise RequestError(message + more, hint)
+
+
+def _check_reserve(devices: Sequence[Device], request: Request) -> None:
+    """Check that reserves are for devices that are there, once for each, and leave something of their budgets.
+
+    Raises:
+        RequestError: one is not.
+    """
+    named: set[int] = set()
+    for each in request.reserve:
+        if type(each) is not Reserve:
+            hint = "such as tpplan.Reserve(2**30), or tpplan.Reserve(2**30, device=0)"
+            raise RequestError(f"a reserve is {each!r:.60}, expected a Reserve", hint)
+        _in_range("a reserve in bytes", each.bytes, 1, MOST)
+        if type(each.device) is not int or not -1 <= each.device < len(devices):
+            there = f"are devices 0 to {len(devices) - 1} only" if len(devices) > 1 else "is device 0 only"
+            message = f"{format_bytes(each.bytes)} are reserved on device {each.device!s:.40}, but there {there}"
+            raise RequestError(message, "reserve memory of a device that is there, or name more devices")
+        if each.device in named:
+            which = f"device {each.device}" if each.device >= 0 else "every device"
+            raise RequestError(f"memory of {which} is reserved twice", "reserve once what is to be left in all")
+        named.add(each.device)
+    for i, device in enumerate(devices):
+        if (reserved := request.reserved(i)) >= device.budget_bytes:
+            of = f"device {i} ({device.name}) has a budget of {format_bytes(device.budget_bytes)}"
+            hint = f"reserve less of it, as in --reserve 1GiB@{i}, or leave it out"
+            raise RequestError(f"{of}, of which {format_bytes(reserved)} are to be reserved", hint)
 
 
 def _known(what: str, value: str, choices: Sequence[str]) -> None:

@@ -76,6 +76,11 @@ def _with_a_unit(number: str, unit: str) -> str:
     return f"write {binary} for {number}·2^{10 * power} bytes or {decimal} for {number}·10^{3 * power} bytes"
 
 
+def exact_bytes(size: int) -> str:
+    """Write bytes so that :func:`parse_bytes` reads the same number: ``24GiB``, ``25757220865B``."""
+    return next(f"{size // scale}{unit}" for unit, scale in (*reversed(_BINARY.items()), ("B", 1)) if size % scale == 0)
+
+
 def format_bytes(size: int) -> str:
     """Write bytes for people: ``1536`` is ``1.50 KiB``. Exact numbers are for JSON."""
     sign, size = ("-", -size) if size < 0 else ("", size)

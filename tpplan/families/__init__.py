@@ -9,6 +9,7 @@ from attrs import frozen
 
 from tpplan.config import ELSEWHERE, Config
 from tpplan.errors import ModelError
+from tpplan.families.aside import parts_aside
 from tpplan.families.classic import CLASSIC
 from tpplan.families.contexts import longest_context
 from tpplan.families.corrected import CORRECTED
@@ -125,7 +126,8 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> Mod
     tied = config.flag(TIED, default=text.flag(TIED, default=family.tied))
     shape = read_shape(text, family, tied=tied, stacked=stacked)
     context = longest_context(text, inner, shape.context)
-    torch_dtype = _torch_dtype(text) or _torch_dtype(config) or "bfloat16"
+    named = _torch_dtype(text) or _torch_dtype(config)
+    torch_dtype = named or "bfloat16"
     dtype = DTYPES[torch_dtype]
     blocks = tuple(family.block(shape, layers, dtype) for layers in _groups(shape))
     outside = tuple(p for row in family.outside for p in row.parameters(shape, dtype, family.root))
@@ -144,6 +146,8 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> Mod
         parameter_count=inside + sum(p.elements for p in outside),
         blocks=blocks,
         parameters=outside,
+        not_planned=parts_aside(config, text),
+        assumed="" if named else f"dtype {torch_dtype}: {config.source.rpartition('/')[2]} names none",
         notes=(context.note,) if context.note else (),
     )
 

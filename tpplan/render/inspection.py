@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tpplan.model import NotPlanned
 from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, table
 from tpplan.sizes import format_bytes
 
@@ -19,9 +20,12 @@ def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line
     d = data
     linear = f"{d['linear_key_heads']} key heads", f"{d['linear_value_heads']} value heads"
     tied = "tied to the embedding" if d["tied_embeddings"] else "apart from the embedding"
+    missing = [NotPlanned(**part) for part in d.get("not_planned", ())]
     rows = [
         ("parameters", f"{d['parameters']:,}", _count(d["parameters"])),
         ("weights", f"{d['weight_bytes']:,} bytes", f"{format_bytes(d['weight_bytes'])} in {d['weight_format']}"),
+        *([("assumed", "", d["assumed"])] if "assumed" in d else []),
+        *(("not planned", f"{part.bytes:,} bytes" if part.bytes else "", part.text) for part in missing),
         ("layers", str(d["layers"]), ""),
         ("hidden size", str(d["hidden_size"]), ""),
         ("intermediate size", str(d["intermediate_size"]), f"{d['experts']} experts" if d["experts"] else ""),
