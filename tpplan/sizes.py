@@ -50,6 +50,12 @@ def _with_a_unit(number: str, unit: str) -> str:
     return f"write {binary} for {number}·2^{10 * power} bytes or {decimal} for {number}·10^{3 * power} bytes"
 
 
+def format_unequal(a: int, b: int) -> tuple[str, str]:
+    """Write two numbers of bytes for people; in bytes if they differ and would look the same otherwise."""
+    texts = format_bytes(a), format_bytes(b)
+    return (f"{a} B", f"{b} B") if a != b and texts[0] == texts[1] else texts
+
+
 def format_bytes(size: int) -> str:
     """Write bytes for people: ``1536`` is ``1.50 KiB``. Exact numbers are for JSON."""
     sign, size = ("-", -size) if size < 0 else ("", size)
