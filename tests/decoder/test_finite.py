@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -26,6 +26,9 @@ from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.weights import load_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LAYER = "model.layers.1."
 
@@ -48,7 +51,7 @@ def refusal(directory: Path, sampling: Sampling, devices: int) -> ExecutionError
     plan = plan_of(directory, devices, request_of(), {}, seed=3)
     with compile_plan(plan, backend="cpu", model=directory, scratch=False) as ctx:
         decoder = Decoder(ctx, directory, load_weights(plan, directory, ctx))
-        with pytest.raises(ExecutionError, match="the logits of .* are not finite") as error:
+        with pytest.raises(ExecutionError, match=r"the logits of .* are not finite") as error:
             list(generate(decoder, [[1, 2, 3], [4, 5]], 8, sampling=sampling))
     return error.value
 
