@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from attrs import evolve
+
 from tpplan.checkpoint import read_headers
 from tpplan.config import read_config
+from tpplan.errors import ModelError
 from tpplan.families import spec_from_config, tolerated
 from tpplan.families.wrappers import text_part
 from tpplan.formats import read_scheme, stored_by_formula, stored_by_headers
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
 _TIED: Final = "tie_word_embeddings"
 _LAYERS: Final = "model.layers."
 _STACKED: Final = ".experts.gate_up_proj"
+_PICKLED: Final = (".bin", ".pt", ".pth")
+_OF_TRAINING: Final = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
+_NO_GGUF: Final = (
+    "plan for a directory with the model in safetensors, such as AWQ or GPTQ; or name the config.json itself,"
+    " to plan for the weights that it describes"
+)
 
 
 def read_model(path: str | Path) -> ModelSpec:
@@ -52,11 +61,30 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
     config = read_config(path)
     headers = read_headers(path) if path.is_dir() else None
     name = _name(path)
+    scheme = read_scheme(config, path if path.is_dir() else None)
     if headers is None:
-        return stored_by_formula(spec_from_config(config, name), read_scheme(config)), None
+        return _without_headers(stored_by_formula(spec_from_config(config, name), scheme), path), None
     known = tolerated(spec_from_config(config, name).model_type, text_part(config)[0])
     headers = headers.renamed(known.renamed)
-    return stored_by_headers(_in_form(config, headers, name), read_scheme(config), headers, known), headers
+    spec = stored_by_headers(_in_form(config, headers, name), scheme, headers, known)
+    if scheme.problem:
+        spec = evolve(spec, notes=(*spec.notes, f"not needed beside the files' headers: {scheme.problem.message}"))
+    return spec, headers
+
+
+def _without_headers(spec: ModelSpec, path: Path) -> ModelSpec:
+    """Return the model with what is assumed of its files, which have no headers.
+
+    Raises:
+        ModelError: a directory has the weights in files of a kind that tpplan does not read, and the config does not
+            describe those.
+    """
+    names = sorted(other.name for other in path.iterdir()) if path.is_dir() else []
+    if gguf := next((name for name in names if name.endswith(".gguf")), None):
+        what = f"{path} has its weights in {gguf[:120]!a}, a GGUF file, whose sizes do not follow from config.json"
+        raise ModelError(what, _NO_GGUF)
+    pickled = next((name for name in names if name.endswith(_PICKLED) and not name.startswith(_OF_TRAINING)), None)
+    return evolve(spec, assumed=f"weights in {spec.weight_format}: {pickled} is not read") if pickled else spec
 
 
 def _in_form(config: Config, headers: Headers, name: str) -> ModelSpec:

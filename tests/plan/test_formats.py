@@ -11,7 +11,7 @@ from tests.checkpoints import LINEAR, LLAMA, Tensors, llama_layers, llama_outsid
 from tests.format_cases import CASES, CHANNEL, awq, exl2, fp8_channel, gptq, gptq_config, make, parameter, stored
 from tpplan.axes import Axis
 from tpplan.errors import ModelError
-from tpplan.formats import Scheme
+from tpplan.formats import scheme as schemes
 from tpplan.model import Segment
 from tpplan.reader import read_model
 
@@ -167,6 +167,7 @@ def test_modules_that_are_left_alone(tmp_path: Path) -> None:
 def test_lists_have_either_name_of_a_wrapper(own: str, start: str) -> None:
     """Those that newer tools write name modules otherwise than checkpoints of the hub."""
     skipped = (f"{start}.layers.1.mlp.down_proj", f"re:{start}.layers.2.*")
-    scheme = Scheme(method="compressed-tensors", skipped=skipped)
+    rules = (schemes.Rule(form=None, names=skipped), schemes.Rule(form=schemes.Form(format="fp8-channel")))
+    choice = schemes.Choice(schemes.Scheme(rules=rules))
     modules = [f"{own}.layers.{layer}.mlp.{name}" for layer in range(3) for name in ("down_proj", "up_proj")]
-    assert [module for module in modules if scheme.quantises(module)] == [*modules[:2], modules[3]]
+    assert [module for module in modules if choice.form(module, schemes.LINEAR)] == [*modules[:2], modules[3]]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import LLAMA, Tensors, llama_layers, llama_outside, write_checkpoint
-from tests.format_cases import CHANNEL, gptq, gptq_config
+from tests.format_cases import CHANNEL, awq, gptq, gptq_config, stored
 from tpplan.errors import ModelError
 from tpplan.reader import read_model
 
@@ -28,36 +28,68 @@ def test_unknown_method_is_refused(tmp_path: Path, method: str) -> None:
 
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any] | None, Matrix, tuple[str, ...]]] = {
-    "other bits": (gptq_config(), gptq(bits=8), ("q_proj.qweight of I32 [64, 384]", "GPTQ 4-bit g128", "[384, 256]")),
-    "other group": (gptq_config(group_size=64), gptq(), ("q_proj", "GPTQ 4-bit g64")),
-    "transposed": (gptq_config(), lambda i, o, layer: gptq()(o, i, layer), ("q_proj.qweight of I32 [48, 256]",)),
-    "unknown format": (
+    "transposed": (
+        gptq_config(),
+        lambda i, o, layer: gptq()(o, i, layer),
+        ("q_proj.qweight of I32 [48, 256]", "no format that tpplan knows", "'gptq'", "[384, 256]"),
+    ),
+    "half of a known format": (
         {"quant_method": "hqq"},
         lambda i, o, _layer: {".W_q": ("U8", (o, i // 2)), ".meta": ("F32", (3,))},
-        ("lacks 21 tensors", "42 tensors", "mlp.down_proj.W_q"),
+        ("q_proj.W_q of U8 [384, 128]", "no format that tpplan knows", "'hqq'", "[384, 256]"),
+    ),
+    "unknown format": (
+        {"quant_method": "new"},
+        lambda i, o, _layer: {".weight_foo": ("U8", (o, i // 2)), ".meta": ("F32", (3,))},
+        ("down_proj.weight_foo of U8 [256, 256]", "no format that tpplan knows", "'new'", "mlp.down_proj.weight"),
+    ),
+    "unknown format, no config": (
+        None,
+        lambda i, o, _layer: {".weight_foo": ("U8", (o, i // 2))},
+        ("down_proj.weight_foo of U8 [256, 256]", "no format that tpplan knows stores a matrix so, and"),
     ),
     "empty": (
         None,
         lambda i, o, _layer: gptq()(i, o, 0) | {".scales": ("F16", (0, o))},
-        ("q_proj.scales of F16 [0, 384]", "GPTQ ?-bit g?"),
+        ("q_proj.scales of F16 [0, 384]", "no format that tpplan knows"),
     ),
     "integers without scales": (
         {"quant_method": "x"},
         lambda i, o, _layer: {".weight": ("I8", (o, i))},
-        ("q_proj.weight of I8 [384, 256]", "no format that tpplan knows"),
+        ("q_proj.weight of I8 [384, 256]", "no format that tpplan knows", "'x'"),
     ),
 }
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_contradiction_between_config_and_checkpoint_is_refused(tmp_path: Path, case: str) -> None:
-    """The error names the tensor, what is stored, and what the config asks for."""
+def test_tensors_of_unknown_formats_are_refused_and_nobody_accused(tmp_path: Path, case: str) -> None:
+    """The error names the tensors, what is stored, what the config calls it, and what it asks for."""
     quantization, matrix, words = CONTRADICTIONS[case]
     config = LLAMA | ({"quantization_config": quantization} if quantization else {})
     with pytest.raises(ModelError) as caught:
         read_model(write_checkpoint(tmp_path / "m", config, llama_outside() | llama_layers(matrix)))
     for word in words:
         assert word in caught.value.message
+    assert "edited" not in str(caught.value) + caught.value.hint
+    assert "NVFP4" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("told", "matrix", "text"),
+    [
+        (gptq_config(), gptq(bits=8), "GPTQ 8-bit g128"),
+        (gptq_config(group_size=64), gptq(), "GPTQ 4-bit g128"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, awq, "AWQ 4-bit g64"),
+    ],
+)
+def test_headers_decide_over_the_config(tmp_path: Path, told: dict[str, Any], matrix: Matrix, text: str) -> None:
+    """What the files hold is planned, to the byte, and the difference is told."""
+    tensors = llama_outside() | llama_layers(matrix)
+    spec = read_model(write_checkpoint(tmp_path / "m", LLAMA | {"quantization_config": told}, tensors))
+    assert stored(spec) == tensors
+    assert spec.weight_format == text
+    (note,) = spec.notes
+    assert f"the files have {text}, which is planned" in note
 
 
 BAD_QUANTIZATION: list[tuple[Any, str]] = [
@@ -73,9 +105,10 @@ BAD_QUANTIZATION: list[tuple[Any, str]] = [
     ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
     ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
     ({"quant_method": "awq", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
-    (CHANNEL | {"ignore": ["re:(a+)+$"]}, "too complicated"),
-    (CHANNEL | {"ignore": ["re:.*.*.*.*x"]}, "too complicated"),
-    ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}}, "headers|follow"),
+    (CHANNEL | {"ignore": [r"re:(a)\1"]}, r"uses .*1, so it is not followed"),
+    (CHANNEL | {"ignore": ["re:.*(?<=x)y"]}, "uses .*, so it is not followed"),
+    (CHANNEL | {"ignore": ["re:" + "(.*" * 15 + "x" + ")" * 15 + "|(a{1000}){1000}"]}, "is too long"),
+    ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}}, "expected an object"),
     (
         CHANNEL
         | {
@@ -83,10 +116,10 @@ BAD_QUANTIZATION: list[tuple[Any, str]] = [
                 "a": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": [{}]}},
             }
         },
-        "do not follow",
+        "expected a string",
     ),
     ({"quant_method": "awq", "version": "gemv"}, "do not follow"),
-    (gptq_config(dynamic={"+:.*": {"bits": 8}}), "do not follow"),
+    (gptq_config(dynamic={"+:.*": {"bits": 5}}), "dynamic: .*: bits is 5"),
 ]
 
 

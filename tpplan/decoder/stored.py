@@ -79,6 +79,8 @@ def check_formats(model: ModelSpec, scheme: Scheme, source: str, *, fused: str =
     Raises:
         ModelError: a tensor has another format.
     """
+    if scheme.problem:
+        raise scheme.problem
     layout = LAYOUTS.get(scheme.method)
     is_told = scheme.format or scheme.method == "compressed-tensors"
     ints = layout.suffixes if layout and is_told and scheme.known.get("bits", NIBBLE) in layout.bits else frozenset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tpplan.formats.formula import stored_by_formula
 from tpplan.formats.matching import stored_by_headers
-from tpplan.formats.scheme import Scheme, read_scheme
+from tpplan.formats.scheme import Scheme
+from tpplan.formats.tools import read_scheme
 
 __all__ = ["Scheme", "read_scheme", "stored_by_formula", "stored_by_headers"]

@@ -14,14 +14,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tpplan.checkpoint import Tensor
-    from tpplan.formats.scheme import Scheme
+    from tpplan.formats.scheme import Form, Scheme
     from tpplan.formats.table import Dim
     from tpplan.model import Parameter
 
     Dims = tuple[tuple[Segment, ...], ...]
 
 #: Suffixes with more than a dot and one word.
-_LONG: Final = tuple(suffix for suffix in SUFFIXES if suffix.rfind(".") != 0)
+_LONG: Final = tuple(sorted((suffix for suffix in SUFFIXES if suffix.rfind(".") != 0), key=len, reverse=True))
+
+
+class Assumed(NamedTuple):
+    """A tensor as the config alone describes it: its dtype, and its number of dimensions if the format has several."""
+
+    dtype: str
+    rank: int | None = None
 
 
 class Stored(NamedTuple):
@@ -51,26 +58,27 @@ def split_name(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def store(parameter: Parameter, name: str, scheme: Scheme, found: Mapping[str, Tensor | str]) -> Stored | None:
+def store(parameter: Parameter, name: str, form: Form | Scheme, found: Mapping[str, Tensor | Assumed]) -> Stored | None:
     """Return how the format ``name`` stores a matrix, or None if the tensors do not match it.
 
     Args:
         parameter: the matrix.
         name: name of the format.
-        scheme: quantisation scheme in the config, with parameters of the format.
-        found: tensors of the checkpoint by suffix; without a checkpoint, the dtypes to assume.
+        form: what the config says of the matrix's form, with parameters of the format.
+        found: tensors of the checkpoint by suffix; without a checkpoint, what to assume of them.
     """
-    form = FORMATS[name]
-    sides = _sides(parameter)
-    inputs = sum(segment.length for segment in sides["in"])
-    known = scheme.parameters(inputs)
+    kind = FORMATS[name]
+    inputs = sum(segment.length for segment in inputs_of(parameter))
+    known = form.parameters(inputs)
     fits: list[tuple[str, str, tuple[Dim, ...], Dims]] = []
-    for suffix, piece in form.pieces.items():
+    for suffix, piece in kind.pieces.items():
         if suffix not in found:
             continue
         tensor = found[suffix]
-        dtype, shape = (tensor, None) if isinstance(tensor, str) else (tensor.dtype, tensor.shape)
-        shapes = piece.shapes if shape is not None else piece.shapes[:1]
+        dtype, shape = tensor.dtype, None if isinstance(tensor, Assumed) else tensor.shape
+        shapes = piece.shapes
+        if isinstance(tensor, Assumed):
+            shapes = tuple(words for words in shapes if tensor.rank in {None, len(words)})[:1]
         fit = next(
             ((words, dims) for words in shapes if (dims := _dims(words, parameter, shape, known)) is not None), None
         )
@@ -78,7 +86,7 @@ def store(parameter: Parameter, name: str, scheme: Scheme, found: Mapping[str, T
             return None
         fits.append((suffix, dtype, *fit))
     whole = known.get("group", 0) >= inputs
-    gather_only = form.gather_only or ("" if whole else _permutation(name, scheme, found))
+    gather_only = kind.gather_only or ("" if whole else _permutation(name, form, found))
     stem = split_name(parameter.name)[0]
     parameters = tuple(
         evolve(
@@ -86,12 +94,12 @@ def store(parameter: Parameter, name: str, scheme: Scheme, found: Mapping[str, T
             name=stem + suffix,
             dtype=dtype,
             dims=dims,
-            out=_out(words, len(parameter.dims) - 2),
+            out=_out(words, parameter),
             home=_home(parameter, gather_only),
         )
         for suffix, dtype, words, dims in fits
     )
-    text = form.text.removesuffix(" g{group}") if whole else form.text
+    text = kind.text.removesuffix(" g{group}") if whole else kind.text
     return Stored(parameters, tuple(suffix for suffix, *_ in fits), text.format_map(_Filled(known)), gather_only)
 
 
@@ -102,17 +110,22 @@ class _Filled(dict[str, int]):
         return f"{{{key}}}"
 
 
-def _permutation(name: str, scheme: Scheme, found: Mapping[str, Tensor | str]) -> str:
+def _permutation(name: str, form: Form | Scheme, found: Mapping[str, Tensor | Assumed]) -> str:
     """Return the reason why neighbouring inputs may belong to different groups of scales; empty if they do not."""
     if name == "int-packed" and ".weight_g_idx" in found:
         return "compressed-tensors stores weight_g_idx where inputs are in another order than their groups"
-    return _PERMUTED[scheme.permuted] if name == "gptq" and ".g_idx" in found and scheme.permuted is not False else ""
+    return _PERMUTED[form.permuted] if name == "gptq" and ".g_idx" in found and form.permuted is not False else ""
 
 
 _PERMUTED: Final = {
     True: "GPTQ with desc_act permutes the rows of every matrix",
     None: "the config does not say whether GPTQ permuted the rows (desc_act), and their g_idx says that it may have",
 }
+
+
+def inputs_of(parameter: Parameter) -> tuple[Segment, ...]:
+    """Return the segments of a matrix's inputs."""
+    return _sides(parameter)["in"]
 
 
 def _sides(parameter: Parameter) -> dict[str, tuple[Segment, ...]]:
@@ -125,6 +138,8 @@ def _sides(parameter: Parameter) -> dict[str, tuple[Segment, ...]]:
         "out": outputs,
         "in": inputs,
         "flat": tuple(Segment(segment.axis, segment.length * width) for segment in outputs),
+        "rows": parameter.dims[-2],
+        "cols": parameter.dims[-1],
     }
 
 
@@ -158,9 +173,11 @@ def _dims(
     return tuple(dims)
 
 
-def _out(words: tuple[Dim, ...], leading: int) -> int | None:
+def _out(words: tuple[Dim, ...], parameter: Parameter) -> int | None:
     """Return which stored dimension holds the outputs."""
-    at = next((i for i, word in enumerate(words) if word.side in {"out", "flat"}), None)
+    leading = len(parameter.dims) - len(("in", "out"))
+    holding = {"out", "flat", "rows" if parameter.out in {None, leading} else "cols"}
+    at = next((i for i, word in enumerate(words) if word.side in holding), None)
     return at if at is None or words[0].side != "lead" else at - 1 + leading
 
 

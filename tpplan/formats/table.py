@@ -1,17 +1,19 @@
 """Table of weight formats: a line for each tensor that stores a matrix, in a compact notation.
 
-A line has the suffix that is appended to the name of the matrix (with ``?`` if the tensor is optional), its possible
-dtypes, and the words of its dimensions. ``|`` separates alternative shapes; an empty shape is a scalar. A dimension is
+A line has the suffix that is appended to the name of the matrix (``-`` for none, with ``?`` if the tensor is optional), its
+possible dtypes, and the words of its dimensions. ``|`` separates alternative shapes; an empty shape is a scalar. A dimension is
 
 ======== =================================================================================
 ``out``  the outputs of the matrix, and cut with them
 ``in``   its inputs
 ``lead`` its dimensions before these two (experts in one tensor)
+``rows`` the first of these two, be it outputs or inputs; ``cols`` the second
 ``flat`` all its elements, row after row of outputs, and cut with the outputs
 ``any``  of any length, never cut
 ``16``   of this length, never cut
 ======== =================================================================================
 
+preceded by ``~`` if it has this length but is never cut, and
 followed by ``^n`` if it is padded to whole blocks of n, which no cut may separate, and by ``*n/m`` if n stored elements
 represent m; n and m may be parameters of the format such as ``bits``. A dimension that divides evenly is cut with the
 matrix. A dimension that does not (such as scales of a ragged block, or of a block that two fused matrices share), or
@@ -32,7 +34,7 @@ from tpplan.model import Segment
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_WORD: Final = re.compile(r"(?P<side>[a-z]+|\d+)(?:\^(?P<pad>\d+))?(?:\*(?P<times>\w+))?(?:/(?P<over>\w+))?")
+_WORD: Final = re.compile(r"(?P<whole>~)?(?P<side>[a-z]+|\d+)(?:\^(?P<pad>\d+))?(?:\*(?P<times>\w+))?(?:/(?P<over>\w+))?")
 
 #: The dtypes of unquantised tensors.
 FLOATS: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
@@ -45,6 +47,7 @@ class Dim(NamedTuple):
     pad: int = 1
     times: str = "1"
     over: str = "1"
+    whole: bool = False
 
     def fit(self, segments: Sequence[Segment], stored: int | None, known: dict[str, int]) -> tuple[Segment, ...] | None:
         """Return the segments of this dimension, or None if it cannot be ``stored`` elements long.
@@ -70,7 +73,7 @@ class Dim(NamedTuple):
         packed = self.over.isdigit() and self.over != "1"
         if (stored is not None and stored != total) or (packed and padded * times % over):
             return None
-        if any(segment.length * times % over for segment in segments) or (padded > length and times != over):
+        if self.whole or any(segment.length * times % over for segment in segments) or (padded > length and times != over):
             return (Segment(None, total),)
         block = max(1, self.pad * times // over)
         scaled = tuple(_scaled(segment, segment.length * times // over, block) for segment in segments)
@@ -118,7 +121,7 @@ def _dim(word: str) -> Dim:
     match = _WORD.fullmatch(word)
     if not match:
         raise ValueError(word)
-    return Dim(match["side"], int(match["pad"] or 1), match["times"] or "1", match["over"] or "1")
+    return Dim(match["side"], int(match["pad"] or 1), match["times"] or "1", match["over"] or "1", bool(match["whole"]))
 
 
 def _format(text: str, lines: str, gather_only: str = "") -> Format:
@@ -126,7 +129,7 @@ def _format(text: str, lines: str, gather_only: str = "") -> Format:
     for line in filter(str.strip, lines.splitlines()):
         suffix, dtypes, *shape = line.split(maxsplit=2)
         shapes = tuple(tuple(_dim(word) for word in part.split()) for part in "".join(shape).split("|"))
-        pieces[suffix.rstrip("?")] = Piece(not suffix.endswith("?"), tuple(dtypes.split(",")), shapes)
+        pieces[suffix.rstrip("?").removeprefix("-")] = Piece(not suffix.endswith("?"), tuple(dtypes.split(",")), shapes)
     return Format(text, pieces, gather_only)
 
 
@@ -137,6 +140,7 @@ _SCALARS = """
     .k_scale?           F32,BF16,F16    |1
     .v_scale?           F32,BF16,F16    |1
     .input_scale_ub?    F32             |1
+    .pre_quant_scale?   F32,BF16,F16    in
 """
 _FLAT = "bitsandbytes stores 4-bit weights as one run of all rows"
 _NF4 = """
@@ -146,6 +150,18 @@ _NF4 = """
     .weight.nested_absmax?   F32               any
     .weight.nested_quant_map? F32              any
 """
+#: What HQQ says of a matrix beside it: scalars and texts.
+_HQQ_TOLD = (
+    *("nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale"),
+    *("quant_zero", "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise"),
+    *("optimize", "round_zero"),
+)
+_HQQ = """
+    .W_q    {codes}
+    .scale  F32,BF16,F16    {scales}
+    .zero   F32,BF16,F16    {scales}
+""" + "".join(f".{name}? U8,I32,I64,F32,BOOL |any\n" for name in _HQQ_TOLD)
+_HQQ_FLAT = "HQQ stores weights as one run of all rows"
 
 #: The known formats; where several could store a matrix, the first that fits its shapes does.
 FORMATS: Final[dict[str, Format]] = {
@@ -207,6 +223,37 @@ FORMATS: Final[dict[str, Format]] = {
         """
         + _SCALARS,
     ),
+    "fp8-block-4d": _format(
+        "FP8 block {rows}x{columns}",
+        """
+        .weight         F8_E4M3     out in
+        .weight_scale   F32         out/rows 1 in/columns 1
+        """
+        + _SCALARS,
+    ),
+    "int4-quark": _format(
+        "INT{bits} g{group}",
+        """
+        .weight             I32             in out*bits/32
+        .weight_scale       F32,BF16,F16    in/group out
+        .weight_zero_point  I32             in/group out*bits/32
+        """,
+    ),
+    "mlx": _format(
+        "MLX {bits}-bit g{group}",
+        """
+        .weight     U32             out in*bits/32
+        .scales     BF16,F16,F32    out in/group
+        .biases     BF16,F16,F32    out in/group
+        """,
+    ),
+    "mlx-float": _format(
+        "MLX FP{bits} g{group}",
+        """
+        .weight     U32     out in*bits/32
+        .scales     U8      out in/group
+        """,
+    ),
     "mxfp4": _format(
         "MXFP4",
         """
@@ -261,7 +308,253 @@ FORMATS: Final[dict[str, Format]] = {
         .weight_g_idx?          I32             in
         """,
     ),
+    # ModelOpt's 4-bit floats: two scales, one of which is for the whole matrix.
+    "nvfp4": _format(
+        "NVFP4",
+        """
+        .weight             U8          out in/2
+        .weight_scale       F8_E4M3     out in/16
+        .weight_scale_2     F32         |1
+        """
+        + _SCALARS,
+    ),
+    "nvfp4-packed": _format(
+        "NVFP4",
+        """
+        .weight_packed          U8          out in/2
+        .weight_scale           F8_E4M3     out in/16
+        .weight_global_scale    F32         1|
+        .input_global_scale?    F32         1|
+        """,
+    ),
+    "mxfp4-packed": _format(
+        "MXFP4",
+        """
+        .weight_packed  U8              out in/2
+        .weight_scale   U8,F8_E8M0      out in/32
+        """,
+    ),
+    "mxfp4-quark": _format(
+        "MXFP4",
+        """
+        .weight         U8              out in/2
+        .weight_scale   U8,F8_E8M0      out in/32
+        """
+        + _SCALARS,
+    ),
+    "mxfp8": _format(
+        "MXFP8",
+        """
+        .weight         F8_E4M3,F8_E5M2     out in
+        .weight_scale   U8,F8_E8M0          out in/32
+        """
+        + _SCALARS,
+    ),
+    "int8-tensor": _format(
+        "INT8 per tensor",
+        """
+        .weight                 I8                  out in
+        .weight_scale           BF16,F16,F32        1|
+        .weight_zero_point?     I8                  1|
+        .input_zero_point?      I8                  1|
+        """
+        + _SCALARS,
+    ),
+    "int8-channel": _format(
+        "INT8 per channel",
+        """
+        .weight                 I8                  out in
+        .weight_scale           BF16,F16,F32        out 1|out
+        .weight_zero_point?     I8                  out 1|out
+        .input_zero_point?      I8                  1|
+        """
+        + _SCALARS,
+    ),
+    # Weights as compressed-tensors' 8-bit integers, also where they have fewer bits.
+    "int8-group": _format(
+        "INT8 g{group}",
+        """
+        .weight                 I8                  out in
+        .weight_scale           BF16,F16,F32        out in/group
+        .weight_zero_point?     I8                  out in/group
+        .weight_g_idx?          I32                 in
+        """,
+    ),
+    "mxfp6-packed": _format(
+        "MXFP6",
+        """
+        .weight_packed  U8              out in*6/8
+        .weight_scale   U8,F8_E8M0      out in/32
+        """,
+    ),
+    # ModelOpt's 4-bit integers: neighbouring outputs share a byte.
+    "int4-modelopt": _format(
+        "INT4 g{group}",
+        """
+        .weight             U8              out/2 in
+        .weight_scale       F32,BF16,F16    out in/group
+        .weight_scale_2?    F32             |1
+        """
+        + _SCALARS,
+    ),
+    # All experts of a layer in one tensor, rows and columns in either order.
+    "fp8-experts-block": _format(
+        "FP8 block {r}x{c}",
+        """
+        -               F8_E4M3,F8_E5M2         lead rows cols
+        _scale_inv      F32,BF16,F16,F8_E8M0    lead rows/r cols/c
+        """,
+    ),
+    "fp8-experts": _format(
+        "FP8 per channel",
+        """
+        -               F8_E4M3,F8_E5M2     lead rows cols
+        _scale          F32,BF16,F16        lead 1 cols|lead rows 1
+        _scale_ub?      F32                 1|
+        """,
+    ),
+    "fp8-experts-modelopt": _format(
+        "FP8 per tensor",
+        """
+        -                   F8_E4M3,F8_E5M2     lead rows cols
+        _weight_scale       F32,BF16,F16        |1|lead|lead 1 1
+        _input_scale?       F32,BF16,F16        |1|lead|lead 1 1
+        """,
+    ),
+    "nvfp4-experts": _format(
+        "NVFP4",
+        """
+        -                   U8          lead in/2 out|lead out in/2
+        _weight_scale       F8_E4M3     lead in/16 out|lead out in/16
+        _weight_scale_2     F32         |1|lead|lead 1 1
+        _input_scale?       F32         |1|lead|lead 1 1
+        """,
+    ),
+    "awq-gemv": _format(
+        "AWQ {bits}-bit",
+        """
+        .qweight    I32             out in*bits/32
+        .qzeros     I32             out any
+        .scales     F16,BF16,F32    out any
+        """,
+        "AWQ's version gemv pads the groups of inputs",
+    ),
+    "awq-gemv-fast": _format(
+        "AWQ 4-bit",
+        """
+        .qweight    I16             out/4 in
+        .qzeros     F16,BF16,F32    any out
+        .scales     F16,BF16,F32    any out
+        """,
+        "AWQ's version gemv_fast pads the groups of inputs",
+    ),
+    # Tiles of 16 inputs × 64 outputs, and scales that are permuted within 64 outputs.
+    "gptq-marlin": _format(
+        "Marlin 4-bit g{group}",
+        """
+        .B              I32         in/16 out^64*2
+        .s              F16,BF16    in/group out^64
+        .workspace?     I32         any
+        """,
+    ),
+    "awq-marlin": _format(
+        "Marlin 4-bit g{group}",
+        """
+        .qweight        I32         in/16 out^64*2
+        .scales         F16,BF16    in/group out^64
+        .workspace?     I32         any
+        """,
+    ),
+    "aqlm": _format(
+        "AQLM {bpw} bpw",
+        """
+        .codes      I8,I16,U8       out/outs in/ins any
+        .codebooks  F16,BF16,F32    any any any any
+        .scales     F16,BF16,F32    out/outs 1 1 1
+        """,
+    ),
+    "hqq-8": _format("HQQ 8-bit g{group}", _HQQ.format(codes="U8 flat/group any", scales="flat/group 1"), _HQQ_FLAT),
+    "hqq": _format(
+        "HQQ {bpw} bpw",
+        _HQQ.format(codes="U8,I32,BF16,F16,F32 any any", scales="any any"),
+        "HQQ packs distant rows into one byte, so every device has to hold all of every matrix: weights",
+    ),
+    "bitnet": _format(
+        "BitNet",
+        """
+        .weight         U8              ~out/4 ~in
+        .weight_scale   BF16,F16,F32    1|
+        """,
+        "BitNet packs distant rows into one byte, so every device has to hold all of every matrix: weights",
+    ),
+    "torchao-fp8": _format(
+        "FP8 per channel",
+        """
+        ._weight_qdata      F8_E4M3,F8_E5M2     out in
+        ._weight_scale      F32,BF16,F16        out 1|1 1|
+        """,
+    ),
+    "torchao-fp8-block": _format(
+        "FP8 block {rows}x{columns}",
+        """
+        ._weight_qdata      F8_E4M3,F8_E5M2     out in
+        ._weight_scale      F32,BF16,F16        out/rows in/columns
+        """,
+    ),
+    "torchao-int8": _format(
+        "INT8 per channel",
+        """
+        ._weight_qdata          I8                  out in
+        ._weight_scale          F32,BF16,F16        out 1|out|1 1
+        ._weight_zero_point?    I8,I32,I64,F32,BF16,F16     out 1|out|1 1
+        """,
+    ),
+    "torchao-int8-group": _format(
+        "INT8 g{group}",
+        """
+        ._weight_qdata          I8                  out in
+        ._weight_scale          F32,BF16,F16        out in/group
+        ._weight_zero_point?    I8,I32,I64,F32,BF16,F16     out in/group
+        """,
+    ),
+    "torchao-int4": _format(
+        "INT4 g{group}",
+        """
+        ._weight_qdata          U8,I8               out in/2
+        ._weight_scale          F32,BF16,F16        in/group out
+        ._weight_zero_point     F32,BF16,F16,I8     in/group out
+        ._weight_act_pre_scale? F32,BF16,F16        in|1 in
+        """,
+    ),
+    "torchao-int4-words": _format(
+        "INT4 g{group}",
+        """
+        ._weight_qdata          I32                 out in*4/32
+        ._weight_scale          F32,BF16,F16        in/group out
+        ._weight_zero_point     F32,BF16,F16,I8     in/group out
+        ._weight_act_pre_scale? F32,BF16,F16        in|1 in
+        """,
+    ),
+    # Scales in tiles of 128 outputs and 4 groups.
+    "torchao-mxfp8": _format(
+        "MXFP8",
+        """
+        ._weight_qdata      F8_E4M3,F8_E5M2     out in
+        ._weight_scale      F8_E8M0,U8          out^128/4 any
+        """,
+        "torchao stores the scales of MXFP8 in tiles of rows",
+    ),
+    "torchao-nvfp4": _format(
+        "NVFP4",
+        """
+        ._weight_qdata              U8          out in/2
+        ._weight_scale              F8_E4M3     out^128/4 any
+        ._weight_per_tensor_scale?  F32         |1
+        ._weight_act_per_tensor_scale?  F32     |1
+        """,
+        "torchao stores the scales of NVFP4 in tiles of rows",
+    ),
 }
 
 #: Every suffix of the table, and the plain one.
-SUFFIXES: Final = frozenset({".weight"}.union(*(f.pieces for f in FORMATS.values())))
+SUFFIXES: Final = frozenset({".weight"}.union(*(f.pieces for f in FORMATS.values()))) - {""}
