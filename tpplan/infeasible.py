@@ -70,8 +70,8 @@ class Suggestion:
     Attributes:
         kind: ``context``, ``tokens``, ``cache``, ``layout``, ``kv``, ``strategy``, ``reserve``, ``devices`` or
             ``memory``.
-        value: tokens per sequence, those that sequences share, the cache kind, the layout, kv mode or strategy, the bytes
-            to reserve (0: nothing), the number of devices to add, or the budget in bytes.
+        value: tokens per sequence, those that sequences share, the cache kind, the layout, kv mode or strategy, the
+            bytes to reserve (0: nothing), the number of devices to add, or the budget in bytes.
         device: index of the device to add more of, or to give the budget to; -1 for the other kinds.
         message: description of the change.
         context: of ``tokens``, the context to lower to, so that a sequence fits into the pool; 0 to leave it.

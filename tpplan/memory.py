@@ -18,7 +18,7 @@ from tpplan.plan import CACHE_KINDS, DeviceMemory, Request
 from tpplan.workspace import ITEM_BYTES, common_workspace, rope_workspace, unit_workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from tpplan.devices import Device
     from tpplan.model import Attention, Block, LinearAttention, ModelSpec, Parameter
@@ -99,19 +99,29 @@ class _Group:
             self.head += cost.part(self.replicas, self.size)
 
 
-def demands(model: ModelSpec, request: Request, device_count: int) -> Demands:
+def demands(
+    model: ModelSpec,
+    request: Request,
+    device_count: int,
+    cut_of: Callable[[Axis, int], Hashable] = lambda axis, layer: None,  # noqa: ARG005
+) -> Demands:
     """Compute the costs of ``model`` for ``request``, per axis.
 
-    ``device_count`` matters only if KV heads are replicated: they are repeated by the smallest factor that gives every
-    device a head, as far as the number of query heads allows.
+    Args:
+        model: the model.
+        request: the request.
+        device_count: number of devices. It matters only if KV heads are replicated: they are repeated by the smallest
+            factor that gives every device a head, as far as the number of query heads allows.
+        cut_of: for an axis and a layer, which of several cuts of this axis is that of the layer; equal for all
+            layers of a block. By default, layers in which the axis has the same sizes share a cut.
     """
     shared = {Axis.VC: _Group(Axis.VC, model.vocab_size), Axis.RS: _Group(Axis.RS, model.hidden_size)}
-    groups: dict[tuple[Axis | int, ...], _Group] = {(axis,): group for axis, group in shared.items()}
+    groups: dict[tuple[Hashable, ...], _Group] = {(axis,): group for axis, group in shared.items()}
     common = Cost()
     for block in model.blocks:
         own = dict(shared)
         for axis, group in _layer_groups(block, request, device_count):
-            key = (axis, group.size, group.width, group.group)
+            key = (axis, group.size, group.width, group.group, cut_of(axis, block.layers[0]))
             own[axis] = groups.setdefault(key, group)
             own[axis].layers.extend(block.layers)
         if block.attention:

@@ -117,12 +117,11 @@ class Attempt:
 
     def plan(self) -> SplitPlan:
         """Return the plan with these cuts."""
-        m = self.model
         made = SplitPlan(
-            model=PlanModel(m.name, m.architecture, fingerprint(m), m.dtype, m.layer_count, m.not_planned, m.assumed),
+            model=described(self.model),
             request=self.request,
             devices=self.devices,
-            splits=_splits(self.wanted.axes, self.bounds),
+            splits=splits_of(self.wanted.axes, self.bounds),
             memory=self.memory,
         )
         return evolve(made, format_version=least_version(made))
@@ -227,7 +226,14 @@ def bin_of(device: Device, wanted: Demands, strategy: str, reserved: int = 0) ->
     return Bin(room, device.budget_bytes, kept.bytes + device.overhead_bytes + reserved)
 
 
-def _splits(axes: Sequence[Demand], bounds: Sequence[tuple[int, ...]]) -> tuple[Split, ...]:
+def described(model: ModelSpec) -> PlanModel:
+    """Return what a plan says of its model."""
+    name, architecture, layers = model.name, model.architecture, model.layer_count
+    return PlanModel(name, architecture, fingerprint(model), model.dtype, layers, model.not_planned, model.assumed)
+
+
+def splits_of(axes: Sequence[Demand], bounds: Sequence[tuple[int, ...]]) -> tuple[Split, ...]:
+    """Return the splits of a plan, given the cut points of each axis; query heads are cut where their KV heads are."""
     found = []
     for d, cuts in zip(axes, bounds, strict=True):
         split = Split(
