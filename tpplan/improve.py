@@ -48,13 +48,21 @@ class Improver:
 
     Attributes:
         units: number of units of each item in each bin.
+        guarded: items that no bin may lose altogether.
         sides: remaining room of each bin, negative if it lacks room, and its load, including the bin's own.
     """
 
-    def __init__(self, items: Sequence[Item], bins: Sequence[Bin], placement: Sequence[Sequence[int]]) -> None:
-        self.items, self.bins = items, bins
+    def __init__(
+        self,
+        items: Sequence[Item],
+        bins: Sequence[Bin],
+        placement: Sequence[Sequence[int]],
+        guarded: frozenset[int] = frozenset(),
+    ) -> None:
+        self.items, self.bins, self.guarded = items, bins, guarded
         self.units = [[0] * len(bins) for _ in items]
         self.sides = [(host.room, host.load) for host in bins]
+        self.fixed_load = sum(item.kept_load for item in items)
         for i, row in enumerate(placement):
             for b, n in enumerate(row):
                 self._add(i, b, n)
@@ -119,8 +127,9 @@ class Improver:
             other_room, other_load = self.sides[taker]
             other_speed = self.bins[taker].speed
             lack = max(0, -room) + max(0, -other_room)
-            # No move makes the load of both bins less, so one of them takes at least as long as both would evenly.
-            if best.may_be_beaten((0, load + other_load), speed + other_speed, lack):
+            # One of both bins takes at least as long as both would evenly, if they were rid of all fixed loads.
+            saved = 2 * self.fixed_load
+            if best.may_be_beaten((0, load + other_load - saved), speed + other_speed, lack):
                 self._consider(giver, taker, lack, best)
         return best.move
 
@@ -137,6 +146,8 @@ class Improver:
         for i, item in enumerate(self.items):
             have, there = mine[i], theirs[i]
             for n in _amounts(have, there, item.minimum):
+                if n == have and i in self.guarded and there:
+                    continue
                 given = _with(self.sides[giver], item, have, -n)
                 if not best.may_be_beaten(given, speeds[0], lack):
                     continue
@@ -149,6 +160,8 @@ class Improver:
                     least, most = _with(given, back, mine[j], 1), _with(taken, back, theirs[j], -theirs[j])
                     if best.may_be_beaten(least, speeds[0], lack) and best.may_be_beaten(most, speeds[1], lack):
                         for m in _returns(back, (mine[j], theirs[j]), (given, taken), speeds):
+                            if m == theirs[j] and j in self.guarded and mine[j]:
+                                continue
                             sides = _with(given, back, mine[j], m), _with(taken, back, theirs[j], -m)
                             best.compare(sides, speeds, lack, (giver, taker, i, n, j, m))
 
@@ -191,7 +204,7 @@ def _with(side: _Side, item: Item, have: int, more: int) -> _Side:
     if not more:
         return side
     starts = (not have) - (have + more == 0)
-    return side[0] - item.cost * more - item.kept * starts, side[1] + item.load * more
+    return side[0] - item.cost * more - item.kept * starts, side[1] + item.load * more + item.kept_load * starts
 
 
 def _returns(item: Item, have: tuple[int, int], sides: tuple[_Side, _Side], speeds: tuple[int, int]) -> Iterator[int]:

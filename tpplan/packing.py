@@ -1,14 +1,16 @@
 """Placing units of several axes on devices: the integer program behind planning.
 
 Every bin (device) has room in bytes and a speed. Every item (axis) consists of units that must all be placed. A bin
-holds no units of an item or at least the item's minimum, and holding any has a fixed cost. The objective is to minimise
-the time of the slowest bin: the least ``t`` such that no bin's load exceeds ``t`` times its speed. All numbers are
-integers; ``t`` is a fixed-point number with ``SHIFT`` bits after the point.
+holds no units of an item or at least the item's minimum, and holding any has a fixed cost and a fixed load. The
+objective is to minimise the time of the slowest bin: the least ``t`` such that no bin's load exceeds ``t`` times its
+speed. All numbers are integers; ``t`` is a fixed-point number with ``SHIFT`` bits after the point.
 
 There are four steps, from cheap to thorough; the later ones run only if a gap remains. A necessary condition gives a
 lower bound on ``t``. A greedy placement cuts every item in proportion to the bins, coarse items first, so that finer
-ones compensate their rounding. A local search (:mod:`tpplan.improve`) moves units. An exhaustive search
-(:mod:`tpplan.search`) settles what remains.
+ones compensate their rounding; an item that is dear to hold is tried on few bins and on many. A local search
+(:mod:`tpplan.improve`) moves units. An exhaustive search (:mod:`tpplan.search`) settles what remains.
+
+At last, attention is given to as many bins as the tolerance of ``t`` allows.
 """
 
 from __future__ import annotations
@@ -24,20 +26,26 @@ from tpplan.improve import Improver, numbers
 from tpplan.search import OutOfBudgetError, search
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 SHIFT = 64
 #: A placement within 1/2048 of the lower bound is good enough.
 TOLERANCE_BITS = 11
+#: Within 1/1024 of it, a placement with attention on more bins is better.
+TIE_BITS = 10
+#: An item is dear to hold if that costs more than this part of all units, in all bins together.
+DEAR_BITS = 13
 #: Rounds of the local search without improvement before it stops, times items, times bins squared.
 PATIENCE = 40_000
 #: Moves that the exhaustive search may examine: to find a first placement, and to improve one.
-FIRST_BUDGET = 600_000
-BETTER_BUDGET = 200_000
+FIRST_BUDGET = 300_000
+BETTER_BUDGET = 300_000
 _UNLIMITED = 1 << 200
 
 #: Units of each item in each bin.
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
+#: Number of bins that hold each item, 0 where any number will do.
+Hosts: TypeAlias = tuple[int, ...]
 
 
 @frozen
@@ -50,6 +58,8 @@ class Item:
         cost: bytes per unit.
         kept: fixed cost in bytes of a bin that holds any unit.
         load: load per unit.
+        kept_load: fixed load of a bin that holds any unit.
+        attention: whether units are attention heads, which more bins should hold where that costs next to nothing.
     """
 
     count: int
@@ -57,10 +67,13 @@ class Item:
     cost: int
     kept: int
     load: int
+    kept_load: int
+    attention: bool = False
 
     def upper(self, room: int, limit: int) -> int:
         """Return the most units that fit into ``room`` bytes and a load of ``limit``, 0 if below the minimum."""
         room -= self.kept
+        limit -= self.kept_load
         if room < 0 or limit < 0:
             return 0
         units = self.count
@@ -121,34 +134,93 @@ class _Solver:
     def solve(self) -> Placement | None:
         if not self._possible(None):
             return None
-        best = self._place(None) or self._improve(self._place(None, relaxed=True), 0)
+        best = self._first()
+        if best is None or not self.thorough:
+            return best
+        low = self._lower_bound(self._time(best))
+        best = self._descend(best, low)
+        if self._is_gap(low, self._time(best)):
+            best = self._improve(best, low) or best
+            best, low = self._close(best, low)
+            best = self._evened(best)
+        return self._widened(best, max(self._time(best), low + (low >> TIE_BITS)))
+
+    def _first(self) -> Placement | None:
+        """Return any placement that fits."""
+        for hosts in self._choices(None):
+            best = self._place(None, hosts)
+            if best:
+                return best
+        best = self._improve(self._place(None, self._free, relaxed=True), 0)
         if best is None and self.thorough:
             with suppress(OutOfBudgetError):
                 best = self._search(None, FIRST_BUDGET)
-        if best is None or not self.thorough:
-            return best
-        high = self._time(best)
-        low = t = self._lower_bound(high)
-        step = max(1, low >> (TOLERANCE_BITS + 3))
-        while t < high:
-            found = self._place(t)
-            if found:
-                best, high = found, self._time(found)
-            t += step
-            step *= 2
-        if self._is_gap(low, high):
-            best = self._improve(best, low) or best
-            best = self._close(best, low)
-            best = self._evened(best, self._time(best))
         return best
 
-    def _evened(self, found: Placement, t: int) -> Placement:
+    @property
+    def _free(self) -> Hosts:
+        return (0,) * len(self.items)
+
+    def _choices(self, t: int | None) -> Iterator[Hosts]:
+        """Yield numbers of hosts: free ones, then every number for each item that is dear to hold."""
+        yield self._free
+        fewest, bins = self._fewest(t), len(self.bins)
+        if fewest is None:
+            return
+        cost = sum(item.cost * item.count for item in self.items) >> DEAR_BITS
+        load = sum(item.load * item.count for item in self.items) >> DEAR_BITS
+        for i, item in enumerate(self.items):
+            if item.kept * bins > cost or item.kept_load * bins > load:
+                for hosts in _steps(max(1, fewest[i]), min(bins, item.count // item.minimum)):
+                    yield (*self._free[:i], hosts, *self._free[i + 1 :])
+
+    def _descend(self, best: Placement, low: int) -> Placement:
+        """Place again for longer and longer times above the lower bound, for each choice of hosts."""
+        high = self._time(best)
+        starts = sorted((self._lower_bound(high, low, hosts), hosts) for hosts in self._choices(high))
+        for t, hosts in starts:
+            step = max(1, low >> TOLERANCE_BITS + 3)
+            while t < high and self._is_gap(low, high):
+                found = self._place(t, hosts)
+                if found and self._time(found) < high:
+                    best, high = found, self._time(found)
+                t += step
+                step *= 2
+        return best
+
+    def _evened(self, found: Placement) -> Placement:
         """Return a placement that is nearly as fast and as proportional as possible; searches ignore proportion."""
+        t = self._time(found)
         for fixed in range(len(self.items)):
-            evened = self._place(t + (t >> TOLERANCE_BITS + 1), found[:fixed])
-            if evened:
+            evened = self._place(t + (t >> TOLERANCE_BITS + 1), self._free, found[:fixed])
+            if evened and self._hosts(evened) >= self._hosts(found):
                 return evened
         return found
+
+    def _hosts(self, placement: Placement) -> int:
+        """Return how many bins hold each item with attention, summed over these items."""
+        return sum(n > 0 for item, row in zip(self.items, placement, strict=True) if item.attention for n in row)
+
+    def _widened(self, best: Placement, t: int) -> Placement:
+        """Return a placement with attention in as many bins as ``t`` allows."""
+        attention = frozenset(i for i, item in enumerate(self.items) if item.attention)
+        held = [sum(map(bool, row)) for row in best]
+        for i in attention:
+            item = self.items[i]
+            for number in reversed([*_steps(held[i] + 1, min(len(self.bins), item.count // item.minimum))]):
+                hosts = tuple(number if j == i else held[j] if j in attention else 0 for j in range(len(held)))
+                if not self._possible(t, hosts):
+                    continue
+                found = self._place(t, hosts)
+                if not found and (start := self._place(t, hosts, relaxed=True)):
+                    other = Improver(self.items, self.bins, start, attention)
+                    other.run(t)
+                    if other.score()[0] == 0 and other.score()[1] <= t:
+                        found = tuple(map(tuple, other.units))
+                if found:
+                    best, held = found, [sum(map(bool, row)) for row in found]
+                    break
+        return best
 
     def _is_gap(self, low: int, high: int) -> bool:
         return high - low > low >> TOLERANCE_BITS
@@ -174,8 +246,8 @@ class _Solver:
                 best, score = other, other.score()
         return None if score[0] else tuple(map(tuple, best.units))
 
-    def _close(self, best: Placement, low: int) -> Placement:
-        """Bisect between the lower bound ``low`` and the time of the best placement until the gap is small."""
+    def _close(self, best: Placement, low: int) -> tuple[Placement, int]:
+        """Bisect between the lower bound and the time of the best placement; return it and a better lower bound."""
         high = self._time(best)
         while self._is_gap(low, high):
             middle = (low + high) // 2
@@ -187,76 +259,114 @@ class _Solver:
                 best, high = found, self._time(found)
             else:
                 low = middle + 1
-        return best
+        return best, low
 
     def _time(self, placement: Placement) -> int:
         """Return the time of a placement's slowest bin, the least ``t`` that it satisfies."""
         times = [0]
         for b, host in enumerate(self.bins):
-            units = [row[b] for row in placement]
-            if any(units):
-                load = sum(item.load * n for item, n in zip(self.items, units, strict=True))
-                times.append(-(-((load + host.load) << SHIFT) // host.speed))
+            held = [(item, row[b]) for item, row in zip(self.items, placement, strict=True) if row[b]]
+            if held:
+                load = host.load + sum(item.kept_load + item.load * n for item, n in held)
+                times.append(-(-(load << SHIFT) // host.speed))
         return max(times)
 
-    def _lower_bound(self, high: int) -> int:
-        """Return the least ``t`` that satisfies the necessary condition, at most ``high``."""
-        low = 0
-        while low < high:
+    def _lower_bound(self, high: int, low: int = 0, hosts: Hosts = ()) -> int:
+        """Return the least ``t`` that satisfies the necessary condition, from ``low`` to ``high``, or little less."""
+        while high - low > low >> TOLERANCE_BITS + 4:
             middle = (low + high) // 2
-            if self._possible(middle):
+            if self._possible(middle, hosts):
                 high = middle
             else:
                 low = middle + 1
         return low
 
-    def _possible(self, t: int | None) -> bool:
-        """Return whether ``t`` satisfies the necessary condition: items fit alone, and together by bytes and load."""
+    def _fewest(self, t: int | None, hosts: Hosts = ()) -> list[int] | None:
+        """Return in how many bins each item must be at least, were it alone; None if it does not fit."""
         spaces = [(b.room, limit) for b in self.bins if b.room >= 0 and (limit := b.limit(t)) >= 0]
-        cost = load = 0
-        for item in self.items:
+        fewest = []
+        for item, number in zip(self.items, hosts or self._free, strict=True):
             uppers = sorted((item.upper(*space) for space in spaces), reverse=True)
-            # At least this many bins hold the item, and each pays the fixed cost.
-            hosts = sum(held < item.count for held in accumulate(uppers, initial=0))
-            if hosts > min(len(uppers), item.count // item.minimum):
-                return False
-            cost += item.kept * hosts + item.cost * item.count
-            load += item.load * item.count
+            held = sum(total < item.count for total in accumulate(uppers, initial=0))
+            held = max(held, number)
+            if held > min(sum(map(bool, uppers)), item.count // item.minimum) or (number and held > number):
+                return None
+            fewest.append(held)
+        return fewest
+
+    def _possible(self, t: int | None, hosts: Hosts = ()) -> bool:
+        """Return whether ``t`` satisfies the necessary condition: items fit alone, and together by bytes and load."""
+        fewest = self._fewest(t, hosts)
+        if fewest is None:
+            return False
+        # Each bin that holds an item pays the fixed cost.
+        cost = sum(item.kept * n + item.cost * item.count for item, n in zip(self.items, fewest, strict=True))
+        load = sum(item.kept_load * n + item.load * item.count for item, n in zip(self.items, fewest, strict=True))
+        spaces = [(b.room, limit) for b in self.bins if b.room >= 0 and (limit := b.limit(t)) >= 0]
         return cost <= sum(room for room, _ in spaces) and load <= sum(limit for _, limit in spaces)
 
-    def _place(self, t: int | None, given: Sequence[Sequence[int]] = (), *, relaxed: bool = False) -> Placement | None:
+    def _place(
+        self, t: int | None, hosts: Hosts, given: Sequence[Sequence[int]] = (), *, relaxed: bool = False
+    ) -> Placement | None:
         """Cut every item as nearly in proportion to the bins as ``t`` and the rooms allow.
 
-        Each item's target compensates for the deviations of the items before it. ``given`` fixes the placement of the
-        first items; ``relaxed`` lets usable bins overflow.
+        Each item's target compensates for the deviations of the items before it. ``hosts`` sets the number of bins that
+        hold each item; ``given`` fixes the placement of the first items; ``relaxed`` lets usable bins overflow.
         """
         rooms = [b.room for b in self.bins]
         limits = [b.limit(t) if b.room >= 0 else -1 for b in self.bins]
         fair = [max(0, room if t is None else limit) for room, limit in zip(rooms, limits, strict=True)]
         whole = sum(fair)
         wanted, borne = 0, [0] * len(rooms)
-        placement: list[tuple[int, ...]] = []
-        for index, item in enumerate(self.items):
-            measure = item.cost if t is None else item.load
-            wanted += measure * item.count
+        placement: dict[int, tuple[int, ...]] = {}
+        for index in self._order(hosts, len(given)):
+            item = self.items[index]
+            unit, kept = (item.cost, item.kept) if t is None else (item.load, item.kept_load)
+            wanted += unit * item.count + kept * hosts[index]
             targets = [wanted * f // whole - have if whole else 0 for f, have in zip(fair, borne, strict=True)]
             if relaxed:
                 uppers = [item.count if host.room >= 0 else 0 for host in self.bins]
             else:
                 uppers = [item.upper(room, limit) for room, limit in zip(rooms, limits, strict=True)]
-            units = given[index] if index < len(given) else apportion(item.count, item.minimum, targets, uppers)
-            if units is None:
-                return None
+            if index < len(given):
+                units = list(given[index])
+            else:
+                found = apportion(item.count, item.minimum, targets, uppers, hosts[index])
+                if found is None:
+                    return None
+                units = found
             for b, n in enumerate(units):
                 if n:
                     rooms[b] -= item.kept + item.cost * n
-                    limits[b] -= item.load * n
-                    borne[b] += measure * n
-            placement.append(tuple(units))
-        return tuple(placement)
+                    limits[b] -= item.kept_load + item.load * n
+                    borne[b] += kept + unit * n
+            placement[index] = tuple(units)
+        return tuple(placement[index] for index in range(len(self.items)))
+
+    def _order(self, hosts: Hosts, given: int) -> list[int]:
+        """Return the items in the order in which to place them: those that are given, then from coarse to fine.
+
+        Of an item with few hosts, what each of them must hold is one lump.
+        """
+
+        def lump(index: int) -> int:
+            item, number = self.items[index], hosts[index]
+            return item.kept + item.cost * item.count // number if number else item.cost
+
+        return [*range(given), *sorted(range(given, len(self.items)), key=lambda index: -lump(index))]
 
     def _search(self, t: int | None, budget: int) -> Placement | None:
         """Search exhaustively, unless the necessary condition already fails."""
         if not self._possible(t):
             return None
         return search(self.items, [(b.room, b.limit(t)) for b in self.bins], budget)
+
+
+def _steps(first: int, last: int) -> Iterator[int]:
+    """Yield each small number of a range, some of the larger ones, and the last one."""
+    n = first
+    while n < last:
+        yield n
+        n += max(1, n // 8)
+    if first <= last:
+        yield last

@@ -182,7 +182,7 @@ def place(
     for i in first:
         # Heads are replicated so that every device has some: each gets one before the others are placed.
         bins = [_with_one(items[i], host) for host in bins]
-        items[i] = evolve(items[i], count=items[i].count - len(bins), kept=0)
+        items[i] = evolve(items[i], count=items[i].count - len(bins), kept=0, kept_load=0)
         if min(host.room for host in bins) < 0:
             return None
     costly = [i for i, item in items.items() if item.count and (item.cost or item.kept)]
@@ -201,26 +201,24 @@ def place(
 
 def _with_one(item: Item, host: Bin) -> Bin:
     """Return a bin with one unit of an item added."""
-    return evolve(host, room=host.room - item.kept - item.cost, load=host.load + item.load)
+    return evolve(host, room=host.room - item.kept - item.cost, load=host.load + item.kept_load + item.load)
 
 
 def _item(demand: Demand, strategy: str) -> Item:
     unit, kept = demand.unit_cost(), demand.fixed_cost()
     minimum = minimum_units(demand.axis, demand.size, demand.unit)
-    return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.reads if strategy == "latency" else unit.bytes)
+    attention = demand.axis in {Axis.KV, Axis.LH}
+    if strategy == "latency":
+        return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.reads, kept.reads, attention)
+    return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.bytes, kept.bytes, attention)
 
 
 def bin_of(device: Device, wanted: Demands, strategy: str) -> Bin:
-    """Return a device as a bin, with its room, and its budget or bandwidth as speed.
-
-    The room is exact, but the load includes every fixed cost, as if the device held a part of every axis. Otherwise the
-    best plan for equal GPUs would leave one of them without attention, to save its copy of a latent cache.
-    """
-    kept = sum((demand.fixed_cost() for demand in wanted.axes), wanted.common)
+    """Return a device as a bin, with its room, and its budget or bandwidth as speed."""
     room = device.budget_bytes - device.overhead_bytes - wanted.common.bytes
     if strategy == "latency":
-        return Bin(room, device.bandwidth_bytes_per_second, kept.reads)
-    return Bin(room, device.budget_bytes, kept.bytes + device.overhead_bytes)
+        return Bin(room, device.bandwidth_bytes_per_second, wanted.common.reads)
+    return Bin(room, device.budget_bytes, wanted.common.bytes + device.overhead_bytes)
 
 
 def _splits(axes: Sequence[Demand], bounds: Sequence[tuple[int, ...]]) -> tuple[Split, ...]:

@@ -111,7 +111,7 @@ class _Walk:
                 for n in (*range(1 - least), *range(max(item.minimum, least), most + 1)):
                     if 0 < have - n < item.minimum:
                         continue
-                    used = (item.kept + item.cost * n, item.load * n) if n else (0, 0)
+                    used = (item.kept + item.cost * n, item.kept_load + item.load * n) if n else (0, 0)
                     longer.append(((*units, n), room - used[0], limit - used[1]))
             partial = longer
         yield from partial
