@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tpplan.packing import Bin, Item
+    from tpplan.search import Budget
 
 #: Most bins to consider as partners of a move: the least loaded ones.
 _PARTNERS = 24
@@ -48,6 +49,7 @@ class Improver:
 
     Attributes:
         units: number of units of each item in each bin.
+        budget: a step for each amount that is considered; without steps left, the search ends.
         guarded: items that no bin may lose altogether.
         sides: remaining room of each bin, negative if it lacks room, and its load, including the bin's own.
     """
@@ -57,9 +59,10 @@ class Improver:
         items: Sequence[Item],
         bins: Sequence[Bin],
         placement: Sequence[Sequence[int]],
+        budget: Budget,
         guarded: frozenset[int] = frozenset(),
     ) -> None:
-        self.items, self.bins, self.guarded = items, bins, guarded
+        self.items, self.bins, self.budget, self.guarded = items, bins, budget, guarded
         self.units = [[0] * len(bins) for _ in items]
         self.sides = [(host.room, host.load) for host in bins]
         self.fixed_load = sum(item.kept_load for item in items)
@@ -83,6 +86,8 @@ class Improver:
     def run(self, goal: int) -> None:
         """Improve until no move helps, or no bin lacks room or takes longer than ``goal``, in units of 2^-64."""
         for _ in range(_MOST_MOVES):
+            if self.budget.left < 0:
+                return
             worst = self._worst()
             room, load = self.sides[worst]
             if room >= 0 and load << 64 <= goal * self.bins[worst].speed:
@@ -140,30 +145,56 @@ class Improver:
         return sorted(partners, key=lambda b: ((self.sides[b][1] << 32) // self.bins[b].speed, b))[:_PARTNERS]
 
     def _consider(self, giver: int, taker: int, lack: int, best: _Best) -> None:
-        """Compare the moves between two bins, which now lack ``lack`` bytes, with the best one so far."""
+        """Compare the moves between two bins, which now lack ``lack`` bytes, with the best one so far.
+
+        Of two items that change places, every amount of the coarser one is tried, with the best ones of the finer.
+        """
         speeds = self.bins[giver].speed, self.bins[taker].speed
         mine, theirs = ([row[b] for row in self.units] for b in (giver, taker))
         for i, item in enumerate(self.items):
-            have, there = mine[i], theirs[i]
-            for n in _amounts(have, there, item.minimum):
-                if n == have and i in self.guarded and there:
+            held = mine[i], theirs[i]
+            for n in _even(item, held, (self.sides[giver], self.sides[taker]), speeds):
+                self.budget.left -= 1
+                if self._may_leave(i, held, n):
+                    sides = _with(self.sides[giver], item, mine[i], -n), _with(self.sides[taker], item, theirs[i], n)
+                    best.compare(sides, speeds, lack, (giver, taker, i, n))
+            finer = [j for j in range(i + 1, len(self.items)) if theirs[j]]
+            for n in _amounts(*held, item.minimum) if finer else ():
+                self.budget.left -= 1
+                given = _with(self.sides[giver], item, mine[i], -n)
+                if not best.may_be_beaten(given, speeds[0], lack) or not self._may_leave(i, held, n):
                     continue
-                given = _with(self.sides[giver], item, have, -n)
-                if not best.may_be_beaten(given, speeds[0], lack):
-                    continue
-                taken = _with(self.sides[taker], item, there, n)
-                best.compare((given, taken), speeds, lack, (giver, taker, i, n))
-                for j, back in enumerate(self.items):
-                    if j == i or not theirs[j]:
-                        continue
+                taken = _with(self.sides[taker], item, theirs[i], n)
+                for j in finer:
+                    back = self.items[j]
                     # The giver gets at least one unit back, the taker at most gets rid of all.
                     least, most = _with(given, back, mine[j], 1), _with(taken, back, theirs[j], -theirs[j])
                     if best.may_be_beaten(least, speeds[0], lack) and best.may_be_beaten(most, speeds[1], lack):
-                        for m in _returns(back, (mine[j], theirs[j]), (given, taken), speeds):
-                            if m == theirs[j] and j in self.guarded and mine[j]:
-                                continue
-                            sides = _with(given, back, mine[j], m), _with(taken, back, theirs[j], -m)
-                            best.compare(sides, speeds, lack, (giver, taker, i, n, j, m))
+                        self.budget.left -= 4
+                        for m in _even(back, (theirs[j], mine[j]), (taken, given), speeds[::-1]):
+                            if self._may_leave(j, (theirs[j], mine[j]), m):
+                                sides = _with(given, back, mine[j], m), _with(taken, back, theirs[j], -m)
+                                best.compare(sides, speeds, lack, (giver, taker, i, n, j, m))
+            finer = [j for j in range(i + 1, len(self.items)) if mine[j]]
+            for n in _amounts(theirs[i], mine[i], item.minimum) if finer else ():
+                self.budget.left -= 1
+                taken = _with(self.sides[taker], item, theirs[i], -n)
+                if not best.may_be_beaten(taken, speeds[1], lack) or not self._may_leave(i, held[::-1], n):
+                    continue
+                given = _with(self.sides[giver], item, mine[i], n)
+                for j in finer:
+                    other = self.items[j]
+                    most, least = _with(given, other, mine[j], -mine[j]), _with(taken, other, theirs[j], 1)
+                    if best.may_be_beaten(least, speeds[1], lack) and best.may_be_beaten(most, speeds[0], lack):
+                        self.budget.left -= 4
+                        for m in _even(other, (mine[j], theirs[j]), (given, taken), speeds):
+                            if self._may_leave(j, (mine[j], theirs[j]), m):
+                                sides = _with(given, other, mine[j], -m), _with(taken, other, theirs[j], m)
+                                best.compare(sides, speeds, lack, (giver, taker, j, m, i, n))
+
+    def _may_leave(self, item: int, held: tuple[int, int], units: int) -> bool:
+        """Return whether units may leave the first of two bins, which hold so many: no bin may lose a guarded item."""
+        return item not in self.guarded or units < held[0] or not held[1]
 
 
 class _Best:
@@ -207,19 +238,20 @@ def _with(side: _Side, item: Item, have: int, more: int) -> _Side:
     return side[0] - item.cost * more - item.kept * starts, side[1] + item.load * more + item.kept_load * starts
 
 
-def _returns(item: Item, have: tuple[int, int], sides: tuple[_Side, _Side], speeds: tuple[int, int]) -> Iterator[int]:
-    """Yield numbers of units to bring back: to make room in the taker, fill the giver, or equalise the times."""
-    mine, theirs = have
-    given, taken = sides
-    amounts = {theirs, item.minimum}
+def _even(item: Item, held: tuple[int, int], sides: tuple[_Side, _Side], speeds: tuple[int, int]) -> list[int]:
+    """Return numbers of units to move from the first to the second of two bins, which hold so many.
+
+    They equalise the times, just fill the second or just relieve the first one, or are the fewest or all.
+    """
+    have, there = held
+    giver, taker = sides
+    amounts = {have, item.minimum, 1}
     if item.cost:
-        amounts |= {-(taken[0] // item.cost), given[0] // item.cost}
+        amounts |= {-(giver[0] // item.cost), taker[0] // item.cost}
     if item.load:
-        even = (taken[1] * speeds[0] - given[1] * speeds[1]) // (item.load * (speeds[0] + speeds[1]))
+        even = (giver[1] * speeds[1] - taker[1] * speeds[0]) // (item.load * (speeds[0] + speeds[1]))
         amounts |= {even, even + 1}
-    for n in sorted(amounts):
-        if 0 < n <= theirs and not 0 < theirs - n < item.minimum and mine + n >= item.minimum:
-            yield n
+    return sorted(n for n in amounts if 0 < n <= have and not 0 < have - n < item.minimum <= there + n)
 
 
 def _amounts(have: int, there: int, minimum: int) -> Iterator[int]:

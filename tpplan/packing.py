@@ -16,6 +16,7 @@ At last, attention is given to as many bins as the tolerance of ``t`` allows.
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,23 +24,23 @@ from attrs import frozen
 
 from tpplan.apportion import apportion
 from tpplan.improve import Improver, numbers
-from tpplan.search import OutOfBudgetError, search
+from tpplan.search import Budget, OutOfBudgetError, search
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 SHIFT = 64
-#: A placement within 1/2048 of the lower bound is good enough.
-TOLERANCE_BITS = 11
-#: Within 1/1024 of it, a placement with attention on more bins is better.
-TIE_BITS = 10
+#: A placement within 1/1024 of the lower bound is good enough; of several, the one with attention on more bins.
+TOLERANCE_BITS = 10
 #: An item is dear to hold if that costs more than this part of all units, in all bins together.
 DEAR_BITS = 13
-#: Rounds of the local search without improvement before it stops, times items, times bins squared.
-PATIENCE = 40_000
-#: Moves that the exhaustive search may examine: to find a first placement, and to improve one.
-FIRST_BUDGET = 300_000
-BETTER_BUDGET = 300_000
+#: Most rounds of the local search without improvement before it stops.
+PATIENCE = 200
+#: Steps of the local search from one placement, and from others near it.
+RUN_STEPS = 20_000
+SHAKE_STEPS = 80_000
+#: Steps of each exhaustive search, to find a first placement or to improve one; often far fewer settle it.
+SEARCH_STEPS = 60_000
 _UNLIMITED = 1 << 200
 
 #: Units of each item in each bin.
@@ -104,7 +105,7 @@ class Bin:
 
 
 def solve(items: Sequence[Item], bins: Sequence[Bin], *, thorough: bool = True) -> Placement | None:
-    """Return a placement whose ``t`` is within 1/2048 of the least, or None if nothing fits.
+    """Return a placement whose ``t`` is within 1/1024 of the least, or None if nothing fits.
 
     The result does not depend on the order of the bins, except among equal ones. The exhaustive search has a budget; if
     it is used up (many bins, many coarse units, hardly any slack), the result is the best placement so far, or None.
@@ -123,7 +124,7 @@ def solve(items: Sequence[Item], bins: Sequence[Bin], *, thorough: bool = True) 
     return tuple(map(tuple, placement))
 
 
-@frozen
+@frozen(slots=False)
 class _Solver:
     """Solver for items sorted from coarse to fine and bins sorted from roomy to tight."""
 
@@ -140,10 +141,11 @@ class _Solver:
         low = self._lower_bound(self._time(best))
         best = self._descend(best, low)
         if self._is_gap(low, self._time(best)):
-            best = self._improve(best, low) or best
-            best, low = self._close(best, low)
-            best = self._evened(best)
-        return self._widened(best, max(self._time(best), low + (low >> TIE_BITS)))
+            for shaking in (False, True):
+                best = self._improve(best, low, shaking=shaking) or best
+                best, low = self._close(best, low)
+            best = self._evened(best, max(self._time(best), low + (low >> TOLERANCE_BITS)))
+        return self._widened(best, max(self._time(best), low + (low >> TOLERANCE_BITS)))
 
     def _first(self) -> Placement | None:
         """Return any placement that fits."""
@@ -151,10 +153,12 @@ class _Solver:
             best = self._place(None, hosts)
             if best:
                 return best
-        best = self._improve(self._place(None, self._free, relaxed=True), 0)
+        start = self._place(None, self._free, relaxed=True)
+        best = self._improve(start, 0, shaking=False)
         if best is None and self.thorough:
             with suppress(OutOfBudgetError):
-                best = self._search(None, FIRST_BUDGET)
+                return self._search(None, Budget(SEARCH_STEPS))
+            best = self._improve(start, 0, shaking=True)
         return best
 
     @property
@@ -179,7 +183,7 @@ class _Solver:
         high = self._time(best)
         starts = sorted((self._lower_bound(high, low, hosts), hosts) for hosts in self._choices(high))
         for t, hosts in starts:
-            step = max(1, low >> TOLERANCE_BITS + 3)
+            step = max(1, low >> TOLERANCE_BITS + 4)
             while t < high and self._is_gap(low, high):
                 found = self._place(t, hosts)
                 if found and self._time(found) < high:
@@ -188,11 +192,10 @@ class _Solver:
                 step *= 2
         return best
 
-    def _evened(self, found: Placement) -> Placement:
-        """Return a placement that is nearly as fast and as proportional as possible; searches ignore proportion."""
-        t = self._time(found)
+    def _evened(self, found: Placement, t: int) -> Placement:
+        """Return a placement within ``t`` that is as proportional as possible; searches ignore proportion."""
         for fixed in range(len(self.items)):
-            evened = self._place(t + (t >> TOLERANCE_BITS + 1), self._free, found[:fixed])
+            evened = self._place(t, self._free, found[:fixed])
             if evened and self._hosts(evened) >= self._hosts(found):
                 return evened
         return found
@@ -213,7 +216,7 @@ class _Solver:
                     continue
                 found = self._place(t, hosts)
                 if not found and (start := self._place(t, hosts, relaxed=True)):
-                    other = Improver(self.items, self.bins, start, attention)
+                    other = Improver(self.items, self.bins, start, Budget(RUN_STEPS), attention)
                     other.run(t)
                     if other.score()[0] == 0 and other.score()[1] <= t:
                         found = tuple(map(tuple, other.units))
@@ -225,20 +228,20 @@ class _Solver:
     def _is_gap(self, low: int, high: int) -> bool:
         return high - low > low >> TOLERANCE_BITS
 
-    def _improve(self, start: Placement | None, low: int) -> Placement | None:
-        """Run the local search from ``start``, which may lack room, until near ``low`` or out of rounds."""
+    def _improve(self, start: Placement | None, low: int, *, shaking: bool) -> Placement | None:
+        """Run the local search from ``start``, which may lack room, until near ``low``.
+
+        With ``shaking``, run it also from placements near the best one, until out of steps.
+        """
         if start is None:
             return None
-        best = Improver(self.items, self.bins, start)
+        best = Improver(self.items, self.bins, start, Budget(RUN_STEPS))
         best.run(low)
-        score = best.score()
-        rounds = max(4, min(200, PATIENCE // (len(self.items) * len(self.bins) ** 2))) if self.thorough else 0
-        scatter, stale = numbers(), 0
-        while stale < rounds:
-            if not score[0] and not self._is_gap(low, score[1]):
-                break
+        score, stale = best.score(), 0
+        budget, scatter = Budget(SHAKE_STEPS if shaking else -1), numbers()
+        while stale < PATIENCE and budget.left > 0 and (score[0] or self._is_gap(low, score[1])):
             stale += 1
-            other = Improver(self.items, self.bins, best.units)
+            other = Improver(self.items, self.bins, best.units, budget)
             other.shake(scatter)
             other.run(low)
             if other.score() <= score:
@@ -248,11 +251,11 @@ class _Solver:
 
     def _close(self, best: Placement, low: int) -> tuple[Placement, int]:
         """Bisect between the lower bound and the time of the best placement; return it and a better lower bound."""
-        high = self._time(best)
+        high, budget = self._time(best), Budget(SEARCH_STEPS)
         while self._is_gap(low, high):
             middle = (low + high) // 2
             try:
-                found = self._search(middle, BETTER_BUDGET)
+                found = self._search(middle, budget)
             except OutOfBudgetError:
                 break
             if found:
@@ -299,11 +302,24 @@ class _Solver:
         fewest = self._fewest(t, hosts)
         if fewest is None:
             return False
-        # Each bin that holds an item pays the fixed cost.
-        cost = sum(item.kept * n + item.cost * item.count for item, n in zip(self.items, fewest, strict=True))
-        load = sum(item.kept_load * n + item.load * item.count for item, n in zip(self.items, fewest, strict=True))
         spaces = [(b.room, limit) for b in self.bins if b.room >= 0 and (limit := b.limit(t)) >= 0]
-        return cost <= sum(room for room, _ in spaces) and load <= sum(limit for _, limit in spaces)
+        for room_price, load_price in self._prices:
+            # What an item takes has the lower one of two prices, that of its bytes or that of its load. At such prices
+            # no bin holds more than its room is worth, nor more than its limit is worth.
+            needed = sum(
+                min(item.cost * room_price, item.load * load_price) * item.count
+                + min(item.kept * room_price, item.kept_load * load_price) * n  # for each bin that holds it
+                for item, n in zip(self.items, fewest, strict=True)
+            )
+            if needed > sum(min(room * room_price, limit * load_price) for room, limit in spaces):
+                return False
+        return True
+
+    @cached_property
+    def _prices(self) -> list[tuple[int, int]]:
+        """Return prices of a byte and of a unit of load: very different ones, and such that an item's are equal."""
+        equal = {(item.load, item.cost) for item in self.items if item.load and item.cost}
+        return [(1, _UNLIMITED), (_UNLIMITED, 1), *sorted(equal)]
 
     def _place(
         self, t: int | None, hosts: Hosts, given: Sequence[Sequence[int]] = (), *, relaxed: bool = False
@@ -355,7 +371,7 @@ class _Solver:
 
         return [*range(given), *sorted(range(given, len(self.items)), key=lambda index: -lump(index))]
 
-    def _search(self, t: int | None, budget: int) -> Placement | None:
+    def _search(self, t: int | None, budget: Budget) -> Placement | None:
         """Search exhaustively, unless the necessary condition already fails."""
         if not self._possible(t):
             return None
