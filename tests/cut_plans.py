@@ -29,4 +29,4 @@ def cut_plans(draw: st.DrawFn, *rows: int) -> SplitPlan:
     wanted = demands(model, request, count)
     cuts = tuple(draw(bounds(d.axis, d.size, d.unit, count)) for d in wanted.axes)
     devices = (Device(name="x", budget_bytes=2**40),) * count
-    return Attempt(model, devices, request, wanted, cuts, ledger(cuts, wanted, devices)).plan()
+    return Attempt(model, devices, request, wanted, cuts, ledger(cuts, wanted, devices, request)).plan()

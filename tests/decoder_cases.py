@@ -240,7 +240,7 @@ def plan_of(directory: Path, devices: int, request: Request, cut: dict[Axis, tup
 
     bounds: Sequence[tuple[int, ...]] = tuple(map(cuts, wanted.axes))
     gpus = tuple(Device(name=f"GPU {i}", budget_bytes=2**40) for i in range(devices))
-    return Attempt(model, gpus, request, wanted, tuple(bounds), ledger(bounds, wanted, gpus)).plan()
+    return Attempt(model, gpus, request, wanted, tuple(bounds), ledger(bounds, wanted, gpus, request)).plan()
 
 
 @contextmanager

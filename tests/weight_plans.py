@@ -47,7 +47,7 @@ def plan_of(model: ModelSpec, request: Request, bounds: Sequence[tuple[int, ...]
     """Return the plan that cuts the axes of a model so, in the order of the ledger."""
     devices = tuple(Device(name=f"GPU {i}", budget_bytes=2**40) for i in range(len(bounds[0]) - 1))
     wanted = demands(model, request, len(devices))
-    return Attempt(model, devices, request, wanted, tuple(bounds), ledger(bounds, wanted, devices)).plan()
+    return Attempt(model, devices, request, wanted, tuple(bounds), ledger(bounds, wanted, devices, request)).plan()
 
 
 def even_plan(model: ModelSpec, devices: int, layout: str = "reduce") -> SplitPlan:

@@ -239,7 +239,7 @@ def axis_unit(axis: Axis, size: int, units: Iterable[int] = ()) -> int:
 
 
 def ledger(
-    bounds: Sequence[Sequence[int]], wanted: Demands, devices: Sequence[Device], *, reads: bool = False
+    bounds: Sequence[Sequence[int]], wanted: Demands, devices: Sequence[Device], request: Request
 ) -> tuple[DeviceMemory, ...]:
     """Return the memory of each device; ``free_bytes`` is negative where the budget is exceeded.
 
@@ -247,17 +247,19 @@ def ledger(
         bounds: the cut points of each axis, in the order of ``wanted.axes``.
         wanted: the axes and their costs.
         devices: one for each slice of the bounds.
-        reads: whether to fill in ``reads_bytes``.
+        request: says what is reserved; ``reads_bytes`` are filled in for the strategy ``latency``.
     """
     entries = []
+    reads = request.strategy == "latency"
     for index, device in enumerate(devices):
         held = [(demand, row[index], row[index + 1]) for demand, row in zip(wanted.axes, bounds, strict=True)]
         total = sum((demand.cost(start, end) for demand, start, end in held), Cost())
         used = any(end > start for _, start, end in held)
         total = total + wanted.common if used else Cost()
         overhead = device.overhead_bytes if used else 0
-        free = device.budget_bytes - total.bytes - overhead
+        reserved = request.reserved(index)
+        free = device.budget_bytes - total.bytes - overhead - reserved
         # Rounded up, reads must not exceed the bytes held; a device with only lookup tables reads little, but not 0.
         read = min(max(total.reads, 1), total.weights + total.cache) if reads and used else 0
-        entries.append(DeviceMemory(index, total.weights, total.cache, total.workspace, overhead, free, read))
+        entries.append(DeviceMemory(index, total.weights, total.cache, total.workspace, overhead, free, read, reserved))
     return tuple(entries)

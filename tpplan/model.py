@@ -184,6 +184,19 @@ class Block:
 
 
 @frozen
+class NotPlanned:
+    """A part of a model's files that a plan does not count.
+
+    Attributes:
+        what: what it is: ``vision tower``, ``prediction layers``, …
+        bytes: its size in the files; 0 if no file says.
+    """
+
+    what: str
+    bytes: int = 0
+
+
+@frozen
 class ModelSpec:
     """An immutable, normalised description of a model, the same whichever file format it was read from.
 
@@ -201,6 +214,10 @@ class ModelSpec:
         blocks: groups of identical layers, in order of their first layer.
         parameters: the tensors outside the layers.
         gather_only: why the weights' input dimension cannot be cut, so that only ``gather`` works; else empty.
+        not_planned: parts of the files that are not counted; not part of the fingerprint.
+        assumed: what is assumed of the weights because no file says, in words, empty if nothing is; not part of the
+            fingerprint.
+        notes: what else a reader of the model should know, a sentence each; not part of the fingerprint.
     """
 
     name: str
@@ -216,6 +233,9 @@ class ModelSpec:
     blocks: tuple[Block, ...]
     parameters: tuple[Parameter, ...]
     gather_only: str = ""
+    not_planned: tuple[NotPlanned, ...] = ()
+    assumed: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def layer_count(self) -> int:

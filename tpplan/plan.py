@@ -9,11 +9,14 @@ from attrs import frozen
 from tpplan.axes import Axis, Slice, parse_layers, slices_of
 from tpplan.devices import Device
 from tpplan.errors import RequestError
+from tpplan.model import NotPlanned
 
 if TYPE_CHECKING:
     from os import PathLike
 
-FORMAT_VERSION = "1.0"
+#: The latest version of the format; a plan is written in the oldest one that has all of its keys.
+FORMAT_VERSION = "1.1"
+FIRST_VERSION = "1.0"
 SCHEMA_URN = "urn:tpplan:split-plan:1"
 
 LAYOUTS = ("reduce", "gather")
@@ -38,6 +41,19 @@ class Cache:
 
 
 @frozen
+class Reserve:
+    """Memory of a device that a plan leaves to something else, such as a vision tower.
+
+    Attributes:
+        bytes: bytes to leave.
+        device: index of the device; -1 for every device that no other reserve names.
+    """
+
+    bytes: int
+    device: int = -1
+
+
+@frozen
 class Request:
     """A request to the planner; planning again from it gives the same plan.
 
@@ -48,6 +64,11 @@ class Request:
         batch: number of sequences that share the cache.
         max_rows: tokens in the largest forward pass (batch × query length).
         kv: use of devices in excess of the KV heads: ``idle`` gives them no attention, ``replicate`` replicates heads.
+        context: tokens of the longest sequence where sequences share the cache's tokens as a pool; 0 where each has an
+            equal part of them.
+        full_window: whether layers with a sliding window keep all tokens, as some servers do.
+        beyond: whether a context longer than the model's is accepted.
+        reserve: memory left to something else on the devices.
     """
 
     layout: str
@@ -56,6 +77,20 @@ class Request:
     batch: int
     max_rows: int
     kv: str
+    context: int = 0
+    full_window: bool = False
+    beyond: bool = False
+    reserve: tuple[Reserve, ...] = ()
+
+    def reserved(self, device: int) -> int:
+        """Return the bytes that the request leaves to something else on a device."""
+        own = {reserve.device: reserve.bytes for reserve in self.reserve}
+        return own.get(device, own.get(-1, 0))
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.context or -(-self.cache.tokens // self.batch)
 
 
 @frozen
@@ -68,6 +103,8 @@ class PlanModel:
         fingerprint: ``sha256:`` and the hash of the normalised ModelSpec.
         dtype: dtype of the activations: ``float32``, ``float16`` or ``bfloat16``.
         layers: number of layers.
+        not_planned: parts of the model's files that the plan does not count.
+        assumed: what is assumed of the weights because no file says, in words; empty if their bytes are exact.
     """
 
     name: str
@@ -75,6 +112,8 @@ class PlanModel:
     fingerprint: str
     dtype: str
     layers: int
+    not_planned: tuple[NotPlanned, ...] = ()
+    assumed: str = ""
 
 
 @frozen(kw_only=True)
@@ -103,7 +142,7 @@ class Split:
 
 @frozen
 class DeviceMemory:
-    """The memory ledger of one device, in bytes; its buckets, with ``free_bytes``, add up to the device's budget.
+    """The memory ledger of one device, in bytes: buckets, ``reserved_bytes`` and ``free_bytes`` are its whole budget.
 
     Attributes:
         device: index of the device in the plan.
@@ -114,6 +153,7 @@ class DeviceMemory:
         free_bytes: remainder of the budget.
         reads_bytes: bytes of weights and cache that one token reads (of experts, only those it is routed to); given for
             the strategy ``latency``, which distributes these reads by bandwidth, 0 for others.
+        reserved_bytes: bytes left to something else, as the request asks.
     """
 
     device: int
@@ -123,6 +163,7 @@ class DeviceMemory:
     overhead_bytes: int
     free_bytes: int
     reads_bytes: int = 0
+    reserved_bytes: int = 0
 
     @property
     def used_bytes(self) -> int:
@@ -135,7 +176,7 @@ class SplitPlan:
     """An immutable plan: which device holds which slice of every axis of a model.
 
     Attributes:
-        format_version: version of the file format.
+        format_version: version of the file format, see :func:`least_version`.
         model: the model that the plan is for.
         request: the request that the plan answers.
         devices: the devices, in the order that indices refer to.
@@ -143,7 +184,7 @@ class SplitPlan:
         memory: one ledger per device.
     """
 
-    format_version: str = FORMAT_VERSION
+    format_version: str = FIRST_VERSION
     model: PlanModel
     request: Request
     devices: tuple[Device, ...]
@@ -185,3 +226,14 @@ class SplitPlan:
         from tpplan.codec import save  # noqa: PLC0415 (the codec needs this module)
 
         save(self, path)
+
+
+def least_version(plan: SplitPlan) -> str:
+    """Return the oldest version of the format that has all keys of a plan."""
+    model, request = plan.model, plan.request
+    newer = (
+        *(model.not_planned, model.assumed),
+        *(request.context, request.full_window, request.beyond, request.reserve),
+        *(entry.reserved_bytes for entry in plan.memory),
+    )
+    return "1.1" if any(newer) else FIRST_VERSION

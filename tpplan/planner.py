@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen
 
 from tpplan.apportion import apportion
 from tpplan.axes import Axis, bounds_of, minimum_units
@@ -15,7 +15,7 @@ from tpplan.exllamav2_split import exllamav2_counts
 from tpplan.memory import demands, ledger
 from tpplan.model import ModelSpec
 from tpplan.packing import Bin, Item, solve
-from tpplan.plan import Cache, DeviceMemory, PlanModel, Request, Split, SplitPlan
+from tpplan.plan import Cache, DeviceMemory, PlanModel, Request, Reserve, Split, SplitPlan, least_version
 from tpplan.request import check_devices, check_kinds, resolve
 from tpplan.verify import verify
 
@@ -39,6 +39,10 @@ def plan(
     batch: int = 1,
     max_rows: int = DEFAULT_MAX_ROWS,
     kv: str = "idle",
+    context: int = 0,
+    full_window: bool = False,
+    beyond: bool = False,
+    reserve: Iterable[Reserve] = (),
 ) -> SplitPlan:
     """Split ``model`` over ``devices``, within every device's budget.
 
@@ -55,6 +59,11 @@ def plan(
         batch: number of sequences that share the cache.
         max_rows: tokens in the largest forward pass.
         kv: use of devices in excess of the KV heads: ``idle`` gives them no attention, ``replicate`` replicates heads.
+        context: tokens of the longest sequence, where the sequences share the cache's tokens as a pool; by default each
+            sequence has an equal part of them.
+        full_window: keep all tokens in layers with a sliding window, too, as some servers do.
+        beyond: accept a context longer than the model's.
+        reserve: memory to leave to something else.
 
     Raises:
         InfeasibleError: no plan fits, or ExLlamaV2's does not; it says how many bytes are missing and what would help.
@@ -62,8 +71,9 @@ def plan(
     """
     devices, cache = tuple(devices), cache or Cache()
     check_kinds(model, devices, cache)
-    request = resolve(model, cache, layout, strategy=strategy, batch=batch, max_rows=max_rows, kv=kv)
-    check_devices(devices, strategy)
+    asked = Request(layout, strategy, cache, batch, max_rows, kv, context, full_window, beyond, tuple(reserve))
+    request = resolve(model, asked)
+    check_devices(devices, request)
     found = attempt(model, devices, request)
     if found is None or found.lacking:
         from tpplan.infeasible import explain  # noqa: PLC0415 (explaining plans again)
@@ -76,17 +86,8 @@ def plan(
 
 def replan(model: ModelSpec, old: SplitPlan) -> SplitPlan:
     """Plan again with the request and the devices of an old plan; see :func:`plan` for errors."""
-    r = old.request
-    return plan(
-        model,
-        old.devices,
-        cache=r.cache,
-        layout=r.layout,
-        strategy=r.strategy,
-        batch=r.batch,
-        max_rows=r.max_rows,
-        kv=r.kv,
-    )
+    request = old.request
+    return plan(model, old.devices, **{field.name: getattr(request, field.name) for field in fields(Request)})
 
 
 @frozen
@@ -117,13 +118,14 @@ class Attempt:
     def plan(self) -> SplitPlan:
         """Return the plan with these cuts."""
         m = self.model
-        return SplitPlan(
-            model=PlanModel(m.name, m.architecture, fingerprint(m), m.dtype, m.layer_count),
+        made = SplitPlan(
+            model=PlanModel(m.name, m.architecture, fingerprint(m), m.dtype, m.layer_count, m.not_planned, m.assumed),
             request=self.request,
             devices=self.devices,
             splits=_splits(self.wanted.axes, self.bounds),
             memory=self.memory,
         )
+        return evolve(made, format_version=least_version(made))
 
 
 def attempt(
@@ -137,7 +139,7 @@ def attempt(
     if request.strategy == "exllamav2":
         counts = exllamav2_counts(model, wanted, devices)
         return None if counts is None else finish(model, devices, request, wanted, counts)
-    bins = [bin_of(device, wanted, request.strategy) for device in devices]
+    bins = [bin_of(device, wanted, request.strategy, request.reserved(i)) for i, device in enumerate(devices)]
     counts = place(wanted, bins, request.strategy, thorough=thorough)
     if counts:
         return finish(model, devices, request, wanted, counts)
@@ -165,7 +167,7 @@ def finish(
 ) -> Attempt:
     """Convert the units of every axis on each device into bounds and a ledger."""
     bounds = tuple(bounds_of(row, d.unit, d.size) for row, d in zip(counts, wanted.axes, strict=True))
-    memory = ledger(bounds, wanted, devices, reads=request.strategy == "latency")
+    memory = ledger(bounds, wanted, devices, request)
     return Attempt(model, devices, request, wanted, bounds, memory)
 
 
@@ -213,12 +215,12 @@ def _item(demand: Demand, strategy: str) -> Item:
     return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.bytes, kept.bytes, attention)
 
 
-def bin_of(device: Device, wanted: Demands, strategy: str) -> Bin:
+def bin_of(device: Device, wanted: Demands, strategy: str, reserved: int = 0) -> Bin:
     """Return a device as a bin, with its room, and its budget or bandwidth as speed."""
-    room = device.budget_bytes - device.overhead_bytes - wanted.common.bytes
+    room = device.budget_bytes - device.overhead_bytes - wanted.common.bytes - reserved
     if strategy == "latency":
         return Bin(room, device.bandwidth_bytes_per_second, wanted.common.reads)
-    return Bin(room, device.budget_bytes, wanted.common.bytes + device.overhead_bytes)
+    return Bin(room, device.budget_bytes, wanted.common.bytes + device.overhead_bytes + reserved)
 
 
 def _splits(axes: Sequence[Demand], bounds: Sequence[tuple[int, ...]]) -> tuple[Split, ...]:

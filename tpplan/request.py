@@ -5,6 +5,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from attrs import evolve
+
 from tpplan.devices import Device
 from tpplan.errors import RequestError
 from tpplan.model import ModelSpec
@@ -35,53 +37,60 @@ def check_kinds(model: object, devices: Sequence[object], cache: object) -> None
         raise RequestError(f"a device is {wrong[0]!r:.60}, expected a Device", hint)
 
 
-def resolve(
-    model: ModelSpec, cache: Cache, layout: str, *, strategy: str, batch: int, max_rows: int, kv: str
-) -> Request:
-    """Check a request against the model and fill in its defaults.
+def resolve(model: ModelSpec, asked: Request) -> Request:
+    """Check a request against the model and fill in its defaults: an empty layout, 0 tokens.
 
     Raises:
         RequestError: an unknown choice, a number out of range, or a context longer than the model's.
     """
-    layout = layout or ("gather" if model.gather_only else "reduce")
+    batch, max_rows = asked.batch, asked.max_rows
+    layout = asked.layout or ("gather" if model.gather_only else "reduce")
     _known("layout", layout, LAYOUTS)
-    _known("strategy", strategy, STRATEGIES)
-    _known("cache kind", cache.kind, tuple(CACHE_KINDS))
-    _known("kv mode", kv, KV_MODES)
+    _known("strategy", asked.strategy, STRATEGIES)
+    _known("cache kind", asked.cache.kind, tuple(CACHE_KINDS))
+    _known("kv mode", asked.kv, KV_MODES)
     _in_range("batch", batch, 1, _MOST_ROWS)
     _in_range("max_rows", max_rows, 1, _MOST_ROWS)
-    tokens = cache.tokens or model.max_context * batch
+    tokens = asked.cache.tokens or model.max_context * batch
     _in_range("cache tokens", tokens, 1, _MOST_TOKENS)
     if max_rows < batch:
         hint = f"ask for at least {batch} rows"
         raise RequestError(f"max_rows {max_rows} is less than the {batch} sequences that decode together", hint)
     if tokens > model.max_context * batch:
         each = f"{-(-tokens // batch)} tokens per sequence"
-        asked = each if batch == 1 else f"{tokens} cache tokens for {batch} sequences, {each},"
-        message = f"{asked} are more than the {model.max_context} that {model.name} was made for"
+        told = each if batch == 1 else f"{tokens} cache tokens for {batch} sequences, {each},"
+        message = f"{told} are more than the {model.max_context} that {model.name} was made for"
         raise RequestError(message, f"ask for at most {model.max_context} per sequence")
     if tokens < batch:
         raise RequestError(f"{tokens} cache tokens are less than one for each of {batch} sequences", "ask for more")
     if layout == "reduce" and model.gather_only:
         message = f"the weights of {model.name} cannot be cut by rows: {model.gather_only}"
         raise RequestError(message, "use the layout gather, or leave the choice to tpplan")
-    return Request(layout, strategy, Cache(cache.kind, tokens), batch, max_rows, kv)
+    return evolve(asked, layout=layout, cache=Cache(asked.cache.kind, tokens))
 
 
-def check_devices(devices: Sequence[Device], strategy: str) -> None:
-    """Check the number of devices, their values, and whether the strategy's bandwidths are known.
+def check_devices(devices: Sequence[Device], request: Request) -> None:
+    """Check the number of devices, their values, what is reserved of them, and whether bandwidths are known.
 
     Raises:
-        RequestError: there are no or too many devices, a value is out of range (the error names the device), or the
-            strategy is ``latency`` and the bandwidth of a device is unknown.
+        RequestError: there are no or too many devices, a value is out of range (the error names the device), a reserve
+            names a device that is not there or one twice, or the strategy is ``latency`` and the bandwidth of a device
+            is unknown.
     """
     if not 0 < len(devices) <= _MOST_DEVICES:
         raise RequestError(f"{len(devices)} devices, expected 1 to {_MOST_DEVICES}", "name GPUs such as 2x24GiB,12GiB")
     for name, least in LEAST[Device].items():
         for i, device in enumerate(devices):
             _in_range(f"{name} of device {i} ({device.name})", getattr(device, name), least, MOST)
+    reserved: set[int] = set()
+    for each in request.reserve:
+        _in_range("the reserve in bytes", each.bytes, 1, MOST)
+        if each.device in reserved or not -1 <= each.device < len(devices):
+            again = "is reserved twice" if each.device in reserved else f"is not one of the {len(devices)} devices"
+            raise RequestError(f"memory of device {each.device} {again}", "name each device once, counted from 0")
+        reserved.add(each.device)
     unknown = [f"{i} ({d.name})" for i, d in enumerate(devices) if not d.bandwidth_bytes_per_second]
-    if strategy == "latency" and unknown:
+    if request.strategy == "latency" and unknown:
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
         message = (
             f"the strategy latency needs every device's bandwidth, unknown for device {', '.join(unknown[:_NAMED])}"

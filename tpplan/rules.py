@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tpplan import split_rules
 from tpplan.devices import Device
 from tpplan.jsontext import UNSEEN
+from tpplan.model import NotPlanned
 from tpplan.plan import (
     CACHE_KINDS,
     KV_MODES,
@@ -18,8 +19,10 @@ from tpplan.plan import (
     DeviceMemory,
     PlanModel,
     Request,
+    Reserve,
     Split,
     SplitPlan,
+    least_version,
 )
 from tpplan.versions import version_problem
 
@@ -32,11 +35,17 @@ if TYPE_CHECKING:
 LEAST: dict[type, dict[str, int]] = {
     PlanModel: {"layers": 1},
     Cache: {"tokens": 1},
-    Request: {"batch": 1, "max_rows": 1},
+    NotPlanned: {"bytes": 0},
+    Request: {"batch": 1, "max_rows": 1, "context": 0},
+    Reserve: {"bytes": 1, "device": -1},
     Device: {"budget_bytes": 1, "overhead_bytes": 0, "bandwidth_bytes_per_second": 0},
     Split: {"size": 1, "unit": 1, "width": 1, "replicas": 1},
     DeviceMemory: dict.fromkeys(
-        ("weights_bytes", "cache_bytes", "workspace_bytes", "overhead_bytes", "free_bytes", "reads_bytes"), 0
+        (
+            *("weights_bytes", "cache_bytes", "workspace_bytes", "overhead_bytes", "free_bytes", "reads_bytes"),
+            "reserved_bytes",
+        ),
+        0,
     ),
 }
 MOST = 2**63 - 1
@@ -48,9 +57,11 @@ LONGEST_NAME = 200
 
 
 def known_version(plan: SplitPlan) -> Iterator[Finding]:
-    """The format version is one that this tpplan knows completely."""
+    """The format version is one that this tpplan knows completely, and the oldest that has all keys of the plan."""
     if message := version_problem(plan.format_version):
         yield "format_version", message
+    elif plan.format_version != (least := least_version(plan)):
+        yield "format_version", f"is {plan.format_version}, expected {least}, the oldest version with all of its keys"
 
 
 def at_least(plan: SplitPlan) -> Iterator[Finding]:
@@ -83,9 +94,9 @@ def memory_per_device(plan: SplitPlan) -> Iterator[Finding]:
 
 
 def budget_adds_up(plan: SplitPlan) -> Iterator[Finding]:
-    """The four buckets and what is free add up to the device's budget."""
+    """The four buckets, what is reserved and what is free add up to the device's budget."""
     for i, (device, entry) in enumerate(zip(plan.devices, plan.memory, strict=False)):
-        total = entry.used_bytes + entry.free_bytes
+        total = entry.used_bytes + entry.reserved_bytes + entry.free_bytes
         if total != device.budget_bytes:
             off = f"{abs(total - device.budget_bytes)} too {'many' if total > device.budget_bytes else 'few'}"
             budget = f"the {device.budget_bytes} of the budget of {device.name[:40]!r}"
@@ -133,6 +144,26 @@ def something_for_each_sequence(plan: SplitPlan) -> Iterator[Finding]:
             yield path, f"is {count}, {request.batch} sequences that decode together need {request.batch} {what}"
 
 
+def pool_is_shared(plan: SplitPlan) -> Iterator[Finding]:
+    """Where sequences share a pool of tokens, one may have more than an equal part of it, and at most all."""
+    request = plan.request
+    if request.context and not -(-request.cache.tokens // request.batch) < request.context <= request.cache.tokens:
+        of = f"{request.batch} sequences that share {request.cache.tokens} tokens"
+        yield "request.context", f"is {request.context}, for {of} expected more than an equal part and at most all"
+
+
+def reserved_as_asked(plan: SplitPlan) -> Iterator[Finding]:
+    """Every device leaves the memory that the request reserves, which names each device once."""
+    devices = [reserve.device for reserve in plan.request.reserve]
+    for i, device in enumerate(devices):
+        if device in devices[:i] or device >= len(plan.devices):
+            again = "named before" if device in devices[:i] else f"not one of the {len(plan.devices)} devices"
+            yield f"request.reserve[{i}].device", f"is {device}, {again}"
+    for i, entry in enumerate(plan.memory):
+        if entry.reserved_bytes != (asked := plan.request.reserved(i)):
+            yield f"memory[{i}].reserved_bytes", f"is {entry.reserved_bytes}, the request reserves {asked}"
+
+
 def fingerprint_form(plan: SplitPlan) -> Iterator[Finding]:
     """The fingerprint is a SHA-256."""
     if not re.fullmatch(FINGERPRINT, plan.model.fingerprint):
@@ -148,7 +179,10 @@ def capability_form(plan: SplitPlan) -> Iterator[Finding]:
 
 def names_readable(plan: SplitPlan) -> Iterator[Finding]:
     """Names are short, not empty, and hide nothing from the reader."""
-    names = [("model.name", plan.model.name), ("model.architecture", plan.model.architecture)]
+    model = plan.model
+    names = [("model.name", model.name), ("model.architecture", model.architecture)]
+    names += [(f"model.not_planned[{i}].what", part.what) for i, part in enumerate(model.not_planned)]
+    names += [("model.assumed", model.assumed)] * bool(model.assumed)
     for path, name in chain(names, ((f"devices[{i}].name", d.name) for i, d in enumerate(plan.devices))):
         if not name.strip():
             yield path, "is empty"
@@ -180,8 +214,11 @@ def _numbers(plan: SplitPlan) -> Iterator[tuple[str, int, int]]:
         ("request", plan.request),
         ("request.cache", plan.request.cache),
     ]
-    for name in ("devices", "splits", "memory"):
-        parts += [(f"{name}[{i}]", part) for i, part in enumerate(getattr(plan, name))]
+    listed: list[tuple[str, tuple[object, ...]]] = [
+        (name, getattr(plan, name)) for name in ("devices", "splits", "memory")
+    ]
+    listed += [("model.not_planned", plan.model.not_planned), ("request.reserve", plan.request.reserve)]
+    parts += [(f"{name}[{i}]", part) for name, rows in listed for i, part in enumerate(rows)]
     for path, part in parts:
         for name, least in LEAST[type(part)].items():
             yield f"{path}.{name}", getattr(part, name), least
@@ -223,4 +260,6 @@ RULES: dict[str, Callable[[SplitPlan], Iterator[Finding]]] = {
     "TP027": split_rules.few_splits,
     "TP028": something_for_each_sequence,
     "TP029": reads_where_optimised,
+    "TP030": pool_is_shared,
+    "TP031": reserved_as_asked,
 }

@@ -12,7 +12,7 @@ from tests.planning_cases import spec
 from tpplan.axes import Axis
 from tpplan.devices import Device
 from tpplan.exllamav2_split import integer_split, left_after_attention
-from tpplan.plan import CACHE_KINDS, Cache
+from tpplan.plan import CACHE_KINDS, Cache, Request
 from tpplan.planner import attempt
 from tpplan.request import resolve
 
@@ -73,7 +73,7 @@ def test_the_strategy_cuts_as_the_original_does(case: dict[str, Any]) -> None:
     )
     tokens = given["expect_cache_tokens"] or given["max_seq_len"] * given["max_batch_size"]
     cache = Cache(_kind(given["cache"]), tokens)
-    request = resolve(model, cache, "gather", strategy="exllamav2", batch=1, max_rows=1, kv="idle")
+    request = resolve(model, Request("gather", "exllamav2", cache, 1, 1, "idle"))
     devices = tuple(Device(name=str(gb), budget_bytes=int(gb * 2**30)) for gb in given["gpu_split_gb"])
     found = attempt(model, devices, request)
     assert found is not None
@@ -85,6 +85,6 @@ def test_the_strategy_cuts_as_the_original_does(case: dict[str, Any]) -> None:
 def test_a_split_that_attention_fills_completely_is_no_split() -> None:
     """Where the original divides by zero, there is no attempt, and no exception of arithmetic either."""
     model = spec(num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, num_key_value_heads=8)
-    request = resolve(model, Cache("fp16", 4096), "", strategy="exllamav2", batch=1, max_rows=1, kv="idle")
+    request = resolve(model, Request("", "exllamav2", Cache("fp16", 4096), 1, 1, "idle"))
     devices = (Device(name="small", budget_bytes=2**30),) * 2
     assert attempt(model, devices, request) is None

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 
-from tests.codec_cases import PLAN, TEXT, changed
+from tests.codec_cases import FIXTURE, PLAN, TEXT, changed
 from tpplan import codec
 from tpplan.errors import PlanError
+from tpplan.model import NotPlanned
+from tpplan.plan import least_version
 from tpplan.verify import problems
 
 if TYPE_CHECKING:
@@ -31,11 +33,11 @@ def test_unknown_major(version: str, allow_newer: bool) -> None:
 
 def test_newer_minor(tmp_path: Path) -> None:
     """A newer minor version loads only for showing: unknown keys pass, and nothing executes or saves the plan."""
-    text = changed(format_version="1.1", topology={"links": []}, request=json.loads(TEXT)["request"] | {"new": 1})
-    with pytest.raises(PlanError, match=r"TP001 at format_version: is 1.1, newer than 1.0, the latest that"):
+    text = changed(format_version="1.2", topology={"links": []}, request=json.loads(TEXT)["request"] | {"new": 1})
+    with pytest.raises(PlanError, match=r"TP001 at format_version: is 1.2, newer than 1.1, the latest that"):
         codec.loads(text)
     plan = codec.loads(text, allow_newer=True)
-    assert plan == attrs.evolve(PLAN, format_version="1.1")
+    assert plan == attrs.evolve(PLAN, format_version="1.2")
     assert [problem.rule for problem in problems(plan)] == ["TP001"]
     with pytest.raises(PlanError, match="TP001"):
         codec.save(plan, tmp_path / "plan.json")
@@ -44,7 +46,7 @@ def test_newer_minor(tmp_path: Path) -> None:
 
 def test_newer_minor_still_obeys_the_rules() -> None:
     """Showing a newer plan is no way around the rules, or the types of the keys that are known."""
-    data = json.loads(TEXT) | {"format_version": "1.1"}
+    data = json.loads(TEXT) | {"format_version": "1.2"}
     data["request"]["batch"] = 0
     with pytest.raises(PlanError, match=r"TP008 at request.batch") as caught:
         codec.loads(json.dumps(data), allow_newer=True)
@@ -52,3 +54,20 @@ def test_newer_minor_still_obeys_the_rules() -> None:
     data["request"]["batch"] = "0"
     with pytest.raises(PlanError, match=r"TP000 at request.batch"):
         codec.loads(json.dumps(data), allow_newer=True)
+
+
+NEWER = FIXTURE.with_name("plan-1.1.json").read_text(encoding="utf-8")
+
+
+def test_minor_1() -> None:
+    """A frozen plan that uses every key of 1.1 loads, is written again byte for byte, and says 1.1 only for them."""
+    plan = codec.loads(NEWER)
+    assert codec.dumps(plan) == NEWER
+    assert (plan.model.not_planned, plan.model.assumed) == (
+        (NotPlanned("vision tower", 1152776672), NotPlanned("audio tower")),
+        "weights in BF16: pytorch_model.bin is not read",
+    )
+    assert (plan.request.context, plan.request.full_window, plan.request.beyond) == (20480, True, True)
+    assert [plan.request.reserved(i) for i in range(4)] == [1073741824, 2147483648, 1073741824, 1073741824]
+    assert least_version(plan) == "1.1"
+    assert least_version(PLAN) == "1.0"

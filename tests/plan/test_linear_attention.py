@@ -68,7 +68,7 @@ def planned(batch: int = 1, **keys: Any) -> SplitPlan:
     cuts = {Axis.KV: (0, 1, 2), Axis.ID: (0, 512, 512), Axis.VC: (0, 640, 640), Axis.RS: (0, 64, 64)}
     bounds = tuple({**cuts, Axis.LH: (0, 3, 4)}[demand.axis] for demand in wanted.axes)
     devices = (Device(name="x", budget_bytes=2**30),) * 2
-    return Attempt(model, devices, request, wanted, bounds, ledger(bounds, wanted, devices)).plan()
+    return Attempt(model, devices, request, wanted, bounds, ledger(bounds, wanted, devices, request)).plan()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9])

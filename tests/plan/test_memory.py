@@ -151,7 +151,7 @@ def state_of(task: Task, device: int) -> int:
 @given(tasks())
 def test_the_ledger_is_what_slicing_every_tensor_gives(task: Task) -> None:
     """Weights, cache and overhead of each device, for every model, layout, KV mode and cache kind, to the byte."""
-    entries = ledger(task.bounds, demands(task.model, task.request, len(task.devices)), task.devices)
+    entries = ledger(task.bounds, demands(task.model, task.request, len(task.devices)), task.devices, task.request)
     for i, (entry, device) in enumerate(zip(entries, task.devices, strict=True)):
         assert entry.device == i
         assert entry.weights_bytes == weights_of(task, i)
@@ -199,7 +199,7 @@ def test_one_device_holds_the_whole_model_once(name: str, layout: str, kv: str) 
     chosen = model(name)
     request = Request(layout, "balanced", Cache("q6", 50), 1, 1, kv)
     wanted = demands(chosen, request, 1)
-    (entry,) = ledger([(0, d.size) for d in wanted.axes], wanted, [Device(name="x", budget_bytes=1)])
+    (entry,) = ledger([(0, d.size) for d in wanted.axes], wanted, [Device(name="x", budget_bytes=1)], request)
     assert entry.weights_bytes == chosen.weight_bytes
     assert entry.cache_bytes == 50 * cache_bytes_per_token(chosen, "q6") + state_bytes(chosen)
 
@@ -212,8 +212,9 @@ def test_one_device_holds_the_whole_of_any_family(model_type: str, data: st.Data
     config = parse_config(json.dumps(data.draw(configs(model_type))).encode(), "config.json")
     chosen = spec_from_config(config, "tiny")
     for layout in LAYOUTS:
-        wanted = demands(chosen, Request(layout, "balanced", Cache("q4", 1), 1, 1, "idle"), 1)
-        (entry,) = ledger([(0, d.size) for d in wanted.axes], wanted, [Device(name="x", budget_bytes=1)])
+        request = Request(layout, "balanced", Cache("q4", 1), 1, 1, "idle")
+        wanted = demands(chosen, request, 1)
+        (entry,) = ledger([(0, d.size) for d in wanted.axes], wanted, [Device(name="x", budget_bytes=1)], request)
         assert entry.weights_bytes == chosen.weight_bytes
         assert entry.cache_bytes == cache_bytes_per_token(chosen, "q4") + state_bytes(chosen)
 

@@ -39,10 +39,11 @@ LLAMA_8B = {
 )
 def test_llama_8b_by_hand(layout: str, residual_0: int, residual_1: int) -> None:
     """Two devices with 6 and 2 KV heads, every matrix written out."""
-    wanted = demands(spec(**LLAMA_8B), Request(layout, "balanced", Cache("fp16", 8192), 1, 1, "idle"), 2)
+    request = Request(layout, "balanced", Cache("fp16", 8192), 1, 1, "idle")
+    wanted = demands(spec(**LLAMA_8B), request, 2)
     cuts = {Axis.KV: (0, 6, 8), Axis.ID: (0, 9984, 14336), Axis.VC: (0, 96000, 128256), Axis.RS: (0, 3072, 4096)}
     devices = (Device(name="x", budget_bytes=2**35),) * 2
-    first, second = ledger([cuts[d.axis] for d in wanted.axes], wanted, devices)
+    first, second = ledger([cuts[d.axis] for d in wanted.axes], wanted, devices, request)
     norms = 65 * 4096
     heads_0, heads_1 = 32 * 4096 * 128 * (24 + 6 + 6), 32 * 4096 * 128 * (8 + 2 + 2)
     gate_up_0, gate_up_1 = 32 * 2 * 9984 * 4096, 32 * 2 * 4352 * 4096

@@ -76,8 +76,7 @@ def test_every_plan_keeps_every_budget_and_every_rule(task: Case, kv: str) -> No
     assert problems(found) == ()
     wanted = demands(task.model, found.request, len(task.devices))
     cuts = {(s.axis, s.layers): s.bounds for s in found.splits}
-    by_reads = found.request.strategy == "latency"
-    again = ledger([cuts[d.axis, d.layers] for d in wanted.axes], wanted, task.devices, reads=by_reads)
+    again = ledger([cuts[d.axis, d.layers] for d in wanted.axes], wanted, task.devices, found.request)
     assert again == found.memory
     for entry, device in zip(found.memory, task.devices, strict=True):
         assert entry.used_bytes + entry.free_bytes == device.budget_bytes

@@ -15,6 +15,8 @@ from tests.strategies import plans
 from tpplan.axes import Axis
 from tpplan.codec import load
 from tpplan.errors import PlanError
+from tpplan.model import NotPlanned
+from tpplan.plan import Reserve
 from tpplan.rules import RULES
 from tpplan.verify import problems, verify
 
@@ -57,9 +59,29 @@ def moved(device: int, bucket: str, count: int) -> dict[str, int]:
     }
 
 
+def reserved(*reserve: Reserve, bytes: int) -> dict[str, Any]:  # noqa: A002 (as the plan says)
+    """Return edits that reserve memory, and leave some on device 0."""
+    moves = moved(0, "reserved_bytes", bytes)
+    return {"format_version": "1.1", "request.reserve": reserve, **moves}
+
+
 VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP001", {"format_version": "2.0"}, "TP001 at format_version: is '2.0', this tpplan reads 1.x"),
-    ("TP001", {"format_version": "1.1"}, "is 1.1, newer than 1.0, the latest that this tpplan knows"),
+    ("TP001", {"format_version": "1.2"}, "is 1.2, newer than 1.1, the latest that this tpplan knows"),
+    ("TP001", {"format_version": "1.1"}, "is 1.1, expected 1.0, the oldest version with all of its keys"),
+    ("TP001", {"request.beyond": True}, "is 1.0, expected 1.1"),
+    ("TP008", {"format_version": "1.1", "model.not_planned": (NotPlanned("vision tower", -1),)}, "bytes: is -1"),
+    ("TP026", {"format_version": "1.1", "model.not_planned": (NotPlanned("\u200b", 1),)}, "not_planned[0].what: has"),
+    ("TP026", {"format_version": "1.1", "model.assumed": " "}, "model.assumed: is empty"),
+    (
+        "TP030",
+        {"format_version": "1.1", "request.context": VALID.request.cache.tokens + 1},
+        f"is {VALID.request.cache.tokens + 1}, for {VALID.request.batch} sequences that share",
+    ),
+    ("TP030", {"format_version": "1.1", "request.context": 1}, "request.context: is 1, for"),
+    ("TP031", reserved(Reserve(1, 9), bytes=0), "request.reserve[0].device: is 9, not one of the 4 devices"),
+    ("TP031", reserved(Reserve(5, 0), Reserve(5, 0), bytes=5), "request.reserve[1].device: is 0, named before"),
+    ("TP031", reserved(Reserve(5, 0), bytes=4), "memory[0].reserved_bytes: is 4, the request reserves 5"),
     ("TP001", {"format_version": "one"}, "is 'one'"),
     ("TP002", {f"splits[{RS}].bounds": (0, 1024, 1536, 2048)}, "residual has 4 numbers, expected 5 for 4 devices"),
     ("TP003", {f"splits[{RS}].bounds": (32, 1024, 1536, 2048, 2048)}, "residual starts at 32 on device 0, expected 0"),

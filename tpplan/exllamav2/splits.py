@@ -15,7 +15,7 @@ from tpplan.exllamav2.gpus import read_gpu_split
 from tpplan.exllamav2.model import MOST_ROWS, cache_kind, read_numbers, read_spec
 from tpplan.exllamav2.pinned import BUFFERS, PinnedTemp
 from tpplan.exllamav2.scratch import rows_with_scratch
-from tpplan.plan import Cache, SplitPlan
+from tpplan.plan import Cache, Request, SplitPlan
 from tpplan.planner import attempt, plan
 from tpplan.request import check_devices, resolve
 
@@ -129,8 +129,8 @@ class Splits:
         batch = min(max(1, tokens // numbers.context), numbers.rows)
         spec = read_spec(self.model, numbers, max(numbers.context, -(-tokens // batch)))
         cache, rows = Cache(kind, tokens), numbers.rows
-        first = resolve(spec, cache, "gather", strategy="exllamav2", batch=batch, max_rows=rows, kv="idle")
-        check_devices(devices, first.strategy)
+        first = resolve(spec, Request("gather", "exllamav2", cache, batch, rows, "idle"))
+        check_devices(devices, first)
         cut = attempt(spec, devices, first)
         if cut is not None:  # the rows do not change the cuts
             rows = rows_with_scratch(cut.plan(), numbers, self._scratch_bytes)
