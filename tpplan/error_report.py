@@ -46,9 +46,9 @@ class Advice:
     """A single change after which planning succeeds.
 
     Attributes:
-        kind: ``context``, ``cache``, ``layout``, ``kv``, ``strategy``, ``devices`` or ``memory``.
-        value: tokens per sequence, the cache kind, the layout, kv mode or strategy, how many more devices, or the
-            budget in bytes.
+        kind: ``context``, ``batch``, ``cache``, ``layout``, ``kv``, ``strategy``, ``devices`` or ``memory``.
+        value: tokens per sequence, the number of sequences, the cache kind, the layout, kv mode or strategy, how many
+            more devices, or the budget in bytes.
         device: the one that needs the budget, or more of its kind; -1 for the other kinds.
         message: the change in words.
         option: the change as an option of ``tpplan plan``; left out where there is none.

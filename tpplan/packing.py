@@ -27,7 +27,7 @@ from tpplan.improve import Improver, numbers
 from tpplan.search import Budget, OutOfBudgetError, search
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 SHIFT = 64
 #: A placement within 1/1024 of the lower bound is good enough; of several, the one with attention on more bins.
@@ -36,7 +36,8 @@ TOLERANCE_BITS = 10
 DEAR_BITS = 13
 #: Most rounds of the local search without improvement before it stops.
 PATIENCE = 200
-#: Steps of the local search from one placement, and from others near it.
+#: Steps of the local search: to get nearer to a placement that fits, from one placement, and from others near it.
+NEAREST_STEPS = 3_000
 RUN_STEPS = 20_000
 SHAKE_STEPS = 80_000
 #: Steps of each exhaustive search, to find a first placement or to improve one; often far fewer settle it.
@@ -111,10 +112,22 @@ def solve(items: Sequence[Item], bins: Sequence[Bin], *, thorough: bool = True) 
     it is used up (many bins, many coarse units, hardly any slack), the result is the best placement so far, or None.
     Without ``thorough`` any placement is accepted, and in tight cases an existing one may be missed.
     """
+    return _sorted(items, bins, lambda items, bins: _Solver(items, bins, thorough).solve())
+
+
+def nearest(items: Sequence[Item], bins: Sequence[Bin]) -> Placement | None:
+    """Return a placement that lacks little room, summed over all bins; None if no bin can be used at all."""
+    return _sorted(items, bins, lambda items, bins: _Solver(items, bins).nearest())
+
+
+def _sorted(
+    items: Sequence[Item], bins: Sequence[Bin], solver: Callable[[list[Item], list[Bin]], Placement | None]
+) -> Placement | None:
+    """Call a solver with items from coarse to fine and bins from roomy to tight, without bins that cannot be used."""
     usable = (b for b, host in enumerate(bins) if host.room >= 0)
     order = sorted(usable, key=lambda b: (-bins[b].room, -bins[b].speed, bins[b].load, b))
     ranks = sorted(range(len(items)), key=lambda i: (-items[i].cost, -items[i].load, i))
-    found = _Solver([items[i] for i in ranks], [bins[b] for b in order], thorough).solve()
+    found = solver([items[i] for i in ranks], [bins[b] for b in order]) if order else None
     if found is None:
         return None
     placement = [[0] * len(bins) for _ in items]
@@ -147,6 +160,16 @@ class _Solver:
             best = self._evened(best, max(self._time(best), low + (low >> TOLERANCE_BITS)))
         return self._widened(best, max(self._time(best), low + (low >> TOLERANCE_BITS)))
 
+    def nearest(self) -> Placement | None:
+        best: Improver | None = None
+        for hosts in self._choices(None):
+            start = self._place(None, hosts, relaxed=True)
+            if start:
+                other = Improver(self.items, self.bins, start, Budget(NEAREST_STEPS))
+                other.run(0)
+                best = other if best is None or other.score()[0] < best.score()[0] else best
+        return tuple(map(tuple, best.units)) if best else None
+
     def _first(self) -> Placement | None:
         """Return any placement that fits."""
         for hosts in self._choices(None):
@@ -168,9 +191,7 @@ class _Solver:
     def _choices(self, t: int | None) -> Iterator[Hosts]:
         """Yield numbers of hosts: free ones, then every number for each item that is dear to hold."""
         yield self._free
-        fewest, bins = self._fewest(t), len(self.bins)
-        if fewest is None:
-            return
+        fewest, bins = self._fewest(t) or [1] * len(self.items), len(self.bins)
         cost = sum(item.cost * item.count for item in self.items) >> DEAR_BITS
         load = sum(item.load * item.count for item in self.items) >> DEAR_BITS
         for i, item in enumerate(self.items):
@@ -235,7 +256,7 @@ class _Solver:
         """
         if start is None:
             return None
-        best = Improver(self.items, self.bins, start, Budget(RUN_STEPS))
+        best = Improver(self.items, self.bins, start, Budget(RUN_STEPS if self.thorough else NEAREST_STEPS))
         best.run(low)
         score, stale = best.score(), 0
         budget, scatter = Budget(SHAKE_STEPS if shaking else -1), numbers()
