@@ -7,6 +7,7 @@ remainders are equal, its rounding decides.
 
 from __future__ import annotations
 
+from collections import Counter
 from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING
 
@@ -53,10 +54,9 @@ def left_after_attention(
 ) -> list[float]:
     """Return what is left of ``shares`` (MiB) after the cache and each layer's attention weights, in whole MiB each."""
     heads = sum(kv)
-    left = list(shares)
-    for size in (cache_bytes, *attention_bytes):
-        left = [max(0, have - int(size * (part / heads) / _MIB)) for have, part in zip(left, kv, strict=True)]
-    return left
+    sizes = Counter((cache_bytes, *attention_bytes))
+    taken = {part: sum(int(size * (part / heads) / _MIB) * n for size, n in sizes.items()) for part in {*kv}}
+    return [max(0, have - taken[part]) for have, part in zip(shares, kv, strict=True)]
 
 
 def exllamav2_counts(

@@ -251,7 +251,8 @@ def _even(item: Item, held: tuple[int, int], sides: tuple[_Side, _Side], speeds:
     if item.load:
         even = (giver[1] * speeds[1] - taker[1] * speeds[0]) // (item.load * (speeds[0] + speeds[1]))
         amounts |= {even, even + 1}
-    return sorted(n for n in amounts if 0 < n <= have and not 0 < have - n < item.minimum <= there + n)
+    least = item.minimum
+    return sorted(n for n in amounts if 0 < n <= have and not 0 < have - n < least and there + n >= least)
 
 
 def _amounts(have: int, there: int, minimum: int) -> Iterator[int]:

@@ -9,7 +9,7 @@ from attrs import evolve, field, frozen
 from tpplan.errors import TpplanError
 from tpplan.memory import demands
 from tpplan.plan import CACHE_KINDS, Cache, Request
-from tpplan.planner import Attempt, attempt, nearest_attempt
+from tpplan.planner import Attempt, attempt
 from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ _MOST_MEMORY = 2**39
 _MOST_JOINING = 64
 #: Most kinds of devices to try for suggestions of more devices or more memory: the largest ones.
 _TRIED_DEVICES = 6
+#: Of more devices than this, only the largest kind.
+_MANY_DEVICES = 64
 
 
 @frozen
@@ -137,11 +139,14 @@ class _Trials:
         return found is not None and not found.lacking
 
 
-def explain(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> InfeasibleError:
-    """Return the error for a request that does not fit, with shortfalls and suggestions."""
+def explain(best: Attempt) -> InfeasibleError:
+    """Return the error for a request that does not fit, with shortfalls and suggestions.
+
+    Args:
+        best: the attempt that lacks least, or ExLlamaV2's.
+    """
+    model, devices, request = best.model, best.devices, best.request
     trials = _Trials(model, devices, request)
-    original = attempt(model, devices, request) if request.strategy == "exllamav2" else None
-    best = original or nearest_attempt(model, devices, request, trials.wanted(request, len(devices)))
     shortfalls = tuple(_shortfall(best, i) for i in range(len(devices)))
     suggestions = tuple(_suggestions(trials))
     needed = sum(entry.used_bytes for entry in best.memory)
@@ -268,9 +273,8 @@ def _most(fits: Callable[[int], bool], most: int) -> int:
 def _different(devices: tuple[Device, ...]) -> list[tuple[int, Device]]:
     """Return the largest distinct devices, each with the index where it first occurs."""
     first = {device: i for i, device in reversed([*enumerate(devices)])}
-    return sorted(((i, d) for d, i in first.items()), key=lambda pair: (-pair[1].budget_bytes, pair[0]))[
-        :_TRIED_DEVICES
-    ]
+    largest = sorted(((i, d) for d, i in first.items()), key=lambda pair: (-pair[1].budget_bytes, pair[0]))
+    return largest[: _TRIED_DEVICES if len(devices) <= _MANY_DEVICES else 1]
 
 
 def _more_devices(trials: _Trials) -> Iterator[Suggestion]:

@@ -78,7 +78,7 @@ def plan(
     if found is None or found.lacking:
         from tpplan.infeasible import explain  # noqa: PLC0415 (explaining plans again)
 
-        raise explain(model, devices, request)
+        raise explain(found or nearest_attempt(model, devices, request))
     result = found.plan()
     verify(result, "the new plan")
     return result
@@ -136,10 +136,10 @@ def attempt(
     thorough: bool = True,
     wanted: Demands | None = None,
 ) -> Attempt | None:
-    """Cut every axis by the request's strategy; return None if it finds no cuts within the budgets.
+    """Cut every axis by the request's strategy; where nothing fits, the attempt lacks as little as possible.
 
-    ``exllamav2`` ignores budgets, so its attempt may exceed them. Without ``thorough``, any cuts that fit will do.
-    ``wanted`` are the model's costs, if they are known.
+    ``exllamav2`` ignores budgets; it gives None where the original divides by zero. Without ``thorough``, any cuts that
+    fit will do, and there are None if none do. ``wanted`` are the model's costs, if they are known.
     """
     wanted = wanted or demands(model, request, len(devices))
     if request.strategy == "exllamav2":
@@ -152,8 +152,7 @@ def attempt(
         return found
     # The solver overestimates: it charges a ragged unit as a whole one, and replicated heads at their highest cost.
     # Where that exceeds a budget by a little, the exact ledger may still accept a cut.
-    found = nearest_attempt(model, devices, request, wanted) if thorough else None
-    return found if found and not found.lacking else None
+    return nearest_attempt(model, devices, request, wanted) if thorough else None
 
 
 def nearest_attempt(
@@ -165,7 +164,6 @@ def nearest_attempt(
     plenty = [evolve(host, room=host.speed * _PLENTY) for host in bins]
     placed = (
         place(wanted, plenty, "balanced", lambda items, hosts: solve(items, hosts, thorough=False)),
-        place(wanted, plenty, "balanced", solve),
         place(wanted, bins, "balanced", nearest),
     )
     attempts = [finish(model, devices, request, wanted, counts) for counts in placed if counts]
