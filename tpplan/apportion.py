@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def apportion(
-    count: int, minimum: int, shares: Sequence[int], uppers: Sequence[int], number: int = 0
+    count: int, minimum: int, shares: Sequence[int], uppers: Sequence[int], *, number: int = 0
 ) -> list[int] | None:
     """Divide ``count`` units in proportion to ``shares``; each place gets none, or ``minimum`` to its upper bound.
 
@@ -25,7 +25,7 @@ def apportion(
         (p for p, upper in enumerate(uppers) if upper >= minimum),
         key=lambda p: (-shares[p], -uppers[p], p),
     )
-    places = _chosen(count, minimum, ranked, shares, uppers, number)
+    places = _chosen(count, minimum, ranked, shares, uppers, exactly=number)
     if places is None:
         return None
     units = _fill(count, minimum, [max(0, shares[p]) for p in places], [uppers[p] for p in places])
@@ -36,18 +36,18 @@ def apportion(
 
 
 def _chosen(
-    count: int, minimum: int, places: list[int], shares: Sequence[int], uppers: Sequence[int], exactly: int
+    count: int, minimum: int, places: list[int], shares: Sequence[int], uppers: Sequence[int], *, exactly: int
 ) -> list[int] | None:
     """Return the places that get units: those whose share reaches the minimum, and more if these cannot hold all units.
 
-    ``places`` are sorted by descending share.
+    ``places`` are sorted by descending share. Unless it is 0, ``exactly`` is how many get units.
     """
     most = min(count // minimum, len(places), exactly or len(places))
     if most < exactly:
         return None
     number = exactly
     for place, total in zip(places[:most], accumulate(max(0, shares[p]) for p in places), strict=False):
-        if exactly or number and shares[place] * count < minimum * total:
+        if exactly or (number and shares[place] * count < minimum * total):
             break
         number += 1
     held = sum(uppers[p] for p in places[:number])

@@ -129,6 +129,7 @@ def plan(
     if found.request.layout != (layout or "reduce"):
         chores.note(f"layout gather, because rows cannot be cut: {spec.gather_only}")
     chores.note_idle(found, spec)
+    chores.note_faster(found, spec)
     if output:
         console.save(dumps(found), output)
         chores.tell(found)

@@ -1,7 +1,7 @@
 """Local search that improves a placement by moving units out of its worst bin.
 
-A move takes units of one item from the worst bin to another bin and may bring units of a second item back. The worst
-bin is the one that lacks the most room; if none lacks room, it is the slowest one.
+A move takes units of one item from the worst bin to another bin, or exchanges units of two items. The worst bin is the
+one that lacks the most room; if none lacks room, it is the slowest one.
 """
 
 from __future__ import annotations
@@ -145,52 +145,43 @@ class Improver:
         return sorted(partners, key=lambda b: ((self.sides[b][1] << 32) // self.bins[b].speed, b))[:_PARTNERS]
 
     def _consider(self, giver: int, taker: int, lack: int, best: _Best) -> None:
-        """Compare the moves between two bins, which now lack ``lack`` bytes, with the best one so far.
-
-        Of two items that change places, every amount of the coarser one is tried, with the best ones of the finer.
-        """
-        speeds = self.bins[giver].speed, self.bins[taker].speed
-        mine, theirs = ([row[b] for row in self.units] for b in (giver, taker))
+        """Compare the moves between two bins, which now lack ``lack`` bytes, with the best one so far."""
+        sides, speeds = (self.sides[giver], self.sides[taker]), (self.bins[giver].speed, self.bins[taker].speed)
         for i, item in enumerate(self.items):
-            held = mine[i], theirs[i]
-            for n in _even(item, held, (self.sides[giver], self.sides[taker]), speeds):
+            held = self.units[i][giver], self.units[i][taker]
+            for n in _even(item, held, sides, speeds):
                 self.budget.left -= 1
                 if self._may_leave(i, held, n):
-                    sides = _with(self.sides[giver], item, mine[i], -n), _with(self.sides[taker], item, theirs[i], n)
-                    best.compare(sides, speeds, lack, (giver, taker, i, n))
-            finer = [j for j in range(i + 1, len(self.items)) if theirs[j]]
-            for n in _amounts(*held, item.minimum) if finer else ():
-                self.budget.left -= 1
-                given = _with(self.sides[giver], item, mine[i], -n)
-                if not best.may_be_beaten(given, speeds[0], lack) or not self._may_leave(i, held, n):
+                    moved = _with(sides[0], item, held[0], -n), _with(sides[1], item, held[1], n)
+                    best.compare(moved, speeds, lack, (giver, taker, i, n))
+            self._consider_swaps(i, giver, taker, lack, best)
+            self._consider_swaps(i, taker, giver, lack, best)
+
+    def _consider_swaps(self, i: int, giver: int, taker: int, lack: int, best: _Best) -> None:
+        """Compare the moves of units of an item for units of a finer one.
+
+        Of the coarser one every amount is tried, with the best amounts of the finer one.
+        """
+        item, held = self.items[i], (self.units[i][giver], self.units[i][taker])
+        speeds = self.bins[giver].speed, self.bins[taker].speed
+        finer = [j for j in range(i + 1, len(self.items)) if self.units[j][taker]]
+        for n in _amounts(*held, item.minimum) if finer else ():
+            self.budget.left -= 1
+            given = _with(self.sides[giver], item, held[0], -n)
+            if not best.may_be_beaten(given, speeds[0], lack) or not self._may_leave(i, held, n):
+                continue
+            taken = _with(self.sides[taker], item, held[1], n)
+            for j in finer:
+                back, theirs = self.items[j], (self.units[j][taker], self.units[j][giver])
+                # The giver gets at least one unit back, the taker at most gets rid of all.
+                least, most = _with(given, back, theirs[1], 1), _with(taken, back, theirs[0], -theirs[0])
+                if not best.may_be_beaten(least, speeds[0], lack) or not best.may_be_beaten(most, speeds[1], lack):
                     continue
-                taken = _with(self.sides[taker], item, theirs[i], n)
-                for j in finer:
-                    back = self.items[j]
-                    # The giver gets at least one unit back, the taker at most gets rid of all.
-                    least, most = _with(given, back, mine[j], 1), _with(taken, back, theirs[j], -theirs[j])
-                    if best.may_be_beaten(least, speeds[0], lack) and best.may_be_beaten(most, speeds[1], lack):
-                        self.budget.left -= 4
-                        for m in _even(back, (theirs[j], mine[j]), (taken, given), speeds[::-1]):
-                            if self._may_leave(j, (theirs[j], mine[j]), m):
-                                sides = _with(given, back, mine[j], m), _with(taken, back, theirs[j], -m)
-                                best.compare(sides, speeds, lack, (giver, taker, i, n, j, m))
-            finer = [j for j in range(i + 1, len(self.items)) if mine[j]]
-            for n in _amounts(theirs[i], mine[i], item.minimum) if finer else ():
-                self.budget.left -= 1
-                taken = _with(self.sides[taker], item, theirs[i], -n)
-                if not best.may_be_beaten(taken, speeds[1], lack) or not self._may_leave(i, held[::-1], n):
-                    continue
-                given = _with(self.sides[giver], item, mine[i], n)
-                for j in finer:
-                    other = self.items[j]
-                    most, least = _with(given, other, mine[j], -mine[j]), _with(taken, other, theirs[j], 1)
-                    if best.may_be_beaten(least, speeds[1], lack) and best.may_be_beaten(most, speeds[0], lack):
-                        self.budget.left -= 4
-                        for m in _even(other, (mine[j], theirs[j]), (given, taken), speeds):
-                            if self._may_leave(j, (mine[j], theirs[j]), m):
-                                sides = _with(given, other, mine[j], -m), _with(taken, other, theirs[j], m)
-                                best.compare(sides, speeds, lack, (giver, taker, j, m, i, n))
+                for m in _even(back, theirs, (taken, given), speeds[::-1]):
+                    self.budget.left -= 1
+                    if self._may_leave(j, theirs, m):
+                        sides = _with(given, back, theirs[1], m), _with(taken, back, theirs[0], -m)
+                        best.compare(sides, speeds, lack, (giver, taker, i, n, j, m))
 
     def _may_leave(self, item: int, held: tuple[int, int], units: int) -> bool:
         """Return whether units may leave the first of two bins, which hold so many: no bin may lose a guarded item."""

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, field, frozen
 
+from tpplan.costs import Demands
+from tpplan.devices import Device
 from tpplan.errors import TpplanError
 from tpplan.memory import demands
+from tpplan.model import ModelSpec
+from tpplan.packing import Effort
 from tpplan.plan import CACHE_KINDS, Cache, Request
 from tpplan.planner import Attempt, attempt
 from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from tpplan.costs import Demands
-    from tpplan.devices import Device
-    from tpplan.model import ModelSpec
 
 _CONTEXT_STEP = 256
 _MEMORY_STEP = 2**26
@@ -128,14 +128,14 @@ class _Trials:
         """Return whether another request or other devices give a plan."""
         request, devices = request or self.request, devices or self.devices
         wanted = self.wanted(request, len(devices))
-        found = attempt(self.model, devices, request, thorough=False, wanted=wanted)
+        found = attempt(self.model, devices, request, effort=Effort.ANY, wanted=wanted)
         return found is not None and not found.lacking
 
     def fits_bits(self, request: Request, tenths: int) -> bool:
         """Return whether weights of so many tenths of a bit give a plan, if all tensors are smaller in proportion."""
         wanted = self.wanted(request, len(self.devices))
         size = tenths * self.model.parameter_count, 80 * self.model.weight_bytes
-        found = attempt(self.model, self.devices, request, thorough=False, wanted=wanted.with_weights(*size))
+        found = attempt(self.model, self.devices, request, effort=Effort.ANY, wanted=wanted.with_weights(*size))
         return found is not None and not found.lacking
 
 

@@ -16,6 +16,7 @@ At last, attention is given to as many bins as the tolerance of ``t`` allows.
 from __future__ import annotations
 
 from contextlib import suppress
+from enum import Enum
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
@@ -30,8 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 SHIFT = 64
-#: A placement within 1/1024 of the lower bound is good enough; of several, the one with attention on more bins.
+#: A placement within 1/1024 of the lower bound is good enough.
 TOLERANCE_BITS = 10
+#: Of placements within 1/1024 of it, one with attention in more bins is better. With more tolerance, more room could
+#: make a placement slower: the next one may use it, where this one had no reason to.
+TIE_BITS = 10
 #: An item is dear to hold if that costs more than this part of all units, in all bins together.
 DEAR_BITS = 13
 #: Most rounds of the local search without improvement before it stops.
@@ -43,6 +47,21 @@ SHAKE_STEPS = 80_000
 #: Steps of each exhaustive search, to find a first placement or to improve one; often far fewer settle it.
 SEARCH_STEPS = 60_000
 _UNLIMITED = 1 << 200
+
+
+class Effort(Enum):
+    """How long to look for a placement.
+
+    Attributes:
+        ANY: until one fits.
+        QUICK: until cuts in proportion do not get better.
+        BEST: until it is proved to be good enough, or all steps are used up.
+    """
+
+    ANY = 0
+    QUICK = 1
+    BEST = 2
+
 
 #: Units of each item in each bin.
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
@@ -105,14 +124,14 @@ class Bin:
         return _UNLIMITED if t is None else (t * self.speed >> SHIFT) - self.load
 
 
-def solve(items: Sequence[Item], bins: Sequence[Bin], *, thorough: bool = True) -> Placement | None:
+def solve(items: Sequence[Item], bins: Sequence[Bin], effort: Effort = Effort.BEST) -> Placement | None:
     """Return a placement whose ``t`` is within 1/1024 of the least, or None if nothing fits.
 
     The result does not depend on the order of the bins, except among equal ones. The exhaustive search has a budget; if
     it is used up (many bins, many coarse units, hardly any slack), the result is the best placement so far, or None.
-    Without ``thorough`` any placement is accepted, and in tight cases an existing one may be missed.
+    With less effort, an existing placement may be missed in tight cases.
     """
-    return _sorted(items, bins, lambda items, bins: _Solver(items, bins, thorough).solve())
+    return _sorted(items, bins, lambda items, bins: _Solver(items, bins, effort).solve())
 
 
 def nearest(items: Sequence[Item], bins: Sequence[Bin]) -> Placement | None:
@@ -143,22 +162,22 @@ class _Solver:
 
     items: list[Item]
     bins: list[Bin]
-    thorough: bool = True
+    effort: Effort = Effort.BEST
 
     def solve(self) -> Placement | None:
         if not self._possible(None):
             return None
         best = self._first()
-        if best is None or not self.thorough:
+        if best is None or self.effort is Effort.ANY:
             return best
         low = self._lower_bound(self._time(best))
         best = self._descend(best, low)
-        if self._is_gap(low, self._time(best)):
+        if self.effort is Effort.BEST and self._is_gap(low, self._time(best)):
             for shaking in (False, True):
                 best = self._improve(best, low, shaking=shaking) or best
                 best, low = self._close(best, low)
             best = self._evened(best, max(self._time(best), low + (low >> TOLERANCE_BITS)))
-        return self._widened(best, max(self._time(best), low + (low >> TOLERANCE_BITS)))
+        return self._widened(best, max(self._time(best), low + (low >> TIE_BITS)))
 
     def nearest(self) -> Placement | None:
         best: Improver | None = None
@@ -178,7 +197,7 @@ class _Solver:
                 return best
         start = self._place(None, self._free, relaxed=True)
         best = self._improve(start, 0, shaking=False)
-        if best is None and self.thorough:
+        if best is None and self.effort is Effort.BEST:
             with suppress(OutOfBudgetError):
                 return self._search(None, Budget(SEARCH_STEPS))
             best = self._improve(start, 0, shaking=True)
@@ -203,7 +222,8 @@ class _Solver:
         """Place again for longer and longer times above the lower bound, for each choice of hosts."""
         high = self._time(best)
         starts = sorted((self._lower_bound(high, low, hosts), hosts) for hosts in self._choices(high))
-        for t, hosts in starts:
+        for start, hosts in starts:
+            t = start
             step = max(1, low >> TOLERANCE_BITS + 4)
             while t < high and self._is_gap(low, high):
                 found = self._place(t, hosts)
@@ -256,7 +276,8 @@ class _Solver:
         """
         if start is None:
             return None
-        best = Improver(self.items, self.bins, start, Budget(RUN_STEPS if self.thorough else NEAREST_STEPS))
+        steps = RUN_STEPS if self.effort is Effort.BEST else NEAREST_STEPS
+        best = Improver(self.items, self.bins, start, Budget(steps))
         best.run(low)
         score, stale = best.score(), 0
         budget, scatter = Budget(SHAKE_STEPS if shaking else -1), numbers()
@@ -368,7 +389,7 @@ class _Solver:
             if index < len(given):
                 units = list(given[index])
             else:
-                found = apportion(item.count, item.minimum, targets, uppers, hosts[index])
+                found = apportion(item.count, item.minimum, targets, uppers, number=hosts[index])
                 if found is None:
                     return None
                 units = found

@@ -14,7 +14,7 @@ from tpplan.devices import Device
 from tpplan.exllamav2_split import exllamav2_counts
 from tpplan.memory import demands, ledger
 from tpplan.model import ModelSpec
-from tpplan.packing import Bin, Item, Placement, nearest, solve
+from tpplan.packing import Bin, Effort, Item, Placement, nearest, solve
 from tpplan.plan import Cache, DeviceMemory, PlanModel, Request, Reserve, Split, SplitPlan, least_version
 from tpplan.request import check_devices, check_kinds, resolve
 from tpplan.verify import verify
@@ -133,26 +133,26 @@ def attempt(
     devices: tuple[Device, ...],
     request: Request,
     *,
-    thorough: bool = True,
+    effort: Effort = Effort.BEST,
     wanted: Demands | None = None,
 ) -> Attempt | None:
     """Cut every axis by the request's strategy; where nothing fits, the attempt lacks as little as possible.
 
-    ``exllamav2`` ignores budgets; it gives None where the original divides by zero. Without ``thorough``, any cuts that
-    fit will do, and there are None if none do. ``wanted`` are the model's costs, if they are known.
+    ``exllamav2`` ignores budgets; it gives None where the original divides by zero. With less than the
+    best effort, None if no cuts that fit were found. ``wanted`` are the model's costs, if they are known.
     """
     wanted = wanted or demands(model, request, len(devices))
     if request.strategy == "exllamav2":
         counts = exllamav2_counts(model, wanted, devices)
         return None if counts is None else finish(model, devices, request, wanted, counts)
     bins = [bin_of(device, wanted, request.strategy, request.reserved(i)) for i, device in enumerate(devices)]
-    counts = place(wanted, bins, request.strategy, lambda items, hosts: solve(items, hosts, thorough=thorough))
+    counts = place(wanted, bins, request.strategy, lambda items, hosts: solve(items, hosts, effort))
     found = finish(model, devices, request, wanted, counts) if counts else None
     if found and not found.lacking:
         return found
     # The solver overestimates: it charges a ragged unit as a whole one, and replicated heads at their highest cost.
     # Where that exceeds a budget by a little, the exact ledger may still accept a cut.
-    return nearest_attempt(model, devices, request, wanted) if thorough else None
+    return nearest_attempt(model, devices, request, wanted) if effort is Effort.BEST else None
 
 
 def nearest_attempt(
@@ -163,7 +163,7 @@ def nearest_attempt(
     bins = [bin_of(device, wanted, "balanced", request.reserved(i)) for i, device in enumerate(devices)]
     plenty = [evolve(host, room=host.speed * _PLENTY) for host in bins]
     placed = (
-        place(wanted, plenty, "balanced", lambda items, hosts: solve(items, hosts, thorough=False)),
+        place(wanted, plenty, "balanced", lambda items, hosts: solve(items, hosts, Effort.ANY)),
         place(wanted, bins, "balanced", nearest),
     )
     attempts = [finish(model, devices, request, wanted, counts) for counts in placed if counts]

@@ -21,7 +21,6 @@ def test_a_plan_exists_if_any_does_and_none_is_better_by_a_thousandth(seed: int,
     if found is None or found.lacking:
         assert not program.is_solvable()
     else:
-
         reached = measure(task, found.bounds)
         assert program.allows(found.bounds, reached)
         assert not program.is_solvable(reached / 1.001)
