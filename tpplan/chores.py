@@ -150,6 +150,15 @@ def note_uncounted(plan: SplitPlan, *, on_screen: bool) -> None:
         console.say("hint", text, "hint")
 
 
+def note_faster(plan: SplitPlan, model: ModelSpec) -> None:
+    """Say where the strategy ``latency`` would read a token's bytes clearly faster than a balanced plan."""
+    from tpplan.bandwidth import faster_by_latency  # noqa: PLC0415
+
+    if rates := faster_by_latency(plan, model):
+        text = f"at most {rates[0]} tokens/s by this plan, {rates[1]} with --strategy latency"
+        note(f"bytes ÷ bandwidth allow {text}, which cuts by bandwidth instead of memory")
+
+
 def note_idle(plan: SplitPlan, model: ModelSpec) -> None:
     """Say which devices got nothing, and what to do about it: whoever named them may not expect that."""
     idle = [i for i, entry in enumerate(plan.memory) if not entry.used_bytes]

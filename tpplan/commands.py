@@ -153,6 +153,7 @@ def plan(
         length = found.request.sequence_tokens
         chores.note(f"{length} tokens per sequence are more than the {spec.max_context} that the model was made for")
     chores.note_idle(found, spec)
+    chores.note_faster(found, spec)
     if output:
         console.save(dumps(found), output)
         chores.tell(found)

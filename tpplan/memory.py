@@ -263,10 +263,10 @@ def ledger(
     entries = []
     reads = request.strategy == "latency"
     for index, device in enumerate(devices):
-        held = [(demand, row[index], row[index + 1]) for demand, row in zip(wanted.axes, bounds, strict=True)]
-        total = sum((demand.cost(start, end) for demand, start, end in held), Cost())
-        used = any(end > start for _, start, end in held)
-        total = total + wanted.common if used else Cost()
+        slices = ((demand, row[index], row[index + 1]) for demand, row in zip(wanted.axes, bounds, strict=True))
+        costs = [demand.cost(start, end) for demand, start, end in slices if end > start]
+        used = bool(costs)
+        total = sum(costs, wanted.common) if used else Cost()
         overhead = device.overhead_bytes if used else 0
         reserved = request.reserved(index)
         free = device.budget_bytes - total.bytes - overhead - reserved
