@@ -62,7 +62,7 @@ class Choices:
         if kind == 0 and type(like) is int:
             return self.pick((like + 1, like - 1, -like, like * 2, like // 2, 2**31 - like))
         if kind == 1 and isinstance(like, (list, str)):
-            return self.pick((like[1:], like[:-1], like * 2, like[::-1], like * 1000))
+            return self.pick((like[1:], like[:-1], like[::-1], like * self.pick((2, 1000 if len(like) < 1000 else 2))))
         if kind == 2 and others:
             return deepcopy(self.pick(others))
         if kind == 3:
