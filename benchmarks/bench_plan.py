@@ -48,7 +48,7 @@ def row(name: str, work: Callable[[], object], aim: float = 0) -> Row:
 def planning(model: ModelSpec, spec: str, **asked: Any) -> Callable[[], object]:
     """Return a function that plans ``model`` on the devices of ``spec``; reading both is not part of it."""
     devices = tpplan.parse_devices(spec)
-    options = {"cache": tpplan.Cache("q8", tokens=TOKENS), "layout": "reduce"} | asked
+    options: dict[str, Any] = {"cache": tpplan.Cache("q8", tokens=TOKENS), "layout": "reduce"} | asked
 
     def work() -> None:
         with suppress(tpplan.InfeasibleError):
