@@ -229,7 +229,7 @@ class _Solver:
         for start, hosts in starts:
             t = start
             step = max(1, low >> TOLERANCE_BITS + 4)
-            while t < high and self._is_gap(low, high):
+            while t < high:
                 found = self._place(t, hosts)
                 if found and self._time(found) < high:
                     best, high = found, self._time(found)
