@@ -189,7 +189,7 @@ def test_the_bits_per_weight_that_fit_are_named() -> None:
     Where the context alone is too much, it is halved until some number of bits fits.
     """
     model, devices = spec(num_hidden_layers=32, vocab_size=64000), (Device(name="x", budget_bytes=150 * MIB),) * 2
-    devices = tuple(evolve(device, overhead_bytes=10 * MIB) for device in devices)
+    devices = (evolve(devices[0], overhead_bytes=10 * MIB),) * 2
     for tokens, at in ((1024, 1024), (8192, 2048)):
         error = refused(model, devices, cache=Cache("fp16", tokens), max_rows=1)
         said = re.search(r"at most ([0-9]+)\.([0-9]) at ([0-9]+) tokens in fp16, .*\(now 16\.0\)", error.message)
