@@ -238,6 +238,14 @@ def test_a_plan_of_unquantised_weights_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert "is BF16 and not F32" in outcome("float32", "bfloat16", monkeypatch)
 
 
+def test_the_tensor_that_a_known_format_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where floats of 8 bits are refused, the error has what is special about them."""
+    odd = outcome("fp8 smoothed", "fp8 smoothed", monkeypatch)
+    assert "q_proj (.weight F8_E4M3 [384, 256], .weight_scale F32 [], .pre_quant_scale F16 [256])" in odd
+    blocks = outcome("fp8 block in four dimensions", "fp8 block in four dimensions", monkeypatch)
+    assert ".weight_scale F32 [3, 1, 2, 1]" in blocks
+
+
 def test_what_cannot_be_planned() -> None:
     """Every checkpoint here can be planned: what the decoder refuses is not refused before."""
     for name in COMPUTED | REFUSED:
