@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
@@ -134,10 +134,15 @@ COMPUTED: Final[dict[str, Callable[[], Path]]] = {
     "mxfp4 experts": lambda: mxfp4()[0].directory,
 }
 
+
+def _case(case: str) -> Path:
+    return make_case(_directory().parent, case)[0]
+
+
 #: Checkpoints, of headers alone, that are planned but not computed.
 REFUSED: Final[dict[str, Callable[[], Path]]] = {
     **{
-        f"{case} of headers": lambda case=case: make_case(_directory().parent, case)[0]
+        f"{case} of headers": partial(_case, case)
         for case in ("nf4", "int8", "exl2", "exl3", "gptq 3 bits", "gptq, no config", "awq, no config", "int packed")
     },
     "nvfp4 of modelopt": lambda: _headers({"quant_method": "modelopt", "quant_algo": "NVFP4"}, _nvfp4),
