@@ -46,7 +46,7 @@ START_STEPS = 2_000
 RESTART_STEPS = 25_000
 RUN_STEPS = 20_000
 WIDEN_STEPS = 15_000
-SHAKE_STEPS = 40_000
+SHAKE_STEPS = 80_000
 #: Steps of each exhaustive search, to find a first placement or to improve one; often far fewer settle it.
 SEARCH_STEPS = 30_000
 _UNLIMITED = 1 << 200

@@ -151,8 +151,8 @@ def test_infeasible_says_what_is_missing_and_what_helps() -> None:
 
 
 def test_weights_beyond_all_budgets_are_told() -> None:
-    """Where no cache could be small enough, the error says that the weights alone are too much."""
-    words = ": with these budgets it needs a checkpoint with fewer bits per weight\n"
+    """Where no cache could be small enough, the error says that the weights alone are too much, and how many bits do."""
+    words = ": with these budgets it needs a checkpoint with fewer bits per weight: at most "
     alone = "; its weights alone are 14.96 GiB"
     assert alone + words in command("plan", LLAMA_8B, "--gpus", "6GiB,8GiB", "--context", 4096).err
     beside = f"{alone}, beside an overhead of 1.00 GiB{words}"
@@ -169,7 +169,7 @@ def test_infeasible_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((80, 24)))
     err = command("plan", LLAMA_8B, "--gpus", "RTX4060Ti16GB,RTX3060", terminal=True).err
     assert "  Needs, GiB\n" in err
-    assert re.search(r"\n  0  RTX 4060 Ti 16GB +7.70 +10.00 +0.18 +0.50 +16.00 +2.38\n", err)
+    assert re.search(r"\n  0  RTX 4060 Ti 16GB +7.71 +10.00 +0.18 +0.50 +16.00 +2.40\n", err)
     assert re.search(r"\n  --cache fp8 +cache the keys and values as fp8\n", err)
     assert re.search(r"\n  --gpus RTX4060Ti16GB:16GiB,RTX3060:12GiB,\S+\n      add 1 more RTX 4060 Ti 16GB\n", err)
     assert max(map(len, err.partition("Needs")[2].splitlines())) <= 80
