@@ -46,7 +46,9 @@ START_STEPS = 2_000
 RESTART_STEPS = 25_000
 RUN_STEPS = 20_000
 WIDEN_STEPS = 15_000
-SHAKE_STEPS = 40_000
+SHAKE_STEPS = 60_000
+#: Steps of the local search with less than the best effort, as many attempts have it.
+ANY_STEPS = 800
 #: Steps of each exhaustive search, to find a first placement or to improve one; often far fewer settle it.
 SEARCH_STEPS = 30_000
 _UNLIMITED = 1 << 200
@@ -297,7 +299,7 @@ class _Solver:
         """
         if start is None:
             return None
-        steps = RUN_STEPS if self.effort is Effort.BEST else START_STEPS
+        steps = RUN_STEPS if self.effort is Effort.BEST else ANY_STEPS
         best = Improver(self.items, self.bins, start, Budget(steps))
         best.run(low)
         score, stale = best.score(), 0

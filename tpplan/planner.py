@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 DEFAULT_MAX_ROWS = 2048
 #: Times the budget, any model fits on any device.
 _PLENTY = 2**60
+#: Cuts in proportion are easier to understand than others that lack a fiftieth less.
+_HARDLY_MORE = 50
 
 
 def plan(
@@ -159,7 +161,7 @@ def attempt(
 def nearest_attempt(
     model: ModelSpec, devices: tuple[Device, ...], request: Request, wanted: Demands | None = None
 ) -> Attempt:
-    """Return the cuts that lack the fewest bytes, of all cuts that are tried."""
+    """Return the cuts that lack the fewest bytes, or, if they lack hardly more, cuts in proportion to the budgets."""
     wanted = wanted or demands(model, request, len(devices))
     bins = [bin_of(device, wanted, "balanced", request.reserved(i)) for i, device in enumerate(devices)]
     plenty = [evolve(host, room=host.speed * _PLENTY) for host in bins]
@@ -168,7 +170,8 @@ def nearest_attempt(
         place(wanted, bins, "balanced", nearest),
     )
     attempts = [finish(model, devices, request, wanted, counts) for counts in placed if counts]
-    return min(attempts, key=lambda each: each.lacking)
+    least = min(each.lacking for each in attempts)
+    return next(each for each in attempts if each.lacking <= least + least // _HARDLY_MORE)
 
 
 def finish(

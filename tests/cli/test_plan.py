@@ -151,8 +151,8 @@ def test_infeasible_says_what_is_missing_and_what_helps() -> None:
 
 
 def test_weights_beyond_all_budgets_are_told() -> None:
-    """Where no cache could be small enough, the error says that the weights alone are too much."""
-    words = ": with these budgets it needs a checkpoint with fewer bits per weight\n"
+    """Where no cache could be small enough, the error says that weights alone are too much, and how many bits do."""
+    words = ": with these budgets it needs a checkpoint with fewer bits per weight: at most "
     alone = "; its weights alone are 14.96 GiB"
     assert alone + words in command("plan", LLAMA_8B, "--gpus", "6GiB,8GiB", "--context", 4096).err
     beside = f"{alone}, beside an overhead of 1.74 GiB{words}"

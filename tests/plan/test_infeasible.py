@@ -188,8 +188,8 @@ def test_the_bits_per_weight_that_fit_are_named() -> None:
 
     Where the context alone is too much, it is halved until some number of bits fits.
     """
-    model, devices = spec(num_hidden_layers=32, vocab_size=64000), (Device(name="x", budget_bytes=150 * MIB),) * 2
-    devices = (evolve(devices[0], overhead_bytes=10 * MIB),) * 2
+    model = spec(num_hidden_layers=32, vocab_size=64000)
+    devices = (Device(name="x", budget_bytes=150 * MIB, overhead_bytes=10 * MIB),) * 2
     for tokens, at in ((1024, 1024), (8192, 2048)):
         error = refused(model, devices, cache=Cache("fp16", tokens), max_rows=1)
         said = re.search(r"at most ([0-9]+)\.([0-9]) at ([0-9]+) tokens in fp16, .*\(now 16\.0\)", error.message)
@@ -209,7 +209,7 @@ def test_the_bits_per_weight_that_fit_are_named() -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", ["glm4_moe_lite", "deepseek_v2", "gemma3_text"])
 def test_the_table_shows_the_cut_that_lacks_least(name: str, seed: int) -> None:
-    """HiGHS finds no cut that lacks less, but for 1 % of what is missing and 0.1 % of the budgets."""
+    """HiGHS finds no cut that lacks less, but for 2 % of what is missing and 0.1 % of the budgets."""
     rng = random.Random(seed)
     model, count = shape(name), rng.randint(1, 4)
     request = Request("reduce", "balanced", Cache("q8", 32768), 1, 512, "idle")
@@ -220,7 +220,7 @@ def test_the_table_shows_the_cut_that_lacks_least(name: str, seed: int) -> None:
     task = Case(model, tuple(Device(name=str(b), budget_bytes=b) for b in budgets), request)
     found = attempt(model, task.devices, request)
     assert found
-    assert 0 < found.lacking <= Program.of(task).least_lacking() * 1.01 + sum(budgets) / 1000
+    assert 0 < found.lacking <= Program.of(task).least_lacking() * 1.02 + sum(budgets) / 1000
 
 
 def test_the_nearest_cut_of_a_latent_cache_lacks_little() -> None:
