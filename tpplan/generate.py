@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+
 from tpplan import chores, console
 from tpplan.commands import OK, Whole
-from tpplan.errors import RequestError, UsageError
+from tpplan.errors import PlanError, RequestError, UsageError
 from tpplan.extras import needing
 
 #: Characters of a number; no model has so many tokens.
@@ -76,7 +78,13 @@ def generate(
         sampling=Sampling(temperature, 1.0 if top_p is None else top_p, seed or 0),
         backend=backend,
     )
-    task = checked(found, order)
+    try:
+        task = checked(found, order)
+    except PlanError as error:
+        again = "" if plan == console.STREAM else chores.remake(found, plan, model, "")
+        compares = shlex.join(["tpplan", "check", plan, "--model", model])
+        error.hint = f"{compares} compares them, {again} makes the plan again" if again else error.hint
+        raise
     with needing("running a plan", "generate"):
         from tpplan.decoder.run import run  # noqa: PLC0415
     report = run(task, chores.note, (lambda _: None) if json else console.emit)

@@ -60,6 +60,7 @@ class Inspection:
         cache_bytes_per_token: what one more token takes, while no sliding window is full.
         state_bytes_per_sequence: what linear attention keeps of a sequence of any length, 0 without it.
         max_context: tokens per sequence that the model was made for.
+        context_basis: the RoPE scaling that decides it, such as ``32768 × 4 by yarn``; empty if none does.
         max_context_cache_bytes: what one sequence of so many tokens takes, with its state, and of sliding windows what
             they keep.
         fingerprint: ``sha256:`` and the hash of the model as tpplan sees it.
@@ -87,6 +88,7 @@ class Inspection:
     cache_bytes_per_token: CacheCosts
     state_bytes_per_sequence: int
     max_context: int
+    context_basis: str
     max_context_cache_bytes: CacheCosts
     fingerprint: str
     notes: tuple[str, ...] = ()
@@ -119,6 +121,7 @@ def inspect(model: ModelSpec) -> Inspection:
         cache_bytes_per_token=CacheCosts(**{kind: cache_bytes_per_token(model, kind) for kind in CACHE_KINDS}),
         state_bytes_per_sequence=state_bytes(model),
         max_context=model.max_context,
+        context_basis=model.context_basis,
         max_context_cache_bytes=CacheCosts(
             **{kind: sequence_cache_bytes(model, kind, model.max_context) for kind in CACHE_KINDS}
         ),

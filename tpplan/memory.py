@@ -18,7 +18,7 @@ from tpplan.plan import CACHE_KINDS, DeviceMemory, Request
 from tpplan.workspace import ITEM_BYTES, common_workspace, rope_workspace, unit_workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from tpplan.devices import Device
     from tpplan.model import Attention, Block, LinearAttention, ModelSpec, Parameter
@@ -99,19 +99,29 @@ class _Group:
             self.head += cost.part(self.replicas, self.size)
 
 
-def demands(model: ModelSpec, request: Request, device_count: int) -> Demands:
+def demands(
+    model: ModelSpec,
+    request: Request,
+    device_count: int,
+    cut_of: Callable[[Axis, int], Hashable] = lambda axis, layer: None,  # noqa: ARG005
+) -> Demands:
     """Compute the costs of ``model`` for ``request``, per axis.
 
-    ``device_count`` matters only if KV heads are replicated: they are repeated by the smallest factor that gives every
-    device a head, as far as the number of query heads allows.
+    Args:
+        model: the model.
+        request: the request.
+        device_count: number of devices. It matters only if KV heads are replicated: they are repeated by the smallest
+            factor that gives every device a head, as far as the number of query heads allows.
+        cut_of: for an axis and a layer, which of several cuts of this axis is that of the layer; equal for all
+            layers of a block. By default, layers in which the axis has the same sizes share a cut.
     """
     shared = {Axis.VC: _Group(Axis.VC, model.vocab_size), Axis.RS: _Group(Axis.RS, model.hidden_size)}
-    groups: dict[tuple[Axis | int, ...], _Group] = {(axis,): group for axis, group in shared.items()}
+    groups: dict[tuple[Hashable, ...], _Group] = {(axis,): group for axis, group in shared.items()}
     common = Cost()
     for block in model.blocks:
         own = dict(shared)
         for axis, group in _layer_groups(block, request, device_count):
-            key = (axis, group.size, group.width, group.group)
+            key = (axis, group.size, group.width, group.group, cut_of(axis, block.layers[0]))
             own[axis] = groups.setdefault(key, group)
             own[axis].layers.extend(block.layers)
         if block.attention:
@@ -154,8 +164,9 @@ def replicas(attention: Attention, devices: int) -> int:
 
 
 def _add_cache(group: _Group, attention: Attention, layers: int, request: Request) -> None:
+    """Add the cache of layers; sliding windows limit what a sequence keeps, unless the server keeps all of it."""
     tokens = request.cache.tokens
-    if attention.window:
+    if attention.window and not request.full_window:
         tokens = min(tokens, request.batch * attention.window)
     heads = tokens * layers * _head_bytes(attention, request.cache.kind) * attention.kv_heads
     latent = tokens * layers * _latent_bytes(attention, request.cache.kind)
@@ -252,10 +263,10 @@ def ledger(
     entries = []
     reads = request.strategy == "latency"
     for index, device in enumerate(devices):
-        held = [(demand, row[index], row[index + 1]) for demand, row in zip(wanted.axes, bounds, strict=True)]
-        total = sum((demand.cost(start, end) for demand, start, end in held), Cost())
-        used = any(end > start for _, start, end in held)
-        total = total + wanted.common if used else Cost()
+        slices = ((demand, row[index], row[index + 1]) for demand, row in zip(wanted.axes, bounds, strict=True))
+        costs = [demand.cost(start, end) for demand, start, end in slices if end > start]
+        used = bool(costs)
+        total = sum(costs, wanted.common) if used else Cost()
         overhead = device.overhead_bytes if used else 0
         reserved = request.reserved(index)
         free = device.budget_bytes - total.bytes - overhead - reserved

@@ -220,6 +220,8 @@ class ModelSpec:
         blocks: groups of identical layers, in order of their first layer.
         parameters: the tensors outside the layers.
         gather_only: why the weights' input dimension cannot be cut, so that only ``gather`` works; else empty.
+        context_basis: the RoPE scaling that decides the maximum, such as ``32768 × 4 by yarn``, empty if none does; not
+            part of the fingerprint.
         not_planned: parts of the files that are not counted; not part of the fingerprint.
         assumed: what is assumed of the weights because no file says, in words, empty if nothing is; not part of the
             fingerprint.
@@ -239,6 +241,7 @@ class ModelSpec:
     blocks: tuple[Block, ...]
     parameters: tuple[Parameter, ...]
     gather_only: str = ""
+    context_basis: str = ""
     not_planned: tuple[NotPlanned, ...] = ()
     assumed: str = ""
     notes: tuple[str, ...] = ()

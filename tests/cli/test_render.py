@@ -23,7 +23,7 @@ from tpplan.plan import DeviceMemory, SplitPlan
 from tpplan.render.diff import diff as diff_view
 from tpplan.render.show import show
 from tpplan.render.svg import picture
-from tpplan.render.text import PLAIN_COLUMNS, amount, bar, elided, line_width, shorten, shorten_name, width
+from tpplan.render.text import PLAIN_COLUMNS, abridged, amount, bar, elided, line_width, shorten, shorten_name, width
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -257,3 +257,11 @@ def test_elided(count: int, most: int) -> None:
     assert len(first) + len(last) == min(count, most)
     assert [*first, *last] == sorted({*first, *last})
     assert not last or last.stop == count
+
+
+def test_fingerprints_are_shortened_apart() -> None:
+    """Two that differ, wherever, look different; they are shown in full where their starts are equal."""
+    first, last, other = f"sha256:{'a' * 64}", f"sha256:{'a' * 63}b", f"sha256:{'b' * 64}"
+    assert abridged(f"{first}, not {other}") == f"sha256:{'a' * 12}…, not sha256:{'b' * 12}…"
+    assert abridged(f"{first} and {first}") == f"sha256:{'a' * 12}… and sha256:{'a' * 12}…"
+    assert abridged(f"{first}, not {last}") == f"{first}, not {last}"

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.checkpoints import saved_values
-from tests.decoder.quantised_formats import Awq, Float8, Format, Gptq, IntPacked
+from tests.decoder.quantised_formats import Awq, Float8, Format, Gptq, IntPacked, Mixed
 from tests.decoder_cases import CONFIGS, SIZES, Model, answered, random_model
 
 #: Tokens that follow each prompt.
@@ -75,11 +75,28 @@ FORMATS: Final[dict[str, Format]] = {
     "fp8 block": Float8(),
     "fp8 block of 64x32": Float8(block=(64, 32)),
     "fp8 block of 48x80, ragged": Float8(block=(48, 80)),
+    "fp8 block of 64x32, e8m0": Float8(block=(64, 32), scales=torch.float8_e8m0fnu),
     "fp8 tensor": Float8(block=(0, 0)),
     "fp8 tensor of e5m2": Float8(block=(0, 0), codes=torch.float8_e5m2),
     "fp8 compressed tensor": Float8(block=(0, 0), suffix=".weight_scale"),
     "fp8 compressed channel": Float8(block=(1, 0), suffix=".weight_scale", scales=torch.bfloat16),
     "fp8 compressed block": Float8(suffix=".weight_scale", scales=torch.bfloat16),
+}
+
+_CHANNEL: Final = Float8(block=(1, 0), suffix=".weight_scale", scales=torch.bfloat16)
+
+#: Formats of which modules differ.
+MIXED: Final[dict[str, Format]] = {
+    "fp8 and int 4 g32": Mixed(usual=IntPacked(group=32), others=_CHANNEL, part="self_attn"),
+    "fp8 blocks and int 8": Mixed(
+        usual=Float8(block=(64, 32), suffix=".weight_scale", scales=torch.bfloat16),
+        others=IntPacked(bits=8, group=-1),
+        part="mlp",
+    ),
+    "int 4 g64 asym and 8": Mixed(
+        usual=IntPacked(group=64, symmetric=False), others=IntPacked(bits=8, group=128, symmetric=False), part="v_proj"
+    ),
+    "gptq 4 g32 and 8 g64": Mixed(usual=Gptq(group=32), others=Gptq(bits=8, group=64, symmetric=False), part="down"),
 }
 
 #: Ends of the names of tensors that are not part of quantised matrices.
@@ -118,7 +135,7 @@ def write(source: Path, form: Format, directory: Path, twin: Path) -> None:
         stem, _, kind = name.rpartition(".")
         is_inside = ".layers." in name or (form.head and stem == "lm_head")
         if kind == "weight" and tensor.ndim > 1 and is_inside and not stem.endswith(".gate"):
-            packed, values[name] = form.store(tensor)
+            packed, values[name] = form.of(stem).store(tensor)
             stored |= {stem + suffix: part for suffix, part in packed.items()}
             if form.adds_biases:
                 stored.setdefault(f"{stem}.bias", torch.zeros(len(tensor)))
@@ -149,14 +166,14 @@ def stored(family: str, form: str, layers: int = 2) -> tuple[Path, Path]:
 
     Args:
         family: of :data:`FAMILIES`.
-        form: of :data:`FORMATS`.
+        form: of :data:`FORMATS` or :data:`MIXED`.
         layers: of the model.
 
     Returns:
         The directories of the model and of its twin; see :func:`write`.
     """
     directory, twin = _directory(), _directory()
-    write(base(family, layers), FORMATS[form], directory, twin)
+    write(base(family, layers), (FORMATS | MIXED)[form], directory, twin)
     return directory, twin
 
 

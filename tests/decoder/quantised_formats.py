@@ -38,6 +38,10 @@ class Format(ABC):
     def config(self) -> dict[str, Any]:
         """Return the ``quantization_config`` of a config.json."""
 
+    def of(self, name: str) -> Format:  # noqa: ARG002 (of some, matrices differ)
+        """Return how the tool stores the matrix of a module."""
+        return self
+
     @abstractmethod
     def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
         """Return the tensors of a matrix by suffix, and the values that they stand for, in float32."""
@@ -205,6 +209,42 @@ class Float8(Format):
             more = {".input_scale": torch.tensor([0.5])} if self.suffix == ".weight_scale" else {}
             packed |= {self.suffix: scales.view([1] * len(more))} | more
         return packed, codes_NK.float() * by_NK
+
+
+@frozen(kw_only=True)
+class Mixed(Format):
+    """A tool's format of which one module is stored otherwise than the others.
+
+    Attributes:
+        usual: how most modules are stored.
+        others: how those are stored whose names have ``part`` in them.
+        part: part of the names.
+    """
+
+    usual: Format
+    others: Format
+    part: str
+
+    def of(self, name: str) -> Format:
+        """See :class:`Format`."""
+        return self.others if self.part in name else self.usual
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`: GPTQ names other modules in ``dynamic``, compressed-tensors in groups of their own."""
+        usual, others = self.usual.config(), self.others.config()
+        if usual["quant_method"] == "gptq":
+            changed = {key: value for key, value in others.items() if value != usual[key]}
+            return usual | {"dynamic": {f"+:.*{self.part}.*": changed}}
+        (group,), (other,) = (each["config_groups"].values() for each in (usual, others))
+        groups = {
+            "group_0": other | {"targets": [f"re:.*{self.part}.*"], "format": others["format"]},
+            "group_1": group | {"format": usual["format"]},
+        }
+        return usual | {"format": "mixed-precision", "config_groups": groups}
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`."""
+        return self.usual.store(matrix_NK)
 
 
 def compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:

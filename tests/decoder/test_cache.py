@@ -11,7 +11,9 @@ from tests.decoder_cases import LENGTH, decoding, model_of, plan_of, request_of
 from tests.watching import Watching
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
-from tpplan.decoder import Prompt, layer_cache
+from tpplan.decoder import Prompt, heads, layer_cache
+from tpplan.decoder.prompts import length_of
+from tpplan.errors import ExecutionError
 
 
 class Largest(Watching):
@@ -43,6 +45,18 @@ def test_the_cache_takes_what_the_plan_counts(model_type: str, kv: str, kind: st
         devices = decoder.context.all_devices
         counted = {device: plan.memory[device].cache_bytes for device in devices}
         assert {device: decoder.cache_bytes(device) for device in devices} == counted
+
+
+@pytest.mark.parametrize("more", [1, -1])
+def test_a_cache_that_takes_other_bytes_is_not_used(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any token is computed, both numbers of bytes are told, of a cache that is too small, too."""
+    plan = plan_of(model_of("qwen3").directory, 1, request_of(), {}, seed=3)
+    monkeypatch.setattr(heads, "length_of", lambda request: length_of(request) + more)
+    counted = plan.memory[0].cache_bytes
+    taken = counted + more * counted // LENGTH
+    what = f"the cache takes {taken} bytes on device 0, the plan for .* counts {counted}\n"
+    with pytest.raises(ExecutionError, match=what), decoding(plan, "qwen3"):
+        pass
 
 
 @pytest.mark.parametrize(("kind", "error"), [("fp16", 1e-3), ("q8", 3e-2), ("fp8", 3e-1)])

@@ -17,6 +17,7 @@ from jsonschema import Draft202012Validator
 import tpplan
 from tests.command import Done, command
 from tests.decoder_cases import LENGTH, VOCAB, model_of, plan_of, request_of
+from tests.edited_plans import EDITS
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder import run
 from tpplan.decoder.text import Stream, Tokenizer
@@ -109,6 +110,22 @@ def test_a_plan_of_another_model(checkpoint: Path) -> None:
     asked = ("generate", plan, "--model", checkpoint, "--backend", "cpu", "--token-ids", "1")
     assert re.search(r"fingerprint sha256:[0-9a-f]{12}… and not sha256:0{12}…\n", command(*asked).err)
     assert "sha256:" + "0" * 64 in json.loads(command(*asked, "--json").out)["error"]["message"]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_plan(edit: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before anything is imported that needs torch, with the values and with commands that help."""
+    monkeypatch.setitem(sys.modules, "tpplan.decoder.run", None)
+    edited, starts = EDITS[edit](tpplan.load(checkpoint / "plan.json"))
+    plan = checkpoint / "edited.json"
+    edited.save(plan)
+    done = command("generate", plan, "--model", checkpoint, "--token-ids", "1")
+    assert (done.code, done.out) == (2, "")
+    first, *lines, hint = done.err.splitlines()
+    assert first == f"error: the plan for tiny is not right for {checkpoint}:"
+    assert all(any(line.strip().startswith(start) for line in lines) for start in starts)
+    assert hint.startswith(f"hint: tpplan check {plan} --model {checkpoint} compares them, tpplan plan {checkpoint} ")
+    assert command("check", plan, "--model", checkpoint).code == 1
 
 
 def test_a_text_of_standard_input(checkpoint: Path) -> None:

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import tpplan
 from tests.checkpoints import LLAMA, llama_layers, llama_outside, saved_values, write_checkpoint
-from tests.decoder.quantised_checkpoints import FAMILIES, FORMATS, NEW, halve, mxfp4, quantised
+from tests.decoder.quantised_checkpoints import FAMILIES, FORMATS, MIXED, NEW, halve, mxfp4, quantised
 from tests.decoder_cases import MAX_ROWS, check, check_losses, plan_of, read_and_stepped, request_of
-from tests.format_cases import CASES, awq, gptq, gptq_config
+from tests.format_cases import CASES, awq
 from tests.weight_plans import fine_units
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder
@@ -52,6 +52,7 @@ SOME = [
     "int 8 channel",
     "fp8 block of 64x32",
     "fp8 compressed channel",
+    "fp8 and int 4 g32",
 ]
 
 
@@ -63,7 +64,7 @@ def _plan(directory: Path, devices: int, layout: str, seed: int, *, kv: str = "i
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: "-".join(map(str, cut)))
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FORMATS | MIXED)
 def test_formats(form: str, cut: tuple[int, str, str]) -> None:
     """Logits of prompts and of a step, and tokens, of every format, however a plan cuts its groups and blocks."""
     devices, layout, transport = cut
@@ -138,9 +139,6 @@ def _mxfp4(inputs: int, outputs: int, _layer: int) -> Tensors:
     return {"_blocks": ("U8", (outputs, inputs // 32, 16)), "_scales": ("U8", (outputs, inputs // 32))}
 
 
-_DYNAMIC = gptq_config(dynamic={"+:.*down_proj": {"bits": 8}})
-
-
 @pytest.mark.parametrize(
     ("quantization", "matrix", "what"),
     [
@@ -149,7 +147,6 @@ _DYNAMIC = gptq_config(dynamic={"+:.*down_proj": {"bits": 8}})
             ("gptq 2 bits", "GPTQ 2-bit"), ("gptq 3 bits", "GPTQ 3-bit"),
         )),
         (_GEMV, awq, "AWQ"),
-        (_DYNAMIC, gptq(), "GPTQ"),
         ({"quant_method": "mxfp4"}, _mxfp4, "MXFP4"),
     ],
 )  # fmt: skip

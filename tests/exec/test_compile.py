@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,10 +11,12 @@ from attrs import evolve
 
 import tpplan
 from tests import contexts
+from tests.edited_plans import EDITS, recut
 from tests.exec.reference import same
 from tests.planning_cases import spec
 from tpplan import exec as tpx
 from tpplan.axes import Axis
+from tpplan.check import check
 from tpplan.codec import fingerprint
 from tpplan.devices import Device
 from tpplan.errors import ExecutionError, PlanError, RequestError
@@ -21,8 +24,7 @@ from tpplan.exec.machine import Found, differences
 from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope
 from tpplan.plan import Cache, SplitPlan
-from tpplan.sizes import format_bytes
-from tpplan.workspace import areas
+from tpplan.workspace import areas, workspace_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +65,7 @@ def test_everything_that_differs_is_listed_at_once(plan: SplitPlan) -> None:
     assert found == [
         "devices[1]: cuda:1 is not for the backend cpu",
         "devices: the plan has 2, 3 were given",
-        f"model: the plan is for {plan.model.fingerprint}, this one is {fingerprint(other)}",
+        f"model.fingerprint is {plan.model.fingerprint}, expected {fingerprint(other)}",
         "max_rows: the plan has room for 1 to 64, 65 were asked for",
         "dtype: the plan has room for float16 or bfloat16, float32 was asked for",
     ]
@@ -147,22 +149,41 @@ def test_a_plan_that_breaks_rules_is_not_run(plan: SplitPlan) -> None:
     assert len(error.value.problems) >= 2
 
 
-def test_a_workspace_that_takes_more_than_is_counted(plan: SplitPlan) -> None:
-    """As where the request was edited, and memory was not; with numbers for each device."""
-    edited = evolve(plan, request=evolve(plan.request, max_rows=4096))
-    found = refusal(edited, backend="cpu")
-    assert [problem.partition(":")[0] for problem in found] == ["memory[0]", "memory[1]"]
-    for problem, memory in zip(found, plan.memory, strict=True):
-        assert f"the plan counts {format_bytes(memory.workspace_bytes)}" in problem
+@pytest.mark.parametrize(("rows", "dtype"), [(4096, "bfloat16"), (32, "bfloat16"), (64, "float32")])
+def test_a_workspace_that_is_not_the_one_counted(rows: int, dtype: str, plan: SplitPlan) -> None:
+    """As where the request was edited, and memory was not: that needs no model, and both numbers are told."""
+    edited = evolve(plan, request=evolve(plan.request, max_rows=rows), model=evolve(plan.model, dtype=dtype))
+    needed = workspace_bytes(plan.splits, dtype, edited.request)
+    assert refusal(edited, backend="cpu", max_rows=1) == [
+        f"memory[{i}].workspace_bytes is {memory.workspace_bytes}, expected {size}"
+        for i, (memory, size) in enumerate(zip(plan.memory, needed, strict=True))
+    ]
 
 
 def test_the_model_may_be_given(plan: SplitPlan, llama_config: Path) -> None:
     """The model that the plan was made for passes, as an object; a directory's is read and told apart."""
     tpx.compile(plan, backend="cpu", model=spec()).close()
-    (difference,) = refusal(plan, backend="cpu", model=llama_config)
-    assert difference == (
-        f"model: the plan is for {plan.model.fingerprint}, this one is {fingerprint(tpplan.read_model(llama_config))}"
-    )
+    right = tpplan.read_model(llama_config)
+    assert refusal(plan, backend="cpu", model=llama_config) == [
+        f"model.fingerprint is {plan.model.fingerprint}, expected {fingerprint(right)}",
+        f"model.layers is {plan.model.layers}, expected {right.layer_count}",
+    ]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_plan_is_not_run(edit: str, plan: SplitPlan) -> None:
+    """Every value that the model or the request decides is compared, with the plan's value and the right one."""
+    edited, starts = EDITS[edit](plan)
+    found = refusal(edited, backend="cpu", model=spec())
+    assert all(any(each.startswith(start) for each in found) for start in starts)
+    assert all(re.fullmatch(r"[a-z]+(\[\d\])?\.\w+ is \S+, expected \S+", each) for each in found)
+
+
+def test_other_cuts_than_the_planners_run(plan: SplitPlan) -> None:
+    """Cut by hand, with a ledger that is right for the cuts, a plan runs though planning again gives another one."""
+    by_hand = recut(plan, spec(), {Axis.ID: (0, 1280, 2048)})
+    assert not check({"plan": by_hand}, spec()).current
+    tpx.compile(by_hand, backend="cpu", model=spec()).close()
 
 
 def test_differences_of_the_machine(plan: SplitPlan) -> None:

@@ -20,6 +20,7 @@ from tests.weight_plans import even_plan, fine_units, loaded
 from tpplan.errors import ExecutionError, ModelError, PlanError, RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load, load_weights, reads
+from tpplan.workspace import workspace_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -110,14 +111,18 @@ def test_experts_that_are_stored_in_several_ways(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_counts_other_bytes(model_dir: Path, plan: SplitPlan) -> None:
-    """A cut that was moved by hand breaks the promise of the ledger."""
+    """A cut that was moved by hand breaks the promise of the ledger; so does a bucket that was edited."""
     splits = tuple(evolve(s, bounds=(0, 8, 40)) if s.axis == "vocab" else s for s in plan.splits)
-    room = 2**20  # for the workspace, which compiling would refuse
-    memory = tuple(
-        evolve(m, workspace_bytes=m.workspace_bytes + room, free_bytes=m.free_bytes - room) for m in plan.memory
-    )
-    with pytest.raises(PlanError, match=r"memory\[0\].weights_bytes is \d+, but the slices of device 0 take \d+"):
-        loaded(evolve(plan, splits=splits, memory=memory), model_dir)
+    needed = workspace_bytes(splits, plan.model.dtype, plan.request)
+    rows = [(m, m.workspace_bytes - size) for m, size in zip(plan.memory, needed, strict=True)]
+    moved = tuple(evolve(m, workspace_bytes=m.workspace_bytes - b, free_bytes=m.free_bytes + b) for m, b in rows)
+    emptied = tuple(evolve(m, cache_bytes=0, free_bytes=m.free_bytes + m.cache_bytes) for m in plan.memory)
+    for edited, bucket in (
+        (evolve(plan, splits=splits, memory=moved), "weights_bytes"),
+        (evolve(plan, memory=emptied), "cache_bytes"),
+    ):
+        with pytest.raises(PlanError, match=rf"memory\[0\].{bucket} is \d+, expected \d+"):
+            loaded(edited, model_dir)
 
 
 def test_the_context_is_another_one(model_dir: Path, plan: SplitPlan) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
 
 from tpplan.axes import Axis
 from tpplan.decoder.agreed import room_for
+from tpplan.decoder.sampling import NO_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +39,7 @@ def best_of(logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
 def likeliest(
     context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Plain], rows: int
 ) -> tuple[Tensor, ...]:
-    """Return the likeliest tokens ``[B]`` on every device in use.
+    """Return the likeliest tokens ``[B]`` on every device in use, ``NO_TOKEN`` where the largest logit is not finite.
 
     Each device finds its own best token. One small all-reduce collects these, as every device has columns of its own.
     float32 holds every token number exactly, and all devices choose by the same bits.
@@ -55,5 +57,11 @@ def likeliest(
         for (i, part), logits_BV in zip(here, logits, strict=True)
     ]
     out = None if bests else room_for(context, rows, 2 * len(every), torch.float32)
-    found = context.all_reduce(bests, axis=Axis.VC, out=out)
-    return tuple(x[:, 1::2].gather(1, x[:, ::2].argmax(1, keepdim=True)).squeeze(1).long() for x in found)
+    return tuple(map(_best, context.all_reduce(bests, axis=Axis.VC, out=out)))
+
+
+def _best(found_B2P: Tensor) -> Tensor:
+    """Return the token of the largest logit of each row, given pairs of logits and tokens; NaN counts as largest."""
+    best_B1, place_B1 = found_B2P[:, ::2].max(1, keepdim=True)
+    token_B1 = found_B2P[:, 1::2].gather(1, place_B1).long()
+    return torch.where(best_B1.abs() < inf, token_B1, NO_TOKEN).squeeze(1)

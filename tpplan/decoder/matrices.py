@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tpplan.decoder.packing import NIBBLE, WORD, packed, rearranged, unpacked
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
-from tpplan.decoder.stored import LAYOUTS, SCALES, Layout
+from tpplan.decoder.stored import LAYOUTS, SCALES, Layout, said_of, size_of
 from tpplan.errors import ModelError, RequestError
 from tpplan.formats.scheme import Scheme
 from tpplan.formats.storage import split_name
@@ -201,16 +201,17 @@ def _bits_and_group(stored: _Stored, layout: Layout, into: int) -> tuple[int, in
     Raises:
         ModelError: they cannot be determined, or the decoder does not support codes of these bits.
     """
-    whole, count = stored.slices[layout.codes].whole, stored.slices[layout.scales].whole[into]
+    shapes = {suffix: part.whole for suffix, part in stored.slices.items()}
+    codes, count = shapes[layout.codes], shapes[layout.scales][into]
     shape = stored.tensors.get(".weight_shape")
-    bits = stored.scheme.known.get("bits") or (whole[into] * WORD // int(shape[-1]) if shape is not None else 0)
+    bits = layout.bits_of(shapes)
+    if not bits and shape is not None and int(shape[-1]) > 0:
+        bits = codes[into] * WORD // int(shape[-1])
     if bits not in layout.bits:
         raise ModelError(f"{stored.name} has codes of {bits} bits", f"the decoder computes with {layout.bits}")
-    width = whole[into] * (1 if layout.packs_rows else WORD // bits)
-    group = stored.scheme.parameters(width).get("group", 0)
-    if not group and not width % count:
-        group = width // count
-    if not group or -(-width // group) != count:
+    width = layout.width_of(codes, bits)
+    group = size_of(width, count, said_of(stored.scheme, "group"))
+    if not group:
         what = f"{stored.name} has {count} scales for {width} columns"
         raise ModelError(what, "name the group_size in config.json")
     return bits, group
@@ -228,14 +229,16 @@ def _floats(stored: _Stored) -> Float8Matrix:
         raise ModelError(f"{stored.name} has no scale", "fetch the checkpoint again")
     scales, part = stored.tensors[suffix], stored.slices[suffix]
     height, width = stored.slices[".weight"].whole
+    if scales.dtype.itemsize == 1:  # powers of two, which bfloat16 holds exactly
+        scales = scales.bfloat16()
     if part.whole in {(), (1,)} and height > 1:
         return Float8Matrix(codes, scales.view(1, 1), len(codes), codes.shape[1])
     if len(part.whole) == 1 or part.whole == (height, 1):
         return Float8Matrix(codes, scales.view(-1, 1), 1, codes.shape[1])
-    known, sizes = stored.scheme.known, []
+    sizes = []
     for size, count, key in ((height, part.whole[0], "rows"), (width, part.whole[1], "columns")):
-        block = known.get(key) or (size if count == 1 else 0)
-        if not block or -(-size // block) != count:
+        block = size_of(size, count, said_of(stored.scheme, key))
+        if not block:
             raise ModelError(
                 f"{stored.name} has {count} scales for {size} {key}", "name the block's size in config.json"
             )

@@ -26,7 +26,7 @@ from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, lengt
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.stack import Stack
 from tpplan.decoder.steps import Steps
-from tpplan.errors import RequestError
+from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.programs.program import HOST
 from tpplan.reader import read_model
 from tpplan.workspace import areas
@@ -92,7 +92,7 @@ class Decoder:
             ModelError: the decoder does not support the model, see :func:`tpplan.decoder.settings.settings_of`, or the
                 plan is for another one.
             RequestError: the weights do not match the plan, or the decoders of several processes differ.
-            ExecutionError: the decoder has no cache of this kind.
+            ExecutionError: the decoder has no cache of this kind, or the plan counts other bytes for its cache.
         """
         if any(each != (cache, graphs, turns) for each in context.tell((cache, graphs, turns))):
             raise RequestError("the processes' decoders differ in cache, graphs or turns", "give all the same")
@@ -138,6 +138,8 @@ class Decoder:
             for device in context.devices
         }
         self.stack = Stack(context, self._settings, layers, self.weights, heads, steps=steps)
+        if kind == request.cache.kind:
+            self._check_ledger()
         self._steps: dict[int, Steps] = {}
         self.graph: Graph | None = None
         self.generations = 0
@@ -156,6 +158,22 @@ class Decoder:
     def cache_bytes(self, device: int) -> int:
         """Return the size of the cache on a device, in bytes."""
         return sum(heads[device].cache.nbytes for heads in self.stack.heads if device in heads)
+
+    def _check_ledger(self) -> None:
+        """Check that the cache takes the bytes that the plan counts.
+
+        It takes fewer where its tokens do not divide evenly among the sequences.
+
+        Raises:
+            ExecutionError: it takes others on a device.
+        """
+        plan = self.context.plan
+        is_even = not plan.request.cache.tokens % plan.request.batch
+        for device in self.context.devices:
+            taken, counted = self.cache_bytes(device), plan.memory[device].cache_bytes
+            if taken > counted or (is_even and taken < counted):
+                what = f"the cache takes {taken} bytes on device {device}, the plan for {plan.model.name}"
+                raise ExecutionError(f"{what} counts {counted}", "make the plan again with tpplan plan")
 
     def steps(self, sequences: int) -> Steps:
         """Return the decoding steps of the cache's first ``sequences`` sequences; created once and kept with graphs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
@@ -11,6 +11,9 @@ from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
+
+#: Stands for the next token where the largest logit is NaN or infinite: devices go on, and the host raises an error.
+NO_TOKEN: Final = -1
 
 
 @frozen
@@ -37,9 +40,11 @@ class Sampling:
             raise RequestError(f"the seed is {self.seed}", "choose one from 0 to 2^63 - 1")
 
     def draw(self, logits_BV: Tensor, generator: Generator) -> Tensor:
-        """Sample a token for each row of logits in host memory."""
-        below_BV = logits_BV.double() - logits_BV.amax(-1, keepdim=True)  # 0 is the likeliest at any temperature
+        """Sample a token for each row of logits in host memory; ``NO_TOKEN`` where the largest logit is not finite."""
+        best_B1 = logits_BV.amax(-1, keepdim=True)  # NaN if any logit is
+        is_finite_B1 = best_B1.abs() < inf
+        below_BV = (logits_BV.double() - best_B1).masked_fill(~is_finite_B1, 0)  # 0 is the likeliest at any temperature
         probabilities, order = (below_BV / self.temperature).softmax(-1).sort(-1, descending=True)
         before = probabilities.cumsum(-1) - probabilities
         chosen = probabilities.masked_fill(before >= self.top_p, 0).multinomial(1, generator=generator)
-        return order.gather(-1, chosen).squeeze(-1)
+        return order.gather(-1, chosen).masked_fill(~is_finite_B1, NO_TOKEN).squeeze(-1)

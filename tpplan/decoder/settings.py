@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import inf, sqrt
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from attrs import frozen
@@ -11,16 +12,16 @@ from attrs import frozen
 from tpplan.axes import Axis
 from tpplan.config import read_config
 from tpplan.decoder.cache import check_kind
-from tpplan.decoder.families import FAMILIES, Family
+from tpplan.decoder.families import FAMILIES, Experts, Family
 from tpplan.decoder.gates import ACTIVATIONS, ALPHA, LIMIT, SWIGLU_OAI
 from tpplan.decoder.ropes import Ropes
 from tpplan.decoder.stored import check_formats
+from tpplan.errors import ModelError
 from tpplan.families.wrappers import WRAPPERS, text_part
 from tpplan.formats import Scheme, read_scheme
+from tpplan.formats.storage import split_name
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tpplan.config import Config
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
@@ -68,14 +69,19 @@ class Settings:
     scheme: Scheme
 
     @classmethod
-    def read(cls, config: Config, model: ModelSpec) -> Self:
+    def read(cls, config: Config, model: ModelSpec, directory: Path | None = None) -> Self:
         """Read the settings of a model from its config.json.
+
+        Args:
+            config: the config.json.
+            model: the model.
+            directory: where other files may describe the quantisation; None if none is to be read.
 
         Raises:
             ModelError: the decoder does not know the architecture, the activation or the kind of RoPE, or a number is
                 invalid.
         """
-        outer, scheme = config.text("model_type"), read_scheme(config)
+        outer, scheme = config.text("model_type"), read_scheme(config, directory)
         is_part, whole = outer in AROUND, config
         model_type, config = text_part(config)
         family = FAMILIES.get(model_type) if is_part or outer == model_type else None
@@ -120,9 +126,27 @@ def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
             :func:`tpplan.decoder.stored.check_formats`.
     """
     config = read_config(directory)
-    settings = Settings.read(config, model)
+    settings = Settings.read(config, model, Path(directory))
     check_formats(model, settings.scheme, str(directory), fused=settings.family.experts.fused)
+    _check_experts(model, settings.family.experts, str(directory))
     return settings
+
+
+def _check_experts(model: ModelSpec, experts: Experts, source: str) -> None:
+    """Check that experts and routers have the names that the decoder looks for; checkpoints may have other forms.
+
+    Raises:
+        ModelError: some have others.
+    """
+    names = (experts.router, *((experts.fused,) if experts.fused else (experts.gate, experts.up)), experts.down)
+    for block in model.blocks:
+        stems = [split_name(parameter.name)[0] for parameter in block.parameters]
+        for name in names if block.experts else ():
+            if not any(stem.endswith(f".{name}") for stem in stems):
+                found = next((stem for stem in stems if "expert" in stem or "switch" in stem), "other tensors")
+                what = f"{source}: the decoder looks for {name}, the checkpoint has {found} in the layers"
+                hint = f"it computes experts that are stored as transformers' {model.architecture} names them"
+                raise ModelError(what, hint)
 
 
 def check_model(directory: str | Path, model: ModelSpec, plan: SplitPlan) -> None:

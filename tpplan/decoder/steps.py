@@ -9,9 +9,10 @@ from weakref import proxy
 import torch
 
 from tpplan.axes import Axis
+from tpplan.decoder.finite import not_finite
 from tpplan.decoder.likeliest import likeliest
 from tpplan.decoder.prompts import Prompt
-from tpplan.decoder.sampling import Sampling
+from tpplan.decoder.sampling import NO_TOKEN, Sampling
 from tpplan.errors import RequestError
 from tpplan.exec.programs.program import HOST
 
@@ -67,13 +68,14 @@ class Steps:
         Raises:
             RequestError: the number of prompts is not that of the sequences, or a prompt is invalid, see
                 :func:`tpplan.decoder.prompts.check`.
+            ExecutionError: the model's logits are not finite.
         """
         if len(prompts) != (count := self._tokens[0].shape[1]):
             raise RequestError(f"{len(prompts)} prompts for the steps of {count} sequences", "give one for each")
         self._sampling = sampling
         self._generator.manual_seed(sampling.seed)
         logits = self._decoder.read([Prompt(prompt, sequence) for sequence, prompt in enumerate(prompts)])
-        first = [int(token) for token in self._choose(logits).tolist()]
+        first = self._checked(self._choose(logits).tolist())
         self._set(self._tokens, first)
         self._set(self._positions, [len(prompt) for prompt in prompts])
         self._longest = max(map(len, prompts))
@@ -85,6 +87,7 @@ class Steps:
 
         Raises:
             RequestError: the cache has no room for them.
+            ExecutionError: the model's logits are not finite.
         """
         if self._longest == self._decoder.length:
             what = f"the longest text has {self._longest} tokens, as many as the plan caches of a sequence"
@@ -93,7 +96,7 @@ class Steps:
         self._run(next(span for span in self._spans() if span >= self._longest))
         if self._sampling.temperature:
             self._set(self._tokens, self._choose(self._logits).tolist())
-        return [int(token) for token in self._tokens[0][0].tolist()]
+        return self._checked(self._tokens[0][0].tolist())
 
     @torch.inference_mode()
     def prepare(self, sampling: Sampling) -> None:
@@ -163,6 +166,16 @@ class Steps:
         # One process draws for all: the host of another may round probabilities otherwise.
         drawn = None if self._context.process else self._sampling.draw(whole, self._generator)
         return next(tokens for tokens in self._context.tell(drawn) if tokens is not None)
+
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        """Return tokens.
+
+        Raises:
+            ExecutionError: logits are not finite.
+        """
+        if NO_TOKEN in tokens:
+            raise not_finite(self._decoder)
+        return [*tokens]
 
     def _likeliest(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return likeliest(self._context, logits, self._decoder.stack.steps, self._tokens[0].shape[1])

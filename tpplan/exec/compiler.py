@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from tpplan.codec import fingerprint
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.binding import Memory
 from tpplan.exec.choices import BACKENDS, TRANSPORTS_OR_AUTO, check_choice
@@ -32,6 +31,7 @@ from tpplan.exec.transports import Choice, choose
 from tpplan.model import ModelSpec
 from tpplan.plan import SplitPlan
 from tpplan.reader import read_model
+from tpplan.recount import differences as recounted
 from tpplan.verify import verify
 from tpplan.workspace import FLAG_BYTES, FRAME_SLOT_BYTES, HOST_SLOT_BYTES, areas, pinned_bytes, slot_bytes
 
@@ -85,7 +85,8 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
             devices.
         devices: torch devices, one for each device of the plan, or for each that this process owns; by default
             ``cuda:0``, ``cuda:1``, …, or the current CUDA device if the process owns a single one.
-        model: the model to run, or its directory, to check that the plan is for this model.
+        model: the model to run, or its directory, to check what it decides in the plan, and the plan's ledger. Without
+            it, only the workspace is checked.
         max_rows: maximum rows of an operand; by default the plan's ``max_rows``, which it may not exceed.
         dtype: dtype of the activations: float16, bfloat16 or float32, no wider than the plan's, which is the default.
         transport: ``peer``, ``host``, ``events``, or ``auto``: on CUDA devices the first of ``peer``, ``events`` and
@@ -136,7 +137,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
             check=check,
         )
     places, problems = places_for(plan, backend, devices)
-    problems += [*uncounted(plan), *mismatches(plan, model, max_rows, dtype)]
+    problems += mismatches(plan, model, max_rows, dtype)
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes and places]
     choice = Choice(transport)
     if backend != "cpu":
@@ -146,7 +147,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         problems += unfit
     if problems:
         virtual = ', or run on virtual devices with backend="cpu"' if backend != "cpu" else ""
-        hint = f"plan again for this machine and model{virtual}"
+        hint = f"tpplan check compares a plan with its model; plan again for this machine and model{virtual}"
         raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{listed(problems)}", hint)
     made = partial(build, plan, places, max_rows=max_rows, dtype=dtype, scratch=scratch)
     if backend == "cpu":
@@ -289,12 +290,14 @@ def _has_several(group: ProcessGroup) -> bool:
 
 
 def mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows: int, dtype: torch.dtype) -> list[str]:
-    """Return a message for each argument that does not fit the plan."""
-    problems = []
-    if model is not None:
-        given = fingerprint(model if isinstance(model, ModelSpec) else read_model(model))
-        if given != plan.model.fingerprint:
-            problems.append(f"model: the plan is for {plan.model.fingerprint}, this one is {given}")
+    """Return a message for each argument that does not fit the plan, and for what the plan counts wrongly.
+
+    Without a model, only the workspace can be counted again.
+    """
+    if model is None:
+        problems = uncounted(plan)
+    else:
+        problems = recounted(plan, model if isinstance(model, ModelSpec) else read_model(model))
     if type(max_rows) is not int or not 1 <= max_rows <= plan.request.max_rows:
         most = plan.request.max_rows
         problems.append(f"max_rows: the plan has room for 1 to {most}, {max_rows!r:.40} were asked for")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from tpplan.sizes import format_bytes
+from tpplan.sizes import format_apart
 from tpplan.workspace import workspace_bytes
 
 if TYPE_CHECKING:
@@ -46,19 +46,20 @@ def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
         memory = plan.memory[i]
         needed = memory.used_bytes - memory.overhead_bytes  # the driver's overhead is already allocated here
         if here.free_bytes < needed:
-            problems.append(f"{where}: needs {format_bytes(needed)}, {format_bytes(here.free_bytes)} are free")
+            needs, free = format_apart(needed, here.free_bytes)
+            problems.append(f"{where}: needs {needs}, {free} are free")
         if device.capability and _version(here.capability) < _version(device.capability):
             problems.append(f"{where}: planned for capability {device.capability}, has {here.capability}")
     return problems
 
 
 def uncounted(plan: SplitPlan) -> list[str]:
-    """Return where the workspace exceeds the plan's; such a plan was edited, or made by another version."""
+    """Return where the workspace is not the plan's; such a plan was edited, or made by another version."""
     needed = workspace_bytes(plan.splits, plan.model.dtype, plan.request)
     return [
-        f"memory[{i}]: the workspace takes {format_bytes(size)}, the plan counts {format_bytes(memory.workspace_bytes)}"
+        f"memory[{i}].workspace_bytes is {memory.workspace_bytes}, expected {size}"
         for i, (size, memory) in enumerate(zip(needed, plan.memory, strict=True))
-        if size > memory.workspace_bytes
+        if size != memory.workspace_bytes
     ]
 
 

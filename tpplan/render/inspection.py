@@ -32,7 +32,7 @@ def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line
         ("attention", f"{d['q_heads']} query heads", f"{d['kv_heads']} KV heads of {d['head_dim']}"),
         *([("linear attention", *linear)] if d["linear_key_heads"] else []),
         ("vocabulary", str(d["vocab_size"]), f"output matrix {tied}"),
-        ("context", f"{d['max_context']} tokens", "the longest that the model was made for"),
+        ("context", f"{d['max_context']} tokens", d["context_basis"] or "the longest that the model was made for"),
     ]
     each, whole, tokens = d["cache_bytes_per_token"], d["max_context_cache_bytes"], d["max_context"]
     cache = [

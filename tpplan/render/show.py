@@ -88,6 +88,10 @@ def request_lines(plan: dict[str, Any]) -> tuple[str, str]:
     model, request = plan["model"], plan["request"]
     cache, batch, rows = request["cache"], request["batch"], request["max_rows"]
     sequences = f" ({batch} sequences)" if batch > 1 else ""
+    if "context" in request:
+        sequences = f" shared by up to {batch} sequences of at most {request['context']}"
+    sequences += ", sliding windows kept whole" * ("full_window" in request)
+    sequences += ", beyond the model's context" * ("beyond" in request)
     kv = ", KV heads replicated" if request["kv"] == "replicate" else ""
     caching = f"cache {cache['kind']} for {cache['tokens']} tokens{sequences}"
     return (

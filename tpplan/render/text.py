@@ -24,8 +24,9 @@ _GLYPHS = dict(zip(("weights", "cache", "workspace", "overhead", _RESERVED, "fre
 _SCALES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _GAP = 2
 _MOST_WORDS = 12
-#: A fingerprint, and as much of it as tells models apart.
-_FINGERPRINT = re.compile(r"(sha256:[0-9a-f]{12})[0-9a-f]{52}")
+_FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
+#: As much of a fingerprint as mostly tells models apart, with the name of its hash.
+_ENOUGH = 19
 
 
 def line(text: str, style: str = "") -> Line:
@@ -77,8 +78,11 @@ def shorten_name(name: str, columns: int) -> str:
 
 
 def abridged(text: str) -> str:
-    """Shorten the fingerprints in a text, which are whole in documents only."""
-    return _FINGERPRINT.sub(r"\1…", text)
+    """Shorten the fingerprints in a text, which are whole in documents only, but not so far that two become equal."""
+    different = set(_FINGERPRINT.findall(text))
+    if len({each[:_ENOUGH] for each in different}) == len(different):
+        return _FINGERPRINT.sub(lambda match: f"{match[0][:_ENOUGH]}…", text)
+    return text
 
 
 def wrapped(text: str, columns: int) -> list[str]:

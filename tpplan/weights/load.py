@@ -13,7 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.errors import ModelError, PlanError, RequestError
+from tpplan.errors import ModelError, RequestError
 from tpplan.exec.arena import Arena
 from tpplan.formats.storage import split_name
 from tpplan.weights.progress import progress
@@ -97,7 +97,7 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
         The tensors of each device of this process.
 
     Raises:
-        PlanError: the plan breaks a rule, or the weights in its ledger differ from the size of its slices.
+        PlanError: the plan breaks a rule, or a value of it is not what the model or the plan's own cuts decide.
         ModelError: the directory has another model than the plan is for, or tensors are missing, unexpected, or of the
             wrong shape or dtype; no tensor is read then.
         ExecutionError: a device has too little memory, or the context is closed.
@@ -113,7 +113,7 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
     for part in iter_slices(plan, source.model):
         if part.device in parts:  # not another process's
             parts[part.device].append(part)
-    _check(plan, source, parts)
+    _check(source, parts)
     held, blocks, weights = _allocate(ctx, parts)
     headers = {name: source.find(name) for name in held}
     order = sorted(held, key=lambda name: (headers[name].file, headers[name].start))
@@ -126,22 +126,16 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
     return weights
 
 
-def _check(plan: SplitPlan, source: Source, parts: Mapping[int, Sequence[TensorSlice]]) -> None:
-    """Check that torch has all dtypes, and that the ledger's weights equal the size of the slices.
+def _check(source: Source, parts: Mapping[int, Sequence[TensorSlice]]) -> None:
+    """Check that torch has all dtypes.
 
     Raises:
         ModelError: a tensor has a dtype that torch lacks.
-        PlanError: the ledger states another size than the slices take.
     """
     for part in {each.dtype: each for found in parts.values() for each in found}.values():
         if part.dtype not in DTYPES:
             what = f"{part.name} in {source.find(part.name).file} has the dtype {part.dtype}, which torch has not"
             raise ModelError(what, f"known are {', '.join(DTYPES)}")
-    for device, found in parts.items():
-        size, promised = sum(part.nbytes for part in found), plan.memory[device].weights_bytes
-        if size != promised:
-            what = f"memory[{device}].weights_bytes is {promised}, but the slices of device {device} take {size}"
-            raise PlanError(f"the plan for {plan.model.name}: {what}", "make it again with tpplan plan")
 
 
 def _allocate(ctx: TPContext, parts: Mapping[int, Sequence[TensorSlice]]) -> tuple[Held, Mapping[int, Tensor], Weights]:

@@ -14,6 +14,7 @@ from tpplan.errors import ModelError
 from tpplan.families import spec_from_config, tolerated
 from tpplan.model import ModelSpec
 from tpplan.reader import are_stacked, read_checkpoint
+from tpplan.recount import check_ledger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tpplan.plan import SplitPlan
 
 _SHOWN: Final = 3
+_HINT: Final = "plan again from this checkpoint, or fetch the one that the plan was made for"
 
 
 @frozen
@@ -57,22 +59,22 @@ class Source:
         return tensors.get(name) or tensors[name.removeprefix(tolerated(self.model.model_type).prefix)]
 
     def check(self, plan: SplitPlan) -> None:
-        """Check that a plan was made for this checkpoint.
+        """Check that a plan was made for this checkpoint, and that its ledger is right.
+
+        Args:
+            plan: a plan that breaks no rule.
 
         Raises:
-            ModelError: it was not. The error names the tensors whose dtypes differ if that is the only difference, and
-                otherwise what differs.
+            ModelError: it was made for another one. The error names the tensors whose dtypes differ if that is the only
+                difference, and otherwise what differs.
+            PlanError: a value of the plan is not what the model or the plan's own cuts decide.
         """
         given = fingerprint(self.model)
         if given == plan.model.fingerprint:
+            check_ledger(plan, self.model, self.directory)
             return
-        if odd := self._odd(plan):
-            more = f", and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
-            listed = ", ".join(
-                f"{name} in {self.find(name).file} is {found} and not {want}" for name, found, want in odd[:_SHOWN]
-            )
-            what = f"the checkpoint has tensors of other dtypes than the plan for {plan.model.name}: {listed}{more}"
-            raise ModelError(what, "plan again from this checkpoint, or fetch the one that the plan was made for")
+        if planned := self._unquantised(plan):
+            raise self._stored_otherwise(planned)
         facts = (
             ("architecture", plan.model.architecture, self.model.architecture),
             ("layers", plan.model.layers, self.model.layer_count),
@@ -80,21 +82,30 @@ class Source:
             ("fingerprint", plan.model.fingerprint, given),
         )
         listed = ", ".join(f"{what} {here} and not {there}" for what, there, here in facts if here != there)
-        raise ModelError(
-            f"{self.directory} is not the model that the plan for {plan.model.name} was made for: {listed}",
-            "plan again for this model, or fetch the checkpoint that the plan was made for",
-        )
+        here = f"{self.directory}, whose weights are {self.model.weight_format},"
+        raise ModelError(f"{here} is not the model that the plan for {plan.model.name} was made for: {listed}", _HINT)
 
-    def _odd(self, plan: SplitPlan) -> list[tuple[str, str, str]]:
-        """Return name, dtype and planned dtype of tensors with other dtypes, if nothing else differs from the plan."""
+    def _stored_otherwise(self, planned: ModelSpec) -> ModelError:
+        """Return the error for a checkpoint of the planned, unquantised model that is quantised or has other dtypes."""
+        plan = f"the plan for {planned.name}"
+        wanted, found = dict(_dtypes(planned)), dict(_dtypes(self.model))
+        if wanted.keys() != found.keys():
+            what = f"the weights in {self.directory} are {self.model.weight_format}, those of {plan} are not quantised"
+            return ModelError(what, _HINT)
+        odd = [(name, found[name], dtype) for name, dtype in wanted.items() if found[name] != dtype]
+        more = f", and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+        listed = ", ".join(
+            f"{name} in {self.find(name).file} is {here} and not {there}" for name, here, there in odd[:_SHOWN]
+        )
+        return ModelError(f"the checkpoint has tensors of other dtypes than {plan}: {listed}{more}", _HINT)
+
+    def _unquantised(self, plan: SplitPlan) -> ModelSpec | None:
+        """Return the model with unquantised weights of one dtype, if the plan was made for it."""
         config = read_config(self.directory).having("tie_word_embeddings", self.model.tied_embeddings)
         for key in ("torch_dtype", "dtype"):
             config = config.having(key, plan.model.dtype)
-        # Unquantised: only then do all tensors share a dtype.
-        planned = spec_from_config(config, self.model.name, stacked=are_stacked(self.headers))
-        if fingerprint(planned) != plan.model.fingerprint:
-            return []
-        return [(name, found, want) for name, want in _dtypes(planned) if (found := self.find(name).dtype) != want]
+        planned = spec_from_config(config, plan.model.name, stacked=are_stacked(self.headers))
+        return planned if fingerprint(planned) == plan.model.fingerprint else None
 
 
 def _dtypes(model: ModelSpec) -> Iterator[tuple[str, str]]:

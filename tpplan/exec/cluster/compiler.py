@@ -20,7 +20,7 @@ from tpplan.exec.cluster.processes import Processes
 from tpplan.exec.cluster.sharing import Sharing
 from tpplan.exec.cluster.ways import Way, way_between
 from tpplan.exec.compiler import build, mismatches
-from tpplan.exec.machine import differences, listed, look_at, places_for, uncounted
+from tpplan.exec.machine import differences, listed, look_at, places_for
 from tpplan.exec.tensors import name_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def compile_together(
     try:  # a process that only raised here would leave the others waiting
         check()
         here = _Here.of(meeting, plan, _own(own, plan, used, meeting), backend, devices)
-        failures = [*here.problems, *uncounted(plan), *mismatches(plan, model, max_rows, dtype)]
+        failures = [*here.problems, *mismatches(plan, model, max_rows, dtype)]
         if transport not in _TRANSPORTS:
             failures.append(f"transport: {transport} is not for several processes, {' or '.join(_TRANSPORTS)} is")
         if transport == "peer" and backend == "cpu":

@@ -1,0 +1,129 @@
+"""Weights with NaN or infinity: one error with the names of the tensors, instead of tokens that mean nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.checkpoints import saved_values
+from tests.command import command
+from tests.contexts import UNEVEN, context, little_room  # noqa: F401
+from tests.decoder.quantised_checkpoints import stored
+from tests.decoder_cases import model_of, plan_of, request_of
+from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tpplan.axes import Axis
+from tpplan.decoder import Decoder, Sampling, generate
+from tpplan.decoder.likeliest import likeliest
+from tpplan.decoder.plain import Plain
+from tpplan.decoder.sampling import NO_TOKEN
+from tpplan.errors import ExecutionError
+from tpplan.exec import compile as compile_plan
+from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.weights import load_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAYER = "model.layers.1."
+
+
+def spoiled(source: Path, directory: Path, name: str, value: float) -> Path:
+    """Copy a checkpoint, with one element of a tensor replaced."""
+    shutil.copytree(source, directory)
+    tensors = saved_values(directory)
+    tensor = tensors[name]
+    if tensor.dtype.itemsize == 1:
+        tensor.view(torch.uint8).view(-1)[7] = 0x7F  # NaN of F8_E4M3
+    else:
+        tensor.view(-1)[7 % tensor.numel()] = value
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def refusal(directory: Path, sampling: Sampling, devices: int) -> ExecutionError:
+    """Return the error that generating ends in."""
+    plan = plan_of(directory, devices, request_of(), {}, seed=3)
+    with compile_plan(plan, backend="cpu", model=directory, scratch=False) as ctx:
+        decoder = Decoder(ctx, directory, load_weights(plan, directory, ctx))
+        with pytest.raises(ExecutionError, match=r"the logits of .* are not finite") as error:
+            list(generate(decoder, [[1, 2, 3], [4, 5]], 8, sampling=sampling))
+    return error.value
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "lm_head.weight", f"{LAYER}self_attn.k_proj.weight", f"{LAYER}mlp.down_proj.weight"]
+)
+def test_weights_that_are_not_finite(name: str, value: float, temperature: float, devices: int, tmp_path: Path) -> None:
+    """Whether tokens are chosen or drawn, and wherever the tensor is, the error names it."""
+    directory = spoiled(model_of("mistral").directory, tmp_path / "tiny", name, value)
+    error = refusal(directory, Sampling(temperature), devices)
+    assert f"because these weights are not: {name} on device " in error.message
+    assert error.hint
+
+
+@pytest.mark.parametrize(
+    ("form", "suffix"),
+    [
+        ("gptq 4 g128", ".scales"),
+        ("awq g64", ".scales"),
+        ("fp8 compressed channel", ".weight"),
+        ("fp8 block", ".weight_scale_inv"),
+    ],
+)
+def test_quantised_weights_that_are_not_finite(form: str, suffix: str, tmp_path: Path) -> None:
+    """Scales, and codes that are floats, may be NaN too."""
+    name = f"{LAYER.replace('1', '0')}mlp.down_proj"
+    directory = spoiled(stored("llama", form, 1)[0], tmp_path / "tiny", name + suffix, math.nan)
+    assert f"because these weights are not: {name}.weight on device " in refusal(directory, Sampling(), 2).message
+
+
+def test_numbers_that_overflow(tmp_path: Path) -> None:
+    """Where all weights are finite, the error says so, and which dtypes hold larger numbers."""
+    directory = shutil.copytree(model_of("mistral").directory, tmp_path / "tiny")
+    tensors = {name: tensor.half() for name, tensor in saved_values(directory).items()}
+    tensors["model.embed_tokens.weight"] *= 1e4
+    for name in tensors:
+        if name.endswith(("up_proj.weight", "gate_proj.weight", "down_proj.weight")):
+            tensors[name] *= 100
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": "float16"}), encoding="utf-8")
+    error = refusal(directory, Sampling(), 2)
+    assert "although its weights are: its activations overflow in float16" in error.message
+    assert error.hint == "convert the checkpoint to bfloat16 or float32, which holds larger numbers"
+
+
+@pytest.mark.parametrize("options", [(), ("--temperature", 1)])
+def test_the_command(options: tuple[object, ...], tmp_path: Path) -> None:
+    """It prints no token, and ends in one error."""
+    directory = spoiled(model_of("mistral").directory, tmp_path / "tiny", "model.norm.weight", math.nan)
+    plan_of(directory, 3, request_of(batch=1), {}, seed=4).save(directory / "plan.json")
+    asked = ("generate", directory / "plan.json", "--model", directory, "--backend", "cpu", "--token-ids", "1,2")
+    done = command(*asked, *options)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: the logits of tiny are not finite (NaN or infinity), because these weights are")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_no_token_stands_for_logits_that_are_not_finite(transport: str) -> None:
+    """On every device, whichever has the NaN or infinity; an element of minus infinity is nothing special."""
+    with context(UNEVEN, transport) as ctx:
+        whole = torch.randn(5, 101, generator=torch.Generator().manual_seed(1))
+        whole[range(5), [0, 40, 100, 50, 7]] = torch.tensor([math.nan, math.inf, math.nan, 9.0, 9.0])
+        whole[3, :20] = -math.inf
+        whole[4] = -math.inf
+        steps = dict.fromkeys(ctx.all_devices, Plain(1e-5, "silu"))
+        found = likeliest(ctx, ctx.scatter(whole, Axis.VC), steps, len(whole))
+        assert all(tokens.tolist() == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 50, NO_TOKEN] for tokens in found)
+    drawn = Sampling(1e-3).draw(whole, torch.Generator().manual_seed(1))
+    assert drawn.tolist() == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 50, NO_TOKEN]
