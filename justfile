@@ -37,6 +37,12 @@ cover *args: sync
 test-gpu *args: sync
     @pytest -q -m "gpu or multi_gpu" "$@"
 
+# Fuzz what reads files for a minute each, or as long as an option of libFuzzer says, such as -max_total_time=600
+fuzz *args: (_install "fuzz" ".[dev,fuzz]")
+    @for target in plans devices headers models chats; do \
+        echo "$target"; python -m tests.fuzz $target -max_total_time=60 -len_control=0 -max_len=600 -rss_limit_mb=1024 -timeout=20 "$@"; \
+    done
+
 # Check style and formatting
 lint: sync
     @ruff check .

@@ -18,7 +18,7 @@ from __future__ import annotations
 from contextlib import suppress
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, TypeAlias
 
 from attrs import frozen
@@ -40,12 +40,15 @@ TIE_BITS = 10
 DEAR_BITS = 13
 #: Most rounds of the local search without improvement before it stops.
 PATIENCE = 200
-#: Steps of the local search: to get nearer to a placement that fits, from one placement, and from others near it.
-NEAREST_STEPS = 3_000
+#: Steps of the local search: from each of several placements and from all of them, from the best one, to give
+#: attention to more bins, and from others near the best one.
+START_STEPS = 2_000
+RESTART_STEPS = 25_000
 RUN_STEPS = 20_000
-SHAKE_STEPS = 80_000
+WIDEN_STEPS = 15_000
+SHAKE_STEPS = 40_000
 #: Steps of each exhaustive search, to find a first placement or to improve one; often far fewer settle it.
-SEARCH_STEPS = 60_000
+SEARCH_STEPS = 30_000
 _UNLIMITED = 1 << 200
 
 
@@ -173,6 +176,7 @@ class _Solver:
         low = self._lower_bound(self._time(best))
         best = self._descend(best, low)
         if self.effort is Effort.BEST and self._is_gap(low, self._time(best)):
+            best = self._restarted(best, low)
             for shaking in (False, True):
                 best = self._improve(best, low, shaking=shaking) or best
                 best, low = self._close(best, low)
@@ -184,7 +188,7 @@ class _Solver:
         for hosts in self._choices(None):
             start = self._place(None, hosts, relaxed=True)
             if start:
-                other = Improver(self.items, self.bins, start, Budget(NEAREST_STEPS))
+                other = Improver(self.items, self.bins, start, Budget(START_STEPS))
                 other.run(0)
                 best = other if best is None or other.score()[0] < best.score()[0] else best
         return tuple(map(tuple, best.units)) if best else None
@@ -225,12 +229,27 @@ class _Solver:
         for start, hosts in starts:
             t = start
             step = max(1, low >> TOLERANCE_BITS + 4)
-            while t < high and self._is_gap(low, high):
+            while t < high:
                 found = self._place(t, hosts)
                 if found and self._time(found) < high:
                     best, high = found, self._time(found)
                 t += step
                 step *= 2
+        return best
+
+    def _restarted(self, best: Placement, low: int) -> Placement:
+        """Run the local search from placements that are fast but overflow, for each choice of hosts."""
+        high, left = self._time(best), RESTART_STEPS
+        for hosts, t in product(self._choices(high), (None, low)):
+            start = self._place(t, hosts, relaxed=True)
+            if start and left > 0 and self._is_gap(low, high):
+                budget = Budget(START_STEPS)
+                other = Improver(self.items, self.bins, start, budget)
+                other.run(low)
+                left -= START_STEPS - budget.left
+                lack, time = other.score()
+                if not lack and time < high:
+                    best, high = tuple(map(tuple, other.units)), time
         return best
 
     def _evened(self, found: Placement, t: int) -> Placement:
@@ -247,7 +266,7 @@ class _Solver:
 
     def _widened(self, best: Placement, t: int) -> Placement:
         """Return a placement with attention in as many bins as ``t`` allows."""
-        attention = frozenset(i for i, item in enumerate(self.items) if item.attention)
+        attention, left = frozenset(i for i, item in enumerate(self.items) if item.attention), WIDEN_STEPS
         held = [sum(map(bool, row)) for row in best]
         for i in attention:
             item = self.items[i]
@@ -256,9 +275,11 @@ class _Solver:
                 if not self._possible(t, hosts):
                     continue
                 found = self._place(t, hosts)
-                if not found and (start := self._place(t, hosts, relaxed=True)):
-                    other = Improver(self.items, self.bins, start, Budget(RUN_STEPS), attention)
+                if not found and left > 0 and (start := self._place(t, hosts, relaxed=True)):
+                    budget = Budget(START_STEPS)
+                    other = Improver(self.items, self.bins, start, budget, attention)
                     other.run(t)
+                    left -= START_STEPS - budget.left
                     if other.score()[0] == 0 and other.score()[1] <= t:
                         found = tuple(map(tuple, other.units))
                 if found:
@@ -276,7 +297,7 @@ class _Solver:
         """
         if start is None:
             return None
-        steps = RUN_STEPS if self.effort is Effort.BEST else NEAREST_STEPS
+        steps = RUN_STEPS if self.effort is Effort.BEST else START_STEPS
         best = Improver(self.items, self.bins, start, Budget(steps))
         best.run(low)
         score, stale = best.score(), 0

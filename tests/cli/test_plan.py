@@ -132,10 +132,10 @@ def test_what_is_not_planned_is_told_wherever_a_plan_is(tmp_path: Path) -> None:
     report = conforms(command("inspect", "model", "--json").out, "inspection")
     assert report["not_planned"] == [{"what": "vision tower"}]
     tensors = llama_outside() | llama_layers(plain) | {"vision_tower.x.weight": ("F16", (3, 2**20))}
-    asked = ("plan", write_checkpoint(tmp_path / "m", LLAMA, tensors), "--gpus", "1GiB")
-    hint = command(*asked).err.splitlines()[0]
+    known = ("plan", write_checkpoint(tmp_path / "m", LLAMA, tensors), "--gpus", "1GiB")
+    hint = command(*known).err.splitlines()[0]
     assert hint.startswith("hint: --reserve 6MiB@0 keeps room on device 0")
-    assert command(*asked, "--reserve", "6MiB@0").code == 0
+    assert command(*known, "--reserve", "6MiB@0").code == 0
 
 
 def test_notes_on_a_model_are_told(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from attrs import frozen
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import lil_array
+from scipy.sparse import hstack, lil_array
 
 from tests.planning_cases import MIB
 from tpplan.axes import minimum_units
@@ -37,6 +37,7 @@ class Program:
         constraints: coefficients of the variables, a row for each constraint.
         least: the least that each constraint allows.
         most: the most that each constraint allows.
+        budgets: whether a constraint is a device's budget, in MiB.
         upper: the largest value of each variable; the smallest is 0.
         units: elements of a unit of each axis.
     """
@@ -44,6 +45,7 @@ class Program:
     constraints: Any
     least: Any
     most: Any
+    budgets: Any
     upper: Any
     units: tuple[int, ...]
 
@@ -54,6 +56,7 @@ class Program:
         axes, count = wanted.axes, len(devices)
         flags, uses, last = len(axes) * count, 2 * len(axes) * count, 2 * len(axes) * count + count
         rows: list[tuple[dict[int, float], float, float]] = []
+        budgets = []
         by_reads = task.request.strategy == "latency"
         for i, axis in enumerate(axes):
             minimum = minimum_units(axis.axis, axis.size, axis.unit)
@@ -71,6 +74,7 @@ class Program:
                 fixed = axis.fixed_cost()
                 used |= {x: unit.bytes, y: fixed.bytes}
                 load |= {x: unit.reads if by_reads else unit.bytes, y: fixed.reads if by_reads else fixed.bytes}
+            budgets.append(len(rows))
             rows.append(({k: v / MIB for k, v in used.items()}, -np.inf, device.budget_bytes / MIB))
             speed = device.bandwidth_bytes_per_second / _PER_SECOND if by_reads else device.budget_bytes
             rows.append(({last: -1, **{k: v / speed for k, v in load.items()}}, -np.inf, 0))
@@ -82,7 +86,14 @@ class Program:
         upper[:flags] = np.repeat([axis.units for axis in axes], count)
         upper[last] = np.inf
         least, most = (np.array(limits) for limits in list(zip(*rows, strict=True))[1:])
-        return cls(constraints.tocsr(), least, most, upper, tuple(axis.unit for axis in axes))
+        return cls(
+            constraints.tocsr(),
+            least,
+            most,
+            np.isin(np.arange(len(rows)), budgets),
+            upper,
+            tuple(axis.unit for axis in axes),
+        )
 
     def allows(self, bounds: Sequence[Sequence[int]], measure: float) -> bool:
         """Return whether cuts of every axis are a solution, with this measure."""
@@ -90,6 +101,23 @@ class Program:
         flags = np.array(units) > 0
         found = self.constraints @ np.concatenate([np.ravel(units), flags.ravel(), flags.any(axis=0), [measure]])
         return bool(np.all(found >= self.least - _TOLERANCE) and np.all(found <= self.most + _TOLERANCE))
+
+    def least_lacking(self) -> float:
+        """Return the fewest bytes that a cut exceeds the budgets by, summed over the devices."""
+        rooms = np.flatnonzero(self.budgets)
+        lacking = lil_array((self.constraints.shape[0], len(rooms)))
+        for column, row in enumerate(rooms):
+            lacking[row, column] = -1
+        size = len(self.upper)
+        answer = milp(
+            np.append(np.zeros(size), np.ones(len(rooms))),
+            constraints=LinearConstraint(hstack([self.constraints, lacking]), self.least, self.most),
+            bounds=Bounds(np.zeros(size + len(rooms)), np.append(self.upper, [np.inf] * len(rooms))),
+            integrality=np.concatenate([np.ones(size - 1), np.zeros(len(rooms) + 1)]),
+            options={"time_limit": 60},
+        )
+        assert answer.status == _SOLVED, answer.message
+        return float(answer.fun) * MIB
 
     def is_solvable(self, measure: float = np.inf) -> bool:
         """Return whether HiGHS finds a solution whose measure is no larger than this one."""

@@ -94,6 +94,15 @@ def test_bounds_take_no_more_than_they_must(task: Task, data: st.DataObject) -> 
                 assert (n - 1) * other <= (m + 1) * share
 
 
+@given(tasks(), st.integers(1, 4))
+def test_as_many_places_get_units_as_are_asked_for(task: Task, number: int) -> None:
+    """Exactly these many, in one of all possible ways, and None only where there is none."""
+    found = apportion(task.count, task.minimum, task.shares, task.uppers, number=number)
+    possible = [units for units in choices(task) if sum(map(bool, units)) == number]
+    assert (found is None) == (not possible)
+    assert found is None or tuple(found) in possible
+
+
 @given(tasks(), st.integers(1, 10**9))
 def test_shares_need_no_common_scale(task: Task, factor: int) -> None:
     """Shares in bytes give the same answer as shares in MiB."""

@@ -66,6 +66,8 @@ def context_of(model_type: str, longest: int, **keys: Any) -> tuple[int, str]:
             131072,
             "4096 × 32 by yarn",
         ),
+        ("gpt_oss", 512, {"num_local_experts": 4, "num_experts_per_tok": 4}, 131072, "4096 × 32 by yarn"),
+        ("ministral3", 512, {}, 262144, "16384 × 16 by yarn"),  # as of their classes, if a config says nothing
         ("gemma3_text", 131072, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 131072, ""),
         (
             "gemma3_text",

@@ -131,6 +131,14 @@ def test_every_device_keeps_its_own_reserve(seed: int, layout: str, data: st.Dat
     assert replan(task.model, made) == made
 
 
+def test_exllamav2_cuts_by_what_a_reserve_leaves() -> None:
+    """As the original does with a smaller gpu_split."""
+    model, smaller = spec(), evolve(GPU, budget_bytes=GPU.budget_bytes // 2)
+    kept = plan(model, (GPU, GPU), strategy="exllamav2", reserve=(Reserve(GPU.budget_bytes // 2, 1),), **ASKED)
+    assert kept.splits == plan(model, (GPU, smaller), strategy="exllamav2", **ASKED).splits
+    assert kept.splits != plan(model, (GPU, GPU), strategy="exllamav2", **ASKED).splits
+
+
 def test_a_reserve_is_a_change_of_the_request() -> None:
     """Two plans that reserve otherwise differ, and so does a bucket that is shown for no others."""
     model = spec()

@@ -145,7 +145,8 @@ def check_formats(model: ModelSpec, scheme: Scheme, source: str, *, fused: str =
             what = f"{name} is stored as {dtype}, the decoder computes in {model.dtype}"
             hint = "convert the checkpoint to one dtype of 16 or 32 bits, and name it in config.json"
             raise ModelError(f"{source}: {what}", hint)
-        what = f"the decoder does not compute with {name} ({dtype}), weights are {model.weight_format}"
+        stored = ", ".join(f"{suffix} {tensor.dtype} {[*tensor.shape]}".strip() for suffix, tensor in tensors.items())
+        what = f"the decoder does not compute with {stem} ({stored}), weights are {model.weight_format}"
         raise ModelError(f"{source}: {what}", _TAKEN)
 
 

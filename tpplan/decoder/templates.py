@@ -93,14 +93,14 @@ def _told(error: Exception) -> str:
     return str(error).partition("\n")[0][:_TOLD]
 
 
-def _limit() -> None:
+def _limit(address_bytes: int = _ADDRESS_BYTES) -> None:
     """Limit what this process may use, where the system lets it."""
     with suppress(ImportError, OSError, ValueError):
         import resource  # noqa: PLC0415 - not on Windows
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
-        resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_BYTES, _ADDRESS_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))
 
 
 def main() -> None:

@@ -28,6 +28,12 @@ WITHOUT_ROPE: Final = frozenset({"bloom", "gpt2", "gpt_bigcode", "opt"})
 #: Families whose ``max_position_embeddings`` is the extended context with any scaling.
 _EXTENDED: Final = frozenset({"gemma3_text"})
 
+#: Scaling that a family's class in transformers has where its config says nothing of RoPE.
+SCALED: Final[dict[str, dict[str, object]]] = {
+    "gpt_oss": {"rope_type": "yarn", "factor": 32.0, ORIGINAL: 4096},
+    "ministral3": {"rope_type": "yarn", "factor": 16.0, ORIGINAL: 16384},
+}
+
 #: Kinds that multiply ``max_position_embeddings``.
 _MULTIPLYING: Final = ("linear", "dynamic")
 
@@ -60,6 +66,8 @@ def longest_context(config: Config, model_type: str, maximum: int) -> Context:
     """
     if model_type in WITHOUT_ROPE | _EXTENDED or config.flag("alibi"):
         return Context(maximum)
+    if model_type in SCALED and not (config.raw("rope_scaling") or config.raw("rope_parameters")):
+        config = config.having("rope_parameters", SCALED[model_type])
     contexts = [_extended(section, original, maximum) for section, original in _sections(config)]
     return max(filter(None, contexts), key=lambda context: context.tokens, default=Context(maximum))
 

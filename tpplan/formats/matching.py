@@ -80,12 +80,24 @@ def stored_by_headers(logical: ModelSpec, scheme: Scheme, headers: Headers, tole
         text = text.format(bpw=f"{8 * match.sizes[text] / match.elements[text]:.2f}")
     return evolve(
         spec,
-        dtype=_DTYPES.get(text, logical.dtype),
+        dtype=_dtype(match.sizes, text, logical.dtype),
         weight_format=text,
         gather_only=next(iter(match.gather_only), ""),
         not_planned=tuple(NotPlanned(what, match.aside[what]) for what in sorted(match.aside)),
         notes=(*spec.notes, *match.notes),
     )
+
+
+def _dtype(sizes: Mapping[str, int], text: str, said: str) -> str:
+    """Return the dtype of the activations: that of most unquantised bytes, unless any have the one that a config names.
+
+    Args:
+        sizes: bytes by format or dtype.
+        text: the format or dtype of most matrices.
+        said: dtype in the config.
+    """
+    floats = {_DTYPES[name]: size for name, size in sizes.items() if name in _DTYPES and size}
+    return _DTYPES.get(text) or (said if said in floats or not floats else max(floats, key=lambda each: floats[each]))
 
 
 class _Match:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tpplan.families.contexts import ORIGINAL
+from tpplan.families.contexts import ORIGINAL, SCALED
 
 #: Families with GPT-J style; ``rope_interleave`` overrides it.
 GPTJ: Final = frozenset(
@@ -41,7 +41,7 @@ DEFAULTS: Final[dict[str, dict[str, object]]] = {
     "gpt_neox": {"rotary_pct": 0.25},
     "gpt_oss": {
         "rope_theta": 1.5e5,
-        "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": False, ORIGINAL: 4096},
+        "rope_parameters": {**SCALED["gpt_oss"], "truncate": False},
     },
     "gptj": {"rotary_dim": 64},
     "helium": {"rope_theta": 1e5},
@@ -50,13 +50,11 @@ DEFAULTS: Final[dict[str, dict[str, object]]] = {
     "minimax_m2": {"rope_theta": 5e6},
     "ministral3": {
         "rope_parameters": {
-            "rope_type": "yarn",
+            **SCALED["ministral3"],
             "rope_theta": 1e6,
-            "factor": 16.0,
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
             "llama_4_scaling_beta": 0.1,
-            ORIGINAL: 16384,
         }
     },
     "mixtral": {"rope_theta": 1e6},

@@ -1,0 +1,1 @@
+"""Fuzz targets: whatever bytes a reader gets, it gives a result or a TpplanError."""
