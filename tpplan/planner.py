@@ -146,7 +146,8 @@ def attempt(
     if request.strategy == "exllamav2":
         # The original knows no sliding windows: it counts all tokens in all layers.
         whole = demands(model, evolve(request, full_window=True), len(devices))
-        counts = exllamav2_counts(model, whole, devices)
+        left = [evolve(d, budget_bytes=d.budget_bytes - request.reserved(i)) for i, d in enumerate(devices)]
+        counts = exllamav2_counts(model, whole, left)
         return None if counts is None else finish(model, devices, request, wanted, counts)
     bins = [bin_of(device, wanted, request.strategy, request.reserved(i)) for i, device in enumerate(devices)]
     counts = place(wanted, bins, request.strategy, lambda items, hosts: solve(items, hosts, effort))

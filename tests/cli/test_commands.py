@@ -192,7 +192,7 @@ def test_check_says_what_makes_stale_plans_again(plans: tuple[str, str]) -> None
     devices = [{"name": "odd", "memory_bytes": 2**35, "budget_bytes": 2**35, "overhead_bytes": 7}] * 2
     Path("devices.json").write_text(json.dumps({"format_version": "1.0", "devices": devices}))
     asked = ["--context", 512, "--batch", 8, "--cache", "q4", "--layout", "gather", "--strategy", "exllamav2"]
-    asked += ["--max-rows", 64, "--kv", "replicate"]
+    asked += ["--max-rows", 64, "--kv", "replicate", "--reserve", "100MiB", "--reserve", "7B@1"]
     assert command("plan", LLAMA_8B, "--gpus", "2x24GiB,RTX3060", *asked, "-o", "of all.json").code == 0
     for gpus in ((), ("--gpus", "devices.json"), ("--gpus", "24GiB,20GiB,12GiB")):
         edited = codec.load("of all.json")

@@ -11,8 +11,10 @@ from unittest.mock import patch
 import attrs
 import pytest
 
+from tests.checkpoints import LLAMA, llama_layers, llama_outside, write_checkpoint
 from tests.cli_cases import LLAMA_8B, LLAMA_70B, conforms, folder, refused, written_plans  # noqa: F401 (for every test)
 from tests.command import command
+from tests.plan.reader_cases import plain
 from tpplan import codec
 from tpplan.devices import parse_devices
 
@@ -74,6 +76,77 @@ def test_a_plan_is_not_written_over_what_it_is_made_of() -> None:
     for context in (1024, 2048):
         asked = ("plan", "model", "--gpus", "gpus.json", "--context", context, "-o", "model/plan.json")
         assert command(*asked).err.startswith("wrote: model/plan.json")
+
+
+def test_reserves_are_kept_and_shown(plans: tuple[str, str]) -> None:
+    """For every device or for one; a plan without any has neither the key nor the column."""
+    asked = ("plan", LLAMA_8B, "--gpus", "24GiB,12GiB", "--context", 4096)
+    done = command(*asked, "--reserve", "1GiB", "--reserve", "1.5GiB@0")
+    assert done.code == 0
+    assert "  reserved  " in done.out
+    assert "reserved" not in command(*asked).out
+    plan = json.loads(command(*asked, "--reserve", "1GiB", "--reserve=1.5GiB@0", "--json").out)
+    assert plan["request"]["reserve"] == [{"bytes": 2**30}, {"bytes": 3 * 2**29, "device": 0}]
+    assert [entry["reserved_bytes"] for entry in plan["memory"]] == [3 * 2**29, 2**30]
+    assert plan["format_version"] == "1.1"
+    assert '"1.0"' in Path(plans[0]).read_text(encoding="utf-8")
+    for wrong, words in (("2", "has no unit"), ("1GiB@9", "device 9"), ("30GiB", "has a budget of 24.00 GiB")):
+        assert words in refused(*asked, "--reserve", wrong)
+
+
+def test_what_does_not_fit_beside_a_reserve() -> None:
+    """The table has the reserve, and the hint that it fits without."""
+    asked = ("plan", LLAMA_8B, "--gpus", "RTX4090", "--context", 4096)
+    err = refused(*asked, "--reserve", "8GiB", "--reserve", "9GiB@0", code=1)
+    assert "9.00 GiB of these reserved" in err
+    assert "  reserved  budget  missing" in err
+    assert "\n  reserve nothing" in err
+
+
+def seeing(directory: str) -> None:
+    """Write the config of a small model that reads images, too."""
+    text = json.loads((LLAMA_8B / "config.json").read_text(encoding="utf-8"))
+    config = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "torch_dtype": "bfloat16"}
+    Path(directory).mkdir()
+    Path(directory, "config.json").write_text(json.dumps(config | {"text_config": text}))
+
+
+def test_what_is_not_planned_is_told_wherever_a_plan_is(tmp_path: Path) -> None:
+    """On the screen, or beside what is saved or printed; with a hint how to keep room for it, until some is kept."""
+    seeing("model")
+    asked = ("plan", "model", "--gpus", "24GiB", "--context", 4096)
+    told = "not planned: vision tower, of unknown size\n"
+    done = command(*asked)
+    assert done.out.startswith(f"model on 1 device\n  {told}")
+    assert "cache and workspace of what is planned are exact" in done.out
+    assert done.err.startswith("hint: --reserve SIZE@0 keeps room on device 0 for what is not planned")
+    for more in (("-o", "a.json"), ("--json",), ("-o", "-")):
+        assert f"note: {told}hint: --reserve" in command(*asked, *more).err
+    done = command(*asked, "--reserve", "1GiB@0", "-o", "a.json")
+    assert f"note: {told}" in done.err
+    assert "hint" not in done.err
+    shown = conforms(command("show", "a.json", "--json").out, "show-report")
+    assert shown["plan"]["model"]["not_planned"] == [{"what": "vision tower"}]
+    assert told in command("show", "a.json").out
+    assert "  not planned" in command("inspect", "model").out
+    report = conforms(command("inspect", "model", "--json").out, "inspection")
+    assert report["not_planned"] == [{"what": "vision tower"}]
+    tensors = llama_outside() | llama_layers(plain) | {"vision_tower.x.weight": ("F16", (3, 2**20))}
+    known = ("plan", write_checkpoint(tmp_path / "m", LLAMA, tensors), "--gpus", "1GiB")
+    hint = command(*known).err.splitlines()[0]
+    assert hint.startswith("hint: --reserve 6MiB@0 keeps room on device 0")
+    assert command(*known, "--reserve", "6MiB@0").code == 0
+
+
+def test_notes_on_a_model_are_told(tmp_path: Path) -> None:
+    """By whatever reads it, on standard error; inspect has them in its document, too."""
+    directory = write_checkpoint(tmp_path / "m", LLAMA, llama_outside() | llama_layers(plain))
+    (directory / "consolidated.safetensors").write_bytes(bytes(2048))
+    note = "not read, taken for further copies of the same weights: consolidated.safetensors (2.00 KiB)"
+    for asked in (("inspect", directory), ("plan", directory, "--gpus", "1GiB", "-o", "a.json"),
+                  ("check", "a.json", "--model", directory)):  # fmt: skip
+        assert command(*asked).err.startswith(f"note: {note}\n")
+    assert conforms(command("inspect", directory, "--json").out, "inspection")["notes"] == [note]
 
 
 def test_context_is_per_sequence() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.codec_cases import PLAN
+from tests.codec_cases import FIXTURE, PLAN
 from tests.render_cases import data, plain
 from tests.strategies import plans
 from tpplan import codec
@@ -27,6 +27,8 @@ from tpplan.render.text import PLAIN_COLUMNS, abridged, amount, bar, elided, lin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+NEWER = codec.load(FIXTURE.with_name("plan-1.1.json"))
 
 SHOWN = """\
 Fixture-MoE on 4 devices
@@ -71,6 +73,33 @@ NARROW = """\
 3  RTX A2000        ············································   0.0 %
     █ weights  ▓ cache  ▒ workspace  ░ overhead  · free
 """
+
+
+NEWER_SHOWN = """\
+Fixture-MoE on 4 devices
+  not planned: vision tower, 1.07 GiB; audio tower, of unknown size
+  assumed: weights in BF16: pytorch_model.bin is not read
+"""
+NEWER_MEMORY = """\
+                    weights  cache  workspace  overhead  reserved   free  budget
+0  RTX 4090            9.00   0.50      <0.01      0.61      1.00  12.89   24.00  █████▓········  46.3 %
+1  RTX 4080            5.00   0.25      <0.01      0.50      2.00   8.25   16.00  ████▓::·······  48.4 %
+"""
+
+
+def test_show_what_is_not_planned_and_what_is_reserved() -> None:
+    """The model's name is never without what the plan leaves out of it, and only what it counts is called exact."""
+    text = plain(show(data(NEWER), 104))
+    assert text.startswith(NEWER_SHOWN)
+    assert NEWER_MEMORY in text
+    assert ": reserved" in text
+    assert "all bytes used or reserved\n" in text
+    assert text.endswith(
+        " of all budgets used or reserved, at most 48.4 % (device 1 RTX 4080)\n"
+        "cache and workspace of what is planned are exact; weights and overhead are estimates\n"
+    )
+    without = attrs.evolve(NEWER, model=attrs.evolve(NEWER.model, not_planned=(), assumed=""))
+    assert plain(show(data(without))).endswith("\nweights, cache and workspace are exact; overhead is an estimate\n")
 
 
 def test_show_on_a_narrow_terminal() -> None:

@@ -12,7 +12,7 @@ import attrs
 import pytest
 from hypothesis import given, settings
 
-from tests.codec_cases import PLAN
+from tests.codec_cases import FIXTURE, PLAN
 from tests.render_cases import data
 from tests.strategies import plans
 from tpplan import codec
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tpplan.plan import SplitPlan
 
 ROOT = Path(__file__).parents[2]
+NEWER = codec.load(FIXTURE.with_name("plan-1.1.json"))
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -69,6 +70,28 @@ def test_svg_segments_are_to_scale() -> None:
     weights = [r for r in _svg(PLAN).iter(f"{SVG}rect") if "weights" in r.get("fill", "") and r.get("height") == "18"]
     expected = [m.weights_bytes / (24 * 2**30) * 252 for m in PLAN.memory if m.weights_bytes]
     assert [float(r.get("width", "0")) for r in weights] == pytest.approx(expected, abs=0.01)
+
+
+def test_what_is_reserved_has_a_place_in_the_picture_and_on_the_page() -> None:
+    """As a bucket with its own pattern, only where something is; no columns overlap."""
+    root = _svg(NEWER)
+    texts = {element.text or "": float(element.get("x", "0")) for element in root.iter(f"{SVG}text")}
+    places = [texts[name] for name in ("weights", "cache", "workspace", "overhead", "reserved", "free", "budget")]
+    assert all(right - left >= 50 for left, right in pairwise(places))
+    drawn = [r for r in root.iter(f"{SVG}rect") if "reserved" in r.get("fill", "") and r.get("height") == "18"]
+    expected = [m.reserved_bytes / (24 * 2**30) * 192 for m in NEWER.memory]
+    assert [float(r.get("width", "0")) for r in drawn] == pytest.approx(expected, abs=0.01)
+    assert "reserved" in page(data(NEWER))
+    assert "reserved" not in picture(data(PLAN)) + page(data(PLAN))
+
+
+def test_what_is_not_planned_is_in_the_picture_and_on_the_page() -> None:
+    """Beside the model's name, and nothing that follows is moved into it."""
+    told = "not planned: vision tower, 1.07 GiB; audio tower, of unknown size"
+    texts = {element.text or "": float(element.get("y", "0")) for element in _svg(NEWER).iter(f"{SVG}text")}
+    assert texts["Fixture-MoE"] < texts[told] < texts["Memory, GiB"] - 4 * 18
+    assert "Not planned: vision tower, 1.07 GiB; audio tower, of unknown size.</strong>" in page(data(NEWER))
+    assert "<td>reserve</td><td>2GiB@1</td>" in page(data(NEWER))
 
 
 def test_picture_in_the_readme_is_current() -> None:

@@ -206,6 +206,18 @@ def test_differences_of_the_machine(plan: SplitPlan) -> None:
     assert len(differences(named, other)) == 2
 
 
+def test_reserved_memory_need_not_be_free(plan: SplitPlan) -> None:
+    """It is for something else, which may be there already; nothing of it is allocated."""
+    devices = tuple(evolve(d, budget_bytes=d.budget_bytes + 2**30) for d in plan.devices)
+    kept = tpplan.plan(
+        spec(), devices, cache=plan.request.cache, max_rows=plan.request.max_rows, reserve=(tpplan.Reserve(2**30),)
+    )
+    needed = [Found("GPU", m.used_bytes - m.overhead_bytes, "9.0") for m in kept.memory]
+    assert differences(kept, needed) == []
+    with tpx.compile(kept, backend="cpu") as ctx:
+        assert ctx.max_rows == plan.request.max_rows
+
+
 def test_the_arguments_are_obeyed(plan: SplitPlan) -> None:
     """Fewer rows and another 16-bit dtype than planned are what the context then has."""
     with tpx.compile(plan, backend="cpu", devices=["cpu", "cpu"], max_rows=8, dtype=torch.float16) as ctx:

@@ -17,7 +17,7 @@ from tpplan.axes import Axis
 from tpplan.devices import Device
 from tpplan.infeasible import InfeasibleError, Suggestion
 from tpplan.memory import demands
-from tpplan.plan import LAYOUTS, STRATEGIES, Cache, Request, SplitPlan
+from tpplan.plan import LAYOUTS, STRATEGIES, Cache, Request, Reserve, SplitPlan
 from tpplan.planner import attempt, plan
 
 if TYPE_CHECKING:
@@ -61,7 +61,11 @@ def follow(
         tokens = cache.tokens // batch * (int(suggestion.value) - less)
         asked = asked | {"batch": int(suggestion.value) - less}
     kind = suggestion.value if suggestion.kind == "cache" else cache.kind
-    other = {suggestion.kind: suggestion.value} if suggestion.kind in {"layout", "kv", "strategy"} else {}
+    other: dict[str, Any] = {}
+    if suggestion.kind in {"layout", "kv", "strategy"}:
+        other[suggestion.kind] = suggestion.value
+    elif suggestion.kind == "reserve":
+        other["reserve"] = ()
     return plan(model, devices, **asked | {"cache": Cache(kind, tokens)} | other)
 
 
@@ -77,7 +81,7 @@ def assert_adds_up(error: InfeasibleError, devices: tuple[Device, ...]) -> None:
             s.missing_weights_bytes,
             s.missing_overhead_bytes,
         )
-        assert s.missing_bytes == sum(missing) == max(0, sum(buckets) - device.budget_bytes)
+        assert s.missing_bytes == sum(missing) == max(0, sum(buckets) + s.reserved_bytes - device.budget_bytes)
         assert all(0 <= part <= bucket for part, bucket in zip(missing, buckets, strict=True))
         # A later bucket lacks something only if the earlier ones were given up altogether.
         for n, part in enumerate(missing):
@@ -90,17 +94,18 @@ def assert_adds_up(error: InfeasibleError, devices: tuple[Device, ...]) -> None:
     st.integers(0, 10**6),
     st.sampled_from(LAYOUTS),
     st.sampled_from(STRATEGIES),
-    st.sampled_from((0.3, 0.7, 0.95)),
+    st.tuples(st.sampled_from((0.3, 0.7, 0.95)), st.sampled_from((0, 0, 0.2, 0.6))),
     st.booleans(),
 )
 def test_what_is_missing_adds_up_and_every_suggestion_helps(
-    seed: int, layout: str, strategy: str, scale: float, replicate: bool
+    seed: int, layout: str, strategy: str, part: tuple[float, float], replicate: bool
 ) -> None:
     """On random tasks with too little memory, for every strategy: each single change gives a plan when it is made."""
-    task = case(seed, layout, strategy)
+    task, (scale, kept) = case(seed, layout, strategy), part
     devices = tuple(evolve(d, budget_bytes=int(d.budget_bytes * scale) + 1) for d in task.devices)
     asked: dict[str, Any] = {"layout": layout, "strategy": strategy, "cache": task.request.cache}
     asked |= {"max_rows": task.request.max_rows, "kv": "replicate" if replicate else "idle"}
+    asked["reserve"] = tuple(Reserve(int(d.budget_bytes * kept), i) for i, d in enumerate(devices) if kept)
     error = explained(task.model, devices, asked)
     if error:
         assert_adds_up(error, devices)

@@ -47,6 +47,24 @@ def test_shares() -> None:
     assert report.share_basis == ShareBasis.BUDGET
 
 
+def test_reserved_memory_is_taken() -> None:
+    """It makes a device as full as what is used, so that even fullness is what a plan with reserves shows."""
+    plan = _with(PLAN, "balanced", [400, 200, 200, 200], [200, 50, 50, 0])
+    memory = tuple(attrs.evolve(m, reserved_bytes=r) for m, r in zip(plan.memory, (0, 100, 0, 50), strict=True))
+    report = show_report(attrs.evolve(plan, memory=memory))
+    assert [d.used_ppm for d in report.devices] == [500_000, 750_000, 250_000, 250_000]
+    assert [d.used_bytes for d in report.devices] == [200, 50, 50, 0]
+    assert report.devices[1].achieved_share_ppm == round(150 * PPM / 450)
+    assert (report.fullest_device, report.together_ppm) == (1, 450_000)
+
+
+def test_what_is_assumed_is_not_exact() -> None:
+    """Weights whose size no file proves are an estimate, as overhead is."""
+    report = show_report(attrs.evolve(PLAN, model=attrs.evolve(PLAN.model, assumed="weights in BF16")))
+    assert (report.exact, report.estimated) == (("cache", "workspace"), ("weights", "overhead"))
+    assert show_report(PLAN).exact == ("weights", "cache", "workspace")
+
+
 def test_latency_shares_bandwidth() -> None:
     """For the strategy latency, bandwidth is what was to be shared, and overhead, which no token reads, is no load."""
     report = show_report(_with(PLAN, "latency", [400, 200, 200, 200], [300, 101, 0, 0], [150, 51, 0, 0]))
