@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
@@ -109,6 +109,11 @@ def _mlx(inputs: int, outputs: int, _layer: int) -> Tensors:
     }
 
 
+def _case(case: str) -> Path:
+    """Return a checkpoint of headers of :data:`tests.format_cases.CASES`."""
+    return make_case(_directory().parent, case)[0]
+
+
 #: Checkpoints that the decoder computes, all of one model but the last three.
 COMPUTED: Final[dict[str, Callable[[], Path]]] = {
     "float32": lambda: base("llama", 1),
@@ -137,7 +142,7 @@ COMPUTED: Final[dict[str, Callable[[], Path]]] = {
 #: Checkpoints, of headers alone, that are planned but not computed.
 REFUSED: Final[dict[str, Callable[[], Path]]] = {
     **{
-        f"{case} of headers": lambda case=case: make_case(_directory().parent, case)[0]
+        f"{case} of headers": partial(_case, case)
         for case in ("nf4", "int8", "exl2", "exl3", "gptq 3 bits", "gptq, no config", "awq, no config", "int packed")
     },
     "nvfp4 of modelopt": lambda: _headers({"quant_method": "modelopt", "quant_algo": "NVFP4"}, _nvfp4),
