@@ -231,7 +231,7 @@ def _driver() -> Driver | None:
     try:
         return Driver()
     except ImportError:
-        print("the overhead is not measured, for that needs tpplan[probe]")
+        print("the overhead is not measured, that needs the extra probe")
         return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MOST_NEW_TOKENS = 32
+#: For processes that load more slowly than others; torch's own is 30 minutes.
+LONGEST_WAIT = timedelta(minutes=5)
 
 
 def generated(path: str, directory: str, prompt: Sequence[int], backend: str = "cuda") -> Iterator[int]:
@@ -51,7 +54,7 @@ def main() -> None:
     on_gpus = backend != ["cpu"]
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=LONGEST_WAIT)
     try:
         for token in generated(path, directory, list(map(int, prompt.split(","))), *backend):
             if distributed.get_rank() == 0:

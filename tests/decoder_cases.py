@@ -251,6 +251,10 @@ def decoding(plan: SplitPlan, model_type: str, kind: str = "") -> Iterator[Decod
         yield Decoder(ctx, directory, load_weights(plan, directory, ctx), cache=kind)
 
 
+#: Logits have a standard deviation of about 2; kinds of CPUs differ by up to 1.5e-4 in the order of their sums.
+_LOGITS = 3e-4
+
+
 def check(model: Model, plan: SplitPlan, transport: str, new: int = NEW, *, backend: str = "cpu") -> None:
     """Compare what a decoder says of a model's prompts with what transformers says."""
     with compile_plan(plan, backend=backend, model=model.directory, transport=transport, scratch=False) as context:
@@ -258,9 +262,9 @@ def check(model: Model, plan: SplitPlan, transport: str, new: int = NEW, *, back
         decoder = Decoder(context, model.directory, weights, cache="fp32")
         for sequence, prompt in enumerate(model.prompts):
             logits = context.gather(decoder.prefill(prompt, sequence), Axis.VC).tensor
-            torch.testing.assert_close(logits[0], model.logits[sequence], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits[0], model.logits[sequence], atol=_LOGITS, rtol=1e-4)
         for logits in read_and_stepped(decoder, model.prompts):
-            torch.testing.assert_close(logits, model.logits, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits, model.logits, atol=_LOGITS, rtol=1e-4)
         found = list(zip(*generate(decoder, model.prompts, new), strict=True))
         assert [list(tokens) for tokens in found] == [tokens[:new] for tokens in model.tokens]
 

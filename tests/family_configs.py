@@ -134,7 +134,7 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     "glm": ({}, {**_BIASED, **_HEAD}),
     "cwm": ({}, {**_HEAD, "mlp_bias": _FLAG, "sliding_window": _WINDOW}),
     "granite_swa": ({}, {**_BIASES, "sliding_window": _WINDOW}),
-    "helium": ({}, _BIASES),
+    "helium": ({}, {**_BIASES, **_HEAD}),
     "internlm3": ({}, _HEAD),
     "vaultgemma": (_HEAD, {**_BIASED, "sliding_window": _WINDOW}),
     "arcee": ({}, {**_BIASES, **_HEAD}),
@@ -332,7 +332,7 @@ INNER = {
 }
 
 #: What these language models always have in wrappers, of which transformers writes or ties others in a way of its own.
-_WITHIN: dict[str, dict[str, Any]] = {"kimi_k25": {"q_lora_rank": 3}, "llama4": {"tie_word_embeddings": False}}
+WITHIN: dict[str, dict[str, Any]] = {"kimi_k25": {"q_lora_rank": 3}, "llama4": {"tie_word_embeddings": False}}
 
 #: Families whose latent attention or old form gives every query head its own keys.
 _UNGROUPED = {
@@ -340,15 +340,12 @@ _UNGROUPED = {
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"),
 }
 
-#: Families whose class has a head size of its own, although only the hidden size over the query heads works.
-_WHOLE = {"helium"}
-
 
 @st.composite
 def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     """Draw a small config of a family: grouped, multi-query or plain, with and without the keys that it may have."""
     if model_type in WRAPPERS:
-        text = draw(configs(draw(st.sampled_from(INNER[model_type])))) | _WITHIN.get(model_type, {})
+        text = draw(configs(draw(st.sampled_from(INNER[model_type])))) | WITHIN.get(model_type, {})
         # Where neither config says whether the output matrix is the embedding, versions of transformers differ.
         tied = {"tie_word_embeddings": text.pop("tie_word_embeddings", draw(_FLAG))}
         whole = {**tied, "model_type": model_type, "vision_config": VISION[model_type]}
@@ -368,8 +365,6 @@ def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         "max_position_embeddings": draw(st.integers(1, 64)),
         "pad_token_id": 0,  # transformers' defaults lie outside a small vocabulary
     }
-    if model_type in _WHOLE:
-        common["head_dim"] = common["hidden_size"] // q_heads
     names = _NAMES.get(model_type, {})
     renamed = {name: value for key, value in common.items() if (name := names.get(key, key))}
     own = draw(st.fixed_dictionaries(always, optional={"tie_word_embeddings": _FLAG, **sometimes}))

@@ -113,6 +113,127 @@ def int_packed(inputs: int, outputs: int, _layer: int) -> Tensors:
     }
 
 
+def awq_gemv(inputs: int, outputs: int, _layer: int) -> Tensors:
+    """Return the tensors of AutoAWQ's version gemv in groups of 128, padded to 8 groups."""
+    width = ceil(inputs / 128 / 8)
+    return {
+        ".qweight": ("I32", (outputs, inputs // 8)),
+        ".qzeros": ("I32", (outputs, width)),
+        ".scales": ("F16", (outputs, width * 8)),
+    }
+
+
+def awq_gemv_fast(inputs: int, outputs: int, _layer: int) -> Tensors:
+    """Return the tensors of AutoAWQ's version gemv_fast in groups of 128, padded to 8 groups."""
+    groups = ceil(inputs / 128 / 8) * 8
+    return {
+        ".qweight": ("I16", (outputs // 4, inputs)),
+        ".scales": ("F16", (groups, outputs)),
+        ".qzeros": ("F16", (groups, outputs)),
+    }
+
+
+def awq_marlin(inputs: int, outputs: int, _layer: int) -> Tensors:
+    """Return the tensors of AutoAWQ's version marlin in groups of 128."""
+    return {".qweight": ("I32", (inputs // 16, outputs * 2)), ".scales": ("F16", (inputs // 128, outputs))}
+
+
+def gptq_marlin(inputs: int, outputs: int, _layer: int) -> Tensors:
+    """Return Marlin's own tensors in groups of 128, as AutoGPTQ saved them."""
+    return {
+        ".B": ("I32", (inputs // 16, outputs * 2)),
+        ".s": ("F16", (inputs // 128, outputs)),
+        ".workspace": ("I32", (outputs // 128 * 16,)),
+    }
+
+
+def aqlm(inputs: int, outputs: int, _layer: int) -> Tensors:
+    """Return AQLM's tensors: two codebooks of 256 runs of 8 inputs."""
+    return {
+        ".codes": ("I8", (outputs, inputs // 8, 2)),
+        ".codebooks": ("F16", (2, 256, 1, 8)),
+        ".scales": ("F16", (outputs, 1, 1, 1)),
+    }
+
+
+def bitnet(inputs: int, outputs: int, _layer: int) -> Tensors:
+    """Return BitNet's tensors: four rows in a byte, a quarter of the matrix apart."""
+    return {".weight": ("U8", (outputs // 4, inputs)), ".weight_scale": ("BF16", (1,))}
+
+
+_HQQ_SCALARS: dict[str, tuple[str, tuple[int, ...]]] = {
+    **dict.fromkeys((".nbits", ".group_size", ".axis"), ("I32", ())),
+    ".shape": ("I64", (2,)),
+    ".packing": ("U8", (7,)),
+    ".unpack_view_dtype": ("U8", (11,)),
+    ".compute_dtype": ("U8", (14,)),
+    **dict.fromkeys((".view_as_float", ".quant_scale", ".quant_zero", ".offload_meta"), ("U8", ())),
+    **dict.fromkeys((".encoded_state_dict", ".stores_quant_config", ".channel_wise", ".optimize"), ("U8", ())),
+    ".round_zero": ("U8", ()),
+}
+
+
+def hqq(bits: int) -> Matrix:
+    """Return HQQ's tensors in groups of 64 along the inputs."""
+
+    def matrix(inputs: int, outputs: int, _layer: int) -> Tensors:
+        groups = inputs * outputs // 64
+        codes = ("I32", (ceil(groups / 10), 64)) if bits == 3 else ("U8", (groups * bits // 8, 64))
+        scales = ("BF16", (groups, 1))
+        return {".W_q": codes, ".scale": scales, ".zero": scales} | _HQQ_SCALARS
+
+    return matrix
+
+
+def torchao_int8(inputs: int, outputs: int, _layer: int) -> Tensors:
+    """Return torchao's Int8Tensor with a scale for each row."""
+    return {
+        "._weight_qdata": ("I8", (outputs, inputs)),
+        "._weight_scale": ("F32", (outputs, 1)),
+        "._weight_zero_point": ("I8", (outputs, 1)),
+    }
+
+
+def torchao_unpacked(inputs: int, outputs: int, _layer: int) -> Tensors:
+    """Return torchao's IntxUnpackedToInt8Tensor in groups of 32."""
+    return {
+        "._weight_qdata": ("I8", (outputs, inputs)),
+        "._weight_scale": ("BF16", (outputs, inputs // 32)),
+        "._weight_zero_point": ("I8", (outputs, inputs // 32)),
+    }
+
+
+def torchao_int4(inputs: int, outputs: int, _layer: int) -> Tensors:
+    """Return torchao's Int4Tensor in groups of 128."""
+    return {
+        "._weight_qdata": ("I8", (outputs, inputs // 2)),
+        "._weight_scale": ("BF16", (inputs // 128, outputs)),
+        "._weight_zero_point": ("BF16", (inputs // 128, outputs)),
+    }
+
+
+def torchao_fp8(inputs: int, outputs: int, _layer: int) -> Tensors:
+    """Return torchao's Float8Tensor with a scale for each row."""
+    return {"._weight_qdata": ("F8_E4M3", (outputs, inputs)), "._weight_scale": ("F32", (outputs, 1))}
+
+
+def torchao_nvfp4(inputs: int, outputs: int, _layer: int) -> Tensors:
+    """Return torchao's NVFP4Tensor with scales in tiles of 128 rows and 4 groups."""
+    return {
+        "._weight_qdata": ("U8", (outputs, inputs // 2)),
+        "._weight_scale": ("F8_E4M3", (ceil(outputs / 128) * 32, ceil(inputs / 64) * 16)),
+        "._weight_per_tensor_scale": ("F32", ()),
+    }
+
+
+def torchao_mxfp8(inputs: int, outputs: int, _layer: int) -> Tensors:
+    """Return torchao's MXTensor with scales in tiles of 128 rows and 4 groups."""
+    return {
+        "._weight_qdata": ("F8_E4M3", (outputs, inputs)),
+        "._weight_scale": ("F8_E8M0", (ceil(outputs / 128) * 32, ceil(inputs / 128) * 16)),
+    }
+
+
 def gptq_config(**extra: Any) -> dict[str, Any]:
     """Return a quantization_config of GPTQ."""
     return {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True} | extra
@@ -151,6 +272,21 @@ CASES: dict[str, tuple[dict[str, Any] | None, Matrix, str, bool]] = {
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4, "NF4", False),
     "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8, "LLM.int8", False),
     "int packed": ({"quant_method": "compressed-tensors"}, int_packed, "INT4 g64", False),
+    "awq gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, awq_gemv, "AWQ 4-bit", False),
+    "awq gemv fast": ({"quant_method": "awq", "bits": 4, "version": "gemv_fast"}, awq_gemv_fast, "AWQ 4-bit", False),
+    "awq marlin": ({"quant_method": "awq", "bits": 4, "version": "marlin"}, awq_marlin, "Marlin 4-bit g128", False),
+    "marlin": (gptq_config(checkpoint_format="marlin"), gptq_marlin, "Marlin 4-bit g128", False),
+    "aqlm": ({"quant_method": "aqlm"}, aqlm, "AQLM", False),
+    "bitnet": ({"quant_method": "bitnet"}, bitnet, "BitNet", False),
+    "hqq 8 bits": ({"quant_method": "hqq"}, hqq(8), "HQQ 8-bit g64", False),
+    "hqq 4 bits": ({"quant_method": "hqq"}, hqq(4), "HQQ 4.5", False),
+    "hqq 3 bits": ({"quant_method": "hqq"}, hqq(3), "HQQ 3.7", False),
+    "torchao int8": ({"quant_method": "torchao"}, torchao_int8, "INT8 per channel", False),
+    "torchao unpacked": ({"quant_method": "torchao"}, torchao_unpacked, "INT8 g32", False),
+    "torchao int4": ({"quant_method": "torchao"}, torchao_int4, "INT4 g128", False),
+    "torchao fp8": ({"quant_method": "torchao"}, torchao_fp8, "FP8 per channel", False),
+    "torchao nvfp4": ({"quant_method": "torchao"}, torchao_nvfp4, "NVFP4", False),
+    "torchao mxfp8": ({"quant_method": "torchao"}, torchao_mxfp8, "MXFP8", False),
 }
 
 

@@ -15,8 +15,8 @@ from tpplan.exec.gpu import kernel_cache
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-compiler = pytest.importorskip("numba.cuda.compiler", reason="needs numba-cuda: pip install 'tpplan[cu13]'")
-LINKER = pytest.importorskip("cuda.bindings.nvjitlink", reason="needs nvJitLink: pip install 'tpplan[cu13]'")
+compiler = pytest.importorskip("numba.cuda.compiler", reason="needs numba-cuda: pip install '.[cu13]'")
+LINKER = pytest.importorskip("cuda.bindings.nvjitlink", reason="needs nvJitLink: pip install '.[cu13]'")
 
 NEWEST = (12, 0) if LINKER.version() >= (12, 8) else (9, 0)  # that the linker here knows
 CAPABILITIES = tuple(each for each in ((8, 0), (9, 0), (12, 0)) if each <= NEWEST)

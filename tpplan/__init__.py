@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tpplan.errors import DeviceError, ModelError, PlanError, RequestError, TpplanError
     from tpplan.infeasible import InfeasibleError
     from tpplan.model import ModelSpec
-    from tpplan.plan import Cache, SplitPlan
+    from tpplan.plan import Cache, Reserve, SplitPlan
     from tpplan.plandiff import PlanDiff
     from tpplan.planner import plan
     from tpplan.reader import read_model
@@ -35,7 +35,7 @@ _HOME = {
     "errors": ("DeviceError", "ModelError", "PlanError", "RequestError", "TpplanError"),
     "infeasible": ("InfeasibleError",),
     "model": ("ModelSpec",),
-    "plan": ("Cache", "SplitPlan"),
+    "plan": ("Cache", "Reserve", "SplitPlan"),
     "plandiff": ("PlanDiff",),
     "planner": ("plan",),
     "reader": ("read_model",),
@@ -54,6 +54,7 @@ __all__ = [
     "PlanDiff",
     "PlanError",
     "RequestError",
+    "Reserve",
     "Slice",
     "SplitPlan",
     "TpplanError",

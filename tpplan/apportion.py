@@ -9,11 +9,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def apportion(count: int, minimum: int, shares: Sequence[int], uppers: Sequence[int]) -> list[int] | None:
+def apportion(
+    count: int, minimum: int, shares: Sequence[int], uppers: Sequence[int], *, number: int = 0
+) -> list[int] | None:
     """Divide ``count`` units in proportion to ``shares``; each place gets none, or ``minimum`` to its upper bound.
 
     Only the ratios of shares matter. A place with a share of 0 or less gets units only if the other places cannot take
-    them all. Places whose proportional share is below the minimum get none, starting with the smallest.
+    them all. Places whose proportional share is below the minimum get none, starting with the smallest; or, with a
+    ``number``, exactly as many places get units.
 
     Returns:
         Units per place, or None if no division adds up to ``count``.
@@ -22,7 +25,7 @@ def apportion(count: int, minimum: int, shares: Sequence[int], uppers: Sequence[
         (p for p, upper in enumerate(uppers) if upper >= minimum),
         key=lambda p: (-shares[p], -uppers[p], p),
     )
-    places = _chosen(count, minimum, ranked, shares, uppers)
+    places = _chosen(count, minimum, ranked, shares, uppers, exactly=number)
     if places is None:
         return None
     units = _fill(count, minimum, [max(0, shares[p]) for p in places], [uppers[p] for p in places])
@@ -33,16 +36,18 @@ def apportion(count: int, minimum: int, shares: Sequence[int], uppers: Sequence[
 
 
 def _chosen(
-    count: int, minimum: int, places: list[int], shares: Sequence[int], uppers: Sequence[int]
+    count: int, minimum: int, places: list[int], shares: Sequence[int], uppers: Sequence[int], *, exactly: int
 ) -> list[int] | None:
     """Return the places that get units: those whose share reaches the minimum, and more if these cannot hold all units.
 
-    ``places`` are sorted by descending share.
+    ``places`` are sorted by descending share. Unless it is 0, ``exactly`` is how many get units.
     """
-    most = min(count // minimum, len(places))
-    number = 0
+    most = min(count // minimum, len(places), exactly or len(places))
+    if most < exactly:
+        return None
+    number = exactly
     for place, total in zip(places[:most], accumulate(max(0, shares[p]) for p in places), strict=False):
-        if number and shares[place] * count < minimum * total:
+        if exactly or (number and shares[place] * count < minimum * total):
             break
         number += 1
     held = sum(uppers[p] for p in places[:number])

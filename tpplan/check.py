@@ -92,8 +92,9 @@ def _check(path: str, old: SplitPlan | TpplanError, model: ModelSpec, devices: t
     devices = devices or old.devices
     was, now = old.model.fingerprint, fingerprint(model)
     reasons, texts = [], []
-    if was == now:  # the model's directory may have another name on this machine
-        model = attrs.evolve(model, name=old.model.name)
+    if was == now:  # the directory may have another name on this machine, and other files beside the weights, or none
+        same = old.model
+        model = attrs.evolve(model, name=same.name, not_planned=same.not_planned, assumed=same.assumed)
     else:
         reasons.append(StaleReason.MODEL)
         texts.append(f"the plan is for {old.model.name} with the fingerprint {was}, {model.name} has {now}")

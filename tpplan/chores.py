@@ -35,11 +35,14 @@ _USUAL = {
 
 
 def read_model(path: str) -> ModelSpec:
-    """Read a model."""
+    """Read a model, and say on standard error what is to know of it."""
     from tpplan.reader import read_model as read  # noqa: PLC0415
 
     with console.busy(f"reading {path}"):
-        return read(path)
+        found = read(path)
+    for text in found.notes:
+        note(text)
+    return found
 
 
 def read_plan(path: str, *, allow_newer: bool = False) -> SplitPlan:
@@ -129,6 +132,31 @@ def _files(path: str) -> list[str]:
 def note(text: str) -> None:
     """Say on standard error what is worth knowing."""
     console.say("note", text, "warn")
+
+
+def note_uncounted(plan: SplitPlan, *, on_screen: bool) -> None:
+    """Say what a plan does not count or assumes, unless that is on the screen, and how to keep room for it."""
+    from tpplan.codec import unstructure  # noqa: PLC0415
+    from tpplan.render.show import uncounted_lines  # noqa: PLC0415
+
+    if not on_screen:
+        for text in uncounted_lines(unstructure(plan)):
+            note(text)
+    beside = plan.model.not_planned
+    if beside and not plan.request.reserve:
+        known = all(part.bytes for part in beside)
+        size = f"{-(-sum(part.bytes for part in beside) // 2**20)}MiB" if known else "SIZE"
+        text = f"--reserve {size}@0 keeps room on device 0 for what is not planned, --reserve {size} on every device"
+        console.say("hint", text, "hint")
+
+
+def note_faster(plan: SplitPlan, model: ModelSpec) -> None:
+    """Say where the strategy ``latency`` would read a token's bytes clearly faster than a balanced plan."""
+    from tpplan.bandwidth import faster_by_latency  # noqa: PLC0415
+
+    if rates := faster_by_latency(plan, model):
+        text = f"at most {rates[0]} tokens/s by this plan, {rates[1]} with --strategy latency"
+        note(f"bytes ÷ bandwidth allow {text}, which cuts by bandwidth instead of memory")
 
 
 def note_idle(plan: SplitPlan, model: ModelSpec) -> None:
@@ -222,18 +250,18 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
         path: of its file, which is written again.
         model: the path that it is made of.
         gpus: the devices as they were named; the plan's own if empty.
-        change: an option instead of what was asked, such as ``--cache q8``.
+        change: options instead of what was asked, such as ``--cache q8``.
 
     Returns:
-        The command; nothing where no options say what was asked.
+        The command; nothing where no options name the devices.
     """
     from tpplan.devices import spec_of  # noqa: PLC0415
 
     asked = plan.request
-    context, rest = divmod(asked.cache.tokens, asked.batch)
     spec = gpus or spec_of(plan.devices)
-    if rest or not spec:
+    if not spec:
         return ""
+    context = asked.sequence_tokens
     options: dict[str, str | int] = {
         "--gpus": spec,
         "--context": context,
@@ -243,10 +271,14 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
         "--strategy": asked.strategy,
         "--max-rows": asked.max_rows,
         "--kv": asked.kv,
+        **({"--tokens": asked.cache.tokens} if asked.cache.tokens != context * asked.batch else {}),
         "-o": path,
     }
-    if change:
-        option, _, value = change.partition(" ")
-        options[option] = value
-    words = [str(word) for option in options.items() if option not in _USUAL for word in option]
-    return shlex.join(["tpplan", "plan", model, *words])
+    words = shlex.split(change)
+    if not asked.context and {"--context", "--batch"} & {*words}:
+        options.pop("--tokens", None)  # equal parts that leave a rest
+    options.update(zip(words[::2], words[1::2], strict=True))
+    flags = [option for option, given in (("--full-window", asked.full_window), ("--beyond", asked.beyond)) if given]
+    said = [str(word) for option in options.items() if option not in _USUAL for word in option]
+    reserves = [word for reserve in asked.reserve for word in ("--reserve", reserve.text)]
+    return shlex.join(["tpplan", "plan", model, *flags, *reserves, *said])

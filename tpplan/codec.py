@@ -62,12 +62,12 @@ _SCHEMAS: dict[type, str] = {SplitPlan: SCHEMA_URN}
 
 
 def fingerprint(spec: ModelSpec) -> str:
-    """Return ``sha256:`` and the hash of a model, without its name and what its files hold beside it.
+    """Return ``sha256:`` and the hash of a model, without its name, and what is told of its context and its files.
 
     Fields with their default value are not hashed, so later versions of tpplan can add fields without changing the
     fingerprints of models that do not use them.
     """
-    data = unstructure(attrs.evolve(spec, not_planned=(), assumed="", notes=()))
+    data = unstructure(attrs.evolve(spec, context_basis="", not_planned=(), assumed="", notes=()))
     del data["name"]
     text = json.dumps(data, separators=(",", ":"), sort_keys=True)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"

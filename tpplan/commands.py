@@ -93,6 +93,10 @@ def plan(
     strategy: str = "balanced",
     max_rows: Whole = 2048,
     kv: str = "idle",
+    tokens: Whole | None = None,
+    full_window: bool = False,
+    beyond: bool = False,
+    reserve: tuple[str, ...] = (),
     json: bool = False,
 ) -> int:
     """Split a model over GPUs, and show the plan or write it; exit 1 if it does not fit.
@@ -101,37 +105,59 @@ def plan(
         model: a directory with a config.json and perhaps safetensors files, or a config.json.
         gpus: a list such as 2x24GiB,12GiB or 4xRTX4090,RTX3060 or H100:72GiB, a devices file, or auto.
         output: write the plan to this file; - is standard output.
-        context: tokens per sequence to cache; the longest that the model was made for by default.
+        context: tokens per sequence; the longest that the model was made for by default.
         batch: sequences that share the cache; 1 by default.
         cache: its kind: fp16 (by default), fp8, q8, q6 or q4.
         layout: reduce or gather; reduce by default, gather where the weights' rows cannot be cut.
         strategy: balanced (by default), latency or exllamav2.
         max_rows: tokens in the largest forward pass; 2048 by default.
         kv: idle (by default) or replicate, for devices beyond the KV heads.
+        tokens: in the cache, a pool that the sequences share, none of them longer than the context.
+        full_window: cache all tokens in layers with a sliding window, too, for servers that do.
+        beyond: accept a context longer than the model was made for, at your own risk.
+        reserve: memory to leave to something else on every device, such as 2GiB, or on one, as 2GiB@0; repeatable.
         json: print the plan as JSON.
     """
     from tpplan.codec import dumps  # noqa: PLC0415
     from tpplan.devices import parse_devices  # noqa: PLC0415
     from tpplan.plan import Cache  # noqa: PLC0415
     from tpplan.planner import plan as make  # noqa: PLC0415
+    from tpplan.reserves import parse_reserve  # noqa: PLC0415
 
-    if context is not None and context < 1:
-        raise RequestError(
-            f"--context is {context}, expected 1 or more tokens per sequence", "leave it out for the longest"
-        )
+    for option, value, usual in (("--context", context, "for the longest"), ("--tokens", tokens, "for equal parts")):
+        if value is not None and value < 1:
+            raise RequestError(f"{option} is {value}, expected 1 or more tokens", f"leave it out {usual}")
     chores.apart(output, reading=(model, gpus))
+    reserves = tuple(map(parse_reserve, reserve))
     spec, gpu_list = chores.read_model(model), parse_devices(gpus, chores.note)
-    wanted = Cache(cache, (context or 0) * batch)
     with console.busy("planning"):
         found = make(
-            spec, gpu_list, cache=wanted, layout=layout, strategy=strategy, batch=batch, max_rows=max_rows, kv=kv
+            spec,
+            gpu_list,
+            cache=Cache(cache, tokens or 0),
+            layout=layout,
+            strategy=strategy,
+            batch=batch,
+            max_rows=max_rows,
+            kv=kv,
+            context=context or min(tokens or 0, spec.max_context),
+            full_window=full_window,
+            beyond=beyond,
+            reserve=reserves,
         )
     if found.request.layout != (layout or "reduce"):
         chores.note(f"layout gather, because rows cannot be cut: {spec.gather_only}")
+    if full_window and not found.request.full_window:
+        chores.note("no layer has a sliding window shorter than a sequence, so --full-window changes nothing")
+    if found.request.beyond:
+        length = found.request.sequence_tokens
+        chores.note(f"{length} tokens per sequence are more than the {spec.max_context} that the model was made for")
     chores.note_idle(found, spec)
+    chores.note_faster(found, spec)
     if output:
         console.save(dumps(found), output)
         chores.tell(found)
+    chores.note_uncounted(found, on_screen=not json and not output)
     if json and output != console.STREAM:
         console.emit(dumps(found))
     elif not output:

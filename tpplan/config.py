@@ -7,6 +7,7 @@ from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Final, cast
 
+from tpplan.content import ContentError, read
 from tpplan.documents import CONFIG, mistaken
 from tpplan.errors import ModelError
 from tpplan.files import nearest
@@ -220,22 +221,19 @@ def read_config(path: str | Path) -> Config:
     """Read ``path``, a config.json or a directory that holds one.
 
     Raises:
-        ModelError: there is no such file, it is larger than 16 MiB, or it is not an object in strict JSON (no duplicate
-            keys, no NaN).
+        ModelError: there is no such file, it is larger than 16 MiB, or it is not an object in JSON without duplicate
+            keys.
     """
     path = Path(path)
     try:
         asked, path = path, path / "config.json" if path.is_dir() else path
         if asked.suffix == ".gguf" and path == asked:  # the file itself, not a directory of this name
             raise ModelError(f"{_name(asked)} is a GGUF file, which tpplan does not read", _GGUF)
-        if not path.is_file():
-            what = "is not a regular file" if path.exists() else "does not exist"
-            raise ModelError(f"{_name(path)} {what}", _instead(asked))
-        size = path.stat().st_size
-        if size > MAX_CONFIG_BYTES:
-            raise ModelError(f"{_name(path)} has {size} bytes; a config.json has at most {MAX_CONFIG_BYTES}", ELSEWHERE)
-        with path.open("rb") as file:
-            content = file.read(size)
+        if not path.exists():
+            raise ModelError(f"{_name(path)} does not exist", _instead(asked))
+        content = read(path, MAX_CONFIG_BYTES, pipes=path == asked)
+    except ContentError as error:
+        raise ModelError(f"{_name(path)} {error}", error.hint or ELSEWHERE) from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(f"{_name(path)} cannot be read: {reason}", ELSEWHERE) from error
@@ -263,12 +261,12 @@ def parse_config(content: bytes, source: str) -> Config:
     """Parse the bytes of a config.json; ``source`` names the file in messages.
 
     Raises:
-        ModelError: they are not an object in strict JSON.
+        ModelError: they are not an object in JSON without duplicate keys.
     """
     try:
-        data = read_json(content)
+        data = read_json(content, constants=True)  # as Python, and so transformers, writes them
     except NotJSONError as error:
-        raise ModelError(f"{source} {error}", ELSEWHERE) from error
+        raise ModelError(f"{source} {error}", error.hint or ELSEWHERE) from error
     if not isinstance(data, dict):
         raise ModelError(f"{source} holds {_repr(data)}, expected an object", ELSEWHERE)
     if message := mistaken(data, CONFIG):

@@ -110,3 +110,13 @@ class Demands:
 
     axes: tuple[Demand, ...]
     common: Cost
+
+    def with_weights(self, numerator: int, denominator: int) -> Demands:
+        """Return the costs with all weights smaller or larger in proportion, rounded up."""
+
+        def scaled(cost: Cost) -> Cost:
+            weights, reads = (-(-size * numerator // denominator) for size in (cost.weights, cost.reads - cost.cache))
+            return evolve(cost, weights=weights, reads=max(0, reads) + cost.cache)
+
+        axes = (evolve(d, split=scaled(d.split), kept=scaled(d.kept), head=scaled(d.head)) for d in self.axes)
+        return Demands(tuple(axes), scaled(self.common))

@@ -11,13 +11,19 @@ from attrs import evolve, frozen
 
 from tpplan.errors import DeviceError
 from tpplan.files import nearest
-from tpplan.sizes import format_bytes, parse_bytes
+from tpplan.sizes import format_bytes, parse_bytes, read_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-#: Memory of the CUDA context and libraries, where it was not measured on the device itself.
+    from tpplan.catalogue import Gpu
+
+#: Memory of the CUDA context and libraries in plans and devices files that do not tell it. That is their format, and no
+#: estimate: what tpplan plans with is always told.
 DEFAULT_OVERHEAD_BYTES = 512 * 2**20
+
+#: The same on devices where it was not measured: as much as on an H200, the most that was (:mod:`tpplan.catalogue`).
+UNMEASURED_OVERHEAD_BYTES = 890 * 2**20
 
 #: More devices than this in a list is a mistake or an attack.
 MAX_DEVICES = 4096
@@ -55,13 +61,14 @@ def parse_devices(spec: str, tell: Callable[[str], None] | None = None) -> tuple
 
     Args:
         spec: a list of entries such as ``2x24GiB,12GiB`` (memory), ``4xRTX4090,2xRTX3060`` (GPUs of the catalogue, with
-            all their memory) or ``H100:72GiB`` (with a budget); or the path of a devices file, ending in ``.json``;
-            or ``auto`` for the GPUs of this machine, each with the memory that is free on it now.
-        tell: called with each note about ``auto`` for the user, such as that a GPU was left out.
+            all memory that a program is handed out), ``H100:72GiB`` (with a budget) or ``RTX4090:48GiB`` (a modified
+            card); or the path of a devices file, ending in ``.json``; or ``auto`` for the GPUs of this machine, each
+            with the memory that is free on it now.
+        tell: called with each note for the user, such as that ``auto`` left a GPU out or that a card is a modified one.
 
     Raises:
-        DeviceError: an entry is invalid, a GPU is unknown (the hint has a similar name), a budget exceeds its GPU's
-            memory, there is no device or more than 4096, a devices file breaks its rules, or no GPU was found.
+        DeviceError: an entry is invalid, a GPU is unknown, a budget exceeds the memory that its GPU hands out, there is
+            no device or more than 4096, a devices file breaks its rules, or no GPU was found.
     """
     # Imports on demand: most commands need only Device, and these modules load the catalogue, cattrs and drivers.
     spec = spec.strip()
@@ -83,7 +90,7 @@ def parse_devices(spec: str, tell: Callable[[str], None] | None = None) -> tuple
         raise DeviceError(f"a list of devices of {len(spec)} characters is beyond {_LONGEST_SPEC}", _EXAMPLE)
     devices: list[Device] = []
     for number, entry in enumerate(spec.split(","), 1):
-        count, device = _entry(entry.strip(), number, spec)
+        count, device = _entry(entry.strip(), number, spec, tell)
         if len(devices) + count > MAX_DEVICES:
             raise DeviceError(f"{len(devices) + count} devices are more than {MAX_DEVICES}", "check the counts")
         devices += [device] * count
@@ -95,22 +102,36 @@ def spec_of(devices: Sequence[Device]) -> str:
     entries = []
     for device, run in groupby(devices):
         budget = device.budget_bytes
-        size = next(f"{budget // scale}{unit}" for unit, scale in _UNITS if budget % scale == 0)
-        entry = size if not device.bandwidth_bytes_per_second else f"{device.name.replace(' ', '')}:{size}"
+        entry = next(f"{budget // scale}{unit}" for unit, scale in _UNITS if budget % scale == 0)
+        if device.bandwidth_bytes_per_second:
+            name = device.name.replace(" ", "")
+            entry = name if _devices_of(name) == (device,) else f"{name}:{entry}"
         count = sum(1 for _ in run)
         entries.append(f"{count}x{entry}" if count > 1 else entry)
     spec = ",".join(entries)
-    try:
-        found = parse_devices(spec)
-    except DeviceError:  # neither in the catalogue nor a plain size
-        return ""
+    found = _devices_of(spec)
     return spec if [evolve(d, name="") for d in found] == [evolve(d, name="") for d in devices] else ""
 
 
-def _entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
+def is_modified(device: Device) -> bool:
+    """Tell whether a device has more memory than the GPU of the catalogue whose name it bears."""
+    from tpplan import catalogue  # noqa: PLC0415
+
+    return bool(device.bandwidth_bytes_per_second and catalogue.modified(device.name, device.budget_bytes))
+
+
+def _devices_of(spec: str) -> tuple[Device, ...]:
+    """Return the devices of a list; none if it names what is neither in the catalogue nor a plain size."""
+    try:
+        return parse_devices(spec)
+    except DeviceError:
+        return ()
+
+
+def _entry(entry: str, number: int, spec: str, tell: Callable[[str], None] | None) -> tuple[int, Device]:
     """Parse one entry into a count and a device; the hint of an error suggests what was probably meant."""
     try:
-        return _parse_entry(entry, number, spec)
+        return _parse_entry(entry, number, spec, tell)
     except DeviceError as error:
         if path := next((path for path in (spec, entry) if os.path.exists(path)), ""):  # noqa: PTH110 (may be no path)
             kind = "directory" if os.path.isdir(path) else "file"  # noqa: PTH112
@@ -150,7 +171,7 @@ def _meant(entry: str) -> str:
     return ""
 
 
-def _parse_entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
+def _parse_entry(entry: str, number: int, spec: str, tell: Callable[[str], None] | None = None) -> tuple[int, Device]:
     """Parse one entry into a count and a device."""
     from tpplan import catalogue  # noqa: PLC0415
 
@@ -159,21 +180,19 @@ def _parse_entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
         what = f"entry {number} of {spec[:60]!r}"
         raise DeviceError(f"{what} is empty" if not entry else f"{what}, {entry[:60]!r}, names no GPU", _EXAMPLE)
     digits, name, budget = match["count"] or "1", match["gpu"].strip(), match["budget"]
+    whole = entry.partition(":")[0].strip()
+    if match["count"] and catalogue.lookup(whole):  # 7900XTX is not 7900 TX
+        digits, name = "1", whole
     count = int(digits) if len(digits) < len(str(_LONGEST_SPEC)) else MAX_DEVICES + 1
     if not 0 < count <= MAX_DEVICES:
-        if not name[0].isdecimal() and not catalogue.lookup(name):
-            catalogue.find(entry)  # such as 7900XTX, which raises with the name in full
         raise DeviceError(f"{entry[:60]!r} asks for {digits[:20]} devices, expected 1 to {MAX_DEVICES}", _EXAMPLE)
     if budget is not None and not budget.strip():
         raise DeviceError(f"{entry[:60]!r} has no memory after the colon", _EXAMPLE)
-    if name[0].isdecimal() and not match["colon"] and not catalogue.lookup(name):
-        return count, Device(name=f"{name} GPU", budget_bytes=parse_bytes(name))
-    gpu = catalogue.find(name)
-    limit = gpu.memory_bytes if budget is None else parse_bytes(budget)
-    if limit > gpu.memory_bytes:
-        have = f"{format_bytes(gpu.memory_bytes)} ({gpu.memory_bytes} bytes)"
-        hint = f"lower the budget, or write {budget.strip()} alone for a GPU that is not the catalogue's"
-        raise DeviceError(f"a budget of {budget.strip()} is more than the {have} of the {gpu.name}", hint)
+    if name[0].isdecimal() and not match["colon"] and not catalogue.lookup(catalogue.split(name)[0] or name):
+        size = parse_bytes(name, tell)
+        name = name if re.search("i?B$", name) else read_size(name)[1]
+        return count, Device(name=f"{name} GPU", budget_bytes=size, overhead_bytes=UNMEASURED_OVERHEAD_BYTES)
+    gpu, limit = _with_budget(name, budget, tell)
     device = Device(
         name=gpu.name,
         budget_bytes=limit,
@@ -182,3 +201,27 @@ def _parse_entry(entry: str, number: int, spec: str) -> tuple[int, Device]:
         capability=gpu.capability,
     )
     return count, device
+
+
+def _with_budget(name: str, budget: str | None, tell: Callable[[str], None] | None) -> tuple[Gpu, int]:
+    """Return the GPU of a name and the bytes to use of it: its own memory, less, or a modified card's."""
+    from tpplan import catalogue  # noqa: PLC0415
+
+    if budget is None:
+        gpu = catalogue.find(name)
+        return gpu, gpu.memory_bytes
+    size, written = parse_bytes(budget, tell), budget.strip()
+    if modified := catalogue.modified(name, size):
+        if tell:
+            nominal = format_bytes(modified.nominal_bytes)
+            tell(f"{written} is more than the {nominal} of the {modified.name}: taken as a modified card")
+        return modified, size
+    gpu = catalogue.find(name)
+    limit = gpu.nominal_bytes if gpu.unified else gpu.memory_bytes
+    if size > limit:
+        runtime = "CUDA" if gpu.capability else "ROCm"
+        have = f"{format_bytes(limit)} that {runtime} hands out of the {gpu.name}"
+        short = gpu.name.replace(" ", "")
+        hint = f"write {short} for all of that, or {written} alone for a GPU that is not the catalogue's"
+        raise DeviceError(f"a budget of {written} is more than the {have}", hint)
+    return gpu, size

@@ -18,7 +18,7 @@ from tpplan.documents import DEVICES, mistaken
 from tpplan.errors import DeviceError, TpplanError
 from tpplan.files import parse_json, read_text, save_text
 from tpplan.jsontext import UNSEEN
-from tpplan.problems import FORM, Problem, refusal
+from tpplan.problems import CORRECT, FORM, Problem, refusal
 from tpplan.rules import CAPABILITY, LONGEST_NAME, MOST
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class FileDevice:
         name: display name such as ``RTX 4090``.
         memory_bytes: memory of the GPU, as its driver reports it.
         budget_bytes: bytes that tpplan may use: those that were free when the file was made, or an edited value.
-        overhead_bytes: part of the budget that the driver context and libraries take if the device is used; 512 MiB by
-            default.
+        overhead_bytes: part of the budget that the driver context and libraries take if the device is used; 512 MiB if
+            left out, while decoders took up to 886 MiB on H200s.
         overhead_source: how the overhead was determined.
         bandwidth_bytes_per_second: memory bandwidth, 0 if unknown.
         capability: CUDA compute capability such as ``8.9``, empty if unknown.
@@ -140,7 +140,8 @@ def loads(text: str | bytes, what: str = "the devices file") -> DevicesFile:
     try:
         return _read(parse_json(text, what), what)
     except TpplanError as error:
-        raise DeviceError(error.message, "correct it, or make it again with tpplan devices -o") from error
+        hint = f"{CORRECT} devices -o" if error.hint == CORRECT else error.hint
+        raise DeviceError(error.message, hint) from error
 
 
 def load(path: str | os.PathLike[str]) -> DevicesFile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -26,10 +26,11 @@ from tpplan.plandiff import (
 from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator
 
     from tpplan.devices import Device
-    from tpplan.plan import DeviceMemory, Split
+    from tpplan.model import NotPlanned
+    from tpplan.plan import DeviceMemory, Reserve, Split
 
 
 def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
@@ -62,7 +63,7 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
         splits=splits,
         split_count=len(compared),
         memory=memory,
-        total=tuple(_bucket_changes(a.memory, b.memory)),
+        total=tuple(_bucket_changes(a.memory, b.memory, _buckets(a, b))),
     )
 
 
@@ -70,6 +71,13 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
 _TOLD = 3
 
 _REASONS = {"format_version": Reason.FORMAT, "model": Reason.MODEL, "request": Reason.REQUEST}
+
+#: What may differ of one model, in words.
+_SAME_MODEL = {
+    "model.name": "the model's name",
+    "model.not_planned": "what is not planned",
+    "model.assumed": "what is assumed",
+}
 
 #: Keys by which devices of the two plans are matched, the most specific first.
 _SAME: tuple[Callable[[int, Device], Hashable], ...] = (
@@ -100,13 +108,27 @@ def _pairs(a: tuple[Device, ...], b: tuple[Device, ...]) -> Iterator[DevicePair]
 
 
 def _field_changes(a: attrs.AttrsInstance, b: attrs.AttrsInstance, path: str) -> Iterator[FieldChange]:
-    """Yield the numbers and strings that differ between two objects of a class, ignoring tuples."""
+    """Yield the values that differ between two objects of a class; of tuples only those that a text can tell."""
     for name in (field.name for field in attrs.fields(type(a))):
         before, after = getattr(a, name), getattr(b, name)
         if attrs.has(type(before)):
             yield from _field_changes(before, after, f"{path}{name}.")
-        elif before != after and not isinstance(before, tuple):
-            yield FieldChange(path + name, before, after)
+        elif before != after and (name in _TEXTS or not isinstance(before, tuple)):
+            told = _TEXTS.get(name, _plain)
+            yield FieldChange(path + name, told(before), told(after))
+
+
+def _plain(value: int | str) -> int | str:
+    """Return a value as documents have it: a flag as a text."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _texts(values: Iterable[NotPlanned | Reserve]) -> str:
+    return ", ".join(value.text for value in values)
+
+
+#: How tuples are told that are values of the model or the request.
+_TEXTS: dict[str, Callable[[Any], str]] = {"not_planned": _texts, "reserve": _texts}
 
 
 def _device_changes(a: SplitPlan, b: SplitPlan, pairs: tuple[DevicePair, ...]) -> Iterator[DeviceChange]:
@@ -166,28 +188,38 @@ def _elements(split: Split | None, device: int | None) -> int:
 
 def _memory_changes(a: SplitPlan, b: SplitPlan, pairs: tuple[DevicePair, ...]) -> Iterator[MemoryChange]:
     """Yield the devices whose memory use differs between the plans."""
+    shown = _buckets(a, b)
     for pair in pairs:
         before = () if pair.before is None else (a.memory[pair.before],)
         after = () if pair.after is None else (b.memory[pair.after],)
-        buckets = tuple(_bucket_changes(before, after))
+        buckets = tuple(_bucket_changes(before, after, shown))
         old, new = (sum(entry.reads_bytes for entry in entries) for entries in (before, after))
         if old != new or any(bucket.delta_bytes for bucket in buckets):
             yield MemoryChange(pair, buckets, old, new, new - old)
 
 
-def _bucket_changes(before: tuple[DeviceMemory, ...], after: tuple[DeviceMemory, ...]) -> Iterator[BucketChange]:
+def _buckets(a: SplitPlan, b: SplitPlan) -> tuple[Bucket, ...]:
+    """Return the buckets of both plans."""
+    reserved = any(entry.reserved_bytes for entry in (*a.memory, *b.memory))
+    return tuple(bucket for bucket in Bucket if bucket != Bucket.RESERVED or reserved)
+
+
+def _bucket_changes(
+    before: tuple[DeviceMemory, ...], after: tuple[DeviceMemory, ...], buckets: tuple[Bucket, ...]
+) -> Iterator[BucketChange]:
     """Yield the change of every bucket, summed over devices."""
-    for bucket in Bucket:
+    for bucket in buckets:
         old, new = (sum(getattr(entry, f"{bucket}_bytes") for entry in entries) for entries in (before, after))
         yield BucketChange(bucket, old, new, new - old)
 
 
 def _inputs(fields: tuple[FieldChange, ...]) -> list[str]:
-    """Return which inputs differ, in words; a model that only has another name is the same model."""
+    """Return which inputs differ, in words; a model that only has another name or other files is the same model."""
     paths = [change.path for change in fields]
     words = {"format_version": "the format", "model.": "the model", "request.": "the request"}
-    if [path for path in paths if path.startswith("model.")] == ["model.name"]:
-        words["model."] = "the model's name"
+    if {path for path in paths if path.startswith("model.")} <= _SAME_MODEL.keys():
+        del words["model."]
+        words |= _SAME_MODEL
     return [text for start, text in words.items() if any(path.startswith(start) for path in paths)]
 
 
@@ -216,8 +248,8 @@ def _devices(count: int, what: str) -> str:
 
 
 def _largest(change: MemoryChange) -> BucketChange:
-    """Return a device's bucket, other than the free one, that changes most."""
-    used = [bucket for bucket in change.buckets if bucket.bucket != Bucket.FREE]
+    """Return a device's bucket that changes most, of those that the model takes."""
+    used = [bucket for bucket in change.buckets if bucket.bucket not in {Bucket.RESERVED, Bucket.FREE}]
     return max(used, key=lambda bucket: abs(bucket.delta_bytes))
 
 

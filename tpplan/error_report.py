@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from tpplan.devices import parse_devices, spec_of
+from tpplan.devices import is_modified, parse_devices, spec_of
 from tpplan.errors import (
     DeviceError,
     ExecutionError,
@@ -18,7 +18,7 @@ from tpplan.errors import (
     UsageError,
 )
 from tpplan.infeasible import InfeasibleError, Shortfall
-from tpplan.problems import Problem
+from tpplan.problems import MOST_PROBLEMS, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,12 +46,13 @@ class Advice:
     """A single change after which planning succeeds.
 
     Attributes:
-        kind: ``context``, ``cache``, ``layout``, ``kv``, ``strategy``, ``devices`` or ``memory``.
-        value: tokens per sequence, the cache kind, the layout, kv mode or strategy, how many more devices, or the
-            budget in bytes.
+        kind: ``context``, ``tokens``, ``batch``, ``cache``, ``layout``, ``kv``, ``strategy``, ``reserve``, ``devices``
+            or ``memory``.
+        value: tokens per sequence, those that sequences share, the number of sequences, the cache kind, the layout, kv
+            mode or strategy, the bytes to reserve (0: nothing), how many more devices, or the budget in bytes.
         device: the one that needs the budget, or more of its kind; -1 for the other kinds.
         message: the change in words.
-        option: the change as an option of ``tpplan plan``; left out where there is none.
+        option: the change as options of ``tpplan plan``; left out where there is none.
     """
 
     kind: str
@@ -69,7 +70,8 @@ class ErrorBody:
         kind: of error.
         message: one sentence or paragraph.
         hint: the next thing to do; left out if there is nothing sensible to say.
-        problems: of a plan or another document, every rule that it breaks; left out if there are none.
+        problems: of a plan or another document, the first 100 violations of rules; left out if there are none.
+        unlisted: how many more there are; left out if none.
         shortfalls: of a plan that does not fit, what each device lacks; left out for other errors.
         suggestions: single changes that make it fit; left out if there are none.
     """
@@ -78,6 +80,7 @@ class ErrorBody:
     message: str
     hint: str = ""
     problems: tuple[Problem, ...] = ()
+    unlisted: int = 0
     shortfalls: tuple[Shortfall, ...] = ()
     suggestions: tuple[Advice, ...] = ()
 
@@ -102,9 +105,15 @@ def error_report(error: TpplanError, gpus: str = "") -> ErrorReport:
     """
     if not isinstance(error, InfeasibleError):
         kind = next(name for cls, name in _KINDS.items() if isinstance(error, cls))
-        return ErrorReport(
-            ErrorBody(kind=kind, message=error.message, hint=error.hint, problems=getattr(error, "problems", ()))
+        problems = getattr(error, "problems", ())
+        body = ErrorBody(
+            kind=kind,
+            message=error.message,
+            hint=error.hint,
+            problems=problems[:MOST_PROBLEMS],
+            unlisted=len(problems[MOST_PROBLEMS:]),
         )
+        return ErrorReport(body)
     body = ErrorBody(
         kind="infeasible",
         message=error.message,
@@ -117,8 +126,10 @@ def error_report(error: TpplanError, gpus: str = "") -> ErrorReport:
 
 def _advice(suggestion: Suggestion, gpus: str) -> Advice:
     s = suggestion
-    option = f"--{s.kind} {s.value}"
-    if s.kind == "memory":
+    option = f"--{s.kind} {s.value}" + (f" --context {s.context}" if s.context else "")
+    if s.kind == "reserve":
+        option = ""
+    elif s.kind == "memory":
         option = other_gpus(gpus, lambda devices: _replaced(devices, s.device, int(s.value)))
     elif s.kind == "devices":
         option = other_gpus(gpus, lambda devices: [*devices, *[devices[s.device]] * int(s.value)])
@@ -127,6 +138,8 @@ def _advice(suggestion: Suggestion, gpus: str) -> Advice:
 
 def _replaced(devices: Sequence[Device], index: int, budget: int) -> list[Device]:
     larger = evolve(devices[index], budget_bytes=budget)
+    if is_modified(larger) and not is_modified(devices[index]):
+        raise DeviceError(f"a {larger.name} has less memory", "name another GPU")
     return [*devices[:index], larger, *devices[index + 1 :]]
 
 

@@ -7,6 +7,8 @@ remainders are equal, its rounding decides.
 
 from __future__ import annotations
 
+from collections import Counter
+from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING
 
 from tpplan.axes import Axis, minimum_units, parse_layers
@@ -30,16 +32,20 @@ def integer_split(count: int, shares: Sequence[float], minimum: int = 0) -> list
     total = sum(shares)
     exact = [count * share / total for share in shares]
     parts = [int(part) for part in exact]
-    remainders = [part - whole for part, whole in zip(exact, parts, strict=True)]
+    remainders = [(whole - part, i) for i, (part, whole) in enumerate(zip(exact, parts, strict=True))]
+    heapify(remainders)
     for _ in range(count - sum(parts)):
-        first = remainders.index(max(remainders))
+        remainder, first = remainders[0]
         parts[first] += 1
-        remainders[first] -= 1
+        heapreplace(remainders, (remainder + 1, first))
     homeless = sum(part for part in parts if part < minimum)
     parts = [part if part >= minimum else 0 for part in parts]
+    smallest = [(part, i) for i, part in enumerate(parts) if part] or [(0, len(parts) - 1)]
+    heapify(smallest)
     for _ in range(homeless):
-        smallest = min((i for i, part in enumerate(parts) if part), key=parts.__getitem__, default=len(parts) - 1)
-        parts[smallest] += 1
+        part, i = smallest[0]
+        parts[i] += 1
+        heapreplace(smallest, (part + 1, i))
     return parts
 
 
@@ -48,10 +54,9 @@ def left_after_attention(
 ) -> list[float]:
     """Return what is left of ``shares`` (MiB) after the cache and each layer's attention weights, in whole MiB each."""
     heads = sum(kv)
-    left = list(shares)
-    for size in (cache_bytes, *attention_bytes):
-        left = [max(0, have - int(size * (part / heads) / _MIB)) for have, part in zip(left, kv, strict=True)]
-    return left
+    sizes = Counter((cache_bytes, *attention_bytes))
+    taken = {part: sum(int(size * (part / heads) / _MIB) * n for size, n in sizes.items()) for part in {*kv}}
+    return [max(0, have - taken[part]) for have, part in zip(shares, kv, strict=True)]
 
 
 def exllamav2_counts(

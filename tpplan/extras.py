@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
 from contextlib import contextmanager
@@ -21,7 +22,10 @@ class MissingError(ExecutionError, ImportError):
 
 
 def install_command(extra: str) -> str:
-    """Return what installs an extra of tpplan for the Python that runs, from the directory that tpplan came from.
+    """Return what installs an extra of tpplan for the Python that runs.
+
+    That is the extra of the directory that tpplan came from, if it is still there. Otherwise it is what the extra
+    consists of: the name tpplan on an index may be anybody's.
 
     Args:
         extra: of tpplan.
@@ -32,21 +36,38 @@ def install_command(extra: str) -> str:
         python = name
     if " " in python:
         python = f'"{python}"'
-    return f'{python} -m pip install "{_origin()}[{extra}]"'
+    clone = _clone()
+    wanted = [f"{clone}[{extra}]"] if clone else _requirements(extra) or [f".[{extra}]"]
+    quoted = " ".join(f'"{each}"' for each in wanted)
+    command = f"{python} -m pip install {quoted}"
+    return command if wanted[0][0] != "." else f"in a clone of tpplan, {command}"
 
 
-def _origin() -> str:
-    """Return the directory that tpplan was installed from, if it is still there, else its name (PEP 610)."""
+def _clone() -> str:
+    """Return the directory that tpplan was installed from (PEP 610), or is imported from; empty if there is none."""
     from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415 (takes longer than most commands)
     from urllib.parse import unquote, urlsplit  # noqa: PLC0415
 
     try:
         text = distribution("tpplan").read_text("direct_url.json")
     except PackageNotFoundError:
-        text = None
+        here = Path(__file__).resolve().parent.parent
+        return str(here) if (here / "pyproject.toml").is_file() else ""
     url = urlsplit(json.loads(text)["url"] if text else "")
     path = unquote(url.path)
-    return path if url.scheme == "file" and Path(path).is_dir() else "tpplan"
+    return path if url.scheme == "file" and Path(path).is_dir() else ""
+
+
+def _requirements(extra: str) -> list[str]:
+    """Return the requirements of an extra, in which no other extra of tpplan is left; empty if they are not known."""
+    from importlib.metadata import PackageNotFoundError, requires  # noqa: PLC0415
+
+    try:
+        lines = requires("tpplan") or []
+    except PackageNotFoundError:
+        return []
+    matches = (re.fullmatch(rf"(.+?) *; *extra *== *['\"]{extra}['\"]", line) for line in lines)
+    return [match[1] for match in matches if match]
 
 
 @contextmanager

@@ -5,33 +5,41 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
+import time
 from pathlib import Path
 
+from tpplan.content import ContentError, read
 from tpplan.errors import PlanError, TpplanError
 from tpplan.jsontext import NotJSONError, read_json
 from tpplan.jsontext import decode as decode_json
-from tpplan.problems import FORM, Problem, malformed, refusal
+from tpplan.problems import CORRECT, FORM, Problem, malformed, refusal
 
 #: Size limit of documents, in bytes and in characters.
 LARGEST_DOCUMENT = 16 * 2**20
+
+#: End of the name of a new file until it replaces the old one, and when whoever writes it has surely gone.
+_NEW = ".tpplan-new"
+_STALE_SECONDS = 3600
 
 #: How much of two names must agree, of 1, for one to be a slip of the other.
 _NEAR = 0.8
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Read a document's file, checking its size first.
+    """Read a document's file, see :func:`tpplan.content.read`.
 
     Raises:
         PlanError: as for :func:`decode`.
-        TpplanError: the file cannot be read.
+        TpplanError: the file cannot be read, or is none of which documents are read.
     """
     try:
-        with Path(path).open("rb") as file:
-            if (size := os.fstat(file.fileno()).st_size) > LARGEST_DOCUMENT:
-                raise malformed(os.fspath(path), f"has {size} bytes, the most is {LARGEST_DOCUMENT}")
-            data = file.read((size or LARGEST_DOCUMENT) + 1)  # a device or pipe has no size
+        data = read(path, LARGEST_DOCUMENT, pipes=True)
+    except ContentError as error:
+        if error.hint:
+            raise TpplanError(f"cannot read {os.fspath(path)!r}: it {error}", error.hint) from error
+        raise malformed(os.fspath(path), str(error)) from error
     except (OSError, ValueError) as error:
         hint = "check its permissions" if isinstance(error, PermissionError) else "check the path"
         if isinstance(error, IsADirectoryError) and (Path(path) / "config.json").exists():
@@ -97,7 +105,8 @@ def parse_json(text: str | bytes, what: str) -> object:
 
 
 def _refusal(what: str, error: NotJSONError) -> PlanError:
-    return refusal(what, [Problem(FORM, error.where, message) for message in error.found])
+    found = [Problem(FORM, error.where, message) for message in error.found]
+    return refusal(what, found, error.hint or CORRECT)
 
 
 def cache_folder() -> Path:
@@ -116,10 +125,10 @@ def save_text(text: str, path: str | os.PathLike[str]) -> bool:
 
 
 def save_bytes(data: bytes, path: str | os.PathLike[str]) -> bool:
-    """Write a file atomically, unless it already has these bytes.
+    """Write a file atomically, unless it already has these bytes, and make the directories that are missing.
 
     The new file replaces the old one and keeps its mode. A symbolic link is kept, and its target is replaced. A device
-    or a pipe is written to directly.
+    or a pipe is written to directly. If the file cannot be written, no new directory is left.
 
     Returns:
         Whether anything was written.
@@ -130,12 +139,7 @@ def save_bytes(data: bytes, path: str | os.PathLike[str]) -> bool:
     try:
         return _replace(data, Path(path))
     except (OSError, ValueError) as error:
-        folder = Path(path).parent
-        hint = "choose another file"
-        if isinstance(error, FileNotFoundError) and not folder.exists():
-            hint = f"make the directory {str(folder)!r} first"
-        elif isinstance(error, IsADirectoryError):
-            hint = "name a file in it"
+        hint = "name a file in it" if isinstance(error, IsADirectoryError) else "choose another file"
         raise TpplanError(f"cannot write {os.fspath(path)!r}: {_reason(error)}", hint) from error
 
 
@@ -151,8 +155,12 @@ def _replace(data: bytes, path: Path) -> bool:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if target.stat().st_size == len(data) and target.read_bytes() == data:
             return False
-    new = target.with_name(f".{target.name[:100]}.{os.urandom(6).hex()}")
+    missing = [folder for folder in target.parents if not folder.exists()]
+    start = f".{target.name[:100]}."
+    _remove_stale(target.parent, start)
+    new = target.with_name(f"{start}{os.urandom(6).hex()}{_NEW}")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with new.open("xb") as file:
             file.write(data)
             file.flush()
@@ -160,9 +168,25 @@ def _replace(data: bytes, path: Path) -> bool:
         if mode is not None:
             new.chmod(stat.S_IMODE(mode))
         new.replace(target)
-    finally:
-        new.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        for folder in missing:
+            with contextlib.suppress(OSError):  # it was not made, or somebody else has written there
+                folder.rmdir()
+        raise
     return True
+
+
+def _remove_stale(folder: Path, start: str) -> None:
+    """Remove new files that a process left when it was killed while it saved this one."""
+    left = re.compile(re.escape(start) + "[0-9a-f]{12}" + re.escape(_NEW))
+    with contextlib.suppress(OSError):  # nothing depends on it
+        for entry in os.scandir(folder):
+            if left.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS:
+                        Path(entry).unlink()
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -1,7 +1,7 @@
 """Local search that improves a placement by moving units out of its worst bin.
 
-A move takes units of one item from the worst bin to another bin and may bring units of a second item back. The worst
-bin is the one that lacks the most room; if none lacks room, it is the slowest one.
+A move takes units of one item from the worst bin to another bin, or exchanges units of two items. The worst bin is the
+one that lacks the most room; if none lacks room, it is the slowest one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tpplan.packing import Bin, Item
+    from tpplan.search import Budget
 
 #: Most bins to consider as partners of a move: the least loaded ones.
 _PARTNERS = 24
@@ -48,13 +49,23 @@ class Improver:
 
     Attributes:
         units: number of units of each item in each bin.
+        budget: a step for each amount that is considered; without steps left, the search ends.
+        guarded: items that no bin may lose altogether.
         sides: remaining room of each bin, negative if it lacks room, and its load, including the bin's own.
     """
 
-    def __init__(self, items: Sequence[Item], bins: Sequence[Bin], placement: Sequence[Sequence[int]]) -> None:
-        self.items, self.bins = items, bins
+    def __init__(
+        self,
+        items: Sequence[Item],
+        bins: Sequence[Bin],
+        placement: Sequence[Sequence[int]],
+        budget: Budget,
+        guarded: frozenset[int] = frozenset(),
+    ) -> None:
+        self.items, self.bins, self.budget, self.guarded = items, bins, budget, guarded
         self.units = [[0] * len(bins) for _ in items]
         self.sides = [(host.room, host.load) for host in bins]
+        self.fixed_load = sum(item.kept_load for item in items)
         for i, row in enumerate(placement):
             for b, n in enumerate(row):
                 self._add(i, b, n)
@@ -75,6 +86,8 @@ class Improver:
     def run(self, goal: int) -> None:
         """Improve until no move helps, or no bin lacks room or takes longer than ``goal``, in units of 2^-64."""
         for _ in range(_MOST_MOVES):
+            if self.budget.left < 0:
+                return
             worst = self._worst()
             room, load = self.sides[worst]
             if room >= 0 and load << 64 <= goal * self.bins[worst].speed:
@@ -119,8 +132,9 @@ class Improver:
             other_room, other_load = self.sides[taker]
             other_speed = self.bins[taker].speed
             lack = max(0, -room) + max(0, -other_room)
-            # No move makes the load of both bins less, so one of them takes at least as long as both would evenly.
-            if best.may_be_beaten((0, load + other_load), speed + other_speed, lack):
+            # One of both bins takes at least as long as both would evenly, if they were rid of all fixed loads.
+            saved = 2 * self.fixed_load
+            if best.may_be_beaten((0, load + other_load - saved), speed + other_speed, lack):
                 self._consider(giver, taker, lack, best)
         return best.move
 
@@ -132,25 +146,46 @@ class Improver:
 
     def _consider(self, giver: int, taker: int, lack: int, best: _Best) -> None:
         """Compare the moves between two bins, which now lack ``lack`` bytes, with the best one so far."""
-        speeds = self.bins[giver].speed, self.bins[taker].speed
-        mine, theirs = ([row[b] for row in self.units] for b in (giver, taker))
+        sides, speeds = (self.sides[giver], self.sides[taker]), (self.bins[giver].speed, self.bins[taker].speed)
         for i, item in enumerate(self.items):
-            have, there = mine[i], theirs[i]
-            for n in _amounts(have, there, item.minimum):
-                given = _with(self.sides[giver], item, have, -n)
-                if not best.may_be_beaten(given, speeds[0], lack):
+            held = self.units[i][giver], self.units[i][taker]
+            for n in _even(item, held, sides, speeds):
+                self.budget.left -= 1
+                if self._may_leave(i, held, n):
+                    moved = _with(sides[0], item, held[0], -n), _with(sides[1], item, held[1], n)
+                    best.compare(moved, speeds, lack, (giver, taker, i, n))
+            self._consider_swaps(i, giver, taker, lack, best)
+            self._consider_swaps(i, taker, giver, lack, best)
+
+    def _consider_swaps(self, i: int, giver: int, taker: int, lack: int, best: _Best) -> None:
+        """Compare the moves of units of an item for units of a finer one.
+
+        Of the coarser one every amount is tried, with the best amounts of the finer one.
+        """
+        item, held = self.items[i], (self.units[i][giver], self.units[i][taker])
+        speeds = self.bins[giver].speed, self.bins[taker].speed
+        finer = [j for j in range(i + 1, len(self.items)) if self.units[j][taker]]
+        for n in _amounts(*held, item.minimum) if finer else ():
+            self.budget.left -= 1
+            given = _with(self.sides[giver], item, held[0], -n)
+            if not best.may_be_beaten(given, speeds[0], lack) or not self._may_leave(i, held, n):
+                continue
+            taken = _with(self.sides[taker], item, held[1], n)
+            for j in finer:
+                back, theirs = self.items[j], (self.units[j][taker], self.units[j][giver])
+                # The giver gets at least one unit back, the taker at most gets rid of all.
+                least, most = _with(given, back, theirs[1], 1), _with(taken, back, theirs[0], -theirs[0])
+                if not best.may_be_beaten(least, speeds[0], lack) or not best.may_be_beaten(most, speeds[1], lack):
                     continue
-                taken = _with(self.sides[taker], item, there, n)
-                best.compare((given, taken), speeds, lack, (giver, taker, i, n))
-                for j, back in enumerate(self.items):
-                    if j == i or not theirs[j]:
-                        continue
-                    # The giver gets at least one unit back, the taker at most gets rid of all.
-                    least, most = _with(given, back, mine[j], 1), _with(taken, back, theirs[j], -theirs[j])
-                    if best.may_be_beaten(least, speeds[0], lack) and best.may_be_beaten(most, speeds[1], lack):
-                        for m in _returns(back, (mine[j], theirs[j]), (given, taken), speeds):
-                            sides = _with(given, back, mine[j], m), _with(taken, back, theirs[j], -m)
-                            best.compare(sides, speeds, lack, (giver, taker, i, n, j, m))
+                for m in _even(back, theirs, (taken, given), speeds[::-1]):
+                    self.budget.left -= 1
+                    if self._may_leave(j, theirs, m):
+                        sides = _with(given, back, theirs[1], m), _with(taken, back, theirs[0], -m)
+                        best.compare(sides, speeds, lack, (giver, taker, i, n, j, m))
+
+    def _may_leave(self, item: int, held: tuple[int, int], units: int) -> bool:
+        """Return whether units may leave the first of two bins, which hold so many: no bin may lose a guarded item."""
+        return item not in self.guarded or units < held[0] or not held[1]
 
 
 class _Best:
@@ -191,22 +226,24 @@ def _with(side: _Side, item: Item, have: int, more: int) -> _Side:
     if not more:
         return side
     starts = (not have) - (have + more == 0)
-    return side[0] - item.cost * more - item.kept * starts, side[1] + item.load * more
+    return side[0] - item.cost * more - item.kept * starts, side[1] + item.load * more + item.kept_load * starts
 
 
-def _returns(item: Item, have: tuple[int, int], sides: tuple[_Side, _Side], speeds: tuple[int, int]) -> Iterator[int]:
-    """Yield numbers of units to bring back: to make room in the taker, fill the giver, or equalise the times."""
-    mine, theirs = have
-    given, taken = sides
-    amounts = {theirs, item.minimum}
+def _even(item: Item, held: tuple[int, int], sides: tuple[_Side, _Side], speeds: tuple[int, int]) -> list[int]:
+    """Return numbers of units to move from the first to the second of two bins, which hold so many.
+
+    They equalise the times, just fill the second or just relieve the first one, or are the fewest or all.
+    """
+    have, there = held
+    giver, taker = sides
+    amounts = {have, item.minimum, 1}
     if item.cost:
-        amounts |= {-(taken[0] // item.cost), given[0] // item.cost}
+        amounts |= {-(giver[0] // item.cost), taker[0] // item.cost}
     if item.load:
-        even = (taken[1] * speeds[0] - given[1] * speeds[1]) // (item.load * (speeds[0] + speeds[1]))
+        even = (giver[1] * speeds[1] - taker[1] * speeds[0]) // (item.load * (speeds[0] + speeds[1]))
         amounts |= {even, even + 1}
-    for n in sorted(amounts):
-        if 0 < n <= theirs and not 0 < theirs - n < item.minimum and mine + n >= item.minimum:
-            yield n
+    least = item.minimum
+    return sorted(n for n in amounts if 0 < n <= have and not 0 < have - n < least and there + n >= least)
 
 
 def _amounts(have: int, there: int, minimum: int) -> Iterator[int]:

@@ -8,6 +8,7 @@ from attrs import frozen
 
 from tpplan.codec import fingerprint
 from tpplan.memory import cache_bytes_per_token, sequence_cache_bytes, state_bytes
+from tpplan.model import NotPlanned
 from tpplan.plan import CACHE_KINDS
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class CacheCosts:
     q4: int
 
 
-@frozen
+@frozen(kw_only=True)
 class Inspection:
     """A model's shapes and sizes. Where layers differ, the largest number of any layer.
 
@@ -54,12 +55,16 @@ class Inspection:
         parameters: as the unquantised model has them.
         weight_bytes: of all tensors as they are stored.
         weight_format: how most of them are stored: ``BF16``, ``AWQ 4-bit g128``, …
+        assumed: what is assumed of the weights because no file says; left out if their bytes are exact.
+        not_planned: parts of the files that are not counted; left out for none.
         cache_bytes_per_token: what one more token takes, while no sliding window is full.
         state_bytes_per_sequence: what linear attention keeps of a sequence of any length, 0 without it.
         max_context: tokens per sequence that the model was made for.
+        context_basis: the RoPE scaling that decides it, such as ``32768 × 4 by yarn``; empty if none does.
         max_context_cache_bytes: what one sequence of so many tokens takes, with its state, and of sliding windows what
             they keep.
         fingerprint: ``sha256:`` and the hash of the model as tpplan sees it.
+        notes: what else there is to know, a sentence each; left out for none.
     """
 
     architecture: str
@@ -78,11 +83,15 @@ class Inspection:
     parameters: int
     weight_bytes: int
     weight_format: str
+    assumed: str = ""
+    not_planned: tuple[NotPlanned, ...] = ()
     cache_bytes_per_token: CacheCosts
     state_bytes_per_sequence: int
     max_context: int
+    context_basis: str
     max_context_cache_bytes: CacheCosts
     fingerprint: str
+    notes: tuple[str, ...] = ()
 
 
 def inspect(model: ModelSpec) -> Inspection:
@@ -107,11 +116,15 @@ def inspect(model: ModelSpec) -> Inspection:
         parameters=model.parameter_count,
         weight_bytes=model.weight_bytes,
         weight_format=model.weight_format,
+        assumed=model.assumed,
+        not_planned=model.not_planned,
         cache_bytes_per_token=CacheCosts(**{kind: cache_bytes_per_token(model, kind) for kind in CACHE_KINDS}),
         state_bytes_per_sequence=state_bytes(model),
         max_context=model.max_context,
+        context_basis=model.context_basis,
         max_context_cache_bytes=CacheCosts(
             **{kind: sequence_cache_bytes(model, kind, model.max_context) for kind in CACHE_KINDS}
         ),
         fingerprint=fingerprint(model),
+        notes=model.notes,
     )

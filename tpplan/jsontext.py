@@ -7,7 +7,7 @@ import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 
-from tpplan.problems import MOST_PROBLEMS
+from tpplan.content import foreign
 
 #: Widest line of an object or array; wider ones are broken over several lines.
 COLUMNS = 120
@@ -22,8 +22,20 @@ UNSEEN = re.compile(
 #: Most digits of a whole number; the time to parse one grows with the square of its digits.
 _DIGITS = 40
 
+#: Most problems of a text; after these, no more are looked for.
+_MOST_FOUND = 10
+
 #: Most problems in a one-line error message.
 _TOLD = 3
+
+#: Most values in a document, by the characters between and around them; this limits time and memory, since a value of
+#: two characters takes up to 64 bytes.
+MOST_VALUES = 1_000_000
+
+_CONFLICT = re.compile(r"^(<<<<<<<|>>>>>>>|\|\|\|\|\|\|\|) ", re.MULTILINE)
+_HEAD = 512
+_AGAIN = "the file is incomplete: fetch or make it again"
+_ALL_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 
 
 class NotJSONError(ValueError):
@@ -32,12 +44,14 @@ class NotJSONError(ValueError):
     Attributes:
         found: the problems, each as the rest of a sentence: ``has NaN, which is not JSON``.
         where: line and column; empty if unknown.
+        hint: what to do about it; empty if there is nothing special.
     """
 
-    def __init__(self, *found: str, where: str = "") -> None:
+    def __init__(self, *found: str, where: str = "", hint: str = "") -> None:
         super().__init__(", and ".join(found[:_TOLD]) + (f", at {where}" if where else ""))
         self.found = found
         self.where = where
+        self.hint = hint
 
 
 def decode(data: bytes) -> str:
@@ -51,22 +65,39 @@ def decode(data: bytes) -> str:
     except UnicodeDecodeError as error:
         if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):  # as PowerShell writes what is redirected
             raise NotJSONError("is UTF-16 text, expected UTF-8") from error
+        what, hint = foreign(data)
+        if what:
+            raise NotJSONError(what, hint=hint) from error
         raise NotJSONError(f"is no UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from error
     if text.startswith("\ufeff"):
         raise NotJSONError("starts with a byte order mark, which JSON does not have")
     return text
 
 
-def read_json(text: str | bytes) -> object:
+def read_json(text: str | bytes, *, constants: bool = False, most_values: int = MOST_VALUES) -> object:
     """Parse JSON strictly; the caller limits its length.
 
+    Args:
+        text: the text.
+        constants: whether to accept NaN and Infinity, which Python writes.
+        most_values: upper limit of the number of values.
+
     Raises:
-        NotJSONError: it is not UTF-8, starts with a byte order mark, is not JSON or is nested too deeply, or has a
-            duplicate key in an object, NaN or Infinity, or a whole number of more than 40 digits.
+        NotJSONError: it is not UTF-8, starts with a byte order mark, is not JSON, is nested too deeply or has more than
+            ``most_values`` values, or has a duplicate key in an object, NaN or Infinity, or a whole number of more than
+            40 digits. What is known to be another kind of file is called that.
     """
+    data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     text = decode(text) if isinstance(text, bytes) else text
     if not text.strip():
-        raise NotJSONError("is empty")
+        raise NotJSONError("is empty", hint="fetch or make it again")
+    if sum(map(data.count, (b",", b"{", b"["))) > most_values:
+        raise NotJSONError(f"has more than {most_values} values", hint="no such file is that long: check what it is")
+    return _parsed(text, constants=constants, long=b"0" * (_DIGITS + 1) in data.translate(_ALL_ZEROS))
+
+
+def _parsed(text: str, *, constants: bool, long: bool) -> object:
+    """Parse JSON strictly, as :func:`read_json` does; ``long`` says whether any number may have too many digits."""
     found: dict[str, None] = {}  # in order, each once
 
     def whole(digits: str) -> int:
@@ -80,22 +111,44 @@ def read_json(text: str | bytes) -> object:
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         data = dict(pairs)
-        if len(data) < len(pairs) and len(found) < MOST_PROBLEMS:
+        if len(data) < len(pairs) and len(found) < _MOST_FOUND:
             counts = Counter(key for key, _ in pairs)
-            found.update((f"has the key {shown(key)} twice in one object", None) for key in counts if counts[key] > 1)
+            twice = [key for key in counts if counts[key] > 1]
+            found.update((f"has the key {shown(key)} twice in one object", None) for key in twice[:_MOST_FOUND])
+            if len(twice) > _MOST_FOUND:
+                found[f"has {len(twice) - _MOST_FOUND} more keys twice in that object"] = None
         return data
 
     try:
-        data: object = json.loads(text, parse_int=whole, parse_constant=constant, object_pairs_hook=unique)
+        data: object = json.loads(
+            text,
+            parse_int=whole if long else None,
+            parse_constant=float if constants else constant,
+            object_pairs_hook=unique,
+        )
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        reason = error.msg.removesuffix(" starting at")
-        raise NotJSONError(f"is not JSON: {reason[:1].lower()}{reason[1:]}", where=where) from error
+        raise _explained(text, error) from error
     except RecursionError as error:
         raise NotJSONError("is nested too deeply") from error
     if found:
         raise NotJSONError(*found)
     return data
+
+
+def _explained(text: str, error: json.JSONDecodeError) -> NotJSONError:
+    """Return why a text is not JSON, by what it is instead if that is known."""
+    what, hint = foreign(text[:_HEAD].encode(errors="replace"))
+    if what:
+        return NotJSONError(what, hint=hint)
+    if mark := _CONFLICT.search(text):
+        line = text.count("\n", 0, mark.start()) + 1
+        message = f"has the conflict markers of a Git merge, from line {line}"
+        return NotJSONError(message, hint="choose a side, as git checkout --ours and --theirs do")
+    where = f"line {error.lineno}, column {error.colno}"
+    if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
+        return NotJSONError("ends before its JSON does", where=where, hint=_AGAIN)
+    reason = error.msg.removesuffix(" starting at")
+    return NotJSONError(f"is not JSON: {reason[:1].lower()}{reason[1:]}", where=where)
 
 
 def render(data: object) -> str:

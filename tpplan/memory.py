@@ -164,8 +164,9 @@ def replicas(attention: Attention, devices: int) -> int:
 
 
 def _add_cache(group: _Group, attention: Attention, layers: int, request: Request) -> None:
+    """Add the cache of layers; sliding windows limit what a sequence keeps, unless the server keeps all of it."""
     tokens = request.cache.tokens
-    if attention.window:
+    if attention.window and not request.full_window:
         tokens = min(tokens, request.batch * attention.window)
     heads = tokens * layers * _head_bytes(attention, request.cache.kind) * attention.kv_heads
     latent = tokens * layers * _latent_bytes(attention, request.cache.kind)
@@ -262,10 +263,10 @@ def ledger(
     entries = []
     reads = request.strategy == "latency"
     for index, device in enumerate(devices):
-        held = [(demand, row[index], row[index + 1]) for demand, row in zip(wanted.axes, bounds, strict=True)]
-        total = sum((demand.cost(start, end) for demand, start, end in held), Cost())
-        used = any(end > start for _, start, end in held)
-        total = total + wanted.common if used else Cost()
+        slices = ((demand, row[index], row[index + 1]) for demand, row in zip(wanted.axes, bounds, strict=True))
+        costs = [demand.cost(start, end) for demand, start, end in slices if end > start]
+        used = bool(costs)
+        total = sum(costs, wanted.common) if used else Cost()
         overhead = device.overhead_bytes if used else 0
         reserved = request.reserved(index)
         free = device.budget_bytes - total.bytes - overhead - reserved

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from tpplan.axes import Axis
+from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -195,6 +196,11 @@ class NotPlanned:
     what: str
     bytes: int = 0
 
+    @property
+    def text(self) -> str:
+        """What it is and how large, for people: ``vision tower, 1.07 GiB``."""
+        return f"{self.what}, {format_bytes(self.bytes) if self.bytes else 'of unknown size'}"
+
 
 @frozen
 class ModelSpec:
@@ -214,6 +220,8 @@ class ModelSpec:
         blocks: groups of identical layers, in order of their first layer.
         parameters: the tensors outside the layers.
         gather_only: why the weights' input dimension cannot be cut, so that only ``gather`` works; else empty.
+        context_basis: the RoPE scaling that decides the maximum, such as ``32768 × 4 by yarn``, empty if none does; not
+            part of the fingerprint.
         not_planned: parts of the files that are not counted; not part of the fingerprint.
         assumed: what is assumed of the weights because no file says, in words, empty if nothing is; not part of the
             fingerprint.
@@ -233,6 +241,7 @@ class ModelSpec:
     blocks: tuple[Block, ...]
     parameters: tuple[Parameter, ...]
     gather_only: str = ""
+    context_basis: str = ""
     not_planned: tuple[NotPlanned, ...] = ()
     assumed: str = ""
     notes: tuple[str, ...] = ()

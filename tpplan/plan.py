@@ -10,6 +10,7 @@ from tpplan.axes import Axis, Slice, parse_layers, slices_of
 from tpplan.devices import Device
 from tpplan.errors import RequestError
 from tpplan.model import NotPlanned
+from tpplan.sizes import exact_bytes
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -51,6 +52,11 @@ class Reserve:
 
     bytes: int
     device: int = -1
+
+    @property
+    def text(self) -> str:
+        """The reserve as ``--reserve`` takes it: ``1GiB``, or ``1GiB@0`` for one device."""
+        return exact_bytes(self.bytes) + (f"@{self.device}" if self.device >= 0 else "")
 
 
 @frozen

@@ -35,6 +35,7 @@ class Bucket(StrEnum):
     CACHE = "cache"
     WORKSPACE = "workspace"
     OVERHEAD = "overhead"
+    RESERVED = "reserved"  # only in plans with a reserve
     FREE = "free"
 
 
@@ -153,7 +154,7 @@ class MemoryChange:
 
     Attributes:
         device: the device.
-        buckets: all five buckets of the device.
+        buckets: all buckets of the device; what is reserved only where one of the plans reserves something.
         before_reads_bytes: weights and cache that one token reads in the first plan; 0 if the plan does not say.
         after_reads_bytes: the same in the second plan.
         delta_reads_bytes: bytes more that one token reads, or fewer if negative.

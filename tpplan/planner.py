@@ -14,13 +14,13 @@ from tpplan.devices import Device
 from tpplan.exllamav2_split import exllamav2_counts
 from tpplan.memory import demands, ledger
 from tpplan.model import ModelSpec
-from tpplan.packing import Bin, Item, solve
+from tpplan.packing import Bin, Effort, Item, Placement, nearest, solve
 from tpplan.plan import Cache, DeviceMemory, PlanModel, Request, Reserve, Split, SplitPlan, least_version
 from tpplan.request import check_devices, check_kinds, resolve
 from tpplan.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from tpplan.costs import Demand
 
@@ -59,8 +59,8 @@ def plan(
         batch: number of sequences that share the cache.
         max_rows: tokens in the largest forward pass.
         kv: use of devices in excess of the KV heads: ``idle`` gives them no attention, ``replicate`` replicates heads.
-        context: tokens of the longest sequence, where the sequences share the cache's tokens as a pool; by default each
-            sequence has an equal part of them.
+        context: tokens of the longest sequence; where they are more than an equal part of the cache's tokens, the
+            sequences share these as a pool. By default each sequence has an equal part.
         full_window: keep all tokens in layers with a sliding window, too, as some servers do.
         beyond: accept a context longer than the model's.
         reserve: memory to leave to something else.
@@ -78,7 +78,7 @@ def plan(
     if found is None or found.lacking:
         from tpplan.infeasible import explain  # noqa: PLC0415 (explaining plans again)
 
-        raise explain(model, devices, request)
+        raise explain(found or nearest_attempt(model, devices, request))
     result = found.plan()
     verify(result, "the new plan")
     return result
@@ -128,33 +128,47 @@ class Attempt:
 
 
 def attempt(
-    model: ModelSpec, devices: tuple[Device, ...], request: Request, *, thorough: bool = True
+    model: ModelSpec,
+    devices: tuple[Device, ...],
+    request: Request,
+    *,
+    effort: Effort = Effort.BEST,
+    wanted: Demands | None = None,
 ) -> Attempt | None:
-    """Cut every axis by the request's strategy; return None if it finds no cuts within the budgets.
+    """Cut every axis by the request's strategy; where nothing fits, the attempt lacks as little as possible.
 
-    ``exllamav2`` ignores budgets, so its attempt may exceed them. Without ``thorough``, any cuts that fit will do.
+    ``exllamav2`` ignores budgets; it gives None where the original divides by zero. With less than the
+    best effort, None if no cuts that fit were found. ``wanted`` are the model's costs, if they are known.
     """
-    wanted = demands(model, request, len(devices))
+    wanted = wanted or demands(model, request, len(devices))
     if request.strategy == "exllamav2":
-        counts = exllamav2_counts(model, wanted, devices)
+        # The original knows no sliding windows: it counts all tokens in all layers.
+        whole = demands(model, evolve(request, full_window=True), len(devices))
+        counts = exllamav2_counts(model, whole, devices)
         return None if counts is None else finish(model, devices, request, wanted, counts)
     bins = [bin_of(device, wanted, request.strategy, request.reserved(i)) for i, device in enumerate(devices)]
-    counts = place(wanted, bins, request.strategy, thorough=thorough)
-    if counts:
-        return finish(model, devices, request, wanted, counts)
+    counts = place(wanted, bins, request.strategy, lambda items, hosts: solve(items, hosts, effort))
+    found = finish(model, devices, request, wanted, counts) if counts else None
+    if found and not found.lacking:
+        return found
     # The solver overestimates: it charges a ragged unit as a whole one, and replicated heads at their highest cost.
     # Where that exceeds a budget by a little, the exact ledger may still accept a cut.
-    found = most_even(model, devices, request) if thorough else None
-    return found if found and not found.lacking else None
+    return nearest_attempt(model, devices, request, wanted) if effort is Effort.BEST else None
 
 
-def most_even(model: ModelSpec, devices: tuple[Device, ...], request: Request) -> Attempt:
-    """Return cuts in proportion to the budgets, whether or not they fit."""
-    wanted = demands(model, request, len(devices))
-    bins = [evolve(bin_of(d, wanted, "balanced"), room=d.budget_bytes * _PLENTY) for d in devices]
-    counts = place(wanted, bins, "balanced", thorough=False)
-    assert counts is not None, "everything fits where there is plenty of room"  # noqa: S101
-    return finish(model, devices, request, wanted, counts)
+def nearest_attempt(
+    model: ModelSpec, devices: tuple[Device, ...], request: Request, wanted: Demands | None = None
+) -> Attempt:
+    """Return the cuts that lack the fewest bytes, of all cuts that are tried."""
+    wanted = wanted or demands(model, request, len(devices))
+    bins = [bin_of(device, wanted, "balanced", request.reserved(i)) for i, device in enumerate(devices)]
+    plenty = [evolve(host, room=host.speed * _PLENTY) for host in bins]
+    placed = (
+        place(wanted, plenty, "balanced", lambda items, hosts: solve(items, hosts, Effort.ANY)),
+        place(wanted, bins, "balanced", nearest),
+    )
+    attempts = [finish(model, devices, request, wanted, counts) for counts in placed if counts]
+    return min(attempts, key=lambda each: each.lacking)
 
 
 def finish(
@@ -171,9 +185,9 @@ def finish(
 
 
 def place(
-    wanted: Demands, bins: Sequence[Bin], strategy: str, *, thorough: bool = True
+    wanted: Demands, bins: Sequence[Bin], strategy: str, solver: Callable[[list[Item], Sequence[Bin]], Placement | None]
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Return how many units of every axis each device gets, or None if they do not fit.
+    """Return how many units of every axis each device gets, or None if the solver finds no placement.
 
     Axes that cost nothing (the residual stream in the layout ``reduce``) are placed last, in proportion to speed, over
     the devices that are already in use.
@@ -183,11 +197,9 @@ def place(
     for i in first:
         # Heads are replicated so that every device has some: each gets one before the others are placed.
         bins = [_with_one(items[i], host) for host in bins]
-        items[i] = evolve(items[i], count=items[i].count - len(bins), kept=0)
-        if min(host.room for host in bins) < 0:
-            return None
+        items[i] = evolve(items[i], count=items[i].count - len(bins), kept=0, kept_load=0)
     costly = [i for i, item in items.items() if item.count and (item.cost or item.kept)]
-    placed = solve([items[i] for i in costly], bins, thorough=thorough)
+    placed = solver([items[i] for i in costly], bins)
     if placed is None:
         return None
     rows = dict(zip(costly, placed, strict=True))
@@ -202,26 +214,24 @@ def place(
 
 def _with_one(item: Item, host: Bin) -> Bin:
     """Return a bin with one unit of an item added."""
-    return evolve(host, room=host.room - item.kept - item.cost, load=host.load + item.load)
+    return evolve(host, room=host.room - item.kept - item.cost, load=host.load + item.kept_load + item.load)
 
 
 def _item(demand: Demand, strategy: str) -> Item:
     unit, kept = demand.unit_cost(), demand.fixed_cost()
     minimum = minimum_units(demand.axis, demand.size, demand.unit)
-    return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.reads if strategy == "latency" else unit.bytes)
+    attention = demand.axis in {Axis.KV, Axis.LH}
+    if strategy == "latency":
+        return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.reads, kept.reads, attention)
+    return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.bytes, kept.bytes, attention)
 
 
 def bin_of(device: Device, wanted: Demands, strategy: str, reserved: int = 0) -> Bin:
-    """Return a device as a bin, with its room, and its budget or bandwidth as speed.
-
-    The room is exact, but the load includes every fixed cost, as if the device held a part of every axis. Otherwise the
-    best plan for equal GPUs would leave one of them without attention, to save its copy of a latent cache.
-    """
-    kept = sum((demand.fixed_cost() for demand in wanted.axes), wanted.common)
+    """Return a device as a bin, with its room, and its budget or bandwidth as speed."""
     room = device.budget_bytes - device.overhead_bytes - wanted.common.bytes - reserved
     if strategy == "latency":
-        return Bin(room, device.bandwidth_bytes_per_second, kept.reads)
-    return Bin(room, device.budget_bytes, kept.bytes + device.overhead_bytes + reserved)
+        return Bin(room, device.bandwidth_bytes_per_second, wanted.common.reads)
+    return Bin(room, device.budget_bytes, wanted.common.bytes + device.overhead_bytes + reserved)
 
 
 def described(model: ModelSpec) -> PlanModel:

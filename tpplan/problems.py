@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 #: Stands for the rule that a document is JSON with the keys and types of its class.
 FORM = "TP000"
 
-#: Problems of one kind after which a document is not worth more of anybody's time.
+#: Problems after which a document is not worth more of anybody's time: of one kind, and to list.
 MOST_PROBLEMS = 100
 
 
@@ -36,7 +36,11 @@ class Problem:
         return f"{self.rule} at {self.path or 'top level'}: {self.message}"
 
 
-def refusal(what: str, found: Sequence[Problem], hint: str = "correct it, or make it again with tpplan") -> PlanError:
+#: The hint where nothing more is known of a document than its problems.
+CORRECT = "correct it, or make it again with tpplan"
+
+
+def refusal(what: str, found: Sequence[Problem], hint: str = CORRECT) -> PlanError:
     """Return the error that lists these problems of a document."""
     lines = [f"{what} has {len(found)} problems:" if len(found) > 1 else f"{what} has a problem:"]
     lines += [f"  {problem}" for problem in found[:MOST_PROBLEMS]]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
+from tpplan.beside import beside, instead_of_headers, refuse_adapter
 from tpplan.checkpoint import read_headers
 from tpplan.config import read_config
-from tpplan.errors import ModelError
 from tpplan.families import spec_from_config, tolerated
 from tpplan.families.wrappers import text_part
 from tpplan.formats import read_scheme, stored_by_formula, stored_by_headers
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 _TIED: Final = "tie_word_embeddings"
 _LAYERS: Final = "model.layers."
 _STACKED: Final = ".experts.gate_up_proj"
-_PICKLED: Final = (".bin", ".pt", ".pth")
-_OF_TRAINING: Final = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
-_NO_GGUF: Final = (
-    "plan for a directory with the model in safetensors, such as AWQ or GPTQ; or name the config.json itself,"
-    " to plan for the weights that it describes"
-)
 
 
 def read_model(path: str | Path) -> ModelSpec:
@@ -58,33 +52,22 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
     Raises:
         ModelError: see :func:`read_model`.
     """
+    refuse_adapter(path)
     config = read_config(path)
     headers = read_headers(path) if path.is_dir() else None
     name = _name(path)
     scheme = read_scheme(config, path if path.is_dir() else None)
     if headers is None:
-        return _without_headers(stored_by_formula(spec_from_config(config, name), scheme), path), None
+        spec = stored_by_formula(spec_from_config(config, name), scheme)
+        return evolve(spec, assumed=instead_of_headers(path, spec.weight_format) or spec.assumed), None
     known = tolerated(spec_from_config(config, name).model_type, text_part(config)[0])
+    parts, notes = beside(path, {tensor.file for tensor in headers.tensors.values()})
     headers = headers.renamed(known.renamed)
     spec = stored_by_headers(_in_form(config, headers, name), scheme, headers, known)
     if scheme.problem:
-        spec = evolve(spec, notes=(*spec.notes, f"not needed beside the files' headers: {scheme.problem.message}"))
-    return spec, headers
-
-
-def _without_headers(spec: ModelSpec, path: Path) -> ModelSpec:
-    """Return the model with what is assumed of its files, which have no headers.
-
-    Raises:
-        ModelError: a directory has the weights in files of a kind that tpplan does not read, and the config does not
-            describe those.
-    """
-    names = sorted(other.name for other in path.iterdir()) if path.is_dir() else []
-    if gguf := next((name for name in names if name.endswith(".gguf")), None):
-        what = f"{path} has its weights in {gguf[:120]!a}, a GGUF file, whose sizes do not follow from config.json"
-        raise ModelError(what, _NO_GGUF)
-    pickled = next((name for name in names if name.endswith(_PICKLED) and not name.startswith(_OF_TRAINING)), None)
-    return evolve(spec, assumed=f"weights in {spec.weight_format}: {pickled} is not read") if pickled else spec
+        notes = (f"not needed beside the files' headers: {scheme.problem.message}", *notes)
+    # Whatever the config says of dtypes and of other parts, the files have them or not.
+    return evolve(spec, assumed="", not_planned=(*spec.not_planned, *parts), notes=(*spec.notes, *notes)), headers
 
 
 def _in_form(config: Config, headers: Headers, name: str) -> ModelSpec:

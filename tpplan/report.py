@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PPM = 1_000_000
 
-#: Buckets of the ledger that are exact, and those that rest on a calibrated constant.
+#: Buckets of the ledger that are exact, and those that rest on a calibrated constant, where nothing is assumed.
 EXACT = ("weights", "cache", "workspace")
 ESTIMATED = ("overhead",)
 
@@ -35,12 +35,12 @@ class DeviceShare:
         device: index of the device in the plan.
         name: display name of the device.
         requested_share_ppm: the device's share of the total budget, or of the total bandwidth.
-        achieved_share_ppm: the device's share of all bytes in use, or of all bytes that a token reads if shares refer
-            to bandwidth.
+        achieved_share_ppm: the device's share of all bytes in use or reserved, or of all bytes that a token reads if
+            shares refer to bandwidth.
         budget_bytes: bytes that tpplan may use on the device.
         used_bytes: sum of the four buckets.
-        free_bytes: remainder of the budget.
-        used_ppm: part of the device's budget that is in use.
+        free_bytes: remainder of the budget, without what is reserved.
+        used_ppm: part of the device's budget that is in use or reserved.
     """
 
     device: int
@@ -61,11 +61,11 @@ class ShowReport:
         plan: the plan, as in its file.
         share_basis: quantity that shares refer to: ``bandwidth`` for the strategy latency, else ``budget``.
         devices: shares of each device, in the plan's order.
-        fullest_device: index of the device with the largest part of its budget in use.
+        fullest_device: index of the device with the largest part of its budget in use or reserved.
         fullest_ppm: that part, in millionths.
-        together_ppm: part of the total budget that is in use, in millionths.
-        exact: buckets that are exact to the byte.
-        estimated: buckets that rest on a calibrated constant.
+        together_ppm: part of the total budget that is in use or reserved, in millionths.
+        exact: buckets that are exact to the byte, for all that the plan counts.
+        estimated: buckets that rest on a calibrated constant, or on what is assumed of the weights.
     """
 
     plan: SplitPlan
@@ -93,20 +93,21 @@ def show_report(plan: SplitPlan) -> ShowReport:
             budget_bytes=device.budget_bytes,
             used_bytes=entry.used_bytes,
             free_bytes=entry.free_bytes,
-            used_ppm=_ppm(entry.used_bytes, device.budget_bytes),
+            used_ppm=_ppm(_taken(entry), device.budget_bytes),
         )
         for device, entry in pairs
     )
     fullest = max(shares, key=lambda share: share.used_ppm)
+    assumed = EXACT[:1] if plan.model.assumed else ()
     return ShowReport(
         plan=plan,
         share_basis=basis,
         devices=shares,
         fullest_device=fullest.device,
         fullest_ppm=fullest.used_ppm,
-        together_ppm=_ppm(sum(s.used_bytes for s in shares), sum(s.budget_bytes for s in shares)),
-        exact=EXACT,
-        estimated=ESTIMATED,
+        together_ppm=_ppm(sum(map(_taken, plan.memory)), sum(s.budget_bytes for s in shares)),
+        exact=tuple(bucket for bucket in EXACT if bucket not in assumed),
+        estimated=(*assumed, *ESTIMATED),
     )
 
 
@@ -116,7 +117,12 @@ def _capacity(device: Device, basis: ShareBasis) -> int:
 
 def _load(entry: DeviceMemory, basis: ShareBasis) -> int:
     """Return the bytes that the plan distributes in proportion to capacity."""
-    return entry.reads_bytes if basis is ShareBasis.BANDWIDTH else entry.used_bytes
+    return entry.reads_bytes if basis is ShareBasis.BANDWIDTH else _taken(entry)
+
+
+def _taken(entry: DeviceMemory) -> int:
+    """Return the bytes of a device that are in use or reserved."""
+    return entry.used_bytes + entry.reserved_bytes
 
 
 def _shares(amounts: list[int]) -> list[int]:

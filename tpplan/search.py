@@ -6,6 +6,8 @@ from itertools import accumulate
 from operator import le, mul, sub
 from typing import TYPE_CHECKING, TypeAlias
 
+from attrs import define
+
 from tpplan.apportion import apportion
 
 if TYPE_CHECKING:
@@ -22,7 +24,30 @@ class OutOfBudgetError(Exception):
     """The search used up its budget without an answer."""
 
 
-def search(items: Sequence[Item], spaces: Sequence[tuple[int, int]], budget: int) -> tuple[tuple[int, ...], ...] | None:
+@define
+class Budget:
+    """The number of steps that searches may still take together; counted, because time differs between machines.
+
+    Attributes:
+        left: steps left; negative if more were taken.
+    """
+
+    left: int
+
+    def spend(self, steps: int) -> None:
+        """Take steps.
+
+        Raises:
+            OutOfBudgetError: there are fewer left.
+        """
+        self.left -= steps
+        if self.left < 0:
+            raise OutOfBudgetError
+
+
+def search(
+    items: Sequence[Item], spaces: Sequence[tuple[int, int]], budget: Budget
+) -> tuple[tuple[int, ...], ...] | None:
     """Return units of every item per bin that fit, or None if there is no such placement.
 
     The finest item, the filler, fills the space that the other items leave in the bins. A state is the number of units
@@ -31,7 +56,7 @@ def search(items: Sequence[Item], spaces: Sequence[tuple[int, int]], budget: int
     Args:
         items: the items to place.
         spaces: room in bytes and limit of load of each bin; a bin with a negative value cannot be used.
-        budget: number of moves to examine.
+        budget: a step for each move that is examined.
 
     Raises:
         OutOfBudgetError: the budget was used up.
@@ -59,7 +84,9 @@ def search(items: Sequence[Item], spaces: Sequence[tuple[int, int]], budget: int
 class _Walk:
     """A forward pass over the bins that keeps the states from which a placement is still possible."""
 
-    def __init__(self, coarse: list[Item], filler: Item | None, spaces: Sequence[tuple[int, int]], budget: int) -> None:
+    def __init__(
+        self, coarse: list[Item], filler: Item | None, spaces: Sequence[tuple[int, int]], budget: Budget
+    ) -> None:
         self.coarse, self.filler, self.spaces, self.budget = coarse, filler, spaces, budget
         usable = [space if min(space) >= 0 else (0, 0) for space in spaces]
         self.later = [*accumulate(reversed(usable), lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0))][::-1][1:]
@@ -69,6 +96,7 @@ class _Walk:
         )
         self.later_units = [*totals][::-1][1:]
         self.costs, self.loads = [item.cost for item in coarse], [item.load for item in coarse]
+        self.kept, self.kept_loads = [item.kept for item in coarse], [item.kept_load for item in coarse]
 
     def steps(self) -> list[dict[tuple[int, ...], _Step]]:
         """Return the states after each bin, each with the step that reached it."""
@@ -105,13 +133,11 @@ class _Walk:
             longer = []
             for units, room, limit in partial:
                 most = min(have, item.upper(room, limit))
-                self.budget -= 1 + most
-                if self.budget < 0:
-                    raise OutOfBudgetError
+                self.budget.spend(1 + most)
                 for n in (*range(1 - least), *range(max(item.minimum, least), most + 1)):
                     if 0 < have - n < item.minimum:
                         continue
-                    used = (item.kept + item.cost * n, item.load * n) if n else (0, 0)
+                    used = (item.kept + item.cost * n, item.kept_load + item.load * n) if n else (0, 0)
                     longer.append(((*units, n), room - used[0], limit - used[1]))
             partial = longer
         yield from partial
@@ -121,8 +147,8 @@ class _Walk:
         if not all(map(le, left, self.later_units[b])):
             return False
         room, limit = self.later[b]
-        cost: int = sum(map(mul, self.costs, left))
-        load: int = sum(map(mul, self.loads, left))
+        cost: int = sum(map(mul, self.costs, left)) + sum(kept for kept, n in zip(self.kept, left, strict=True) if n)
+        load: int = sum(map(mul, self.loads, left)) + sum(f for f, n in zip(self.kept_loads, left, strict=True) if n)
         if self.filler:
             missing = max(0, self.filler.count - filled)
             cost, load = cost + self.filler.cost * missing, load + self.filler.load * missing

@@ -25,7 +25,8 @@ _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _LONGEST_NUMBER = 100
 #: With one point, a number may as well be a fraction.
 _THOUSANDS = re.compile(r"[0-9]{1,3}(?:(?:[,'][0-9]{3})+|(?:\.[0-9]{3}){2,})")
-_KILO = re.compile(r"([0-9]{1,6})[kK]")
+_SHORT = re.compile(r"([0-9]{1,6})([kKmM])i?")
+_SCALES = {"k": 2**10, "m": 2**20}
 _QUOTES = "\"'"
 
 #: What the options that a command cannot do without may be.
@@ -35,10 +36,14 @@ _EXAMPLES = {"--gpus": "write it as in --gpus RTX4090,RTX3060", "--model": "writ
 def whole(_: object, tokens: Sequence[Any]) -> int:
     """Return the whole number that an argument is, and no other: 1.5 is not 2.
 
+    ``8k`` is 8192 and ``1M`` is 1048576, as contexts are named.
+
     Raises:
         ValueError: it is none.
     """
     text = tokens[0].value
+    if short := _SHORT.fullmatch(text):
+        return int(short[1]) * _SCALES[short[2].lower()]
     if len(text) > _LONGEST_NUMBER or not _WHOLE.fullmatch(text):
         raise ValueError(text)
     return int(text)
@@ -102,7 +107,7 @@ def _problem(error: CycloptsError, name: str, tokens: Sequence[str]) -> tuple[st
         text = f"{error.token.keyword or option} is there twice, expected once"
         meant = commas if error.token.keyword == "--gpus" else ""
     elif isinstance(error, CoercionError) and error.token:
-        wanted = "a number" if error.target_type is float else "a whole number in digits, such as 32768"
+        wanted = "a number" if error.target_type is float else "a whole number in digits, such as 32768 or 32k"
         text = f"{error.token.keyword or option} is {error.token.value[:40]!r}, expected {wanted}"
         if error.target_type is bool:
             text = f"{error.token.keyword or option} takes no value"
@@ -112,7 +117,5 @@ def _problem(error: CycloptsError, name: str, tokens: Sequence[str]) -> tuple[st
 
 
 def _digits(text: str) -> str:
-    """Return the digits of a whole number that is written as 32k or 32,768, or nothing."""
-    if kilo := _KILO.fullmatch(text):
-        return str(int(kilo[1]) * 2**10)
+    """Return the digits of a whole number that is written as 32,768, or nothing."""
     return re.sub("[^0-9]", "", text) if _THOUSANDS.fullmatch(text) else ""

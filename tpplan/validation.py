@@ -10,8 +10,6 @@ from tpplan.codec import loads, uncanonical_line
 from tpplan.error_report import ErrorBody, error_report
 from tpplan.errors import PlanError, TpplanError
 from tpplan.problems import Problem
-from tpplan.verify import REMAKE
-from tpplan.versions import OTHER_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,25 +25,20 @@ class FileReport:
     Attributes:
         path: path of the file, as given.
         ok: whether it is a valid plan.
-        problems: every rule that it breaks.
+        problems: the first 100 violations of rules.
+        unlisted: how many more there are; omitted if none.
         uncanonical_line: first line that differs from the plan's canonical JSON; 0 if there is none.
         error: reason why the file cannot be read; omitted if it can.
+        hint: advice; omitted if it is a valid plan in canonical JSON.
     """
 
     path: str
     ok: bool
     problems: tuple[Problem, ...]
     uncanonical_line: int
+    unlisted: int = 0
     error: ErrorBody | None = None
-
-    @property
-    def hint(self) -> str:
-        """Advice for the file; empty if it is a valid plan in canonical JSON."""
-        if self.error:
-            return self.error.hint
-        if not self.problems:
-            return REFORMAT if self.uncanonical_line else ""
-        return OTHER_VERSION if all(problem.rule == "TP001" for problem in self.problems) else REMAKE
+    hint: str = ""
 
 
 @frozen
@@ -77,7 +70,12 @@ def _report(path: str, read: Callable[[str], str]) -> FileReport:
         text = read(path)
         plan = loads(text, path)
     except PlanError as error:
-        return FileReport(path, ok=False, problems=error.problems, uncanonical_line=0)
+        found = error_report(error).error
+        return FileReport(
+            path, ok=False, problems=found.problems, uncanonical_line=0, unlisted=found.unlisted, hint=found.hint
+        )
     except TpplanError as error:
-        return FileReport(path, ok=False, problems=(), uncanonical_line=0, error=error_report(error).error)
-    return FileReport(path, ok=True, problems=(), uncanonical_line=uncanonical_line(text, plan))
+        report = error_report(error).error
+        return FileReport(path, ok=False, problems=(), uncanonical_line=0, error=report, hint=report.hint)
+    line = uncanonical_line(text, plan)
+    return FileReport(path, ok=True, problems=(), uncanonical_line=line, hint=REFORMAT if line else "")

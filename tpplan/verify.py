@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tpplan.problems import MOST_PROBLEMS, Problem, refusal
 from tpplan.rules import RULES
 from tpplan.split_rules import MOST_SPLITS, few_splits
-from tpplan.versions import is_newer
+from tpplan.versions import OTHER_VERSION, is_newer
 
 if TYPE_CHECKING:
     from tpplan.plan import SplitPlan
@@ -41,4 +41,4 @@ def verify(plan: SplitPlan, what: str = "the plan", *, allow_newer: bool = False
     """
     newer = allow_newer and is_newer(plan.format_version)
     if found := [p for p in problems(plan) if not (newer and p.rule == "TP001")]:
-        raise refusal(what, found, REMAKE)
+        raise refusal(what, found, OTHER_VERSION if all(p.rule == "TP001" for p in found) else REMAKE)

@@ -148,8 +148,7 @@ def rope_workspace(width: int, dtype: str, request: Request) -> int:
 
     A table has one row of ``width`` elements per position of a sequence.
     """
-    positions = -(-request.cache.tokens // request.batch)
-    return ROPE_TABLES * align(positions * width * ITEM_BYTES[dtype])
+    return ROPE_TABLES * align(request.sequence_tokens * width * ITEM_BYTES[dtype])
 
 
 def common_workspace(splits: Iterable[tuple[Axis, int, int]], dtype: str, request: Request) -> int:

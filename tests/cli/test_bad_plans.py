@@ -79,7 +79,7 @@ def test_problems_are_wrapped_alike() -> None:
         (TEXT.replace('"batch": 2', f'"batch": {"9" * 5000}'), "5000 digits"),
         (TEXT.replace('"batch": 2', '"batch": 2, "extra": 1'), "extra"),
         (TEXT[: len(TEXT) // 2], "line"),
-        (TEXT[: TEXT.index("$schema")], "line 2, column 3: is not JSON: unterminated string\n"),
+        (TEXT[: TEXT.index("$schema")], "line 2, column 3: ends before its JSON does\n"),
     ],
     ids=[
         "2.0",
@@ -129,7 +129,8 @@ def test_nothing_is_proposed_from_directories_that_must_not_be_read(call: str) -
 
 def test_a_file_that_must_not_be_read() -> None:
     """The error has the system's reason, and the hint is about that."""
-    with patch.object(Path, "open", side_effect=PermissionError(13, "Permission denied")):
+    Path("closed.json").touch()
+    with patch("os.open", side_effect=PermissionError(13, "Permission denied")):
         done = command("show", "closed.json")
     assert done.err == "error: cannot read 'closed.json': Permission denied\nhint: check its permissions\n"
 
@@ -201,7 +202,7 @@ def test_json_errors_are_documents() -> None:
     assert [p["path"] for p in error["problems"]] == ["request.batch", "request.max_rows"]
     for asked, kind in (
         (("inspect", "nowhere"), "model"),
-        (("plan", LLAMA_8B, "--gpus", "20gb"), "device"),
+        (("plan", LLAMA_8B, "--gpus", "20"), "device"),
         (("plan", LLAMA_8B, "--gpus", "24GiB", "--cache", "q5"), "request"),
         (("show", "nowhere.json"), "file"),
     ):

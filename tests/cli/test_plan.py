@@ -155,9 +155,9 @@ def test_weights_beyond_all_budgets_are_told() -> None:
     words = ": with these budgets it needs a checkpoint with fewer bits per weight\n"
     alone = "; its weights alone are 14.96 GiB"
     assert alone + words in command("plan", LLAMA_8B, "--gpus", "6GiB,8GiB", "--context", 4096).err
-    beside = f"{alone}, beside an overhead of 1.00 GiB{words}"
+    beside = f"{alone}, beside an overhead of 1.74 GiB{words}"
     assert beside in command("plan", LLAMA_8B, "--gpus", "7GiB,8.5GiB", "--context", 1).err
-    for gpus in ("8GiB,8GiB", "400MiB"):  # more than the weights need; not even the overhead
+    for gpus in ("9GiB,8GiB", "400MiB"):  # more than the weights need; not even the overhead
         done = command("plan", LLAMA_8B, "--gpus", gpus, "--context", 4096)
         assert done.code == 1
         assert "weights alone" not in done.err
@@ -169,9 +169,9 @@ def test_infeasible_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((80, 24)))
     err = command("plan", LLAMA_8B, "--gpus", "RTX4060Ti16GB,RTX3060", terminal=True).err
     assert "  Needs, GiB\n" in err
-    assert re.search(r"\n  0  RTX 4060 Ti 16GB +7.70 +10.00 +0.18 +0.50 +16.00 +2.38\n", err)
+    assert re.search(r"\n  0  RTX 4060 Ti 16GB +7.64 +10.00 +0.18 +0.87 +15.38 +3.31\n", err)
     assert re.search(r"\n  --cache fp8 +cache the keys and values as fp8\n", err)
-    assert re.search(r"\n  --gpus RTX4060Ti16GB:16GiB,RTX3060:12GiB,\S+\n      add 1 more RTX 4060 Ti 16GB\n", err)
+    assert re.search(r"\n  --gpus RTX4060Ti16GB,RTX3060,RTX4060Ti16GB\n +add 1 more RTX 4060 Ti 16GB\n", err)
     assert max(map(len, err.partition("Needs")[2].splitlines())) <= 80
 
 
@@ -197,7 +197,7 @@ def test_infeasible_document() -> None:
 
 
 def test_more_memory_than_a_gpu_has_is_no_option() -> None:
-    """No list of devices names a GPU with more memory than it has, so that advice stays in words."""
+    """No hint names a GPU with more memory than it has (a modified card is its owner's word), it stays in words."""
     done = command("plan", LLAMA_70B, "--gpus", "RTX5090,RTX4090", "--context", 4096, "--json")
     suggestions = json.loads(done.out)["error"]["suggestions"]
     assert [s["kind"] for s in suggestions if "option" not in s] == ["memory"]

@@ -23,7 +23,7 @@ from tpplan.plan import DeviceMemory, SplitPlan
 from tpplan.render.diff import diff as diff_view
 from tpplan.render.show import show
 from tpplan.render.svg import picture
-from tpplan.render.text import PLAIN_COLUMNS, amount, bar, elided, line_width, shorten, shorten_name, width
+from tpplan.render.text import PLAIN_COLUMNS, abridged, amount, bar, elided, line_width, shorten, shorten_name, width
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -208,13 +208,15 @@ def test_shortened_names_keep_their_numbers(name: str, columns: int, short: str)
     assert shorten_name(name, columns) == short
 
 
-@given(st.lists(st.integers(0, 2**40), min_size=5, max_size=5), st.integers(1, 60))
+@given(st.lists(st.integers(0, 2**40), min_size=6, max_size=6), st.integers(1, 60))
 def test_bar_has_its_length(amounts: list[int], columns: int) -> None:
     """The glyphs of a bar add up to its length, each bucket within a column of its part."""
-    amounts[4] += 1
-    spans = bar(amounts, sum(amounts), columns)
+    amounts[-1] += 1
+    buckets = ("weights", "cache", "workspace", "overhead", "reserved", "free")
+    held = {bucket: size for bucket, size in zip(buckets, amounts, strict=True) if bucket != "reserved" or size}
+    spans = bar(held, sum(amounts), columns)
     assert line_width(tuple(spans)) == columns
-    for bucket, size in zip(("weights", "cache", "workspace", "overhead", "free"), amounts, strict=True):
+    for bucket, size in held.items():
         cells = sum(len(text) for text, style in spans if style == bucket)
         assert abs(cells - size * columns / sum(amounts)) <= 1
 
@@ -226,3 +228,11 @@ def test_elided(count: int, most: int) -> None:
     assert len(first) + len(last) == min(count, most)
     assert [*first, *last] == sorted({*first, *last})
     assert not last or last.stop == count
+
+
+def test_fingerprints_are_shortened_apart() -> None:
+    """Two that differ, wherever, look different; they are shown in full where their starts are equal."""
+    first, last, other = f"sha256:{'a' * 64}", f"sha256:{'a' * 63}b", f"sha256:{'b' * 64}"
+    assert abridged(f"{first}, not {other}") == f"sha256:{'a' * 12}…, not sha256:{'b' * 12}…"
+    assert abridged(f"{first} and {first}") == f"sha256:{'a' * 12}… and sha256:{'a' * 12}…"
+    assert abridged(f"{first}, not {last}") == f"{first}, not {last}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from tests.cli_cases import conforms, folder  # noqa: F401 (for every test here)
+from tests.cli_cases import LLAMA_8B, conforms, folder  # noqa: F401 (for every test here)
 from tests.command import command
 
 
@@ -65,7 +67,8 @@ def test_usage(arguments: list[str], words: str) -> None:
         (["plan", "--gpus", "24GiB", "--model", "m"], "write MODEL without --model; tpplan plan --help lists"),
         (["show", "--plan", "a.json"], "write PLAN without --plan; tpplan show --help lists"),
         (["show", "a.json", "-svg", "a.svg"], "did you mean --svg? tpplan show --help lists"),
-        (["plan", "m", "--gpus", "24GiB", "--context", "32k"], "did you mean 32768? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--context", "1.5k"], "tpplan plan --help lists what there is"),
+        (["plan", "m", "--gpus", "24GiB", "--context", "8G"], "tpplan plan --help lists what there is"),
         (["plan", "m", "--gpus", "24GiB", "--context", "131,072"], "did you mean 131072? tpplan plan --help lists"),
         (["plan", "m", "--gpus", "24GiB", "--context", "1.048.576"], "did you mean 1048576? tpplan plan --help lists"),
         (["plan", "m", "--gpus", "24GiB", "--batch", "1.000"], "tpplan plan --help lists"),
@@ -76,3 +79,19 @@ def test_usage(arguments: list[str], words: str) -> None:
 def test_usage_hints(arguments: list[str], hint: str) -> None:
     """The hint names what was probably meant, and where all is listed."""
     assert f"\nhint: {hint}" in command(*arguments).err
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("8k", 8192), ("8K", 8192), ("128k", 131072), ("8Ki", 8192), ("0k", 0)])
+def test_contexts_as_people_write_them(text: str, tokens: int) -> None:
+    """``k`` is 1024, as in the names of contexts; the plan says the number."""
+    done = command("plan", LLAMA_8B, "--gpus", "80GiB", "--context", text, "--json")
+    if tokens:
+        assert json.loads(done.out)["request"]["cache"]["tokens"] == tokens
+    else:
+        assert "--context is 0" in done.err
+
+
+def test_the_largest_contexts() -> None:
+    """``M`` is 1024², and leads to the model's own limit like the number."""
+    done = command("plan", LLAMA_8B, "--gpus", "80GiB", "--context", "1M")
+    assert "1048576 tokens per sequence are more than the 131072" in done.err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 import sys
 from datetime import datetime
@@ -24,14 +26,43 @@ from tests.command import Done, command
 from tests.decoder.chat_cases import CHATML, PLACES, SPECIAL, TEMPLATES, write_template, write_tokenizer
 from tests.decoder_cases import VOCAB, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
-from tpplan.decoder import chat
+from tpplan.decoder import chat, templates
 from tpplan.decoder.chat import ChatTemplate
 from tpplan.decoder.text import Tokenizer
-from tpplan.errors import ModelError, RequestError
+from tpplan.errors import ExecutionError, ModelError, RequestError
 from tpplan.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+#: Templates that never end, or would take all memory, at one place or another.
+HOSTILE = (
+    "{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 10 ** 9 }}",  # when it is compiled
+    "{{ messages[0].content * 10 ** 9 }}",
+    "{% set n = 9 %}{{ n ** n ** n ** n }}",
+    "{{ '{:>9999999999}'.format(1) }}",
+    "{{ '%0999999999d' % 1 }}",
+    "{% set it = namespace(x='aa') %}{% for _ in range(40) %}{% set it.x = it.x ~ it.x %}{% endfor %}",
+    "{% set it = namespace(x=[1]) %}{% for _ in range(40) %}{% set it.x = it.x + it.x %}{% endfor %}",
+    "{{ 'a' | center(10 ** 10) }}",
+    "{{ range(99999) | join('y' * 10 ** 5) }}",
+    "{{ ('a' * 10 ** 7) | wordwrap(1) }}",
+    "{{ range(99999) | slice(10 ** 9) | list }}",
+    "{{ range(10) | batch(10 ** 9, 'x') | list }}",
+    "{{ lipsum(n=10 ** 6) }}",
+    "{{ range(99999) | list | tojson(indent=10 ** 7) }}",
+    "{{ strftime_now('%Y' * 10 ** 7) }}",
+    "{{ raise_exception('x' * 10 ** 9) }}",
+    "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "{{ " + "[" * 3000 + "]" * 3000 + " }}",
+    "{{ " + " ~ ".join(["1"] * 100_000) + " }}",
+    "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+    "{{ 'x' * (16 * 2 ** 20 + 1) }}",
+    "x" * (15 * 2**20),
+    "{{" * 10**6,
+)
 
 SYSTEM, USER = " You are brief.\n", "  Who keeps the light? <|im_end|>\n"
 
@@ -42,6 +73,12 @@ def _same_day(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Mock(now=lambda: datetime(2026, 2, 3))  # noqa: DTZ001 (as transformers)
     for module in (chat, chat_template_utils):
         monkeypatch.setattr(module, "datetime", clock)
+
+
+@pytest.fixture
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render in this process, as for very many prompts a process each would take long to start."""
+    monkeypatch.setattr(chat, "_answered", templates.outcome)
 
 
 @cache
@@ -58,6 +95,7 @@ def _said(user: str, system: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in (("system", system), ("user", user)) if text]
 
 
+@pytest.mark.usefixtures("_here")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(user=st.text(min_size=1) | st.just(USER), system=st.text() | st.just(SYSTEM))
@@ -117,6 +155,7 @@ _LIST = st.none() | st.lists(_TOKENS, unique=True)
 _EXTRA = _NAMED | _LIST
 
 
+@pytest.mark.usefixtures("_here")
 @given(
     keys=_KEYS,
     config=st.fixed_dictionaries(
@@ -169,6 +208,49 @@ def test_templates_stay_in_the_sandbox(text: str, tmp_path: Path) -> None:
     write_template(tmp_path, text, "file")
     with pytest.raises(ModelError, match=r"chat_template\.jinja fails: "):
         ChatTemplate.read(tmp_path).render("Hi")
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:40])
+def test_templates_stay_within_limits(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a template does, it has an end: there is a prompt or one error, and this process does not grow."""
+    monkeypatch.setattr(chat, "_SECONDS", 0.5)
+    template = ChatTemplate(text, Path("it"), {})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        template.render("Hi")
+    except ModelError as error:
+        assert error.message.startswith("the chat template of it fails: ")  # noqa: PT017
+        assert "--chat" in error.hint  # noqa: PT017
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 2**10  # KiB
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "problem"),
+    [
+        (HOSTILE[0], 1.0, "it takes more than 1 s"),
+        (HOSTILE[1], 60.0, "it needs more than 384 MiB"),
+        (HOSTILE[-3], 60.0, "its text has more than 16777216 characters"),
+    ],
+)
+def test_which_limit_a_template_exceeds(
+    text: str, seconds: float, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named; the process that renders is gone afterwards."""
+    monkeypatch.setattr(chat, "_SECONDS", seconds)
+    with pytest.raises(ModelError, match=problem):
+        ChatTemplate(text, Path("it"), {}).render("Hi")
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_process_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one error; so is a process that dies."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(ExecutionError, match="cannot be started: No such file"):
+        ChatTemplate("", Path("it"), {}).render("Hi")
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(ModelError, match="the process that renders it ended with code 1"):
+        ChatTemplate("", Path("it"), {}).render("Hi")
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +347,7 @@ def test_templates_that_do_not_do(changes: dict[str, Any], problem: str, copied:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("tokenizer_config.json", b"{", "cannot be read: is not JSON"),
+        ("tokenizer_config.json", b"{", "ends before its JSON does"),
         ("tokenizer_config.json", b"[]", "is no object of JSON"),
         ("tokenizer_config.json", b"\xff", "cannot be read: "),
         ("chat_template.jinja", b"\xff", "cannot be read: "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,9 +16,10 @@ from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, generate, passes, plain
 from tpplan.decoder.layers import attend
-from tpplan.decoder.prompts import Prompt, cut
+from tpplan.decoder.prompts import Prompt, cut, length_of
 from tpplan.errors import RequestError
 from tpplan.exec import compile as compile_plan
+from tpplan.plan import Cache, Request
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
@@ -50,6 +52,22 @@ def test_passes_have_every_token_once(sizes: list[tuple[int, int]], most: int, r
     assert ends == [each.tokens[-1] for each in prompts]
     total = sum(count for count, _ in sizes)
     assert lengths == [most] * (total // most) + [total % most] * (total % most > 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"context": 100}, r"shares 128 tokens between 2 sequences of up to 100; .* --context 64 for"),
+        ({"full_window": True}, r"keeps all tokens in layers with a sliding window; .* without --full-window"),
+    ],
+)
+def test_caches_of_other_kinds_than_the_decoders_are_refused(change: dict[str, Any], words: str) -> None:
+    """The ledger of a pool, or of whole windows, is not what the decoder allocates."""
+    request = Request("reduce", "balanced", Cache("fp16", 128), 2, 8, "idle")
+    assert length_of(request) == 64
+    with pytest.raises(RequestError) as error:
+        length_of(evolve(request, **change))
+    assert re.search(words, str(error.value), re.DOTALL)
 
 
 def test_prompts_that_are_alike_are_one_stretch() -> None:

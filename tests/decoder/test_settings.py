@@ -30,6 +30,28 @@ def test_weights_of_another_dtype(tmp_path: Path) -> None:
         settings_of(directory, read_model(directory))
 
 
+@pytest.mark.parametrize(
+    ("family", "renamed"),
+    [
+        ("mixtral", {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}),
+        ("mixtral", {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}),
+        ("qwen3_moe", {".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}),
+    ],
+)
+def test_experts_in_another_form(tmp_path: Path, family: str, renamed: dict[str, str]) -> None:
+    """Experts that can be planned but not computed with are refused by name, before any weights are loaded."""
+    directory = shutil.copytree(model_of(family).directory, tmp_path / "tiny")
+    tensors = saved_values(directory)
+    for old, new in renamed.items():
+        tensors = {
+            name.replace(old, new) if ".experts." in name or "moe" in name else name: tensor
+            for name, tensor in tensors.items()
+        }
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ModelError, match="the decoder looks for"):
+        settings_of(directory, read_model(directory))
+
+
 def test_settings_that_are_refused(tmp_path: Path) -> None:
     """Architectures, activations and numbers that the decoder does not know are named."""
     directory = model_of("llama").directory

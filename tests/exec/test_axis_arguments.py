@@ -21,6 +21,16 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
         ExecutionError,
         "scatter: dim is 0, expected a whole number from 1",
     ),
+    "dim beyond any tensor": (
+        lambda c, t: c.scatter(t(2, 40), RS, dim=2**62),
+        ExecutionError,
+        "scatter: dim is 4611686018427387904, which makes more columns than a tensor can have",
+    ),
+    "dim beyond any number": (
+        lambda c, t: c.gather(t.parts(), RS, dim=10**100),
+        ExecutionError,
+        "gather: dim is 1000000000000000000000000000000000000000, which makes more columns",
+    ),
     "dim of a half": (
         lambda c, t: c.gather(t.parts(), RS, dim=untyped(0.5)),
         ExecutionError,

@@ -56,7 +56,7 @@ def test_a_gpu_that_is_left_out_moves_no_other(
     (record,) = caplog.records
     assert (record.levelno, record.getMessage()) == (
         logging.WARNING,
-        "GPU 0 is left out: NVML does not tell its memory",
+        "GPU 0 (RTX 3060) is left out: NVML does not tell its memory",
     )
 
 

@@ -108,7 +108,7 @@ def test_caches_are_known_by_name(base: type | None, kind: str) -> None:
 @pytest.mark.parametrize(("tokens", "batch"), [(0, 2), (100, 1), (256, 1), (600, 2), (5000, 19), (100_000, 40)])
 def test_cache_tokens(tokens: int, batch: int) -> None:
     """0 tokens stand for the longest context of the largest batch; so many make room for that many sequences."""
-    request = TPContext(small_model(), [1.0], tokens).plan.request
+    request = TPContext(small_model(), [2.0], tokens).plan.request
     assert (request.cache.tokens, request.batch) == (tokens or 2 * 256, batch)
 
 

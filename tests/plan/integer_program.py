@@ -12,6 +12,7 @@ from scipy.sparse import lil_array
 
 from tests.planning_cases import MIB
 from tpplan.axes import minimum_units
+from tpplan.costs import Cost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +29,9 @@ _TOLERANCE = 1e-6
 class Program:
     """A task, with the strategy's measure: the largest share of a budget, or the longest time in microseconds.
 
-    Every device in use counts the fixed costs of all axes. Variables: units x and a flag y per axis and device, a flag
-    z per device in use, and the largest measure t, in that order.
+    A device in use pays its overhead and the common cost, and the fixed cost of each axis of which it holds a unit.
+    Variables: units x and a flag y per axis and device, a flag z per device in use, and the largest measure t, in that
+    order.
 
     Attributes:
         constraints: coefficients of the variables, a row for each constraint.
@@ -68,8 +70,7 @@ class Program:
                 unit, x, y = axis.unit_cost(), i * count + d, flags + i * count + d
                 fixed = axis.fixed_cost()
                 used |= {x: unit.bytes, y: fixed.bytes}
-                load[x] = unit.reads if by_reads else unit.bytes
-                load[uses + d] += fixed.reads if by_reads else fixed.bytes
+                load |= {x: unit.reads if by_reads else unit.bytes, y: fixed.reads if by_reads else fixed.bytes}
             rows.append(({k: v / MIB for k, v in used.items()}, -np.inf, device.budget_bytes / MIB))
             speed = device.bandwidth_bytes_per_second / _PER_SECOND if by_reads else device.budget_bytes
             rows.append(({last: -1, **{k: v / speed for k, v in load.items()}}, -np.inf, 0))
@@ -106,15 +107,15 @@ class Program:
 
 
 def measure(task: Case, bounds: Sequence[Sequence[int]]) -> float:
-    """Return the same measure of a plan: every device in use counts the fixed costs of all axes."""
+    """Return the same measure of a plan, with a shorter last unit counted as a whole one."""
     wanted, by_reads = task.wanted, task.request.strategy == "latency"
-    fixed = sum((axis.fixed_cost() for axis in wanted.axes), wanted.common)
     found = []
     for d, device in enumerate(task.devices):
         held = [(axis, -(-(row[d + 1] - row[d]) // axis.unit)) for axis, row in zip(wanted.axes, bounds, strict=True)]
-        if not any(units for _, units in held):
+        load = sum((axis.unit_cost().part(n, 1) + axis.fixed_cost() for axis, n in held if n), Cost())
+        if not any(n for _, n in held):
             continue
-        load = sum(((axis.unit_cost().part(units, 1)) for axis, units in held), fixed)
+        load += wanted.common
         if by_reads:
             found.append(load.reads / device.bandwidth_bytes_per_second * _PER_SECOND)
         else:

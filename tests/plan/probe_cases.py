@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from tests.nvml_replay import RECORDINGS, Replay
-from tpplan.probe import amd, nvidia
+from tpplan.probe import amd_smi, nvidia, rocm_smi
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from tpplan.probe import DeviceReport
+    from tpplan.probe.system_memory import SystemMemory
 
 
 NOBODY = 1
@@ -23,18 +25,28 @@ def nvidia_said(
     environ: Mapping[str, str] | None = None,
     own_pid: int = NOBODY,
     new: Mapping[str, object] | None = None,
+    system: SystemMemory | None = None,
 ) -> DeviceReport:
     """Return what a recording of NVML tells, with some answers replaced."""
-    return nvidia.read(Replay(recording, new), environ or {}, own_pid)
+    return nvidia.read(Replay(recording, new), environ or {}, own_pid, system)
 
 
-def amd_said(recording: str, environ: Mapping[str, str] | None = None, own_pid: int = NOBODY) -> DeviceReport:
-    """Return what a recording of rocm-smi tells."""
-    return amd.read((RECORDINGS / f"{recording}.json").read_text(), environ or {}, own_pid)
+def amd_said(
+    recording: str,
+    environ: Mapping[str, str] | None = None,
+    own_pid: int = NOBODY,
+    system: SystemMemory | None = None,
+) -> DeviceReport:
+    """Return what a recording of amd-smi (its answers by command) or rocm-smi tells."""
+    text = (RECORDINGS / f"{recording}.json").read_text()
+    if not recording.startswith("amd_smi"):
+        return rocm_smi.read(text, environ or {}, own_pid, system)
+    answers = {command: json.dumps(answer) for command, answer in json.loads(text).items()}
+    return amd_smi.read(answers, environ or {}, own_pid, system)
 
 
-def rocm_smi(folder: Path, script: str) -> None:
-    """Make a shell script the rocm-smi of a folder."""
-    program = folder / "rocm-smi"
+def install(folder: Path, script: str, name: str = "rocm-smi") -> None:
+    """Make a shell script a program of a folder."""
+    program = folder / name
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)

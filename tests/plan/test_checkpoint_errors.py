@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.plan.header_cases import INDEX, entry, write, write_index
+from tpplan import checkpoint
 from tpplan.checkpoint import MAX_HEADER_BYTES, read_headers
 from tpplan.errors import ModelError
 
@@ -70,8 +72,8 @@ HOSTILE_HEADERS: dict[str, tuple[Any, str]] = {
     "three offsets": ({"a": entry(offsets=[0, 12, 24])}, "data_offsets"),
     "float offset": ({"a": entry(offsets=[0, 24.0])}, "data_offsets"),
     "negative offset": ({"a": entry(offsets=[-24, 0])}, "data_offsets"),
-    "backwards": ({"a": entry(offsets=[24, 0])}, "outside the 24 bytes"),
-    "beyond the file": ({"a": entry(shape=[7], offsets=[0, 28])}, "outside the 24 bytes"),
+    "backwards": ({"a": entry(offsets=[24, 0])}, "span -24 bytes"),
+    "beyond the file": ({"a": entry(shape=[7], offsets=[0, 28])}, "has 94 B of 98 B: the download or copy is inc"),
     "shape and offsets disagree": ({"a": entry(shape=[2, 2])}, "span 24 bytes"),
     "huge shape": ({"a": entry(shape=[2**62] * 1000)}, "span 24 bytes"),
     "huge shape with a zero": ({"a": entry(shape=[2**62, 0])}, "span 24 bytes"),
@@ -219,6 +221,53 @@ def test_no_bytes_raise_anything_but_model_error(tmp_path: Path, content: bytes,
     assert headers is not None
     header_bytes = 8 + int.from_bytes(content[:8], "little")
     assert sum(tensor.nbytes for tensor in headers.tensors.values()) == len(content) - header_bytes
+
+
+def _outcome(directory: Path, text: bytes, data: bytes) -> object:
+    """Return the tensors of a file with this header, or why it is refused; positions are those behind the header."""
+    write(directory / "model.safetensors", text, data)
+    try:
+        headers = read_headers(directory)
+    except ModelError:
+        return None
+    assert headers is not None
+    return {name: tensor._replace(start=tensor.start - 8 - len(text)) for name, tensor in headers.tensors.items()}
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(header=st.dictionaries(st.text(max_size=6) | st.just("__metadata__"), ENTRY, max_size=4), fill=st.booleans())
+def test_every_form_of_a_header_means_the_same(tmp_path: Path, header: dict[str, Any], fill: bool) -> None:
+    """Blanks, escapes and the order of keys in JSON change neither what is read nor what is refused."""
+    end = 0
+    for each in header.values():
+        if fill and type(each.get("shape")) is list and all(type(n) is int and n >= 0 for n in each["shape"]):
+            start, end = end, end + prod(each["shape"])
+            each |= {"dtype": "U8", "data_offsets": [start, end]}
+    compact, lines = json.dumps(header, separators=(",", ":")).encode(), json.dumps(header, indent=1).encode()
+    plain = json.dumps(header, ensure_ascii=False).encode(errors="surrogatepass")
+    turned = json.dumps({name: dict(reversed(each.items())) for name, each in header.items()}).encode()
+    outcomes = [_outcome(tmp_path, text, bytes(end or 24)) for text in (compact, lines, turned, compact + b" " * 7)]
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    if not any("\ud800" <= letter <= "\udfff" for name in header for letter in name):
+        assert _outcome(tmp_path, plain, bytes(end or 24)) == outcomes[0]
+
+
+def test_how_many_tensors_a_checkpoint_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no checkpoint has is refused before it is parsed, in one file and over all of them, and so many files."""
+    monkeypatch.setattr(checkpoint, "MAX_TENSORS", 4)
+    monkeypatch.setattr(checkpoint, "MAX_FILES", 3)
+    for i in range(3):
+        save_file({f"{i}.{j}": torch.zeros(1) for j in range(2)}, tmp_path / f"{i}.safetensors")
+        if i < 2:
+            assert len(read_headers(tmp_path).tensors) == 2 * i + 2  # type: ignore[union-attr]
+    with pytest.raises(ModelError, match="has more than 4 tensors"):
+        read_headers(tmp_path)
+    (tmp_path / "3.safetensors").touch()
+    with pytest.raises(ModelError, match="has 4 safetensors files, the most is 3"):
+        read_headers(tmp_path)
+    save_file({str(j): torch.zeros(1) for j in range(5)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors has more than 4 tensors"):
+        read_headers(tmp_path)
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

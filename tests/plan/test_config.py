@@ -66,7 +66,7 @@ def _sparse_gigabyte(path: Path) -> Path:
         (lambda path: path.with_name("a\x1b[31m\nb"), "a\\u001b[31m\\nb does not exist"),
         (lambda path: path.with_name("x" * 5000), "xxx"),
         (_empty_directory, "config.json does not exist"),
-        (_pipe, "is not a regular file"),
+        (_pipe, "is a pipe that did not end within 4 seconds"),
         (_dangling, "does not exist"),
         (_circle, "model"),
         (_sparse_gigabyte, f"has {2**30} bytes"),
@@ -86,23 +86,24 @@ def test_files_that_cannot_be_read(tmp_path: Path, make: Callable[[Path], Path],
         (b"", "is empty"),
         (b" \n" * 500, "is empty"),
         (b"\x80\x81\x82", "is no UTF-8 text: byte 0 is 0x80"),
-        (b"GGUF\x03\x00\x00\x00", "is not JSON: expecting value, at line 1, column 1"),
-        (b"{", "is not JSON: expecting property name"),
+        (b"GGUF\x03\x00\x00\x00", "is a GGUF file"),
+        (b"{", "ends before its JSON does, at line 1, column 2"),
         (b"[1]", "holds [1], expected an object"),
         (b"null", "holds None, expected an object"),
         (b'"config"', "holds 'config', expected an object"),
         (b'{"a": 1, "a": 2}', 'has the key "a" twice in one object'),
         (b'{"b": {"a": 1, "a": 1}}', 'has the key "a" twice in one object'),
-        (b'{"a": NaN}', "has NaN, which is not JSON"),
-        (b'{"a": -Infinity}', "has -Infinity, which is not JSON"),
         (b'{"a": ' + b"9" * 5000 + b"}", "has a number of 5000 digits"),
         (b'{"a":' * 100_000, "is nested too deeply"),
         (b"[" * 1_000_000, "is nested too deeply"),
         (b'\xef\xbb\xbf{"a": 1}', "starts with a byte order mark"),
-        (b'{"a": 1, "a": Infinity}', 'has Infinity, which is not JSON, and has the key "a" twice in one object'),
+        (
+            b'{"a": 1, "b": ' + b"9" * 41 + b', "a": 2}',
+            'has a number of 41 digits, and has the key "a" twice in one obj',
+        ),
         (b'{"a": 1} x', "is not JSON: extra data, at line 1, column 10"),
     ],
-    ids=range(18),
+    ids=range(16),
 )
 def test_content_that_is_no_config(tmp_path: Path, content: bytes, words: str) -> None:
     """Bytes that are not an object in strict JSON are refused with the reason."""
@@ -113,6 +114,14 @@ def test_content_that_is_no_config(tmp_path: Path, content: bytes, words: str) -
     assert words in caught.value.message
     assert str(file)[-100:] in caught.value.message
     assert caught.value.hint
+
+
+def test_numbers_as_python_writes_them() -> None:
+    """Configs may have Infinity and NaN where tpplan reads nothing: three models of NVIDIA's do."""
+    read = parse_config(b'{"time_step_limit": [0.0, Infinity], "a": -Infinity, "b": NaN, "hidden_size": 8}', "it")
+    assert read.count("hidden_size") == 8
+    with pytest.raises(ModelError, match="a is -inf, which is not a whole number"):
+        read.count("a")
 
 
 def test_a_file_at_the_limit_is_read(tmp_path: Path) -> None:

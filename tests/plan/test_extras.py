@@ -7,15 +7,22 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
+from tpplan import extras
 from tpplan.extras import install_command
 
-if TYPE_CHECKING:
-    from pathlib import Path
+LINES = [
+    "attrs>=24.1",
+    "cuda-core>=1; extra == 'cu13'",
+    "numba-cuda[cu13]>=0.30.4; extra == 'cu13'",
+    "torch>=2.6 ; extra=='cu13'",
+    "nvidia-ml-py>=12.535; extra == 'probe'",
+    "torch>=2.6; extra == 'exec'",
+]
 
 
 def came_from(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
@@ -28,10 +35,11 @@ def came_from(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 def from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tpplan have come from an index."""
     came_from(monkeypatch, "")
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: LINES)
 
 
 def test_a_clone_is_installed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tpplan came from a directory that is still there; what came from elsewhere goes by its name."""
+    """Where tpplan came from a directory that is still there; of what came from elsewhere, its requirements are."""
     clone = tmp_path / "a clone"
     clone.mkdir()
     monkeypatch.setattr(sys, "executable", "")
@@ -39,10 +47,27 @@ def test_a_clone_is_installed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert install_command("probe") == f'python -m pip install "{clone}[probe]"'
     for url in ((tmp_path / "gone").as_uri(), "https://example.org/tpplan.whl"):
         came_from(monkeypatch, url)
-        assert install_command("probe") == 'python -m pip install "tpplan[probe]"'
-    monkeypatch.undo()
+        assert install_command("probe") == 'python -m pip install "nvidia-ml-py>=12.535"'
+    assert install_command("cu13") == 'python -m pip install "cuda-core>=1" "numba-cuda[cu13]>=0.30.4" "torch>=2.6"'
+
+
+def test_a_clone_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tpplan is imported from its sources, they are what to install; elsewhere a clone is what it takes."""
+    monkeypatch.setattr(sys, "executable", "")
     monkeypatch.setattr(importlib.metadata, "distribution", _missing)
-    assert install_command("probe").endswith('"tpplan[probe]"')
+    monkeypatch.setattr(importlib.metadata, "requires", _missing)
+    root = Path(extras.__file__).parent.parent
+    assert install_command("probe") == f'python -m pip install "{root}[probe]"'
+    monkeypatch.setattr(extras, "__file__", str(tmp_path / "tpplan" / "extras.py"))
+    assert install_command("probe") == 'in a clone of tpplan, python -m pip install ".[probe]"'
+
+
+def test_the_requirements_of_every_extra_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hint names tpplan to an index: the metadata of what is installed have no extra of it in another one."""
+    monkeypatch.undo()
+    monkeypatch.setattr(extras, "_clone", str)
+    for extra in ("probe", "exec", "cu12", "cu13", "generate"):
+        assert "tpplan" not in install_command(extra).partition(" -m pip install ")[2]
 
 
 def _missing(name: str) -> None:
@@ -56,7 +81,7 @@ def test_a_python_on_the_path_is_named_briefly(name: str, tmp_path: Path, monkey
     python.symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert install_command("exec") == f'{name} -m pip install "tpplan[exec]"'
+    assert install_command("exec") == f'{name} -m pip install "torch>=2.6"'
 
 
 def test_another_python_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,10 +93,10 @@ def test_another_python_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest
         python.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(python))
         done = subprocess.run(install_command("cu13"), shell=True, capture_output=True, text=True, check=True)  # noqa: S602
-        assert done.stdout == f"{python}|-m|pip|install|tpplan[cu13]|"
+        assert done.stdout == f"{python}|-m|pip|install|cuda-core>=1|numba-cuda[cu13]>=0.30.4|torch>=2.6|"
 
 
 def test_a_python_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Python is a part of another program and knows no path, it goes by what it is mostly called."""
     monkeypatch.setattr(sys, "executable", "")
-    assert install_command("probe") == 'python -m pip install "tpplan[probe]"'
+    assert install_command("probe") == 'python -m pip install "nvidia-ml-py>=12.535"'

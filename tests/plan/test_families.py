@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fnmatch import fnmatch
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import pytest
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
@@ -18,6 +20,7 @@ from tests.family_models import (
     SAME,
     assert_consistent,
     assert_same_tensors,
+    build,
     hub_config,
     meta_model,
     parameters_of,
@@ -26,6 +29,8 @@ from tests.family_models import (
 )
 from tpplan import families
 from tpplan.families.parts import PARTS
+from tpplan.families.wrappers import WRAPPERS
+from tpplan.reader import read_checkpoint
 
 if TYPE_CHECKING:
     from tpplan.families.table import Family
@@ -62,6 +67,22 @@ def test_small_configs_give_the_tensors_and_windows_of_transformers(model_type: 
         if not isinstance(layer, LinearAttentionLayer)
     }
     assert spec_of(config.to_dict()) == spec
+
+
+@pytest.mark.parametrize("model_type", KNOWN)
+@settings(max_examples=2, phases=[Phase.generate])
+@given(data=st.data())
+def test_what_transformers_saves_is_read(model_type: str, data: st.DataObject) -> None:
+    """Every byte that ``save_pretrained`` writes is counted, or told as a part that is not planned."""
+    model = build(hub_config(data.draw(configs(model_type))))
+    with TemporaryDirectory() as name:
+        model.save_pretrained(name)
+        spec, headers = read_checkpoint(Path(name))
+    assert headers is not None
+    beside = {part.what: part.bytes for part in spec.not_planned}
+    assert spec.weight_bytes + sum(beside.values()) == sum(tensor.nbytes for tensor in headers.tensors.values())
+    assert beside.keys() <= ({"vision tower", "image projector"} if model_type in WRAPPERS else set())
+    assert ("vision tower" in beside) == (model_type in WRAPPERS)
 
 
 def test_every_family_is_drawn() -> None:

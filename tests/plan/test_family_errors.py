@@ -37,14 +37,14 @@ from tpplan.errors import ModelError
         ({"architectures": [7]}, ("architectures[0] is 7",)),
         ({"is_encoder_decoder": True}, ("is_encoder_decoder is true",)),
         ({"model_type": "idefics2", "text_config": {"model_type": "mistral"}}, ("'idefics2'", "type mistral, which")),
-        ({"model_type": "emu3", "text_config": {"model_type": "emu3_text_model"}}, ("'emu3'", "supported are")),
+        ({"model_type": "emu3", "text_config": {"model_type": "emu3_text_model"}}, ("'emu3'", "supported name")),
         ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, ("text_config: the arch", "'mamba'")),
         (
             {"model_type": "llava", "text_config": {"model_type": "llava"}},
-            ("'llava' is not", "are llama, "),
+            ("'llava' is not", "like it are llama; "),
         ),
-        ({"model_type": "mllama", "text_config": {"model_type": "mllama_text_model"}}, ("'mllama'", "supported are")),
-        ({"model_type": "other", "text_config": {"model_type": ["mistral"]}}, ("'other'", "supported are")),
+        ({"model_type": "mllama", "text_config": {"model_type": "mllama_text_model"}}, ("'mllama'", "supported name")),
+        ({"model_type": "other", "text_config": {"model_type": ["mistral"]}}, ("'other'", "supported name")),
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, ("'mamba'", "MambaForCausalLM", "llama")),
         ({"model_type": None, "architectures": ["A"]}, ("model_type is missing\n", "compare it with the config.json")),
         ({"model_type": "gemma3"}, ("text_config is missing",)),
@@ -53,7 +53,7 @@ from tpplan.errors import ModelError
         ({"model_type": "opt", "word_embed_proj_dim": 512}, ("word_embed_proj_dim is 512", "hidden_size is 4096")),
         ({"model_type": "internlm3", "qkv_bias": True, "bias": False}, ("qkv_bias true and bias false",)),
         ({"model_type": "internlm3", "qkv_bias": True}, ("qkv_bias is true", "other projections")),
-        ({"model_type": "qwen2_vl_text", "architectures": ["A"]}, ("'qwen2_vl_text'", "supported are")),
+        ({"model_type": "qwen2_vl_text", "architectures": ["A"]}, ("'qwen2_vl_text'", "supported name")),
         ({"model_type": "qwen3_vl"}, ("text_config is missing",)),
         ({"model_type": "mixtral"}, ("num_local_experts", "missing")),
         ({"model_type": "mixtral", "num_local_experts": 1}, ("num_experts_per_tok is 2", "1 experts")),
@@ -84,18 +84,54 @@ def test_bad_configs_are_named(change: dict[str, Any], words: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize(
+    "path",
+    [("text_config",), ("llm_config",), ("language_config",), ("thinker_config", "text_config"), ("llm_config",) * 3],
+)
+def test_a_language_model_in_an_unknown_one_can_be_planned_alone(path: tuple[str, ...]) -> None:
+    """The hint names where the language model's config is, and what it names is planned; what it lacks is said."""
+    raw: dict[str, Any] = {**MISTRAL}
+    for key in reversed(path):
+        raw = {"model_type": "internvl_chat", "vision_config": {"model_type": "clip_vision_model"}, key: raw}
+    with pytest.raises(ModelError) as caught:
+        spec_of(raw)
+    start = f"its {'.'.join(path)} is of the type mistral, which is supported: save it as a config.json of its own"
+    assert caught.value.hint.startswith(start)
+    assert "complete" not in caught.value.hint
+    section = raw
+    for key in path:
+        section = section[key]
+    assert spec_of(section).layer_count == 32
+    del section["hidden_size"]
+    with pytest.raises(ModelError, match=r"complete it: config.json: .*hidden_size or n_embd or n_embed is missing"):
+        spec_of(raw)
+
+
+@pytest.mark.parametrize(
     ("model_type", "near"),
     [("qwen4_next", ("qwen3_next",)), ("Llama", ("llama", "llama4", "llava")), ("bert", ())],
 )
 def test_no_other_architecture_is_proposed(model_type: str, near: tuple[str, ...]) -> None:
-    """Near names come first, and none is proposed: they are other architectures, of which a plan would be wrong."""
+    """Near names are listed, few of them, and none is proposed: a plan of another architecture would be wrong."""
     with pytest.raises(ModelError) as caught:
         spec_of(MISTRAL | {"model_type": model_type})
-    start, names = caught.value.hint[:14], caught.value.hint[14:].split(", ")
-    assert start == "supported are "
-    assert tuple(names[: len(near)]) == near
-    assert sorted(names) == sorted(families.supported())
-    assert names[3:] == sorted(names[3:])
+    like, where = caught.value.hint.split("; ")
+    assert where.startswith("the README lists all, ")
+    names = like.removeprefix("supported names like it are ")
+    assert tuple(names.split(", "))[: len(near)] == near if near else like == "no supported name is like it"
+    assert set(names.split(", ")) <= set(families.supported()) or not near
+    assert len(caught.value.hint) < 200
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        *(("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("fp32", "float32"), ("float", "float32")),
+        *(("torch.float16", "float16"), ("torch.half", "float16"), ("auto", "bfloat16"), (None, "bfloat16")),
+    ],
+)
+def test_names_of_dtypes(text: str | None, dtype: str) -> None:
+    """Configs name a dtype as torch does, or as people do; ``auto`` leaves it to the weights, or to the default."""
+    assert spec_of(MISTRAL | {"torch_dtype": text}).dtype == dtype
 
 
 JUNK = st.one_of(

@@ -35,6 +35,46 @@ def test_every_byte_of_a_checkpoint_is_counted(tmp_path: Path, case: str) -> Non
     assert spec.parameter_count == 2 * 320 * 256 + 256 + 3 * (2 * 256 + sum(i * o for i, o in LINEAR.values()))
 
 
+#: What the tools themselves wrote for a matrix of 256 outputs and 512 inputs: HQQ 0.2.8 and torchao 0.18, without the
+#: scalars of the former; AutoAWQ 0.2.9's and AQLM 1.1.7's modules have these buffers.
+WRITTEN: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
+    "hqq 8 bits": {".W_q": ("U8", (2048, 64)), ".scale": ("BF16", (2048, 1)), ".zero": ("BF16", (2048, 1))},
+    "hqq 4 bits": {".W_q": ("U8", (1024, 64)), ".scale": ("BF16", (2048, 1)), ".zero": ("BF16", (2048, 1))},
+    "hqq 3 bits": {".W_q": ("I32", (205, 64)), ".scale": ("BF16", (2048, 1)), ".zero": ("BF16", (2048, 1))},
+    "torchao int8": {
+        "._weight_qdata": ("I8", (256, 512)),
+        "._weight_scale": ("F32", (256, 1)),
+        "._weight_zero_point": ("I8", (256, 1)),
+    },
+    "torchao unpacked": {
+        "._weight_qdata": ("I8", (256, 512)),
+        "._weight_scale": ("BF16", (256, 16)),
+        "._weight_zero_point": ("I8", (256, 16)),
+    },
+    "torchao fp8": {"._weight_qdata": ("F8_E4M3", (256, 512)), "._weight_scale": ("F32", (256, 1))},
+    "torchao nvfp4": {
+        "._weight_qdata": ("U8", (256, 256)),
+        "._weight_scale": ("F8_E4M3", (64, 128)),
+        "._weight_per_tensor_scale": ("F32", ()),
+    },
+    "torchao mxfp8": {"._weight_qdata": ("F8_E4M3", (256, 512)), "._weight_scale": ("F8_E8M0", (64, 64))},
+    "awq gemv": {".qweight": ("I32", (256, 64)), ".qzeros": ("I32", (256, 1)), ".scales": ("F16", (256, 8))},
+    "awq gemv fast": {".qweight": ("I16", (64, 512)), ".qzeros": ("F16", (8, 256)), ".scales": ("F16", (8, 256))},
+    "aqlm": {
+        ".codes": ("I8", (256, 64, 2)),
+        ".codebooks": ("F16", (2, 256, 1, 8)),
+        ".scales": ("F16", (256, 1, 1, 1)),
+    },
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_cases_are_what_tools_write(case: str) -> None:
+    """The checkpoints of these tests have the names, dtypes and shapes that the tools gave to theirs."""
+    tensors = CASES[case][1](512, 256, 0)
+    assert {name: tensors[name] for name in WRITTEN[case]} == WRITTEN[case]
+
+
 @pytest.mark.parametrize("case", [case for case, (*_, formula) in CASES.items() if formula])
 def test_config_alone_gives_the_same_model(tmp_path: Path, case: str) -> None:
     """Where a format's sizes follow from the config, they are those of the checkpoint."""

@@ -8,7 +8,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import LLAMA, Tensors, llama_layers, llama_outside, tensor_bytes, write_checkpoint
-from tests.format_cases import BLOCK, awq, exl2, exl3, fp8_block, gptq, gptq_config, int_packed, make, nf4, parameter
+from tests.format_cases import (
+    BLOCK,
+    aqlm,
+    awq,
+    awq_gemv,
+    bitnet,
+    exl2,
+    exl3,
+    fp8_block,
+    gptq,
+    gptq_config,
+    hqq,
+    int_packed,
+    make,
+    nf4,
+    parameter,
+    torchao_int4,
+    torchao_nvfp4,
+)
 from tpplan.axes import Axis
 from tpplan.devices import parse_devices
 from tpplan.memory import demands
@@ -63,6 +81,14 @@ DIMS: dict[str, dict[str, tuple[list[tuple[Axis | None, int]], int | None]]] = {
         "down_proj.weight_packed": ([(RS, 256), (ID, 64)], 0),
         "down_proj.weight_scale": ([(RS, 256), (ID, 8)], 0),
     },
+    "awq gemv": {"up_proj.qweight": ([(ID, 512), (RS, 32)], 0), "up_proj.scales": ([(ID, 512), (None, 8)], 0)},
+    "marlin": {"down_proj.B": ([(ID, 32), (RS, 512)], 1), "down_proj.s": ([(ID, 4), (RS, 256)], 1)},
+    "aqlm": {"down_proj.codes": ([(RS, 256), (ID, 64), (None, 2)], 0)},
+    "bitnet": {"down_proj.weight": ([(None, 64), (None, 512)], 0)},
+    "hqq 8 bits": {"k_proj.W_q": ([(KV, 512), (None, 64)], 0), "k_proj.zero": ([(KV, 512), (None, 1)], 0)},
+    "hqq 4 bits": {"k_proj.W_q": ([(None, 256), (None, 64)], None)},
+    "torchao int4": {"k_proj._weight_scale": ([(RS, 2), (KV, 128)], 1)},
+    "torchao nvfp4": {"gate_proj._weight_scale": ([(ID, 128), (None, 64)], 0)},
 }
 
 
@@ -98,6 +124,13 @@ GATHER_ONLY: dict[str, tuple[dict[str, Any] | None, Matrix, str]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64}, awq, ""),
     "exl3": ({"quant_method": "exl3"}, exl3, ""),
     "int": (None, int_packed, ""),
+    "awq gemv": (None, awq_gemv, "gemv pads"),
+    "hqq": (None, hqq(4), "every device has to hold all"),
+    "hqq 8 bits": (None, hqq(8), "one run of all rows"),
+    "bitnet": (None, bitnet, "every device has to hold all"),
+    "torchao nvfp4": (None, torchao_nvfp4, "in tiles"),
+    "torchao int4": (None, torchao_int4, ""),
+    "aqlm": (None, aqlm, ""),
     "int, act order": (
         None,
         lambda inputs, outputs, layer: int_packed(inputs, outputs, layer) | {".weight_g_idx": ("I32", (inputs,))},
@@ -148,6 +181,8 @@ UNITS: dict[str, dict[Axis, int]] = {
     "fp8 channel": {Axis.ID: 1, Axis.KV: 1, Axis.Q: 1, Axis.RS: 1},
     "exl2": {Axis.ID: 32, Axis.KV: 1, Axis.Q: 1, Axis.RS: 32},
     "exl3": {Axis.ID: 128, Axis.KV: 2, Axis.Q: 2, Axis.RS: 128},
+    "marlin": {Axis.ID: 128, Axis.KV: 1, Axis.Q: 2, Axis.RS: 128},
+    "torchao nvfp4": {Axis.ID: 128, Axis.KV: 2, Axis.Q: 2, Axis.RS: 128},
 }
 SIZES = {Axis.ID: 512, Axis.KV: 2, Axis.Q: 6, Axis.RS: 256}
 

@@ -199,3 +199,193 @@ def test_mxfp4_headers_agree_with_the_formula(tmp_path: Path) -> None:
     spec = read_model(path)
     assert stored(spec) == stored(computed)
     assert (spec.blocks, spec.parameters, spec.weight_format) == (computed.blocks, computed.parameters, "MXFP4")
+
+
+def moe(
+    model_type: str, experts: Tensors, outside: Tensors | None = None, **keys: Any
+) -> tuple[dict[str, Any], Tensors]:
+    """Return the config and tensors of one layer of a mixture, experts of a width of 128 in 4 pieces."""
+    config = _STACKED | {"model_type": model_type, "intermediate_size": 128, "torch_dtype": "bfloat16"} | keys
+    layer: Tensors = {
+        "input_layernorm.weight": ("BF16", (256,)),
+        "post_attention_layernorm.weight": ("BF16", (256,)),
+        "self_attn.q_proj.weight": ("BF16", (256, 256)),
+        "self_attn.k_proj.weight": ("BF16", (128, 256)),
+        "self_attn.v_proj.weight": ("BF16", (128, 256)),
+        "self_attn.o_proj.weight": ("BF16", (256, 256)),
+    }
+    tensors: Tensors = {
+        "model.embed_tokens.weight": ("BF16", (64, 256)),
+        "model.norm.weight": ("BF16", (256,)),
+        "lm_head.weight": ("BF16", (64, 256)),
+    }
+    return config, tensors | {f"model.layers.0.{name}": t for name, t in (layer | (outside or {}) | experts).items()}
+
+
+def each(names: dict[str, tuple[int, ...]], matrix: Callable[[tuple[int, ...]], Tensors]) -> Tensors:
+    """Return the tensors of matrices for each of 4 experts."""
+    return {
+        name.replace("#", str(expert)) + suffix: tensor
+        for expert in range(4)
+        for name, shape in names.items()
+        for suffix, tensor in matrix(shape).items()
+    }
+
+
+def plain(shape: tuple[int, ...]) -> Tensors:
+    """Return a matrix in 16 bits."""
+    return {".weight": ("BF16", shape)}
+
+
+def nvfp4(shape: tuple[int, ...]) -> Tensors:
+    """Return a matrix as ModelOpt stores it in NVFP4."""
+    outputs, inputs = shape
+    return {
+        ".weight": ("U8", (outputs, inputs // 2)),
+        ".weight_scale": ("F8_E4M3", (outputs, inputs // 16)),
+        ".weight_scale_2": ("F32", ()),
+        ".input_scale": ("F32", ()),
+    }
+
+
+_WIDE, _LONG = (128, 256), (256, 128)
+_GATED = {"gate_proj": _WIDE, "up_proj": _WIDE, "down_proj": _LONG}
+_SHARED = {f"feed_forward.shared_expert.{name}.weight": ("BF16", shape) for name, shape in _GATED.items()}
+_LLAMA4 = _SHARED | {"feed_forward.router.weight": ("BF16", (4, 256))}
+_GPT_OSS: Tensors = {
+    "mlp.router.weight": ("BF16", (4, 256)),
+    "mlp.router.bias": ("BF16", (4,)),
+    "self_attn.sinks": ("BF16", (2,)),
+    **{f"self_attn.{name}_proj.bias": ("BF16", (n,)) for name, n in zip("qkvo", (256, 128, 128, 256), strict=True)},
+}
+_MIXTRAL: dict[str, Any] = {"num_experts_per_tok": 2}
+
+
+def _biased(matrix: Callable[[tuple[int, ...]], Tensors]) -> Callable[[tuple[int, ...]], Tensors]:
+    return lambda shape: matrix(shape) | {".bias": ("BF16", shape[:1])}
+
+
+#: Forms in which tools store experts, other than the family's own: the model type, keys, and a layer's tensors.
+FORMS: dict[str, tuple[str, dict[str, Any], Tensors]] = {
+    "llama4, one by one": (
+        "llama4_text",
+        {},
+        _LLAMA4 | each({f"feed_forward.experts.#.{name}": shape for name, shape in _GATED.items()}, plain),
+    ),
+    "llama4, one by one in NVFP4": (
+        "llama4_text",
+        {},
+        _LLAMA4 | each({f"feed_forward.experts.#.{name}": shape for name, shape in _GATED.items()}, nvfp4),
+    ),
+    "llama4, in one tensor in NVFP4": (
+        "llama4_text",
+        {},
+        _LLAMA4
+        | {
+            f"feed_forward.experts.{name}{suffix}": tensor
+            for name, inputs, outputs in (("gate_up_proj", 256, 256), ("down_proj", 128, 256))
+            for suffix, tensor in {
+                "": ("U8", (4, inputs // 2, outputs)),
+                "_weight_scale": ("F8_E4M3", (4, inputs // 16, outputs)),
+                "_weight_scale_2": ("F32", ()),
+                "_input_scale": ("F32", ()),
+            }.items()
+        },
+    ),
+    "llama4, FBGEMM": (
+        "llama4_text",
+        {},
+        _LLAMA4
+        | {
+            "feed_forward.experts.gate_up_proj": ("F8_E4M3", (4, 256, 256)),
+            "feed_forward.experts.gate_up_proj_scale": ("F32", (4, 1, 256)),
+            "feed_forward.experts.down_proj": ("F8_E4M3", (4, 128, 256)),
+            "feed_forward.experts.down_proj_scale": ("F32", (4, 256, 1)),
+        },
+    ),
+    "gpt_oss, one by one": (
+        "gpt_oss",
+        {},
+        _GPT_OSS | each({"mlp.experts.gate_up_projs.#": (256, 256), "mlp.experts.down_projs.#": _LONG}, _biased(plain)),
+    ),
+    "gpt_oss, one by one in NVFP4": (
+        "gpt_oss",
+        {},
+        _GPT_OSS | each({"mlp.experts.gate_up_projs.#": (256, 256), "mlp.experts.down_projs.#": _LONG}, _biased(nvfp4)),
+    ),
+    "gpt_oss, gate and up apart": (
+        "gpt_oss",
+        {},
+        _GPT_OSS | each({f"mlp.experts.#.{name}": shape for name, shape in _GATED.items()}, _biased(plain)),
+    ),
+    "gpt_oss, MLX": (
+        "gpt_oss",
+        {},
+        _GPT_OSS
+        | {
+            f"mlp.experts.{name}.{part}": tensor
+            for name, (outputs, inputs) in _GATED.items()
+            for part, tensor in {
+                "weight": ("U32", (4, outputs, inputs // 8)),
+                "scales": ("U8", (4, outputs, inputs // 32)),
+                "bias": ("BF16", (4, outputs)),
+            }.items()
+        },
+    ),
+    "mixtral, renamed": (
+        "mixtral",
+        _MIXTRAL,
+        {"mlp.gate.weight": ("BF16", (4, 256))}
+        | each({f"mlp.experts.#.{name}": shape for name, shape in _GATED.items()}, plain),
+    ),
+    "mixtral, in one tensor": (
+        "mixtral",
+        _MIXTRAL,
+        {
+            "mlp.gate.weight": ("BF16", (4, 256)),
+            "mlp.experts.gate_up_proj": ("BF16", (4, 256, 256)),
+            "mlp.experts.down_proj": ("BF16", (4, 256, 128)),
+        },
+    ),
+    "mixtral, MLX": (
+        "mixtral",
+        _MIXTRAL,
+        {"block_sparse_moe.gate.weight": ("BF16", (4, 256))}
+        | {
+            f"block_sparse_moe.switch_mlp.{name}.{part}": tensor
+            for name, (outputs, inputs) in _GATED.items()
+            for part, tensor in {
+                "weight": ("U32", (4, outputs, inputs // 8)),
+                "scales": ("BF16", (4, outputs, inputs // 64)),
+                "biases": ("BF16", (4, outputs, inputs // 64)),
+            }.items()
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_experts_in_other_forms_are_counted_and_cut(case: str, tmp_path: Path) -> None:
+    """Whichever of its forms a tool stores experts in, each byte is counted, and each expert's own axis cuts it."""
+    config, tensors = moe(FORMS[case][0], FORMS[case][2], **FORMS[case][1])
+    spec = read_model(write_checkpoint(tmp_path / "m", config, tensors))
+    assert spec.weight_bytes == tensor_bytes(tensors)
+    assert not spec.not_planned
+    matrices = [p for p in spec.blocks[0].parameters if ".experts." in p.name or "switch_mlp" in p.name]
+    cut = [p for p in matrices if p.cut_dim("reduce") is not None]
+    assert all({s.axis for dim in p.dims for s in dim} & {Axis.EX, Axis.RS} for p in cut)
+    assert sum(p.bytes for p in cut) > 0.97 * sum(p.bytes for p in matrices)
+    assert all(p.cut_dim("gather") is not None for p in cut if len(p.dims) > 2)
+
+
+def test_experts_saved_with_inputs_and_outputs_exchanged(tmp_path: Path) -> None:
+    """As transformers 5 saves Qwen3-VL's, [expert, out, in], where the hub has [expert, in, out]."""
+    config, tensors = moe("llama4_text", _LLAMA4 | {
+        "feed_forward.experts.gate_up_proj": ("BF16", (4, 256, 256)),
+        "feed_forward.experts.down_proj": ("BF16", (4, 256, 128)),
+    })  # fmt: skip
+    spec = read_model(write_checkpoint(tmp_path / "m", config, tensors))
+    assert spec.weight_bytes == tensor_bytes(tensors)
+    down = parameter(spec, "experts.down_proj")
+    assert down.dims[1:] == ((Segment(Axis.RS, 256),), (Segment(Axis.EX, 128),))
+    assert down.out == 1

@@ -32,6 +32,7 @@ KEYS = [
     "cache_bytes_per_token",
     "state_bytes_per_sequence",
     "max_context",
+    "context_basis",
     "max_context_cache_bytes",
     "fingerprint",
 ]

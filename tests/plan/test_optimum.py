@@ -18,10 +18,9 @@ def test_a_plan_exists_if_any_does_and_none_is_better_by_a_thousandth(seed: int,
     """Where there is no plan, HiGHS has no solution; where there is one, none but within 0.1 % of its measure."""
     task = case(seed, layout, strategy)
     program, found = Program.of(task), attempt(task.model, task.devices, task.request)
-    if found is None:
+    if found is None or found.lacking:
         assert not program.is_solvable()
     else:
-        assert found.lacking == 0
         reached = measure(task, found.bounds)
         assert program.allows(found.bounds, reached)
         assert not program.is_solvable(reached / 1.001)

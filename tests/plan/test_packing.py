@@ -15,8 +15,8 @@ from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
 from tpplan.improve import Improver, _Best, numbers
-from tpplan.packing import SHIFT, Bin, Item, Placement, _Solver, solve
-from tpplan.search import OutOfBudgetError, search
+from tpplan.packing import SHIFT, Bin, Effort, Item, Placement, _Solver, solve
+from tpplan.search import Budget, OutOfBudgetError, search
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,7 +39,15 @@ def items(draw: st.DrawFn) -> Item:
     """An item of a few units; it may cost nothing, or weigh nothing."""
     count = draw(st.integers(1, 6))
     small, tiny = st.integers(0, 9), st.integers(0, 5)
-    return Item(count, draw(st.integers(1, min(3, count))), draw(small), draw(tiny), draw(small))
+    return Item(
+        count,
+        draw(st.integers(1, min(3, count))),
+        draw(small),
+        draw(tiny),
+        draw(small),
+        draw(tiny),
+        draw(st.booleans()),
+    )
 
 
 @st.composite
@@ -60,7 +68,8 @@ def larger_instances(draw: st.DrawFn) -> Instance:
     things = []
     for _ in range(draw(st.integers(1, 3))):
         count, cost, kept = draw(st.integers(8, 40)), draw(st.integers(1, 90)), draw(st.integers(0, 200))
-        things.append(Item(count, draw(st.integers(1, 8)), cost, kept, draw(st.integers(0, 90))))
+        load, kept_load = draw(st.integers(0, 90)), draw(st.integers(0, 200))
+        things.append(Item(count, draw(st.integers(1, 8)), cost, kept, load, kept_load, draw(st.booleans())))
     need = sum(item.cost * item.count + item.kept for item in things)
     host = st.builds(Bin, room=st.integers(need // 5, need), speed=st.integers(1, 99), load=st.integers(0, 50))
     return Instance(tuple(things), tuple(draw(st.lists(host, min_size=2, max_size=5))))
@@ -73,9 +82,8 @@ def hidden(seed: int) -> tuple[Instance, Placement]:
     things, placement = [], []
     for _ in range(rng.randint(2, 3)):
         units = rng.randint(4, 14)
-        item = Item(
-            units, rng.randint(1, 3), rng.randint(1, 99), rng.choice((0, rng.randint(1, 60))), rng.randint(0, 99)
-        )
+        kept = rng.choice((0, rng.randint(1, 60)))
+        item = Item(units, rng.randint(1, 3), rng.randint(1, 99), kept, rng.randint(0, 99), rng.choice((0, kept)))
         hosts = rng.sample(range(count), min(count, rng.randint(1, units // item.minimum)))
         row = [item.minimum if b in hosts else 0 for b in range(count)]
         for _ in range(units - sum(row)):
@@ -98,7 +106,7 @@ def rows(item: Item, bins: int) -> Iterator[tuple[int, ...]]:
 def used(task: Instance, placement: Sequence[Sequence[int]], b: int) -> tuple[int, int]:
     """Bytes and load that a bin bears, without its own."""
     held = [(item, row[b]) for item, row in zip(task.items, placement, strict=True) if row[b]]
-    return sum(i.kept + i.cost * n for i, n in held), sum(i.load * n for i, n in held)
+    return sum(i.kept + i.cost * n for i, n in held), sum(i.kept_load + i.load * n for i, n in held)
 
 
 def time(task: Instance, placement: Sequence[Sequence[int]]) -> Fraction:
@@ -148,13 +156,15 @@ def test_a_placement_is_found_if_there_is_one_and_is_the_fastest(task: Instance)
 @settings(max_examples=200)
 @given(instances(), st.none() | st.fractions(0, 30))
 # Of two ways to the same number of coarse units left, the one that wastes less room for the fine ones must win.
-@example(Instance((Item(2, 1, 5, 0, 0), Item(6, 1, 3, 0, 0)), tuple(Bin(n, 1, 0) for n in (11, 12, 5, 2, 2))), None)
-@example(Instance((Item(3, 2, 1, 0, 0),), (Bin(2, 1, 0), Bin(2, 1, 0))), None)  # room for 4, but not for 3 in one
-@example(Instance((Item(5, 2, 1, 0, 0), Item(1, 1, 0, 0, 0)), (Bin(2, 1, 0), Bin(2, 1, 0), Bin(2, 1, 0))), None)
+@example(
+    Instance((Item(2, 1, 5, 0, 0, 0), Item(6, 1, 3, 0, 0, 0)), tuple(Bin(n, 1, 0) for n in (11, 12, 5, 2, 2))), None
+)
+@example(Instance((Item(3, 2, 1, 0, 0, 0),), (Bin(2, 1, 0), Bin(2, 1, 0))), None)  # room for 4, but not for 3 in one
+@example(Instance((Item(5, 2, 1, 0, 0, 0), Item(1, 1, 0, 0, 0, 0)), (Bin(2, 1, 0), Bin(2, 1, 0), Bin(2, 1, 0))), None)
 def test_the_search_finds_a_placement_exactly_if_there_is_one(task: Instance, limit: Fraction | None) -> None:
     """With and without a limit of time, the exhaustive search agrees with trying everything."""
     t = None if limit is None else as_fixed_point(limit)
-    found = search(task.items, [(host.room, host.limit(t)) for host in task.bins], 10**6)
+    found = search(task.items, [(host.room, host.limit(t)) for host in task.bins], Budget(10**6))
     best = best_time(task)
     assert (found is not None) == (best is not None and (limit is None or best <= limit))
     if found is not None:
@@ -169,7 +179,7 @@ def test_hardly_any_slack_is_enough(seed: int) -> None:
     task, placement = hidden(seed)
     assert fits(task, placement)
     assert time(task, placement) <= 1
-    found = search(task.items, [(host.room, host.limit(1 << SHIFT)) for host in task.bins], 10**6)
+    found = search(task.items, [(host.room, host.limit(1 << SHIFT)) for host in task.bins], Budget(10**6))
     assert found is not None
     assert_valid(task, found)
     assert fits(task, found)
@@ -211,7 +221,7 @@ def test_the_time_of_a_placement_is_what_its_bins_keep(task: Instance) -> None:
 @given(larger_instances())
 def test_quick_answers_are_right_too(task: Instance) -> None:
     """Without the exhaustive search a placement may be missed, but one that is found keeps every rule."""
-    found = solve(task.items, task.bins, thorough=False)
+    found = solve(task.items, task.bins, Effort.ANY)
     if found is not None:
         assert_valid(task, found)
         assert fits(task, found)
@@ -225,7 +235,7 @@ def test_the_local_search_keeps_the_rules_and_only_improves(task: Instance) -> N
     It starts with everything in one bin, which mostly overflows.
     """
     start = [[item.count, *[0] * (len(task.bins) - 1)] for item in task.items]
-    improver, scatter = Improver(task.items, task.bins, start), numbers()
+    improver, scatter = Improver(task.items, task.bins, start, Budget(10**6)), numbers()
     for _ in range(4):
         before = improver.score()
         improver.run(0)
@@ -248,7 +258,7 @@ def test_the_local_search_keeps_the_rules_and_only_improves(task: Instance) -> N
 def test_moves_that_the_local_search_passes_over_are_no_better(task: Instance) -> None:
     """It makes the same moves as if it compared all of them."""
     start = [[item.count, *[0] * (len(task.bins) - 1)] for item in task.items]
-    found, other = (Improver(task.items, task.bins, start) for _ in range(2))
+    found, other = (Improver(task.items, task.bins, start, Budget(10**6)) for _ in range(2))
     found.run(0)
     with patch.object(_Best, "may_be_beaten", return_value=True):
         other.run(0)
@@ -291,22 +301,22 @@ def test_more_room_is_never_worse(task: Instance, more: int) -> None:
 
 def test_the_search_finds_what_the_local_search_overlooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Proportion fails here; if the local search does too, the exhaustive one finds the placement."""
-    task = Instance((Item(2, 1, 6, 0, 6), Item(3, 1, 4, 0, 4)), (Bin(12, 12, 0), Bin(12, 12, 0)))
-    assert _Solver(list(task.items), list(task.bins))._place(None) is None
-    monkeypatch.setattr(_Solver, "_improve", lambda *_: None)
+    task = Instance((Item(2, 1, 6, 0, 6, 0), Item(3, 1, 4, 0, 4, 0)), (Bin(12, 12, 0), Bin(12, 12, 0)))
+    assert _Solver(list(task.items), list(task.bins))._place(None, (0, 0)) is None
+    monkeypatch.setattr(_Solver, "_improve", lambda *_, **__: None)
     found = solve(task.items, task.bins)
     assert found is not None
     assert fits(task, found)
-    assert solve(task.items, task.bins, thorough=False) is None
+    assert solve(task.items, task.bins, Effort.ANY) is None
 
 
 def test_the_search_stops_when_its_budget_ends() -> None:
     """It says that it does not know, rather than that there is nothing."""
-    things = [Item(12, 1, 5, 0, 5), Item(12, 1, 7, 0, 7), Item(12, 1, 9, 0, 9)]
+    things = [Item(12, 1, 5, 0, 5, 0), Item(12, 1, 7, 0, 7, 0), Item(12, 1, 9, 0, 9, 0)]
     spaces = [(64, 1000)] * 4
     with pytest.raises(OutOfBudgetError):
-        search(things, spaces, 50)
-    assert search(things, spaces, 10**6) is not None
+        search(things, spaces, Budget(50))
+    assert search(things, spaces, Budget(10**6)) is not None
 
 
 def test_numbers_are_the_same_on_every_machine() -> None:

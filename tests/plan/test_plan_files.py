@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import attrs
 import pytest
@@ -48,15 +52,30 @@ def test_a_directory_of_plans(tmp_path: Path) -> None:
         codec.load(tmp_path)
 
 
-@pytest.mark.parametrize("path", ["no/such/plan.json", "", ".", "x" * 300, "a\0b", "plan.json/below", "/dev/full"])
+_UNWRITABLE = ["", ".", "x" * 300, "new/" + "x" * 300, "new/er/a\0b", "plan.json/below", "/dev/full"]
+
+
+@pytest.mark.parametrize("path", _UNWRITABLE)
 def test_unwritable(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that cannot be written is an error that names it, and nothing is left behind."""
+    """A file that cannot be written is an error that names it, and no directory or part of it is left behind."""
     monkeypatch.chdir(tmp_path)
     Path("plan.json").write_text("old")
     with pytest.raises(TpplanError, match="cannot write "):
         codec.save(PLAN, path)
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
     assert Path("plan.json").read_text() == "old"
+
+
+def test_missing_directories_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in directories that are missing is written with them; where writing fails, those that were made go."""
+    path = tmp_path / "new" / "er" / "plan.json"
+    codec.save(PLAN, path)
+    assert codec.load(path) == PLAN
+    (tmp_path / "old").mkdir()
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError("disk full")))
+    with pytest.raises(TpplanError, match="disk full"):
+        codec.save(PLAN, tmp_path / "old" / "a" / "b" / "plan.json")
+    assert not list((tmp_path / "old").iterdir())
 
 
 def test_invalid_plan_is_not_written(tmp_path: Path) -> None:
@@ -95,6 +114,36 @@ def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         codec.save(PLAN, path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_process_left(tmp_path: Path) -> None:
+    """The next save of the same file removes what is an hour old, and nothing else."""
+    path = tmp_path / "plan.json"
+    name = f".plan.json.{'0' * 12}.tpplan-new"
+    others = [".plan.json", f".plan.json.{'0' * 12}", f".other.json.{'0' * 12}.tpplan-new", f"x{name}", f"{name}x"]
+    young = f".plan.json.{'1' * 12}.tpplan-new"
+    for each in (name, *others, young):
+        (tmp_path / each).touch()
+        if each != young:
+            os.utime(tmp_path / each, (0, 0))
+    (tmp_path / name.replace("0", "2")).mkdir()
+    codec.save(PLAN, path)
+    assert {each.name for each in tmp_path.iterdir()} == {"plan.json", *others, young, name.replace("0", "2")}
+
+
+def test_being_killed_leaves_what_is_removed(tmp_path: Path) -> None:
+    """Kill -9 in the middle of a save leaves a file of the name that the next one looks for."""
+    code = (
+        "import os, signal\n"
+        "from tpplan import files\n"
+        "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"files.save_text('text', {str(tmp_path / 'plan.json')!r})\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    os.utime(left, (0, 0))
+    codec.save(PLAN, tmp_path / "plan.json")
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
 
 
 def test_unchanged_file_is_left_alone(tmp_path: Path) -> None:

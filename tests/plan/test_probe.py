@@ -12,17 +12,28 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.nvml_replay import RECORDINGS, NVMLError, Replay
-from tests.plan.probe_cases import ERROR, NOBODY, amd_said, nvidia_said, rocm_smi
+from tests.plan.probe_cases import ERROR, NOBODY, amd_said, install, nvidia_said
 from tpplan import codec, devices_file, probe
 from tpplan.catalogue import MIB
 from tpplan.devices import Device, parse_devices
 from tpplan.devices_file import Link, LinkKind, LinkPath, PeerAccess
 from tpplan.errors import DeviceError
 from tpplan.extras import install_command
-from tpplan.probe import GpuProcess, nvidia
+from tpplan.probe import GpuProcess, nvidia, system_memory
+from tpplan.probe.system_memory import SystemMemory
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+GIB = 2**30
+
+#: Of a DGX Spark.
+MEMINFO = """MemTotal:       127601664 kB
+MemFree:        120315000 kB
+MemAvailable:   126976000 kB
+Buffers:          101272 kB
+"""
 
 
 def test_h200s_of_one_host() -> None:
@@ -117,11 +128,43 @@ def test_a_gpu_without_memory_to_tell_is_left_out() -> None:
     report = nvidia_said("nvidia_uneven", new=silent)
     assert [d.name for d in report.devices] == ["RTX 4090"]
     assert [p.device for p in report.processes] == [0]
-    assert report.notes == ("GPU 0 is left out: NVML does not tell its memory",)
+    told = "GPU 0 (RTX 3060) is left out: NVML does not tell its memory"
+    assert report.notes == (told,)
     with pytest.raises(
-        DeviceError, match="leaves no GPU to plan for; GPU 0 is left out: NVML does not tell its memory"
-    ):
+        DeviceError, match=r"leaves no GPU to plan for; GPU 0 .* NVML does not tell its memory"
+    ) as raised:
         nvidia_said("nvidia_laptop", new=silent)
+    assert raised.value.hint.endswith("for a GPU that shares the system's memory, name that: --gpus 119GiB")
+    with pytest.raises(DeviceError) as raised:
+        nvidia_said("nvidia_laptop", new=silent, system=SystemMemory(64 * GIB, 50 * GIB))
+    assert raised.value.hint.endswith("--gpus 48GiB")
+
+
+@pytest.mark.parametrize(("name", "gpu"), [("NVIDIA GB10", "GB10"), ("NVIDIA Thor", "Jetson AGX Thor")])
+def test_a_gpu_that_shares_the_system_s_memory_takes_what_that_can_spare(name: str, gpu: str) -> None:
+    """NVML tells no memory of such a GPU: it is the kernel's, of which what is available may be used, but a share."""
+    system = system_memory.parse(MEMINFO)
+    assert system == SystemMemory(127601664 * 2**10, 126976000 * 2**10)
+    new = {"nvmlDeviceGetMemoryInfo(gpu0)": ERROR, "nvmlDeviceGetName(gpu0)": name}
+    report = nvidia_said("nvidia_laptop", new=new, system=system)
+    (device,) = report.devices
+    assert (device.name, device.memory_bytes) == (gpu, system.total_bytes)
+    assert device.budget_bytes == system.usable_bytes // MIB * MIB
+    assert device.budget_bytes // GIB == 118
+    assert (device.bandwidth_bytes_per_second, device.bandwidth_source) == (273 * 10**9, "catalogue")
+    short = gpu if gpu == "GB10" else "Thor"
+    assert report.notes == (f"GPU 0 ({short}) shares the system's memory, and may take 118.66 GiB of 121.69 GiB now",)
+    with pytest.raises(DeviceError, match="does not tell its memory"):
+        nvidia_said("nvidia_laptop", new=new)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MemTotal: 12 kB\n", "MemTotal:       0 kB\nMemAvailable:       0 kB\n", "\0" * 99]
+)
+def test_memory_that_the_kernel_does_not_tell(text: str) -> None:
+    """What is not the kernel's file, or not all of it, tells nothing; a full machine has nothing to spare."""
+    assert system_memory.parse(text) is None
+    assert SystemMemory(8 * GIB, GIB).usable_bytes == 0
 
 
 def test_asking_creates_no_context() -> None:
@@ -155,7 +198,7 @@ def test_reports_are_plain_json() -> None:
 
 @pytest.fixture
 def no_amd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Leave no rocm-smi on the path and no variable that hides GPUs."""
+    """Leave neither amd-smi nor rocm-smi on the path and no variable that hides GPUs."""
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
@@ -168,7 +211,11 @@ def test_auto_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", replay)
     rtx3060, rtx4090 = parse_devices("AUTO")
     assert rtx3060 == Device(
-        name="RTX 3060", budget_bytes=11188 * MIB, bandwidth_bytes_per_second=360 * 10**9, capability="8.6"
+        name="RTX 3060",
+        budget_bytes=11188 * MIB,
+        overhead_bytes=890 * MIB,
+        bandwidth_bytes_per_second=360 * 10**9,
+        capability="8.6",
     )
     assert (rtx4090.name, rtx4090.budget_bytes) == ("RTX 4090", 22143 * MIB)
     assert replay.asked[0] == "nvmlInit()"
@@ -182,7 +229,7 @@ def test_no_driver_of_either_vendor(monkeypatch: pytest.MonkeyPatch, code: int) 
     monkeypatch.setitem(sys.modules, "pynvml", Replay("nvidia_uneven", {"nvmlInit()": {"error": code}}))
     with pytest.raises(DeviceError) as raised:
         probe.probe()
-    assert f"NVIDIA: NVML error {code}; AMD: there is no rocm-smi" in raised.value.message
+    assert f"NVIDIA: NVML error {code}; AMD: there is neither amd-smi nor rocm-smi" in raised.value.message
     assert '--gpus "2x24GiB"' in raised.value.hint
 
 
@@ -222,7 +269,7 @@ def test_amd_is_asked_where_nvidia_has_no_gpu(monkeypatch: pytest.MonkeyPatch, t
     """A machine with NVIDIA's driver and no NVIDIA GPU shows its AMD GPUs."""
     monkeypatch.setitem(sys.modules, "pynvml", Replay("nvidia_uneven", {"nvmlDeviceGetCount()": 0}))
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    rocm_smi(tmp_path, f'cat "{RECORDINGS}/amd_mi300x.json"')
+    install(tmp_path, f'cat "{RECORDINGS}/amd_mi300x.json"')
     assert probe.probe().driver == "AMD 6.3.6"
 
 

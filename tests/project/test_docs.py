@@ -30,6 +30,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_nobody_is_sent_to_an_index_for_tpplan(page: Path) -> None:
+    """No page says to install a package of this name, which may be anybody's, but only a clone or a URL."""
+    assert not re.findall(r"install [^`\n]*(?<![/+.])tpplan(?!plan)|tpplan\[[a-z]", page.read_text(encoding="utf-8"))
+
+
 def test_the_python_of_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +127,7 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_devices_file(tmp_path: Path) -> None:
-    """The devices file that the page on planning shows is one, with the fewest keys."""
+    """The devices file that the page on planning shows is one, with the fewest keys that are safe."""
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     (tmp_path / "devices.json").write_text(text, encoding="utf-8")
@@ -130,6 +136,7 @@ def test_the_devices_file(tmp_path: Path) -> None:
         ("RTX 4090", 24 * 10**9),
         ("RTX 3060", 12 * 10**9),
     ]
-    for key in set(re.findall('"([a-z]+_bytes)"', text)):
+    assert {device.overhead_bytes for device in devices} == {890 * 2**20}
+    for key in set(re.findall('"([a-z]+_bytes)"', text)) - {"overhead_bytes"}:
         with pytest.raises(tpplan.DeviceError, match="is missing"):
             devices_file.loads(re.sub(f', "{key}": [0-9]+', "", text))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tpplan[cu13]'")
+pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu13]'")
 
 from cuda.bindings import runtime
 from hypothesis import given

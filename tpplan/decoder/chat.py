@@ -1,27 +1,30 @@
-"""Rendering of a checkpoint's chat template, by jinja2 in its sandbox."""
+"""The chat template of a checkpoint, and what it makes of a prompt within limits of time and memory."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn, Self
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from typing import Any, Final, Self
 
 from attrs import frozen
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tpplan.decoder.files import read_object, read_text
 from tpplan.decoder.text import check_text
-from tpplan.errors import ModelError, RequestError
+from tpplan.errors import ExecutionError, ModelError, RequestError
 
-if TYPE_CHECKING:
-    from jinja2.parser import Parser
+if find_spec("jinja2") is None:  # said before anything is read; templates.py imports it
+    raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
 
-#: Maximum characters of a template's message in an error.
+#: Maximum characters of names in an error.
 _TOLD: Final = 200
+#: Maximum seconds for a template; usual ones take some milliseconds.
+_SECONDS: Final = 2.0
 #: Usual names of special tokens.
 _USUAL: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FETCH: Final = "fetch it again, or leave out --chat"
@@ -81,62 +84,48 @@ class ChatTemplate:
             "tools": None,  # templates compare these with None
             "documents": None,
         }
-        try:
-            return _environment().from_string(self.text).render({**self.tokens, **given})
-        except _RefusedError as error:
+        request: dict[str, Any] = {
+            "template": self.text,
+            "variables": {**self.tokens, **given},
+            "now": datetime.now().isoformat(),  # noqa: DTZ005 - the user's local date
+        }
+        answer = _answered(request)
+        if "text" in answer:
+            return answer["text"]
+        if "refused" in answer:
             hint = "leave out --system" if system else "leave out --chat, and write the whole prompt"
-            raise RequestError(f"the chat template of {self.source} refuses this: {_told(error)}", hint) from error
-        except Exception as error:  # a template can raise anything
-            problem = f"the chat template of {self.source} fails: {type(error).__name__}: {_told(error)}"
-            raise ModelError(problem, _FETCH) from error
+            raise RequestError(f"the chat template of {self.source} refuses this: {answer['refused']}", hint)
+        raise ModelError(f"the chat template of {self.source} fails: {answer['failed']}", _FETCH)
 
 
-class _RefusedError(Exception):
-    """The error of a template that refuses its messages by ``raise_exception``."""
+def _answered(request: dict[str, Any]) -> dict[str, str]:
+    """Return the outcome of :func:`tpplan.decoder.templates.outcome` in a process of its own, within limits.
 
-
-class _Generation(Extension):
-    """The tag ``{% generation %}``, by which transformers finds the assistant's text; it does not change the text."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Return the content between the tags."""
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment of templates, with the same options, filters and functions as in transformers."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=_refuse, strftime_now=_strftime_now)
-    return environment
-
-
-def _refuse(message: object) -> NoReturn:
-    raise _RefusedError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005 - the user's local date
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates may pass them by position
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
-) -> str:
-    """Write JSON without jinja's escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _told(error: Exception) -> str:
-    return str(error).partition("\n")[0][:_TOLD]
+    Raises:
+        ExecutionError: no process can be started.
+    """
+    # Neither site-packages nor the environment are looked at again: what this process imports from is known.
+    command = [sys.executable or "python3", "-P", "-S", "-s", str(Path(__file__).with_name("templates.py"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        process = Popen(command, env=environment, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, bufsize=0)  # noqa: S603
+    except OSError as error:
+        problem = f"a process for the chat template cannot be started: {error.strerror}"
+        raise ExecutionError(problem, "leave out --chat, and write the whole prompt") from error
+    with process:
+        assert process.stdout  # noqa: S101 - as asked for
+        try:
+            process.stdout.read(1)  # when it has started, which takes its time on some disks
+            output, _ = process.communicate(json.dumps(request).encode(), _SECONDS)
+        except TimeoutExpired:
+            return {"failed": f"it takes more than {_SECONDS:g} s"}
+        finally:
+            process.kill()
+    try:
+        answer: dict[str, str] = json.loads(output)
+    except ValueError:  # it did not come to an end, so there is no more than a part
+        return {"failed": f"the process that renders it ended with code {process.returncode}"}
+    return answer
 
 
 def _special(config: Mapping[str, object], older: Mapping[str, object]) -> dict[str, str]:

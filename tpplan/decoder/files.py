@@ -5,25 +5,40 @@ from __future__ import annotations
 from pathlib import Path
 
 from tpplan.config import read_config
+from tpplan.content import ContentError, foreign, read
 from tpplan.errors import ModelError
 from tpplan.families.wrappers import text_part
+from tpplan.files import LARGEST_DOCUMENT
 from tpplan.jsontext import NotJSONError, read_json
 
 
-def read_text(path: Path, hint: str) -> str:
+def read_text(path: Path, hint: str, most: int = LARGEST_DOCUMENT) -> str:
     """Return the text of a file.
 
     Args:
         path: path of the file.
         hint: hint for the error.
+        most: its largest size in bytes.
 
     Raises:
-        ModelError: the file cannot be read.
+        ModelError: the file cannot be read, or is larger.
     """
+    data = read_bytes(path, hint, most)
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", hint) from error
+        return data.decode()
+    except UnicodeDecodeError as error:
+        what, better = foreign(data)
+        raise ModelError(f"{path} {what or f'cannot be read: {error}'}", better or hint) from error
+
+
+def read_bytes(path: Path, hint: str, most: int = LARGEST_DOCUMENT) -> bytes:
+    """Return the bytes of a file, see :func:`read_text`."""
+    try:
+        return read(path, most)
+    except ContentError as error:
+        raise ModelError(f"{path} {error}", error.hint or hint) from error
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}", hint) from error
 
 
 def read_object(path: Path, hint: str) -> dict[str, object]:
@@ -36,12 +51,12 @@ def read_object(path: Path, hint: str) -> dict[str, object]:
     Raises:
         ModelError: the file cannot be read, or is not a JSON object.
     """
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        data = read_json(read_text(path, hint))
+        data = read_json(read_bytes(path, hint), constants=True)
     except NotJSONError as error:
-        raise ModelError(f"{path} cannot be read: {error}", hint) from error
+        raise ModelError(f"{path} cannot be read: it {error}", error.hint or hint) from error
     if not isinstance(data, dict):
         raise ModelError(f"{path} is no object of JSON", hint)
     return data

@@ -106,8 +106,21 @@ class Extent:
 
 
 def length_of(request: Request) -> int:
-    """Return the maximum tokens of a sequence of a request: the cache's tokens divided by the batch."""
-    return request.cache.tokens // request.batch
+    """Return the maximum tokens of a sequence of a request: the cache's tokens divided by the batch.
+
+    Raises:
+        RequestError: the request is for a cache of another kind than the decoder's: a pool that sequences share, or
+            whole contexts in layers with a sliding window.
+    """
+    each = request.cache.tokens // request.batch
+    if request.context:
+        what = f"the plan shares {request.cache.tokens} tokens between {request.batch} sequences of up to"
+        hint = f"plan without --tokens, with --context {each} for a cache of this size"
+        raise RequestError(f"{what} {request.context}; the decoder gives each an equal part", hint)
+    if request.full_window:
+        what = "the plan keeps all tokens in layers with a sliding window; the decoder keeps those of the window"
+        raise RequestError(what, "plan without --full-window")
+    return each
 
 
 def check(prompts: Sequence[Prompt], plan: SplitPlan) -> None:

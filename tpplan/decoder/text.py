@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from tpplan.content import foreign
+from tpplan.decoder.files import read_bytes
 from tpplan.errors import ExecutionError, ModelError, RequestError
 from tpplan.extras import install_command
 
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
 
 #: Replacement character, which tokenizers return for an incomplete character.
 _INCOMPLETE: Final = "\ufffd"
+#: Limits of a tokenizer.json; the largest known one, of 262,144 tokens, has 33 MiB and 1.3 million values.
+_MOST_BYTES: Final = 64 * 2**20
+_MOST_VALUES: Final = 2_000_000
 #: Tokens of the prompt to decode together with the first new one: they decide whether a word starts with a space.
 _CONTEXT: Final = 4
 
@@ -50,12 +55,17 @@ class Tokenizer:
             message = "turning text into tokens needs tokenizers, which is not installed"
             raise ExecutionError(message, f"{install_command('generate')}, or give --token-ids") from error
         path = Path(directory) / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise ModelError(f"{path} does not exist", "fetch the model's tokenizer.json, or give --token-ids")
+        hint = "fetch it again, or give --token-ids"
+        data = read_bytes(path, hint, _MOST_BYTES)
+        if data.count(b",") > _MOST_VALUES:
+            raise ModelError(f"{path} has more than {_MOST_VALUES} values", hint)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises nothing narrower
-            raise ModelError(f"{path} cannot be read: {error}", "fetch it again, or give --token-ids") from error
+            what, better = foreign(data)
+            raise ModelError(f"{path} {what or f'cannot be read: {error}'}", better or hint) from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text, by default with the special tokens that the tokenizer puts around it.

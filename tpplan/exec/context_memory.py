@@ -190,7 +190,7 @@ class ContextMemory:
 
         Args:
             rope: the model's RoPE parameters; see :meth:`tpplan.exec.rope.tables.Rope.from_config`.
-            positions: rows of the tables; by default the tokens per sequence of the plan's cache.
+            positions: rows of the tables; by default the tokens of the plan's longest sequence.
 
         Returns:
             Two tensors ``[positions, rope.width]`` for each device, in the activations' dtype.
@@ -200,8 +200,7 @@ class ContextMemory:
                 tables.
         """
         with self._guard:
-            request = self.plan.request
-            rows = -(-request.cache.tokens // request.batch) if positions is None else positions
+            rows = self.plan.request.sequence_tokens if positions is None else positions
             heads = [split.bounds for split in self.plan.splits if split.axis is Axis.KV]
             holders = [d for d in self.devices.values() if any(b[d.index] < b[d.index + 1] for b in heads)]
             for device in holders:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tpplan.axes import Axis, Slice, slices_of
-from tpplan.errors import RequestError
+from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.arguments import whole
 
 if TYPE_CHECKING:
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
     from tpplan.exec.operands import Slices
     from tpplan.plan import SplitPlan
+
+
+_DIM: Final = "dim is the columns per element"
+_MOST_COLUMNS: Final = 2**63 - 1
 
 
 class Cuts:
@@ -69,13 +73,17 @@ class Cuts:
         """Return (device, start, stop) of every slice in columns; the last one stops where the axis does.
 
         Raises:
-            ExecutionError: ``dim`` is not an int or less than 1.
+            ExecutionError: ``dim`` is not an int, less than 1, or so large that no tensor has as many columns.
             RequestError: see :meth:`split`.
         """
-        whole(f"{what}: dim", dim, 1, "dim is the columns per element")
+        whole(f"{what}: dim", dim, 1, _DIM)
         slices = self.split(axis, layer)
         key = (axis, layer, dim)
         if key not in self._columns:
+            if slices[-1].end * dim > _MOST_COLUMNS:
+                raise ExecutionError(
+                    f"{what}: dim is {dim!r:.40}, which makes more columns than a tensor can have", _DIM
+                )
             self._columns[key] = tuple((s.device, s.start * dim, s.end * dim) for s in slices)
         return self._columns[key]
 

@@ -10,7 +10,7 @@ from tpplan.errors import ExecutionError
 from tpplan.exec.arena import Arena
 from tpplan.exec.arguments import check_dtype, check_type, whole
 from tpplan.exec.rope.tables import Rope
-from tpplan.sizes import format_bytes
+from tpplan.sizes import format_apart
 from tpplan.workspace import align
 
 if TYPE_CHECKING:
@@ -106,9 +106,10 @@ class DeviceContext:
         size = 2 * align(positions * rope.width * dtype.itemsize)
         free = len(self._rope_area) - self._rope_used
         if size > free and (rope, positions, dtype) not in self._tables:
+            takes, left = format_apart(size, free)
             raise ExecutionError(
-                f"device {self.index} ({self.name}): the RoPE tables of {positions} positions take "
-                f"{format_bytes(size)}, but the plan left {format_bytes(free)} for them",
+                f"device {self.index} ({self.name}): the RoPE tables of {positions} positions take {takes}, but the "
+                f"plan left {left} for them",
                 "ask for fewer positions; devices without KV heads have no tables",
             )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from tpplan.sizes import format_unequal
+from tpplan.sizes import format_apart
 from tpplan.workspace import workspace_bytes
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
         memory = plan.memory[i]
         needed = memory.used_bytes - memory.overhead_bytes  # the driver's overhead is already allocated here
         if here.free_bytes < needed:
-            asked, free = format_unequal(needed, here.free_bytes)
-            problems.append(f"{where}: needs {asked}, {free} are free")
+            needs, free = format_apart(needed, here.free_bytes)
+            problems.append(f"{where}: needs {needs}, {free} are free")
         if device.capability and _version(here.capability) < _version(device.capability):
             problems.append(f"{where}: planned for capability {device.capability}, has {here.capability}")
     return problems

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tpplan.devices import Device
+from tpplan.devices import UNMEASURED_OVERHEAD_BYTES, Device
 from tpplan.errors import DeviceError, RequestError
 from tpplan.probe import devices_file, probe
 
@@ -42,7 +42,10 @@ def read_gpu_split(gpu_split: Any) -> tuple[tuple[int, ...], tuple[Device, ...]]
     kept = {i: int(budget * _GIB) for i, budget in enumerate(gpu_split) if int(budget * _GIB)}
     if not kept:
         raise RequestError(f"gpu_split is {gpu_split!s:.40}, which has 0 devices", _HINT)
-    return tuple(kept), tuple(Device(name=f"GPU {i}", budget_bytes=budget) for i, budget in kept.items())
+    return tuple(kept), tuple(
+        Device(name=f"GPU {i}", budget_bytes=budget, overhead_bytes=UNMEASURED_OVERHEAD_BYTES)
+        for i, budget in kept.items()
+    )
 
 
 def _here() -> tuple[tuple[int, ...], tuple[Device, ...]]:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Final
 from attrs import frozen
 
 from tpplan.config import ELSEWHERE, Config
+from tpplan.errors import ModelError
+from tpplan.families.aside import parts_aside
 from tpplan.families.classic import CLASSIC
+from tpplan.families.contexts import longest_context
 from tpplan.families.corrected import CORRECTED
 from tpplan.families.dense import DENSE
 from tpplan.families.gemma import GEMMA
@@ -19,10 +22,12 @@ from tpplan.families.packed import PACKED
 from tpplan.families.parts import PARTS
 from tpplan.families.shape import TIED, read_shape
 from tpplan.families.ungated import UNGATED
-from tpplan.families.wrappers import TEXT, WRAPPERS, text_part
+from tpplan.families.wrappers import NESTED, TEXT, WRAPPERS, text_part
 from tpplan.model import ModelSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tpplan.families.table import Family, Shape
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -42,6 +47,17 @@ LANGUAGE_MODELS: Final = {**FAMILIES, **PARTS}
 
 #: ``torch_dtype`` in a config.json, and the same in safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+#: Sections within sections that are looked into for a language model.
+_DEEPEST: Final = 3
+#: Other names of theirs: torch's own, and those of people.
+_DTYPE_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+#: The ``torch_dtype`` that leaves the choice to the weights; without them it is the default.
+_AUTO: Final = "auto"
+
+#: Supported names that an error lists.
+_NEAREST: Final = 5
 
 
 @frozen
@@ -105,11 +121,13 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> Mod
     for key in family.refused:
         if config.flag(key):
             raise config.error(f"{key} is true, which tpplan does not support", "plans are for decoders only")
-    _, text = text_part(config)
+    inner, text = text_part(config)
     # A wrapper's own default changed between versions of transformers; that of the language model never did.
     tied = config.flag(TIED, default=text.flag(TIED, default=family.tied))
     shape = read_shape(text, family, tied=tied, stacked=stacked)
-    torch_dtype = _torch_dtype(text) or _torch_dtype(config) or "bfloat16"
+    context = longest_context(text, inner, shape.context)
+    named = _torch_dtype(text) or _torch_dtype(config)
+    torch_dtype = named or "bfloat16"
     dtype = DTYPES[torch_dtype]
     blocks = tuple(family.block(shape, layers, dtype) for layers in _groups(shape))
     outside = tuple(p for row in family.outside for p in row.parameters(shape, dtype, family.root))
@@ -120,13 +138,17 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> Mod
         model_type=model_type,
         hidden_size=shape.hidden,
         vocab_size=shape.vocab,
-        max_context=shape.context,
+        max_context=context.tokens,
+        context_basis=context.basis,
         tied_embeddings=TIED in shape.flags,
         dtype=torch_dtype,
         weight_format=dtype,
         parameter_count=inside + sum(p.elements for p in outside),
         blocks=blocks,
         parameters=outside,
+        not_planned=parts_aside(config, text),
+        assumed="" if named else f"dtype {torch_dtype}: {config.source.rpartition('/')[2]} names none",
+        notes=(context.note,) if context.note else (),
     )
 
 
@@ -152,24 +174,39 @@ def _family(config: Config) -> tuple[str, Family]:
 
 
 def _known(model_type: str, names: Sequence[str]) -> str:
-    """Return which names are supported, the nearest first.
+    """Return the supported names that are nearest, and where all of them are.
 
     None is proposed: who takes mistral for mixtral or qwen3 for qwen3_next plans for another model.
     """
     from difflib import get_close_matches  # noqa: PLC0415 - only for the message
 
-    near = get_close_matches(model_type[:60].casefold(), names)
-    return f"supported are {', '.join(dict.fromkeys((*near, *names)))}"
+    near = get_close_matches(model_type[:60].casefold(), names, n=_NEAREST)
+    like = f"supported names like it are {', '.join(near)}" if near else "no supported name is like it"
+    return f"{like}; the README lists all, as does tpplan.families.supported() in Python"
 
 
 def _text_part(config: Config) -> str:
-    """Return what to do about a model of text and images whose part for text is supported, empty if it is not."""
-    part = config.raw(TEXT)
-    inner = part.get("model_type") if isinstance(part, dict) else None
-    if not isinstance(inner, str) or inner not in FAMILIES:
-        return ""
-    alone = "save it as a config.json of its own to plan for that part; what reads images is then not counted"
-    return f"its text_config is of the type {inner}, which is supported: {alone}"
+    """Return what to do about a model around a language model that is supported, empty if there is none in it."""
+    for path, part in _parts(config):
+        inner = part.raw("model_type")
+        if isinstance(inner, str) and inner in FAMILIES:
+            alone = "save it as a config.json of its own to plan for that part; what is around it is then not counted"
+            hint = f"its {path} is of the type {inner}, which is supported: {alone}"
+            try:
+                spec_from_config(part, inner)
+            except ModelError as error:
+                return f"{hint}; but first complete it: {error.message}"
+            return hint
+    return ""
+
+
+def _parts(config: Config, path: str = "", depth: int = 0) -> Iterator[tuple[str, Config]]:
+    """Yield the sections of a config, and those within, that may describe a language model, with their paths."""
+    for key in NESTED if depth < _DEEPEST else ():
+        if isinstance(config.data.get(key), dict):
+            part = config.section(key)
+            yield f"{path}{key}", part
+            yield from _parts(part, f"{path}{key}.", depth + 1)
 
 
 def _architecture(config: Config, family: Family, model_type: str) -> str:
@@ -182,11 +219,12 @@ def _architecture(config: Config, family: Family, model_type: str) -> str:
 
 
 def _torch_dtype(config: Config) -> str:
-    """Return the dtype that the config names, empty if none."""
+    """Return the dtype that the config names, empty if none or ``auto``."""
     text = config.text("torch_dtype").removeprefix("torch.")
-    if text and text not in DTYPES:
-        raise config.error(f"torch_dtype is {text[:60]!r}", f"known are {', '.join(DTYPES)}")
-    return text
+    name = _DTYPE_NAMES.get(text, text)
+    if name and name != _AUTO and name not in DTYPES:
+        raise config.error(f"torch_dtype is {text[:60]!r}", f"known are {', '.join((*DTYPES, *_DTYPE_NAMES, _AUTO))}")
+    return "" if name == _AUTO else name
 
 
 def _groups(shape: Shape) -> list[tuple[int, ...]]:

@@ -41,6 +41,18 @@ def _cohere(config: Config, shape: Shape) -> Shape:
     return evolve(shape, context=config.count("model_max_length", default=shape.context))
 
 
+def _helium(config: Config, shape: Shape) -> Shape:
+    """Check that the hidden size, which the output projection takes whatever the head size is, divides into heads.
+
+    Raises:
+        ModelError: it does not.
+    """
+    if shape.hidden % shape.q_heads:
+        heads = f"{shape.q_heads} query heads (num_attention_heads)"
+        raise config.error(f"hidden_size {shape.hidden} is not a multiple of {heads}")
+    return shape
+
+
 def _internlm3(config: Config, shape: Shape) -> Shape:
     """Find the biases, which are of all projections or of none; versions of the config call their keys differently.
 
@@ -283,11 +295,11 @@ DENSE: Final[dict[str, Family]] = {
     "helium": Family(
         architectures=("HeliumForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *attention("attention_bias")),
+        layer=(*NORMS, *attention("attention_bias", taken="HQ")),
         dense=gated(bias="mlp_bias"),
-        defaults={"num_key_value_heads": 20},
+        defaults={"num_key_value_heads": 20, "head_dim": 128},
         flags={"attention_bias": False, "mlp_bias": False},
-        fixed_head=True,
+        adapt=_helium,
     ),
     "internlm3": Family(
         architectures=("InternLM3ForCausalLM", "LlamaForCausalLM"),

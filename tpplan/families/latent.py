@@ -82,7 +82,7 @@ _DEEPSEEK_V3 = Family(
     defaults=_HEAD,
     flags={"attention_bias": False},
     moe=after_dense(3),
-    adapt=_latent(),
+    adapt=_latent(shared=1),
 )
 
 LATENT: Final[dict[str, Family]] = {
@@ -95,7 +95,7 @@ LATENT: Final[dict[str, Family]] = {
         defaults=_HEAD,
         flags={"attention_bias": False, "mlp_bias": False},
         moe=after_dense(0),
-        adapt=_latent(),
+        adapt=_latent(shared=2),
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,

@@ -30,14 +30,17 @@ def norm(
 
 
 def attention(
-    bias: str | None = NEVER, out_bias: str | None = NEVER, *, q: str = "Q", out: str = "o_proj"
+    bias: str | None = NEVER, out_bias: str | None = NEVER, *, q: str = "Q", out: str = "o_proj", taken: str = "O"
 ) -> tuple[Row, ...]:
-    """Return the rows of attention with separate query, key and value projections; ``q`` is what the first gives."""
+    """Return the rows of attention with separate query, key and value projections.
+
+    ``q`` is what the first gives, and ``taken`` what the output projection takes.
+    """
     return (
         *linear("self_attn.q_proj", q, "RS", bias),
         *linear("self_attn.k_proj", "K", "RS", bias),
         *linear("self_attn.v_proj", "V", "RS", bias),
-        *linear(f"self_attn.{out}", "RS", "O", out_bias),
+        *linear(f"self_attn.{out}", "RS", taken, out_bias),
     )
 
 

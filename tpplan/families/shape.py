@@ -44,7 +44,8 @@ def read_shape(config: Config, family: Family, *, tied: bool, stacked: bool) -> 
             f"{q_heads} query heads (num_attention_heads) are not a multiple of {kv_heads} key/value heads"
         )
     head_dim = _head_dim(config, family, hidden, q_heads)
-    flags = {key for key, default in family.flags.items() if config.flag(key, default=default)}
+    # Null is not the default, but as good as false.
+    flags = {key for key, default in family.flags.items() if config.flag(key, default=default and key not in config)}
     sparse = family.moe(config, layers) if family.moe else (False,) * layers
     experts = config.count("num_experts", default=given.get("num_experts"), maximum=MAX_PARTS) if any(sparse) else 0
     per_token = config.count("num_experts_per_tok", default=given.get("num_experts_per_tok")) if experts else 0

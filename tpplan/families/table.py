@@ -19,6 +19,7 @@ iq     all queries of the indexer       (uncut)  ck     tokens of a convolution 
 LK     key heads of linear attention × size (LH) LV     its value heads × their size     (LH)
 LQKVZ  query, key, its values and gates  (LH)    lh lh2 one and two for each value head  (LH)
 lv     size of its value heads          (uncut)  Q2     query and gate of each query head (Q)
+HQ     hidden size, as query heads      (Q)
 ====== ========================================= ====== =========================================
 """
 
@@ -43,7 +44,7 @@ class Shape:
     Attributes:
         hidden: width of the residual stream.
         vocab: rows of the embedding.
-        context: tokens per sequence that the model was made for.
+        context: tokens per sequence that the model was made for, before any scaling of RoPE.
         q_heads: query heads.
         kv_heads: key/value heads.
         head_dim: elements of a query or key head.
@@ -116,6 +117,7 @@ class Shape:
             "qr": Segment(None, self.q_rank),
             "kr": Segment(None, self.kv_rank),
             "krr": Segment(None, self.kv_rank + self.rope_dim),
+            "HQ": Segment(Axis.Q, self.hidden),
             "Q2": Segment(Axis.Q, 2 * q * d),
             "LK": Segment(Axis.LH, keys),
             "LV": Segment(Axis.LH, values),

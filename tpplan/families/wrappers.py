@@ -16,12 +16,19 @@ if TYPE_CHECKING:
 #: The key that holds the language model's own config.
 TEXT: Final = "text_config"
 
+#: Keys that hold it, or hold what it is in, in models of other kinds.
+NESTED: Final = (TEXT, "llm_config", "language_config", "thinker_config", "text_model_config", "language_model_config")
+
 #: How the names of the language model start in most models on the hub; in others they are those of a model alone.
 ROOT: Final = "language_model."
 
 #: By this start, names that some checkpoints have, and what the tables have in their place.
 _RENAMED: Final[dict[str, dict[str, str]]] = {
-    ROOT: {"model.language_model.": f"{ROOT}model.", "lm_head.": f"{ROOT}lm_head."},
+    ROOT: {
+        "model.language_model.": f"{ROOT}model.",
+        "lm_head.": f"{ROOT}lm_head.",
+        f"{ROOT}model.blocks.": f"{ROOT}model.layers.",  # transformers 5 saves Kimi's layers so, like those for images
+    },
     "": {"model.language_model.": "model."},
 }
 
@@ -99,6 +106,31 @@ _DEFAULTS: Final[dict[str, tuple[int, ...]]] = {
     "mistral": (32_000, 4096, 14_336, 32, 32, 131_072),
     "qwen2": _QWEN,
     "qwen3": _QWEN,
+    "qwen3_moe": (151_936, 2048, 6144, 24, 32, 32_768),
+    # With experts.
+    "deepseek_v3": (129_280, 7168, 18_432, 61, 128, 4096),
+    "kimi_k2": (129_280, 7168, 18_432, 61, 128, 4096),
+    "llama4_text": (202_048, 5120, 8192, 48, 40, 131_072),
+    "qwen3_vl_moe_text": (151_936, 2048, 5632, 24, 16, 128_000),
+}
+
+_DEEPSEEK_V3: Final = {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+
+#: And what else those with experts may leave out.
+_EXPERTS: Final[dict[str, dict[str, int]]] = {
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "llama4_text": {"num_experts": 16},
+    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "qwen3_vl_moe_text": {"num_experts": 60, "moe_intermediate_size": 1408},
 }
 
 
@@ -117,7 +149,9 @@ def text_part(config: Config) -> tuple[str, Config]:
     text = config.section(TEXT)
     inner = text.text("model_type") or wrapper.text
     defaults = dict(zip(_KEYS, _DEFAULTS[inner], strict=True)) if inner in _DEFAULTS else {}
-    return inner, Config({**defaults, **text.data}, text.source)
+    defaults.update(_EXPERTS.get(inner, {}))
+    missing = {key: value for key, value in defaults.items() if key not in text}
+    return inner, Config({**missing, **text.data}, text.source)
 
 
 def newer_name(name: str) -> str:

@@ -75,22 +75,16 @@ def _single(parameter: Parameter, match: re.Match[str], experts: int) -> Iterato
     kind, name = match["kind"], _NAMES.get(match["matrix"], match["matrix"])
     starts = dict.fromkeys((match["start"], match["start"].replace(*_MODULES)))
     for start in starts:
-        yield (evolve(parameter, name=f"{start}experts.{{expert}}.{name}.{kind}"),)
-    all_of = evolve(
-        parameter,
-        dims=((Segment(None, experts),), *parameter.dims),
-        out=None if parameter.out is None else parameter.out + 1,
-        copies=1,
-    )
+        for own in (name, _OLDER.get(name, name)):
+            yield (evolve(parameter, name=f"{start}experts.{{expert}}.{own}.{kind}"),)
+    dims = ((Segment(None, experts),), *parameter.dims)
+    all_of = evolve(parameter, dims=dims, out=None if parameter.out is None else parameter.out + 1, copies=1)
+    bias = "_bias" if kind == "bias" else ""
     for start in starts:
-        for at in (f"{start}switch_mlp", f"{start}experts"):
-            yield (evolve(all_of, name=f"{at}.{name}.{kind}"),)
-        # One that is asked for under another name tells whether it is there.
-        if name in {"gate_proj", "up_proj"}:
-            both = (parameter.dims[0] * 2, *parameter.dims[1:])
-            name_of_both = f"{start}experts.gate_up_proj{'_bias' if kind == 'bias' else ''}"
-            yield (evolve(all_of, name=name_of_both, dims=(all_of.dims[0], *both)),)
-        elif kind == "weight":
-            yield (evolve(all_of, name=f"{start}experts.down_proj"),)
+        for module in ("switch_mlp", "experts"):
+            yield (evolve(all_of, name=f"{start}{module}.{name}.{kind}"),)
+        if name == "down_proj":
+            yield (evolve(all_of, name=f"{start}experts.down_proj{bias}"),)
         else:
-            yield (evolve(all_of, name=f"{start}experts.down_proj_bias"),)
+            both = (dims[0], dims[1] * 2, *dims[2:])
+            yield (evolve(all_of, name=f"{start}experts.gate_up_proj{bias}", dims=both),)

@@ -148,7 +148,10 @@ class _Formula:
         module = module if self.scheme.caches.in_projections else module.rpartition(".")[0]
         name = f"{module}.{name[0]}_scale"
         dtype = self.scheme.caches.dtype or self.dtype
-        return (Parameter(name, dtype, self.caches, home=Axis.KV),) if all(p.name != name for p in stored) else ()
+        if any(p.name == name for p in stored):
+            return ()
+        is_cut = any(segment.axis for dim in self.caches for segment in dim)
+        return (Parameter(name, dtype, self.caches, out=0 if is_cut else None, home=Axis.KV),)
 
 
 def _cache_dims(logical: ModelSpec, scheme: Scheme) -> tuple[tuple[Segment, ...], ...] | None:

@@ -47,7 +47,7 @@ _CALIBRATED: Final = re.compile(
 _CACHED: Final = {"k_proj": "k", "v_proj": "v"}
 
 _KNOWN: Final = "tpplan knows plain floats, " + ", ".join(
-    dict.fromkeys(form.text.partition("{")[0].strip() for form in FORMATS.values())
+    dict.fromkeys(re.sub(r"[ -]?g?\{.*", "", form.text) for form in FORMATS.values())
 )
 _OTHER_MODEL: Final = "the config and the checkpoint are of different models, or one was edited: fetch both again"
 _INCOMPLETE: Final = "the download may be incomplete, or the config of another model: fetch both again"
@@ -209,13 +209,13 @@ class _Match:
             return ()
         scale = f"{_CACHED[projection]}_scale"
         wanted = (f"{module}.{scale}", f"{attention}.{scale}")
-        return self.take([name for name in wanted if name in self.scales[layer]], layer)
+        return self.take([name for name in wanted if name in self.scales[layer]])
 
     def calibrated(self, layer: int) -> tuple[Parameter, ...]:
         """Return what else a layer has of scales of its attention."""
-        return self.take(sorted(self.scales.get(layer, ())), layer)
+        return self.take(sorted(self.scales.get(layer, ())))
 
-    def take(self, names: Collection[str], layer: int) -> tuple[Parameter, ...]:
+    def take(self, names: Collection[str]) -> tuple[Parameter, ...]:
         """Return tensors of a layer that are no part of a matrix as parameters, which live where its KV heads do."""
         heads = next((block.attention.kv_heads for block in self.logical.blocks if block.attention), 0)
         taken = []
@@ -249,7 +249,9 @@ class _Match:
         for name in candidates if self.scheme.method else ():
             if found := store(parameter, name, Form(permuted=self.scheme.permuted), forms):
                 said = _named(FORMATS[self.scheme.format or name].text, self.scheme)
-                self.notes[f"{self.scheme.source} says {said}, but the files have {found.text}, which is planned"] = None
+                self.notes[f"{self.scheme.source} says {said}, but the files have {found.text}, which is planned"] = (
+                    None
+                )
                 return found
         plain = forms.get(suffix)
         if plain and plain.dtype in FLOATS:

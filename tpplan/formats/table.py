@@ -1,7 +1,8 @@
 """Table of weight formats: a line for each tensor that stores a matrix, in a compact notation.
 
-A line has the suffix that is appended to the name of the matrix (``-`` for none, with ``?`` if the tensor is optional), its
-possible dtypes, and the words of its dimensions. ``|`` separates alternative shapes; an empty shape is a scalar. A dimension is
+A line has the suffix that is appended to the name of the matrix (``-`` for none; with ``?`` if the tensor is
+optional), its possible dtypes, and the words of its dimensions. ``|`` separates alternative shapes; an empty shape is a
+scalar. A dimension is
 
 ======== =================================================================================
 ``out``  the outputs of the matrix, and cut with them
@@ -34,7 +35,9 @@ from tpplan.model import Segment
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_WORD: Final = re.compile(r"(?P<whole>~)?(?P<side>[a-z]+|\d+)(?:\^(?P<pad>\d+))?(?:\*(?P<times>\w+))?(?:/(?P<over>\w+))?")
+_WORD: Final = re.compile(
+    r"(?P<whole>~)?(?P<side>[a-z]+|\d+)(?:\^(?P<pad>\d+))?(?:\*(?P<times>\w+))?(?:/(?P<over>\w+))?"
+)
 
 #: The dtypes of unquantised tensors.
 FLOATS: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
@@ -73,7 +76,11 @@ class Dim(NamedTuple):
         packed = self.over.isdigit() and self.over != "1"
         if (stored is not None and stored != total) or (packed and padded * times % over):
             return None
-        if self.whole or any(segment.length * times % over for segment in segments) or (padded > length and times != over):
+        if (
+            self.whole
+            or any(segment.length * times % over for segment in segments)
+            or (padded > length and times != over)
+        ):
             return (Segment(None, total),)
         block = max(1, self.pad * times // over)
         scaled = tuple(_scaled(segment, segment.length * times // over, block) for segment in segments)
@@ -136,9 +143,9 @@ def _format(text: str, lines: str, gather_only: str = "") -> Format:
 _SCALARS = """
     .input_scale?       F32,BF16,F16    |1
     .activation_scale?  F32,BF16,F16    |1
-    .output_scale?      F32,BF16,F16    |1
-    .k_scale?           F32,BF16,F16    |1
-    .v_scale?           F32,BF16,F16    |1
+    .output_scale?      F32,BF16,F16    |1|any any any
+    .k_scale?           F32,BF16,F16    |1|any any any
+    .v_scale?           F32,BF16,F16    |1|any any any
     .input_scale_ub?    F32             |1
     .pre_quant_scale?   F32,BF16,F16    in
 """
@@ -242,16 +249,16 @@ FORMATS: Final[dict[str, Format]] = {
     "mlx": _format(
         "MLX {bits}-bit g{group}",
         """
-        .weight     U32             out in*bits/32
-        .scales     BF16,F16,F32    out in/group
-        .biases     BF16,F16,F32    out in/group
+        .weight     U32             lead out in*bits/32
+        .scales     BF16,F16,F32    lead out in/group
+        .biases     BF16,F16,F32    lead out in/group
         """,
     ),
     "mlx-float": _format(
         "MLX FP{bits} g{group}",
         """
-        .weight     U32     out in*bits/32
-        .scales     U8      out in/group
+        .weight     U32     lead out in*bits/32
+        .scales     U8      lead out in/group
         """,
     ),
     "mxfp4": _format(
@@ -301,8 +308,8 @@ FORMATS: Final[dict[str, Format]] = {
     "int-packed": _format(
         "INT{bits} g{group}",
         """
-        .weight_packed          I32             out in*bits/32
-        .weight_scale           BF16,F16,F32    out in/group
+        .weight_packed          I32             lead out in*bits/32
+        .weight_scale           BF16,F16,F32    lead out in/group
         .weight_shape           I64,I32         2
         .weight_zero_point?     I32             out*bits/32 in/group
         .weight_g_idx?          I32             in
@@ -409,7 +416,7 @@ FORMATS: Final[dict[str, Format]] = {
         "FP8 per channel",
         """
         -               F8_E4M3,F8_E5M2     lead rows cols
-        _scale          F32,BF16,F16        lead 1 cols|lead rows 1
+        _scale          F32,BF16,F16        lead 1 cols|lead rows 1|lead cols 1
         _scale_ub?      F32                 1|
         """,
     ),

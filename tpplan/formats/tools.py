@@ -94,18 +94,18 @@ def _described(config: Config, directory: Path | None) -> tuple[str, Config | No
 
 def _gptq(section: Config) -> Scheme:
     base = _gptq_form(section, Form(extra=(".g_idx",)))
-    if section.text("checkpoint_format") not in {"", "gptq", "gptq_v2"} or section.text("pack_dtype") not in {
+    packed = section.text("checkpoint_format") in {"", "gptq", "gptq_v2"} and section.text("pack_dtype") in {
         "",
         "int32",
-    }:
-        base = evolve(base, format="")
+    }
+    base = evolve(base, format="gptq" if packed else "")
     head = section.flag("lm_head")
     kinds = _LAYERS | {HEAD} if head else _LAYERS
     only = _flat(section, "modules_in_block_to_quantize")
     rules = []
     for key, other in _sections(section, "dynamic").items():
         names = (EXPRESSION + key.removeprefix("+:").removeprefix("-:"),)
-        form = None if key.startswith("-:") else _gptq_form(other, base)
+        form = None if key.startswith("-:") else evolve(_gptq_form(other, base), format=base.format)
         rules.append(Rule(form=form, names=names, kinds=kinds))
     rules.append(Rule(form=base, names=only or None, kinds=_LAYERS if only else kinds))
     if only and head:

@@ -1,4 +1,4 @@
-"""AMD's GPUs, asked of ``rocm-smi``."""
+"""AMD's GPUs: what its two programs tell alike, and which of them is asked."""
 
 from __future__ import annotations
 
@@ -6,140 +6,252 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from typing import TYPE_CHECKING, Any
 
-from tpplan.devices_file import Link, LinkKind
+from attrs import evolve, frozen
+
+from tpplan.devices_file import Link
 from tpplan.errors import DeviceError
 from tpplan.probe.report import DeviceReport, GpuProcess, NoDriverError, SeenGpu, plain_name, seen
 from tpplan.probe.visible import select
 from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-_ASKED = ("id", "productname", "uniqueid", "bus", "pids", "driverversion", "topotype")
-ARGUMENTS = (*(f"--show{what}" for what in _ASKED), "--showmeminfo", "vram", "--json")
+    from tpplan.devices_file import LinkKind
+    from tpplan.probe.system_memory import SystemMemory
+
+#: For all questions to a program together.
 SECONDS = 30
 _LONGEST = 4 * 2**20
-_TRY = "see what rocm-smi itself says"
 
-#: Graphics inside a processor has a few hundred MiB set aside: nothing to plan for.
+#: Nothing to plan for.
 _SMALLEST = 2**30
 
-_CARD = re.compile(r"card([0-9]{1,6})")
-_PID = re.compile(r"PID *([0-9]{1,18})")
-_LINK = re.compile(r"\(Topology\) Link type between DRM devices ([0-9]{1,6}) and ([0-9]{1,6})")
-_KINDS = {"XGMI": LinkKind.XGMI, "PCIE": LinkKind.PCIE}
+#: Graphics inside processors, by the instruction set that they compute with, and by name where it is not told.
+_INTEGRATED = frozenset(
+    {
+        *("gfx902", "gfx909", "gfx90c", "gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1037"),
+        *("gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"),
+    }
+)
+_INTEGRATED_NAME = re.compile(
+    r"radeon(\(tm\))? graphics|\b[0-9]{3}m\b|\b80[0-9]0s\b|raven|picasso|renoir|cezanne|rembrandt|raphael|phoenix|strix"
+    r"|granite ridge|krackan|mendocino",
+    re.IGNORECASE,
+)
 
-#: A process's values after its name: GPUs, video memory, SDMA, occupied units.
-_PROCESS_VALUES = 4
+
+@frozen(kw_only=True)
+class Card:
+    """What a program tells of a GPU; sizes are 0 and texts empty where it does not.
+
+    Attributes:
+        key: how the program names it, such as ``card0``.
+        number: its number there.
+        node: its number in the kernel's topology, by which HIP numbers GPUs.
+        name: of the product.
+        unique: unique number, as ``0x`` and hexadecimal digits.
+        bus: PCI address.
+        target: instruction set, such as ``gfx1100``.
+        vram: bytes of its own, or set aside for it.
+        vram_used: of those.
+        gtt: bytes of the system's memory that it may take.
+        gtt_used: of those.
+    """
+
+    key: str
+    number: int
+    node: int
+    name: str
+    unique: str
+    bus: str
+    target: str
+    vram: int
+    vram_used: int
+    gtt: int = 0
+    gtt_used: int = 0
+
+    @property
+    def integrated(self) -> bool:
+        """Whether it is part of a processor and shares the system's memory."""
+        return self.target.partition(":")[0] in _INTEGRATED or bool(
+            not self.target and _INTEGRATED_NAME.search(self.name)
+        )
+
+    @property
+    def told(self) -> str:
+        """How notes name it."""
+        return f"{self.key} ({plain_name(self.name)})"
 
 
 def probe(environ: Mapping[str, str], own_pid: int) -> DeviceReport:
-    """Ask ``rocm-smi`` on this machine; see :func:`read`.
+    """Ask ``amd-smi`` on this machine, or ``rocm-smi`` if that is not there or fails.
 
     Raises:
-        DeviceError: it fails, does not answer within 30 s, answers nonsense, or no GPU is left.
-        NoDriverError: it is not installed or shows no GPU.
+        DeviceError: a program fails, does not answer within 30 s, answers nonsense, or no GPU is left.
+        NoDriverError: neither is installed, or they show no GPU.
     """
-    program = shutil.which("rocm-smi")
-    if program is None:
-        raise NoDriverError("AMD: there is no rocm-smi")
-    try:
-        done = subprocess.run(  # noqa: S603 - found on the path of whoever calls
-            [program, *ARGUMENTS], capture_output=True, timeout=SECONDS, check=False, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DeviceError(f"rocm-smi did not answer within {SECONDS} s", _TRY) from error
-    except OSError as error:
-        raise DeviceError(f"rocm-smi does not run: {error.strerror}", _TRY) from error
-    text = done.stdout.decode(errors="replace")
-    if "{" not in text:  # without an amdgpu driver it complains and may still exit with 0
-        last = (done.stderr.decode(errors="replace") + text).strip().rpartition("\n")[2]
-        raise NoDriverError(f"AMD: rocm-smi shows no GPU (exit {done.returncode}): {last.strip()[:200]}")
-    return read(text, environ, own_pid)
+    from tpplan.probe import amd_smi, rocm_smi, system_memory  # noqa: PLC0415 (they need this module)
+
+    system = system_memory.read()
+    ways: dict[str, Callable[[str], DeviceReport]] = {
+        amd_smi.NAME: lambda program: amd_smi.read(amd_smi.ask(program), environ, own_pid, system),
+        rocm_smi.NAME: lambda program: rocm_smi.read(rocm_smi.ask(program), environ, own_pid, system),
+    }
+    failed: list[DeviceError] = []
+    for name, way in ways.items():
+        program = shutil.which(name)
+        if program is None:
+            continue
+        try:
+            found = way(program)
+        except DeviceError as error:
+            failed.append(error)
+            continue
+        notes = [f"{name} was asked, for amd-smi failed: {error.message}" for error in failed]
+        return evolve(found, notes=(*notes, *found.notes))
+    if failed:
+        raise failed[0]
+    raise NoDriverError("AMD: there is neither amd-smi nor rocm-smi")
 
 
-def read(text: str, environ: Mapping[str, str], own_pid: int) -> DeviceReport:
-    """Return what ``rocm-smi`` told of the GPUs that HIP would show to a program.
+def run(program: str, name: str, arguments: Sequence[str], deadline: float) -> str:
+    """Return what a program writes, and of a program that fails at least its complaint.
 
     Args:
-        text: its standard output, warnings before the JSON included.
-        environ: of the process, for ``ROCR_VISIBLE_DEVICES``, ``HIP_VISIBLE_DEVICES`` and ``CUDA_VISIBLE_DEVICES``.
-        own_pid: left out of the processes.
+        program: its path.
+        name: its name, for errors.
+        arguments: of the command.
+        deadline: by :func:`time.monotonic`.
 
     Raises:
-        DeviceError: the output is not what ``rocm-smi`` writes, or no GPU is left.
-        NoDriverError: it shows no GPU.
+        DeviceError: it does not run or answer.
+        NoDriverError: it writes no JSON.
     """
-    data = _parse(text)
-    system = {key: value for key, value in data.get("system", {}).items() if isinstance(value, str)}
+    hint = f"see what {name} itself says"
+    try:
+        done = subprocess.run(  # noqa: S603 - on the path of whoever calls
+            [program, *arguments],
+            capture_output=True,
+            timeout=max(0.0, deadline - time.monotonic()),
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeviceError(f"{name} did not answer within {SECONDS} s", hint) from error
+    except OSError as error:
+        raise DeviceError(f"{name} does not run: {error.strerror}", hint) from error
+    text = done.stdout.decode(errors="replace")
+    if not re.search(r"[{[]", text):  # without an amdgpu driver both complain and may still exit with 0
+        last = (done.stderr.decode(errors="replace") + text).strip().rpartition("\n")[2]
+        raise NoDriverError(f"AMD: {name} shows no GPU (exit {done.returncode}): {last.strip()[:200]}")
+    return text
+
+
+def parse(text: str, name: str) -> Any:
+    """Return the JSON that a program wrote; lines of warnings may precede it.
+
+    Raises:
+        DeviceError: it is too long, or no JSON.
+    """
+    hint = f"see what {name} itself says"
+    if len(text) > _LONGEST:
+        raise DeviceError(f"{name} wrote {len(text)} characters, expected at most {_LONGEST}", hint)
+    start = re.search(r"^\s*[{[]", text, re.MULTILINE)
+    try:
+        return json.loads(text[start.start() if start else 0 :])
+    except (ValueError, RecursionError) as error:
+        raise DeviceError(f"{name} wrote no JSON: {text.strip()[:80]!r}", hint) from error
+
+
+def report(
+    cards: Sequence[Card],
+    name: str,
+    environ: Mapping[str, str],
+    system: SystemMemory | None,
+    *,
+    driver: str,
+    links: Mapping[tuple[int, int], LinkKind],
+    processes: Sequence[GpuProcess],
+) -> DeviceReport:
+    """Return the GPUs that HIP would show to a program.
+
+    Args:
+        cards: all that the program shows.
+        name: of the program.
+        environ: of the process, for ``ROCR_VISIBLE_DEVICES``, ``HIP_VISIBLE_DEVICES`` and ``CUDA_VISIBLE_DEVICES``.
+        system: memory of the machine, where it is known.
+        driver: its version.
+        links: kinds of connections, by the numbers of two cards.
+        processes: other programs that use the GPUs, with the numbers of cards.
+
+    Raises:
+        DeviceError: the variables leave no GPU.
+        NoDriverError: there is none to plan for.
+    """
     notes: list[str] = []
-    found: list[tuple[int, int, SeenGpu]] = []  # node, card
-    for key, card in data.items():
-        if match := _CARD.fullmatch(key):
-            values = {name.casefold(): str(value).strip() for name, value in card.items()}
-            if gpu := _device(key, values, notes):
-                found.append((_number(values.get("node id", "")), int(match[1]), gpu))
+    in_order = sorted(cards, key=lambda card: (card.node, card.number))  # as HIP numbers them
+    found = [(card, gpu) for card in in_order if (gpu := _device(card, system, notes))]
     if not found:
-        raise NoDriverError(f"AMD: {'; '.join(['rocm-smi shows no GPU to plan for', *notes])}")
-    found.sort(key=lambda item: item[:2])  # HIP numbers GPUs by their node
-    chosen = _visible([(card, gpu) for _, card, gpu in found], environ, notes)
-    index = {card: i for i, (card, _) in enumerate(chosen)}
+        raise NoDriverError(f"AMD: {'; '.join([f'{name} shows no GPU to plan for', *notes])}")
+    chosen = _visible(found, environ, notes)
+    for card, gpu in chosen:
+        if card.integrated:
+            left = f"{format_bytes(gpu.budget_bytes)} of {format_bytes(gpu.memory_bytes)}"
+            notes.append(f"{card.told} shares the system's memory, and may take {left} now")
+    index = {card.number: i for i, (card, _) in enumerate(chosen)}
+    joined = {tuple(sorted((index.get(a, -1), index.get(b, -1)))): kind for (a, b), kind in links.items()}
     return DeviceReport(
-        driver=f"AMD {system.get('Driver version', '')}".strip(),
+        driver=f"AMD {driver}".strip(),
         devices=tuple(gpu for _, gpu in chosen),
-        links=_links(system, index),
-        processes=_processes(system, own_pid),
+        links=tuple(Link(first=a, second=b, kind=kind) for (a, b), kind in sorted(joined.items()) if -1 < a < b),
+        processes=tuple(
+            sorted(
+                (evolve(p, device=index.get(p.device, -1)) for p in processes if p.device < 0 or p.device in index),
+                key=lambda p: (-p.used_bytes, p.pid),
+            )
+        ),
         notes=tuple(notes),
     )
 
 
-def _parse(text: str) -> dict[str, dict[str, Any]]:
-    """Return the JSON object in the output, which warnings may precede."""
-    if len(text) > _LONGEST:
-        raise DeviceError(f"rocm-smi wrote {len(text)} characters, expected at most {_LONGEST}", _TRY)
-    try:
-        data = json.loads(text[max(0, text.find("{")) :])
-    except (ValueError, RecursionError) as error:
-        raise DeviceError(f"rocm-smi wrote no JSON: {text.strip()[:80]!r}", _TRY) from error
-    if not isinstance(data, dict):
-        raise DeviceError("rocm-smi wrote JSON that is not an object", _TRY)
-    return {key: value for key, value in data.items() if isinstance(value, dict)}
+def _device(card: Card, system: SystemMemory | None, notes: list[str]) -> SeenGpu | None:
+    """Return one card's part of the report, unless nobody can plan with it.
 
-
-def _number(text: str) -> int:
-    """Return a whole number that ``rocm-smi`` wrote as text, 0 if it is none (``N/A``, ``unknown``)."""
-    return int(text) if re.fullmatch("[0-9]{1,18}", text) else 0
-
-
-def _device(key: str, values: Mapping[str, str], notes: list[str]) -> SeenGpu | None:
-    """Return one card's part of the report, unless nobody can plan with it."""
-    series = values.get("card series") or values.get("device name") or ""
-    name = re.sub(r".*\[(.+)\].*", r"\1", series)  # "Navi 21 [Radeon RX 6800/6800 XT / 6900 XT]"
-    memory = _number(values.get("vram total memory (b)", ""))
+    HIP gives a program the memory of one kind: a card's own, or, for graphics inside a processor, what is set aside for
+    it or the system's memory that it may take (GTT), whichever is more (Linux 6.10 and later).
+    """
+    memory, used = card.vram, card.vram_used
+    if card.integrated and card.gtt > card.vram:
+        memory, used = card.gtt, card.gtt_used
+        if system:
+            used = max(used, memory - system.usable_bytes)
     if memory < _SMALLEST:
         tells = f"has {format_bytes(memory)} of its own" if memory else "does not tell its memory"
-        notes.append(f"{key} ({plain_name(name)}) is left out: it {tells}")
+        notes.append(f"{card.told} is left out: it {tells}")
         return None
-    unique = values.get("unique id", "")
     return seen(
-        name=name,
-        uuid=f"GPU-{unique[2:]}" if unique.startswith("0x") else "",
-        bus=values.get("pci bus", ""),
+        name=card.name,
+        uuid=f"GPU-{card.unique[2:]}" if card.unique.startswith("0x") else "",
+        bus=card.bus,
         memory=memory,
-        used=_number(values.get("vram total used memory (b)", "")),
+        used=used,
     )
 
 
 def _visible(
-    gpus: list[tuple[int, SeenGpu]], environ: Mapping[str, str], notes: list[str]
-) -> list[tuple[int, SeenGpu]]:
-    """Return the cards that the variables show: ROCm's runtime chooses, then HIP of what is left."""
+    gpus: list[tuple[Card, SeenGpu]], environ: Mapping[str, str], notes: list[str]
+) -> list[tuple[Card, SeenGpu]]:
+    """Return the cards that the variables show: ROCm's runtime chooses, then HIP of what is left.
+
+    Without any variable, graphics inside a processor is left out beside a card: it would slow the others down.
+    """
     hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
-    for variable in ("ROCR_VISIBLE_DEVICES", hip):
-        if variable not in environ:
-            continue
+    variables = [variable for variable in ("ROCR_VISIBLE_DEVICES", hip) if variable in environ]
+    for variable in variables:
         value = environ[variable]
         named = {gpu.uuid: (card, gpu) for card, gpu in gpus if gpu.uuid}
         chosen, ended = select(value, gpus, named, mixed=True)
@@ -150,27 +262,14 @@ def _visible(
         if ended:
             notes.append(f"{variable} is {value[:60]!r}: everything from {ended} on is ignored")
         gpus = chosen
-    return gpus
-
-
-def _links(system: Mapping[str, str], index: Mapping[int, int]) -> tuple[Link, ...]:
-    """Return the connections of the cards in the report."""
-    links = {}
-    for key, value in system.items():
-        if (match := _LINK.fullmatch(key)) and value in _KINDS:
-            pair = sorted(index.get(int(card), -1) for card in match.groups())
-            if -1 < pair[0] < pair[1]:
-                links[pair[0], pair[1]] = Link(first=pair[0], second=pair[1], kind=_KINDS[value])
-    return tuple(links[pair] for pair in sorted(links))
-
-
-def _processes(system: Mapping[str, str], own_pid: int) -> tuple[GpuProcess, ...]:
-    """Return the programs that compute on some card (``rocm-smi`` does not say on which), the largest first."""
-    found = []
-    for key, value in system.items():
-        match = _PID.fullmatch(key)
-        words = value.split(", ")  # it also writes the blanks in a name as ", "
-        if match and int(match[1]) != own_pid and len(words) > _PROCESS_VALUES:
-            name, used = " ".join(words[:-_PROCESS_VALUES]), _number(words[-_PROCESS_VALUES + 1])
-            found.append(GpuProcess(pid=int(match[1]), name=name, device=-1, used_bytes=used))
-    return tuple(sorted(found, key=lambda p: (-p.used_bytes, p.pid)))
+    cards = [str(i) for i, (card, _) in enumerate(gpus) if not card.integrated]
+    if variables or not cards or len(cards) == len(gpus):
+        return gpus
+    every = ",".join(map(str, range(len(gpus))))
+    notes += [
+        f"{card.told}, with {format_bytes(gpu.memory_bytes)}, is left out: it is part of the processor; "
+        f"HIP_VISIBLE_DEVICES={every} takes it in, HIP_VISIBLE_DEVICES={','.join(cards)} hides it from programs too"
+        for card, gpu in gpus
+        if card.integrated
+    ]
+    return [(card, gpu) for card, gpu in gpus if not card.integrated]

@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from tpplan import catalogue
 from tpplan.devices_file import Link, LinkKind, LinkPath, PeerAccess
 from tpplan.errors import DeviceError
 from tpplan.extras import install_command
-from tpplan.probe.report import DeviceReport, GpuProcess, NoDriverError, SeenGpu, seen, unequal
+from tpplan.probe import system_memory
+from tpplan.probe.report import DeviceReport, GpuProcess, NoDriverError, SeenGpu, plain_name, seen, unequal
 from tpplan.probe.visible import select
+from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from tpplan.probe.system_memory import SystemMemory
 
 #: Exists where NVIDIA's driver is loaded (on Linux).
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -84,20 +89,24 @@ def probe(environ: Mapping[str, str], own_pid: int) -> DeviceReport:
             raise NoDriverError(f"NVIDIA: {error}") from error
         raise DeviceError(f"NVIDIA's driver does not start: {error}", "see what nvidia-smi says") from error
     try:
-        return read(pynvml, environ, own_pid)
+        return read(pynvml, environ, own_pid, system_memory.read())
     except pynvml.NVMLError as error:
         raise DeviceError(f"NVIDIA's driver stopped answering: {error}", "see what nvidia-smi says") from error
     finally:
         pynvml.nvmlShutdown()
 
 
-def read(nvml: Any, environ: Mapping[str, str], own_pid: int) -> DeviceReport:
+def read(nvml: Any, environ: Mapping[str, str], own_pid: int, system: SystemMemory | None = None) -> DeviceReport:
     """Return what NVML tells of the GPUs that CUDA would show to a program.
+
+    NVML tells no memory of GPUs that share the system's (GB10, Jetson). Those that the catalogue knows as such may take
+    what the system has to spare.
 
     Args:
         nvml: the module ``pynvml``, initialised, or what answers like it.
         environ: of the process, for ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``.
         own_pid: whose use of the memory does not count as used.
+        system: memory of the machine, where it is known.
 
     Raises:
         DeviceError: no GPU is left.
@@ -112,18 +121,20 @@ def read(nvml: Any, environ: Mapping[str, str], own_pid: int) -> DeviceReport:
     kept: list[_Unit] = []
     processes: list[GpuProcess] = []
     for unit in units:
-        memory = _ask(nvml, None, nvml.nvmlDeviceGetMemoryInfo, unit.handle)
+        memory = _memory(nvml, unit, system, notes)
         if memory is None:
-            notes.append(f"GPU {unit.gpu} is left out: NVML does not tell its memory")
             continue
+        total, used = memory
         users = _processes(nvml, unit.handle, len(devices))
         own = sum(p.used_bytes for p in users if p.pid == own_pid)
         processes += [p for p in users if p.pid != own_pid]
-        devices.append(_device(nvml, unit, int(memory.total), int(memory.used) - own))
+        devices.append(_device(nvml, unit, total, used - own))
         kept.append(unit)
     if not devices:
         reasons = "; ".join(["NVIDIA's driver leaves no GPU to plan for", *notes])
-        raise DeviceError(reasons, "see what nvidia-smi says")
+        size = f"{system.usable_bytes // 2**30}GiB" if system else "119GiB"
+        hint = f"see what nvidia-smi says; for a GPU that shares the system's memory, name that: --gpus {size}"
+        raise DeviceError(reasons, hint)
     if any(unit.mig for unit in kept):
         notes.append("a CUDA program can use only one MIG instance")
     if unequal(devices) and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
@@ -147,6 +158,21 @@ def _ask(nvml: Any, default: Any, call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
     except nvml.NVMLError:
         return default
+
+
+def _memory(nvml: Any, unit: _Unit, system: SystemMemory | None, notes: list[str]) -> tuple[int, int] | None:
+    """Return the bytes of a GPU in all and in use; None if they are not known, with a note."""
+    memory = _ask(nvml, None, nvml.nvmlDeviceGetMemoryInfo, unit.handle)
+    if memory is not None and memory.total:
+        return int(memory.total), int(memory.used)
+    name = _text(_ask(nvml, "", nvml.nvmlDeviceGetName, unit.handle))
+    told = f"GPU {unit.gpu} ({plain_name(name)})" if name else f"GPU {unit.gpu}"
+    if system and system.usable_bytes and any(gpu.unified for gpu in catalogue.lookup(name)):
+        left = f"{format_bytes(system.usable_bytes)} of {format_bytes(system.total_bytes)}"
+        notes.append(f"{told} shares the system's memory, and may take {left} now")
+        return system.total_bytes, system.total_bytes - system.usable_bytes
+    notes.append(f"{told} is left out: NVML does not tell its memory")
+    return None
 
 
 def _text(value: str | bytes) -> str:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.render.text import (
     BLANK,
-    BUCKETS,
     PLAIN_COLUMNS,
     amount,
     elided,
@@ -121,9 +120,9 @@ def _memory(changes: dict[str, Any]) -> list[Line]:
         return []
     deltas = [[bucket["delta_bytes"] for bucket in one["buckets"]] for one in found]
     total = [bucket["delta_bytes"] for bucket in changes["total"]]
-    titles: tuple[str, ...] = BUCKETS
+    titles = [bucket["bucket"] for bucket in changes["total"]]
     if any(one["delta_reads_bytes"] for one in found):
-        titles = (*BUCKETS, "reads")
+        titles.append("reads")
         deltas = [[*row, one["delta_reads_bytes"]] for row, one in zip(deltas, found, strict=True)]
         total.append(sum(one["delta_reads_bytes"] for one in found))
     unit, scale = scale_for(max(abs(delta) for row in (*deltas, total) for delta in row))

@@ -73,14 +73,16 @@ def _shortfalls(found: list[dict[str, Any]], columns: int) -> list[Line]:
 
 
 def _needs(shown: list[dict[str, Any]], scale: int, *, by_bucket: bool) -> list[Line]:
-    titles = (*_NEEDS, "budget", "missing")
+    reserves = any("reserved_bytes" in s for s in shown)
+    titles = (*_NEEDS, *(["reserved"] if reserves else []), "budget", "missing")
     rows: list[list[Span]] = [[("", ""), ("", ""), *((title, "dim") for title in titles)]]
     for s in shown:
         cells = [_cell(s, bucket, scale, by_bucket=by_bucket) for bucket in _NEEDS]
+        cells += [(amount(s.get("reserved_bytes", 0), scale), "")] if reserves else []
         missing = (amount(s["missing_bytes"], scale), "bad" if s["missing_bytes"] else "dim")
         name = (shorten_name(s["name"], _LONGEST_NAME), "")
         rows.append([(f"  {s['device']}", "dim"), name, *cells, (amount(s["budget_bytes"], scale), ""), missing])
-    return table(rows, "><>>>>>>")
+    return table(rows, "><" + ">" * len(titles))
 
 
 def _cell(shortfall: dict[str, Any], bucket: str, scale: int, *, by_bucket: bool) -> Span:

@@ -6,9 +6,11 @@ from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from tpplan.render.show import count, exactness, shares_of, summary
+from tpplan.model import NotPlanned
+from tpplan.plan import Reserve
+from tpplan.render.show import count, exactness, shares_of, summary, uncounted_lines
 from tpplan.render.svg import picture
-from tpplan.render.text import BUCKETS, percent
+from tpplan.render.text import buckets_of, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -42,12 +44,12 @@ def page(report: dict[str, Any]) -> str:
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p>{escape(summary(report))}. {escape(exactness(report).capitalize())}.</p>
+<p>{_told(report)}</p>
 {picture(report)}
 <h2>Request</h2>
 {_table(("asked for", "value"), _request(plan))}
 <h2>Memory, bytes</h2>
-{_table(("device", *BUCKETS, "budget", "used"), _memory(report))}
+{_table(("device", *buckets_of(plan["memory"]), "budget", "used"), _memory(report))}
 <h2>Shares</h2>
 <p>Requested and achieved shares of {escape(shares_of(report))}.</p>
 {_table(("device", "requested", "achieved"), _shares(report))}
@@ -58,23 +60,32 @@ def page(report: dict[str, Any]) -> str:
 """
 
 
+def _told(report: dict[str, Any]) -> str:
+    """Return as HTML what the plan leaves out, how full the devices are, and which numbers are exact."""
+    beside = (f"<strong>{escape(text[0].upper() + text[1:])}.</strong> " for text in uncounted_lines(report["plan"]))
+    return f"{''.join(beside)}{escape(summary(report))}. {escape(exactness(report).capitalize())}."
+
+
 def _request(plan: dict[str, Any]) -> list[tuple[str, ...]]:
     model, request = plan["model"], plan["request"]
-    rows = [(f"model {key}", value) for key, value in model.items()]
-    rows += [(key, value) for key, value in request.items() if key != "cache"]
+    rows = [(f"model {key}", value) for key, value in model.items() if key != "not_planned"]
+    rows += [("not planned", NotPlanned(**part).text) for part in model.get("not_planned", ())]
+    rows += [(key, value) for key, value in request.items() if key not in {"cache", "reserve"}]
     rows += [(f"cache {key}", value) for key, value in request["cache"].items()]
+    rows += [("reserve", Reserve(**each).text) for each in request.get("reserve", ())]
     return [(key.replace("_", " "), str(value)) for key, value in rows]
 
 
 def _memory(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    buckets = buckets_of(report["plan"]["memory"]).values()
     return [
         (
             f"{device['device']} {device['name']}",
-            *(f"{entry[f'{bucket}_bytes']:,}" for bucket in BUCKETS),
+            *(f"{sizes[i]:,}" for sizes in buckets),
             f"{device['budget_bytes']:,}",
             percent(device["used_ppm"]),
         )
-        for device, entry in zip(report["devices"], report["plan"]["memory"], strict=True)
+        for i, device in enumerate(report["devices"])
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tpplan.model import NotPlanned
 from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, table
 from tpplan.sizes import format_bytes
 
@@ -19,16 +20,19 @@ def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line
     d = data
     linear = f"{d['linear_key_heads']} key heads", f"{d['linear_value_heads']} value heads"
     tied = "tied to the embedding" if d["tied_embeddings"] else "apart from the embedding"
+    missing = [NotPlanned(**part) for part in d.get("not_planned", ())]
     rows = [
         ("parameters", f"{d['parameters']:,}", _count(d["parameters"])),
         ("weights", f"{d['weight_bytes']:,} bytes", f"{format_bytes(d['weight_bytes'])} in {d['weight_format']}"),
+        *([("assumed", "", d["assumed"])] if "assumed" in d else []),
+        *(("not planned", f"{part.bytes:,} bytes" if part.bytes else "", part.text) for part in missing),
         ("layers", str(d["layers"]), ""),
         ("hidden size", str(d["hidden_size"]), ""),
         ("intermediate size", str(d["intermediate_size"]), f"{d['experts']} experts" if d["experts"] else ""),
         ("attention", f"{d['q_heads']} query heads", f"{d['kv_heads']} KV heads of {d['head_dim']}"),
         *([("linear attention", *linear)] if d["linear_key_heads"] else []),
         ("vocabulary", str(d["vocab_size"]), f"output matrix {tied}"),
-        ("context", f"{d['max_context']} tokens", "the longest that the model was made for"),
+        ("context", f"{d['max_context']} tokens", d["context_basis"] or "the longest that the model was made for"),
     ]
     each, whole, tokens = d["cache_bytes_per_token"], d["max_context_cache_bytes"], d["max_context"]
     cache = [

@@ -26,6 +26,7 @@ _STYLES = {
     "cache": "yellow",
     "workspace": "green",
     "overhead": "magenta",
+    "reserved": "cyan",
     "free": "dim",
     "gain": "green",
     "loss": "red",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from tpplan.model import NotPlanned
 from tpplan.render.text import (
     BLANK,
-    BUCKETS,
     PLAIN_COLUMNS,
     abridged,
     amount,
     bar,
+    buckets_of,
     elided,
     fitting,
     legend,
@@ -39,7 +40,6 @@ _GAP = 2
 _PERCENT = len(" 100.0 %")
 #: Columns for a bar with its gap and percentage beside the numbers; where there are fewer, bars get lines of their own.
 _LEAST_BAR = 8 + _GAP + _PERCENT
-_LEGEND: Line = (("    ", ""), *legend())
 _BASIS = {
     "budget": "all budgets and of all bytes used",
     "bandwidth": "all bandwidth and of all bytes that a token reads",
@@ -56,15 +56,25 @@ def show(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
         *_cuts(report, columns),
         BLANK,
         *(line(part, "good") for part in wrapped(summary(report), columns)),
-        line(exactness(report), "dim"),
+        *(line(part, "dim") for part in wrapped(exactness(report), columns)),
     ]
 
 
 def _heading(plan: dict[str, Any], columns: int) -> list[Line]:
     """Say what the plan is for and what was asked."""
     texts = [part for text in request_lines(plan) for part in wrapped(text, columns - _GAP)]
+    beside = [part for text in uncounted_lines(plan) for part in wrapped(text, columns - _GAP)]
     return [((shorten(plan["model"]["name"], _LONGEST_TITLE), "title"), (f" on {count(plan)}", "")),
+            *(line(" " * _GAP + text, "warn") for text in beside),
             *(line(" " * _GAP + text, "dim") for text in texts)]  # fmt: skip
+
+
+def uncounted_lines(plan: dict[str, Any]) -> list[str]:
+    """Say what the model's files hold that the plan does not count, and what it assumes of the weights."""
+    model = plan["model"]
+    parts = "; ".join(NotPlanned(**part).text for part in model.get("not_planned", ()))
+    assumed = model.get("assumed", "")
+    return [*([f"not planned: {parts}"] if parts else []), *([f"assumed: {assumed}"] if assumed else [])]
 
 
 def count(plan: dict[str, Any]) -> str:
@@ -78,6 +88,10 @@ def request_lines(plan: dict[str, Any]) -> tuple[str, str]:
     model, request = plan["model"], plan["request"]
     cache, batch, rows = request["cache"], request["batch"], request["max_rows"]
     sequences = f" ({batch} sequences)" if batch > 1 else ""
+    if "context" in request:
+        sequences = f" shared by up to {batch} sequences of at most {request['context']}"
+    sequences += ", sliding windows kept whole" * ("full_window" in request)
+    sequences += ", beyond the model's context" * ("beyond" in request)
     kv = ", KV heads replicated" if request["kv"] == "replicate" else ""
     caching = f"cache {cache['kind']} for {cache['tokens']} tokens{sequences}"
     return (
@@ -90,60 +104,71 @@ def summary(report: dict[str, Any]) -> str:
     """Say in one line how full the devices are."""
     fullest = report["devices"][report["fullest_device"]]
     where = f"device {fullest['device']} {shorten_name(fullest['name'], _LONGEST_NAME)}"
-    return f"{percent(report['together_ppm'])} of all budgets used, at most {percent(report['fullest_ppm'])} ({where})"
+    whole, most = percent(report["together_ppm"]), percent(report["fullest_ppm"])
+    return f"{whole} of all budgets used{_or_reserved(report)}, at most {most} ({where})"
 
 
 def shares_of(report: dict[str, Any]) -> str:
     """Say what requested and achieved shares are shares of."""
-    return _BASIS[report["share_basis"]]
+    basis = _BASIS[report["share_basis"]]
+    return basis + (_or_reserved(report) if report["share_basis"] == "budget" else "")
+
+
+def _or_reserved(report: dict[str, Any]) -> str:
+    return " or reserved" if "reserve" in report["plan"]["request"] else ""
 
 
 def exactness(report: dict[str, Any]) -> str:
-    """Say which numbers are exact."""
+    """Say which numbers are exact, of what the plan counts."""
     exact, estimated = report["exact"], report["estimated"]
-    return f"{', '.join(exact[:-1])} and {exact[-1]} are exact; {' and '.join(estimated)} is an estimate"
+    counted = " of what is planned" if "not_planned" in report["plan"]["model"] else ""
+    told = "are estimates" if len(estimated) > 1 else "is an estimate"
+    return f"{_and(exact)}{counted} are exact; {_and(estimated)} {told}"
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]])
 
 
 def _memory(report: dict[str, Any], columns: int) -> list[Line]:
     """Return a row per device: its buckets, its budget, a bar of them and how full it is, below if not beside them."""
     devices, memory = report["devices"], report["plan"]["memory"]
     unit, scale = scale_for(max(d["budget_bytes"] for d in devices))
-    rows: list[list[Span]] = [[("", ""), ("", ""), *((name, "dim") for name in (*BUCKETS, "budget"))]]
+    buckets = buckets_of(memory)
+    rows: list[list[Span]] = [[("", ""), ("", ""), *((name, "dim") for name in (*buckets, "budget"))]]
     first, last = elided(len(devices), MOST_DEVICES)
     for i in (*first, *last):
-        buckets = [memory[i][f"{b}_bytes"] for b in BUCKETS]
-        cells = [amount(size, scale) for size in (*buckets, devices[i]["budget_bytes"])]
+        held = [sizes[i] for sizes in buckets.values()]
+        cells = [amount(size, scale) for size in (*held, devices[i]["budget_bytes"])]
         rows.append([*_device(devices[i]), *((text, "dim" if text == "0" else "") for text in cells)])
     if len(devices) > 1:
-        totals = [sum(entry[f"{b}_bytes"] for entry in memory) for b in BUCKETS]
+        totals = [*map(sum, buckets.values())]
         totals.append(sum(d["budget_bytes"] for d in devices))
         rows.append([("", ""), ("together", "dim"), *((amount(size, scale), "dim") for size in totals)])
-    lines = table(rows, "><>>>>>>")
+    lines = table(rows, "><" + ">" * (len(buckets) + 1))
+    names: Line = (("    ", ""), *legend(buckets))
     shown, hidden = (*first, *last), len(devices) - len(first) - len(last)
     head: Line = (("Memory", "head"), (f", {unit}", "dim"))
     if columns - max(map(line_width, lines)) >= _LEAST_BAR:
         bars = _barred(lines[1 : 1 + len(shown)], shown, report, columns)
         numbers = [lines[0], *bars, *lines[1 + len(shown) :]]
-        return [head, *_with_gap(numbers, 1 + len(first), hidden), _LEGEND]
+        return [head, *_with_gap(numbers, 1 + len(first), hidden), names]
     bars = _barred(table([_device(devices[i]) for i in shown], "><"), shown, report, columns)
     numbers = _with_gap(lines, 1 + len(first), hidden)
-    return [head, *numbers, BLANK, *_with_gap(bars, len(first), hidden), _LEGEND]
+    return [head, *numbers, BLANK, *_with_gap(bars, len(first), hidden), names]
 
 
 def _barred(lines: Sequence[Line], shown: Sequence[int], report: dict[str, Any], columns: int) -> list[Line]:
     """Put a device's bar, and how full it is, behind each line."""
-    devices, memory = report["devices"], report["plan"]["memory"]
+    devices, buckets = report["devices"], buckets_of(report["plan"]["memory"])
     start = max(map(line_width, lines)) + _GAP
     room = columns - start - _PERCENT
-    return [
-        (*one, (" " * (start - line_width(one)), ""), *_bar(memory[i], devices[i], room))
-        for one, i in zip(lines, shown, strict=True)
-    ]
-
-
-def _bar(entry: dict[str, Any], device: dict[str, Any], room: int) -> list[Span]:
-    amounts = [entry[f"{b}_bytes"] for b in BUCKETS]
-    return [*bar(amounts, device["budget_bytes"], room), (f"{percent(device['used_ppm']):>{_PERCENT}}", "")]
+    barred: list[Line] = []
+    for one, i in zip(lines, shown, strict=True):
+        cells = bar({bucket: sizes[i] for bucket, sizes in buckets.items()}, devices[i]["budget_bytes"], room)
+        full = (f"{percent(devices[i]['used_ppm']):>{_PERCENT}}", "")
+        barred.append((*one, (" " * (start - line_width(one)), ""), *cells, full))
+    return barred
 
 
 def _cuts(report: dict[str, Any], columns: int) -> list[Line]:

@@ -12,19 +12,18 @@ from html import escape
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from tpplan.render.show import count, exactness, request_lines, summary
-from tpplan.render.text import BUCKETS, amount, elided, percent, scale_for, shorten, shorten_name
+from tpplan.render.show import count, exactness, request_lines, summary, uncounted_lines
+from tpplan.render.text import amount, buckets_of, elided, percent, scale_for, shorten, shorten_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 WIDTH = 900
 _EDGE = 24
 _RIGHT = WIDTH - _EDGE
 _BAR = 196
-_BAR_WIDTH = 252
-_PERCENT = 500
-_COLUMNS = dict(zip((*BUCKETS, "budget"), (564, 616, 690, 762, 818, _RIGHT), strict=True))
+#: Width of the bars, and where columns end: how full a device is, its buckets and its budget; by the number of buckets.
+_COLUMNS = {5: (252, (500, 564, 616, 690, 762, 818, _RIGHT)), 6: (192, (440, 502, 554, 628, 694, 758, 814, _RIGHT))}
 _ROW = 26
 _SPLIT_ROW = 52
 _MOST_DEVICES = 48
@@ -49,6 +48,7 @@ _BUCKETS = {
     "cache": ("#b3a6e0", '<path d="M-1 7 7 -1M-1 3 3 -1M3 7 7 3" stroke="#3c2d73" stroke-width="1.2"/>'),
     "workspace": ("#e4def5", '<circle cx="3" cy="3" r="1.2" fill="#3c2d73"/>'),
     "overhead": ("#a7adb5", '<path d="M0 3H6M3 0V6" stroke="#4b5159" stroke-width="1"/>'),
+    "reserved": ("#f4f4f4", '<path d="M-1 -1 7 7M-1 3 3 7M3 -1 7 3" stroke="#4b5159" stroke-width="1"/>'),
 }
 
 _STYLE = """
@@ -69,7 +69,9 @@ def picture(report: dict[str, Any]) -> str:
     """Draw a :class:`~tpplan.report.ShowReport`; equal reports, equal bytes."""
     plan = report["plan"]
     first, last = elided(len(plan["devices"]), _MOST_DEVICES)
-    top = 118
+    buckets = buckets_of(plan["memory"])
+    beside = uncounted_lines(plan)
+    top = 118 + 18 * len(beside)
     splits_top = top + 32 + _ROW * (len(first) + len(last) + bool(last)) + 22
     bottom = splits_top + 24 + _SPLIT_ROW * len(plan["splits"])
     height = bottom + 52
@@ -82,11 +84,14 @@ def picture(report: dict[str, Any]) -> str:
         f'<title id="tpplan-title">{_safe(title)}</title>',
         f'<desc id="tpplan-about">{_safe(summary(report))}</desc>',
         f"<style>{_STYLE}</style>",
-        f"<defs>{''.join(_patterns())}</defs>",
+        f"<defs>{''.join(_patterns(buckets))}</defs>",
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
         _text(_EDGE, 40, shorten(name, 60), "title"),
-        *(_text(_EDGE, 62 + 18 * i, shorten(text, 130), "dim") for i, text in enumerate(request_lines(plan))),
-        *_memory(report, top, (first, last)),
+        *(
+            _text(_EDGE, 62 + 18 * i, shorten(text, 130), "strong" if text in beside else "dim")
+            for i, text in enumerate((*beside, *request_lines(plan)))
+        ),
+        *_memory(report, buckets, top, (first, last)),
         *_splits(plan, splits_top),
         f'<path class="rule" d="M{_EDGE} {bottom - 2}H{_RIGHT}"/>',
         _text(_EDGE, bottom + 18, summary(report), "strong"),
@@ -96,43 +101,43 @@ def picture(report: dict[str, Any]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _memory(report: dict[str, Any], top: int, shown: tuple[range, range]) -> Iterator[str]:
+def _memory(
+    report: dict[str, Any], buckets: Mapping[str, Sequence[int]], top: int, shown: tuple[range, range]
+) -> Iterator[str]:
     """Yield a row per device: a bar as long as its budget, and the numbers."""
-    unit, scale = _unit(report)
-    memory, devices = report["plan"]["memory"], report["devices"]
-    largest = max(d["budget_bytes"] for d in devices)
-    yield _text(_EDGE, top, f"Memory, {unit}", "head")
-    yield _text(_PERCENT, top, "used", "dim small end")
-    for bucket, x in _COLUMNS.items():
-        yield _text(x, top, bucket, "dim small end")
-        if bucket != "budget":
-            yield _box(x - 40, top + 5, 40, 7, bucket)
+    devices = report["devices"]
+    yield _text(_EDGE, top, f"Memory, {_unit(report)[0]}", "head")
+    for name, x in zip(("used", *buckets, "budget"), _COLUMNS[len(buckets)][1], strict=True):
+        yield _text(x, top, name, "dim small end")
+        if name in buckets:
+            yield _box(x - 40, top + 5, 40, 7, name)
     y = top + 24
     first, last = shown
     for i in (*first, *last):
         if last and i == last.start:
             yield _text(_BAR, y + 13, f"… {last.start - first.stop} more devices …", "dim")
             y += _ROW
-        yield from _device(devices[i], memory[i], y, largest, scale)
+        yield from _device(report, devices[i], {bucket: sizes[i] for bucket, sizes in buckets.items()}, y)
         y += _ROW
 
 
-def _device(device: dict[str, Any], entry: dict[str, Any], y: int, largest: int, scale: int) -> Iterator[str]:
+def _device(report: dict[str, Any], device: dict[str, Any], held: Mapping[str, int], y: int) -> Iterator[str]:
     fill, ink = _colours(device["device"])
-    yield f"<g><title>{_safe(_exact(device, entry))}</title>"
+    budget, bar = device["budget_bytes"], _COLUMNS[len(held)][0]
+    yield f"<g><title>{_safe(_exact(device, held))}</title>"
     yield f'<rect x="{_EDGE}" y="{y}" width="34" height="18" rx="3" fill="{fill}"/>'
     yield _text(_EDGE + 17, y + 13, str(device["device"]), "mid small strong num", ink)
     yield _text(_EDGE + 42, y + 13, shorten_name(device["name"], 17))
-    track = max(1.0, device["budget_bytes"] * _BAR_WIDTH / largest)
-    ends = [end * track / device["budget_bytes"] for end in accumulate(entry[f"{b}_bytes"] for b in BUCKETS)]
-    for bucket, (start, end) in zip(BUCKETS, pairwise([0.0, *ends]), strict=True):
+    track = max(1.0, budget * bar / max(d["budget_bytes"] for d in report["devices"]))
+    ends = [end * track / budget for end in accumulate(held.values())]
+    for bucket, (start, end) in zip(held, pairwise([0.0, *ends]), strict=True):
         if bucket in _BUCKETS and end > start:
             yield _box(_BAR + start, y, end - start, 18, bucket)
     yield f'<rect class="track" x="{_BAR}" y="{y}" width="{_number(track)}" height="18"/>'
-    yield _text(_PERCENT, y + 13, percent(device["used_ppm"]), "end num strong")
-    for bucket, x in _COLUMNS.items():
-        size = device["budget_bytes"] if bucket == "budget" else entry[f"{bucket}_bytes"]
-        yield _text(x, y + 13, amount(size, scale), "end num" if size else "end num dim")
+    full, *columns = _COLUMNS[len(held)][1]
+    yield _text(full, y + 13, percent(device["used_ppm"]), "end num strong")
+    for size, x in zip((*held.values(), budget), columns, strict=True):
+        yield _text(x, y + 13, amount(size, _unit(report)[1]), "end num" if size else "end num dim")
     yield "</g>"
 
 
@@ -184,8 +189,8 @@ def _ticks(bounds: Sequence[int], size: int, y: int) -> Iterator[str]:
             free = end + _TICK_GAP
 
 
-def _patterns() -> Iterator[str]:
-    for bucket, (fill, marks) in _BUCKETS.items():
+def _patterns(buckets: Iterable[str]) -> Iterator[str]:
+    for bucket, (fill, marks) in ((bucket, _BUCKETS[bucket]) for bucket in buckets if bucket in _BUCKETS):
         yield (
             f'<pattern id="tpplan-{bucket}" width="6" height="6" patternUnits="userSpaceOnUse">'
             f'<rect width="6" height="6" fill="{fill}"/>{marks}</pattern>'
@@ -202,9 +207,9 @@ def _text(x: float, y: float, text: str, classes: str = "", ink: str = "") -> st
     return f'<text x="{_number(x)}" y="{_number(y)}"{looks}>{_safe(text)}</text>'
 
 
-def _exact(device: dict[str, Any], entry: dict[str, Any]) -> str:
+def _exact(device: dict[str, Any], held: Mapping[str, int]) -> str:
     """Return all the numbers of a device to the byte."""
-    buckets = ", ".join(f"{bucket} {entry[f'{bucket}_bytes']}" for bucket in BUCKETS)
+    buckets = ", ".join(f"{bucket} {size}" for bucket, size in held.items())
     return f"device {device['device']} {device['name']}: {buckets} of {device['budget_bytes']} bytes"
 
 

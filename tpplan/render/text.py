@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from unicodedata import combining, east_asian_width
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 #: Text and the name of its style; a style is never the only thing that says something.
 Span = tuple[str, str]
@@ -18,13 +18,15 @@ Line = tuple[Span, ...]
 PLAIN_COLUMNS = 100
 BLANK: Line = ()
 
-BUCKETS = ("weights", "cache", "workspace", "overhead", "free")
-_GLYPHS = dict(zip(BUCKETS, "█▓▒░·", strict=True))
+#: Of the buckets, the one that only plans with a reserve have.
+_RESERVED = "reserved"
+_GLYPHS = dict(zip(("weights", "cache", "workspace", "overhead", _RESERVED, "free"), "█▓▒░:·", strict=True))
 _SCALES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _GAP = 2
 _MOST_WORDS = 12
-#: A fingerprint, and as much of it as tells models apart.
-_FINGERPRINT = re.compile(r"(sha256:[0-9a-f]{12})[0-9a-f]{52}")
+_FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
+#: As much of a fingerprint as mostly tells models apart, with the name of its hash.
+_ENOUGH = 19
 
 
 def line(text: str, style: str = "") -> Line:
@@ -76,8 +78,11 @@ def shorten_name(name: str, columns: int) -> str:
 
 
 def abridged(text: str) -> str:
-    """Shorten the fingerprints in a text, which are whole in documents only."""
-    return _FINGERPRINT.sub(r"\1…", text)
+    """Shorten the fingerprints in a text, which are whole in documents only, but not so far that two become equal."""
+    different = set(_FINGERPRINT.findall(text))
+    if len({each[:_ENOUGH] for each in different}) == len(different):
+        return _FINGERPRINT.sub(lambda match: f"{match[0][:_ENOUGH]}…", text)
+    return text
 
 
 def wrapped(text: str, columns: int) -> list[str]:
@@ -127,16 +132,22 @@ def fitting(found: Sequence[list[Span]], room: int) -> list[list[list[Span]]]:
     return parts
 
 
-def bar(amounts: Sequence[int], whole: int, columns: int) -> list[Span]:
+def buckets_of(memory: Sequence[Mapping[str, int]]) -> dict[str, list[int]]:
+    """Return for each bucket of a ledger the bytes on every device; what is reserved only where something is."""
+    found = {bucket: [entry.get(f"{bucket}_bytes", 0) for entry in memory] for bucket in _GLYPHS}
+    return {bucket: sizes for bucket, sizes in found.items() if bucket != _RESERVED or any(sizes)}
+
+
+def bar(amounts: Mapping[str, int], whole: int, columns: int) -> list[Span]:
     """Draw the buckets of a device, ``free`` last, each with its own glyph and style."""
-    ends = [round(end * columns / whole) for end in accumulate(amounts)]
+    ends = [round(end * columns / whole) for end in accumulate(amounts.values())]
     cells = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    return [(_GLYPHS[bucket] * count, bucket) for bucket, count in zip(BUCKETS, cells, strict=True) if count > 0]
+    return [(_GLYPHS[bucket] * count, bucket) for bucket, count in zip(amounts, cells, strict=True) if count > 0]
 
 
-def legend() -> list[Span]:
+def legend(buckets: Iterable[str]) -> list[Span]:
     """Say which glyph stands for which bucket."""
-    return [span for b in BUCKETS for span in ((_GLYPHS[b], b), (f" {b}  ", "dim"))]
+    return [span for b in buckets for span in ((_GLYPHS[b], b), (f" {b}  ", "dim"))]
 
 
 def scale_for(largest: int) -> tuple[str, int]:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 from tpplan.render.text import PLAIN_COLUMNS, abridged, line, wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tpplan.render.text import Line
 
 
@@ -16,10 +14,10 @@ def validation(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Lin
     """Lay out a :class:`~tpplan.validation.ValidationReport`."""
     lines: list[Line] = []
     for file in report["files"]:
-        broken = _count(file["problems"]) if "error" not in file else "cannot be read"
+        broken = _count(file) if "error" not in file else "cannot be read"
         lines.append(((f"{file['path']}: ", ""), ("valid", "good") if file["ok"] else (broken, "bad")))
         lines += _below(file["error"]["message"], columns) if "error" in file else []
-        lines += _problems(file["problems"], columns)
+        lines += _problems(file, columns)
         if file["uncanonical_line"]:
             lines.append(line(f"  non-canonical formatting at line {file['uncanonical_line']}", "warn"))
     return lines + _total([file["ok"] for file in report["files"]], "valid")
@@ -29,29 +27,31 @@ def check(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     """Lay out a :class:`~tpplan.check.CheckReport`."""
     lines: list[Line] = []
     for plan in report["plans"]:
-        problems = plan.get("error", {}).get("problems", ())
+        error = plan.get("error", {})
+        problems = error.get("problems", ())
         wrong = "not checked" if "error" in plan else f"stale ({', '.join(plan['reasons'])})"
-        wrong += f", {_count(problems)}" if problems else ""
+        wrong += f", {_count(error)}" if problems else ""
         lines.append(((f"{plan['path']}: ", ""), ("current", "good") if plan["current"] else (wrong, "bad")))
-        lines += _problems(problems, columns)
+        lines += _problems(error, columns)
         texts = [] if plan["current"] or problems else [plan["message"]]
         texts += [plan["diff"]["summary"]] if "diff" in plan else []
         lines += [below for text in texts for below in _below(text, columns)]
     return lines + _total([plan["current"] for plan in report["plans"]], "current")
 
 
-def _count(problems: Sequence[dict[str, Any]]) -> str:
-    return f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+def _count(report: dict[str, Any]) -> str:
+    count = len(report["problems"]) + report.get("unlisted", 0)
+    return f"{count} problem{'s' if count > 1 else ''}"
 
 
-def _problems(found: Sequence[dict[str, Any]], columns: int) -> list[Line]:
+def _problems(report: dict[str, Any], columns: int) -> list[Line]:
     """Return problems under their file's headline: the rule, and beside it the rest, wrapped."""
     lines: list[Line] = []
-    for problem in found:
+    for problem in report.get("problems", ()):
         rule = f"  {problem['rule']} "
         first, *more = wrapped(f"at {problem['path'] or 'top level'}: {problem['message']}", columns - len(rule))
         lines += [((rule, "bad"), (first, "")), *(line(" " * len(rule) + part) for part in more)]
-    return lines
+    return lines + ([line(f"  and {report['unlisted']} more", "dim")] if "unlisted" in report else [])
 
 
 def _below(text: str, columns: int) -> list[Line]:

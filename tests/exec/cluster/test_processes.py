@@ -153,7 +153,7 @@ def test_a_process_that_is_killed_is_missed(told: dict[str, list[Any]], truth: d
     (before, (message, later), again, closed), killed = told["killed"]
     assert killed is None
     assert all(before[name]["0"] == truth[name]["0"] for name in truth if name != "gather")
-    failure = "process 0 failed in [^ ]+ by events of 2 rows of bfloat16: .+"
+    failure = "process 0 failed in [^ ]+ by events of 2 rows of bfloat16: .+, in messages with process 1"
     assert re.match(f"ExecutionError: {failure}\nhint: see whether all processes run", message)
     assert re.match(f"ExecutionError: the processes no longer agree: {failure}\nhint: close the context", later)
     assert re.match("ExecutionError: the processes could not agree on the plan: .+\nhint: ", again)

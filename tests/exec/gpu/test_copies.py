@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 
-pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tpplan[cu13]'")
+pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu13]'")
 
 from cuda.bindings import runtime
 

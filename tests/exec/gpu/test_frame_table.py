@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from attrs import evolve
 
-pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tpplan[cu13]'")
+pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu13]'")
 
 from tests.exec.program_cases import CASES, OPERATIONS
 from tpplan.errors import InternalError

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-pytest.importorskip("cuda.core", reason="needs cuda.core: pip install 'tpplan[cu13]'")
+pytest.importorskip("cuda.core", reason="needs cuda.core: pip install '.[cu13]'")
 
 from tests.exec.caller import bits, expected, memory, noise, widths
 from tests.exec.gpu.fake_driver import Runtime

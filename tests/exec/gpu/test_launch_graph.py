@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tpplan[cu13]'")
+pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu13]'")
 
 from cuda.bindings import driver
 

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install 'tpplan[cu13]'")
+pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu13]'")
 
 from cuda.bindings import runtime
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-pytest.importorskip("cuda.core", reason="needs cuda.core: pip install 'tpplan[cu13]'")
+pytest.importorskip("cuda.core", reason="needs cuda.core: pip install '.[cu13]'")
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.gpu import cuda, streams

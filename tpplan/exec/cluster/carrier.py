@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 from tpplan.errors import ExecutionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
@@ -104,7 +104,7 @@ class GroupCarrier:
     def carry(self, parcels: Sequence[Parcel], mark: str) -> Callable[[], None]:
         """Start to send and to receive; see :class:`Carrier`. The current streams order it on GPUs."""
         tag = zlib.crc32(f"{self.name} {mark}".encode()) % _TAGS  # so that no message is taken for another
-        with self.current():
+        with self.current(), self._naming(parcels):
             works = distributed.batch_isend_irecv(
                 [
                     distributed.P2POp(
@@ -120,10 +120,24 @@ class GroupCarrier:
 
         def wait() -> None:
             with self.current():
-                for work in works:
-                    work.wait()
+                for i, work in enumerate(works):  # one for each parcel, or one for all
+                    with self._naming(parcels if len(works) < len(parcels) else parcels[i : i + 1]):
+                        work.wait()
 
         return wait
+
+    @contextmanager
+    def _naming(self, parcels: Sequence[Parcel]) -> Iterator[None]:
+        """Add to an error the processes that parcels are for or from: torch.distributed tells their ports, at most."""
+        try:
+            yield
+        except RuntimeError as error:
+            others = sorted({parcel.process for parcel in parcels})
+            names = " and ".join(
+                f"process {other}" if other == self._ranks[other] else f"process {other} (rank {self._ranks[other]})"
+                for other in others
+            )
+            raise RuntimeError(f"{reason_of(error)}, in messages with {names}") from error
 
 
 def backends_of(group: ProcessGroup) -> dict[str, str]:

@@ -25,7 +25,7 @@ from tpplan.exec.links.tuning import EXCHANGES, FANS, SUMS, Tuning
 from tpplan.exec.programs import lower_events, lower_flags, lower_host, relays
 from tpplan.exec.programs.operation import Addition, Moves, Reduction
 from tpplan.exec.programs.program import HOST, SLOTS
-from tpplan.sizes import format_bytes
+from tpplan.sizes import format_apart
 from tpplan.workspace import ALIGNMENT, CHUNKS, PAIR
 
 if TYPE_CHECKING:
@@ -264,8 +264,9 @@ def _parts(what: str, rows: int, row_bytes: int, limit: int) -> int:
         ExecutionError: a single row does not fit.
     """
     if row_bytes > limit:
+        takes, left = format_apart(row_bytes, limit)
         raise ExecutionError(
-            f"{what}: one row takes {format_bytes(row_bytes)}, but the plan left {format_bytes(limit)} for it",
+            f"{what}: one row takes {takes}, but the plan left {left} for it",
             "move fewer columns at a time",
         )
     parts = 1

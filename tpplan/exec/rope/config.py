@@ -6,9 +6,10 @@ import reprlib
 from typing import TYPE_CHECKING, Final, Literal
 
 from tpplan.config import Config
-from tpplan.exec.rope.families import ALPHA, DEFAULTS, GPTJ, LOCAL, MROPE, ORIGINAL, WITHOUT
+from tpplan.exec.rope.families import ALPHA, DEFAULTS, GPTJ, LOCAL, MROPE
 from tpplan.exec.rope.scaling import Default, Dynamic, Linear, Llama3, LongRope, Ntk, Scaling, Yarn
 from tpplan.families import LANGUAGE_MODELS
+from tpplan.families.contexts import ORIGINAL, WITHOUT_ROPE
 from tpplan.families.wrappers import text_part
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _HEADS: Final = ("qk_rope_head_dim", "head_dim")
 def read_rope(data: Mapping[str, object], layer_type: str | None) -> tuple[float, int, Scaling, Style]:
     """Return the attributes of a Rope from the object in a config.json."""
     model_type, config = _completed(data)
-    if model_type in WITHOUT or config.flag("alibi"):
+    if model_type in WITHOUT_ROPE or config.flag("alibi"):
         raise config.error("this model has no RoPE", "its positions are learned, or ALiBi")
     if config.raw("layer_rope_theta"):
         raise config.error("layer_rope_theta gives each layer its own RoPE", "tpplan makes tables for one kind, or two")

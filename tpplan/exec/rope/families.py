@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Key of the context length before scaling, in tokens.
-ORIGINAL: Final = "original_max_position_embeddings"
+from tpplan.families.contexts import ORIGINAL
 
 #: Families with GPT-J style; ``rope_interleave`` overrides it.
 GPTJ: Final = frozenset(
@@ -14,9 +13,6 @@ GPTJ: Final = frozenset(
         *("ernie4_5_moe", "glm", "glm4", "glm4_moe_lite", "glm4v_text", "gptj", "helium", "kimi_k2", "llama4_text"),
     }
 )
-
-#: Families without RoPE.
-WITHOUT: Final = frozenset({"bloom", "gpt2", "gpt_bigcode", "opt"})
 
 #: Families with a separate base for sliding-window layers.
 LOCAL: Final = frozenset({"gemma3_text", "olmo3"})

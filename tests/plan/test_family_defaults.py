@@ -1,0 +1,168 @@
+"""What a config leaves out, or sets to null, is as in transformers' configuration class."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
+
+from tests.family_configs import INNER, VISION, WITHIN
+from tests.family_models import INCOMPLETE_DEFAULTS, SAME, hub_config, meta_model, named, saved_tensors, spec_of
+from tpplan import families
+from tpplan.errors import ModelError
+from tpplan.families.wrappers import WRAPPERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: Models that transformers can build: their types, and of language models within others those.
+KNOWN = [(name, "") for name in sorted({*families.FAMILIES} - SAME.keys())]
+KNOWN += [(name, inner) for name, inners in INNER.items() for inner in inners]
+
+#: Small sizes in place of the defaults, as far as a family calls them so.
+SMALL = {
+    **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), 48),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim"), 20),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 5),
+    **dict.fromkeys(("num_attention_heads", "n_head"), 6),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 3),
+    **dict.fromkeys(("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8),
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "max_position_embeddings": 512,
+}
+#: Of the language model they say nothing.
+ASIDE = {"model_type", "architectures", "vision_config", "text_config", "transformers_version", "dtype", "id2label"}
+
+#: Why tpplan does not plan for some configs that transformers builds a model of: most cannot run.
+UNFIT = re.compile(r" is null$|not a multiple|more than the \d+ experts| entries for |is \d+, but hidden_size")
+#: Sizes that no config of a whole model lacks; those of the language model in another one are left out if usual.
+LACKING = re.compile(r" is missing$")
+
+
+def text_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config that describes the language model."""
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
+
+
+def small(model_type: str, inner: str) -> dict[str, Any]:
+    """Return all keys of a family's class, with its defaults for most."""
+    within = {"text_config": {"model_type": inner}} if inner else {}
+    default = hub_config({"model_type": model_type, **within, **INCOMPLETE_DEFAULTS.get(model_type, {})}).to_dict()
+    raw: dict[str, Any] = json.loads(json.dumps(default))
+    if model_type in WRAPPERS:
+        raw["vision_config"] = VISION[model_type]
+    text = text_of(raw)
+    text.update({key: value for key, value in SMALL.items() if text.get(key) is not None})
+    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+        if text.get(key):
+            text[key] = text[key][:5]
+    if text.get("moe_layers"):
+        text["moe_layers"] = [layer for layer in text["moe_layers"] if layer < 5]
+    if families.LANGUAGE_MODELS[text["model_type"]].fixed_head:
+        text.pop("head_dim", None)
+    return raw
+
+
+def facts_of_transformers(config: Any) -> dict[str, Any]:
+    """Return the shapes of tensors, the windows of layers and the context of transformers' model."""
+    layers = enumerate(DynamicCache(config=config).layers)
+    return {
+        "tensors": {name: tuple(tensor.shape) for name, tensor in saved_tensors(meta_model(config)).items()},
+        "windows": {
+            i: getattr(layer, "sliding_window", 0) for i, layer in layers if not isinstance(layer, LinearAttentionLayer)
+        },
+        "context": getattr(config.get_text_config(), "max_position_embeddings", None),
+    }
+
+
+def facts_of(raw: dict[str, Any], context: int | None) -> dict[str, Any]:
+    """Return the same of a spec; a model without a limit has the context that tpplan gives it."""
+    spec = spec_of(raw)
+    return {
+        "tensors": {name: parameter.shape for name, parameter, _ in named(spec)},
+        "windows": {i: block.attention.window for block in spec.blocks for i in block.layers if block.attention},
+        "context": context if spec.context_basis else context and spec.max_context,
+    }
+
+
+def compare(raw: dict[str, Any], known: dict[str, dict[str, Any]]) -> str:
+    """Return what differs between a config's spec and transformers' model of it, empty if nothing does."""
+    try:
+        config = hub_config(raw)
+        key = _key(config)
+        context = getattr(config.get_text_config(), "max_position_embeddings", None)
+        ours = facts_of(raw, context)
+        if key not in known:
+            known[key] = facts_of_transformers(config)
+    except ModelError as error:
+        lacking = LACKING.search(error.message) and raw["model_type"] not in WRAPPERS
+        return "" if lacking or UNFIT.search(error.message) else error.message
+    except Exception:  # noqa: BLE001 - of transformers, which has no model of this config
+        return ""
+    theirs = known[key]
+    return "; ".join(f"{name}: {_differing(ours[name], theirs[name])}" for name in ours if ours[name] != theirs[name])
+
+
+def _key(config: Any) -> str:
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+
+
+def _differing(ours: Any, theirs: Any) -> str:
+    if not isinstance(ours, dict):
+        return f"{ours}, expected {theirs}"
+    found = [(key, ours.get(key), theirs.get(key)) for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)]
+    return f"{len(found)} such as {found[0]}"
+
+
+def keys_of(whole: dict[str, Any]) -> list[str]:
+    """Return the keys of a language model that may be left out."""
+    return sorted(text_of(whole).keys() - ASIDE - WITHIN.get(whole["model_type"], {}).keys())
+
+
+def without(whole: dict[str, Any], keys: Iterable[str], *, null: bool = False) -> dict[str, Any]:
+    """Return a config whose language model lacks some keys, or has null in their place."""
+    raw: dict[str, Any] = json.loads(json.dumps(whole))
+    for key in keys:
+        text_of(raw)[key] = None
+        if not null:
+            del text_of(raw)[key]
+    return raw
+
+
+@pytest.mark.parametrize(("model_type", "inner"), KNOWN)
+def test_a_key_left_out_or_null_is_as_in_the_class_of_transformers(model_type: str, inner: str) -> None:
+    """Each key of the language model in turn; only sizes that the config of a whole model has may be missed."""
+    whole = small(model_type, inner)
+    config = hub_config(whole)
+    known = {_key(config): facts_of_transformers(config)}
+    spec_of(whole)  # not refused
+    assert not compare(whole, known)
+    changes = {(key, null): without(whole, (key,), null=null) for key in keys_of(whole) for null in (False, True)}
+    assert not {change: wrong for change, raw in changes.items() if (wrong := compare(raw, known))}
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(KNOWN), st.data())
+def test_keys_left_out_together_are_as_in_the_class_of_transformers(
+    model: tuple[str, str], data: st.DataObject
+) -> None:
+    """The default of a key may depend on another key."""
+    whole = small(*model)
+    keys = data.draw(st.lists(st.sampled_from(keys_of(whole)), min_size=2, max_size=5, unique=True))
+    assert not compare(without(whole, keys), {})
+
+
+def test_heliums_default_head_size_is_that_of_its_class() -> None:
+    """128, not the hidden size over the heads; the output projection takes the hidden size all the same."""
+    sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 512}
+    sizes |= {"num_hidden_layers": 2, "vocab_size": 1000, "max_position_embeddings": 512}
+    assert spec_of({"model_type": "helium", **sizes}).parameter_count == 4_013_952
