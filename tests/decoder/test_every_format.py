@@ -109,6 +109,11 @@ def _mlx(inputs: int, outputs: int, _layer: int) -> Tensors:
     }
 
 
+def _case(case: str) -> Path:
+    """Return a checkpoint of headers of :data:`tests.format_cases.CASES`."""
+    return make_case(_directory().parent, case)[0]
+
+
 #: Checkpoints that the decoder computes, all of one model but the last three.
 COMPUTED: Final[dict[str, Callable[[], Path]]] = {
     "float32": lambda: base("llama", 1),
