@@ -139,11 +139,6 @@ COMPUTED: Final[dict[str, Callable[[], Path]]] = {
     "mxfp4 experts": lambda: mxfp4()[0].directory,
 }
 
-
-def _case(case: str) -> Path:
-    return make_case(_directory().parent, case)[0]
-
-
 #: Checkpoints, of headers alone, that are planned but not computed.
 REFUSED: Final[dict[str, Callable[[], Path]]] = {
     **{
