@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,4 +63,6 @@ def _best(found_B2P: Tensor) -> Tensor:
     """Return the token of the largest logit of each row, given pairs of logits and tokens; NaN counts as largest."""
     best_B1, place_B1 = found_B2P[:, ::2].max(1, keepdim=True)
     token_B1 = found_B2P[:, 1::2].gather(1, place_B1).long()
-    return torch.where(best_B1.abs() < inf, token_B1, NO_TOKEN).squeeze(1)
+    return token_B1.masked_fill_(best_B1 - best_B1 != 0, NO_TOKEN).squeeze(
+        1
+    )  # only finite numbers less themselves are 0

@@ -54,13 +54,14 @@ def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
 
 
 def uncounted(plan: SplitPlan) -> list[str]:
-    """Return where the workspace is not the plan's; such a plan was edited, or made by another version."""
+    """Return where the workspace exceeds the plan's; such a plan was edited, or made by another version."""
     needed = workspace_bytes(plan.splits, plan.model.dtype, plan.request)
-    return [
-        f"memory[{i}].workspace_bytes is {memory.workspace_bytes}, expected {size}"
-        for i, (size, memory) in enumerate(zip(needed, plan.memory, strict=True))
-        if size != memory.workspace_bytes
-    ]
+    problems = []
+    for i, (size, memory) in enumerate(zip(needed, plan.memory, strict=True)):
+        if size > memory.workspace_bytes:
+            takes, counts = format_apart(size, memory.workspace_bytes)
+            problems.append(f"memory[{i}]: the workspace takes {takes}, the plan counts {counts}")
+    return problems
 
 
 def listed(problems: Sequence[str]) -> str:
