@@ -81,7 +81,7 @@ def instead_of_headers(path: Path, weight_format: str) -> str:
     """
     names = sorted(file.name for file in _weights(path)) if path.is_dir() else []
     if gguf := next((name for name in names if name.endswith(".gguf")), None):
-        what = f"{_readable(path.name)} has its weights in {_readable(gguf)}, a GGUF file"
+        what = f"{_readable(path.resolve().name)} has its weights in {_readable(gguf)}, a GGUF file"
         raise ModelError(f"{what}, whose sizes do not follow from config.json", _NO_GGUF)
     return f"weights in {weight_format}: {_readable(names[0])} is not read" if names else ""
 

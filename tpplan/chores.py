@@ -137,12 +137,13 @@ def note(text: str) -> None:
 def note_uncounted(plan: SplitPlan, *, on_screen: bool) -> None:
     """Say what a plan does not count or assumes, unless that is on the screen, and how to keep room for it."""
     from tpplan.codec import unstructure  # noqa: PLC0415
+    from tpplan.formats.leftovers import BUFFERS  # noqa: PLC0415
     from tpplan.render.show import uncounted_lines  # noqa: PLC0415
 
     if not on_screen:
         for text in uncounted_lines(unstructure(plan)):
             note(text)
-    beside = plan.model.not_planned
+    beside = [part for part in plan.model.not_planned if part.what != BUFFERS]  # which nobody loads
     if beside and not plan.request.reserve:
         known = all(part.bytes for part in beside)
         size = f"{-(-sum(part.bytes for part in beside) // 2**20)}MiB" if known else "SIZE"

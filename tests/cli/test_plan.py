@@ -136,6 +136,10 @@ def test_what_is_not_planned_is_told_wherever_a_plan_is(tmp_path: Path) -> None:
     hint = command(*known).err.splitlines()[0]
     assert hint.startswith("hint: --reserve 6MiB@0 keeps room on device 0")
     assert command(*known, "--reserve", "6MiB@0").code == 0
+    tensors = llama_outside() | llama_layers(plain) | {"model.layers.0.self_attn.rotary_emb.inv_freq": ("F32", (32,))}
+    done = command("plan", write_checkpoint(tmp_path / "m", LLAMA, tensors), "--gpus", "1GiB")
+    assert "  not planned: buffers, 128 B\n" in done.out
+    assert "--reserve" not in done.err
 
 
 def test_notes_on_a_model_are_told(tmp_path: Path) -> None:

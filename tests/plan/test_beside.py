@@ -153,7 +153,7 @@ def test_an_adapter_is_no_shard_of_a_model(tmp_path: Path) -> None:
     assert read_model(directory).not_planned == (NotPlanned("adapter_model.safetensors", 40),)
 
 
-@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\xff" * 40])
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\xff" * 40, bytes(40)])
 def test_a_damaged_file_beside_the_model_is_refused(llama: Path, content: bytes) -> None:
     """What is in it cannot be told, and a size of next to nothing would be a lie."""
     (llama / "mtp.safetensors").write_bytes(content)

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from tpplan.render.show import count, exactness, request_lines, summary, uncounted_lines
-from tpplan.render.text import amount, buckets_of, elided, percent, scale_for, shorten, shorten_name
+from tpplan.render.text import amount, buckets_of, elided, percent, scale_for, shorten, shorten_name, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +29,7 @@ _SPLIT_ROW = 52
 _MOST_DEVICES = 48
 _DIGIT = 6.7
 _TICK_GAP = 5
+_LONGEST_TEXT = 130
 
 #: Fills of slices and the colours of text on them; the devices take them by turns.
 _DEVICES = (
@@ -70,7 +71,7 @@ def picture(report: dict[str, Any]) -> str:
     plan = report["plan"]
     first, last = elided(len(plan["devices"]), _MOST_DEVICES)
     buckets = buckets_of(plan["memory"])
-    beside = uncounted_lines(plan)
+    beside = [part for text in uncounted_lines(plan) for part in wrapped(text, _LONGEST_TEXT)]
     top = 118 + 18 * len(beside)
     splits_top = top + 32 + _ROW * (len(first) + len(last) + bool(last)) + 22
     bottom = splits_top + 24 + _SPLIT_ROW * len(plan["splits"])
@@ -88,7 +89,7 @@ def picture(report: dict[str, Any]) -> str:
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
         _text(_EDGE, 40, shorten(name, 60), "title"),
         *(
-            _text(_EDGE, 62 + 18 * i, shorten(text, 130), "strong" if text in beside else "dim")
+            _text(_EDGE, 62 + 18 * i, shorten(text, _LONGEST_TEXT), "strong" if text in beside else "dim")
             for i, text in enumerate((*beside, *request_lines(plan)))
         ),
         *_memory(report, buckets, top, (first, last)),
