@@ -167,15 +167,15 @@ class Steps:
         drawn = None if self._context.process else self._sampling.draw(whole, self._generator)
         return next(tokens for tokens in self._context.tell(drawn) if tokens is not None)
 
-    def _checked(self, tokens: Sequence[int]) -> list[int]:
-        """Return tokens.
+    def _checked(self, tokens: Sequence[float]) -> list[int]:
+        """Return tokens as whole numbers.
 
         Raises:
             ExecutionError: logits are not finite.
         """
         if NO_TOKEN in tokens:
             raise not_finite(self._decoder)
-        return [*tokens]
+        return [*map(int, tokens)]
 
     def _likeliest(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return likeliest(self._context, logits, self._decoder.stack.steps, self._tokens[0].shape[1])
