@@ -196,7 +196,7 @@ def _check_index(index: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Non
     if extra := tensors.keys() - index.keys():
         name = min(extra)
         message = f"{_INDEX} leaves out {len(extra)} tensors of its files, such as {name!r} in {tensors[name].file}"
-        raise ModelError(message, "the index and the files are of different checkpoints: fetch both again")
+        raise ModelError(message, "fetch the index again, and remove files that do not belong to this checkpoint")
 
 
 def _check_count(tensors: int, where: str) -> None:
@@ -293,7 +293,8 @@ def _read_entries(text: bytes, file: str, data_start: int, tensors: dict[str, Te
             shape = shapes[lengths] = tuple(map(int, filter(None, lengths.split(b","))))
         tensors[name.decode()] = _checked(dtype.decode(), shape, (int(start), int(stop)), file, data_start)
         count += 1
-    return count == len(tensors) and bool(count) and _END.fullmatch(text, end) is not None
+    tensors_only = count == len(tensors) and "__metadata__" not in tensors
+    return tensors_only and bool(count) and _END.fullmatch(text, end) is not None
 
 
 def _check_spans(tensors: Mapping[str, Tensor], file: str, data_start: int, size: int) -> None:

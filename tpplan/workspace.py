@@ -158,8 +158,8 @@ def common_workspace(splits: Iterable[tuple[Axis, int, int]], dtype: str, reques
     Args:
         splits: axis, size and width of every split, query heads included.
         dtype: dtype of the activations.
-        request: the request, for its ``max_rows``, tokens and layout. The layout ``gather`` also needs the whole input of
-            the matrices that are cut by residual columns: one buffer as wide as the widest input.
+        request: the request, for its ``max_rows``, tokens and layout. The layout ``gather`` also needs the whole input
+            of the matrices that are cut by residual columns: one buffer as wide as the widest input.
     """
     sizes = tuple(splits)
     inputs = max((size * width for axis, size, width in sizes if axis in SLICE_BUFFERS), default=0)
