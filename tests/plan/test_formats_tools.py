@@ -862,7 +862,7 @@ def test_lists_may_name_single_experts(tmp_path: Path) -> None:
 
 def test_files_that_are_not_read_are_told(tmp_path: Path) -> None:
     """Weights in GGUF are refused, as their sizes do not follow; those of pickles are assumed to be in 16 bits."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "bfloat16"}))
     assert not read_model(tmp_path).assumed
     (tmp_path / "training_args.bin").touch()
     assert not read_model(tmp_path).assumed

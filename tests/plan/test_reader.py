@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(data=st.data())
 def test_saved_model_is_the_model_of_its_config(tmp_path: Path, model_type: str, data: st.DataObject) -> None:
-    """For every family, a checkpoint and its config give the same model, whose bytes are those of the files."""
+    """For every family, a checkpoint and its config give the same model, and all bytes of the files are told."""
     directory = tmp_path / str(len(list(tmp_path.iterdir())))
     dtype = data.draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32)))
     save(directory, data.draw(configs(model_type)), dtype, data.draw(st.sampled_from(("4KB", "5GB"))))

@@ -484,7 +484,7 @@ FORMATS: Final[dict[str, Format]] = {
     "hqq": _format(
         "HQQ {bpw} bpw",
         _HQQ.format(codes="U8,I32,BF16,F16,F32 any any", scales="any any"),
-        "HQQ packs distant rows into one byte, so every device has to hold all of every matrix: weights",
+        "HQQ packs distant rows into one byte, so each device holds all of the matrices that it needs",
     ),
     "bitnet": _format(
         "BitNet",
@@ -492,7 +492,7 @@ FORMATS: Final[dict[str, Format]] = {
         .weight         U8              ~out/4 ~in
         .weight_scale   BF16,F16,F32    1|
         """,
-        "BitNet packs distant rows into one byte, so every device has to hold all of every matrix: weights",
+        "BitNet packs distant rows into one byte, so each device holds all of the matrices that it needs",
     ),
     "torchao-fp8": _format(
         "FP8 per channel",
