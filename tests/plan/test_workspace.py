@@ -105,7 +105,7 @@ def test_the_areas_of_llama_8b_by_hand() -> None:
 
 @given(strategies.plans())
 def test_every_area_of_any_valid_plan_starts_aligned(plan: SplitPlan) -> None:
-    """All areas are multiples of 64 bytes and add up to the workspace; devices in use have tables where there are KV heads."""
+    """All areas are multiples of 64 bytes and add up; devices in use have tables where there are KV heads."""
     dtype, request = plan.model.dtype, plan.request
     divided = areas(plan.splits, dtype, request)
     totals = []
