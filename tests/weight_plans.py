@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import strategies as st
 
 from tests import strategies
@@ -45,6 +46,7 @@ def request_of(layout: str = "reduce", kv: str = "idle") -> Request:
 
 def plan_of(model: ModelSpec, request: Request, bounds: Sequence[tuple[int, ...]]) -> SplitPlan:
     """Return the plan that cuts the axes of a model so, in the order of the ledger."""
+    request = evolve(request, cache=evolve(request.cache, tokens=min(request.cache.tokens, model.max_context)))
     devices = tuple(Device(name=f"GPU {i}", budget_bytes=2**40) for i in range(len(bounds[0]) - 1))
     wanted = demands(model, request, len(devices))
     return Attempt(model, devices, request, wanted, tuple(bounds), ledger(bounds, wanted, devices, request)).plan()

@@ -81,9 +81,10 @@ def generate(
     try:
         task = checked(found, order)
     except PlanError as error:
-        again = "" if plan == console.STREAM else chores.remake(found, plan, model, "")
-        compares = shlex.join(["tpplan", "check", plan, "--model", model])
-        error.hint = f"{compares} compares them, {again} makes the plan again" if again else error.hint
+        if plan != console.STREAM:
+            again = chores.remake(found, plan, model, "") or "tpplan plan"
+            compares = shlex.join(["tpplan", "check", plan, "--model", model])
+            error.hint = f"{compares} compares them, {again} makes the plan again"
         raise
     with needing("running a plan", "generate"):
         from tpplan.decoder.run import run  # noqa: PLC0415

@@ -124,7 +124,7 @@ def test_an_edited_plan(edit: str, checkpoint: Path, monkeypatch: pytest.MonkeyP
     first, *lines, hint = done.err.splitlines()
     assert first == f"error: the plan for tiny is not right for {checkpoint}:"
     assert all(any(line.strip().startswith(start) for line in lines) for start in starts)
-    assert hint.startswith(f"hint: tpplan check {plan} --model {checkpoint} compares them, tpplan plan {checkpoint} ")
+    assert hint.startswith(f"hint: tpplan check {plan} --model {checkpoint} compares them, tpplan plan ")
     assert command("check", plan, "--model", checkpoint).code == 1
 
 

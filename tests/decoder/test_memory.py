@@ -68,7 +68,7 @@ def made(model_type: str, directory: Path, **more: Any) -> Path:
 
 def planned(directory: Path, layout: str, shares: tuple[int, ...], cache: Cache) -> SplitPlan:
     """Return a plan that cuts every axis by shares."""
-    request = Request(layout, "balanced", cache, _BATCH, _ROWS, "idle")
+    request = Request(layout, "balanced", cache, _BATCH, _ROWS, "idle", beyond=True)
     cut = {}
     for demand in demands(tpplan.read_model(directory), request, len(shares)).axes:
         ends = [round(demand.units * sum(shares[:i]) / sum(shares)) for i in range(len(shares) + 1)]
