@@ -147,7 +147,8 @@ def something_for_each_sequence(plan: SplitPlan) -> Iterator[Finding]:
 def pool_is_shared(plan: SplitPlan) -> Iterator[Finding]:
     """Where sequences share a pool of tokens, one may have more than an equal part of it, and at most all."""
     request = plan.request
-    if request.context and not -(-request.cache.tokens // request.batch) < request.context <= request.cache.tokens:
+    least = -(-request.cache.tokens // max(1, request.batch))
+    if request.context and not least < request.context <= request.cache.tokens:
         of = f"{request.batch} sequences that share {request.cache.tokens} tokens"
         yield "request.context", f"is {request.context}, for {of} expected more than an equal part and at most all"
 

@@ -243,7 +243,7 @@ def test_weights_beyond_all_budgets_are_told() -> None:
 def test_infeasible_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where what is missing of each bucket has no room it is left out, and a long list of GPUs has its own line."""
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((80, 24)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((80, 24)))
     err = command("plan", LLAMA_8B, "--gpus", "RTX4060Ti16GB,RTX3060", terminal=True).err
     assert "  Needs, GiB\n" in err
     assert re.search(r"\n  0  RTX 4060 Ti 16GB +7.64 +10.00 +0.18 +0.87 +15.38 +3.31\n", err)
