@@ -44,7 +44,7 @@ def plan(
     context: int = 0,
     full_window: bool = False,
     beyond: bool = False,
-    reserve: Iterable[Reserve] = (),
+    reserve: Iterable[Reserve] | Reserve = (),
 ) -> SplitPlan:
     """Split ``model`` over ``devices``, within every device's budget.
 
@@ -72,6 +72,7 @@ def plan(
         RequestError: the request is not valid for this model or these devices.
     """
     devices, cache = tuple(devices), cache or Cache()
+    reserve = (reserve,) if isinstance(reserve, Reserve) else reserve
     check_kinds(model, devices, cache)
     asked = Request(layout, strategy, cache, batch, max_rows, kv, context, full_window, beyond, tuple(reserve))
     request = resolve(model, asked)

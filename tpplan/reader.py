@@ -14,6 +14,7 @@ from tpplan.families import spec_from_config, tolerated
 from tpplan.families.wrappers import text_part
 from tpplan.formats import read_scheme, stored_by_formula, stored_by_headers
 from tpplan.formats.storage import split_name
+from tpplan.formats.tools import DESCRIPTIONS
 from tpplan.jsontext import UNSEEN
 from tpplan.rules import LONGEST_NAME
 
@@ -59,7 +60,10 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
     scheme = read_scheme(config, path if path.is_dir() else None)
     if headers is None:
         spec = stored_by_formula(spec_from_config(config, name), scheme)
-        return evolve(spec, assumed=instead_of_headers(path, spec.weight_format) or spec.assumed), None
+        beside_config = path.parent if path.is_file() and not scheme.method else None
+        unread = next((name for name in DESCRIPTIONS if beside_config and (beside_config / name).exists()), "")
+        what = f"weights in {spec.weight_format}: {unread} is read if you name the directory" if unread else ""
+        return evolve(spec, assumed=what or instead_of_headers(path, spec.weight_format) or spec.assumed), None
     known = tolerated(spec_from_config(config, name).model_type, text_part(config)[0])
     parts, notes = beside(path, {tensor.file for tensor in headers.tensors.values()})
     headers = headers.renamed(known.renamed)

@@ -220,3 +220,21 @@ def test_a_plan_is_current_whether_or_not_files_are_there(tmp_path: Path, made_o
     assert made.format_version == "1.1"
     for read in (model, other):
         assert check({"a.json": made}, read).current
+
+
+def test_a_description_beside_a_config_that_is_named_alone(tmp_path: Path) -> None:
+    """It is read with the directory; where only config.json is named, the weights are assumed, and the way is told."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    assert read_model(tmp_path).weight_format == "FP8 per tensor"
+    alone = read_model(tmp_path / "config.json")
+    assert alone.weight_format == "F16"
+    assert alone.assumed == "weights in F16: hf_quant_config.json is read if you name the directory"
+
+
+def test_modelopt_is_known_by_its_algorithm(tmp_path: Path) -> None:
+    """A section without a method that names an algorithm and groups, as ModelOpt 0.31 wrote it, is ModelOpt's."""
+    groups = {"group_0": {"weights": {"num_bits": 8, "type": "float", "dynamic": False}}}
+    section = {"config_groups": groups, "ignore": ["lm_head"], "quant_algo": "FP8", "kv_cache_scheme": "FP8"}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": section}))
+    assert read_model(tmp_path).weight_format == "FP8 per tensor"

@@ -35,7 +35,7 @@ _MOST_MODULES: Final = 20_000
 _KEYS: Final = ("quantization_config", "compression_config", "quantization")
 
 #: Files beside config.json that describe the quantisation, and the method that they are of where they do not say.
-_BESIDE: Final = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": ""}
+DESCRIPTIONS: Final = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": ""}
 _BITS: Final = (2, 3, 4, 8)
 _LAYERS: Final = frozenset({LINEAR, EXPERTS})
 _ALL: Final = frozenset({LINEAR, EXPERTS, ROUTER, HEAD, EMBEDDING})
@@ -82,9 +82,9 @@ def _described(config: Config, directory: Path | None) -> tuple[str, Config | No
     if section is not None and "quantization_config" in section:  # as in some of the first compression_configs
         section = section.section("quantization_config")
     method = "" if section is None else section.text("quant_method").lower()
-    if section is not None and not method and "config_groups" in section:
-        method = "compressed-tensors"
-    for name, usual in _BESIDE.items():
+    if section is not None and not method:  # ModelOpt has both keys
+        method = "modelopt" if "quant_algo" in section else "compressed-tensors" if "config_groups" in section else ""
+    for name, usual in DESCRIPTIONS.items():
         path = directory / name if directory else None
         if path and path.exists() and (section is None or method == usual == "modelopt"):
             beside = read_config(path)
