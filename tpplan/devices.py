@@ -218,6 +218,10 @@ def _with_budget(name: str, budget: str | None, tell: Callable[[str], None] | No
         return modified, size
     gpu = catalogue.find(name)
     limit = gpu.nominal_bytes if gpu.unified else gpu.memory_bytes
+    if limit < size <= gpu.nominal_bytes:  # the number on the box
+        if tell:
+            tell(f"{written} of the {gpu.name} is taken as the {format_bytes(limit)} that programs get of it")
+        return gpu, limit
     if size > limit:
         runtime = "CUDA" if gpu.capability else "ROCm"
         have = f"{format_bytes(limit)} that {runtime} hands out of the {gpu.name}"

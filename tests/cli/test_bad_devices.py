@@ -43,7 +43,7 @@ from tests.cli_cases import LLAMA_8B, folder, refused  # noqa: F401 (for every t
         ("2*24GiB", ["hint: did you mean 2x24GiB?\n"]),
         ("x2RTX3090", ["hint: did you mean 2xRTX3090?\n"]),
         ("RTX4090@20GiB", ["hint: did you mean RTX4090:20GiB?\n"]),
-        ("RTX4090:24GiB", ["24GiB", "23.52 GiB that CUDA hands out of the RTX 4090\nhint: write RTX4090 for all"]),
+        ("RTX4090:25GiB", ["25GiB", "23.52 GiB that CUDA hands out of the RTX 4090\nhint: write RTX4090 for all"]),
         ("RTX4090:99GiB", ["99GiB", "23.52 GiB"]),
         ("missing.json", ["missing.json"]),
         ("9" * 200 + "GiB", ["99999999"]),

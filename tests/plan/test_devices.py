@@ -208,7 +208,7 @@ def test_memory_behind_the_name_of_a_card_that_has_less_leads_to_the_modified_ca
         ("0GiB", "memory size '0GiB' is 0 bytes, outside 1 byte to 1 PiB"),
         ("RTX3060:20q", "memory size '20q' has the unknown unit 'q'"),
         ("RTX3060:", "'RTX3060:' has no memory after the colon"),
-        ("RTX3060:12GiB", "a budget of 12GiB is more than the 11.63 GiB that CUDA hands out of the RTX 3060"),
+        ("RTX3060:13GiB", "a budget of 13GiB is more than the 11.63 GiB that CUDA hands out of the RTX 3060"),
         ("RTX3060:13GiB", "hint: write RTX3060 for all of that, or 13GiB alone for a GPU that is not the catalogue's"),
         ("RTX3060:49GiB", "a budget of 49GiB is more than the 11.63 GiB"),
         ("H100:80GiB", "a budget of 80GiB is more than the 79.09 GiB that CUDA hands out of the H100"),
@@ -529,3 +529,10 @@ def test_unreadable_devices_files_are_device_errors(tmp_path: Path, content: byt
         path.write_bytes(content)
     with pytest.raises(DeviceError, match=r"gpus\.json"):
         parse_devices(str(path))
+
+
+def test_the_number_on_the_box_is_all_that_programs_get() -> None:
+    """Of a card's nominal memory the driver keeps some: naming it means the rest, and a note says so."""
+    notes: list[str] = []
+    assert parse_devices("RTX3090:24GiB", notes.append) == parse_devices("RTX3090")
+    assert notes == ["24GiB of the RTX 3090 is taken as the 23.56 GiB that programs get of it"]
