@@ -15,7 +15,7 @@ from tpplan.axes import DEFAULT_UNIT, Axis, format_layers, power_of_two_unit
 from tpplan.costs import Cost, Demand, Demands
 from tpplan.model import Segment
 from tpplan.plan import CACHE_KINDS, DeviceMemory, Request
-from tpplan.workspace import ITEM_BYTES, common_workspace, unit_workspace
+from tpplan.workspace import ITEM_BYTES, common_workspace, rope_workspace, unit_workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -216,6 +216,7 @@ def _order(group: _Group) -> tuple[int, int, int]:
 def _demand(group: _Group, dtype: str, request: Request, *, gated: bool) -> Demand:
     unit = axis_unit(group.axis, group.size, group.units)
     rows = unit_workspace(group.axis, unit, group.width, group.group, dtype, request=request, gated=gated)
+    tables = rope_workspace(group.width, dtype, request) if group.axis is Axis.KV else 0
     return Demand(
         axis=group.axis,
         layers=format_layers(group.layers) if group.layers else "",
@@ -225,7 +226,7 @@ def _demand(group: _Group, dtype: str, request: Request, *, gated: bool) -> Dema
         replicas=group.replicas,
         group=group.group,
         split=evolve(group.split, workspace=rows),
-        kept=group.kept,
+        kept=group.kept + Cost(workspace=tables),
         head=group.head,
     )
 

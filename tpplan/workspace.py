@@ -72,7 +72,7 @@ class Areas:
     Attributes:
         control_bytes: flags and the slots of small exchanges, see :func:`slot_bytes`.
         exchange_bytes: one buffer of ``max_rows`` rows of the residual stream, for large exchanges.
-        rope_bytes: sine and cosine tables, for every cut of the KV heads.
+        rope_bytes: sine and cosine tables, for every cut of the KV heads of which the device holds a slice.
         scratch_bytes: the remaining buffers, allocated as slices of this area.
     """
 
@@ -144,10 +144,9 @@ def unit_workspace(axis: Axis, unit: int, width: int, group: int, dtype: str, *,
 
 
 def rope_workspace(width: int, dtype: str, request: Request) -> int:
-    """Return the bytes of the RoPE tables for a cut of the KV heads, on each device in use.
+    """Return the bytes of the RoPE tables for a cut of the KV heads, on each device that holds any of the heads.
 
-    A table has one row of ``width`` elements per position of a sequence. Devices without any of the heads have room for
-    them too: if only holders paid for tables, the fullest device would be a little less full with all attention on one.
+    A table has one row of ``width`` elements per position of a sequence.
     """
     return ROPE_TABLES * align(request.sequence_tokens * width * ITEM_BYTES[dtype])
 
@@ -158,20 +157,14 @@ def common_workspace(splits: Iterable[tuple[Axis, int, int]], dtype: str, reques
     Args:
         splits: axis, size and width of every split, query heads included.
         dtype: dtype of the activations.
-        request: the request, for its ``max_rows``, tokens and layout. The layout ``gather`` also needs the whole input
-            of the matrices that are cut by residual columns: one buffer as wide as the widest input.
+        request: the request, for its ``max_rows`` and layout. The layout ``gather`` also needs the whole input of the
+            matrices that are cut by residual columns: one buffer as wide as the widest input.
     """
     sizes = tuple(splits)
     inputs = max((size * width for axis, size, width in sizes if axis in SLICE_BUFFERS), default=0)
     gathered = align(request.max_rows * inputs * ITEM_BYTES[dtype]) if request.layout == "gather" else 0
     count = FULL_BUFFERS - 1 + EXPERT_BUFFERS * any(axis is Axis.EX for axis, _, _ in sizes)
-    ropes = _ropes(sizes, dtype, request)
-    full = count * _full_buffer(sizes, dtype, request)
-    return CONTROL_BYTES + _exchange(sizes, dtype, request) + ropes + full + gathered
-
-
-def _ropes(splits: Iterable[tuple[Axis, int, int]], dtype: str, request: Request) -> int:
-    return sum(rope_workspace(width, dtype, request) for axis, _, width in splits if axis is Axis.KV)
+    return CONTROL_BYTES + _exchange(sizes, dtype, request) + count * _full_buffer(sizes, dtype, request) + gathered
 
 
 def _full_buffer(splits: Iterable[tuple[Axis, int, int]], dtype: str, request: Request) -> int:
@@ -199,10 +192,9 @@ def areas(splits: Sequence[Split], dtype: str, request: Request) -> tuple[Areas,
     sizes = [(s.axis, s.size, s.width) for s in splits]
     gated = any(s.axis is Axis.LH for s in splits)
     exchange = _exchange(sizes, dtype, request)
-    ropes = _ropes(sizes, dtype, request)
-    scratch = common_workspace(sizes, dtype, request) - CONTROL_BYTES - exchange - ropes
+    scratch = common_workspace(sizes, dtype, request) - CONTROL_BYTES - exchange
     count = len(splits[0].bounds) - 1
-    slices = [0] * count
+    slices, ropes = [0] * count, [0] * count
     for split in splits:
         if split.axis is Axis.Q:
             continue
@@ -210,9 +202,11 @@ def areas(splits: Sequence[Split], dtype: str, request: Request) -> tuple[Areas,
         each = unit_workspace(split.axis, split.unit, split.width, group, dtype, request=request, gated=gated)
         for held in slices_of(split.bounds):
             slices[held.device] += each * unit_count(held.end - held.start, split.unit)
+            if split.axis is Axis.KV:
+                ropes[held.device] += rope_workspace(split.width, dtype, request)
     used = _used(splits)
     return tuple(
-        Areas(CONTROL_BYTES, exchange, ropes, scratch + slices[i]) if i in used else Areas() for i in range(count)
+        Areas(CONTROL_BYTES, exchange, ropes[i], scratch + slices[i]) if i in used else Areas() for i in range(count)
     )
 
 

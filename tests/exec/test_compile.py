@@ -294,9 +294,11 @@ def test_rope_tables_fit_everywhere_or_nowhere() -> None:
     first, second, third = (Rope(theta, 8, Default()) for theta in (1e4, 1e5, 1e6))
     with contexts.context(uneven, "events") as ctx:
         assert len(ctx.rope_tables(first)) == 2
-        ctx.devices[2].rope_tables(third, 16, torch.bfloat16)  # in the room of its second cut
         with pytest.raises(ExecutionError, match="device 2"):
             ctx.rope_tables(second)
-        ctx.devices[0].rope_tables(second, 16, torch.bfloat16)  # still has room
+        with pytest.raises(ExecutionError, match="device 2"):
+            ctx.rope_tables(third)
+        device = ctx.devices[0]
+        device.rope_tables(third, 16, torch.bfloat16)  # still has room for tables of its second cut
         with pytest.raises(ExecutionError, match="left 0 B"):
-            ctx.devices[0].rope_tables(third, 16, torch.bfloat16)
+            device.rope_tables(second, 16, torch.bfloat16)
