@@ -246,7 +246,7 @@ def test_infeasible_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((80, 24)))
     err = command("plan", LLAMA_8B, "--gpus", "RTX4060Ti16GB,RTX3060", terminal=True).err
     assert "  Needs, GiB\n" in err
-    assert re.search(r"\n  0  RTX 4060 Ti 16GB +7.64 +10.00 +0.18 +0.87 +15.38 +3.31\n", err)
+    assert re.search(r"\n  0  RTX 4060 Ti 16GB +7.65 +10.00 +0.18 +0.87 +15.38 +3.32\n", err)
     assert re.search(r"\n  --cache fp8 +cache the keys and values as fp8\n", err)
     assert re.search(r"\n  --gpus RTX4060Ti16GB,RTX3060,RTX4060Ti16GB\n +add 1 more RTX 4060 Ti 16GB\n", err)
     assert max(map(len, err.partition("Needs")[2].splitlines())) <= 80

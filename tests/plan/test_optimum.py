@@ -58,6 +58,11 @@ def assert_near_the_optimum(task: Case) -> None:
         assert not program.is_solvable(reached / 1.001)
 
 
+def usual(gpus: str) -> tuple[Device, ...]:
+    """Return devices with 512 MiB of overhead each, for which the expected shares were computed."""
+    return tuple(evolve(device, overhead_bytes=2**29) for device in parse_devices(gpus))
+
+
 @pytest.mark.parametrize(("seed", "layout", "strategy"), TASKS)
 def test_a_plan_exists_if_any_does_and_none_is_better_by_a_thousandth(seed: int, layout: str, strategy: str) -> None:
     """On small models with coarse units and hardly any slack, for both strategies."""
@@ -92,7 +97,7 @@ def test_the_solver_finds_what_the_planner_finds(layout: str, strategy: str) -> 
 )
 def test_a_latent_cache_is_held_by_few_devices(name: str, gpus: str, most: float) -> None:
     """Each device with attention holds the whole of it, so one does, and no device is fuller than the others."""
-    found = plan(shape(name), parse_devices(gpus))
+    found = plan(shape(name), usual(gpus))
     assert max(e.used_bytes / d.budget_bytes for e, d in zip(found.memory, found.devices, strict=True)) <= most
     assert len(found.slices(Axis.KV)) == 1
 
@@ -100,7 +105,7 @@ def test_a_latent_cache_is_held_by_few_devices(name: str, gpus: str, most: float
 @pytest.mark.parametrize(("gpus", "holders"), [("4x24GiB", 4), ("2x48GiB,8GiB", 3), ("3x48GiB,2x8GiB", 5)])
 def test_all_get_attention_where_that_costs_next_to_nothing(gpus: str, holders: int) -> None:
     """A device whose part of the memory is less than a head has one, if the fullest is not fuller by 0.1 %."""
-    found = plan(shape("gemma3_text"), parse_devices(gpus), cache=Cache("q8", 1024), max_rows=64)
+    found = plan(shape("gemma3_text"), usual(gpus), cache=Cache("q8", 1024), max_rows=64)
     assert (
         len({s.device for split in found.splits if split.axis == Axis.KV for s in slices_of(split.bounds)}) == holders
     )
