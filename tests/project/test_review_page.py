@@ -87,7 +87,7 @@ def test_reviewers_are_told_what_moves(repository: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     summary = (repository.parent / "summary.md").read_text(encoding="utf-8")
     assert summary.startswith(f"### {PLAN}\n\n```text\nDevices\n")
-    assert "device 1 GPU gains\n706.00 MiB of weights\n```\n" in summary
+    assert "device 1 GPU gains\n705.50 MiB of weights\n```\n" in summary
 
 
 @pytest.mark.parametrize("broken", ["old", "new"])
@@ -108,7 +108,7 @@ def test_what_cannot_be_compared_is_told(repository: Path, broken: str) -> None:
     first, second = (repository.parent / "summary.md").read_text(encoding="utf-8").split(f"### {other}\n")
     assert first.startswith(f"### {PLAN}\n\n```text\nerror: ")
     assert first.endswith("\n```\n\n")
-    assert "gains\n706.00 MiB of weights\n```\n" in second
+    assert "gains\n705.50 MiB of weights\n```\n" in second
 
 
 @pytest.mark.usefixtures("repository")
