@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -194,12 +195,14 @@ def test_a_pool_is_shared(asked: dict[str, Any], tokens: int, longest: int) -> N
     assert pool.request.context == longest
     assert not pool.request.full_window  # there is none
     assert cache_and_workspace(pool)[0] == tokens * PER_TOKEN
-    # The workspace is that of equal parts as long as the longest sequence.
-    part = plan(full, pool.devices, cache=Cache(tokens=4 * longest), batch=4)
-    same = [s.bounds for s in part.splits if s.axis is Axis.KV] == [s.bounds for s in pool.splits if s.axis is Axis.KV]
-    rope = 2 * 128 * 2 * (longest - tokens // 4) * 2
-    equal = plan(full, pool.devices, cache=Cache(tokens=tokens), batch=4)
-    assert not same or cache_and_workspace(pool)[1] - cache_and_workspace(equal)[1] == rope  # of as many holders
+    # With the same cuts, equal parts have shorter tables on each device with heads, and all else is the same.
+    equal = plan(full, pool.devices, cache=Cache(tokens=tokens), batch=4).request
+    tables = 2 * 128 * 2 * (longest - tokens // 4)
+    bounds = pool.bounds(Axis.KV)
+    expected = [tables * (end > start) for start, end in pairwise(bounds)]
+    shared, apart = (workspace_bytes(pool.splits, "bfloat16", request) for request in (pool.request, equal))
+    assert [a - b for a, b in zip(shared, apart, strict=True)] == expected
+    assert any(expected)
     windows = plan(model, PAIR, cache=Cache(tokens=tokens), batch=4, **asked)
     kept = tokens if asked.get("full_window") else 4 * 4096
     assert cache_and_workspace(windows)[0] == kept * PER_TOKEN
