@@ -23,6 +23,7 @@ from tpplan.render.show import request_lines
 from tpplan.report import show_report
 from tpplan.request import resolve
 from tpplan.verify import problems
+from tpplan.workspace import workspace_bytes
 
 GIB = 2**30
 KIB = 2**10
