@@ -182,7 +182,7 @@ def test_an_edited_plan_is_not_run(edit: str, plan: SplitPlan) -> None:
 
 def test_other_cuts_than_the_planners_run(plan: SplitPlan) -> None:
     """Cut by hand, with a ledger that is right for the cuts, a plan runs though planning again gives another one."""
-    by_hand = recut(plan, spec(), {Axis.ID: (0, 1280, 2048)})
+    by_hand = recut(plan, spec(), {Axis.ID: (0, 512, 2048)})
     assert not check({"plan": by_hand}, spec()).current
     tpx.compile(by_hand, backend="cpu", model=spec()).close()
 

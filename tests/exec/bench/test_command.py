@@ -233,7 +233,7 @@ def test_the_transport_that_was_asked_for(path: Path) -> None:
         (("--transport", "pigeon"), "unknown transport 'pigeon', expected auto, peer, host, events", "choose one"),
         (("--rounds", "1"), "--rounds is 1, expected 2 to 1000", "7, the default"),
         (("--sizes", "8KiB,,1MiB"), "--sizes: '' is not a size", "list sizes such as 8KiB,64KiB,1MiB"),
-        (("--sizes", "8kb"), "--sizes: size '8kb' has the unknown unit 'kb'", "list sizes such as"),
+        (("--sizes", "8kx"), "--sizes: size '8kx' has the unknown unit 'kx'", "list sizes such as"),
     ],
 )
 def test_no_answer(
