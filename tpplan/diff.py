@@ -123,12 +123,17 @@ def _plain(value: int | str) -> int | str:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _texts(values: Iterable[NotPlanned | Reserve]) -> str:
+def _parts(values: Iterable[NotPlanned]) -> str:
+    """Return what is not planned, to the byte: rounded sizes may look alike."""
+    return ", ".join(f"{value.text} ({value.bytes} bytes)" if value.bytes else value.text for value in values)
+
+
+def _reserves(values: Iterable[Reserve]) -> str:
     return ", ".join(value.text for value in values)
 
 
 #: How tuples are told that are values of the model or the request.
-_TEXTS: dict[str, Callable[[Any], str]] = {"not_planned": _texts, "reserve": _texts}
+_TEXTS: dict[str, Callable[[Any], str]] = {"not_planned": _parts, "reserve": _reserves}
 
 
 def _device_changes(a: SplitPlan, b: SplitPlan, pairs: tuple[DevicePair, ...]) -> Iterator[DeviceChange]:

@@ -17,6 +17,7 @@ from tpplan import codec
 from tpplan.axes import Axis, parse_layers
 from tpplan.diff import diff
 from tpplan.errors import RequestError
+from tpplan.model import NotPlanned
 from tpplan.plandiff import Bucket, BucketChange, Change, DevicePair, FieldChange, Reason
 from tpplan.render.diff import diff as diff_view
 from tpplan.verify import problems
@@ -266,3 +267,13 @@ def test_json(a: SplitPlan, b: SplitPlan) -> None:
     assert text == codec.dumps(diff(a, b))
     assert None not in json.loads(text, object_pairs_hook=lambda pairs: [value for _, value in pairs])
     assert ": null" not in text
+
+
+def test_sizes_that_look_alike_are_told_apart() -> None:
+    """Of what is not planned, a change of a few bytes shows, though both sizes are the same in GiB."""
+    a, b = (
+        attrs.evolve(VALID, format_version="1.1", model=attrs.evolve(VALID.model, not_planned=(NotPlanned("x", size),)))
+        for size in (2**33, 2**33 + 5)
+    )
+    (change,) = diff(a, b).fields
+    assert (change.before, change.after) == ("x, 8.00 GiB (8589934592 bytes)", "x, 8.00 GiB (8589934597 bytes)")
