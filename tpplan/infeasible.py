@@ -187,10 +187,13 @@ def _fewer_bits(trials: _Trials) -> str:
     now = model.weight_bytes * 80 // model.parameter_count
     tokens = request.cache.tokens // request.batch
     while tokens >= _CONTEXT_STEP or tokens == request.cache.tokens // request.batch:
-        smaller = evolve(request, strategy="balanced", cache=Cache(request.cache.kind, tokens * request.batch))
+        cache = Cache(request.cache.kind, tokens * request.batch)
+        context = min(request.context, cache.tokens)
+        smaller = evolve(request, strategy="balanced", cache=cache, context=context)
         bits = _most(lambda tenths, smaller=smaller: trials.fits_bits(smaller, tenths), now)  # type: ignore[misc]
         if bits >= _FEWEST_BITS:
-            at = f"{tokens} tokens" + (f" for each of {request.batch} sequences" if request.batch > 1 else "")
+            each = f" for each of {request.batch} sequences" if request.batch > 1 else ""
+            at = f"a pool of {cache.tokens} tokens" if request.context else f"{tokens} tokens{each}"
             return (
                 f": at most {bits // 10}.{bits % 10} at {at} in {request.cache.kind}, "
                 f"if all tensors are smaller in proportion (now {now // 10}.{now % 10})"
@@ -237,7 +240,7 @@ def _suggestions(trials: _Trials) -> Iterator[Suggestion]:
         yield Suggestion("context", str(context), -1, f"shorten the context to {context} tokens per sequence")
     batch = _largest_batch(request, fits)
     if batch:
-        words = f"let {batch} sequence{'s' if batch > 1 else ''} share the cache instead of {request.batch}"
+        words = f"cache {batch} sequence{'s' if batch > 1 else ''} instead of {request.batch}"
         yield Suggestion("batch", str(batch), -1, words)
     layout = "gather" if request.layout == "reduce" else "reduce"
     if not (layout == "reduce" and trials.model.gather_only) and fits(evolve(request, layout=layout)):

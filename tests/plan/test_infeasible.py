@@ -180,7 +180,7 @@ def test_the_largest_batch_that_fits_is_suggested(
     assert "batch" not in by_kind(refused(model, devices, **asked))
     asked |= {"batch": 8, "max_rows": 8, "cache": Cache("fp16", 8 * 8192)}
     batch = by_kind(refused(model, devices, **asked))["batch"]
-    assert batch.message == f"let {batch.value} sequences share the cache instead of 8"
+    assert batch.message == f"cache {batch.value} sequences instead of 8"
     assert 1 < int(batch.value) < 8
     found = follow(batch, model, devices, asked)
     assert (found.request.batch, found.request.cache.tokens) == (int(batch.value), int(batch.value) * 8192)
