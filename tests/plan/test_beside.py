@@ -232,6 +232,17 @@ def test_a_description_beside_a_config_that_is_named_alone(tmp_path: Path) -> No
     assert alone.assumed == "weights in F16: hf_quant_config.json is read if you name the directory"
 
 
+@pytest.mark.parametrize("description", [{}, {"quantization": {}}, {"quantization": {"exclude_modules": []}}])
+def test_a_description_that_says_nothing_is_refused(tmp_path: Path, description: dict[str, Any]) -> None:
+    """Without an algorithm nobody knows what the weights are; null says that they stay as they are."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(description))
+    with pytest.raises(ModelError, match="quant_algo is missing"):
+        read_model(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
+    assert read_model(tmp_path).weight_format == "F16"
+
+
 def test_modelopt_is_known_by_its_algorithm(tmp_path: Path) -> None:
     """A section without a method that names an algorithm and groups, as ModelOpt 0.31 wrote it, is ModelOpt's."""
     groups = {"group_0": {"weights": {"num_bits": 8, "type": "float", "dynamic": False}}}

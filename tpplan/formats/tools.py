@@ -270,6 +270,8 @@ def _modelopt(section: Config) -> Scheme:
         rules += sorted(named, key=lambda rule: repr(rule.form))  # no two name the same module
     elif inner.text("quant_algo"):
         rules.append(Rule(form=_modelopt_form(inner)))
+    elif "quant_algo" not in inner:  # null is for weights that stay as they are
+        raise inner.error("quant_algo is missing")
     keeps = inner.raw("kv_cache_quant_algo") or inner.raw("kv_cache_scheme")
     caches = CacheScales(in_projections=True, dtype="F32", dims=()) if keeps else None
     return Scheme(method="modelopt", rules=tuple(rules), caches=caches, source=section.source)
