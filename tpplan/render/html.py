@@ -19,14 +19,16 @@ _STYLE = """
 :root{color-scheme:light dark;--ink:#1f2328;--dim:#59636e;--line:#d1d9e0;--page:#f6f8fa;--card:#fff}
 @media (prefers-color-scheme:dark){:root{--ink:#e6edf3;--dim:#9aa4ae;--line:#3d444d;--page:#010409;--card:#0d1117}}
 body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Arial,sans-serif;color:var(--ink);background:var(--page);
-margin:2rem auto;max-width:960px;padding:0 1rem}
-svg{display:block;width:100%;height:auto;max-width:900px;margin:0 auto}
+margin:2rem auto;max-width:1060px;padding:0 1rem}
+svg{display:block;width:100%;height:auto;min-width:640px;max-width:900px;margin:0 auto}
 h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}
 .scroll{overflow-x:auto;border:1px solid var(--line);border-radius:8px;background:var(--card)}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{padding:.35rem .75rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
 th{color:var(--dim);font-weight:600}th:first-child,td:first-child,.left{text-align:left}
 tr:last-child td{border-bottom:0}p{color:var(--dim)}
+.picture{overflow-x:auto}.facts td,.facts th{text-align:left}
+.facts td:last-child{white-space:normal;overflow-wrap:anywhere}
 """
 
 
@@ -45,9 +47,9 @@ def page(report: dict[str, Any]) -> str:
 <body>
 <h1>{escape(title)}</h1>
 <p>{_told(report)}</p>
-{picture(report)}
+<div class="picture">{picture(report)}</div>
 <h2>Request</h2>
-{_table(("asked for", "value"), _request(plan))}
+{_table(("asked for", "value"), _request(plan), kind="facts")}
 <h2>Memory, bytes</h2>
 {_table(("device", *buckets_of(plan["memory"]), "budget", "used"), _memory(report))}
 <h2>Shares</h2>
@@ -107,7 +109,7 @@ def _slices(plan: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "sizes") -> str:
     head = "".join(f"<th>{escape(title)}</th>" for title in titles)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+    return f'<div class="scroll"><table class="{kind}">\n<tr>{head}</tr>\n{body}\n</table></div>'
