@@ -214,6 +214,7 @@ def test_memory_behind_the_name_of_a_card_that_has_less_leads_to_the_modified_ca
         ("H100:80GiB", "a budget of 80GiB is more than the 79.09 GiB that CUDA hands out of the H100"),
         ("RX7900XTX:25GiB", "a budget of 25GiB is more than the 23.98 GiB that ROCm hands out of the RX 7900 XTX"),
         ("zzzz", "tpplan knows no GPU named 'zzzz'\nhint: write its memory instead, such as 24GiB"),
+        ("24GiB,Auto", "auto stands for all GPUs of this machine"),
         ("24GiB:20GiB", "tpplan knows no GPU named '24GiB'"),
         ("RTX3080", "the GPU name 'RTX3080' can mean RTX 3080 10GB or RTX 3080 12GB"),
         ("A100:40GiB", "can mean A100 40GB or A100 80GB"),
