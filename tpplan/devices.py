@@ -142,9 +142,8 @@ def _entry(entry: str, number: int, spec: str, tell: Callable[[str], None] | Non
             raise DeviceError(message, hint) from error
         if entry.casefold() == "auto":
             hint = "name auto alone, or write what it finds (tpplan devices -o FILE) and edit the file"
-            raise DeviceError(
-                "auto stands for all GPUs of this machine, so it cannot be part of a list", hint
-            ) from error
+            message = "auto stands for all GPUs of this machine, so it cannot be part of a list"
+            raise DeviceError(message, hint) from error
         if meant := _meant(entry):
             raise DeviceError(error.message, f"did you mean {meant}?") from error
         near = nearest(spec, ".json") if len(spec) < _LONGEST_SLIP else ""
