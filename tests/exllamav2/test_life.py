@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import operator
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -32,6 +34,9 @@ from tpplan.exllamav2 import (
     tensor_p,
     test_gpu_peer_copy,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def _calls(tp: TPContext) -> dict[str, Any]:
@@ -79,6 +84,25 @@ def test_life() -> None:
             assert context is not None
             with pytest.raises(ExecutionError, match="the context is closed"):
                 context.synchronize()
+
+
+def test_the_handle_is_no_address() -> None:
+    """``ext_tp_context`` names the context, keeps it not alive, and nothing makes a number of it."""
+    tp = finalized()
+    handle = tp.ext_tp_context
+    assert handle is not None
+    assert (handle.tp_context, handle is tp.ext_tp_context) == (tp, True)
+    numbers: list[Callable[[Any], object]] = [int, float, operator.index, ctypes.c_void_p]
+    for number in numbers:
+        with pytest.raises(TypeError, match="Handle|pointer"):
+            number(handle)
+    tp.unload()
+    assert tp.ext_tp_context is None
+    with pytest.raises(ExecutionError, match="not finalized, or unloaded"):
+        handle.tp_context.wait_streams()
+    del tp
+    with pytest.raises(ExecutionError, match="the TPContext of this handle no longer exists"):
+        _ = handle.tp_context
 
 
 def test_numbers_of_buffers_and_types() -> None:

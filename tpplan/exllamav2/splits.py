@@ -182,11 +182,6 @@ class Splits:
         """Both host buffers; None unless finalized."""
         return None if self._pinned is None else [self._pinned.flat(buffer) for buffer in range(BUFFERS)]
 
-    @property
-    def ext_tp_context(self) -> int | None:
-        """A number that is not 0 while the context is finalized, else None."""
-        return None if self.context is None else id(self.context)
-
     def all_devices(self) -> list[int]:
         """Return the devices that hold a part of any axis, ascending."""
         return sorted({device for kind in range(len(AXES)) for device in self.get_devs(kind)})

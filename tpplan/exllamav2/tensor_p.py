@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
 from tpplan.errors import ExecutionError
+from tpplan.exllamav2.handle import Handle
 from tpplan.exllamav2.rope import read_rope
 from tpplan.exllamav2.splits import MORE_SCRATCH, Splits, axis_of
 
@@ -51,10 +53,20 @@ class TPContext(Splits):
         device: the first device in use.
         all_devs: the devices in use, ascending.
         num_devices: one more than the last device in use.
-        ext_tp_context: a number that is not 0 while finalized, else None.
+        ext_tp_context: while finalized a :class:`tpplan.exllamav2.handle.Handle`, whose ``tp_context`` is this context,
+            else None.
         sin: by device the sine table, None for devices without KV heads; None before :meth:`get_sin_cos`.
         cos: likewise the cosine table.
     """
+
+    @property
+    def ext_tp_context(self) -> Handle | None:
+        """A handle for functions in place of ExLlamaV2's C++ functions, always the same; None unless finalized."""
+        return None if self.context is None else self._handle
+
+    @cached_property
+    def _handle(self) -> Handle:
+        return Handle(self)
 
     def broadcast(self, buffer: int, input_tensor: Tensor, broadcast_type: int, dim: int = 1) -> list[Tensor]:  # noqa: ARG002
         """Copy a tensor to every device of a split.
