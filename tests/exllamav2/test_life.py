@@ -68,7 +68,7 @@ def _memory_calls(tp: TPContext) -> dict[str, Any]:
 
 
 def test_life() -> None:
-    """Before ``finalize`` and after ``unload`` there are splits and scratch; what moves data is an error that says why."""
+    """Before ``finalize`` and after ``unload`` there are splits and scratch; what moves data is refused."""
     tp = TPContext(small_model(), [1.0, 1.0], backend="cpu")
     for _ in range(2):
         assert (tp.ext_tp_context, tp.pinned_temp, tp.sin, tp.cos) == (None, None, None, None)
