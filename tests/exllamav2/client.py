@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 EPSILON = 1e-5
 PAGE = 4
-#: No cache; a cache and attention in Python; attention in functions that take the handle, as flash attention has it; the
-#: same on pages; and on pages in Python.
+#: No cache; a cache and attention in Python; attention in functions that take the handle, as flash attention has it;
+#: the same on pages; and on pages in Python.
 FLOWS = ("no cache", "cache", "flash", "paged", "plain")
 
 
@@ -44,7 +44,8 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU of the gate, times up."""
     wide = gate.double()
-    return (wide * torch.sigmoid(wide)).half() * up
+    active: Tensor = (wide * torch.sigmoid(wide)).half()
+    return active * up
 
 
 def rotated(x: Tensor, sin: Tensor, cos: Tensor, first: int) -> Tensor:
@@ -57,12 +58,13 @@ def rotated(x: Tensor, sin: Tensor, cos: Tensor, first: int) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last positions, by heads, as ``[batch, positions, heads, head size]``."""
+    """Causal attention of the last positions, all as ``[batch, positions, heads, head size]``."""
     groups = q.shape[2] // k.shape[2]
     keys, values = (x.double().repeat_interleave(groups, 2).transpose(1, 2) for x in (k, v))
     scores = q.double().transpose(1, 2) @ keys.transpose(2, 3) / q.shape[-1] ** 0.5
     hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1]).logical_not()
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(1, 2).half()
+    mixed: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
+    return mixed.transpose(1, 2).half()
 
 
 def tables(config: Any) -> tuple[Tensor, Tensor]:
