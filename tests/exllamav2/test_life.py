@@ -52,15 +52,23 @@ def _calls(tp: TPContext) -> dict[str, Any]:
         "get_sin_cos": tp.get_sin_cos,
         "get_pinned": lambda: tp.get_pinned(0, 1, 1, 1),
         "copy_pinned": lambda: tp.copy_pinned(0, x),
+    }
+
+
+def _memory_calls(tp: TPContext) -> dict[str, Any]:
+    """Every call that needs memory only, with arguments that are right."""
+    return {
         "begin_scratch_alloc_tp": tp.begin_scratch_alloc_tp,
         "get_scratch_slice_tp": lambda: tp.get_scratch_slice_tp(1, HALF, BROADCAST_KV),
         "get_scratch_slice_tp_bc": lambda: tp.get_scratch_slice_tp_bc(1, HALF, BROADCAST_KV),
         "reserve_scratch": lambda: tp.reserve_scratch([64, 64]),
+        "get_temp_tensors": lambda: tp.get_temp_tensors(1, HALF, BROADCAST_KV),
+        "get_temp_tensors_bc": lambda: tp.get_temp_tensors_bc(1, HALF, BROADCAST_KV),
     }
 
 
 def test_life() -> None:
-    """Before ``finalize`` and after ``unload``, splits can be read and every other call is an error that says why."""
+    """Before ``finalize`` and after ``unload`` there are splits and scratch; what moves data is an error that says why."""
     tp = TPContext(small_model(), [1.0, 1.0], backend="cpu")
     for _ in range(2):
         assert (tp.ext_tp_context, tp.pinned_temp, tp.sin, tp.cos) == (None, None, None, None)
@@ -69,11 +77,13 @@ def test_life() -> None:
         for call in _calls(tp).values():
             with pytest.raises(ExecutionError, match=r"not finalized, or unloaded\nhint: call finalize\(\) first"):
                 call()
+        for call in _memory_calls(tp).values():
+            call()
         assert repr(tp) == f"<TPContext {tp.plan.model.name}, planned for devices 0, 1>"
         tp.finalize()
         assert repr(tp).endswith(", finalized for devices 0, 1>")
         assert tp.ext_tp_context
-        for call in _calls(tp).values():
+        for call in (_calls(tp) | _memory_calls(tp)).values():
             call()
         contexts = [tp.context]
         tp.finalize()
@@ -94,7 +104,7 @@ def test_the_handle_is_no_address() -> None:
     assert (handle.tp_context, handle is tp.ext_tp_context) == (tp, True)
     numbers: list[Callable[[Any], object]] = [int, float, operator.index, ctypes.c_void_p]
     for number in numbers:
-        with pytest.raises(TypeError, match="Handle|pointer"):
+        with pytest.raises(TypeError, match=r"Handle|pointer"):
             number(handle)
     tp.unload()
     assert tp.ext_tp_context is None

@@ -32,7 +32,7 @@ from tpplan.exllamav2 import (
     TPContext,
     pinned,
 )
-from tpplan.workspace import areas
+from tpplan.workspace import align, areas
 
 
 @shapes
@@ -121,15 +121,18 @@ def test_a_layer_as_the_original_loads_it(gpu_split: tuple[float, ...], keys: di
 def test_a_plan_has_no_more_rows_than_the_layers_need(scratch_bytes: int | None, keys: dict[str, Any]) -> None:
     """With a row less, a layer would not fit; but the config's rows are the least. ``scratch_bytes`` is reserved."""
     tp = finalized((2.0, 1.0), scratch_bytes, **keys)
-    assert tp.context is not None
-    devices, layers, used = tp.context.devices.values(), ("attention", "mlp"), []
+    layers, used = ("attention", "mlp"), []
     widest = [max(sizes) for sizes in zip(*(_dequantised(tp, layer) for layer in layers), strict=True)]
     for layer in layers:
         tp.begin_scratch_alloc_tp()
-        free = [device.arena.free_bytes for device in devices]
+        starts = tp.get_scratch_slice_tp(1, HALF, BROADCAST_KV)
+        tp.begin_scratch_alloc_tp()
         tp.reserve_scratch(widest if scratch_bytes is None else [scratch_bytes] * 2)
-        _slices(tp, layer, 40)
-        used.append([before - device.arena.free_bytes for before, device in zip(free, devices, strict=True)])
+        ends = dict.fromkeys([start.data_ptr() for start in starts], 0)
+        for each in _slices(tp, layer, 40):
+            block = each.untyped_storage().data_ptr()
+            ends[block] = max(ends[block], align(each.data_ptr() + each.nbytes - block))
+        used.append([*ends.values()])
     request, fits = tp.plan.request, []
     for rows in (request.max_rows, request.max_rows - 1):
         room = areas(tp.plan.splits, "float16", evolve(request, max_rows=rows))
@@ -155,9 +158,8 @@ def test_the_hints_name_what_there_is_here() -> None:
             call()
         hint = "move fewer rows at a time, or set a larger max_input_len or max_batch_size in the config"
         assert caught.value.hint == hint
-    tp.get_scratch_slice_tp(1, HALF, BROADCAST_ID)
-    assert tp.context is not None
-    most = tp.context.devices[0].arena.free_bytes
+    first, *_ = tp.get_scratch_slice_tp(1, HALF, BROADCAST_ID)
+    most = first.untyped_storage().nbytes() - align(first.nbytes)
     again = "call begin_scratch_alloc_tp() before slices that may take the place of older ones, or "
     for size, hint in ((10**9, ""), (most + 64, again)):
         with pytest.raises(ExecutionError) as caught:
@@ -204,8 +206,7 @@ def test_reserved_scratch_is_set_aside() -> None:
     assert first.data_ptr() - start.data_ptr() == 1024
     with pytest.raises(ExecutionError, match=r"device 0 \(GPU 0\): 1000000000 bytes asked for"):
         tp.reserve_scratch([10**9, 0, 0])
-    for device in tp.context.devices.values() if tp.context else ():
-        device.begin_scratch()
+    tp.begin_scratch_alloc_tp()
     with pytest.raises(ExecutionError, match="device 1 is not in use"):
         tp.reserve_scratch([1000, 1, 1000])
     again, _ = tp.get_scratch_slice_tp(1, HALF, BROADCAST_ID)

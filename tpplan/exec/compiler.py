@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from tpplan.exec.cluster.meeting import Meeting
     from tpplan.exec.engine import Backend
+    from tpplan.exec.machine import Found
     from tpplan.exec.programs.program import Queue
 
 #: The control area and the exchange buffer of devices.
@@ -57,6 +58,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
     "dtype": ((torch.dtype,), "a torch.dtype", "one such as torch.float16"),
     "tuning": ((Tuning,), "a Tuning", "what tpplan.exec.Tuning makes"),
     "scratch": ((bool,), "True or False", "one of them"),
+    "weights_loaded": ((bool,), "True or False", "one of them"),
     "own": ((list, tuple, range), "a list of devices of the plan", "their indices, such as [0, 1]"),
 }
 
@@ -72,6 +74,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     transport: str = "auto",
     tuning: Tuning | None = None,
     scratch: bool = True,
+    weights_loaded: bool = False,
     group: ProcessGroup | None = None,
     own: Sequence[int] | None = None,
 ) -> TPContext:
@@ -95,6 +98,8 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
             ones.
         scratch: whether to allocate the plan's scratch. Pass False if you compute with tensors from torch's allocator,
             which then uses that part of the budget.
+        weights_loaded: whether the weights are on the devices already: only what this call allocates has to be free
+            then, else everything that the plan counts.
         group: processes of torch.distributed; by default all processes, if ``own`` is given.
         own: indices of the plan's devices that this process owns; by default, the devices in use are dealt out in
             order, equally many to each process of ``group``.
@@ -111,8 +116,9 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     if type(plan) is not SplitPlan:
         raise RequestError(f"compile takes a plan, this is {type(plan).__name__}", "read its file with tpplan.load")
     _check_kinds({"own": own})
-    arguments = {"devices": devices, "model": model, "dtype": dtype, "tuning": tuning, "scratch": scratch}
-    check = partial(_check_arguments, plan, backend, transport, arguments)
+    given: dict[str, object] = {"devices": devices, "model": model, "dtype": dtype, "tuning": tuning}
+    given |= {"scratch": scratch, "weights_loaded": weights_loaded}
+    check = partial(_check_arguments, plan, backend, transport, given)
     has_others = own is not None or (group is not None and _has_several(group))
     if not has_others:
         check()
@@ -134,20 +140,24 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
             transport=transport,
             tuning=tuning,
             scratch=scratch,
+            weights_loaded=weights_loaded,
             check=check,
         )
     places, problems = places_for(plan, backend, devices)
     problems += mismatches(plan, model, max_rows, dtype)
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes and places]
     choice = Choice(transport)
+    found: list[Found | None] = []
     if backend != "cpu":
         found = [look_at(place) if i in used else None for i, place in enumerate(places)]
-        problems += differences(plan, found)
+        problems += differences(plan, found, scratch=scratch, weights_loaded=weights_loaded)
         choice, unfit = choose([places[i] for i in used], transport)
         problems += unfit
     if problems:
         virtual = ', or run on virtual devices with backend="cpu"' if backend != "cpu" else ""
         hint = f"tpplan check compares a plan with its model; plan again for this machine and model{virtual}"
+        if not weights_loaded and any(here and here.held_bytes for here in found):
+            hint = f"if this process holds the plan's weights, pass weights_loaded=True; {hint}"
         raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{listed(problems)}", hint)
     made = partial(build, plan, places, max_rows=max_rows, dtype=dtype, scratch=scratch)
     if backend == "cpu":

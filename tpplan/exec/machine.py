@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from tpplan.sizes import format_apart
-from tpplan.workspace import workspace_bytes
+from tpplan.sizes import format_apart, format_bytes
+from tpplan.workspace import areas, workspace_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,32 +22,43 @@ class Found:
 
     Attributes:
         name: name of the device.
-        free_bytes: free bytes of its memory.
+        free_bytes: free bytes of its memory, with those that torch keeps for tensors to come.
         capability: CUDA compute capability such as ``8.9``.
+        held_bytes: bytes of this process's tensors in it.
     """
 
     name: str
     free_bytes: int
     capability: str
+    held_bytes: int = 0
 
 
-def differences(plan: SplitPlan, found: Sequence[Found | None]) -> list[str]:
+def differences(
+    plan: SplitPlan, found: Sequence[Found | None], *, scratch: bool = True, weights_loaded: bool = False
+) -> list[str]:
     """Return where the devices do not meet the plan's requirements; a newer compute capability is accepted.
 
     Args:
         plan: the plan to compile.
         found: the device found for each of the plan's; None for devices not in use.
+        scratch: whether its scratch is allocated.
+        weights_loaded: whether everything but the workspace has its memory already.
     """
     problems = []
+    sizes = areas(plan.splits, plan.model.dtype, plan.request)
     for i, (device, here) in enumerate(zip(plan.devices, found, strict=False)):
         if here is None:
             continue
         where = f"devices[{i}] ({device.name}), here {here.name}"
         memory = plan.memory[i]
         needed = memory.used_bytes - memory.overhead_bytes  # the driver's overhead is already allocated here
+        what = ""
+        if weights_loaded:
+            needed, what = sizes[i].total_bytes - (0 if scratch else sizes[i].scratch_bytes), "the workspace "
         if here.free_bytes < needed:
             needs, free = format_apart(needed, here.free_bytes)
-            problems.append(f"{where}: needs {needs}, {free} are free")
+            held = f", this process holds {format_bytes(here.held_bytes)}" if here.held_bytes else ""
+            problems.append(f"{where}: {what}needs {needs}, {free} are free{held}")
         if device.capability and _version(here.capability) < _version(device.capability):
             problems.append(f"{where}: planned for capability {device.capability}, has {here.capability}")
     return problems
@@ -140,4 +151,9 @@ def look_at(device: torch.device) -> Found:
     """Return the name, free memory and compute capability of a CUDA device."""
     major, minor = torch.cuda.get_device_capability(device)
     free, _ = torch.cuda.mem_get_info(device)
-    return Found(torch.cuda.get_device_name(device), free, f"{major}.{minor}")
+    try:
+        held = torch.cuda.memory_allocated(device)
+        free += torch.cuda.memory_reserved(device) - held
+    except RuntimeError:  # an allocator in place of torch's has no such figures
+        held = 0
+    return Found(torch.cuda.get_device_name(device), free, f"{major}.{minor}", held)

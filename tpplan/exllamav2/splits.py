@@ -11,6 +11,8 @@ import torch
 from tpplan.axes import Axis, Slice
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec import compile as compile_plan
+from tpplan.exec.choices import BACKENDS, check_choice
+from tpplan.exllamav2.areas import Scratch
 from tpplan.exllamav2.gpus import read_gpu_split
 from tpplan.exllamav2.model import MOST_ROWS, cache_kind, read_numbers, read_spec
 from tpplan.exllamav2.pinned import BUFFERS, PinnedTemp
@@ -32,9 +34,8 @@ if TYPE_CHECKING:
 #: The axes by the original's numbers.
 AXES = (Axis.KV, Axis.ID, Axis.VC, Axis.RS, Axis.Q)
 
-#: What makes room for more.
+#: What makes room for more rows.
 MORE_ROWS = "set a larger max_input_len or max_batch_size in the config"
-MORE_SCRATCH = "pass TPContext a larger scratch_bytes"
 
 #: More is a mistake; and so much fits nowhere.
 _MOST_SCRATCH = 2**48
@@ -89,8 +90,9 @@ class Splits:
         self.model = model
         self.context: Compiled | None = None
         self._pinned: PinnedTemp | None = None
-        self.sin: list[Tensor | None] | None = None
-        self.cos: list[Tensor | None] | None = None
+        self.sin: list[Tensor] | None = None
+        self.cos: list[Tensor] | None = None
+        self._scratch = Scratch(model)
         self._backend = backend
         self._scratch_bytes = scratch_bytes
         self.define_split(gpu_split, expect_cache_tokens, expect_cache_base)
@@ -142,6 +144,8 @@ class Splits:
         self.plan = made
         self._numbers = numbers
         self._ordinals = ordinals
+        self._scratch.plan(made, ordinals)
+        self._backend_here = ""
         self.kv_split, self.id_split, self.vc_split, self.rs_split, self.q_split = splits = [
             [self._part(part) for part in made.slices(axis)] for axis in AXES
         ]
@@ -153,29 +157,55 @@ class Splits:
         self.num_devices = self.all_devs[-1] + 1
 
     def finalize(self) -> None:
-        """Compile the plan: allocate everything, and make the operations usable; a second call does it anew.
+        """Compile the plan, and make the operations usable; a second call does it anew, and scratch stays as it is.
+
+        Everything is allocated that is not yet. Weights and cache may have their memory already.
 
         Raises:
             ExecutionError: the plan does not fit this machine, with every difference.
         """
-        self.unload()
-        backend = self._backend
-        here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if backend == "auto":
-            backend = "cuda" if here >= self.num_devices else "cpu"
-            if backend == "cpu":
-                _LOG.warning("%d GPUs planned for, %d here: running on virtual devices", self.num_devices, here)
-        on_gpus = backend == "cuda"
-        places = [torch.device("cuda", i) if on_gpus else torch.device("cpu") for i in self._ordinals]
-        self.context = compile_plan(self.plan, backend=backend, devices=places)
+        self._close()
+        places = self._places()
+        backend = self._backend_here
+        context = compile_plan(self.plan, backend=backend, devices=places, scratch=False, weights_loaded=True)
+        try:
+            self._scratch.allocate(places)
+        except BaseException:  # as an interrupt: nobody else would close it
+            context.close()
+            raise
+        self.context = context
         n = self._numbers
-        self._pinned = PinnedTemp(max(n.output_rows * n.vocab, n.rows * max(n.widest, n.hidden)), lock_pages=on_gpus)
+        size = max(n.output_rows * n.vocab, n.rows * max(n.widest, n.hidden))
+        self._pinned = PinnedTemp(size, lock_pages=backend == "cuda")
 
     def unload(self) -> None:
-        """Give everything that :meth:`finalize` made back; again, or before it, this does nothing."""
+        """Give everything that :meth:`finalize` and scratch have allocated back; again, this does nothing."""
+        self._close()
+        self._scratch.close()
+
+    def _close(self) -> None:
+        """Close what :meth:`finalize` has made."""
         if self.context is not None:
             self.context.close()
         self.context = self._pinned = self.sin = self.cos = None
+
+    def _places(self) -> list[torch.device]:
+        """Return the torch device of each device of the plan.
+
+        Raises:
+            RequestError: there is no such backend.
+        """
+        if not self._backend_here:
+            check_choice("backend", self._backend, BACKENDS)
+            here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            self._backend_here = self._backend
+            if self._backend == "auto":
+                self._backend_here = "cuda" if here >= self.num_devices else "cpu"
+                if self._backend_here == "cpu":
+                    _LOG.warning("%d GPUs planned for, %d here: running on virtual devices", self.num_devices, here)
+        return [
+            torch.device("cuda", i) if self._backend_here == "cuda" else torch.device("cpu") for i in self._ordinals
+        ]
 
     @property
     def pinned_temp(self) -> list[Tensor] | None:
@@ -215,18 +245,12 @@ class Splits:
         return self.context
 
     @contextmanager
-    def _using(self, buffer: int = 0, more: str = MORE_ROWS) -> Iterator[Compiled]:
-        """Yield what :meth:`_ready` returns, and let its errors' hints name what there is here.
-
-        Args:
-            buffer: of the call.
-            more: where there is too little room, what would make more.
-        """
+    def _using(self, buffer: int = 0) -> Iterator[Compiled]:
+        """Yield what :meth:`_ready` returns, and let its errors' hints name what there is here."""
         try:
             yield self._ready(buffer)
         except ExecutionError as error:
-            hint = error.hint.replace("plan with more --max-rows", more).replace("begin()", "begin_scratch_alloc_tp()")
-            raise ExecutionError(error.message, hint) from error
+            raise ExecutionError(error.message, error.hint.replace("plan with more --max-rows", MORE_ROWS)) from error
 
     def _part(self, part: Slice) -> Part:
         return self._ordinals[part.device], part.start, part.end

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpplan.errors import ExecutionError
+from tpplan.exllamav2.areas import model_context
 from tpplan.exllamav2.handle import Handle
 from tpplan.exllamav2.rope import read_rope
-from tpplan.exllamav2.splits import MORE_SCRATCH, Splits, axis_of
+from tpplan.exllamav2.splits import Splits, axis_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,9 +30,9 @@ BROADCAST_Q = 4
 class TPContext(Splits):
     """The splits of a model over several GPUs, and the movements of data between them.
 
-    The constructor plans; :meth:`finalize` compiles the plan, after which data moves. Operations take and return a list
-    with one tensor for each device of a split, in device order. ``buffer`` is 0 or 1, as in the original; operations
-    stage in memory of their own, and only :meth:`gather` leaves something in that buffer.
+    The constructor plans, after which there is scratch; :meth:`finalize` compiles the plan, after which data moves.
+    Operations take and return a list with one tensor for each device of a split, in device order. ``buffer`` is 0 or 1,
+    as in the original; operations stage in memory of their own, and only :meth:`gather` leaves something in a buffer.
 
     Ordering is that of :class:`tpplan.exec.TPContext`: an operation follows what the caller's current streams hold, and
     these go on after its results. No call changes the current device or stream.
@@ -40,7 +40,8 @@ class TPContext(Splits):
     Attributes:
         model: as given.
         plan: the splits and the ledger, to be saved, shown and compared.
-        context: the compiled plan, None before :meth:`finalize` and after :meth:`unload`.
+        context: the compiled plan, without scratch, which is this context's; None before :meth:`finalize` and after
+            :meth:`unload`.
         kv_split: of the KV heads: (device, start, end) for each device that holds a part.
         id_split: of the intermediate size, likewise.
         vc_split: of the vocabulary, padded to a multiple of 32.
@@ -55,7 +56,8 @@ class TPContext(Splits):
         num_devices: one more than the last device in use.
         ext_tp_context: while finalized a :class:`tpplan.exllamav2.handle.Handle`, whose ``tp_context`` is this context,
             else None.
-        sin: by device the sine table, None for devices without KV heads; None before :meth:`get_sin_cos`.
+        sin: by device the sine table, an empty tensor on ``meta`` where there is none; None before
+            :meth:`get_sin_cos`.
         cos: likewise the cosine table.
     """
 
@@ -192,27 +194,43 @@ class TPContext(Splits):
             if device.device.type == "cuda":
                 torch.cuda.synchronize(device.device)
 
-    def get_sin_cos(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def get_sin_cos(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the RoPE tables of each device, made once.
 
         Returns:
-            Sines and cosines: by device number ``[1, 1, positions, head size]`` in float16, with as many positions as
-            the context or the cache has tokens; None for a device without KV heads, or a model without RoPE.
+            Sines and cosines by device number. If the model has device contexts, their tables. Else for each device
+            with KV heads ``[1, 1, positions, head size]`` in float16, with as many positions as the context or the
+            cache has tokens. Where there is no table, an empty tensor on ``meta``.
 
         Raises:
-            ExecutionError: the context is not finalized.
+            ExecutionError: the context is not finalized, and the model has no device contexts.
             ModelError: the config's RoPE is unknown or incomplete.
         """
-        context = self._ready()
         if self.sin is None or self.cos is None:
-            rope = read_rope(self.model.config, self._numbers.head_dim, self._numbers.context)
-            rows = min(self._numbers.context, self.plan.request.cache.tokens)
-            tables = () if rope is None else context.rope_tables(rope, rows)
-            made = dict(zip(self.get_devs(BROADCAST_KV), tables, strict=False))
-            by_device = [made.get(device, (None, None)) for device in range(self.num_devices)]
-            self.sin = [None if sin is None else sin[None, None] for sin, _ in by_device]
-            self.cos = [None if cos is None else cos[None, None] for _, cos in by_device]
+            made = self._model_tables() or self._own_tables()
+            none = torch.empty(0, dtype=torch.half, device="meta")
+            by_device = [made.get(device, (none, none)) for device in range(self.num_devices)]
+            self.sin, self.cos = [sin for sin, _ in by_device], [cos for _, cos in by_device]
         return self.sin, self.cos
+
+    def _model_tables(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return sines and cosines of the model's device contexts, which makes them if need be."""
+        made = {}
+        for device in self.all_devs:
+            if model_context(self.model, device) is not None:
+                context = self.model.get_device_context(device)
+                made[device] = torch.cat(context.sin), torch.cat(context.cos)  # one for each base
+        return made
+
+    def _own_tables(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return sines and cosines of devices with KV heads, as the config has them."""
+        context = self._ready()
+        rope = read_rope(self.model.config, self._numbers.head_dim, self._numbers.context)
+        if rope is None:
+            return {}
+        tables = context.rope_tables(rope, min(self._numbers.context, self.plan.request.cache.tokens))
+        devices = self.get_devs(BROADCAST_KV)
+        return {device: (sin[None, None], cos[None, None]) for device, (sin, cos) in zip(devices, tables, strict=True)}
 
     def get_pinned(self, buffer: int, batch_size: int, q_len: int, dim: int) -> Tensor:
         """Return the start of a host buffer as float16 ``[batch_size, q_len, dim]``.
@@ -231,22 +249,20 @@ class TPContext(Splits):
         return self._buffers(buffer).view(buffer, inputs.shape, inputs.dtype).copy_(inputs.detach())
 
     def begin_scratch_alloc_tp(self) -> None:
-        """Make the scratch of all devices free again: slices from now on may alias older ones.
-
-        Raises:
-            ExecutionError: the context is not finalized.
-        """
-        self._ready().begin_scratch()
+        """Make the scratch of all devices free again: slices from now on may alias older ones."""
+        self._scratch.begin()
 
     def get_scratch_slice_tp(self, rows: int, dtype: torch.dtype, broadcast_type: int, dim: int = 1) -> list[Tensor]:
         """Return uninitialised scratch ``[rows, elements × dim]`` on each device of a split.
 
+        It needs no :meth:`finalize`, which leaves slices valid. The memory is that of the model's device contexts, if
+        it has some; else it is allocated here, once on each device.
+
         Raises:
-            ExecutionError: a device has too little room, or the context is not finalized.
+            ExecutionError: a device has too little room, or memory.
             RequestError: there is no such type.
         """
-        with self._using(more=MORE_SCRATCH) as context:
-            return list(context.scratch(rows, axis_of(broadcast_type), dim=dim, dtype=dtype))
+        return self._scratch.slices(self._widths(broadcast_type, dim), rows, dtype, self._places())
 
     def get_scratch_slice_tp_bc(self, rows: int, dtype: torch.dtype, broadcast_type: int, dim: int = 1) -> list[Tensor]:
         """Return uninitialised scratch ``[rows, size × dim]``, as wide as the whole axis, on each device of a split.
@@ -255,8 +271,7 @@ class TPContext(Splits):
             ExecutionError: see :meth:`get_scratch_slice_tp`.
             RequestError: there is no such type.
         """
-        with self._using(more=MORE_SCRATCH) as context:
-            return list(context.scratch(rows, axis_of(broadcast_type), dim=dim, dtype=dtype, full=True))
+        return self._scratch.slices(self._widths(broadcast_type, dim, whole=True), rows, dtype, self._places())
 
     def reserve_scratch(self, scratch: Sequence[int]) -> None:
         """Set bytes of scratch aside on each device, by device number, until :meth:`begin_scratch_alloc_tp`.
@@ -265,23 +280,15 @@ class TPContext(Splits):
         and the layer's slices follow; or for ``scratch_bytes`` of the constructor.
 
         Raises:
-            ExecutionError: a device has too little room or is not in use, or the context is not finalized.
+            ExecutionError: a device has too little room or is not in use.
         """
-        indices = {ordinal: i for i, ordinal in enumerate(self._ordinals)}
-        with self._using(more=MORE_SCRATCH) as context:
-            devices = [context.devices.get(indices.get(ordinal, -1)) for ordinal in range(len(scratch))]
-            for ordinal, (device, size) in enumerate(zip(devices, scratch, strict=True)):
-                if size and device is None:
-                    raise ExecutionError(f"device {ordinal} is not in use", f"devices in use: {self.all_devs}")
-            for device, size in zip(devices, scratch, strict=True):
-                if device is not None:
-                    device.scratch(1, size, torch.uint8)
+        sizes = {device: size for device, size in enumerate(scratch) if size}
+        self._scratch.slices(sizes, 1, torch.uint8, self._places())
 
     def get_temp_tensors(self, rows: int, dtype: torch.dtype, broadcast_type: int, dim: int = 1) -> list[Tensor]:
         """Return new uninitialised tensors ``[rows, elements × dim]``, one on each device of a split.
 
         Raises:
-            ExecutionError: the context is not finalized.
             RequestError: there is no such type.
         """
         return self._temp_tensors(rows, dtype, self._widths(broadcast_type, dim))
@@ -290,7 +297,6 @@ class TPContext(Splits):
         """Return new uninitialised tensors ``[rows, size × dim]``, as wide as the whole axis; else as the above.
 
         Raises:
-            ExecutionError: see :meth:`get_temp_tensors`.
             RequestError: there is no such type.
         """
         return self._temp_tensors(rows, dtype, self._widths(broadcast_type, dim, whole=True))
@@ -320,8 +326,7 @@ class TPContext(Splits):
 
     def _temp_tensors(self, rows: int, dtype: torch.dtype, widths: dict[int, int]) -> list[Tensor]:
         """Return a new tensor on each of the devices."""
-        devices = self._ready().devices
-        places = {self._ordinals[i]: device.device for i, device in devices.items()}
+        places = dict(zip(self._ordinals, self._places(), strict=True))
         return [torch.empty(rows, width, dtype=dtype, device=places[device]) for device, width in widths.items()]
 
     def _buffers(self, buffer: int) -> PinnedTemp:

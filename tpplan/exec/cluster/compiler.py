@@ -20,7 +20,7 @@ from tpplan.exec.cluster.processes import Processes
 from tpplan.exec.cluster.sharing import Sharing
 from tpplan.exec.cluster.ways import Way, way_between
 from tpplan.exec.compiler import build, mismatches
-from tpplan.exec.machine import differences, listed, look_at, places_for
+from tpplan.exec.machine import Found, differences, listed, look_at, places_for
 from tpplan.exec.tensors import name_of
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def compile_together(
     transport: str,
     tuning: Tuning | None,
     scratch: bool,
+    weights_loaded: bool,
     check: Callable[[], None],
 ) -> TPContext:
     """Compile a plan in all processes of a group at once; see :func:`tpplan.exec.compile`.
@@ -74,7 +75,8 @@ def compile_together(
     try:  # a process that only raised here would leave the others waiting
         check()
         here = _Here.of(meeting, plan, _own(own, plan, used, meeting), backend, devices)
-        failures = [*here.problems, *mismatches(plan, model, max_rows, dtype)]
+        lacks = differences(plan, here.found, scratch=scratch, weights_loaded=weights_loaded)
+        failures = [*here.problems, *lacks, *mismatches(plan, model, max_rows, dtype)]
         if transport not in _TRANSPORTS:
             failures.append(f"transport: {transport} is not for several processes, {' or '.join(_TRANSPORTS)} is")
         if transport == "peer" and backend == "cpu":
@@ -146,7 +148,8 @@ class _Here:
         places: torch device for each device of the plan, ``meta`` for those of other processes.
         gpus: those of its own devices that are GPUs.
         carrier: carries messages; None if it could not be made.
-        problems: why the plan cannot run on these devices.
+        problems: why there are no such devices.
+        found: the GPU found for each device of the plan, None for others.
     """
 
     own: tuple[int, ...] = ()
@@ -154,6 +157,7 @@ class _Here:
     gpus: dict[int, torch.device] = field(factory=dict)
     carrier: GroupCarrier | None = None
     problems: tuple[str, ...] = ()
+    found: tuple[Found | None, ...] = ()
 
     @classmethod
     def of(
@@ -183,8 +187,8 @@ class _Here:
         places = tuple(place if i in used else torch.device("meta") for i, place in enumerate(places))
         gpus = {i: places[i] for i in used if places[i].type == "cuda"}
         meeting.gpu = next(iter(gpus.values()), None)
-        problems = differences(plan, [look_at(place) if place.type == "cuda" else None for place in places])
-        return cls(used, places, gpus, GroupCarrier(meeting.group, [*gpus.values()]), tuple(problems))
+        found = tuple(look_at(place) if place.type == "cuda" else None for place in places)
+        return cls(used, places, gpus, GroupCarrier(meeting.group, [*gpus.values()]), found=found)
 
     def start(
         self, memory: Memory, *, process: int, owners: Mapping[int, int], way: Way, sharing: Sharing
