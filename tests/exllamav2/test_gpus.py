@@ -13,7 +13,7 @@ from tests.exllamav2.models import small_model
 from tests.nvml_replay import Replay
 from tpplan.errors import DeviceError
 from tpplan.exllamav2 import TPContext, gpus
-from tpplan.probe import nvidia
+from tpplan.probe import nvml
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ def _machine(
 ) -> None:
     """An RTX 3060 with 10.9 GiB free and an RTX 4090 with 21.6, by PCI bus; torch shows those of ``uuids``."""
     environ = {"CUDA_DEVICE_ORDER": env} if env else {}
-    monkeypatch.setattr(gpus, "probe", lambda: nvidia.read(Replay("nvidia_uneven", changes), environ, 1))
+    monkeypatch.setattr(gpus, "probe", lambda: nvml.read(Replay("nvidia_uneven", changes), environ, 1))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(uuids))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=uuids[i]))
