@@ -51,6 +51,8 @@ class TPContext(Splits):
         device: the first device in use.
         all_devs: the devices in use, ascending.
         num_devices: one more than the last device in use.
+        streams: by device number the address of the stream in :mod:`tpplan.exllamav2.device`, 0 for a device that is
+            virtual or not in use; None unless finalized.
         ext_tp_context: a number that is not 0 while finalized, else None.
         sin: by device the sine table, None for devices without KV heads; None before :meth:`get_sin_cos`.
         cos: likewise the cosine table.
