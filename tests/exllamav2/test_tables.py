@@ -223,7 +223,7 @@ def test_streams_of_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.multi_gpu
 def test_streams_of_gpus() -> None:
-    """``finalize`` enters the current streams; ``set_device_streams`` makes them current again, and no GPU."""
+    """``finalize`` takes the current streams, or makes some; ``set_device_streams`` makes them current, and no GPU."""
     own = [torch.cuda.Stream(i) for i in range(2)]  # type: ignore[no-untyped-call]
     device.global_streams.clear()
     device.global_streams[1] = own[1]
@@ -241,6 +241,13 @@ def test_streams_of_gpus() -> None:
         torch.cuda.set_stream(stream)
     torch.cuda.set_device(0)
     tp.unload()
+    device.global_streams.clear()
+    tp.finalize()  # with the default streams, whose address would say that there is none
+    assert tp.streams is not None
+    assert all(tp.streams)
+    assert [torch.cuda.current_stream(i) for i in range(2)] == before
+    tp.unload()
+    device.global_streams.clear()
 
 
 def test_tested_peer_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """The names of ExLlamaV2's ``device`` module that are about streams.
 
-There, a device context makes a stream for its device. Here, :meth:`tpplan.exllamav2.TPContext.finalize` enters the
-streams that are current then, for devices that have none yet. Operations follow the current streams, as all of tpplan:
-:func:`set_device_streams` makes them those of this module.
+There, a device context makes a stream for its device. Here, :meth:`tpplan.exllamav2.TPContext.finalize` does so for
+devices that have none yet. As everywhere in tpplan, operations follow the current streams: call
+:func:`set_device_streams` before you compute, as ExLlamaV2 does, to make those of this module the current ones.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ def set_device_streams() -> None:
                 torch.cuda.set_stream(stream)
 
 
-def enter_streams(places: Iterable[torch.device]) -> None:
-    """Enter the current stream of each GPU that has none yet."""
+def make_streams(places: Iterable[torch.device]) -> None:
+    """Give each GPU that has no stream its current one, or instead of the default stream a new one.
+
+    The default stream's address is 0, as of a device without a stream.
+    """
     for place in places:
         if place.type == "cuda" and place.index not in global_streams:
-            global_streams[place.index] = torch.cuda.current_stream(place)
+            current = torch.cuda.current_stream(place)
+            is_default = current == torch.cuda.default_stream(place)
+            global_streams[place.index] = torch.cuda.Stream(place, priority=-1) if is_default else current  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from tpplan.axes import Axis, Slice
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.choices import TRANSPORTS_OR_AUTO, check_choice
-from tpplan.exllamav2.device import enter_streams, global_streams
+from tpplan.exllamav2.device import global_streams, make_streams
 from tpplan.exllamav2.gpus import read_gpu_split
 from tpplan.exllamav2.model import MOST_ROWS, cache_kind, read_numbers, read_spec
 from tpplan.exllamav2.pinned import BUFFERS, PinnedTemp
@@ -178,7 +178,7 @@ class Splits:
         on_gpus = backend == "cuda"
         places = [torch.device("cuda", i) if on_gpus else torch.device("cpu") for i in self._ordinals]
         self.context = self._compile(self.plan, backend=backend, devices=places)
-        enter_streams(device.device for device in self.context.devices.values())
+        make_streams(device.device for device in self.context.devices.values())
         n = self._numbers
         self._pinned = PinnedTemp(max(n.output_rows * n.vocab, n.rows * max(n.widest, n.hidden)), lock_pages=on_gpus)
 
