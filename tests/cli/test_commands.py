@@ -21,7 +21,7 @@ from tests.render_cases import data as report_of
 from tests.render_cases import plain
 from tpplan import __version__, codec, probe
 from tpplan.commands import app
-from tpplan.probe import nvidia
+from tpplan.probe import nvml
 from tpplan.render.devices import devices as render_devices
 from tpplan.render.show import show
 
@@ -38,8 +38,8 @@ def plans() -> tuple[str, str]:
 @pytest.fixture
 def gpus() -> Iterator[None]:
     """Pretend that this machine has two uneven GPUs, as they were recorded."""
-    nvml = Replay("nvidia_uneven")
-    with patch.object(probe, "probe", lambda: nvidia.read(nvml, os.environ, 1)):
+    replay = Replay("nvidia_uneven")
+    with patch.object(probe, "probe", lambda: nvml.read(replay, os.environ, 1)):
         yield
 
 

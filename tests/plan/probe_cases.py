@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from tests.nvml_replay import RECORDINGS, Replay
-from tpplan.probe import amd_smi, nvidia, rocm_smi
+from tpplan.probe import amd_smi, nvml, rocm_smi
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,7 @@ def nvidia_said(
     system: SystemMemory | None = None,
 ) -> DeviceReport:
     """Return what a recording of NVML tells, with some answers replaced."""
-    return nvidia.read(Replay(recording, new), environ or {}, own_pid, system)
+    return nvml.read(Replay(recording, new), environ or {}, own_pid, system)
 
 
 def amd_said(

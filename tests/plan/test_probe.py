@@ -19,7 +19,7 @@ from tpplan.devices import Device, parse_devices
 from tpplan.devices_file import Link, LinkKind, LinkPath, PeerAccess
 from tpplan.errors import DeviceError
 from tpplan.extras import install_command
-from tpplan.probe import GpuProcess, nvidia, system_memory
+from tpplan.probe import GpuProcess, nvidia, nvml, system_memory
 from tpplan.probe.system_memory import SystemMemory
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def test_gpus_outside_the_catalogue_get_bandwidth_from_the_driver() -> None:
 def test_the_driver_s_own_numbers_agree_with_the_catalogue(recording: str) -> None:
     """Clock × 2 × bus width of a GPU in the catalogue is the catalogue's bandwidth within 1 %."""
     replay = Replay(recording)
-    for i, gpu in enumerate(nvidia.read(replay, {}, NOBODY).devices):
+    for i, gpu in enumerate(nvml.read(replay, {}, NOBODY).devices):
         width = replay.answers[f"nvmlDeviceGetMemoryBusWidth(gpu{i})"]
         clock = replay.answers[f"nvmlDeviceGetMaxClockInfo(gpu{i}, 2)"]
         assert gpu.bandwidth_bytes_per_second == pytest.approx(clock * 1e6 * 2 * width / 8, rel=0.01)
@@ -170,7 +170,7 @@ def test_memory_that_the_kernel_does_not_tell(text: str) -> None:
 def test_asking_creates_no_context() -> None:
     """Only questions are asked of NVML, nothing that changes or uses a GPU."""
     replay = Replay("nvidia_uneven")
-    nvidia.read(replay, {}, NOBODY)
+    nvml.read(replay, {}, NOBODY)
     assert {call[: len("nvmlDeviceGet")] for call in replay.asked} == {"nvmlDeviceGet", "nvmlSystemGet"}
 
 

@@ -12,7 +12,7 @@ from tests.plan.probe_cases import NOBODY, amd_said, install
 from tpplan.catalogue import MIB
 from tpplan.devices_file import Link, LinkKind
 from tpplan.errors import DeviceError
-from tpplan.probe import GpuProcess, amd, amd_smi, rocm_smi
+from tpplan.probe import GpuProcess, amd, amd_smi, program, rocm_smi
 from tpplan.probe.report import NoDriverError
 from tpplan.probe.system_memory import SystemMemory
 
@@ -243,7 +243,7 @@ def test_rocm_smi_that_fails(
 def test_rocm_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that does not answer is a clear error after the time allowed."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(amd, "SECONDS", 0.1)
+    monkeypatch.setattr(program, "SECONDS", 0.1)
     install(tmp_path, "exec sleep 1000")
     with pytest.raises(DeviceError, match=r"rocm-smi did not answer within 0\.1 s"):
         amd.probe({}, NOBODY)

@@ -109,6 +109,8 @@ def _places(
     plan: SplitPlan, backend: str, devices: Sequence[torch.device | str | int] | None, own: int | None
 ) -> tuple[tuple[torch.device, ...], list[str]]:
     """Return a torch device for each device of the plan, or for each of the ``own`` ones, and the problems."""
+    if backend != "cpu" and torch.version.hip:
+        return (), ["devices: this torch is for AMD's GPUs (ROCm), and plans run on NVIDIA's"]
     wanted = len(plan.devices) if own is None else own
     has = f"the plan has {wanted}" if own is None else f"this process owns {wanted}"
     here = torch.cuda.device_count() if backend != "cpu" and torch.cuda.is_available() else 0

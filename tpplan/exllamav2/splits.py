@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +12,9 @@ import torch
 from tpplan.axes import Axis, Slice
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.choices import BACKENDS, check_choice
+from tpplan.exec.choices import BACKENDS, TRANSPORTS_OR_AUTO, check_choice
 from tpplan.exllamav2.areas import Scratch
+from tpplan.exllamav2.device import global_streams, make_streams
 from tpplan.exllamav2.gpus import read_gpu_split
 from tpplan.exllamav2.model import MOST_ROWS, cache_kind, read_numbers, read_spec
 from tpplan.exllamav2.pinned import BUFFERS, PinnedTemp
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.exec import Tuning
     from tpplan.exec.context import TPContext as Compiled
 
     #: Device (its CUDA index), first element and one past the last.
@@ -72,6 +75,8 @@ class Splits:
         expect_cache_base: type | None = None,
         *,
         backend: str = "auto",
+        transport: str = "auto",
+        tuning: Tuning | None = None,
         scratch_bytes: int | None = None,
     ) -> None:
         """Plan; see :meth:`define_split` for the errors.
@@ -84,9 +89,12 @@ class Splits:
             expect_cache_base: a cache class of ExLlamaV2, known by its name; None for float16.
             backend: ``cuda``, ``cpu`` (virtual devices in host memory), or ``auto``: virtual devices if this machine
                 has fewer GPUs than the plan uses, with a warning in the log.
+            transport: see :func:`tpplan.exec.compile`, also for ``tuning``: :meth:`finalize` passes both on.
+            tuning: thresholds.
             scratch_bytes: room on every device for :meth:`reserve_scratch`, beside that for the slices of a layer; None
                 for what the widest matrix of a layer takes, dequantised, of which the device has a part.
         """
+        check_choice("transport", transport, TRANSPORTS_OR_AUTO)
         self.model = model
         self.context: Compiled | None = None
         self._pinned: PinnedTemp | None = None
@@ -94,6 +102,7 @@ class Splits:
         self.cos: list[Tensor] | None = None
         self._scratch = Scratch(model)
         self._backend = backend
+        self._compile = partial(compile_plan, transport=transport, tuning=tuning)
         self._scratch_bytes = scratch_bytes
         self.define_split(gpu_split, expect_cache_tokens, expect_cache_base)
 
@@ -167,9 +176,10 @@ class Splits:
         self._close()
         places = self._places()
         backend = self._backend_here
-        context = compile_plan(self.plan, backend=backend, devices=places, scratch=False, weights_loaded=True)
+        context = self._compile(self.plan, backend=backend, devices=places, scratch=False, weights_loaded=True)
         try:
             self._scratch.allocate(places)
+            make_streams(device.device for device in context.devices.values())
         except BaseException:  # as an interrupt: nobody else would close it
             context.close()
             raise
@@ -211,6 +221,14 @@ class Splits:
     def pinned_temp(self) -> list[Tensor] | None:
         """Both host buffers; None unless finalized."""
         return None if self._pinned is None else [self._pinned.flat(buffer) for buffer in range(BUFFERS)]
+
+    @property
+    def streams(self) -> list[int] | None:
+        """By device number the address of its stream, 0 for a device that has none; None unless finalized."""
+        if self.context is None:
+            return None
+        gpus = {device.device.index for device in self.context.devices.values() if device.device.type == "cuda"}
+        return [global_streams[i].cuda_stream if i in gpus else 0 for i in range(self.num_devices)]
 
     def all_devices(self) -> list[int]:
         """Return the devices that hold a part of any axis, ascending."""

@@ -54,6 +54,8 @@ class TPContext(Splits):
         device: the first device in use.
         all_devs: the devices in use, ascending.
         num_devices: one more than the last device in use.
+        streams: by device number the address of the stream in :mod:`tpplan.exllamav2.device`, 0 for a device that is
+            virtual or not in use; None unless finalized.
         ext_tp_context: while finalized a :class:`tpplan.exllamav2.handle.Handle`, whose ``tp_context`` is this context,
             else None.
         sin: by device the sine table, an empty tensor on ``meta`` where there is none; None before

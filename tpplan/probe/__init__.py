@@ -1,7 +1,7 @@
 """The GPUs of this machine, asked of their drivers; no context is created on any of them.
 
-NVIDIA answers through NVML, AMD through ``amd-smi`` or ``rocm-smi``. The variables that hide GPUs from programs are
-obeyed.
+NVIDIA answers through NVML or ``nvidia-smi``, AMD through ``amd-smi`` or ``rocm-smi``. The variables that hide GPUs
+from programs are obeyed.
 """
 
 from __future__ import annotations

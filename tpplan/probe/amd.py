@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import time
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
 from tpplan.devices_file import Link
 from tpplan.errors import DeviceError
+from tpplan.probe import program
 from tpplan.probe.report import DeviceReport, GpuProcess, NoDriverError, SeenGpu, plain_name, seen
 from tpplan.probe.visible import select
 from tpplan.sizes import format_bytes
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from tpplan.devices_file import LinkKind
     from tpplan.probe.system_memory import SystemMemory
 
-#: For all questions to a program together.
-SECONDS = 30
 _LONGEST = 4 * 2**20
 
 #: Nothing to plan for.
@@ -98,16 +95,16 @@ def probe(environ: Mapping[str, str], own_pid: int) -> DeviceReport:
 
     system = system_memory.read()
     ways: dict[str, Callable[[str], DeviceReport]] = {
-        amd_smi.NAME: lambda program: amd_smi.read(amd_smi.ask(program), environ, own_pid, system),
-        rocm_smi.NAME: lambda program: rocm_smi.read(rocm_smi.ask(program), environ, own_pid, system),
+        amd_smi.NAME: lambda path: amd_smi.read(amd_smi.ask(path), environ, own_pid, system),
+        rocm_smi.NAME: lambda path: rocm_smi.read(rocm_smi.ask(path), environ, own_pid, system),
     }
     failed: list[DeviceError] = []
     for name, way in ways.items():
-        program = shutil.which(name)
-        if program is None:
+        path = shutil.which(name)
+        if path is None:
             continue
         try:
-            found = way(program)
+            found = way(path)
         except DeviceError as error:
             failed.append(error)
             continue
@@ -118,37 +115,23 @@ def probe(environ: Mapping[str, str], own_pid: int) -> DeviceReport:
     raise NoDriverError("AMD: there is neither amd-smi nor rocm-smi")
 
 
-def run(program: str, name: str, arguments: Sequence[str], deadline: float) -> str:
-    """Return what a program writes, and of a program that fails at least its complaint.
+def run(path: str, name: str, arguments: Sequence[str], until: float) -> str:
+    """Return the JSON that a program writes.
 
     Args:
-        program: its path.
+        path: of the program.
         name: its name, for errors.
         arguments: of the command.
-        deadline: by :func:`time.monotonic`.
+        until: see :func:`tpplan.probe.program.deadline`.
 
     Raises:
         DeviceError: it does not run or answer.
         NoDriverError: it writes no JSON.
     """
-    hint = f"see what {name} itself says"
-    try:
-        done = subprocess.run(  # noqa: S603 - on the path of whoever calls
-            [program, *arguments],
-            capture_output=True,
-            timeout=max(0.0, deadline - time.monotonic()),
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DeviceError(f"{name} did not answer within {SECONDS} s", hint) from error
-    except OSError as error:
-        raise DeviceError(f"{name} does not run: {error.strerror}", hint) from error
-    text = done.stdout.decode(errors="replace")
-    if not re.search(r"[{[]", text):  # without an amdgpu driver both complain and may still exit with 0
-        last = (done.stderr.decode(errors="replace") + text).strip().rpartition("\n")[2]
-        raise NoDriverError(f"AMD: {name} shows no GPU (exit {done.returncode}): {last.strip()[:200]}")
-    return text
+    answer = program.run(path, name, arguments, until)
+    if not re.search(r"[{[]", answer.text):  # without an amdgpu driver both complain and may still exit with 0
+        raise NoDriverError(f"AMD: {name} shows no GPU (exit {answer.code}): {answer.last_line}")
+    return answer.text
 
 
 def parse(text: str, name: str) -> Any:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import TYPE_CHECKING, Any
 
 from tpplan.devices_file import LinkKind
 from tpplan.errors import DeviceError
-from tpplan.probe import amd
+from tpplan.probe import amd, program
 from tpplan.probe.report import DeviceReport, GpuProcess
 
 if TYPE_CHECKING:
@@ -33,13 +32,13 @@ _SIZE = re.compile(r"([0-9]{1,18}) ?([A-Za-z]{1,3})")
 _KINDS = {"XGMI": LinkKind.XGMI, "PCIE": LinkKind.PCIE}
 
 
-def ask(program: str) -> dict[str, str]:
+def ask(path: str) -> dict[str, str]:
     """Return what ``amd-smi`` at a path answers to each of its commands; see :func:`tpplan.probe.amd.run`."""
-    deadline = time.monotonic() + amd.SECONDS
+    until = program.deadline()
     answers = {}
     for arguments, needed in QUESTIONS.items():
         try:
-            answers[arguments[0]] = amd.run(program, NAME, (*arguments, "--json"), deadline)
+            answers[arguments[0]] = amd.run(path, NAME, (*arguments, "--json"), until)
         except DeviceError:
             if needed:
                 raise

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import TYPE_CHECKING, Any
 
 from tpplan.devices_file import LinkKind
 from tpplan.errors import DeviceError
-from tpplan.probe import amd
+from tpplan.probe import amd, program
 from tpplan.probe.report import DeviceReport, GpuProcess
 
 if TYPE_CHECKING:
@@ -29,9 +28,9 @@ _KINDS = {"XGMI": LinkKind.XGMI, "PCIE": LinkKind.PCIE}
 _PROCESS_VALUES = 4
 
 
-def ask(program: str) -> str:
+def ask(path: str) -> str:
     """Return what ``rocm-smi`` at a path writes; see :func:`tpplan.probe.amd.run`."""
-    return amd.run(program, NAME, ARGUMENTS, time.monotonic() + amd.SECONDS)
+    return amd.run(path, NAME, ARGUMENTS, program.deadline())
 
 
 def read(text: str, environ: Mapping[str, str], own_pid: int, system: SystemMemory | None = None) -> DeviceReport:
