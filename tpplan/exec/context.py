@@ -50,6 +50,8 @@ class TPContext(ContextOperations):
         dtype: dtype of the activations, used for scratch and RoPE tables; operations take any dtype.
     """
 
+    _has_waited = False  # for the end of all operations, before everything was released
+
     def __enter__(self) -> Self:
         return self
 
@@ -159,17 +161,23 @@ class TPContext(ContextOperations):
     def close(self) -> None:
         """Wait for all operations and free all memory, even after a failure; closing twice does nothing.
 
+        If an interrupt such as Ctrl-C comes meanwhile, the context is closed, and another call frees what is left.
         Several processes whose kernels write to each other's memory wait for each other, for ten seconds at most.
 
         Raises:
             ExecutionError: a device timed out waiting for another, or the call comes from inside an operation.
         """
-        if self._guard.close():
-            with ExitStack() as stack:
+        self._guard.close()
+        try:
+            with ExitStack() as stack:  # each of these does nothing more the second time
                 for device in self.devices.values():
                     stack.callback(device.close)
                 stack.callback(self._host.close)
                 stack.callback(self._inflight.clear)
                 stack.callback(self._runner.clear)
                 stack.callback(self._engine.backend.close)
-                self._engine.backend.synchronize()
+                if not self._has_waited:
+                    self._has_waited = True
+                    self._engine.backend.synchronize()
+        finally:
+            self._guard.leave()
