@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from tpplan.exec.arguments import whole
 from tpplan.exec.context_operations import ContextOperations
 from tpplan.exec.explain import explain
+from tpplan.exec.guard import run_all
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -169,15 +169,23 @@ class TPContext(ContextOperations):
         """
         self._guard.close()
         try:
-            with ExitStack() as stack:  # each of these does nothing more the second time
-                for device in self.devices.values():
-                    stack.callback(device.close)
-                stack.callback(self._host.close)
-                stack.callback(self._inflight.clear)
-                stack.callback(self._runner.clear)
-                stack.callback(self._engine.backend.close)
-                if not self._has_waited:
-                    self._has_waited = True
-                    self._engine.backend.synchronize()
+            waits = () if self._has_waited else (self._wait_for_all,)
+            devices = [device.close for device in self.devices.values()]
+            # Each does nothing more the second time.
+            run_all(
+                (
+                    *waits,
+                    self._engine.backend.close,
+                    self._runner.clear,
+                    self._inflight.clear,
+                    self._host.close,
+                    *devices,
+                )
+            )
         finally:
             self._guard.leave()
+
+    def _wait_for_all(self) -> None:
+        """Wait until all issued operations are complete; only the first close does."""
+        self._has_waited = True
+        self._engine.backend.synchronize()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tpplan.errors import ExecutionError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from types import CodeType, FrameType, TracebackType
 
     #: A place in the queue: an object of its own, the thread, and the code of the function that uses the context.
@@ -116,6 +117,18 @@ class Guard:
             last, frame = frame, frame.f_back
         # The way up ends at a generator if its thread has gone on meanwhile: it may be running.
         return last is not None and bool(last.f_code.co_flags & _GENERATOR)
+
+
+def run_all(steps: Sequence[Callable[[], object]]) -> None:
+    """Run all steps even if one raises an exception, which is raised at the end.
+
+    Unlike a :class:`contextlib.ExitStack`, it makes no reference cycle of that, which would keep memory.
+    """
+    if steps:
+        try:
+            steps[0]()
+        finally:
+            run_all(steps[1:])
 
 
 def _own() -> ExecutionError:
