@@ -38,8 +38,12 @@ class Page:
         """Create a page of zeros, and return its file."""
         memory = Path("/dev/shm")  # noqa: S108 (with a name of its own)
         path = (memory if memory.is_dir() else Path(gettempdir())) / f"tpplan-{os.getpid()}-{time.monotonic_ns()}"
-        with path.open("xb") as file:
-            file.write(bytes(4 * _WORDS))
+        try:
+            with path.open("xb") as file:
+                file.write(bytes(4 * _WORDS))
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
         return path
 
     @classmethod
