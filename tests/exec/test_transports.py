@@ -54,7 +54,7 @@ def _break(monkeypatch: pytest.MonkeyPatch, broken: Iterable[tuple[Mechanism, in
     links = tuple(
         Link(*r, Verdict.BROKEN, "zeros arrived") if r in bad else Link(*r, Verdict.WORKS, "fine") for r in routes(3)
     )
-    monkeypatch.setattr(transports, "link_report", lambda: LinkReport(("a", "b", "c"), links))
+    monkeypatch.setattr(transports, "link_report", lambda **_: LinkReport(("a", "b", "c"), links))
 
 
 def test_the_environment_rules_peer_copies_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +102,17 @@ def test_other_pairs_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad pair of which one GPU is not in use changes nothing."""
     _break(monkeypatch, [(COPY, 0, 2), (FLAG, 2, 1), (LOAD, 0, 2)])
     assert choose(PLACES[:2], "auto") == (Choice("peer"), [])
+
+
+def test_links_between_gpus_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are found by UUID, whatever the order; only this process's own GPU has to be one that it sees."""
+    _break(monkeypatch, [(FLAG, 2, 0)])
+    assert choose(PLACES[:1], "auto", ["c", "b"]) == (Choice("peer"), [])
+    choice, problems = choose(PLACES[:1], "auto", ["a", "c"])
+    assert (choice.transport, problems) == ("events", [])
+    assert choice.notes[0].startswith("peer is not verified: flag 2 to 0")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert not choose(PLACES[:1], "auto", ["b", "c"])[0].waits
 
 
 def test_a_pair_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,9 +78,9 @@ def test_devices_that_cannot_copy_to_each_other_take_part_in_nothing(
     monkeypatch.setattr(torch.Tensor, "copy_", Mock(side_effect=RuntimeError("peer access")))
     places = {i: torch.device("cpu", i) for i in range(2)}
     with pytest.raises(RuntimeError, match="peer access"):
-        CudaDevices(memory(), places, transport=transport)
+        CudaDevices(memory(), places, transport=transport, timeout=1.0)
     made.assert_not_called()
-    CudaDevices(memory(), places, transport="host")
+    CudaDevices(memory(), places, transport="host", timeout=1.0)
     made.assert_called_once()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -30,7 +30,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_UNKEPT", {})
 
 
-def report_of(name: str, **options: bool) -> LinkReport:
+def report_of(name: str, **options: Any) -> LinkReport:
     """Return the report of the GPUs that a function of :mod:`tests.exec.links.fake_gpus` makes."""
     return link_report(driver=f"tests.exec.links.fake_gpus:{name}", deadline_s=DEADLINE_S, **options)
 

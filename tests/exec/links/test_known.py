@@ -36,7 +36,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Probe in this process, with small moves; return the list of drivers that were probed."""
     used: list[str] = []
 
-    def stand_in(driver: str, _gpus: object, wanted: list[Route], _deadline: object) -> tuple[Link, ...]:
+    def stand_in(driver: str, _gpus: object, wanted: list[Route], *_: object) -> tuple[Link, ...]:
         used.append(driver.rpartition(":")[2])
         events = probe(link_child.load_driver(driver), wanted)
         found = {event.route: event for event in events if isinstance(event, Link)}
@@ -53,7 +53,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         ("broken_driver", "the probe died with exit code 1: OSError: no such driver"),
         ("stuck", "the probe hung for 3 s"),
-        ("changing", "the probe died with exit code 1: it sees other GPUs than its parent: GPU-c, GPU-b, GPU-a"),
+        ("changing", "the probe died with exit code 1: it sees other GPUs than it is asked about: GPU-c, GPU-b, GPU-a"),
     ],
 )
 def test_a_child_that_cannot_start_leaves_all_untested(name: str, reason: str, cache: Path) -> None:
@@ -91,6 +91,28 @@ def test_one_gpu_or_none_needs_no_probe(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr("torch.cuda.device_count", lambda: 0)
         assert link_report() == LinkReport((), ())
+
+
+def test_gpus_that_this_process_does_not_see(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """The probe, a process of its own, sees those of all processes, in the order asked for; each finds its report."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-c")
+    report = report_of("visible", gpus=("b", "c"))
+    assert (report.gpus, not_working(report)) == (("b", "c"), {(COPY, 0, 1): BROKEN})
+    assert len([*cache.iterdir()]) == 1
+    monkeypatch.setattr(subprocess, "Popen", None)  # from now on, all is known
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
+    again = report_of("visible", gpus=("c", "b"))
+    assert (again.gpus, not_working(again)) == (("c", "b"), {(COPY, 1, 0): BROKEN})
+    assert report_of("visible") == report_of("visible", gpus=("b",)) == LinkReport(("b",), ())
+
+
+def test_a_process_that_sees_more_reports_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one report for whatever GPUs of it are asked about; an invisible GPU leaves links untested."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
+    assert report_of("visible", gpus=("c", "b")).gpus == ("a", "b", "c")
+    report = report_of("visible", gpus=("b", "d"))  # there is none
+    assert {link.verdict for link in report.links} == {UNTESTED}
+    assert "it sees other GPUs than it is asked about: b" in report.links[0].reason
 
 
 def test_a_report_is_cached_for_other_orders_of_the_gpus(probes: list[str]) -> None:

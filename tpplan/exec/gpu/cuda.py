@@ -65,7 +65,8 @@ class CudaDevices(Streams):
         places: Mapping[int, torch.device],
         *,
         transport: str,
-        others: Mapping[int, torch.device] = MappingProxyType({}),
+        timeout: float,
+        others: Mapping[int, int] = MappingProxyType({}),
         status: Tensor | None = None,
     ) -> None:
         """Load the kernels on every device.
@@ -74,7 +75,8 @@ class CudaDevices(Streams):
             memory: the context's memory on these devices.
             places: torch device, with its ordinal, for each device of the plan in use that this process owns.
             transport: ``peer``, ``host`` or ``events``; with ``host`` no device accesses another's memory.
-            others: the same for each device that another process owns; see
+            timeout: how long a kernel waits for another device, in seconds.
+            others: multiprocessors of each device that another process owns; see
                 :class:`tpplan.exec.cluster.peers.PeerProcesses`.
             status: see :class:`tpplan.exec.gpu.exchanges.Exchanges`.
         """
@@ -94,7 +96,7 @@ class CudaDevices(Streams):
                 torch.empty(1, device=target).copy_(torch.empty(1, device=source))
         with ISSUING:
             kernels = kernels_for(len(places) + len(others), transport)
-            self._exchanges = Exchanges(memory, places, kernels, others, status)
+            self._exchanges = Exchanges(memory, places, kernels, others, status, timeout=timeout)
         ask = WeakMethod(self._is_busy)  # or a dropped context would live until garbage collection
         self._exchanges.landings.watch(lambda: (is_busy := ask()) is None or is_busy())
         self._issuing = Issuing(self._exchanges)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from queue import Empty, Queue
 from tempfile import TemporaryFile
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any
 
 from attrs import astuple
@@ -24,7 +25,7 @@ from tpplan.exec.links.probe import probe
 from tpplan.exec.links.report import Link, Mechanism, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tpplan.exec.links.probe import Driver
     from tpplan.exec.links.report import Route
@@ -49,14 +50,21 @@ def load_driver(name: str) -> Driver[Any]:
     return driver
 
 
-def probe_in_child(driver: str, gpus: tuple[str, ...], routes: Sequence[Route], deadline_s: float) -> tuple[Link, ...]:
+def probe_in_child(
+    driver: str,
+    gpus: tuple[str, ...],
+    routes: Sequence[Route],
+    deadline_s: float,
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Link, ...]:
     """Test links in child processes.
 
     Args:
         driver: the driver as ``module:factory``, imported by the child.
-        gpus: UUIDs that the child must see too, in this order.
+        gpus: UUIDs that the child must see, in this order.
         routes: routes to test.
         deadline_s: seconds that a step may take; the start of a child may take 180.
+        environ: variables that the child has besides those of this process.
 
     Returns:
         One link per route, in their order. If a child fails before it tests any, the routes that are left are untested.
@@ -71,7 +79,7 @@ def probe_in_child(driver: str, gpus: tuple[str, ...], routes: Sequence[Route], 
         seconds = START_SECONDS
         try:
             verified = [route for route, link in found.items() if link.verdict == Verdict.WORKS]
-            with _child(driver, [gpus, left, verified]) as lines:
+            with _child(driver, [gpus, left, verified], environ) as lines:
                 while line := _next(lines, seconds):
                     seconds = deadline_s
                     testing = [_route(route) for route in line.get("testing", testing)]
@@ -89,10 +97,10 @@ def probe_in_child(driver: str, gpus: tuple[str, ...], routes: Sequence[Route], 
 
 
 @contextmanager
-def _child(driver: str, job: list[Any]) -> Iterator[Queue[dict[str, Any] | _FaultError]]:
+def _child(driver: str, job: list[Any], environ: Mapping[str, str]) -> Iterator[Queue[dict[str, Any] | _FaultError]]:
     """Start a child and yield the queue of its messages; kill it on exit."""
     # the same modules as here, and -P: none from the working directory that are not known here
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environ = os.environ | environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-P", "-m", __name__, driver, json.dumps(job)]
     with TemporaryFile() as errors:
         process = subprocess.Popen(  # noqa: S603 - ourselves
@@ -152,7 +160,7 @@ def main(driver_name: str, job: str) -> None:
         os.dup2(2, 1)  # keeps library output away from the parent
         driver = load_driver(driver_name)
         if (seen := list(driver.gpus())) != gpus:
-            sys.exit(f"it sees other GPUs than its parent: {', '.join(seen) or 'none'}")
+            sys.exit(f"it sees other GPUs than it is asked about: {', '.join(seen) or 'none'}")
         driver.prepare()
         for event in probe(driver, *([_route(fields) for fields in routes] for routes in groups)):
             line = {"found": [astuple(event)]} if isinstance(event, Link) else {"testing": event}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from tpplan.exec.links import cache
+from typing import TYPE_CHECKING
+
+from tpplan.exec.links import cache, gpu_cache
 from tpplan.exec.links.child import load_driver, probe_in_child
 from tpplan.exec.links.report import Link, LinkReport, Mechanism, Verdict, routes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TORCH = "tpplan.exec.links.driver:TorchDriver"
 
@@ -12,7 +17,9 @@ TORCH = "tpplan.exec.links.driver:TorchDriver"
 _UNKEPT: dict[tuple[str, tuple[str, ...], str], LinkReport] = {}
 
 
-def link_report(*, use_cache: bool = True, driver: str = TORCH, deadline_s: float = 30.0) -> LinkReport:
+def link_report(
+    *, gpus: Sequence[str] = (), use_cache: bool = True, driver: str = TORCH, deadline_s: float = 30.0
+) -> LinkReport:
     """Return the verdict on every mechanism from each GPU that this process sees to each other.
 
     A link that is broken, untested or missing in the report must not be used. The probe runs in a child process, takes
@@ -25,6 +32,8 @@ def link_report(*, use_cache: bool = True, driver: str = TORCH, deadline_s: floa
     up to four in all. A child may take 180 s to start and 10 s to end, so the worst case is a quarter of an hour.
 
     Args:
+        gpus: UUIDs of GPUs, for a report on these if this process does not see all of them. The probe, which is another
+            process, sees those that CUDA_VISIBLE_DEVICES hides from this one.
         use_cache: use stored verdicts if there are any; if false, always probe, and store the result.
         driver: the GPUs' driver, as ``module:factory`` of a :class:`tpplan.exec.links.probe.Driver`.
         deadline_s: seconds after which a step of the probe counts as hung, including the first use of a GPU.
@@ -33,7 +42,9 @@ def link_report(*, use_cache: bool = True, driver: str = TORCH, deadline_s: floa
         The report, with the driver's indices; without links if there are fewer than two GPUs.
     """
     gpus_driver = load_driver(driver)
-    gpus = gpus_driver.gpus()
+    seen = gpus_driver.gpus()
+    gpus = gpu_cache.gpus_meant(seen, gpus)
+    environ = {} if gpus == seen else {"CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{gpu}" for gpu in gpus)}
     lacks = {mechanism: gpus_driver.lacks(mechanism) for mechanism in Mechanism}
     wanted = [route for route in routes(len(gpus)) if not lacks[route[0]]]
     if not wanted:
@@ -44,7 +55,7 @@ def link_report(*, use_cache: bool = True, driver: str = TORCH, deadline_s: floa
         known = _UNKEPT.get(key) or (cache.load(origin, gpus) if origin else None)
         if known and _is_complete(known, lacks):
             return known
-    report = _report(gpus, lacks, probe_in_child(driver, gpus, wanted, deadline_s))
+    report = _report(gpus, lacks, probe_in_child(driver, gpus, wanted, deadline_s, environ))
     if _is_complete(report, lacks):
         if origin and not cache.save(origin, report):
             _UNKEPT.pop(key, None)
