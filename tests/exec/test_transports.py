@@ -41,7 +41,8 @@ SERIAL = {
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give this process GPUs that run kernels and have links that work, and an environment without any tool."""
-    for name in (*SERIAL, "NSYS_PROFILING_SESSION_ID", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    others = ("NSYS_PROFILING_SESSION_ID", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "EXLLAMA_NO_P2P_COPY")
+    for name in (*SERIAL, *others):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(kernel_cache, "lacks", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
@@ -54,6 +55,18 @@ def _break(monkeypatch: pytest.MonkeyPatch, broken: Iterable[tuple[Mechanism, in
         Link(*r, Verdict.BROKEN, "zeros arrived") if r in bad else Link(*r, Verdict.WORKS, "fine") for r in routes(3)
     )
     monkeypatch.setattr(transports, "link_report", lambda: LinkReport(("a", "b", "c"), links))
+
+
+def test_the_environment_rules_peer_copies_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With EXLLAMA_NO_P2P_COPY the data goes through host memory, without a probe; what was asked for is refused."""
+    monkeypatch.setenv("EXLLAMA_NO_P2P_COPY", "1")
+    monkeypatch.setattr(transports, "link_report", lambda: pytest.fail("probed"))
+    why = "is out: EXLLAMA_NO_P2P_COPY is set"
+    assert choose(PLACES, "auto") == (Choice("host", notes=(f"peer {why}", f"events {why}")), [])
+    assert choose(PLACES, "host") == (Choice("host"), [])
+    for transport in ("peer", "events"):
+        assert choose(PLACES, transport)[1] == [f"transport: {transport} {why}"]
+    assert choose(PLACES[:1], "auto") == (Choice("peer"), [])
 
 
 def test_the_fastest_needs_no_words() -> None:

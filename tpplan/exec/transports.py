@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from tpplan.exec.environment import serialised, unreachable
+from tpplan.exec.environment import no_peer_copies, serialised, unreachable
 from tpplan.exec.gpu import kernel_cache
 from tpplan.exec.gpu.kernel_cache import MOST_SOURCES
 from tpplan.exec.links.known import link_report
@@ -85,6 +85,8 @@ def _obstacles(pairs: Sequence[tuple[int, int]], serial: str, wanted: str) -> di
         return against
     if serial:
         against["peer"] = f"is out: {_no_waiting(serial)}"
+    if reason := no_peer_copies():
+        return against | dict.fromkeys(("peer", "events"), f"is out: {reason}")
     if reason := unreachable():
         return against | dict.fromkeys(("peer", "events"), f"is out: {reason}, which other devices may not reach")
     if wanted == "host":
