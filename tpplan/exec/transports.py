@@ -91,7 +91,11 @@ def _obstacles(pairs: Sequence[tuple[int, int]], serial: str, wanted: str) -> di
         return against | dict.fromkeys(("peer", "events"), f"is out: {reason}, which other devices may not reach")
     if wanted == "host":
         return against  # without a probe
-    report = link_report()
+    if apart := [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]:
+        (a, b), more = apart[0], f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        reason = f"is out: the driver gives no peer access from GPU {a} to {b}{more}"
+        return against | dict.fromkeys(("peer", "events"), reason)  # copies are staged, slower than by ``host``
+    report = link_report({gpu for pair in pairs for gpu in pair})
     reasons = {link.route: link.reason for link in report.links if link.verdict != Verdict.WORKS}
     for name, needed in every.items():
         missing = [(need, a, b) for need in needed for a, b in pairs if not report.works(a, b, need)]

@@ -30,9 +30,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_UNKEPT", {})
 
 
-def report_of(name: str, **options: bool) -> LinkReport:
-    """Return the report of the GPUs that a function of :mod:`tests.exec.links.fake_gpus` makes."""
-    return link_report(driver=f"tests.exec.links.fake_gpus:{name}", deadline_s=DEADLINE_S, **options)
+def report_of(name: str, *gpus: int, use_cache: bool = True) -> LinkReport:
+    """Return the report of some or all GPUs that a function of :mod:`tests.exec.links.fake_gpus` makes."""
+    driver = f"tests.exec.links.fake_gpus:{name}"
+    return link_report(gpus or None, driver=driver, deadline_s=DEADLINE_S, use_cache=use_cache)
 
 
 def not_working(report: LinkReport) -> dict[Route, Verdict]:

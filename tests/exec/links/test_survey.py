@@ -130,10 +130,11 @@ def links(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         )
         monkeypatch.setattr(Gpus, "names", names)
         for module in (survey, transports):
-            monkeypatch.setattr(module, "link_report", lambda **_: LinkReport(names, found))
+            monkeypatch.setattr(module, "link_report", lambda *_, **__: LinkReport(names, found))
 
     monkeypatch.setattr(kernel_cache, "lacks", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, __: True)
     monkeypatch.setattr(survey, "GraphTimer", Stopwatch)
     return give
 
