@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import permutations
 
 import pytest
@@ -19,12 +19,17 @@ DIRECT, STAGED = [("cuda:0", "cuda:1")], [("cuda:0", "cpu"), ("cpu", "cuda:1")]
 
 @define
 class Machine:
-    """Three GPUs in the CPU's memory. Peer copies between them do what the machine is made to do."""
+    """Three GPUs in the CPU's memory. Peer copies between them do what the machine is made to do.
+
+    A copy from or to the CPU that does not block reads and writes nothing before somebody waits for its GPU.
+    """
 
     verified: frozenset[tuple[int, int]] = frozenset(permutations(range(3), 2))
     peer: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone
+    untested: frozenset[tuple[int, int]] = frozenset()
     log: list[tuple[str, str, bool]] = field(factory=list)
-    probes: int = 0
+    asked: list[tuple[int, ...]] = field(factory=list)
+    queue: list[tuple[int | None, torch.Tensor, torch.Tensor]] = field(factory=list)
 
     def count(self) -> int:
         """Return 3."""
@@ -34,13 +39,23 @@ class Machine:
         """Return 1."""
         return 1
 
-    def links(self) -> LinkReport:
+    def links(self, gpus: Collection[int]) -> LinkReport:
         """Return that copies work between those that are verified, and kernels nowhere."""
-        self.probes += 1
-        every = [Link(*route, self._verdict(*route), "") for route in routes(3)]
+        self.asked.append((*gpus,))
+        every = [Link(*route, self._verdict(*route), "") for route in routes(3) if {*route[1:]} <= {*gpus}]
         return LinkReport(("a", "b", "c"), tuple(every))
 
+    def wait(self, index: int) -> None:
+        """Do what is queued for a GPU, and note it."""
+        self.log.append((f"cuda:{index}", "wait", False))
+        for each, target, source in self.queue:
+            if each == index:
+                target.copy_(source)
+        self.queue = [entry for entry in self.queue if entry[0] != index]
+
     def _verdict(self, mechanism: Mechanism, source: int, target: int) -> Verdict:
+        if (source, target) in self.untested:
+            return Verdict.UNTESTED
         works = mechanism == Mechanism.COPY and (source, target) in self.verified
         return Verdict.WORKS if works else Verdict.BROKEN
 
@@ -57,14 +72,18 @@ class Machine:
         self.log.append((str(source.place), str(target), non_blocking))
         data = source.as_subclass(torch.Tensor)
         if CPU in (source.place, target):
-            return self.put(data.clone(), target)
+            copied = data.clone()
+            if non_blocking:
+                copied.zero_()
+                self.queue.append(((source.place if target == CPU else target).index, copied, data))
+            return self.put(copied, target)
         if data.stride() != data.clone().stride() or _is_lazy(data):  # a kernel stores them, which does not work here
             return self.put(torch.zeros_like(data), target)
         return self.put(self.peer(data), target)
 
     def ways(self) -> list[tuple[str, str]]:
-        """Return the noted copies without their flags, and forget them."""
-        ways = [(source, target) for source, target, _ in self.log]
+        """Return the noted copies without their flags and without waiting, and forget them."""
+        ways = [(source, target) for source, target, _ in self.log if target != "wait"]
         self.log.clear()
         return ways
 

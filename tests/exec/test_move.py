@@ -59,12 +59,12 @@ def test_strides_are_those_that_to_gives(
 
 @pytest.mark.parametrize(("source", "target"), [(CPU, GPU[2]), (GPU[2], CPU)])
 def test_the_cpu_is_reached_without_asking_the_links(source: torch.device, target: torch.device) -> None:
-    """Moves from and to the CPU are one copy, and need no probe."""
+    """Moves from and to the CPU are one copy, which is complete when the call returns, and need no probe."""
     machine = Machine(frozenset())
     moved = Mover(machine).move(machine.put(X, source), target, non_blocking=True)
     assert (moved.device, same_tensors(moved, X)) == (target, True)
-    assert machine.log == [(str(source), str(target), True)]
-    assert machine.probes == 0
+    assert machine.log == [(str(source), str(target), True), ("cuda:2", "wait", False)]
+    assert machine.asked == []
 
 
 @pytest.mark.parametrize("device", [1, "cuda:1", "cuda", torch.device("cuda", 1), torch.device("cuda")])
@@ -73,14 +73,87 @@ def test_a_tensor_that_is_there_stays_the_same_object(device: torch.device | str
     machine = Machine()
     x = machine.put(X, GPU[1])
     assert Mover(machine).move(x, device, non_blocking=False) is x
-    assert (machine.log, machine.probes) == ([], 0)
+    assert (machine.log, machine.asked) == ([], [])
 
 
-def test_the_host_waits_for_the_first_half_of_a_staged_copy() -> None:
-    """Through the host's memory only the second half may be non-blocking: it reads what the first half writes."""
+def test_the_host_waits_for_both_halves_of_a_staged_copy() -> None:
+    """Through the host's memory neither half runs on: the second reads what the first writes, and memory of its own."""
     machine = Machine(frozenset())
     Mover(machine).move(machine.put(X, GPU[0]), 1, non_blocking=True)
-    assert machine.log == [("cuda:0", "cpu", False), ("cpu", "cuda:1", True)]
+    assert machine.log == [("cuda:0", "cpu", False), ("cpu", "cuda:1", False)]
+
+
+@pytest.mark.parametrize(("non_blocking", "waits"), [(False, [("cuda:1", "wait", False)]), (True, [])])
+def test_only_peer_copies_run_on(non_blocking: bool, waits: list[tuple[str, str, bool]]) -> None:
+    """The host waits for peer copies unless it is told not to, and once for all of a call."""
+    machine = Machine()
+    Mover(machine).move([machine.put(X, gpu) for gpu in (GPU[0], GPU[2])], 1, non_blocking=non_blocking)
+    assert machine.log[2:] == waits
+
+
+@given(
+    st.lists(st.sampled_from([CPU, *GPU]), max_size=6),
+    st.sampled_from([CPU, *GPU]),
+    st.frozensets(st.sampled_from(list(permutations(range(3), 2)))),
+    st.booleans(),
+)
+def test_what_is_returned_is_complete(
+    places: list[torch.device], target: torch.device, verified: frozenset[tuple[int, int]], non_blocking: bool
+) -> None:
+    """Sources may be overwritten when the call has returned, whatever the flag; the host waits once for each GPU."""
+    machine = Machine(verified)
+    sources = [X + i for i in range(len(places))]
+    placed = tuple(machine.put(source, place) for source, place in zip(sources, places, strict=True))
+    moved = Mover(machine).move(placed, target, non_blocking=non_blocking)
+    for source, place in zip(sources, places, strict=True):
+        if place != target:
+            source.fill_(-1)
+    assert all(same_tensors(each, X + i) for i, each in enumerate(moved))
+    waits = [gpu for gpu, other, _ in machine.log if other == "wait"]
+    assert len(waits) == len(set(waits))
+
+
+@pytest.mark.parametrize(("value", "allowed"), [("1", False), ("yes", False), ("0", True), ("", True), (None, True)])
+def test_the_environment_rules_peer_copies_out(
+    value: str | None, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With EXLLAMA_NO_P2P_COPY, moves go through the host's memory, and nobody asks what the links can do."""
+    monkeypatch.delenv("EXLLAMA_NO_P2P_COPY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("EXLLAMA_NO_P2P_COPY", value)
+    machine = Machine()
+    mover = Mover(machine)
+    assert same_tensors(mover.move(machine.put(X, GPU[0]), 1, non_blocking=False), X)
+    mover.copy(machine.put(torch.zeros_like(X), GPU[1]), machine.put(X, GPU[0]))
+    assert machine.ways()[:2] == (DIRECT * 2 if allowed else STAGED)
+    assert mover.are_peers(0, 1) == allowed
+    assert machine.asked == ([(0, 1)] if allowed else [])
+
+
+def test_what_is_known_of_peer_copies() -> None:
+    """None, then 1 for pairs that copy in both directions and -1 for others; a failure counts, too."""
+    machine = Machine(frozenset(permutations(range(3), 2)) - {(2, 1)})
+    mover = Mover(machine)
+    assert mover.tested() is None
+    mover.move(machine.put(X, CPU), 1, non_blocking=False)
+    assert mover.tested() is None
+    assert mover.are_peers(0, 1)
+    assert mover.tested() == [[1, 1, 0], [0, 1, 0], [0, 0, 1]]
+    assert mover.are_peers(2, 0)
+    assert not mover.are_peers(1, 2)
+    assert mover.tested() == [[1, 1, 1], [0, 1, -1], [0, 0, 1]]
+    machine.peer = fails
+    mover.move(machine.put(X, GPU[2]), 0, non_blocking=False)
+    assert mover.tested() == [[1, 1, -1], [0, 1, -1], [0, 0, 1]]
+    assert len(machine.asked) == 3
+
+
+def test_what_the_probe_could_not_test_is_0() -> None:
+    """A pair that no probe could test is not called broken, and is not used."""
+    machine = Machine(frozenset({(1, 0)}), untested=frozenset({(0, 1), (1, 2), (2, 1)}))
+    mover = Mover(machine)
+    assert not any(mover.are_peers(a, b) for a in range(3) for b in range(a))
+    assert mover.tested() == [[1, 0, -1], [0, 1, 0], [0, 0, 1]]
 
 
 def test_a_failure_is_reported_once_and_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
@@ -127,13 +200,16 @@ def test_the_round_trip_needs_both_directions() -> None:
 
 
 def test_the_links_are_asked_once() -> None:
-    """However many tensors move, there is one report."""
+    """However many tensors move, there is one report for each two GPUs, and of no others."""
     machine = Machine()
     mover = Mover(machine)
     mover.move([machine.put(X, GPU[0])] * 5, 1, non_blocking=False)
+    mover.move(machine.put(X, GPU[1]), 0, non_blocking=False)
+    assert mover.are_peers(0, 1)
+    assert machine.asked == [(0, 1)]
     mover.copy(machine.put(X.clone(), GPU[2]), machine.put(X, GPU[0]))
-    assert mover.are_peers(1, 2)
-    assert machine.probes == 1
+    assert mover.are_peers(2, 0)
+    assert machine.asked == [(0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +255,7 @@ def test_names_and_arguments_are_the_originals() -> None:
         "safe_move_tensor": ["tensor", "device", "non_blocking"],
         "test_gpu_peer_copy": ["device_a", "device_b"],
         "gpu_peer_copy": ["target", "source"],
+        "tested_peer_copies": [],
     }
     assert safe_move_tensor(X, "meta", True).is_meta
     assert not getattr(move.test_gpu_peer_copy, "__test__", True)
@@ -213,6 +290,19 @@ def test_any_history_of_moves_is_right(
     for source, target in set(moves):
         times = moves.count((source, target)) if (source, target) not in failing else 1
         assert tried.count((f"cuda:{source}", f"cuda:{target}")) == (times if (source, target) in verified else 0)
+
+
+@pytest.mark.gpu
+def test_copies_of_a_real_gpu_are_complete() -> None:
+    """Behind work of a tenth of a second, copies from and to pinned memory are complete when the call returns."""
+    first, second = (torch.arange(2**20, dtype=torch.float32).pin_memory() for _ in range(2))
+    torch.cuda._sleep(2 * 10**8)  # type: ignore[no-untyped-call]
+    uploads = safe_move_tensor((first, second), "cuda", non_blocking=True)
+    first.fill_(-1)
+    second.fill_(-1)
+    torch.cuda._sleep(2 * 10**8)  # type: ignore[no-untyped-call]
+    downloads = safe_move_tensor(uploads, "cpu", non_blocking=True)
+    assert all(torch.equal(each, torch.arange(2**20, dtype=torch.float32)) for each in downloads)
 
 
 @pytest.mark.multi_gpu

@@ -38,7 +38,8 @@ def test_containers_keep_their_structure_and_the_flag(non_blocking: bool) -> Non
     assert there is on[GPU[1]]
     leaves = [x, weights.up, defaults["k"], ordered["b"][0]]
     assert all(leaf.device == GPU[1] and same_tensors(leaf, X) for leaf in leaves)
-    assert machine.log == [(origin, "cuda:1", non_blocking) for origin in ("cpu", "cuda:0", "cpu", "cpu")]
+    copies = [(origin, "cuda:1", non_blocking) for origin in ("cpu", "cuda:0", "cpu", "cpu")]
+    assert machine.log == [*copies, ("cuda:1", "wait", False)]
     assert default["k"] is on[CPU]
     assert "new" not in default
 

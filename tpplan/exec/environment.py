@@ -1,4 +1,4 @@
-"""Restrictions from the environment: on kernels that wait for each other, and on peer access to torch's memory."""
+"""Restrictions from the environment: on kernels that wait for each other, on peer copies, and on peer access."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _TOOLS = (
 _INJECTION = "CUDA_INJECTION64_PATH"
 #: Set by Nsight Systems, which does not serialise kernels.
 _HARMLESS = "NSYS_PROFILING_SESSION_ID"
+#: ExLlama's variable, for machines whose driver promises peer access that does not work.
+_NO_PEER_COPY = "EXLLAMA_NO_P2P_COPY"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*True\b")
 _OTHER_BACKEND = re.compile(r"\bbackend\s*:\s*(?!native\b)\w")
@@ -34,6 +36,11 @@ def serialised() -> str:
     if os.environ.get(_INJECTION) and _HARMLESS not in os.environ:
         return f"{_INJECTION} names a tool that may run kernels one by one"
     return ""
+
+
+def no_peer_copies() -> str:
+    """Return why GPUs may not read or write each other's memory; empty if the environment allows it."""
+    return f"{_NO_PEER_COPY} is set" if os.environ.get(_NO_PEER_COPY, "0") not in {"", "0"} else ""
 
 
 def unreachable() -> str:

@@ -1,7 +1,8 @@
 """Safe moves of tensors between devices.
 
-Between two GPUs, torch's peer copy is used if the link report (:mod:`tpplan.exec.links.known`) verifies it; otherwise
-the copy goes through the host's memory. The first move between two GPUs loads the report, or probes the links.
+Between two GPUs, torch's peer copy is used if the link report (:mod:`tpplan.exec.links.known`) verifies it and the
+environment allows it (:func:`tpplan.exec.environment.no_peer_copies`); otherwise the copy goes through the host's
+memory. The first move between two GPUs loads the report on them, or probes them.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ import logging
 from collections import UserDict, UserList, deque
 from collections.abc import Mapping
 from copy import copy
-from functools import cached_property, partial
+from functools import partial
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from tpplan.errors import DeviceError, ExecutionError
+from tpplan.exec.environment import no_peer_copies
 from tpplan.exec.links.known import link_report
-from tpplan.exec.links.report import LinkReport, Mechanism
+from tpplan.exec.links.report import LinkReport, Mechanism, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
-__all__ = ["gpu_peer_copy", "safe_move_tensor", "test_gpu_peer_copy"]
+__all__ = ["gpu_peer_copy", "safe_move_tensor", "test_gpu_peer_copy", "tested_peer_copies"]
 
 T = TypeVar("T")
 AnyDevice = torch.device | str | int
@@ -31,6 +34,8 @@ AnyDevice = torch.device | str | int
 _BY_KEY, _BY_INDEX = dict | UserDict, list | UserList | deque
 
 _CPU = torch.device("cpu")
+#: As ExLlamaV2's ``tested_peer_copy`` has them.
+_VALUES = {Verdict.UNTESTED: 0, Verdict.WORKS: 1, Verdict.BROKEN: -1}
 _LOG = logging.getLogger(__name__)
 
 
@@ -43,8 +48,11 @@ class Gpus(Protocol):
     def current(self) -> int:
         """Return the index of the current GPU; there must be one."""
 
-    def links(self) -> LinkReport:
-        """Return the report on the links between them."""
+    def links(self, gpus: Collection[int]) -> LinkReport:
+        """Return the report on the links between some of them."""
+
+    def wait(self, index: int) -> None:
+        """Return when all work on the current stream of a GPU is complete."""
 
 
 class TorchGpus:
@@ -58,9 +66,15 @@ class TorchGpus:
         """Return the index of the current GPU."""
         return torch.cuda.current_device()
 
-    def links(self) -> LinkReport:
+    def links(self, gpus: Collection[int]) -> LinkReport:
         """Return the report from the cache, or from the probe."""
-        return link_report()
+        return link_report(gpus)
+
+    def wait(self, index: int) -> None:
+        """Return when all work on the current stream of a GPU is complete, or at once while a graph captures it."""
+        with torch.cuda.device(index):
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream().synchronize()
 
 
 class Mover:
@@ -68,18 +82,36 @@ class Mover:
 
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
+        #: The verdict on peer copies of each (source, target) that was asked for; a copy that fails changes it.
+        self._verdicts: dict[tuple[int, int], Verdict] = {}
 
-    @cached_property
-    def _peers(self) -> set[tuple[int, int]]:
-        """The (source, target) pairs with verified peer copies that have not failed since."""
-        return set(self._gpus.links().pairs(Mechanism.COPY))
+    def _verdict(self, source: int, target: int) -> Verdict:
+        """Return the verdict on peer copies from one GPU to another; only these two are probed."""
+        if (source, target) not in self._verdicts:
+            links = self._gpus.links((source, target)).links
+            self._verdicts |= {(x.source, x.target): x.verdict for x in links if x.mechanism == Mechanism.COPY}
+        return self._verdicts.get((source, target), Verdict.UNTESTED)
+
+    def tested(self) -> list[list[int]] | None:
+        """See :func:`tested_peer_copies`."""
+        if not self._verdicts:
+            return None
+        count = self._gpus.count()
+        matrix = [[int(a == b) for b in range(count)] for a in range(count)]
+        for a, b in combinations(range(count), 2):
+            matrix[a][b] = min(_VALUES[self._verdicts.get(pair, Verdict.UNTESTED)] for pair in ((a, b), (b, a)))
+        return matrix
 
     def move(self, tree: T, device: AnyDevice, *, non_blocking: bool) -> T:
         """See :func:`safe_move_tensor`."""
         if not isinstance(tree, torch.Tensor | Mapping | tuple | _BY_INDEX):
             hint = "pass a tensor, or a tuple, list, deque or mapping of tensors"
             raise ExecutionError(f"{type(tree).__name__} is neither a tensor nor a container of tensors", hint)
-        moved: T = _each(tree, partial(self._moved, device=self._device(device), non_blocking=non_blocking))
+        busy: set[int] = set()
+        move = partial(self._moved, device=self._device(device), non_blocking=non_blocking, busy=busy)
+        moved: T = _each(tree, move)
+        for index in busy:
+            self._gpus.wait(index)
         return moved
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -91,7 +123,7 @@ class Mover:
             if not _are_two_gpus(source.device, target.device):
                 target.copy_(source)
             elif not target.is_contiguous() or target.is_conj() or target.is_neg():
-                target.copy_(self._moved(source, target.device, non_blocking=False))
+                target.copy_(self._moved(source, target.device, non_blocking=True, busy=set()))
             else:
                 whole = source.resolve_conj().resolve_neg().contiguous()
                 if self._peer(source.device, target.device, lambda: target.copy_(whole)) is None:
@@ -104,7 +136,7 @@ class Mover:
             if end.type != "cuda":
                 raise DeviceError(f"{str(end)!r} is no GPU", 'name two GPUs, such as "cuda:0" and "cuda:1"')
         a, b = (end.index for end in ends)
-        return a == b or {(a, b), (b, a)} <= self._peers
+        return a == b or (self._may_peer(a, b) and self._may_peer(b, a))
 
     def _device(self, wanted: AnyDevice) -> torch.device:
         """Return a checked device; a GPU has its index."""
@@ -122,26 +154,36 @@ class Mover:
             raise DeviceError(f"there is no GPU {index}: this process sees {count}", "check CUDA_VISIBLE_DEVICES")
         return torch.device("cuda", index)
 
-    def _moved(self, tensor: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
-        if not _are_two_gpus(tensor.device, device):
+    def _moved(self, tensor: torch.Tensor, device: torch.device, *, non_blocking: bool, busy: set[int]) -> torch.Tensor:
+        """Move a tensor; add to ``busy`` the GPU on whose stream a copy runs that the host has to wait for."""
+        source = tensor.device
+        if not _are_two_gpus(source, device):
+            if non_blocking and {source.type, device.type} == {"cpu", "cuda"}:
+                busy.add(device.index if device.type == "cuda" else source.index)
             return tensor.to(device, non_blocking=non_blocking)  # returns the same object if it is already there
         if tensor.layout is torch.strided:
             whole = _in_one_piece(tensor)
-            copied = self._peer(tensor.device, device, lambda: whole.to(device, non_blocking=non_blocking))
+            copied = self._peer(source, device, lambda: whole.to(device, non_blocking=non_blocking))
             if copied is not None:
+                if not non_blocking:
+                    busy.add(device.index)
                 return copied
-        return tensor.to(_CPU).to(device, non_blocking=non_blocking)
+        return tensor.to(_CPU).to(device)
+
+    def _may_peer(self, source: int, target: int) -> bool:
+        """Return whether peer copies from one GPU to another are verified and allowed."""
+        return not no_peer_copies() and self._verdict(source, target) == Verdict.WORKS
 
     def _peer(self, source: torch.device, target: torch.device, run: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         """Run a peer copy; return None if the pair is not verified, or if the copy fails, which disables the pair."""
-        if (source.index, target.index) not in self._peers:
+        if not self._may_peer(source.index, target.index):
             return None
         try:
             return run()
         except torch.OutOfMemoryError:  # not a fault of the link
             raise
         except RuntimeError as error:
-            self._peers.discard((source.index, target.index))
+            self._verdicts[source.index, target.index] = Verdict.BROKEN
             _LOG.warning("peer copy from %s to %s failed, from now on by the host's memory: %s", source, target, error)
             return None
 
@@ -206,18 +248,17 @@ def safe_move_tensor(tensor: T, device: AnyDevice, non_blocking: bool = False) -
     transposed, channels last), else dense strides in the same order.
 
     Ordering: a copy runs after the work already queued on the current streams of both devices, and later work on these
-    streams runs after the copy. The current streams and device do not change. With ``non_blocking``, a copy from a GPU
-    to the CPU may return before it is complete: read it only after
-    ``torch.cuda.current_stream(source device).synchronize()``. A copy from pinned memory to a GPU may return before the
-    memory is read: do not change it until the target's current stream is synchronised. Between GPUs, the host waits
-    for a copy if and only if it goes through the host's memory.
+    streams runs after the copy. The current streams and device do not change. All copies are complete when the call
+    returns, those from and to the CPU with ``non_blocking`` too: they are then queued one after the other, and the host
+    waits once for each GPU. Only peer copies with ``non_blocking`` may still run. While the current stream captures a
+    CUDA graph, the host does not wait.
 
     Args:
         tensor: a tensor of any shape and dtype, or a tuple, list, deque or mapping of tensors or of such containers.
             The result has new containers of the same class (dict for mappings that are neither dict nor UserDict).
             Other items, such as None or a data class, are kept.
         device: a torch.device, a string such as ``"cuda:1"`` or ``"cpu"``, or the index of a GPU.
-        non_blocking: as in ``Tensor.to``, for tensors at any depth.
+        non_blocking: whether the host goes on while a peer copy runs.
 
     Raises:
         DeviceError: there is no such device.
@@ -230,9 +271,9 @@ def safe_move_tensor(tensor: T, device: AnyDevice, non_blocking: bool = False) -
 def gpu_peer_copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a tensor into another of the same shape and dtype, usually on another GPU.
 
-    Routes, recovery and ordering are as in :func:`safe_move_tensor`. A non-contiguous source is first made contiguous
-    on its own device. A non-contiguous target is filled from a temporary copy on its own device. Autograd does not
-    record the copy.
+    Routes, recovery and ordering are as in :func:`safe_move_tensor`, but the host does not wait for a peer copy. A
+    non-contiguous source is first made contiguous on its own device. A non-contiguous target is filled from a temporary
+    copy on its own device. Autograd does not record the copy.
 
     Args:
         target: tensor to write, with any strides that do not overlap.
@@ -248,6 +289,8 @@ def gpu_peer_copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def test_gpu_peer_copy(device_a: AnyDevice, device_b: AnyDevice) -> bool:
     """Tell whether peer copies between two GPUs are verified in both directions and have not failed since.
 
+    If the environment rules them out, the answer is False without a probe.
+
     Args:
         device_a: a GPU, as a torch.device, a string such as ``"cuda:0"``, or an index.
         device_b: another, in the same forms.
@@ -259,3 +302,14 @@ def test_gpu_peer_copy(device_a: AnyDevice, device_b: AnyDevice) -> bool:
 
 
 test_gpu_peer_copy.__test__ = False  # type: ignore[attr-defined] # pytest would collect it as a test
+
+
+def tested_peer_copies() -> list[list[int]] | None:
+    """Return what is known of peer copies between this process's GPUs, without a probe.
+
+    Returns:
+        A new matrix, whose element ``[a][b]`` with ``a < b`` is about both directions: 1 if they are verified and have
+        not failed since, -1 if one is broken, 0 if one is untested. The diagonal is 1, and below it all is 0. None
+        until :func:`test_gpu_peer_copy` or a move between two GPUs has asked for the links.
+    """
+    return _MOVER.tested()

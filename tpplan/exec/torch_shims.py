@@ -40,6 +40,15 @@ current_device: Callable[[], int] = _own("_cuda_getDevice")
 switch_device: Callable[[int], int] = _own("_cuda_exchangeDevice")
 
 
+def driver_version() -> str:
+    """Return the newest CUDA that the driver supports, as torch tells; empty if it does not."""
+    ask = _own("_cuda_getDriverVersion")
+    try:
+        return f"CUDA {version}" if ask and (version := ask()) else ""
+    except RuntimeError:  # without a driver
+        return ""
+
+
 def make_current(streams: Sequence[torch.cuda.Stream]) -> None:
     """Make each stream its device's current one, without changing the current device."""
     before = torch.cuda.current_device()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import chain, permutations
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
 
-from tpplan.exec.environment import serialised, unreachable
+from tpplan.exec.environment import no_peer_copies, serialised, unreachable
 from tpplan.exec.gpu import kernel_cache
 from tpplan.exec.gpu.kernel_cache import MOST_SOURCES
 from tpplan.exec.links.known import link_report
@@ -79,11 +79,13 @@ def _no_waiting(serial: str) -> str:
     return f"{serial}, so that kernels cannot wait for each other"
 
 
-def _obstacles(pairs: Sequence[tuple[int | str, int | str]], serial: str, wanted: str) -> dict[str, str]:
+def _obstacles(
+    pairs: Sequence[tuple[int, int]] | Sequence[tuple[str, str]], serial: str, wanted: str
+) -> dict[str, str]:
     """Return for each transport, and for ``straight``, why it cannot be used between some devices; empty if it can.
 
     Args:
-        pairs: ordinals or UUIDs of the devices.
+        pairs: ordinals of devices, or their UUIDs if this process need not see them.
         serial: why kernels cannot wait for each other, if they cannot.
         wanted: a transport, or ``auto``.
     """
@@ -93,15 +95,23 @@ def _obstacles(pairs: Sequence[tuple[int | str, int | str]], serial: str, wanted
         return against
     if serial:
         against["peer"] = f"is out: {_no_waiting(serial)}"
+    if reason := no_peer_copies():
+        return against | dict.fromkeys(("peer", "events"), f"is out: {reason}")
     if reason := unreachable():
         return against | dict.fromkeys(("peer", "events"), f"is out: {reason}, which other devices may not reach")
     if wanted == "host":
         return against  # without a probe
-    report = link_report(gpus=[gpu for gpu in dict.fromkeys(chain(*pairs)) if isinstance(gpu, str)])
-    routes = [[gpu if isinstance(gpu, int) else report.gpus.index(gpu) for gpu in pair] for pair in pairs]
+    ordinals = [(a, b) for a, b in pairs if isinstance(a, int) and isinstance(b, int)]
+    uuids = [*dict.fromkeys(gpu for pair in pairs for gpu in pair if isinstance(gpu, str))]
+    if apart := [pair for pair in ordinals if not torch.cuda.can_device_access_peer(*pair)]:
+        (a, b), more = apart[0], f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        reason = f"is out: the driver gives no peer access from GPU {a} to {b}{more}"
+        return against | dict.fromkeys(("peer", "events"), reason)  # copies are staged, slower than by ``host``
+    report = link_report({gpu for pair in ordinals for gpu in pair}, uuids=uuids)
+    ordinals = ordinals or [*permutations(map(report.gpus.index, uuids), 2)]
     reasons = {link.route: link.reason for link in report.links if link.verdict != Verdict.WORKS}
     for name, needed in every.items():
-        missing = [(need, a, b) for need in needed for a, b in routes if not report.works(a, b, need)]
+        missing = [(need, a, b) for need in needed for a, b in ordinals if not report.works(a, b, need)]
         if missing and not against[name]:
             listed = [f"{need} {a} to {b} ({reasons.get((need, a, b), 'untested')})" for need, a, b in missing[:_NAMED]]
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
