@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +15,7 @@ from tpplan.errors import ExecutionError
 from tpplan.exec.cluster.lost import PeerError, is_silence, reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
@@ -161,7 +162,7 @@ class GroupCarrier:
         ]
 
     @contextmanager
-    def _explaining(self, processes: Iterable[int], later: Sequence[_Started] = ()) -> Iterator[None]:
+    def _explaining(self, processes: Collection[int], later: Sequence[_Started] = ()) -> Iterator[None]:
         """Replace an error of torch.distributed, which names no process, by one that does.
 
         Args:
@@ -191,7 +192,7 @@ class _Started:
     """
 
     work: Any
-    processes: Iterable[int]
+    processes: Collection[int]
 
     def is_done(self) -> bool:
         """Wait, and return whether the messages have come."""

@@ -77,9 +77,7 @@ def about(*processes: int) -> Iterator[None]:
 class Causes:
     """Finds why the processes of a group no longer reach each other."""
 
-    def __init__(
-        self, key: str, process: int, ranks: Sequence[int], store: Callable[[], Store] = default_store
-    ) -> None:
+    def __init__(self, key: str, process: int, ranks: Sequence[int]) -> None:
         """Look at nothing yet.
 
         Args:
@@ -118,15 +116,14 @@ class Causes:
             return ""
 
     def _reports(self, store: Any, mine: Report) -> dict[int, Report]:
-        """Return the reports of all processes that are left, as soon as nothing else is to be expected."""
+        """Return the reports of the processes, as soon as no others are to be expected."""
         reports, end = {self._process: mine}, time.monotonic() + _GRACE_S
-        while mine.awaited and not store.check(["cause"]) and time.monotonic() < end:
+        while len(reports) < len(self._ranks) and not store.check(["cause"]):
             for other in range(len(self._ranks)):
                 if other not in reports and store.check([str(other)]):
                     reports[other] = _read(store.get(str(other)))
-            missing = set(range(len(self._ranks))) - reports.keys()
-            # Who is silent may still report, that it waits itself; whose connection has ended does not.
-            if not missing or (len(missing) == 1 and not any(report.is_silent for report in reports.values())):
+            # Who is silent may still report that it waits itself. Who has ended has reported before, or never will.
+            if not mine.is_silent or time.monotonic() > end:
                 break
             time.sleep(_PAUSE_S)
         return reports
