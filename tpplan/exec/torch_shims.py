@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-
 #: At most one in this many of a device's multiprocessors is left free.
 _SHARE = 16
 #: Opens only libraries that are loaded already; not available on all platforms.
@@ -47,6 +46,20 @@ def driver_version() -> str:
         return f"CUDA {version}" if ask and (version := ask()) else ""
     except RuntimeError:  # without a driver
         return ""
+
+
+def store_of(name: str) -> Any:
+    """Return a part of the store by which the processes of torch.distributed have found each other.
+
+    Args:
+        name: start of the names of all values in this part.
+
+    Raises:
+        ValueError: there are no processes.
+    """
+    from torch.distributed import distributed_c10d  # noqa: PLC0415 (not for one process)
+
+    return distributed_c10d.PrefixStore(name, distributed_c10d._get_default_store())  # noqa: SLF001
 
 
 def make_current(streams: Sequence[torch.cuda.Stream]) -> None:
