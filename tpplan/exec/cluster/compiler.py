@@ -45,7 +45,7 @@ _TRANSPORTS = ("auto", "events", "peer")
 _NAME_BYTES = 8
 #: How long kernels wait for each other if nobody says, in seconds, even if the group waits longer: torch's own 10 or 30
 #: minutes are long for a GPU that does nothing else.
-_LONGEST = 60.0
+_MOST_SECONDS = 60.0
 #: Characters of a plan's hash in messages.
 _SHOWN = 12
 _HINT = "give all processes the same plan and arguments, and each of the devices in use to one of them"
@@ -213,7 +213,7 @@ class _Here:
 
         far = Processes(memory, owners, meeting.process, self.carrier, [])
         if timeout is None:
-            timeout = min(_LONGEST, timeout_of(meeting.group, self.carrier.place) or _LONGEST)
+            timeout = min(_MOST_SECONDS, timeout_of(meeting.group, self.carrier.place) or _MOST_SECONDS)
         return PeerProcesses(memory, self.gpus, way.others, timeout=timeout, sharing=sharing, far=far)
 
 
