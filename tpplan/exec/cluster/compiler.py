@@ -77,10 +77,9 @@ def compile_together(
     """
     meeting = Meeting(group)
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes]
-    here, hint, patience = _Here(), "", None
+    here, hint = _Here(), ""
     try:  # a process that only raised here would leave the others waiting
         check()
-        patience = None if timeout is None else seconds("timeout", timeout)
         here = _Here.of(meeting, plan, _own(own, plan, used, meeting), backend, devices)
         failures = [*here.problems, *mismatches(plan, model, max_rows, dtype)]
         if transport not in _TRANSPORTS:
@@ -96,7 +95,7 @@ def compile_together(
         "max_rows": str(max_rows),
         "dtype": name_of(dtype),
         "tuning": str(tuning or "default"),
-        "timeout": "default" if patience is None else f"{patience:g} s",
+        "timeout": "default" if timeout is None or failures else f"{seconds('timeout', timeout):g} s",
     }
     terms = {} if failures else _terms(plan, arguments, here.carrier)
     gpus = tuple(Gpu.of(i, place) for i, place in here.gpus.items())
@@ -117,7 +116,7 @@ def compile_together(
         context = build(
             plan,
             here.places,
-            partial(here.start, meeting=meeting, owners=owners(claims), way=way, sharing=sharing, timeout=patience),
+            partial(here.start, meeting=meeting, owners=owners(claims), way=way, sharing=sharing, timeout=timeout),
             transport="peer" if way.others else "events",
             max_rows=max_rows,
             dtype=dtype,
@@ -203,7 +202,7 @@ class _Here:
         owners: Mapping[int, int],
         way: Way,
         sharing: Sharing,
-        timeout: float | None,
+        timeout: float | timedelta | None,
     ) -> Processes | PeerProcesses:
         """Return the backend over a context's memory."""
         assert self.carrier is not None  # noqa: S101 (else the plan is refused)
@@ -214,7 +213,8 @@ class _Here:
         far = Processes(memory, owners, meeting.process, self.carrier, [])
         if timeout is None:
             timeout = min(_MOST_SECONDS, timeout_of(meeting.group, self.carrier.place) or _MOST_SECONDS)
-        return PeerProcesses(memory, self.gpus, way.others, timeout=timeout, sharing=sharing, far=far)
+        patience = seconds("timeout", timeout)
+        return PeerProcesses(memory, self.gpus, way.others, timeout=patience, sharing=sharing, far=far)
 
 
 def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], meeting: Meeting) -> tuple[int, ...]:
