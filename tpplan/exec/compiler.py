@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from os import PathLike
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from attrs import evolve
@@ -20,6 +20,7 @@ from tpplan.exec.device import DeviceContext
 from tpplan.exec.engine import Engine
 from tpplan.exec.gpu.blocks import SLOT_BLOCKS, most_blocks
 from tpplan.exec.gpu.slot_table import capacity
+from tpplan.exec.guard import run_all
 from tpplan.exec.host import HostMemory
 from tpplan.exec.links.tuning import Tuning, default
 from tpplan.exec.links.tuning_cache import stored
@@ -47,6 +48,13 @@ if TYPE_CHECKING:
     from tpplan.exec.cluster.meeting import Meeting
     from tpplan.exec.engine import Backend
     from tpplan.exec.programs.program import Queue
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_Resource = TypeVar("_Resource", bound=_Closable)
 
 #: The control area and the exchange buffer of devices.
 Areas = dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -218,51 +226,59 @@ def build(
     if not scratch:
         sizes = tuple(evolve(size, scratch_bytes=0) for size in sizes)
     used = [i for i, area in enumerate(sizes) if area.total_bytes]
-    devices = [DeviceContext(i, plan.devices[i].name, places[i], sizes[i]) for i in used if places[i].type != "meta"]
-    pinned = pinned_bytes(plan.splits, plan.model.dtype, plan.request)
-    if transport != "host" or not waits:  # no kernel exchanges anything through the host's memory
-        pinned = evolve(pinned, queues=0)
-    on_gpus = any(place.type == "cuda" for place in places)
-    with near([device.device for device in devices]):
-        host = HostMemory(pinned, used, lock_pages=on_gpus)
-    peer_slot = slot_bytes(len(used))
-    largest_message = (HOST_SLOT_BYTES if transport == "host" else peer_slot) if waits else 0
-    if on_gpus and largest_message:
-        blocks = most_blocks([places[i] for i in used if i not in others], SLOT_BLOCKS, others.values())
-        largest_message = capacity(2 * largest_message, blocks)
-    shared = {device.index: (device.control, device.exchange) for device in devices}
-    shared |= share(shared)
-    exchanges = {index: exchange for index, (_, exchange) in shared.items()}
-
-    def slots(queue: Queue) -> torch.Tensor:
-        if queue.place == HOST:
-            return host.slots(queue)
-        senders = [index for index in used if index != queue.place]
-        area = shared[queue.place][0][FLAG_BYTES:]
-        size = 2 * SLOTS * peer_slot  # flags travel inside the data
-        first = senders.index(queue.sender) * size
-        return area[first : first + size].view(SLOTS, -1)
-
-    flags = {**{index: control[:FLAG_BYTES] for index, (control, _) in shared.items()}, HOST: host.flags}
-    limits = Limits(
-        slot_bytes=largest_message,
-        stage_bytes=pinned.chunk_bytes,
-        exchange_bytes=len(devices[0].exchange),
-        straight=straight,
-        frame_bytes=FRAME_SLOT_BYTES if transport == "host" and waits else 0,
-        streams=on_gpus,
-        spared_bytes=SPARED_BYTES,
-        tuning=tuning or default(len(used)),
-        mirror_bytes=len(devices[0].exchange) if others else 0,
-    )
-    backend = start(Memory(exchanges, host.rings, slots, flags))
+    made: list[_Closable] = []
     try:
+        own = [i for i in used if places[i].type != "meta"]
+        devices = [_noted(made, DeviceContext(i, plan.devices[i].name, places[i], sizes[i])) for i in own]
+        pinned = pinned_bytes(plan.splits, plan.model.dtype, plan.request)
+        if transport != "host" or not waits:  # no kernel exchanges anything through the host's memory
+            pinned = evolve(pinned, queues=0)
+        on_gpus = any(place.type == "cuda" for place in places)
+        with near([device.device for device in devices]):
+            host = _noted(made, HostMemory(pinned, used, lock_pages=on_gpus))
+        peer_slot = slot_bytes(len(used))
+        largest_message = (HOST_SLOT_BYTES if transport == "host" else peer_slot) if waits else 0
+        if on_gpus and largest_message:
+            blocks = most_blocks([places[i] for i in used if i not in others], SLOT_BLOCKS, others.values())
+            largest_message = capacity(2 * largest_message, blocks)
+        shared = {device.index: (device.control, device.exchange) for device in devices}
+        shared |= share(shared)
+        exchanges = {index: exchange for index, (_, exchange) in shared.items()}
+
+        def slots(queue: Queue) -> torch.Tensor:
+            if queue.place == HOST:
+                return host.slots(queue)
+            senders = [index for index in used if index != queue.place]
+            area = shared[queue.place][0][FLAG_BYTES:]
+            size = 2 * SLOTS * peer_slot  # flags travel inside the data
+            first = senders.index(queue.sender) * size
+            return area[first : first + size].view(SLOTS, -1)
+
+        flags = {**{index: control[:FLAG_BYTES] for index, (control, _) in shared.items()}, HOST: host.flags}
+        limits = Limits(
+            slot_bytes=largest_message,
+            stage_bytes=pinned.chunk_bytes,
+            exchange_bytes=len(devices[0].exchange),
+            straight=straight,
+            frame_bytes=FRAME_SLOT_BYTES if transport == "host" and waits else 0,
+            streams=on_gpus,
+            spared_bytes=SPARED_BYTES,
+            tuning=tuning or default(len(used)),
+            mirror_bytes=len(devices[0].exchange) if others else 0,
+        )
+        backend = _noted(made, start(Memory(exchanges, host.rings, slots, flags)))
         engine = Engine(backend, transport, limits, notes)
         everywhere = {i: places[i] for i in used}
         return TPContext(plan, everywhere, devices, host, engine, max_rows=max_rows, dtype=dtype, meeting=meeting)
-    except BaseException:  # as an interrupt: nobody else would close it
-        backend.close()
+    except BaseException:  # of an interrupt too, whose traceback may keep the memory for long
+        run_all([each.close for each in reversed(made)])
         raise
+
+
+def _noted(made: list[_Closable], resource: _Resource) -> _Resource:
+    """Note a resource, to close it if an exception follows, and return it."""
+    made.append(resource)
+    return resource
 
 
 def _check_arguments(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from tpplan.exec.arguments import whole
 from tpplan.exec.cluster.telling import Alone
 from tpplan.exec.context_operations import ContextOperations
 from tpplan.exec.explain import explain
+from tpplan.exec.guard import run_all
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -50,6 +50,8 @@ class TPContext(ContextOperations):
         max_rows: maximum rows of an operand.
         dtype: dtype of the activations, used for scratch and RoPE tables; operations take any dtype.
     """
+
+    _has_waited = False  # for the end of all operations, before everything was released
 
     def __enter__(self) -> Self:
         return self
@@ -163,17 +165,31 @@ class TPContext(ContextOperations):
     def close(self) -> None:
         """Wait for all operations and free all memory, even after a failure; closing twice does nothing.
 
+        If an interrupt such as Ctrl-C comes meanwhile, the context is closed, and another call frees what is left.
         Several processes whose kernels write to each other's memory wait for each other, for their time-out at most.
 
         Raises:
             ExecutionError: a device timed out waiting for another, or the call comes from inside an operation.
         """
-        if self._guard.close():
-            with ExitStack() as stack:
-                for device in self.devices.values():
-                    stack.callback(device.close)
-                stack.callback(self._host.close)
-                stack.callback(self._inflight.clear)
-                stack.callback(self._runner.clear)
-                stack.callback(self._engine.backend.close)
-                self._engine.backend.synchronize()
+        self._guard.close()
+        try:
+            waits = () if self._has_waited else (self._wait_for_all,)
+            devices = [device.close for device in self.devices.values()]
+            # Each does nothing more the second time.
+            run_all(
+                (
+                    *waits,
+                    self._engine.backend.close,
+                    self._runner.clear,
+                    self._inflight.clear,
+                    self._host.close,
+                    *devices,
+                )
+            )
+        finally:
+            self._guard.leave()
+
+    def _wait_for_all(self) -> None:
+        """Wait until all issued operations are complete; only the first close does."""
+        self._has_waited = True
+        self._engine.backend.synchronize()

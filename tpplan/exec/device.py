@@ -44,7 +44,6 @@ class DeviceContext:
         self.control = self.arena.keep(areas.control_bytes)
         self.exchange = self.arena.keep(areas.exchange_bytes)
         self._rope_area = self.arena.keep(areas.rope_bytes)
-        self._rope_used = 0
         self._closed = False
         self._tables: dict[tuple[Rope, int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
@@ -104,7 +103,7 @@ class DeviceContext:
         if self._closed:
             raise ExecutionError(f"device {self.index} ({self.name}): the context is closed", "compile the plan again")
         size = 2 * align(positions * rope.width * dtype.itemsize)
-        free = len(self._rope_area) - self._rope_used
+        free = len(self._rope_area) - self._rope_used()
         if size > free and (rope, positions, dtype) not in self._tables:
             takes, left = format_apart(size, free)
             raise ExecutionError(
@@ -123,15 +122,18 @@ class DeviceContext:
         key = (rope, positions, dtype)
         if key not in self._tables:
             size = positions * rope.width * dtype.itemsize
-            start = self._rope_used
+            start = self._rope_used()
             sin, cos = (
                 self._rope_area[at : at + size].view(dtype).view(positions, rope.width)
                 for at in (start, start + align(size))
             )
             rope.fill(sin, cos)
-            self._rope_used += 2 * align(size)
             self._tables[key] = sin, cos
         return self._tables[key]
+
+    def _rope_used(self) -> int:
+        """Return the bytes that all tables take."""
+        return sum(align(table.nbytes) for tables in self._tables.values() for table in tables)
 
     def close(self) -> None:
         """Release the device's memory."""

@@ -11,7 +11,7 @@ from tpplan.errors import ExecutionError
 from tpplan.exec.arena import Arena
 from tpplan.exec.programs.program import HOST
 from tpplan.exec.tensors import name_of
-from tpplan.workspace import FRAME_FLAG_BYTES, FRAME_SLOT_BYTES, HOST_FLAG_BYTES, HOST_SLOT_BYTES, PAIR
+from tpplan.workspace import FRAME_FLAG_BYTES, FRAME_SLOT_BYTES, HOST_FLAG_BYTES, HOST_SLOT_BYTES, PAIR, align
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,8 @@ class HostMemory:
         self._buffers: tuple[Tensor, ...] = tuple(self._arena.keep(pinned.buffer_bytes) for _ in range(2))
         self.rings = {sender: self._arena.keep(PAIR * pinned.chunk_bytes) for sender in (*devices, HOST)}
         self.flags = self._arena.keep(pinned.queues * (HOST_FLAG_BYTES + FRAME_FLAG_BYTES))
-        self._slots: dict[Queue, Tensor] = {}
+        self._slot_area = self._arena.keep(self._arena.free_bytes)
+        self._slots: dict[Queue, Tensor] = {}  # one after the other in that area
 
     def buffer(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor over one of the caller's buffers.
@@ -65,16 +66,26 @@ class HostMemory:
         return memory[:size].view(dtype).view(tuple(shape))
 
     def slots(self, queue: Queue) -> Tensor:
-        """Return the slots of a queue in host memory, ``[slots, bytes]``; the same ones every time."""
+        """Return the slots of a queue in host memory, ``[slots, bytes]``; the same ones every time.
+
+        Raises:
+            ExecutionError: there is no room for more queues.
+        """
         if queue not in self._slots:
-            size = FRAME_SLOT_BYTES if queue.framed else 2 * HOST_SLOT_BYTES  # flags are inside small messages
-            self._slots[queue] = self._arena.keep(queue.slots * size).view(queue.slots, -1)
+            size = queue.slots * (
+                FRAME_SLOT_BYTES if queue.framed else 2 * HOST_SLOT_BYTES
+            )  # flags are inside small ones
+            start = sum(align(slots.nbytes) for slots in self._slots.values())
+            if start + size > len(self._slot_area):
+                free = len(self._slot_area) - start
+                raise ExecutionError(f"host memory: a queue takes {size} bytes, {free} are free", "use fewer axes")
+            self._slots[queue] = self._slot_area[start : start + size].view(queue.slots, -1)
         return self._slots[queue]
 
     def close(self) -> None:
         """Release the memory."""
         self._buffers = ()
-        self.flags = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.flags = self._slot_area = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.rings.clear()
         self._slots.clear()
         self._arena.close()

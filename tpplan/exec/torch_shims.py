@@ -63,11 +63,17 @@ def store_of(name: str) -> Any:
 
 
 def make_current(streams: Sequence[torch.cuda.Stream]) -> None:
-    """Make each stream its device's current one, without changing the current device."""
+    """Make each stream its device's current one, without changing the current device; complete it if interrupted."""
     before = torch.cuda.current_device()
-    for stream in streams:
-        torch.cuda.set_stream(stream)
-    torch.cuda.set_device(before)
+    try:
+        for stream in streams:
+            torch.cuda.set_stream(stream)
+    except BaseException:
+        for stream in streams:
+            torch.cuda.set_stream(stream)
+        raise
+    finally:
+        torch.cuda.set_device(before)
 
 
 @contextmanager

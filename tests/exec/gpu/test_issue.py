@@ -204,6 +204,7 @@ def test_programs_of_copies_give_what_they_should(name: str, monkeypatch: pytest
     monkeypatch.setattr(copies, "runtime", fake)
     monkeypatch.setattr(marks, "runtime", fake)
     monkeypatch.setattr(marks, "switch_device", fake.switch_device)
+    monkeypatch.setattr(marks, "current_device", lambda: fake.device)
     monkeypatch.setattr(cuda, "current_device", lambda: 0)
     monkeypatch.setattr(streams, "is_capturing", lambda: False)
     devices: Any = object.__new__(CudaDevices)
@@ -238,8 +239,8 @@ def test_who_waited_for_his_turn_is_refused_after_a_close() -> None:
 
     def enter() -> None:
         try:
-            with issuing:
-                pass
+            with ISSUING:
+                issuing.check()
         except ExecutionError as error:
             refused.append(error.message)
 

@@ -91,6 +91,7 @@ def ready() -> Ready:
 def _graph(fake: Driver, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(launch_graph, "driver", fake)
     monkeypatch.setattr(launch_graph, "switch_device", fake.switch_device)
+    monkeypatch.setattr(launch_graph, "current_device", lambda: fake.device)
     monkeypatch.setattr(launch_graph._Executable, "_destroy", fake.cuGraphExecDestroy)
     return graph_of(ready, 3)
 

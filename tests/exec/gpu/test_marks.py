@@ -26,6 +26,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     fake = Runtime()
     monkeypatch.setattr(marks, "runtime", fake)
     monkeypatch.setattr(marks, "switch_device", fake.switch_device)
+    monkeypatch.setattr(marks, "current_device", lambda: fake.device)
     monkeypatch.setattr(marks.Mark, "_destroy", staticmethod(fake.destroyed.append))
     return fake
 

@@ -123,28 +123,28 @@ def compile_together(
     sharing = Sharing(meeting, meeting.gpu if way.others else None)
     context, failure, hint = None, "", ""
     try:
-        context = build(
-            plan,
-            here.places,
-            partial(here.start, meeting=meeting, owners=owners(claims), way=way, sharing=sharing, timeout=timeout),
-            transport="peer" if way.others else "events",
-            max_rows=max_rows,
-            dtype=dtype,
-            straight=way.straight,
-            waits=bool(way.others),
-            tuning=way.tuning or tuning,
-            notes=(*_notes(claims, here.carrier.backend), *way.notes),
-            scratch=scratch,
-            others=way.others,
-            share=sharing.share,
-            meeting=meeting,
-        )
-    except Exception as error:  # noqa: BLE001 (whatever it is)
-        failure, hint = said_of(error)
-        sharing.fail(failure)
-    try:
+        try:
+            context = build(
+                plan,
+                here.places,
+                partial(here.start, meeting=meeting, owners=owners(claims), way=way, sharing=sharing, timeout=timeout),
+                transport="peer" if way.others else "events",
+                max_rows=max_rows,
+                dtype=dtype,
+                straight=way.straight,
+                waits=bool(way.others),
+                tuning=way.tuning or tuning,
+                notes=(*_notes(claims, here.carrier.backend), *way.notes),
+                scratch=scratch,
+                others=way.others,
+                share=sharing.share,
+                meeting=meeting,
+            )
+        except Exception as error:  # noqa: BLE001 (whatever it is)
+            failure, hint = said_of(error)
+            sharing.fail(failure)
         told = meeting.tell_and_read((failure, hint), lambda each: (str(each[0]), str(each[1])))
-    finally:
+    finally:  # of an interrupt too; the others learn of it when they have waited in vain
         sharing.forget_name()
     failures = [f"process {i}: {each}" for i, (each, _) in enumerate(told) if each]
     if context is None or failures:

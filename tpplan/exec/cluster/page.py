@@ -40,8 +40,12 @@ class Page:
     def create(cls) -> Path:
         """Create a page of zeros, and return its file."""
         path = _folder() / f"{_NAME}{os.getpid()}-{time.monotonic_ns()}"
-        with path.open("xb") as file:
-            file.write(bytes(4 * _WORDS))
+        try:
+            with path.open("xb") as file:
+                file.write(bytes(4 * _WORDS))
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
         return path
 
     @classmethod

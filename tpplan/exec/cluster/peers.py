@@ -9,6 +9,7 @@ from tpplan.exec.cluster.mirrors import Mirrors
 from tpplan.exec.gpu.bound import Bound
 from tpplan.exec.gpu.copies import Transfer
 from tpplan.exec.gpu.cuda import CudaDevices
+from tpplan.exec.gpu.issuing import ISSUING
 from tpplan.exec.programs.program import HOST, SLOT, Await, flat, reads, writes
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class PeerProcesses(CudaDevices):
     Kernels of different processes wait for each other as those of one process do. They do not reach the tensors of
     other processes: copies in the exchange buffers stand in for those that other devices would read or write.
     """
+
+    _has_left = False
 
     def __init__(
         self,
@@ -74,7 +77,8 @@ class PeerProcesses(CudaDevices):
         if self.is_capturing() and (self._far.is_on_host or _is_on_host(program)):
             message = f"{program.name} cannot be captured: the host takes part"
             raise ExecutionError(message, "call it beside the graph")
-        with self._issuing:  # not while waiting for other processes, which may wait for another context of this one
+        with ISSUING:  # not while waiting for other processes, which may wait for another context of this one
+            self._issuing.check()
             self.turn_to_current()
         try:
             return self._far.run(program, operands)
@@ -111,13 +115,14 @@ class PeerProcesses(CudaDevices):
 
         Memory that one of them may still write to is kept until this process ends.
         """
-        if self._issuing.closed:
+        if self._has_left:
             return
         seconds = min(_IMPATIENCE, self._timeout) if self._exchanges.has_failed() else self._timeout
         self._far.close()
         self._programs.clear()
         super().close()
         self._sharing.leave(seconds)
+        self._has_left = True
 
     def _kind(self, program: Program) -> str:
         """Return the kind of a program."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from threading import Lock
+from threading import RLock
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -38,7 +38,8 @@ class _Seat:
 
 
 _SEATS: WeakKeyDictionary[Member, _Seat] = WeakKeyDictionary()
-_TURN = Lock()
+#: Reentrant, as a signal handler may close a context while one of the same thread enters or leaves.
+_TURN = RLock()
 
 
 def enter(member: Member, places: Sequence[torch.device]) -> None:
@@ -73,6 +74,6 @@ def _tell() -> None:
     used = [place for seat in _SEATS.values() for place in seat.places]
     for member, seat in sorted(_SEATS.items(), key=lambda item: not item[1].alone):
         alone = all(used.count(place) == 1 for place in seat.places)
-        if alone != seat.alone:
+        if alone != seat.alone and member in _SEATS:  # a signal handler may have closed it meanwhile
             member.tell_alone(alone=alone)
             seat.alone = alone

@@ -40,16 +40,21 @@ class StreamsAside(Aside):
     def __enter__(self) -> Self:
         super().__enter__()
         self._before = [torch.cuda.current_stream(stream.device) for stream in self._streams]
-        for stream, before in zip(self._streams, self._before, strict=True):
-            stream.wait_stream(before)
-        make_current(self._streams)
+        try:
+            for stream, before in zip(self._streams, self._before, strict=True):
+                stream.wait_stream(before)
+            make_current(self._streams)
+        except BaseException:  # such as Ctrl-C: nobody else would end it
+            make_current(self._before)
+            super().__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
         make_current(self._before)
+        super().__exit__(kind, error, trace)
         self._done = [stream.record_event() for stream in self._streams]
         if kind:  # after an error the caller may never wait
             self.wait()

@@ -156,7 +156,8 @@ class CudaDevices(Streams):
         dtype = next(iter(operands.values())).dtype
         ready = self._ready.get((id(program), dtype))
         if ready is None:
-            with self._issuing:
+            with ISSUING:
+                self._issuing.check()
                 ready = self._prepare(program, dtype)
         return ready
 
@@ -187,7 +188,8 @@ class CudaDevices(Streams):
         places = self._places
         if self.transport != "peer" or not 1 < len(places) == len(set(places.values())):
             return None
-        with self._issuing:
+        with ISSUING:
+            self._issuing.check()
             if elements not in self._channels:
                 if self.is_capturing():
                     message = f"a channel of {elements} elements was not asked for before"
@@ -198,7 +200,8 @@ class CudaDevices(Streams):
 
     def _issue_all(self, launches: Sequence[Callable[[], None]]) -> None:
         """Run one launch for every device, of kernels that wait for each other."""
-        with self._issuing:
+        with ISSUING:
+            self._issuing.check()
             self.turn_to_current()
             is_one_issued = False
             try:
@@ -215,9 +218,9 @@ class CudaDevices(Streams):
         self._streams_aside = self._streams_aside or streams_aside(self._places.values())
         return StreamsAside(self, self._streams_aside)
 
-    def issuing(self) -> Issuing:
-        """Return the lock to hold while issuing kernels that exchange data."""
-        return self._issuing
+    def check(self) -> None:
+        """Check that the context may issue kernels that exchange data; see :meth:`Issuing.check`."""
+        self._issuing.check()
 
     def synchronize(self) -> None:
         """Block until all issued work is complete.

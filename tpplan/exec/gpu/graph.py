@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack, contextmanager
-from threading import Lock
+from contextlib import ExitStack, contextmanager, suppress
+from threading import RLock
 from typing import TYPE_CHECKING, Self
 
 import torch
 from attrs import define
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.gpu.issuing import ISSUING
 from tpplan.exec.torch_shims import make_current
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 #: a graph may be deleted at any time, as when `with ctx.capture() as graph` drops an older `graph`.
 _RETIRED: list[object] = []
 _UNDERWAY: list[object] = []
-#: Keeps a capture from starting while resources are freed.
-_TURN = Lock()
+#: Keeps a capture from starting while resources are freed. Reentrant, as a signal handler may need it too.
+_TURN = RLock()
 
 
 @define
@@ -84,9 +85,9 @@ class Graph:
         self._backend.forget()
         first, *others = self._room.streams
         with ExitStack() as stack:
+            stack.callback(_end, self._graph)
             with _TURN:
                 _UNDERWAY.append(self._graph)
-            stack.callback(_UNDERWAY.remove, self._graph)
             stack.enter_context(_streams_restored(self._places))
             shared = self._room.graph.pool() if self._room.graph else None
             stack.enter_context(torch.cuda.graph(self._graph, shared, first, capture_error_mode="relaxed"))
@@ -128,7 +129,8 @@ class Graph:
             ExecutionError: nothing was captured, or the context is closed or has failed.
         """
         self._check_captured()
-        with self._backend.issuing():
+        with ISSUING:
+            self._backend.check()
             self._backend.turn_to_current()  # waits for work issued to other streams
             first, *others = (torch.cuda.current_stream(place) for place in self._places)
             for stream in others:
@@ -158,6 +160,12 @@ class Graph:
         first, *others = self._room.streams
         for stream in (*self._backend.streams(), *others):
             first.wait_stream(stream)
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    """Note that a graph is not being captured any more; perhaps it never was."""
+    with suppress(ValueError):
+        _UNDERWAY.remove(graph)
 
 
 def give_back() -> None:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from tpplan.errors import ExecutionError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from tpplan.exec.gpu.exchanges import Exchanges
 
-#: Held while kernels that exchange data are issued: one program of one context at a time.
+#: Held while kernels that exchange data are issued: one program of one context at a time, so that kernels of two
+#: contexts are in the same order on all devices. Only a ``with`` statement takes it: its own methods are in C, where no
+#: interrupt comes between taking the lock and noting that it has to be released.
 ISSUING = threading.RLock()
 
 
 class Issuing:
-    """Holds the lock, so that kernels of two contexts are in the same order on all devices.
+    """Whether a context may issue kernels that exchange data.
 
     Attributes:
         closed: whether the context is closed.
@@ -27,26 +27,8 @@ class Issuing:
         self._exchanges = exchanges
         self.closed = False
 
-    def __enter__(self) -> None:
-        """Take the lock.
-
-        Raises:
-            ExecutionError: see :meth:`check`.
-        """
-        ISSUING.acquire()
-        try:
-            self.check()
-        except ExecutionError:
-            ISSUING.release()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        ISSUING.release()
-
     def check(self) -> None:
-        """Check that the context may issue anything; it may have been closed while a thread waited for the lock.
+        """Check it, with the lock: the context may have been closed while a thread waited for that.
 
         Raises:
             ExecutionError: it is closed, a device timed out, or the issue of a program was interrupted, so that devices

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cuda.bindings import driver
 
 from tpplan.exec.gpu.launch import Ready, refused
-from tpplan.exec.torch_shims import switch_device
+from tpplan.exec.torch_shims import current_device, switch_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -80,8 +80,9 @@ def graph_of(ready: Ready, ordinal: int) -> Callable[[int], None] | None:
         ready: the launch.
         ordinal: ordinal of the device that the kernel is loaded on.
     """
-    before = switch_device(ordinal)
-    try:
+    before = current_device()
+    try:  # before the switch: an interrupt comes right behind it
+        switch_device(ordinal)
         executable = _instantiate(ready)
     finally:
         switch_device(before)

@@ -14,7 +14,7 @@ from cuda.bindings import runtime
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.gathered import wait_within
-from tpplan.exec.torch_shims import switch_device
+from tpplan.exec.torch_shims import current_device, switch_device
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -44,8 +44,9 @@ class Mark:
         Raises:
             ExecutionError: CUDA reports an error.
         """
-        before = switch_device(ordinal)
-        try:
+        before = current_device()
+        try:  # before the switch: an interrupt comes right behind it
+            switch_device(ordinal)
             error, handle = runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming)
         finally:
             switch_device(before)

@@ -126,8 +126,9 @@ class Streams:
 
 
 def _is_capturing_on(ordinal: int) -> bool:
-    before = switch_device(ordinal)
-    try:
+    before = current_device()
+    try:  # before the switch: an interrupt comes right behind it
+        switch_device(ordinal)
         return is_capturing()
     finally:
         switch_device(before)
