@@ -33,6 +33,7 @@ def _survey(*, json: bool) -> int:
 
     with needing("testing links"):
         from tpplan.exec.links.survey import survey as examine  # noqa: PLC0415
+    console.show_log()
     console.answer(examine(console.busy), view, json=json)
     return OK
 
@@ -266,6 +267,7 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
     with needing("running a plan"):
         from tpplan.exec.fallback import compiler  # noqa: PLC0415
         from tpplan.exec.selftest import run as tests  # noqa: PLC0415
+    console.show_log()
     report = tests.selftest(found, compiler(found, backend, chores.note), wanted, console.busy)
     console.answer(report, view, json=json)
     return OK if report.ok else NO
@@ -302,6 +304,7 @@ def bench(
     with needing("running a plan"):
         from tpplan.exec.bench import run as times  # noqa: PLC0415
         from tpplan.exec.fallback import compiler  # noqa: PLC0415
+    console.show_log()
     make, told = compiler(found, backend, chores.note), (lambda _: None) if json else console.growing(view)
     report = times.bench(make, transport, sizes=asked, rounds=turns, busy=console.busy, told=told)
     if json:

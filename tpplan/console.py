@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from tpplan.render.text import Line
 
+#: The width of what :func:`busy` has on the line of the cursor.
+_busy: list[int] = []
+
 #: The path that means standard input or standard output.
 STREAM = "-"
 
@@ -109,6 +112,7 @@ def say(label: str, text: str, style: str = "dim", below: Iterable[str] = ()) ->
         below: further lines, which are indented.
     """
     sys.stdout.flush()
+    _erase()
     write([((label, style), (f": {text}", "")), *(line(f"  {one}") for one in below)], sys.stderr)
 
 
@@ -121,10 +125,31 @@ def busy(what: str) -> Iterator[None]:
     text = shorten(f"{visible(what)} …", get_terminal_size().columns - 1)  # what is wrapped cannot be taken back
     sys.stderr.write(text)
     sys.stderr.flush()
+    _busy.append(width(text))
     try:
         yield
     finally:
-        sys.stderr.write("\r" + " " * width(text) + "\r")
+        _erase()
+
+
+def _erase() -> None:
+    """Take back what :func:`busy` has written, if nothing was written behind it."""
+    while _busy:
+        sys.stderr.write("\r" + " " * _busy.pop() + "\r")
+
+
+def show_log() -> None:
+    """Write what the executor logs to standard error: what takes its time, and warnings."""
+    import logging  # noqa: PLC0415 (most commands log nothing)
+
+    class Screen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            is_note = record.levelno < logging.WARNING
+            say("note" if is_note else "warning", record.getMessage(), "dim" if is_note else "warn")
+
+    log = logging.getLogger("tpplan")
+    log.handlers = [Screen()]  # commands may run several times in a process
+    log.setLevel(logging.INFO)
 
 
 def fail(error: TpplanError, *, gpus: str, json: bool) -> str:

@@ -88,6 +88,7 @@ def generate(
         raise
     with needing("running a plan", "generate"):
         from tpplan.decoder.run import run  # noqa: PLC0415
+    console.show_log()
     report = run(task, chores.note, (lambda _: None) if json else console.emit)
     console.emit(render(unstructure(report)) if json else "\n")
     return OK

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import permutations
 
 import pytest
@@ -28,7 +28,7 @@ class Machine:
     peer: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone
     untested: frozenset[tuple[int, int]] = frozenset()
     log: list[tuple[str, str, bool]] = field(factory=list)
-    probes: int = 0
+    asked: list[tuple[int, ...]] = field(factory=list)
     queue: list[tuple[int | None, torch.Tensor, torch.Tensor]] = field(factory=list)
 
     def count(self) -> int:
@@ -39,10 +39,10 @@ class Machine:
         """Return 1."""
         return 1
 
-    def links(self) -> LinkReport:
+    def links(self, gpus: Collection[int]) -> LinkReport:
         """Return that copies work between those that are verified, and kernels nowhere."""
-        self.probes += 1
-        every = [Link(*route, self._verdict(*route), "") for route in routes(3)]
+        self.asked.append((*gpus,))
+        every = [Link(*route, self._verdict(*route), "") for route in routes(3) if {*route[1:]} <= {*gpus}]
         return LinkReport(("a", "b", "c"), tuple(every))
 
     def wait(self, index: int) -> None:

@@ -64,7 +64,7 @@ def test_the_cpu_is_reached_without_asking_the_links(source: torch.device, targe
     moved = Mover(machine).move(machine.put(X, source), target, non_blocking=True)
     assert (moved.device, same_tensors(moved, X)) == (target, True)
     assert machine.log == [(str(source), str(target), True), ("cuda:2", "wait", False)]
-    assert machine.probes == 0
+    assert machine.asked == []
 
 
 @pytest.mark.parametrize("device", [1, "cuda:1", "cuda", torch.device("cuda", 1), torch.device("cuda")])
@@ -73,7 +73,7 @@ def test_a_tensor_that_is_there_stays_the_same_object(device: torch.device | str
     machine = Machine()
     x = machine.put(X, GPU[1])
     assert Mover(machine).move(x, device, non_blocking=False) is x
-    assert (machine.log, machine.probes) == ([], 0)
+    assert (machine.log, machine.asked) == ([], [])
 
 
 def test_the_host_waits_for_both_halves_of_a_staged_copy() -> None:
@@ -127,7 +127,7 @@ def test_the_environment_rules_peer_copies_out(
     mover.copy(machine.put(torch.zeros_like(X), GPU[1]), machine.put(X, GPU[0]))
     assert machine.ways()[:2] == (DIRECT * 2 if allowed else STAGED)
     assert mover.are_peers(0, 1) == allowed
-    assert machine.probes == (1 if allowed else 0)
+    assert machine.asked == ([(0, 1)] if allowed else [])
 
 
 def test_what_is_known_of_peer_copies() -> None:
@@ -138,18 +138,21 @@ def test_what_is_known_of_peer_copies() -> None:
     mover.move(machine.put(X, CPU), 1, non_blocking=False)
     assert mover.tested() is None
     assert mover.are_peers(0, 1)
+    assert mover.tested() == [[1, 1, 0], [0, 1, 0], [0, 0, 1]]
+    assert mover.are_peers(2, 0)
+    assert not mover.are_peers(1, 2)
     assert mover.tested() == [[1, 1, 1], [0, 1, -1], [0, 0, 1]]
     machine.peer = fails
     mover.move(machine.put(X, GPU[2]), 0, non_blocking=False)
     assert mover.tested() == [[1, 1, -1], [0, 1, -1], [0, 0, 1]]
-    assert machine.probes == 1
+    assert len(machine.asked) == 3
 
 
 def test_what_the_probe_could_not_test_is_0() -> None:
     """A pair that no probe could test is not called broken, and is not used."""
     machine = Machine(frozenset({(1, 0)}), untested=frozenset({(0, 1), (1, 2), (2, 1)}))
     mover = Mover(machine)
-    assert not mover.are_peers(0, 1)
+    assert not any(mover.are_peers(a, b) for a in range(3) for b in range(a))
     assert mover.tested() == [[1, 0, -1], [0, 1, 0], [0, 0, 1]]
 
 
@@ -197,13 +200,16 @@ def test_the_round_trip_needs_both_directions() -> None:
 
 
 def test_the_links_are_asked_once() -> None:
-    """However many tensors move, there is one report."""
+    """However many tensors move, there is one report for each two GPUs, and of no others."""
     machine = Machine()
     mover = Mover(machine)
     mover.move([machine.put(X, GPU[0])] * 5, 1, non_blocking=False)
+    mover.move(machine.put(X, GPU[1]), 0, non_blocking=False)
+    assert mover.are_peers(0, 1)
+    assert machine.asked == [(0, 1)]
     mover.copy(machine.put(X.clone(), GPU[2]), machine.put(X, GPU[0]))
-    assert mover.are_peers(1, 2)
-    assert machine.probes == 1
+    assert mover.are_peers(2, 0)
+    assert machine.asked == [(0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize(

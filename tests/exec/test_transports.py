@@ -46,6 +46,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(kernel_cache, "lacks", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, __: True)
     _break(monkeypatch, ())
 
 
@@ -54,7 +55,19 @@ def _break(monkeypatch: pytest.MonkeyPatch, broken: Iterable[tuple[Mechanism, in
     links = tuple(
         Link(*r, Verdict.BROKEN, "zeros arrived") if r in bad else Link(*r, Verdict.WORKS, "fine") for r in routes(3)
     )
-    monkeypatch.setattr(transports, "link_report", lambda **_: LinkReport(("a", "b", "c"), links))
+    monkeypatch.setattr(transports, "link_report", lambda _, **__: LinkReport(("a", "b", "c"), links))
+
+
+def test_the_environment_rules_peer_copies_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With EXLLAMA_NO_P2P_COPY the data goes through host memory, without a probe; what was asked for is refused."""
+    monkeypatch.setenv("EXLLAMA_NO_P2P_COPY", "1")
+    monkeypatch.setattr(transports, "link_report", lambda: pytest.fail("probed"))
+    why = "is out: EXLLAMA_NO_P2P_COPY is set"
+    assert choose(PLACES, "auto") == (Choice("host", notes=(f"peer {why}", f"events {why}")), [])
+    assert choose(PLACES, "host") == (Choice("host"), [])
+    for transport in ("peer", "events"):
+        assert choose(PLACES, transport)[1] == [f"transport: {transport} {why}"]
+    assert choose(PLACES[:1], "auto") == (Choice("peer"), [])
 
 
 def test_the_environment_rules_peer_copies_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +119,7 @@ def test_other_pairs_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_links_between_gpus_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are found by UUID, whatever the order; only this process's own GPU has to be one that it sees."""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: pytest.fail("it may not see them"))
     _break(monkeypatch, [(FLAG, 2, 0)])
     assert choose(PLACES[:1], "auto", ["c", "b"]) == (Choice("peer"), [])
     choice, problems = choose(PLACES[:1], "auto", ["a", "c"])
@@ -127,7 +141,34 @@ def test_a_pair_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(PLACES, "events") == (Choice("events"), [])
 
 
-def test_no_peer_access_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peer_access_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the driver gives no peer access, torch's copies arrive all the same, but slower: ``host``, unprobed."""
+    apart = {(0, 2), (2, 0)}
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) not in apart)
+    assert choose(PLACES[:2], "auto") == (Choice("peer"), [])  # the others have it
+    asked: list[object] = []
+    monkeypatch.setattr(transports, "link_report", asked.append)
+    reason = "is out: the driver gives no peer access from GPU 0 to 2 and 1 more"
+    notes = (f"peer {reason}", f"events {reason}")
+    assert choose(PLACES, "auto") == (Choice("host", notes=notes), [])
+    for transport in ("peer", "events"):
+        assert choose(PLACES, transport)[1] == [f"transport: {transport} {reason}"]
+    assert choose(PLACES, "host") == (Choice("host"), [])
+    apart.discard((2, 0))
+    assert choose(PLACES, "auto")[0].notes[0] == "peer is out: the driver gives no peer access from GPU 0 to 2"
+    assert asked == []
+
+
+def test_only_the_plans_gpus_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many the machine has."""
+    report = Mock(return_value=LinkReport((), ()))
+    monkeypatch.setattr(transports, "link_report", report)
+    choose([PLACES[0], PLACES[2]], "auto")
+    choose(PLACES[:1], "auto")
+    report.assert_called_once_with({0, 2}, uuids=[])
+
+
+def test_no_link_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any link ``host`` does; a few of the faults are named, and how many more there are."""
     _break(monkeypatch, routes(3))
     choice, problems = choose(PLACES, "auto")

@@ -2,7 +2,7 @@
 
 Between two GPUs, torch's peer copy is used if the link report (:mod:`tpplan.exec.links.known`) verifies it and the
 environment allows it (:func:`tpplan.exec.environment.no_peer_copies`); otherwise the copy goes through the host's
-memory. The first move between two GPUs loads the report, or probes the links.
+memory. The first move between two GPUs loads the report on them, or probes them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections import UserDict, UserList, deque
 from collections.abc import Mapping
 from copy import copy
-from functools import cached_property, partial
+from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -23,7 +23,7 @@ from tpplan.exec.links.known import link_report
 from tpplan.exec.links.report import LinkReport, Mechanism, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 __all__ = ["gpu_peer_copy", "safe_move_tensor", "test_gpu_peer_copy", "tested_peer_copies"]
 
@@ -48,8 +48,8 @@ class Gpus(Protocol):
     def current(self) -> int:
         """Return the index of the current GPU; there must be one."""
 
-    def links(self) -> LinkReport:
-        """Return the report on the links between them."""
+    def links(self, gpus: Collection[int]) -> LinkReport:
+        """Return the report on the links between some of them."""
 
     def wait(self, index: int) -> None:
         """Return when all work on the current stream of a GPU is complete."""
@@ -66,9 +66,9 @@ class TorchGpus:
         """Return the index of the current GPU."""
         return torch.cuda.current_device()
 
-    def links(self) -> LinkReport:
+    def links(self, gpus: Collection[int]) -> LinkReport:
         """Return the report from the cache, or from the probe."""
-        return link_report()
+        return link_report(gpus)
 
     def wait(self, index: int) -> None:
         """Return when all work on the current stream of a GPU is complete, or at once while a graph captures it."""
@@ -82,16 +82,19 @@ class Mover:
 
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
+        #: The verdict on peer copies of each (source, target) that was asked for; a copy that fails changes it.
+        self._verdicts: dict[tuple[int, int], Verdict] = {}
 
-    @cached_property
-    def _verdicts(self) -> dict[tuple[int, int], Verdict]:
-        """The verdict on peer copies of each (source, target); a copy that fails changes it."""
-        links = self._gpus.links().links
-        return {(link.source, link.target): link.verdict for link in links if link.mechanism == Mechanism.COPY}
+    def _verdict(self, source: int, target: int) -> Verdict:
+        """Return the verdict on peer copies from one GPU to another; only these two are probed."""
+        if (source, target) not in self._verdicts:
+            links = self._gpus.links((source, target)).links
+            self._verdicts |= {(x.source, x.target): x.verdict for x in links if x.mechanism == Mechanism.COPY}
+        return self._verdicts.get((source, target), Verdict.UNTESTED)
 
     def tested(self) -> list[list[int]] | None:
         """See :func:`tested_peer_copies`."""
-        if "_verdicts" not in self.__dict__:
+        if not self._verdicts:
             return None
         count = self._gpus.count()
         matrix = [[int(a == b) for b in range(count)] for a in range(count)]
@@ -169,7 +172,7 @@ class Mover:
 
     def _may_peer(self, source: int, target: int) -> bool:
         """Return whether peer copies from one GPU to another are verified and allowed."""
-        return not no_peer_copies() and self._verdicts.get((source, target)) == Verdict.WORKS
+        return not no_peer_copies() and self._verdict(source, target) == Verdict.WORKS
 
     def _peer(self, source: torch.device, target: torch.device, run: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         """Run a peer copy; return None if the pair is not verified, or if the copy fails, which disables the pair."""

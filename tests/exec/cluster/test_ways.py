@@ -38,7 +38,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def found(claims: Sequence[Claim] = CLAIMS, transport: str = "auto", tuning: Tuning | None = None) -> list[Way]:
     """Return the way that each process finds."""
-    barrier, told = Barrier(len(claims), timeout=20), dict[int, object]()
+    barrier, told = Barrier(len(claims), timeout=20), dict[int, bytes]()
 
     def find(process: int) -> Way:
         meeting: Any = ThreadMeeting(process, len(claims), barrier, told)

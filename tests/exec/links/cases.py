@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,6 +11,7 @@ from tpplan.exec.links.known import link_report
 from tpplan.exec.links.report import LinkReport, Mechanism, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tpplan.exec.links.report import Route
@@ -30,9 +31,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_UNKEPT", {})
 
 
-def report_of(name: str, **options: Any) -> LinkReport:
-    """Return the report of the GPUs that a function of :mod:`tests.exec.links.fake_gpus` makes."""
-    return link_report(driver=f"tests.exec.links.fake_gpus:{name}", deadline_s=DEADLINE_S, **options)
+def report_of(name: str, *gpus: int, uuids: Sequence[str] = (), use_cache: bool = True) -> LinkReport:
+    """Return the report of some or all GPUs that a function of :mod:`tests.exec.links.fake_gpus` makes."""
+    driver = f"tests.exec.links.fake_gpus:{name}"
+    return link_report(gpus or None, uuids=uuids, driver=driver, deadline_s=DEADLINE_S, use_cache=use_cache)
 
 
 def not_working(report: LinkReport) -> dict[Route, Verdict]:

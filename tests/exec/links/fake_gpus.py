@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from attrs import define, field
 
 from tpplan.exec.links import probe as link_probe
+from tpplan.exec.links.probe import PeersExhaustedError
 from tpplan.exec.links.report import Mechanism, Route
 
 if TYPE_CHECKING:
@@ -69,7 +71,9 @@ class FakeDriver:
     lies: dict[Route, Callable[[Move], None]] = field(factory=dict)
     names: tuple[str, ...] = GPUS
     untestable: dict[Mechanism, str] = field(factory=dict)
+    apart: frozenset[tuple[int, int]] = frozenset()
     mirrors: dict[tuple[int, Piece], bytes] = field(factory=dict)
+    late: list[Move] = field(factory=list)
     prepares_s: float = 0
 
     def gpus(self) -> tuple[str, ...]:
@@ -83,6 +87,10 @@ class FakeDriver:
     def lacks(self, mechanism: Mechanism) -> str:
         """Return why a mechanism cannot be tested."""
         return self.untestable.get(mechanism, "")
+
+    def peers(self, a: int, b: int) -> bool:
+        """Return whether two GPUs have access to each other's memory."""
+        return (min(a, b), max(a, b)) not in self.apart
 
     def prepare(self) -> None:
         """Take the time that compiling takes."""
@@ -100,14 +108,17 @@ class FakeDriver:
         """Read as the owner."""
         return bytes(buffer.data[:size])
 
-    def move(self, moves: Mapping[Mechanism, Sequence[tuple[Piece, Piece]]], part: slice) -> None:
-        """Move as each link does it."""
+    def move(self, moves: Mapping[Mechanism, Sequence[tuple[Piece, Piece, Piece]]], part: slice) -> None:
+        """Move as each link does it, and read behind an event; what is late arrives when the host has waited."""
         at_once = sum(map(len, moves.values()))
         for mechanism, ends in moves.items():
-            for source, target in ends:
+            for source, target, read in ends:
                 route = mechanism, source.gpu, target.gpu
                 move = Move(self, source, target, part, at_once, len(moves))
                 self.lies.get(route, Move.honestly)(move)
+                read.data[:] = target.data
+        while self.late:
+            self.late.pop().honestly()
 
 
 def zeros(move: Move) -> None:
@@ -188,6 +199,21 @@ def fail(move: Move) -> None:
     raise RuntimeError(f"illegal access at GPU {move.target.gpu}")
 
 
+def too_late(move: Move) -> None:
+    """The data is there once the host has waited, but not yet for who waits for the event alone."""
+    move.driver.late.append(move)
+
+
+def crowd(_: Move) -> None:
+    """Be refused a place among the peers of a GPU."""
+    raise PeersExhaustedError("no place")
+
+
+def kill(_: Move) -> None:
+    """Be killed, as by a system that has no memory left."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def die(_: Move) -> None:
     """Take the process along, as a crash inside a driver does."""
     os._exit(86)
@@ -205,6 +231,24 @@ class FullDriver(FakeDriver):
             raise MemoryError(f"GPU {gpu} has no {size} bytes")
         self.used.add(gpu)
         return super().allocate(gpu, size)
+
+
+@define
+class EightPeersDriver(FakeDriver):
+    """GPUs that each map the memory of eight others, for as long as a process lives."""
+
+    mapped: dict[int, set[int]] = field(factory=dict)
+    says: type[Exception] = PeersExhaustedError
+
+    def move(self, moves: Mapping[Mechanism, Sequence[tuple[Piece, Piece, Piece]]], part: slice) -> None:
+        """Map the ends of each move first."""
+        for source, target, _ in (move for ends in moves.values() for move in ends):
+            for one, other in ((source.gpu, target.gpu), (target.gpu, source.gpu)):
+                mine = self.mapped.setdefault(one, set())
+                if other not in mine and len(mine) == 8:
+                    raise self.says(f"GPU {one} maps no further GPU")
+                mine.add(other)
+        super().move(moves, part)
 
 
 @define
@@ -233,6 +277,7 @@ def _only(*mechanisms: Mechanism) -> dict[Mechanism, str]:
 
 _COPY, _STORE, _FLAG, _LOAD = Mechanism
 _PAIR = GPUS[:2]
+_TEN = tuple(f"GPU-{i}" for i in range(10))
 
 #: Factories that a child process imports by name.
 honest = FakeDriver
@@ -241,7 +286,13 @@ pair = partial(FakeDriver, names=_PAIR)
 single = partial(FakeDriver, names=GPUS[:1])
 nameless = partial(FakeDriver, names=("", "GPU-b"))
 twins = partial(FakeDriver, names=("GPU-a", "GPU-a"))
+swapped = partial(FakeDriver, {(_COPY, 0, 1): zeros}, _PAIR[::-1])
+apart = partial(FakeDriver, apart=frozenset({(0, 2)}))
+crowded = partial(FakeDriver, {(_STORE, 0, 1): crowd}, _PAIR)
 full = partial(FullDriver, names=_PAIR)
+ten = partial(EightPeersDriver, names=_TEN)
+killed = partial(FakeDriver, {(_COPY, 0, 1): kill}, _PAIR)
+mortal = partial(FakeDriver, {(m, 0, b): die for m in Mechanism for b in (1, 2)})
 forgetful = partial(ForgetfulDriver, names=_PAIR)
 slow_to_start = partial(FakeDriver, names=_PAIR, prepares_s=4.0)
 stuck = partial(StuckDriver, names=_PAIR)
@@ -266,10 +317,17 @@ def changing() -> FakeDriver:
 
 
 def visible() -> FakeDriver:
-    """Return the GPUs a, b and c as far as CUDA_VISIBLE_DEVICES names them; from b to c, copies bring zeros."""
+    """Return the GPUs a, b and c as far as CUDA_VISIBLE_DEVICES names them.
+
+    From b to c, copies bring zeros; a and b cannot access each other's memory.
+    """
     found = [name.removeprefix("GPU-") for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
     names = tuple(name for name in found if name in {"a", "b", "c"})
-    return FakeDriver({(_COPY, names.index("b"), names.index("c")): zeros} if {"b", "c"} <= {*names} else {}, names)
+    lies: dict[Route, Callable[[Move], None]] = {}
+    if {"b", "c"} <= {*names}:
+        lies[_COPY, names.index("b"), names.index("c")] = zeros
+    ends = sorted(names.index(name) for name in names if name in {"a", "b"})
+    return FakeDriver(lies, names, apart=frozenset({(ends[0], ends[1])} if len(ends) > 1 else ()))
 
 
 def broken_driver() -> FakeDriver:

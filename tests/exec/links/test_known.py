@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
-from tests.exec.links.cases import BROKEN, COPY, FLAG, STORE, UNTESTED, WORKS, not_working, own_cache, report_of  # noqa: F401 (for every test here)
+from tests.exec.links.cases import BROKEN, COPY, FLAG, LOAD, STORE, UNTESTED, WORKS, not_working, own_cache, report_of  # noqa: F401 (for every test here)
 from tpplan import codec
 from tpplan.exec.gpu import kernel_cache
 from tpplan.exec.links import cache as link_cache
 from tpplan.exec.links import child as link_child
 from tpplan.exec.links import driver as link_driver
+from tpplan.exec.links import gpu_cache
 from tpplan.exec.links import probe as link_probe
-from tpplan.exec.links.known import link_report
+from tpplan.exec.links.known import link_report, refute
 from tpplan.exec.links.probe import probe
-from tpplan.exec.links.report import Link, LinkReport, routes
+from tpplan.exec.links.report import Link, LinkReport, Mechanism, routes
 
 if TYPE_CHECKING:
+    import ctypes
     from collections.abc import Callable
     from pathlib import Path
 
@@ -32,20 +39,32 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Probe in this process, with small moves; return the list of drivers that were probed."""
-    used: list[str] = []
+def tested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[Route]]]:
+    """Probe in this process, with small moves; return the list of drivers that were probed, and what was tested."""
+    used: list[tuple[str, set[Route]]] = []
 
-    def stand_in(driver: str, _gpus: object, wanted: list[Route], *_: object) -> tuple[Link, ...]:
-        used.append(driver.rpartition(":")[2])
-        events = probe(link_child.load_driver(driver), wanted)
-        found = {event.route: event for event in events if isinstance(event, Link)}
-        return tuple(found[route] for route in wanted)
+    def stand_in(
+        driver: str, _gpus: object, wanted: list[Route], verified: list[Route], *_: object, **__: object
+    ) -> tuple[Link, ...]:
+        used.append((driver.rpartition(":")[2], {*wanted}))
+        events = probe(link_child.load_driver(driver), wanted, verified)
+        return tuple(event for event in events if isinstance(event, Link))
 
     monkeypatch.setattr("tpplan.exec.links.known.probe_in_child", stand_in)
     monkeypatch.setattr(link_probe, "ALONE", (16,))
     monkeypatch.setattr(link_probe, "TOGETHER", (16,))
     return used
+
+
+@pytest.fixture
+def probes(tested: list[tuple[str, set[Route]]]) -> Callable[[], list[str]]:
+    """Return a function that returns the drivers that were probed."""
+    return lambda: [name for name, _ in tested]
+
+
+def files(cache: Path) -> list[Path]:
+    """Return the files with verdicts."""
+    return sorted(cache.glob("links-*.json"))
 
 
 @pytest.mark.parametrize(
@@ -62,17 +81,17 @@ def test_a_child_that_cannot_start_leaves_all_untested(name: str, reason: str, c
     assert not cache.exists()
 
 
-@pytest.mark.usefixtures("probes")
+@pytest.mark.usefixtures("tested")
 def test_mechanisms_without_a_test_are_untested(cache: Path) -> None:
     """A mechanism that the driver cannot test is never allowed; what it can test is cached all the same."""
     report = report_of("copies_only")
     assert not_working(report) == {route: UNTESTED for route in routes(3) if route[0] != COPY}
     assert {link.reason for link in report.links if link.mechanism == FLAG} == {"no kernel"}
     assert report.pairs(FLAG) == frozenset()
-    assert len(list(cache.iterdir())) == 1
+    assert len(files(cache)) == 3
 
 
-@pytest.mark.usefixtures("probes")
+@pytest.mark.usefixtures("tested")
 def test_a_report_answers_by_direction_and_mechanism() -> None:
     """``works`` and ``pairs`` tell directions and mechanisms apart, and deny what the report does not have."""
     report = report_of("one_way")
@@ -81,7 +100,6 @@ def test_a_report_answers_by_direction_and_mechanism() -> None:
     assert report.works(1, 0, STORE)
     assert not report.works(0, 3, COPY)
     assert report.pairs(COPY) == {(a, b) for _, a, b in routes(3)} - {(1, 0)}
-    assert report.reordered(report.gpus[::-1]).pairs(COPY) == {(a, b) for _, a, b in routes(3)} - {(1, 2)}
 
 
 def test_one_gpu_or_none_needs_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,26 +114,31 @@ def test_one_gpu_or_none_needs_no_probe(monkeypatch: pytest.MonkeyPatch) -> None
 def test_gpus_that_this_process_does_not_see(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """The probe, a process of its own, sees those of all processes, in the order asked for; each finds its report."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-c")
-    report = report_of("visible", gpus=("b", "c"))
+    report = report_of("visible", uuids=("b", "c"))
     assert (report.gpus, not_working(report)) == (("b", "c"), {(COPY, 0, 1): BROKEN})
-    assert len([*cache.iterdir()]) == 1
+    assert len(files(cache)) == 1
     monkeypatch.setattr(subprocess, "Popen", None)  # from now on, all is known
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
-    again = report_of("visible", gpus=("c", "b"))
+    again = report_of("visible", uuids=("c", "b"))
     assert (again.gpus, not_working(again)) == (("c", "b"), {(COPY, 1, 0): BROKEN})
-    assert report_of("visible") == report_of("visible", gpus=("b",)) == LinkReport(("b",), ())
+    assert report_of("visible") == report_of("visible", uuids=("b",)) == LinkReport(("b",), ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-c,GPU-b")  # as a process that sees all finds them
+    whole = report_of("visible", uuids=("c", "b"))
+    assert (whole.gpus, not_working(whole)) == (("a", "c", "b"), {(COPY, 2, 1): BROKEN})
 
 
-def test_a_process_that_sees_more_reports_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one report for whatever GPUs of it are asked about; an invisible GPU leaves links untested."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
-    assert report_of("visible", gpus=("c", "b")).gpus == ("a", "b", "c")
-    report = report_of("visible", gpus=("b", "d"))  # there is none
+def test_invisible_gpus_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those without peer access nothing but copies is tested; a GPU that is not there leaves links untested."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a")
+    report = report_of("visible", uuids=("a", "b"))
+    assert not_working(report) == {route: BROKEN for route in routes(2) if route[0] != COPY}
+    assert {link.reason for link in report.links if link.mechanism != COPY} == {"the driver gives no peer access"}
+    report = report_of("visible", uuids=("a", "d"))
     assert {link.verdict for link in report.links} == {UNTESTED}
-    assert "it sees other GPUs than it is asked about: b" in report.links[0].reason
+    assert "it sees other GPUs than it is asked about: a" in report.links[0].reason
 
 
-def test_a_report_is_cached_for_other_orders_of_the_gpus(probes: list[str]) -> None:
+def test_a_report_is_cached_for_other_orders_of_the_gpus(probes: Callable[[], list[str]]) -> None:
     """A later process takes the verdicts from disk, and the same GPUs in another order get their own ones."""
     report = report_of("one_way")
     assert not_working(report) == {(COPY, 1, 0): BROKEN}  # from GPU-b to GPU-a
@@ -124,22 +147,22 @@ def test_a_report_is_cached_for_other_orders_of_the_gpus(probes: list[str]) -> N
     assert not_working(again) == {(COPY, 2, 1): BROKEN}
     assert again.gpus == ("GPU-c", "GPU-a", "GPU-b")
     assert tuple(link.route for link in again.links) == routes(3)
-    assert probes == ["one_way"]
+    assert probes() == ["one_way"]
 
 
-def test_the_cache_can_be_forced(probes: list[str]) -> None:
+def test_the_cache_can_be_forced(probes: Callable[[], list[str]]) -> None:
     """With ``use_cache=False`` the GPUs are probed anew, and later processes get the new verdicts."""
     report_of("one_way")
     assert not_working(report_of("honest", use_cache=False)) == {}
     assert not_working(report_of("one_way")) == {}
-    assert probes == ["one_way", "honest"]
+    assert probes() == ["one_way", "honest"]
 
 
-@pytest.mark.parametrize("what", ["driver", "boot", "probe", "GPUs", "mechanisms"])
+@pytest.mark.parametrize("what", ["driver", "boot", "probe", "mechanisms"])
 def test_other_circumstances_are_probed_anew(
-    what: str, probes: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    what: str, probes: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Verdicts are not used under another driver, after a boot, by another probe, for other GPUs or more mechanisms."""
+    """Verdicts are not used under another driver, after a boot, by another probe, or for more mechanisms."""
     report_of("copies_only")
     boot = tmp_path / "boot_id"
     boot.write_text("another\n")
@@ -149,10 +172,10 @@ def test_other_circumstances_are_probed_anew(
         "probe": lambda: monkeypatch.setattr(link_cache, "PROBE_VERSION", 0),
     }
     changes.get(what, lambda: None)()
-    name = {"GPUs": "pair", "mechanisms": "honest"}.get(what, "copies_only")
+    name = "honest" if what == "mechanisms" else "copies_only"
     for _ in range(2):
         report_of(name)
-    assert probes == ["copies_only", name]
+    assert probes() == ["copies_only", name]
 
 
 DAMAGES: dict[str, Callable[[str], bytes]] = {
@@ -165,22 +188,26 @@ DAMAGES: dict[str, Callable[[str], bytes]] = {
     ).encode(),
     "a link is there twice": lambda text: text.replace('"source": 0, "target": 1', '"source": 1, "target": 0').encode(),
     "a verdict is unknown": lambda text: text.replace('"works"', '"perfect"').encode(),
-    "a GPU of the report is another": lambda text: "GPU-z".join(text.rsplit("GPU-a", 1)).encode(),
+    "a link is of a third GPU": lambda text: text.replace(
+        '"source": 0, "target": 1', '"source": 0, "target": 2'
+    ).encode(),
     "a GPU is another": lambda text: text.replace('"GPU-a"', '"GPU-z"').encode(),
     "deep": lambda _: b"[" * 100_000,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_cache_is_probed_anew(damage: Callable[[str], bytes], probes: list[str], cache: Path) -> None:
+def test_a_damaged_cache_is_probed_anew(
+    damage: Callable[[str], bytes], probes: Callable[[], list[str]], cache: Path
+) -> None:
     """Whatever is in the file, nobody sees an error: the GPUs are probed again and the file is whole again."""
-    report = report_of("one_way")
-    (file,) = cache.iterdir()
+    report = report_of("one_way", 0, 1)
+    (file,) = files(cache)
     text = file.read_text()
     file.write_bytes(damage(text))
     assert file.read_bytes() != text.encode()
-    assert report_of("one_way") == report
-    assert probes == ["one_way", "one_way"]
+    assert report_of("one_way", 0, 1) == report
+    assert probes() == ["one_way", "one_way"]
     assert file.read_text() == text
 
 
@@ -211,30 +238,29 @@ def test_what_real_verdicts_depend_on(change: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("obstacle", ["folder", "boot", "driver", "names"])
 def test_a_process_probes_once_where_nothing_can_be_kept(
-    obstacle: str, probes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    obstacle: str, probes: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Be it that nothing can be written, or nobody could tell later whether it still holds; unless asked to probe."""
     (tmp_path / "file").touch()
     obstacles: dict[str, Callable[[], None]] = {
         "folder": lambda: monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file")),
-        "boot": lambda: monkeypatch.setattr(link_cache, "_BOOT_ID", tmp_path / "none"),
+        "boot": lambda: monkeypatch.setattr(link_cache, "_boot", lambda: ""),
         "driver": lambda: monkeypatch.setenv("FAKE_SOFTWARE", ""),
     }
     obstacles.get(obstacle, lambda: None)()
     name = "twins" if obstacle == "names" else "one_way"
     report = report_of(name)
-    assert report_of(name) is report
-    assert probes == [name]
-    again = report_of(name, use_cache=False)
-    assert probes == [name, name]
-    assert report_of(name) is again
+    assert report_of(name) == report
+    assert probes() == [name]
+    assert report_of(name, use_cache=False) == report_of(name) == report
+    assert probes() == [name, name]
     monkeypatch.setenv("FAKE_SOFTWARE", "another driver")
     report_of(name)
-    assert probes == [name] * 3
+    assert probes() == [name] * 3
 
 
 def test_what_is_remembered_gives_way_to_what_is_kept(
-    probes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    probes: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a report can be written, it is the file that counts, for this process as for others."""
     (tmp_path / "file").touch()
@@ -244,41 +270,42 @@ def test_what_is_remembered_gives_way_to_what_is_kept(
     report_of("one_way", use_cache=False)
     assert not_working(report_of("honest", use_cache=False)) == {}
     assert not_working(report_of("one_way")) == {}
-    assert probes == ["one_way", "one_way", "honest"]
+    assert probes() == ["one_way", "one_way", "honest"]
 
 
 @pytest.mark.parametrize("name", ["nameless", "twins", "full"])
-def test_what_cannot_be_told_apart_or_tested_is_not_cached(name: str, probes: list[str], cache: Path) -> None:
+def test_what_cannot_be_told_apart_or_tested_is_not_cached(
+    name: str, probes: Callable[[], list[str]], cache: Path
+) -> None:
     """GPUs without a UUID or with the same one, and probes that had no room, leave nothing on disk."""
     report_of(name)
     assert not cache.exists()
-    assert probes == [name]
+    assert probes() == [name]
 
 
 def test_an_unknown_driver_or_boot_is_not_cached(
-    probes: list[str], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    probes: Callable[[], list[str]], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where driver or boot cannot be told, no old verdict can be trusted and none is kept."""
     monkeypatch.setenv("FAKE_SOFTWARE", "")
     report_of("honest")
     monkeypatch.delenv("FAKE_SOFTWARE")
-    monkeypatch.setattr(link_cache, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr(link_cache, "_boot", lambda: "")
     report_of("honest")
     assert not cache.exists()
-    assert len(probes) == 2
+    assert len(probes()) == 2
 
 
-@pytest.mark.usefixtures("probes")
+@pytest.mark.usefixtures("tested")
 def test_the_cache_is_where_the_desktop_standard_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an absolute ``XDG_CACHE_HOME`` the cache is in the home directory."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     report_of("honest")
-    (file,) = (tmp_path / ".cache" / "tpplan").iterdir()
-    assert file.name.startswith("links-")
+    assert len(files(tmp_path / ".cache" / "tpplan")) == 3
 
 
-@pytest.mark.usefixtures("probes")
+@pytest.mark.usefixtures("tested")
 def test_a_report_has_a_json_form() -> None:
     """The canonical JSON of a report has everything in it."""
     report = report_of("one_way")
@@ -290,6 +317,168 @@ def test_a_report_has_a_json_form() -> None:
     assert codec.structure(codec.parse_json(text, "it"), LinkReport, "it") == report
 
 
+def test_only_the_gpus_that_are_asked_for_are_probed(tested: list[tuple[str, set[Route]]], cache: Path) -> None:
+    """Another plan adds its pairs to what is known, and none is probed twice."""
+    ten = "ten"
+    first = report_of(ten, 3, 7)
+    assert {link.route for link in first.links} == {route for route in routes(10) if {*route[1:]} == {3, 7}}
+    assert len(first.gpus) == 10
+    assert len(files(cache)) == 1
+    report_of(ten, 3, 7, 0)
+    report_of(ten, 0, 7)
+    assert [{frozenset(route[1:]) for route in routes} for _, routes in tested] == [
+        {frozenset({3, 7})},
+        {frozenset({0, 3}), frozenset({0, 7})},
+    ]
+    assert len(files(cache)) == 3
+
+
+def test_a_pair_known_from_other_gpus_is_used(tested: list[tuple[str, set[Route]]]) -> None:
+    """Verdicts are of two GPUs, whichever others a process sees, by whatever numbers."""
+    report_of("one_way")  # GPU-b to GPU-a
+    assert report_of("swapped").works(0, 1, STORE)
+    assert not_working(report_of("swapped")) == {(COPY, 0, 1): BROKEN}
+    assert len(tested) == 1
+
+
+def test_what_was_not_tested_is_tested_next_time(tested: list[tuple[str, set[Route]]], cache: Path) -> None:
+    """What lacked memory or a peer's place leaves no verdict, while what was tested beside it is kept."""
+    report = report_of("crowded")
+    assert not_working(report) == {(STORE, 0, 1): UNTESTED}
+    assert report_of("pair") == report_of("pair")
+    assert [routes for _, routes in tested] == [{*routes(2)}, {(STORE, 0, 1)}]
+    assert len(files(cache)) == 1
+
+
+def test_without_peer_access_only_copies_are_tested(tested: list[tuple[str, set[Route]]]) -> None:
+    """A kernel that reached for the memory of such a GPU would be killed; what the driver stages still arrives."""
+    report = report_of("apart")
+    assert {link.route: link.reason for link in report.links if {*link.route[1:]} == {0, 2}} == {
+        (m, a, b): "every byte arrived" if m == COPY else "the driver gives no peer access"
+        for m in Mechanism
+        for a, b in ((0, 2), (2, 0))
+    }
+    assert set(not_working(report).values()) == {BROKEN}
+    assert not [route for route in tested[0][1] if {*route[1:]} == {0, 2} and route[0] != COPY]
+    assert report_of("honest").works(0, 2, LOAD)  # once the driver gives access
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_link_that_failed_in_use_is_probed_anew(
+    is_kept: bool, tested: list[tuple[str, set[Route]]], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its GPUs' pairs alone lose their verdicts, on disk or in this process."""
+    if not is_kept:
+        monkeypatch.setattr(link_cache, "_boot", lambda: "")
+    report = report_of("one_way")
+    driver = "tests.exec.links.fake_gpus:one_way"
+    refute([1, 0], driver=driver)
+    assert len(files(cache)) == (2 if is_kept else 0)
+    assert report_of("one_way") == report
+    assert tested[1][1] == {route for route in routes(3) if {*route[1:]} == {0, 1}}
+    refute([0, 1, 2], driver=driver)
+    report_of("one_way")
+    assert tested[2][1] == {*routes(3)}
+
+
+@pytest.mark.parametrize("gpus", [[], [1], [0, 0], [0, 9], [0, 1]])
+def test_refuting_never_fails(gpus: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who calls it has an error to tell already: nothing kept, no such GPU, no driver, or nowhere to write."""
+    refute(gpus, driver="tests.exec.links.fake_gpus:honest")
+    refute(gpus, driver="tests.exec.links.fake_gpus:missing")
+    cache.parent.joinpath("file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent / "file"))
+    refute(gpus, driver="tests.exec.links.fake_gpus:honest")
+
+
+def test_two_processes_that_add_to_a_pair_lose_nothing(cache: Path) -> None:
+    """Each adds its verdicts to what is in the file when it writes, and a pair that was refuted does not come back."""
+    pair = link_cache.pair_of(("GPU-b", "GPU-a"), 0, 1, "driver")
+    assert pair is not None
+    links = [Link(*route, WORKS, "") for route in routes(2)]
+    with ThreadPoolExecutor(8) as pool:
+        assert {*pool.map(lambda link: pair.add([link]), links)} == {""}
+    assert {link.route for link in pair.load()} == {*routes(2)}
+    pair.remove()
+    pair.add(links[:1])
+    assert pair.load() == links[:1]
+    with gpu_cache.locked("links"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_cache, "_LOCK_SECONDS", 0.05)
+        assert not pair.add(links)  # whoever has the lock, a stopped process for instance, blocks nobody for long
+    assert len(pair.load()) == 8
+    assert len(files(cache)) == 1
+
+
+@pytest.mark.usefixtures("tested")
+def test_a_probe_says_that_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """One line before it and one behind it; a report from the cache is silent."""
+    with caplog.at_level(logging.INFO, logger="tpplan"):
+        report_of("one_way", 2, 0)
+        report_of("one_way")
+        lines = [record.message for record in caplog.records]
+        report_of("one_way")
+    assert [record.message for record in caplog.records] == lines
+    first, done, second, also_done = lines
+    assert first.startswith("testing the links between GPUs 0, 2, which takes some seconds, or 3 s for each that hangs")
+    assert second.startswith("testing the links between GPUs 0, 1, 2, which")
+    assert re.fullmatch(
+        r"tested the links in \d\.\d s: copy works in 2 of 2 directions, store works in 2 of 2 directions, .*", done
+    )
+    assert also_done.endswith("copy 1 to 0 is broken, zeros arrived of 16 bytes")
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_a_boot_without_an_identity_is_known_by_its_time(
+    has_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers may hide the identity of the boot, but not when it was; without either nothing is kept."""
+    monkeypatch.setattr(link_cache, "_BOOT_ID", tmp_path / "none")
+    statistics = tmp_path / "stat"
+    monkeypatch.setattr(link_cache, "_STATISTICS", statistics)
+    if has_file:
+        statistics.write_text("cpu  1 2 3\nctxt 7\nbtime 1764130000\nprocesses 9\n")
+    pair = link_cache.pair_of(("a", "b"), 0, 1, "driver")
+    assert (pair is not None) == has_file
+    if pair:
+        assert pair.origin.edition.endswith("boot btime 1764130000")
+
+
+class _Nvml:
+    """NVIDIA's library, on a machine with a driver or without."""
+
+    def __init__(self, name: str, *, status: int = 0) -> None:
+        assert name == "libnvidia-ml.so.1"
+        self.nvmlInit_v2 = lambda: status
+        self.nvmlShutdown = lambda: 0
+
+    def nvmlSystemGetDriverVersion(self, text: ctypes.Array[ctypes.c_char], size: int) -> int:  # noqa: N802
+        """Write the version as the library does."""
+        assert size == len(text) == 80
+        text.value = b"581.42"
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("nvml", "torchs", "expected"),
+    [
+        (_Nvml, "CUDA 13010", "NVIDIA 581.42; torch "),
+        (partial(_Nvml, status=9), "CUDA 13010", "CUDA 13010; torch "),
+        (Mock(side_effect=OSError("no such library")), "CUDA 13010", "CUDA 13010; torch "),
+        (lambda _: object(), "", ""),
+    ],
+)
+def test_the_drivers_version_without_its_files(
+    nvml: object, torchs: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """WSL2 and some containers have none: NVIDIA's library tells it, else torch; else nothing is kept."""
+    monkeypatch.setattr(link_driver, "_DRIVER_VERSIONS", ())
+    monkeypatch.setattr(link_driver, "CDLL", nvml)
+    monkeypatch.setattr(link_driver, "driver_version", lambda: torchs)
+    software = link_driver.TorchDriver().software()
+    assert software.startswith(expected)
+    assert bool(software) == bool(expected)
+
+
 @pytest.mark.multi_gpu
 def test_real_gpus_are_probed() -> None:
     """Between real GPUs every mechanism gets a verdict, and a second process agrees by the cache."""
@@ -297,3 +486,17 @@ def test_real_gpus_are_probed() -> None:
     assert len(set(report.gpus)) == len(report.gpus) > 1
     assert {link.verdict for link in report.links} <= {WORKS, BROKEN}
     assert link_report() == report
+
+
+@pytest.mark.multi_gpu
+def test_two_real_gpus_are_probed_alone(tmp_path: Path) -> None:
+    """Peer access is what the driver says; links of two GPUs are tested, kept, refuted, and tested again."""
+    one = link_report([0, 1])
+    assert {frozenset(link.route[1:]) for link in one.links} == {frozenset({0, 1})}
+    has_access = link_driver.TorchDriver().peers(0, 1)
+    assert {one.works(0, 1, m) for m in Mechanism} == {True} if has_access else one.works(0, 1, COPY)
+    (file,) = files(tmp_path / "tpplan")
+    refute([0, 1])
+    assert not file.exists()
+    assert link_report([0, 1]) == one
+    assert file.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -49,6 +50,7 @@ LIES = {
     "private mirror": (fake_gpus.private_mirror, {(COPY, 0, 1)}, "nothing arrived"),
     "kernel stores are lost while copies work": (fake_gpus.lost, {(STORE, 0, 2), (STORE, 2, 0)}, "nothing arrived"),
     "kernel loads come from a stale cache": (fake_gpus.stale, {(LOAD, 1, 2)}, "wrong bytes arrived"),
+    "what arrives is there for the host alone": (fake_gpus.too_late, {(COPY, 0, 1), (STORE, 2, 0)}, "nothing arrived"),
     "flags are lost": (fake_gpus.lost, {(FLAG, 2, 1)}, "nothing arrived"),
     "one bad direction": (fake_gpus.zeros, {(COPY, 1, 0)}, "zeros arrived of 16 bytes"),
     "only when concurrent": (fake_gpus.when_concurrent, {(STORE, 1, 2)}, "zeros arrived of 4096 bytes with 12 links"),
@@ -103,8 +105,8 @@ def test_a_private_mirror_passes_a_round_trip() -> None:
     driver = FakeDriver({(COPY, 0, 1): fake_gpus.private_mirror})
     here, there, back = (driver.allocate(gpu, 20) for gpu in (0, 1, 0))
     driver.write(here, memoryview(b"five floats, 4 bytes"))
-    driver.move({COPY: [(here, there)]}, slice(0, 20))
-    driver.move({COPY: [(there, back)]}, slice(0, 20))
+    driver.move({COPY: [(here, there, driver.allocate(1, 20))]}, slice(0, 20))
+    driver.move({COPY: [(there, back, driver.allocate(0, 20))]}, slice(0, 20))
     assert (driver.read(back, 20), driver.read(there, 20)) == (b"five floats, 4 bytes", bytes(20))
 
 
@@ -170,7 +172,7 @@ def test_a_hang_when_concurrent_breaks_all_links_that_were_busy() -> None:
 
 
 def test_the_probe_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every child hangs, what did not finish after a few must not be used; no child is left."""
+    """Where every child hangs, what did not finish after a few must not be used, nor is it broken; no child is left."""
     started: list[subprocess.Popen[str]] = []
     start = subprocess.Popen.__init__
 
@@ -179,14 +181,15 @@ def test_the_probe_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
         start(process, *args, **options)
 
     monkeypatch.setattr(subprocess.Popen, "__init__", note)
-    monkeypatch.setattr(link_child, "CHILDREN", 1)
+    monkeypatch.setattr(link_child, "MOST_HUNG", 1)
     report = link_report(driver="tests.exec.links.fake_gpus:hanging_always", deadline_s=1.0)
     assert [process.poll() is None for process in started] == [False]
-    assert {link.verdict for link in report.links} == {BROKEN}
-    assert [link.reason.partition(",")[0] for link in report.links[:2]] == [
-        "the probe hung for 1 s",
-        "not finished before too many probes had failed",
+    assert [(link.verdict, link.reason.partition(",")[0]) for link in report.links] == [
+        (BROKEN, "the probe hung for 1 s"),
+        *[(UNTESTED, "not finished before too many probes had failed")] * 7,
     ]
+    report = link_report(driver="tests.exec.links.fake_gpus:hanging_always", deadline_s=1.0)
+    assert [link.verdict for link in report.links] == [BROKEN] * 2 + [UNTESTED] * 6  # the first one is kept
 
 
 def test_compiling_takes_its_time() -> None:
@@ -197,9 +200,9 @@ def test_compiling_takes_its_time() -> None:
 
 def test_loads_are_tested_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """No transport uses the loads of kernels, so where they use up all children, all other verdicts are there."""
-    monkeypatch.setattr(link_child, "CHILDREN", 1)
+    monkeypatch.setattr(link_child, "MOST_HUNG", 1)
     report = link_report(driver="tests.exec.links.fake_gpus:hanging_loads", deadline_s=DEADLINE_S)
-    assert not_working(report) == {(LOAD, 0, 1): BROKEN, (LOAD, 1, 0): BROKEN}
+    assert not_working(report) == {(LOAD, 0, 1): BROKEN, (LOAD, 1, 0): UNTESTED}
 
 
 def test_an_owner_that_cannot_be_a_witness_stops_the_probe() -> None:
@@ -208,3 +211,56 @@ def test_an_owner_that_cannot_be_a_witness_stops_the_probe() -> None:
     assert [next(events), next(events)] == [(), ()]
     with pytest.raises(RuntimeError, match="GPU 1 does not hold what the host wrote to it"):
         next(events)
+
+
+def test_ten_gpus_of_a_driver_that_maps_eight_peers() -> None:
+    """No child maps more than seven, so all links of all pairs are tested, and work."""
+    report = report_of("ten")
+    assert (len(report.links), not_working(report)) == (4 * 90, {})
+
+
+@pytest.mark.parametrize("gpus", [2, 8, 9, 10, 12, 16, 17])
+def test_children_have_eight_gpus_at_most(gpus: int) -> None:
+    """Any two GPUs are together in a group, and none is larger."""
+    groups = link_child._groups([*range(gpus)])
+    assert max(map(len, groups)) <= 8
+    for pair in permutations(range(gpus), 2):
+        assert any({*pair} <= group for group in groups)
+    assert len(groups) == 1 or gpus > 8
+
+
+def test_a_peer_too_many_costs_its_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a driver maps no more is untested, not broken, as its hardware may be fine; all others work."""
+    monkeypatch.setattr(link_probe, "ALONE", (16,))
+    monkeypatch.setattr(link_probe, "TOGETHER", (16,))
+    found = _probed(fake_gpus.ten())
+    bad = {(a, b) for _, a, b in (route for route, link in found.items() if link.verdict != WORKS)}
+    assert {link.verdict for link in found.values()} == {WORKS, UNTESTED}
+    assert all(found[COPY, a, b].reason.startswith("not possible now: GPU ") for a, b in bad)
+    assert bad == {(a, b) for _, a, b in routes(10) if 9 in {a, b}}  # the other nine have mapped each other by then
+
+
+def test_deaths_cost_one_route_each() -> None:
+    """Eight routes that end the process leave all others tested."""
+    report = report_of("mortal")
+    broken = {(m, 0, b) for m in (COPY, STORE, FLAG, LOAD) for b in (1, 2)}
+    assert not_working(report) == dict.fromkeys(broken, BROKEN)
+
+
+def test_a_child_that_is_killed_is_no_verdict() -> None:
+    """Who kills a process, such as a system without memory, says nothing of links: they are untested."""
+    report = report_of("killed")
+    assert not_working(report) == dict.fromkeys(routes(2), UNTESTED)
+    assert report.links[0].reason == "the probe died with exit code -9"
+
+
+def test_verified_links_take_part_when_all_are_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not tested alone again, but get a new verdict where they fail beside the new ones."""
+    monkeypatch.setattr(link_probe, "ALONE", (16,))
+    driver = FakeDriver({(COPY, 0, 1): fake_gpus.when_concurrent}, GPUS)
+    old = [(COPY, 0, 1), (COPY, 1, 0), (STORE, 0, 1)]
+    events = [*probe(driver, [(COPY, 0, 2), (COPY, 2, 0)], old)]
+    assert ((COPY, 0, 1),) not in events
+    assert ((COPY, 0, 2),) in events
+    found = {link.route: link.verdict for link in events if isinstance(link, Link)}
+    assert found == {(COPY, 0, 1): BROKEN, (COPY, 1, 0): WORKS, (COPY, 0, 2): WORKS, (COPY, 2, 0): WORKS}

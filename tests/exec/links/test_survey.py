@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -130,10 +132,11 @@ def links(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         )
         monkeypatch.setattr(Gpus, "names", names)
         for module in (survey, transports):
-            monkeypatch.setattr(module, "link_report", lambda **_: LinkReport(names, found))
+            monkeypatch.setattr(module, "link_report", lambda *_, **__: LinkReport(names, found))
 
     monkeypatch.setattr(kernel_cache, "lacks", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, __: True)
     monkeypatch.setattr(survey, "GraphTimer", Stopwatch)
     return give
 
@@ -227,3 +230,29 @@ def test_links_and_a_devices_file_are_two_things() -> None:
     done = command("devices", "--links", "-o", "devices.json")
     assert done.code == 2
     assert "--links makes no devices file" in done.err
+
+
+def test_the_screen_shows_what_is_logged(links: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That links are tested, and other things that take their time or matter, is on lines beside the document."""
+    links(2)
+    report, log = survey.link_report, logging.getLogger("tpplan.exec.links.known")
+
+    class Slow(Stopwatch):
+        def __init__(self, places: Sequence[torch.device]) -> None:
+            super().__init__(places)
+            log.warning("this is odd")
+
+    def slow(*, use_cache: bool) -> LinkReport:
+        log.info("testing links of %s", "all")
+        return report(use_cache=use_cache)
+
+    monkeypatch.setattr(survey, "link_report", slow)
+    monkeypatch.setattr(survey, "GraphTimer", Slow)
+    for _ in range(2):
+        done = command("devices", "--links", "--json")
+        assert done.err == "note: testing links of all\nwarning: this is odd\n"
+        assert json.loads(done.out)["notes"] == []
+    shown = command("devices", "--links", terminal=True).err
+    lines = [re.sub("\x1b\\[[0-9;]*m", "", line).rpartition("\r")[2] for line in shown.split("\n")]
+    assert lines[:2] == ["note: testing links of all", "warning: this is odd"]
+    assert "measuring on 2 GPUs by peer and host …\r" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from hashlib import sha256
 from secrets import token_hex
@@ -16,7 +17,7 @@ from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.arguments import seconds
 from tpplan.exec.cluster.carrier import GroupCarrier
 from tpplan.exec.cluster.meeting import Meeting
-from tpplan.exec.cluster.members import Claim, Gpu, disagreements, owners, said_of, share
+from tpplan.exec.cluster.members import Claim, Gpu, differing, disagreements, owners, said_of, share
 from tpplan.exec.cluster.processes import Processes
 from tpplan.exec.cluster.sharing import Sharing
 from tpplan.exec.cluster.ways import Way, way_between
@@ -24,9 +25,10 @@ from tpplan.exec.compiler import build, mismatches
 from tpplan.exec.machine import Found, differences, listed, look_at, places_for
 from tpplan.exec.tensors import name_of
 from tpplan.exec.torch_shims import timeout_of
+from tpplan.jsontext import read_json, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import timedelta
     from pathlib import Path
 
@@ -45,9 +47,13 @@ _TRANSPORTS = ("auto", "events", "peer")
 _NAME_BYTES = 8
 #: How long kernels wait for each other if nobody says, in seconds, even if the group waits longer: torch's own 10 or 30
 #: minutes are long for a GPU that does nothing else.
-_LONGEST = 60.0
+_MOST_SECONDS = 60.0
 #: Characters of a plan's hash in messages.
 _SHOWN = 12
+#: Maximum number of values in which plans are said to differ.
+_TOLD = 4
+#: Maximum characters of such a value: more than a fingerprint has.
+_LONGEST = 120
 _HINT = "give all processes the same plan and arguments, and each of the devices in use to one of them"
 
 
@@ -78,10 +84,9 @@ def compile_together(
     """
     meeting = Meeting(group)
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes]
-    here, hint, patience = _Here(), "", None
+    here, hint = _Here(), ""
     try:  # a process that only raised here would leave the others waiting
         check()
-        patience = None if timeout is None else seconds("timeout", timeout)
         here = _Here.of(meeting, plan, _own(own, plan, used, meeting), backend, devices)
         lacks = differences(plan, here.found, scratch=scratch, weights_loaded=weights_loaded)
         failures = [*here.problems, *lacks, *mismatches(plan, model, max_rows, dtype)]
@@ -98,13 +103,17 @@ def compile_together(
         "max_rows": str(max_rows),
         "dtype": name_of(dtype),
         "tuning": str(tuning or "default"),
-        "timeout": "default" if patience is None else f"{patience:g} s",
+        "timeout": "default" if timeout is None or failures else f"{seconds('timeout', timeout):g} s",
+        "scratch": str(scratch),
     }
     terms = {} if failures else _terms(plan, arguments, here.carrier)
     gpus = tuple(Gpu.of(i, place) for i, place in here.gpus.items())
-    claims = meeting.tell(Claim(here.own, terms, tuple(failures), gpus, token_hex(_NAME_BYTES), hint))
+    mine = Claim(here.own, terms, tuple(failures), gpus, token_hex(_NAME_BYTES), hint)
+    claims = meeting.tell_and_read(mine.plain(), Claim.of)
     refused = f"the plan for {plan.model.name} cannot run here"
     problems = disagreements(claims, used)
+    if len({claim.terms.get("plan") for claim in claims}) > 1 and all(claim.terms for claim in claims):
+        problems += _in_plans(meeting, plan)
     if problems or here.carrier is None:
         hints = [claim.hint for claim in claims if claim.hint]
         raise ExecutionError(f"{refused}:{listed(problems)}", hints[0] if hints else _HINT)
@@ -115,13 +124,12 @@ def compile_together(
         raise ExecutionError(f"{refused}: {way.problem}", "leave out transport")
     sharing = Sharing(meeting, meeting.gpu if way.others else None)
     context, failure, hint = None, "", ""
-    start = partial(here.start, meeting=meeting, owners=owners(claims), way=way, sharing=sharing, timeout=patience)
     try:
         try:
             context = build(
                 plan,
                 here.places,
-                start,
+                partial(here.start, meeting=meeting, owners=owners(claims), way=way, sharing=sharing, timeout=timeout),
                 transport="peer" if way.others else "events",
                 max_rows=max_rows,
                 dtype=dtype,
@@ -137,7 +145,7 @@ def compile_together(
         except Exception as error:  # noqa: BLE001 (whatever it is)
             failure, hint = said_of(error)
             sharing.fail(failure)
-        told = meeting.tell((failure, hint))
+        told = meeting.tell_and_read((failure, hint), lambda each: (str(each[0]), str(each[1])))
     finally:  # of an interrupt too; the others learn of it when they have waited in vain
         sharing.forget_name()
     failures = [f"process {i}: {each}" for i, (each, _) in enumerate(told) if each]
@@ -198,7 +206,7 @@ class _Here:
         gpus = {i: places[i] for i in used if places[i].type == "cuda"}
         meeting.gpu = next(iter(gpus.values()), None)
         found = tuple(look_at(place) if place.type == "cuda" else None for place in places)
-        return cls(used, places, gpus, GroupCarrier(meeting.group, [*gpus.values()]), found=found)
+        return cls(used, places, gpus, GroupCarrier(meeting, [*gpus.values()]), found=found)
 
     def start(
         self,
@@ -208,7 +216,7 @@ class _Here:
         owners: Mapping[int, int],
         way: Way,
         sharing: Sharing,
-        timeout: float | None,
+        timeout: float | timedelta | None,
     ) -> Processes | PeerProcesses:
         """Return the backend over a context's memory."""
         assert self.carrier is not None  # noqa: S101 (else the plan is refused)
@@ -218,8 +226,9 @@ class _Here:
 
         far = Processes(memory, owners, meeting.process, self.carrier, [])
         if timeout is None:
-            timeout = min(_LONGEST, timeout_of(meeting.group, self.carrier.place) or _LONGEST)
-        return PeerProcesses(memory, self.gpus, way.others, timeout=timeout, sharing=sharing, far=far)
+            timeout = min(_MOST_SECONDS, timeout_of(meeting.group, self.carrier.place) or _MOST_SECONDS)
+        patience = seconds("timeout", timeout)
+        return PeerProcesses(memory, self.gpus, way.others, timeout=patience, sharing=sharing, far=far)
 
 
 def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], meeting: Meeting) -> tuple[int, ...]:
@@ -247,8 +256,28 @@ def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], meetin
 def _terms(plan: SplitPlan, arguments: Mapping[str, str], carrier: GroupCarrier | None) -> dict[str, str]:
     """Return what has to be the same in all processes, by name."""
     hashed = sha256(dumps(plan).encode()).hexdigest()[:_SHOWN]
-    terms = {"tpplan": tpplan.__version__, "plan": f"{plan.model.name} ({hashed})", **arguments}
+    versions = {"tpplan": tpplan.__version__, "torch": ".".join(torch.__version__.split(".")[:2])}
+    terms = {**versions, "plan": f"{plan.model.name} ({hashed})", **arguments}
     return terms | {"group": carrier.backend if carrier else ""}
+
+
+def _in_plans(meeting: Meeting, plan: SplitPlan) -> list[str]:
+    """Return the first values in which the plans of the processes differ; all call it at once."""
+    plans = meeting.tell_and_read(dumps(plan), lambda text: dict(_leaves(read_json(text), "")))
+    found = [f"plan{each}" for each in differing(plans)]
+    return found[:_TOLD] + ([f"and {len(found) - _TOLD} more values of the plans"] if len(found) > _TOLD else [])
+
+
+def _leaves(data: object, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of every value in a document of JSON."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from _leaves(value, f"{path}.{key}")
+    elif isinstance(data, list):
+        for i, value in enumerate(data):
+            yield from _leaves(value, f"{path}[{i}]")
+    else:
+        yield path, visible(json.dumps(data, ensure_ascii=False))[:_LONGEST]
 
 
 def _notes(claims: Sequence[Claim], carrier: str) -> tuple[str, str]:

@@ -28,6 +28,7 @@ from tpplan.exec.gpu.launch_graph import LaunchGraphs
 from tpplan.exec.gpu.marks import Marks
 from tpplan.exec.gpu.streams import Streams
 from tpplan.exec.gpu.sums import Sums
+from tpplan.exec.links.known import refute
 from tpplan.exec.programs.fence import HOST_STREAM, without_callers
 from tpplan.exec.programs.program import HOST, LOAD, Copy, Exchange, Program, Record, Stream, Sum, Wait
 from tpplan.exec.torch_shims import current_device, switch_device
@@ -89,14 +90,15 @@ class CudaDevices(Streams):
         self._ready: dict[tuple[int, torch.dtype], ReadyProgram] = {}
         self._channels: dict[int, Channel] = {}
         self._streams_aside: tuple[torch.cuda.Stream, ...] = ()
-        # Torch enables peer access when it first copies between two devices. Steps that may fail come before the
-        # exchanges, which register with other contexts.
-        for source in places.values() if transport != "host" else ():
-            for target in places.values():
-                torch.empty(1, device=target).copy_(torch.empty(1, device=source))
+        # Steps that may fail come before the exchanges, which register with other contexts.
+        if transport != "host":
+            _enable_access([*places.values()])
         with ISSUING:
             kernels = kernels_for(len(places) + len(others), transport)
-            self._exchanges = Exchanges(memory, places, kernels, others, status, timeout=timeout)
+            reached = [place.index for place in places.values()] if transport == "peer" and not others else []
+            self._exchanges = Exchanges(
+                memory, places, kernels, others, status, timeout=timeout, on_timeout=partial(refute, reached)
+            )
         ask = WeakMethod(self._is_busy)  # or a dropped context would live until garbage collection
         self._exchanges.landings.watch(lambda: (is_busy := ask()) is None or is_busy())
         self._issuing = Issuing(self._exchanges)
@@ -297,6 +299,24 @@ class CudaDevices(Streams):
         if isinstance(command, Sum):
             return self._sums.prepare(command, self._memory, dtype, self._places[command.stream.device])
         return (HostCopy if on_host else Transfer)(command, self._memory, dtype)
+
+
+def _enable_access(places: Sequence[torch.device]) -> None:
+    """Let devices access each other's memory: torch does that when it first copies between two of them.
+
+    Raises:
+        ExecutionError: the driver refuses.
+    """
+    for source in places:
+        for target in places:
+            try:
+                torch.empty(1, device=target).copy_(torch.empty(1, device=source))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0]
+                message = f"{source} gets no access to {target}: {reason}"
+                raise ExecutionError(message, 'compile with transport="host"') from error
 
 
 def _in_a_graph(issue: Callable[[int], None]) -> Callable[[int], None]:

@@ -23,7 +23,7 @@ from tpplan.exec.gpu.sums import NAMES
 from tpplan.exec.programs.program import OWN, SLOT, Exchange, Queue, Stream, Sum, writes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from tpplan.exec.binding import Memory
     from tpplan.exec.programs.program import Program
@@ -59,6 +59,7 @@ class Exchanges:
         status: torch.Tensor | None = None,
         *,
         timeout: float,
+        on_timeout: Callable[[], None] = lambda: None,
     ) -> None:
         """Load every kernel on every device now: loading one later could deadlock with kernels that wait for it.
 
@@ -70,6 +71,7 @@ class Exchanges:
                 memory.
             status: 16 int32 of host memory that is known to the devices, for the status word; new ones if not given.
             timeout: how long a kernel waits for another device, in seconds.
+            on_timeout: called once, when it is first seen that a kernel has waited in vain.
         """
         self._memory = memory
         self._places = places
@@ -81,13 +83,14 @@ class Exchanges:
             status = torch.zeros(16, dtype=torch.int32, device="cpu", pin_memory=True)
         self._status = status
         self._seen = memoryview(self._status.numpy())  # type: ignore[arg-type]
+        self._on_timeout = [on_timeout]
         found = {place: torch.cuda.get_device_properties(place) for place in places.values()}
         rooms = {"slot": SLOT_BLOCKS, "straight": STRAIGHT_BLOCKS, "frame": FRAME_BLOCKS}
         self._most = {way: most_blocks([*places.values()], room, others.values()) for way, room in rooms.items()}
         self._most["frame"] = min(frame_table.MOST_BLOCKS, self._most["frame"])
         kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
         flags = torch.zeros(LINE * len(places), dtype=torch.int32, device="cpu", pin_memory=True)
-        check = partial(_refuse, self._seen)  # self.check would be a reference cycle
+        check = partial(_refuse, self._seen, self._on_timeout)  # self.check would be a reference cycle
         self.landings = Landings(tuple(places), flags, self._counters, check)
         wanted = {(name, (each.major, each.minor)) for name in kernels for each in found.values()}
         kernel_cache.prepare(wanted)
@@ -120,7 +123,7 @@ class Exchanges:
         Raises:
             ExecutionError: one has.
         """
-        _refuse(self._seen)
+        _refuse(self._seen, self._on_timeout)
 
     def has_failed(self) -> bool:
         """Return whether :meth:`check` raises."""
@@ -215,9 +218,12 @@ def kernels_for(devices: int, transport: str) -> tuple[str, ...]:
     return (*(f"{way}_{what}" for way in ways for what in ("move", *NAMES.values())), LANDING)
 
 
-def _refuse(seen: memoryview) -> None:
-    """Raise an error if the status word reports a failure."""
+def _refuse(seen: memoryview, on_timeout: list[Callable[[], None]]) -> None:
+    """Raise an error if the status word reports a failure; call ``on_timeout`` once if it is a time-out."""
     if code := seen[0]:
+        calls, on_timeout[:] = on_timeout[:] if code != _INTERRUPTED else [], []
+        for call in calls:
+            call()
         raise ExecutionError(_FAILURES[code], "close the context, and compile again")
 
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from ctypes import CDLL, create_string_buffer
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tpplan.exec.environment import serialised
 from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.links.probe import PeersExhaustedError
 from tpplan.exec.links.report import Mechanism
+from tpplan.exec.torch_shims import driver_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-#: Files with the GPU driver's version; the first that exists is used.
+#: Files with the GPU driver's version; the first that exists is used. WSL2 has none.
 _DRIVER_VERSIONS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/amdgpu/srcversion")
+
+#: The library that tells it elsewhere, and the bytes of its longest answer.
+_NVML, _NVML_BYTES = "libnvidia-ml.so.1", 80
 
 #: Settings of torch's allocator; peer access may depend on the kind of memory.
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -25,8 +31,23 @@ _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 #: The kernels of :mod:`tpplan.exec.links.moves`: a sum of one is a copy.
 COPIER, EXCHANGER = "sum_f32", "slot_move"
 
-#: A source and a target of equal size.
-Move = tuple[torch.Tensor, torch.Tensor]
+#: What the driver says where it maps no further GPU.
+_EXHAUSTED = "peer mapping resources exhausted"
+
+#: A source, a target, and what the target's GPU reads there, all of equal size.
+Move = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Started(NamedTuple):
+    """Moves that were started.
+
+    Attributes:
+        streams: for each move, the stream behind which its target is complete.
+        finish: checks that no move has failed, once these streams are done; keeps alive what the moves need.
+    """
+
+    streams: Sequence[torch.cuda.Stream]
+    finish: Callable[[], None]
 
 
 class TorchDriver:
@@ -38,11 +59,11 @@ class TorchDriver:
         return tuple(str(getattr(torch.cuda.get_device_properties(i), "uuid", "")) for i in range(count))
 
     def software(self) -> str:
-        """Return driver, torch, kernels, and settings; empty if no file tells the driver's version."""
+        """Return driver, torch, kernels, and settings; empty if nothing tells the driver's version."""
         path = next((path for path in map(Path, _DRIVER_VERSIONS) if path.is_file()), None)
-        if path is None:
+        driver = path.read_text().partition("\n")[0] if path else _nvml_version() or driver_version()
+        if not driver:
             return ""
-        driver = path.read_text().partition("\n")[0]
         settings = [f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ]
         return "; ".join((driver, f"torch {torch.__version__}", f"kernels {kernel_cache.digest()}", *settings))
 
@@ -56,6 +77,10 @@ class TorchDriver:
         """Return why a mechanism cannot be tested: kernels need a compiler, and for flags two of them at once."""
         waits = serialised() if mechanism == Mechanism.FLAG else ""
         return "" if mechanism == Mechanism.COPY else kernel_cache.lacks() or waits
+
+    def peers(self, a: int, b: int) -> bool:
+        """Return whether two GPUs can access each other's memory, according to the driver."""
+        return torch.cuda.can_device_access_peer(a, b) and torch.cuda.can_device_access_peer(b, a)
 
     def allocate(self, gpu: int, size: int) -> torch.Tensor:
         """Return ``size`` bytes of a GPU's memory.
@@ -80,16 +105,50 @@ class TorchDriver:
         return bytes(data)
 
     def move(self, moves: Mapping[Mechanism, Sequence[Move]], part: slice) -> None:
-        """Move a part of each source to the same part of its target, each move on streams of its own."""
-        waits = []
-        for mechanism, ends in moves.items():
-            parts = [(source[part], target[part]) for source, target in ends]
-            waits.append(self._start(mechanism, parts))
-        for wait in waits:
-            wait()
+        """Move a part of each source to the same part of its target, and let the target's GPU read it behind an event.
 
-    def _start(self, mechanism: Mechanism, moves: Sequence[Move]) -> Callable[[], None]:
-        """Start moves and return a function that waits for their completion."""
+        Each move is on streams of its own.
+
+        Raises:
+            MemoryError: a GPU has too little free memory; nothing was moved.
+            PeersExhaustedError: the driver maps the memory of no further GPU; nothing was moved.
+        """
+        for source, target, _ in (move for ends in moves.values() for move in ends):
+            self._enable(source.get_device(), target.get_device())
+            self._enable(target.get_device(), source.get_device())
+        started = [
+            (ends, self._start(mechanism, [(source[part], target[part]) for source, target, _ in ends]))
+            for mechanism, ends in moves.items()
+        ]
+        readers = []
+        for ends, (streams, _) in started:
+            for (_, target, read), stream in zip(ends, streams, strict=True):
+                reader = new_stream(target.device)
+                reader.wait_stream(stream)
+                with torch.cuda.stream(reader):
+                    torch.bitwise_or(target, 0, out=read)  # by a kernel: results are read by kernels
+                readers.append(reader)
+        for reader in readers:
+            reader.synchronize()
+        for _, (_, finish) in started:
+            finish()
+
+    def _enable(self, gpu: int, other: int) -> None:
+        """Let a GPU access another's memory, if it can: torch does that when it first copies from the one to the other.
+
+        Raises:
+            MemoryError: see :meth:`move`.
+            PeersExhaustedError: see :meth:`move`.
+        """
+        source, target = self.allocate(gpu, 1), self.allocate(other, 1)
+        try:
+            target.copy_(source)
+        except RuntimeError as error:
+            if _EXHAUSTED in str(error):
+                raise PeersExhaustedError(f"GPU {gpu} maps no further GPU: {_EXHAUSTED}") from error
+            raise
+
+    def _start(self, mechanism: Mechanism, moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Started:
         if reason := self.lacks(mechanism):
             raise NotImplementedError(f"{mechanism}: {reason}")
         if mechanism == Mechanism.COPY:
@@ -99,20 +158,35 @@ class TorchDriver:
         return start(mechanism, moves)
 
 
-def _start_copies(moves: Sequence[Move]) -> Callable[[], None]:
-    streams = [[_stream(end) for end in move] for move in moves]  # at both, as torch makes either end wait
-    for (source, target), ends in zip(moves, streams, strict=True):
+def _start_copies(moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Started:
+    """Start torch's copies: each makes its target's stream wait for an event behind it."""
+    streams = []
+    for source, target in moves:
         with ExitStack() as stack:
+            ends = [new_stream(end.device) for end in (source, target)]
             for stream in ends:
                 stack.enter_context(torch.cuda.stream(stream))
             target.copy_(source, non_blocking=True)
-
-    def wait() -> None:
-        for stream in (stream for ends in streams for stream in ends):
-            stream.synchronize()
-
-    return wait
+        streams.append(ends)
+    return Started([stream for _, stream in streams], streams.clear)
 
 
-def _stream(end: torch.Tensor) -> torch.cuda.Stream:
-    return torch.cuda.Stream(end.device)  # type: ignore[no-untyped-call]
+def _nvml_version() -> str:
+    """Return the version of NVIDIA's driver according to its own library; empty if that does not tell."""
+    try:
+        nvml = CDLL(_NVML)
+        text = create_string_buffer(_NVML_BYTES)
+        if nvml.nvmlInit_v2():
+            return ""
+        try:
+            failed = nvml.nvmlSystemGetDriverVersion(text, _NVML_BYTES)
+        finally:
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):  # there is no such library, or it is another one
+        return ""
+    return "" if failed or not text.value else f"NVIDIA {text.value.decode(errors='replace')}"
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return another stream of a GPU; its device is typed, which torch's own class does not."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-from typing import TYPE_CHECKING, Protocol, TypeVar
+import time
+from typing import IO, TYPE_CHECKING, Protocol, TypeVar
 
 from attrs import frozen
 
@@ -13,10 +15,13 @@ from tpplan.errors import TpplanError
 from tpplan.files import cache_folder, parse_json, read_text, save_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
+
+#: Maximum time that a change waits for others, which take milliseconds.
+_LOCK_SECONDS = 2.0
 
 
 @frozen
@@ -81,6 +86,46 @@ def save(kind: str, entry: Entry) -> str:
         _LOG.debug("%s are not cached: %s", kind, error)
         return str(error).partition("\n")[0]
     return ""
+
+
+def remove(kind: str, origin: Origin) -> None:
+    """Remove a cache file if there is one and it can be removed."""
+    try:
+        _path(kind, origin).unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:
+        _LOG.debug("%s are still cached: %s", kind, error)
+
+
+@contextlib.contextmanager
+def locked(kind: str) -> Iterator[None]:
+    """Let only one process at a time read files of a kind and write them again, where the system has such locks."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = cache_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            _lock(stack.enter_context((folder / f".{kind}.lock").open("ab")))
+        except (ImportError, OSError, RuntimeError) as error:  # each file is still written as a whole
+            _LOG.debug("no lock for %s: %s", kind, error)
+        yield
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Lock a file until it is closed.
+
+    Raises:
+        ImportError: the system has no such locks.
+        OSError: the file cannot be locked, or not in time.
+    """
+    import fcntl  # noqa: PLC0415 (only on Unix)
+
+    end = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
 
 
 def _path(kind: str, origin: Origin) -> Path:

@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING
 
+from attrs import field, frozen
+
 from tpplan.exec.links import cache, gpu_cache
-from tpplan.exec.links.child import load_driver, probe_in_child
-from tpplan.exec.links.report import Link, LinkReport, Mechanism, Verdict, routes
+from tpplan.exec.links.child import NO_ACCESS, is_apart, load_driver, probe_in_child
+from tpplan.exec.links.report import Link, LinkReport, Mechanism, Route, Verdict, routes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterable, Sequence
+
+    from tpplan.exec.links.cache import Pair
 
 TORCH = "tpplan.exec.links.driver:TorchDriver"
 
-#: Reports that could not be stored on disk, by driver, GPUs and their software, so that this process probes once.
-_UNKEPT: dict[tuple[str, tuple[str, ...], str], LinkReport] = {}
+_LOG = logging.getLogger(__name__)
+
+#: Verdicts that could not be stored on disk, by driver, GPUs and their software, so that this process probes once.
+_UNKEPT: dict[tuple[str, tuple[str, ...], str], dict[Route, Link]] = {}
 
 
 def link_report(
-    *, gpus: Sequence[str] = (), use_cache: bool = True, driver: str = TORCH, deadline_s: float = 30.0
+    gpus: Collection[int] | None = None,
+    *,
+    uuids: Sequence[str] = (),
+    use_cache: bool = True,
+    driver: str = TORCH,
+    deadline_s: float = 30.0,
 ) -> LinkReport:
-    """Return the verdict on every mechanism from each GPU that this process sees to each other.
+    """Return the verdict on every mechanism from each of some GPUs to each other.
 
-    A link that is broken, untested or missing in the report must not be used. The probe runs in a child process, takes
-    some seconds, and needs up to 32 MiB, plus 40 MiB per other GPU, of each GPU's memory, besides the driver's overhead
-    for another process. Its verdicts are stored on disk until the next boot, under ``$XDG_CACHE_HOME/tpplan``, by UUIDs
-    of the GPUs, driver, torch, kernels and version of the probe, unless the probe is incomplete. If they cannot be
-    stored on disk, this process keeps them in memory.
+    A link that is broken, untested or missing in the report must not be used. Links without a verdict are probed in
+    child processes, each for eight GPUs at most. That takes some seconds, and up to 48 MiB, plus 50 MiB per other GPU,
+    of each GPU's memory, besides the driver's overhead for another process; its start and end are logged. Verdicts are
+    stored on disk until the next boot, under ``$XDG_CACHE_HOME/tpplan``, for each pair of GPUs by their UUIDs, driver,
+    torch, kernels and version of the probe. What could not be tested is never stored. If verdicts cannot be stored,
+    this process keeps them in memory.
 
     A step takes milliseconds, or ``deadline_s`` if it hangs. If a step hangs or the child dies, another child goes on,
-    up to four in all. A child may take 180 s to start and 10 s to end, so the worst case is a quarter of an hour.
+    until four have hung or sixteen have died. A child may take 180 s to start and 10 s to end.
 
     Args:
-        gpus: UUIDs of GPUs, for a report on these if this process does not see all of them. The probe, which is another
-            process, sees those that CUDA_VISIBLE_DEVICES hides from this one.
+        gpus: the GPUs, by index; by default all that this process sees.
+        uuids: the GPUs by UUID instead, some of which this process may not see: if so, the report is on these alone.
+            The probe, which is another process, sees what CUDA_VISIBLE_DEVICES hides from this one.
         use_cache: use stored verdicts if there are any; if false, always probe, and store the result.
         driver: the GPUs' driver, as ``module:factory`` of a :class:`tpplan.exec.links.probe.Driver`.
         deadline_s: seconds after which a step of the probe counts as hung, including the first use of a GPU.
@@ -41,36 +56,132 @@ def link_report(
     Returns:
         The report, with the driver's indices; without links if there are fewer than two GPUs.
     """
-    gpus_driver = load_driver(driver)
-    seen = gpus_driver.gpus()
-    gpus = gpu_cache.gpus_meant(seen, gpus)
-    environ = {} if gpus == seen else {"CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{gpu}" for gpu in gpus)}
-    lacks = {mechanism: gpus_driver.lacks(mechanism) for mechanism in Mechanism}
-    wanted = [route for route in routes(len(gpus)) if not lacks[route[0]]]
-    if not wanted:
-        return _report(gpus, lacks, ())
-    key = driver, gpus, gpus_driver.software()
-    origin = cache.origin(gpus, key[2])
-    if use_cache:
-        known = _UNKEPT.get(key) or (cache.load(origin, gpus) if origin else None)
-        if known and _is_complete(known, lacks):
-            return known
-    report = _report(gpus, lacks, probe_in_child(driver, gpus, wanted, deadline_s, environ))
-    if _is_complete(report, lacks):
-        if origin and not cache.save(origin, report):
-            _UNKEPT.pop(key, None)
-        else:
-            _UNKEPT[key] = report
-    return report
+    here = load_driver(driver)
+    seen = here.gpus()
+    names = gpu_cache.gpus_meant(seen, uuids)
+    environ = {} if names == seen else {"CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{name}" for name in names)}
+    asked = {names.index(each) for each in uuids} or {*(range(len(names)) if gpus is None else gpus)}
+    every = [route for route in routes(len(names)) if {*route[1:]} <= asked]
+    lacks = {mechanism: here.lacks(mechanism) for mechanism in Mechanism}
+    links: dict[Route, Link] = {}
+    for route in every:
+        if lacks[route[0]]:
+            links[route] = Link(*route, Verdict.UNTESTED, lacks[route[0]])
+        elif names == seen and is_apart(here, route):
+            links[route] = Link(*route, Verdict.BROKEN, NO_ACCESS)
+    wanted = [route for route in every if route not in links]
+    if wanted:
+        store = _Store.of(driver, names, here.software())
+        links |= store.load(wanted) if use_cache else {}
+        if missing := [route for route in wanted if route not in links]:
+            verified = [route for route in wanted if route in links and links[route].verdict == Verdict.WORKS]
+            _LOG.info(
+                "testing the links between GPUs %s, which takes some seconds, or %g s for each that hangs; verdicts "
+                "are kept until the next boot",
+                _listed({gpu for _, *pair in missing for gpu in pair}),
+                deadline_s,
+            )
+            start = time.monotonic()
+            tested = probe_in_child(driver, names, missing, verified, deadline_s, environ=environ)
+            _LOG.info("tested the links in %.1f s: %s", time.monotonic() - start, _summary(tested))
+            store.save(tested)
+            links |= {link.route: link for link in tested}
+    return LinkReport(names, tuple(links[route] for route in every))
 
 
-def _report(gpus: tuple[str, ...], lacks: dict[Mechanism, str], links: tuple[Link, ...]) -> LinkReport:
-    """Return a report of these links, and of all others as untested."""
-    found = {link.route: link for link in links}
-    every = (found.get(r) or Link(*r, Verdict.UNTESTED, lacks[r[0]]) for r in routes(len(gpus)))
-    return LinkReport(gpus, tuple(every))
+def refute(gpus: Collection[int], *, driver: str = TORCH) -> None:
+    """Forget the verdicts on the links between some GPUs, of which one has failed in use: the next report probes them.
+
+    It never raises: who calls it has an error of its own to tell.
+
+    Args:
+        gpus: the GPUs, by index.
+        driver: see :func:`link_report`.
+    """
+    pairs = {(a, b) for a in gpus for b in gpus if a < b}
+    if not pairs:
+        return
+    try:
+        here = load_driver(driver)
+        names = here.gpus()
+        _Store.of(driver, names, here.software()).remove(pairs)
+    except Exception as error:  # noqa: BLE001 (whatever it is; the GPUs may fail any call)
+        _LOG.debug("verdicts on the links between GPUs %s are still kept: %s", _listed(gpus), error)
+    else:
+        _LOG.warning(
+            "the links between GPUs %s may be to blame for a time-out: they are tested again at the next start",
+            _listed(gpus),
+        )
 
 
-def _is_complete(report: LinkReport, lacks: dict[Mechanism, str]) -> bool:
-    """Return whether all links are tested that can be."""
-    return all(lacks[link.mechanism] or link.verdict != Verdict.UNTESTED for link in report.links)
+@frozen
+class _Store:
+    """Where verdicts are kept: in a file for each pair of GPUs, else in this process.
+
+    Attributes:
+        names: UUIDs of the GPUs, by index.
+        software: driver, libraries and settings.
+        unkept: what this process has to remember.
+    """
+
+    names: tuple[str, ...]
+    software: str
+    unkept: dict[Route, Link] = field(repr=False)
+
+    @classmethod
+    def of(cls, driver: str, names: tuple[str, ...], software: str) -> _Store:
+        """Return the store of a driver's GPUs."""
+        return cls(names, software, _UNKEPT.setdefault((driver, names, software), {}))
+
+    def load(self, wanted: Iterable[Route]) -> dict[Route, Link]:
+        """Return the kept verdicts on some routes."""
+        asked = {*wanted}
+        found: dict[Route, Link] = {}
+        for pair in {frozenset(route[1:]) for route in asked}:
+            file = self._file(pair)
+            found |= {link.route: link for link in (file.load() if file else ()) if link.route in asked}
+        return found | {route: link for route, link in self.unkept.items() if route in asked}
+
+    def save(self, links: Iterable[Link]) -> None:
+        """Keep verdicts; what was not tested has none."""
+        by_pair: dict[frozenset[int], list[Link]] = {}
+        for link in links:
+            if link.verdict != Verdict.UNTESTED:
+                by_pair.setdefault(frozenset(link.route[1:]), []).append(link)
+        for pair, some in by_pair.items():
+            file = self._file(pair)
+            is_kept = file is not None and not file.add(some)
+            for link in some:
+                self.unkept.pop(link.route, None)
+            if not is_kept:
+                self.unkept.update((link.route, link) for link in some)
+
+    def remove(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Forget the verdicts on some pairs of GPUs."""
+        for pair in pairs:
+            for route in [route for route in self.unkept if {*route[1:]} == {*pair}]:
+                del self.unkept[route]
+            if file := self._file(frozenset(pair)):
+                file.remove()
+
+    def _file(self, pair: frozenset[int]) -> Pair | None:
+        a, b = pair
+        return cache.pair_of(self.names, a, b, self.software)
+
+
+def _listed(gpus: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(gpus)))
+
+
+def _summary(links: Collection[Link]) -> str:
+    """Return in words how many links of each mechanism work, and what is wrong with the first that does not."""
+    parts = []
+    for mechanism in Mechanism:
+        mine = [link for link in links if link.mechanism == mechanism]
+        works = sum(link.verdict == Verdict.WORKS for link in mine)
+        if mine:
+            parts.append(f"{mechanism} works in {works} of {len(mine)} directions")
+    bad = next((link for link in links if link.verdict != Verdict.WORKS), None)
+    if bad:
+        parts.append(f"{bad.mechanism} {bad.source} to {bad.target} is {bad.verdict}, {bad.reason}")
+    return ", ".join(parts)

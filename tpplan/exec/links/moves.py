@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from cuda.bindings import runtime
 from cuda.core import LaunchConfig, launch
 from cuda.core import Stream as LaunchStream
 
@@ -14,13 +13,13 @@ from tpplan.exec.gpu import kernel_cache
 from tpplan.exec.gpu.exchanges import Exchanges
 from tpplan.exec.gpu.kernel_cache import MOST_SOURCES
 from tpplan.exec.gpu.slot_table import capacity
-from tpplan.exec.links.driver import COPIER, EXCHANGER
+from tpplan.exec.links.driver import COPIER, EXCHANGER, Started, new_stream
 from tpplan.exec.links.report import Mechanism
 from tpplan.exec.programs import lower_flags, operation
 from tpplan.exec.programs.program import INPUT, OUTPUT, SLOTS, Buffer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -36,31 +35,27 @@ _TIMEOUT = 10.0
 Move = tuple["Tensor", "Tensor"]
 
 
-def start(mechanism: Mechanism, moves: Sequence[Move]) -> Callable[[], None]:
-    """Start concurrent moves by kernels and return a function that waits for their completion.
+def start(mechanism: Mechanism, moves: Sequence[Move]) -> Started:
+    """Start concurrent moves by kernels between GPUs that have access to each other's memory.
 
     Args:
         mechanism: ``store``, ``load`` or ``flag``.
         moves: moves of a multiple of 16 bytes each.
 
     Raises:
-        ExecutionError: a kernel timed out; raised by the returned function.
+        ExecutionError: a kernel timed out; raised by ``finish``.
     """
-    for source, target in moves:
-        for one, other in ((source, target), (target, source)):
-            with torch.cuda.device(one.device):
-                runtime.cudaDeviceEnablePeerAccess(other.get_device(), 0)  # or it is enabled already
     if mechanism == Mechanism.FLAG:
         return _exchange(moves)
     return _copy(moves, by_source=mechanism == Mechanism.STORE)
 
 
-def _copy(moves: Sequence[Move], *, by_source: bool) -> Callable[[], None]:
+def _copy(moves: Sequence[Move], *, by_source: bool) -> Started:
     """Let kernels on the sources write the targets, or kernels on the targets read the sources."""
     started = []
     for source, target in moves:
         device = (source if by_source else target).device
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = new_stream(device)
         kernel = kernel_cache.load(COPIER, torch.cuda.get_device_capability(device))  # of one source: a copy
         size = source.numel()
         rest = [source.data_ptr(), size] + [0] * (2 * MOST_SOURCES - 2)
@@ -69,14 +64,10 @@ def _copy(moves: Sequence[Move], *, by_source: bool) -> Callable[[], None]:
         launch(handle, config, kernel, target.data_ptr(), size, 1, size, 1, 1, *rest)
         started.append((stream, kernel))  # which lives as long as it runs
 
-    def wait() -> None:
-        for stream, _ in started:
-            stream.synchronize()
-
-    return wait
+    return Started([stream for stream, _ in started], started.clear)
 
 
-def _exchange(moves: Sequence[Move]) -> Callable[[], None]:
+def _exchange(moves: Sequence[Move]) -> Started:
     """Send every source through slots in its target's memory, which kernels on both ends fill, poll and free."""
     pairs = [_Pair(source, target) for source, target in moves]
     step = capacity(_SLOT_BYTES)
@@ -84,15 +75,19 @@ def _exchange(moves: Sequence[Move]) -> Callable[[], None]:
         for pair in pairs:
             pair.launch(start, start + step)
 
-    def wait() -> None:
+    def finish() -> None:
         for pair in pairs:
             pair.finish()
 
-    return wait
+    return Started([pair.received for pair in pairs], finish)
 
 
 class _Pair:
-    """A sender, device 0, and a receiver, device 1, with slots and counters of their own."""
+    """A sender, device 0, and a receiver, device 1, with slots and counters of their own.
+
+    Attributes:
+        received: the receiver's stream.
+    """
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
         self._ends = (source, target)
@@ -100,7 +95,8 @@ class _Pair:
         places = dict(enumerate(end.device for end in self._ends))
         slots = torch.empty((SLOTS, _SLOT_BYTES), dtype=torch.uint8, device=target.device)
         flags = {i: torch.empty(2**12, dtype=torch.uint8, device=place) for i, place in places.items()}
-        self._streams = [torch.cuda.Stream(place) for place in places.values()]  # type: ignore[no-untyped-call]
+        self._streams = [new_stream(place) for place in places.values()]
+        self.received = self._streams[1]
         memory = Memory({}, {}, lambda _: slots, flags)
         self._exchanges = Exchanges(memory, places, (EXCHANGER,), timeout=_TIMEOUT)
 

@@ -2,8 +2,9 @@
 
 A faulty peer copy often raises no error: zeros arrive, or nothing, or the writer reads its own bytes back from a mirror
 that the other GPU never sees. So each move writes fresh random bytes over their complement. Then the target GPU reads
-its own memory back to the host by its own path, including the bytes around the moved ones. Each link is tested alone at
-several sizes, then all links of a mechanism at once; stores run together with copies between the same GPUs.
+its own memory, with the bytes around the moved ones, behind nothing but an event, as in operations: the host waits only
+for what it has read. Each link is tested alone at several sizes, then all links of a mechanism at once; stores run
+together with copies between the same GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from tpplan.exec.links.report import Route
 
 #: Version of cached verdicts: increase it when this probe may find faults that an older one missed.
-PROBE_VERSION = 2
+PROBE_VERSION = 3
 
 KIB, MIB = 2**10, 2**20
 
@@ -44,6 +45,10 @@ _COMPLEMENT = bytes(range(255, -1, -1))
 B = TypeVar("B")
 
 
+class PeersExhaustedError(Exception):
+    """The driver can map the memory of no further GPU: it maps eight at most, whatever the link between two is like."""
+
+
 class Driver(Protocol[B]):
     """The operations that the probe needs on GPUs; ``B`` is a buffer in a GPU's memory."""
 
@@ -55,6 +60,9 @@ class Driver(Protocol[B]):
 
     def lacks(self, mechanism: Mechanism) -> str:
         """Return why a mechanism cannot be tested; empty if it can."""
+
+    def peers(self, a: int, b: int) -> bool:
+        """Return whether two GPUs can access each other's memory, according to the driver."""
 
     def prepare(self) -> None:
         """Do slow preparations in the process that tests."""
@@ -72,14 +80,19 @@ class Driver(Protocol[B]):
     def read(self, buffer: B, size: int) -> bytes:
         """Return the first bytes of a buffer, by its GPU's own path."""
 
-    def move(self, moves: Mapping[Mechanism, Sequence[tuple[B, B]]], part: slice) -> None:
-        """Move a part of each source to the same part of its target, all at the same time; they are there on return.
+    def move(self, moves: Mapping[Mechanism, Sequence[tuple[B, B, B]]], part: slice) -> None:
+        """Move a part of each source to the same part of its target, all at the same time.
 
-        It may raise, and may never return.
+        Each target's GPU reads the whole target behind the move, ordered by nothing but an event, and stores what it
+        has read. That is complete on return. It may raise, and may never return.
 
         Args:
-            moves: (source, target) by the mechanism that moves them.
+            moves: (source, target, what the target's GPU has read, a buffer of that GPU), by the mechanism that moves.
             part: bytes from ``start`` to ``stop``; for other mechanisms than ``copy`` multiples of 16.
+
+        Raises:
+            MemoryError: a GPU has too little free memory; nothing was moved.
+            PeersExhaustedError: nothing was moved.
         """
 
 
@@ -91,11 +104,11 @@ def probe(
     Args:
         driver: driver of the GPUs.
         routes: routes to test; the driver lacks none of their mechanisms.
-        verified: other routes, known to work.
+        verified: other routes, known to work. Those of a mechanism that is tested take part when all are used at once.
 
     Yields:
         Before every step, the routes that it tests, which are at fault if it hangs: none if a GPU is used by itself.
-        For each route a verdict, as soon as it is final.
+        For each route a verdict, as soon as it is final; also for the verified ones that take part.
 
     Raises:
         Exception: an error of the driver, which may be unable to go on, so the next test needs a new process. If no
@@ -108,15 +121,16 @@ def probe(
         yield ()
         _use_alone(driver, contents, gpu)
     for mechanism in Mechanism:
-        passed: list[Route] = []
-        for route in (route for route in routes if route[0] == mechanism):
+        passed = [route for route in verified if route[0] == mechanism]
+        tested = [route for route in routes if route[0] == mechanism]
+        for route in tested:
             yield (route,)
             parts = [*alone, *ODD] if mechanism == Mechanism.COPY else alone
             if fault := _faults(driver, contents, (route,), parts)[route]:
                 yield _link(route, fault)
             else:
                 passed.append(route)
-        if passed:
+        if tested and passed:
             yield tuple(passed)
             besides = copies & {(Mechanism.COPY, a, b) for _, a, b in passed} if mechanism == Mechanism.STORE else ()
             faults = _faults(driver, contents, passed, together, sorted(besides))
@@ -167,25 +181,35 @@ def _faults(
     at_once = f" with {len(every)} links at once" if len(every) > 1 else ""
     size = max(part.stop for part in parts) + GUARD
     try:
-        ends = [(driver.allocate(a, size), driver.allocate(b, size)) for _, a, b in every]
+        ends = [(driver.allocate(a, size), driver.allocate(b, size), driver.allocate(b, size)) for _, a, b in every]
     except MemoryError as error:
-        return dict.fromkeys(routes, (Verdict.UNTESTED, f"no memory for the test: {error}"))
-    moves: dict[Mechanism, list[tuple[B, B]]] = {}
+        return dict.fromkeys(routes, _no_memory(error))
+    moves: dict[Mechanism, list[tuple[B, B, B]]] = {}
     for route, move in zip(every, ends, strict=True):
         moves.setdefault(route[0], []).append(move)
     for part in parts:
         drawn = [contents.draw(part.stop + GUARD) for _ in every]
-        for (source, target), (data, poison) in zip(ends, drawn, strict=True):
+        for (source, target, read), (data, poison) in zip(ends, drawn, strict=True):
             driver.write(source, data)
-            driver.write(target, poison)
-        driver.move(moves, part)
-        for (mechanism, a, b), (_, target), (data, poison) in zip(every, ends, drawn, strict=True):
-            if what := _difference(driver.read(target, part.stop + GUARD), data, poison, part):
+            for buffer in (target, read):
+                driver.write(buffer, poison)
+        try:
+            driver.move(moves, part)
+        except MemoryError as error:
+            return dict.fromkeys(routes, _no_memory(error))
+        except PeersExhaustedError as error:
+            return dict.fromkeys(routes, (Verdict.UNTESTED, f"not possible now: {error}"))
+        for (mechanism, a, b), (*_, read), (data, poison) in zip(every, ends, drawn, strict=True):
+            if what := _difference(driver.read(read, part.stop + GUARD), data, poison, part):
                 route = routes[0][0], a, b
                 of = f" of {mechanism}" if mechanism != route[0] else ""
                 reason = f"{what} of {part.stop - part.start} bytes{of}{at_once}"
                 faults[route] = faults[route] or (Verdict.BROKEN, reason)
     return faults
+
+
+def _no_memory(error: MemoryError) -> _Fault:
+    return Verdict.UNTESTED, f"no memory for the test: {error}"
 
 
 def _difference(got: bytes, sent: memoryview, poison: memoryview, part: slice) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from functools import cached_property
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 
 class Mechanism(StrEnum):
@@ -18,7 +18,7 @@ class Mechanism(StrEnum):
 
 
 class Verdict(StrEnum):
-    """The result of a probe."""
+    """The result of a probe; ``untested`` says nothing of the hardware."""
 
     WORKS = "works"
     BROKEN = "broken"
@@ -59,7 +59,7 @@ class LinkReport:
 
     Attributes:
         gpus: UUIDs of the GPUs, by index.
-        links: one link per route, in the order of :func:`routes`.
+        links: one link per route between the GPUs that were asked for, in the order of :func:`routes`.
     """
 
     gpus: tuple[str, ...]
@@ -76,13 +76,6 @@ class LinkReport:
     @cached_property
     def _working(self) -> frozenset[Route]:
         return frozenset(link.route for link in self.links if link.verdict == Verdict.WORKS)
-
-    def reordered(self, gpus: tuple[str, ...]) -> LinkReport:
-        """Return the same verdicts for another order of the same GPUs, which have distinct UUIDs."""
-        index = [gpus.index(gpu) for gpu in self.gpus]
-        moved = (evolve(link, source=index[link.source], target=index[link.target]) for link in self.links)
-        order = {route: i for i, route in enumerate(routes(len(gpus)))}
-        return LinkReport(gpus, tuple(sorted(moved, key=lambda link: order[link.route])))
 
 
 def routes(gpus: int) -> tuple[Route, ...]:

@@ -36,8 +36,7 @@ def survey(busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullc
         DeviceError: torch sees no GPU.
         ExecutionError: a GPU has too little memory, or fails.
     """
-    with busy("testing the links"):
-        report = link_report(use_cache=False)
+    report = link_report(use_cache=False)  # which logs that it tests them
     if not report.gpus:
         raise DeviceError("torch sees no GPU on this machine", "tpplan devices asks the drivers instead of torch")
     measured: list[Thresholds] = []
