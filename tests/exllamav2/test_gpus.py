@@ -98,6 +98,18 @@ def test_matched_by_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tp.kv_split == [(0, 0, 4), (1, 4, 6)]
 
 
+def test_instances_of_a_gpu_are_not_matched_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MIG instances share a PCI address, which therefore does not tell which of them torch shows."""
+    _machine(monkeypatch, ("aa",))
+    monkeypatch.setattr(
+        gpus, "probe", lambda: nvml.read(Replay("nvidia_mig"), {"CUDA_VISIBLE_DEVICES": "MIG-c0,MIG-c1"}, 1)
+    )
+    one = SimpleNamespace(uuid="aa", pci_domain_id=0, pci_bus_id=7, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: one)
+    with pytest.raises(DeviceError, match="which is none of torch's 1 GPUs"):
+        TPContext(small_model(), None)
+
+
 def test_own_tensors_are_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's report counts this process's memory as free; what its tensors take of it is not."""
     _machine(monkeypatch, (SMALL, LARGE))
