@@ -89,11 +89,7 @@ def compile_together(
         check()
         here = _Here.of(meeting, plan, _own(own, plan, used, meeting), backend, devices)
         lacks = differences(plan, here.found, scratch=scratch, weights_loaded=weights_loaded)
-        failures = [*here.problems, *lacks, *mismatches(plan, model, max_rows, dtype)]
-        if transport not in _TRANSPORTS:
-            failures.append(f"transport: {transport} is not for several processes, {' or '.join(_TRANSPORTS)} is")
-        if transport == "peer" and backend == "cpu":
-            failures.append("transport: peer is between GPUs, these devices are virtual")
+        failures = [*here.problems, *lacks, *mismatches(plan, model, max_rows, dtype), *_unfit(transport, backend)]
     except Exception as error:  # noqa: BLE001 (whatever it is)
         message, hint = said_of(error)
         failures = [message]
@@ -155,6 +151,15 @@ def compile_together(
             context.close()
         raise ExecutionError(f"{refused}:{listed(failures)}", next((hint for _, hint in told if hint), _HINT))
     return context
+
+
+def _unfit(transport: str, backend: str) -> list[str]:
+    """Return why several processes cannot use a transport, if they cannot."""
+    if transport not in _TRANSPORTS:
+        return [f"transport: {transport} is not for several processes, {' or '.join(_TRANSPORTS)} is"]
+    if transport == "peer" and backend == "cpu":
+        return ["transport: peer is between GPUs, these devices are virtual"]
+    return []
 
 
 @frozen
