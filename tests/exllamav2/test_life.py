@@ -18,16 +18,24 @@ from tests.exllamav2.models import (
     LLAMA,
     finalized,
     noise,
+    overlap,
     parts_of,
     small_model,
 )
+from tpplan import workspace
 from tpplan.errors import DeviceError, ExecutionError, RequestError
+from tpplan.exec import compiler
+from tpplan.exec.arena import Arena
+from tpplan.exec.cpu import VirtualDevices
+from tpplan.exec.links.tuning import Tuning
+from tpplan.exec.transports import Choice
 from tpplan.exllamav2 import (
     BROADCAST_ID,
     BROADCAST_KV,
     BROADCAST_Q,
     BROADCAST_RS,
     TPContext,
+    areas,
     compat,
     pairwise,
     safe_move_tensor,
@@ -37,6 +45,8 @@ from tpplan.exllamav2 import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tpplan.plan import SplitPlan
 
 
 def _calls(tp: TPContext) -> dict[str, Any]:
@@ -68,7 +78,7 @@ def _memory_calls(tp: TPContext) -> dict[str, Any]:
 
 
 def test_life() -> None:
-    """Before ``finalize`` and after ``unload`` there are splits and scratch; what moves data is an error that says why."""
+    """Before ``finalize`` and after ``unload`` there are splits and scratch; what moves data is refused."""
     tp = TPContext(small_model(), [1.0, 1.0], backend="cpu")
     for _ in range(2):
         assert (tp.ext_tp_context, tp.pinned_temp, tp.sin, tp.cos) == (None, None, None, None)
@@ -94,6 +104,113 @@ def test_life() -> None:
             assert context is not None
             with pytest.raises(ExecutionError, match="the context is closed"):
                 context.synchronize()
+
+
+def test_scratch_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices from before ``finalize`` stay valid, and those after it are in the same memory, until ``unload``."""
+    made: list[int] = []
+
+    def counted(size: int, *arguments: Any) -> Arena:
+        made.append(size)
+        return Arena(size, *arguments)
+
+    monkeypatch.setattr(areas, "Arena", counted)
+    tp = TPContext(small_model(), [2.0, 0.0, 1.0], backend="cpu")
+    assert made == []
+    tp.begin_scratch_alloc_tp()
+    tp.reserve_scratch([64, 0, 64])
+    slices = tp.get_scratch_slice_tp(3, HALF, BROADCAST_KV)
+    for tensor in slices:
+        tensor.fill_(7)
+    planned = [area.scratch_bytes for area in workspace.areas(tp.plan.splits, "float16", tp.plan.request)]
+    assert made == planned
+    for _ in range(2):
+        tp.finalize()
+        assert tp.context is not None
+        sizes = {device.arena.size_bytes for device in tp.context.devices.values()}
+        assert sizes == {m.workspace_bytes - size for m, size in zip(tp.plan.memory, planned, strict=True)}
+        later = tp.get_scratch_slice_tp(3, HALF, BROADCAST_KV)
+        assert not any(overlap(a, b) for a, b in zip(slices, later, strict=True))
+        assert {float(x) for tensor in slices for x in (tensor.min(), tensor.max())} == {7}
+        tp.begin_scratch_alloc_tp()
+        tp.reserve_scratch([64, 0, 64])
+        again = tp.get_scratch_slice_tp(3, HALF, BROADCAST_KV)
+        assert [x.data_ptr() for x in again] == [x.data_ptr() for x in slices]
+    assert made == planned
+    tp.unload()
+    tp.finalize()
+    assert made == planned * 2
+    tp.define_split([1.0, 2.0])
+    tp.get_scratch_slice_tp(3, HALF, BROADCAST_KV)
+    assert len(made) == 3 * len(planned)
+
+
+def test_scratch_that_fails_leaves_nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a device has no memory for its scratch, the error says so, no other has any, and nothing is finalized."""
+    arenas: list[Arena] = []
+
+    def second_fails(size: int, place: torch.device, name: str) -> Arena:
+        if len(arenas) % 2:
+            arenas.clear()
+            raise ExecutionError(f"{name}: cannot allocate {size} bytes", "free memory there")
+        arenas.append(Arena(size, place, name))
+        return arenas[-1]
+
+    monkeypatch.setattr(areas, "Arena", second_fails)
+    tp = TPContext(small_model(), [1.0, 1.0], backend="cpu")
+    for call in (lambda: tp.get_scratch_slice_tp(1, HALF, BROADCAST_KV), tp.finalize):
+        with pytest.raises(ExecutionError, match=r"device 1 \(GPU 1\): cannot allocate"):
+            call()
+        assert (tp.context, tp.ext_tp_context) == (None, None)
+    monkeypatch.setattr(areas, "Arena", Arena)
+    tp.finalize()
+    assert tp.ext_tp_context is not None
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Make this machine look as if it had two GPUs, whose memory is that of the host.
+
+    Returns:
+        Bytes on each: ``free``, in tensors of this process (``held``), and kept by torch for others (``kept``).
+    """
+    memory = {"free": 0, "held": 0, "kept": 0}
+
+    def on_host(plan: SplitPlan, _: Any, __: Any, **keys: Any) -> Any:
+        return build(plan, [torch.device("cpu")] * 2, VirtualDevices, **keys)
+
+    build = compiler.build
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (memory["free"], 2**40))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: memory["held"])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: memory["held"] + memory["kept"])
+    monkeypatch.setattr(compiler, "choose", lambda *_: (Choice("events"), []))
+    monkeypatch.setattr(compiler, "build", on_host)
+    monkeypatch.setattr(compiler, "stored", lambda *_: (Tuning(), "as given"))
+    monkeypatch.setattr(areas, "Arena", lambda size, _, name: Arena(size, "cpu", name))
+    return memory
+
+
+def test_memory_that_holds_the_weights_is_not_missing(cards: dict[str, int]) -> None:
+    """A card that weights, cache and scratch fill has only to have the rest of the workspace free."""
+    tp = TPContext(small_model(), [1.0, 1.0])
+    entry = tp.plan.memory[0]
+    scratch = workspace.areas(tp.plan.splits, "float16", tp.plan.request)[0].scratch_bytes
+    rest = entry.workspace_bytes - scratch
+    tp.begin_scratch_alloc_tp()
+    tp.get_scratch_slice_tp(1, HALF, BROADCAST_KV)
+    cards |= {"free": rest - 1, "held": entry.weights_bytes + entry.cache_bytes + scratch}
+    with pytest.raises(ExecutionError, match=r"devices\[0\] \(GPU 0\), here GPU: the workspace needs .* are free"):
+        tp.finalize()
+    for free, kept in ((rest, 0), (0, rest)):
+        cards |= {"free": free, "kept": kept}
+        for _ in range(2):
+            tp.finalize()
+            assert tp.ext_tp_context is not None
+        tp.unload()
 
 
 def test_the_handle_is_no_address() -> None:
