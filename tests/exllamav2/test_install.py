@@ -147,6 +147,7 @@ def ext(monkeypatch: pytest.MonkeyPatch) -> Iterator[Extension]:
     _module(monkeypatch, "exllamav2.compat", **moves)
     _module(monkeypatch, "exllamav2.tensor_p", TPContext=context)
     _module(monkeypatch, "exllamav2.model", TPContext=context, safe_move_tensor=moves["safe_move_tensor"])
+    monkeypatch.setitem(sys.modules, "exllamav2.server", None)  # not to be imported
     _module(monkeypatch, "flash_attn_2_cuda", fwd_kvcache=_fwd_kvcache)
 
     def addresses(layer: Any, names: Sequence[str]) -> Iterator[list[int]]:
@@ -207,7 +208,7 @@ def test_flows(ext: Extension, gpu_split: tuple[float, ...], keys: dict[str, Any
 
 def test_names(ext: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
     """ExLlamaV2's modules have our names while installed, also those imported meanwhile, and theirs after that."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("exllamav2")]
+    modules = [module for name, module in sys.modules.items() if name.startswith("exllamav2") and module is not None]
     before = [dict(vars(module)) for module in (ext, *modules)]
     uninstall()
     for _ in range(2):
