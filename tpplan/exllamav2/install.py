@@ -92,7 +92,9 @@ def _extension() -> ModuleType:
 
 def _modules(ext: ModuleType) -> list[ModuleType]:
     """Return the extension and all modules of ExLlamaV2 that are imported."""
-    return [ext, *(module for name, module in sys.modules.items() if name.partition(".")[0] == "exllamav2")]
+    modules: dict[str, Any] = sys.modules  # None stands for one that must not be imported
+    theirs = (module for name, module in modules.items() if name.partition(".")[0] == "exllamav2")
+    return [ext, *filter(None, theirs)]
 
 
 def _by_handle(ours: Callable[..., None], original: Callable[..., Any]) -> Callable[..., Any]:
