@@ -65,7 +65,7 @@ class Functions:
     ) -> None:
         """Gather parts into a host buffer, or with a split to go to into one tensor on each of its devices."""
         if target_kind < 0:
-            handle.tp_context.gather(buffer, inputs, kind, dim)
+            handle.tp_context.gather_pinned(buffer, inputs, kind, dim)
         else:
             handle.tp_context.allgather(buffer, inputs, kind, target_kind, dim, out=targets)
 
@@ -133,7 +133,7 @@ class Functions:
         tp.allgather(1, gate, BROADCAST_ID, BROADCAST_ID, out=whole)
         self._multiply(whole, down_proj, down)
         tp.add_residual(down, residual, BROADCAST_RS)
-        tp.gather(0, down, BROADCAST_RS)
+        tp.gather_pinned(0, down, BROADCAST_RS)
 
     def tp_attn_forward_(  # noqa: PLR0917
         self,
@@ -185,7 +185,7 @@ class Functions:
         tp.allgather(1, o, BROADCAST_Q, BROADCAST_Q, head_dim, out=whole)
         self._multiply(whole, o_proj, o)
         tp.add_residual(o, residual, BROADCAST_Q, head_dim)
-        tp.gather(0, o, BROADCAST_Q, head_dim)
+        tp.gather_pinned(0, o, BROADCAST_Q, head_dim)
 
     def tp_attn_forward_paged_(self, handle: Handle, *arguments: Any) -> None:
         """Run attention like :meth:`tp_attn_forward_`, with the blocks of a paged cache before the last argument."""

@@ -121,6 +121,26 @@ class TPContext(Splits):
         self._buffers(buffer).leave(buffer, whole)
         return whole
 
+    def gather_pinned(self, buffer: int, inputs: Sequence[Tensor], broadcast_type: int, dim: int = 1) -> None:
+        """Copy the parts of all devices of a split to the start of a host buffer, without waiting for them.
+
+        Operations of this context that read the buffer wait; for all else, call :meth:`wait_streams` first.
+
+        Args:
+            buffer: 0 or 1; see :meth:`get_pinned`.
+            inputs: ``[rows, elements × dim]`` on each device of the split.
+            broadcast_type: of the split.
+            dim: columns per element.
+
+        Raises:
+            ExecutionError: the buffer is too small, or see :meth:`broadcast`.
+            RequestError: there is no such type.
+        """
+        with self._using(buffer) as context:
+            shape = *inputs[0].shape[:-1], self.get_split(broadcast_type)[-1][2] * dim
+            whole = self._buffers(buffer).view(buffer, shape, inputs[0].dtype)
+            context.gather(inputs, axis_of(broadcast_type), dim=dim, out=whole)
+
     def allgather(
         self,
         buffer: int,
