@@ -332,10 +332,13 @@ def test_usage_examples_of_compat() -> None:
 def test_the_python_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The example of docs/exllamav2.md runs as it stands, prints what its comment says, and leaves no file."""
+    """The page's first example, which needs no ExLlamaV2, runs as it stands and prints what its comment says.
+
+    It leaves no file.
+    """
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[2] / "docs/exllamav2.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[0]
     exec(code, {})  # noqa: S102 (our own)
     (promised,) = re.findall(r"^print\(.*?\)  # (.*)$", code, re.MULTILINE)
     assert capsys.readouterr().out == f"{promised}\n"

@@ -7,6 +7,7 @@ and likewise ``exllamav2.compat``. What differs, and why, is in docs/exllamav2.m
 from __future__ import annotations
 
 from tpplan.exllamav2.compat import gpu_peer_copy, pairwise, safe_move_tensor, test_gpu_peer_copy
+from tpplan.exllamav2.install import install, uninstall
 from tpplan.exllamav2.tensor_p import BROADCAST_ID, BROADCAST_KV, BROADCAST_Q, BROADCAST_RS, BROADCAST_VC, TPContext
 
 __all__ = [
@@ -17,7 +18,9 @@ __all__ = [
     "BROADCAST_VC",
     "TPContext",
     "gpu_peer_copy",
+    "install",
     "pairwise",
     "safe_move_tensor",
     "test_gpu_peer_copy",
+    "uninstall",
 ]

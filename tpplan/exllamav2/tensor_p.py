@@ -70,7 +70,15 @@ class TPContext(Splits):
     def _handle(self) -> Handle:
         return Handle(self)
 
-    def broadcast(self, buffer: int, input_tensor: Tensor, broadcast_type: int, dim: int = 1) -> list[Tensor]:  # noqa: ARG002
+    def broadcast(
+        self,
+        buffer: int,
+        input_tensor: Tensor,
+        broadcast_type: int,
+        dim: int = 1,  # noqa: ARG002
+        *,
+        out: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
         """Copy a tensor to every device of a split.
 
         Args:
@@ -78,6 +86,7 @@ class TPContext(Splits):
             input_tensor: ``[..., columns]`` of any dtype, on a device of the plan or in host memory.
             broadcast_type: whose devices get it.
             dim: without effect, as in the original.
+            out: preallocated tensors for the results.
 
         Returns:
             A tensor like the input on each device.
@@ -87,7 +96,7 @@ class TPContext(Splits):
             RequestError: there is no such type.
         """
         with self._using(buffer) as context:
-            return list(context.broadcast(input_tensor, axis_of(broadcast_type)))
+            return list(context.broadcast(input_tensor, axis_of(broadcast_type), out=out))
 
     def gather(self, buffer: int, inputs: Sequence[Tensor], broadcast_type: int, dim: int = 1) -> Tensor:
         """Copy the parts of all devices of a split into one tensor in host memory.
@@ -111,7 +120,14 @@ class TPContext(Splits):
         return whole
 
     def allgather(
-        self, buffer: int, inputs: Sequence[Tensor], broadcast_type_g: int, broadcast_type_b: int, dim: int = 1
+        self,
+        buffer: int,
+        inputs: Sequence[Tensor],
+        broadcast_type_g: int,
+        broadcast_type_b: int,
+        dim: int = 1,
+        *,
+        out: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         """Copy the parts of all devices of one split into one tensor on every device of another.
 
@@ -121,6 +137,7 @@ class TPContext(Splits):
             broadcast_type_g: of the parts.
             broadcast_type_b: whose devices get the whole.
             dim: columns per element of the parts' axis.
+            out: preallocated tensors for the results.
 
         Returns:
             ``[rows, size × dim]`` on each device of ``broadcast_type_b``, with the size of the parts' axis.
@@ -130,7 +147,8 @@ class TPContext(Splits):
             RequestError: there is no such type.
         """
         with self._using(buffer) as context:
-            return list(context.allgather(inputs, axis_of(broadcast_type_g), axis_of(broadcast_type_b), dim=dim))
+            axes = axis_of(broadcast_type_g), axis_of(broadcast_type_b)
+            return list(context.allgather(inputs, *axes, dim=dim, out=out))
 
     def all_reduce(self, buffer: int, tensors: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
         """Add up tensors over all devices in use, onto each device's residual in place (``tp_all_reduce``).
