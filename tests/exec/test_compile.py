@@ -22,10 +22,12 @@ from tpplan.check import check
 from tpplan.codec import fingerprint
 from tpplan.devices import Device
 from tpplan.errors import ExecutionError, PlanError, RequestError
+from tpplan.exec import compiler
 from tpplan.exec.arguments import seconds
-from tpplan.exec.machine import Found, differences
+from tpplan.exec.machine import Found, differences, look_at
 from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope
+from tpplan.exec.transports import Choice
 from tpplan.plan import Cache, SplitPlan
 from tpplan.sizes import format_bytes
 from tpplan.workspace import areas, workspace_bytes
@@ -128,6 +130,7 @@ def test_cuda_devices_are_different_ones(plan: SplitPlan, monkeypatch: pytest.Mo
         ({"dtype": 0}, "dtype is 0, expected a torch.dtype"),
         ({"scratch": 0}, "scratch is 0, expected True or False"),
         *(({"timeout": each}, r"timeout is .*, expected 0\.001 to 86400 seconds") for each in TIMEOUTS),
+        ({"weights_loaded": 1}, "weights_loaded is 1, expected True or False"),
         ({"backend": "cpu", "transport": "nvlink"}, "unknown transport 'nvlink', expected auto, peer, host, events"),
     ],
 )
@@ -222,6 +225,57 @@ def test_differences_of_the_machine(plan: SplitPlan) -> None:
     other = [Found("A100", needed[0], "8.0"), Found("A100", 0, "8.0")]
     assert differences(named, other)[0].endswith("here A100: planned for capability 8.9, has 8.0")
     assert len(differences(named, other)) == 2
+
+
+@pytest.mark.parametrize("scratch", [True, False])
+def test_weights_that_are_loaded_need_not_be_free(plan: SplitPlan, *, scratch: bool) -> None:
+    """Then only the workspace has to be, without the scratch if that is not allocated."""
+    rooms = areas(plan.splits, plan.model.dtype, plan.request)
+    needed = [room.total_bytes - (0 if scratch else room.scratch_bytes) for room in rooms]
+    enough = [Found("GPU", size, "9.0", held_bytes=2**30) for size in needed]
+    assert differences(plan, enough, scratch=scratch, weights_loaded=True) == []
+    short = [evolve(here, free_bytes=here.free_bytes - 1) for here in enough]
+    for i, text in enumerate(differences(plan, short, scratch=scratch, weights_loaded=True)):
+        assert text.startswith(f"devices[{i}] ({plan.devices[i].name}), here GPU: the workspace needs ")
+        assert text.endswith(" are free, this process holds 1.00 GiB")
+    assert len(differences(plan, short, scratch=scratch, weights_loaded=True)) == 2
+    assert len(differences(plan, enough, scratch=scratch)) == 2
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this machine look as if it had two GPUs with 5 MiB free, and torch had 7 MiB there, 4 of them in tensors."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5 * MIB, 2**40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 7 * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 4 * MIB)
+    monkeypatch.setattr(compiler, "choose", lambda *_: (Choice("events"), []))
+
+
+@pytest.mark.usefixtures("cards")
+def test_what_torch_keeps_for_tensors_to_come_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver counts it as taken; an allocator without such figures has none of it."""
+    assert look_at(torch.device("cuda", 1)) == Found("GPU", 8 * MIB, "9.0", held_bytes=4 * MIB)
+
+    def unknown(_: object) -> int:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", unknown)
+    assert look_at(torch.device("cuda", 1)) == Found("GPU", 5 * MIB, "9.0")
+
+
+@pytest.mark.usefixtures("cards")
+def test_who_has_loaded_weights_is_told_how_to_say_so(plan: SplitPlan) -> None:
+    """Where memory is missing and this process holds some, the hint names the argument, once."""
+    with pytest.raises(ExecutionError, match=r"this process holds 4\.00 MiB") as error:
+        tpx.compile(plan, backend="cuda")
+    assert error.value.hint.startswith("if this process holds the plan's weights, pass weights_loaded=True; ")
+    with pytest.raises(ExecutionError, match="the workspace needs") as error:
+        tpx.compile(plan, backend="cuda", weights_loaded=True, scratch=False)
+    assert "weights_loaded" not in error.value.hint
 
 
 def test_reserved_memory_need_not_be_free(plan: SplitPlan) -> None:
