@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tpplan.exec.programs.program import Buffer, Program
     from tpplan.plan import SplitPlan
 
-#: Seconds that an error may take: kernels give up after about ten, counted in cycles.
-_MOST = 15
+#: How long kernels wait, and how long an error may take, in seconds.
+_TIMEOUT, _MOST = 10.0, 15
 #: Bytes that a closed context may keep: no workspace is as small.
 _LITTLE = 2**20
 
@@ -86,7 +86,7 @@ def lose(plan: SplitPlan, transport: str, rows: int = 1) -> Loss:
     made: list[_Losing] = []
 
     def start(memory: Memory) -> _Losing:
-        made.append(_Losing(memory, used, transport=transport))
+        made.append(_Losing(memory, used, transport=transport, timeout=_TIMEOUT))
         return made[-1]
 
     dtype = getattr(torch, plan.model.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 from unittest.mock import Mock, patch
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from tpplan.plan import SplitPlan
 
 NEW = 6
+#: What a decoder makes last.
+GRAPHS = "tpplan.decoder.model.graphs_of"
 
 #: Cuts in which each device lacks some axis: heads, intermediate, vocabulary or residual columns.
 LACKING: dict[Axis, tuple[int, ...]] = {
@@ -93,6 +96,25 @@ def test_processes_agree_on_how_they_go_on() -> None:
             return facts, agreed(context, []), context.tell(context.process), context.processes
 
         assert together.run(tell) == [([True, False, False, False], [], [0, 1], 2)] * 2
+
+
+def test_a_decoder_is_ready_when_all_are() -> None:
+    """No kernel of a process waits for another one that still compiles its own."""
+    model = model_of("llama")
+    plan = plan_of(model.directory, 2, request_of(), {}, seed=4)
+    made: list[int] = []
+
+    def compile_slowly(decoder: Decoder, *_: object, **__: object) -> None:
+        time.sleep(0.3 * decoder.context.process)
+        made.append(decoder.context.process)
+
+    with Together(plan, [[device] for device in used(plan)]) as together, patch(GRAPHS, compile_slowly):
+
+        def make(context: TPContext) -> list[int]:
+            Decoder(context, model.directory, load_weights(plan, model.directory, context), cache="fp32")
+            return sorted(made)
+
+        assert together.run(make) == [[0, 1]] * 2
 
 
 def test_a_graph_is_one_of_all_processes(caplog: pytest.LogCaptureFixture) -> None:

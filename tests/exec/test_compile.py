@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +22,7 @@ from tpplan.check import check
 from tpplan.codec import fingerprint
 from tpplan.devices import Device
 from tpplan.errors import ExecutionError, PlanError, RequestError
+from tpplan.exec.arguments import seconds
 from tpplan.exec.machine import Found, differences
 from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MIB = 2**20
+#: What is no time-out.
+TIMEOUTS: tuple[Any, ...] = (0, -1, 0.0, 1e-4, 86_401, 10**400, -(10**9999), 1e400, -1e400, float("nan"), True, "10")
+TIMEOUTS += (1j, timedelta(0), timedelta(days=-1), timedelta.max, [10], Decimal(10))
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +127,7 @@ def test_cuda_devices_are_different_ones(plan: SplitPlan, monkeypatch: pytest.Mo
         ({"dtype": "half"}, "dtype is 'half', expected a torch.dtype"),
         ({"dtype": 0}, "dtype is 0, expected a torch.dtype"),
         ({"scratch": 0}, "scratch is 0, expected True or False"),
+        *(({"timeout": each}, r"timeout is .*, expected 0\.001 to 86400 seconds") for each in TIMEOUTS),
         ({"backend": "cpu", "transport": "nvlink"}, "unknown transport 'nvlink', expected auto, peer, host, events"),
     ],
 )
@@ -131,6 +138,16 @@ def test_arguments_without_meaning_are_told_what_has_one(
     with pytest.raises(RequestError, match=message) as error:
         tpx.compile(plan, **arguments)
     assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(1, 1.0), (0.001, 0.001), (86_400, 86_400.0), (timedelta(minutes=5), 300.0), (timedelta(milliseconds=1), 0.001)],
+)
+def test_a_timeout_is_in_seconds(given: Any, expected: float, plan: SplitPlan) -> None:
+    """It is a number or a timedelta, as of a process group; virtual devices take it, though they never wait."""
+    assert seconds("timeout", given) == expected
+    tpx.compile(plan, backend="cpu", timeout=given).close()
 
 
 def test_a_plan_is_a_plan() -> None:

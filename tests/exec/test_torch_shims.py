@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 from weakref import ref
 
 import pytest
 import torch
+from torch import distributed
 
-from tpplan.exec.torch_shims import alike
+from tpplan.exec.torch_shims import alike, timeout_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CHECK = alike([torch.zeros(3, 4)])
 
 
 class _Other(torch.Tensor):
     """A class of tensors of its own."""
+
+
+@pytest.mark.parametrize("seconds", [5, 90])
+def test_the_timeout_of_a_process_group(seconds: int, tmp_path: Path) -> None:
+    """It is what the group was made with, not what torch.distributed has by default; of other groups it is unknown."""
+    wait = timedelta(seconds=seconds)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=wait)
+    try:
+        world = distributed.group.WORLD
+        assert world is not None
+        assert timeout_of(world, torch.device("cpu")) == seconds
+        later = distributed.new_group([0], timeout=timedelta(seconds=7))
+        assert timeout_of(later, torch.device("cpu")) == 7
+    finally:
+        distributed.destroy_process_group()
+    unknown: Any = Mock(_get_backend=lambda _: object())
+    assert timeout_of(unknown, torch.device("cpu")) is None
 
 
 def _sparse(layout: torch.layout) -> torch.Tensor:

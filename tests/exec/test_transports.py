@@ -105,6 +105,17 @@ def test_other_pairs_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(PLACES[:2], "auto") == (Choice("peer"), [])
 
 
+def test_links_between_gpus_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are found by UUID, whatever the order; only this process's own GPU has to be one that it sees."""
+    _break(monkeypatch, [(FLAG, 2, 0)])
+    assert choose(PLACES[:1], "auto", ["c", "b"]) == (Choice("peer"), [])
+    choice, problems = choose(PLACES[:1], "auto", ["a", "c"])
+    assert (choice.transport, problems) == ("events", [])
+    assert choice.notes[0].startswith("peer is not verified: flag 2 to 0")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert not choose(PLACES[:1], "auto", ["b", "c"])[0].waits
+
+
 def test_a_pair_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots need no reading from peers, so they stay; what is larger goes by events, on all devices."""
     _break(monkeypatch, [(LOAD, 2, 0)])

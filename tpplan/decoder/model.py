@@ -149,6 +149,7 @@ class Decoder:
             turns = joint and context.transport != "peer" and context.processes == 1 and context.can_capture
         self._in_turns = turns
         self.prompt_graphs = graphs_of(self, self._settings.attention_cap, graphs=graphs)
+        context.tell(None)  # a process may have compiled kernels for longer than those of the others would wait for it
 
     @property
     def context(self) -> TPContext:

@@ -11,6 +11,7 @@ import torch
 from attrs import evolve
 
 from tpplan.errors import ExecutionError, RequestError
+from tpplan.exec.arguments import seconds
 from tpplan.exec.binding import Memory
 from tpplan.exec.choices import BACKENDS, TRANSPORTS_OR_AUTO, check_choice
 from tpplan.exec.context import TPContext
@@ -37,6 +38,7 @@ from tpplan.workspace import FLAG_BYTES, FRAME_SLOT_BYTES, HOST_SLOT_BYTES, area
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from datetime import timedelta
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
@@ -50,6 +52,8 @@ Areas = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 #: The default transport of virtual devices: it makes the fewest copies.
 _PLAINEST = "events"
+#: How long kernels of one process wait for each other by default, in seconds.
+_TIMEOUT = 10.0
 #: For arguments of :func:`compile`: their types, and the wording of errors about them.
 _KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
     "devices": ((list, tuple, range), "a list with one for each of the plan's", 'a list such as ["cuda:0", "cuda:1"]'),
@@ -74,6 +78,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     scratch: bool = True,
     group: ProcessGroup | None = None,
     own: Sequence[int] | None = None,
+    timeout: float | timedelta | None = None,
 ) -> TPContext:
     """Check a plan against the machine and allocate everything that its operations need.
 
@@ -98,6 +103,9 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         group: processes of torch.distributed; by default all processes, if ``own`` is given.
         own: indices of the plan's devices that this process owns; by default, the devices in use are dealt out in
             order, equally many to each process of ``group``.
+        timeout: how long a kernel waits for another device before the context fails, and :meth:`TPContext.close` for
+            other processes, in seconds or as a timedelta: a millisecond to a day. By default 10 seconds; in several
+            processes the time-out of ``group``, at most a minute.
 
     Returns:
         A context; closing it frees everything.
@@ -112,7 +120,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         raise RequestError(f"compile takes a plan, this is {type(plan).__name__}", "read its file with tpplan.load")
     _check_kinds({"own": own})
     arguments = {"devices": devices, "model": model, "dtype": dtype, "tuning": tuning, "scratch": scratch}
-    check = partial(_check_arguments, plan, backend, transport, arguments)
+    check = partial(_check_arguments, plan, backend, transport, arguments, timeout)
     has_others = own is not None or (group is not None and _has_several(group))
     if not has_others:
         check()
@@ -134,6 +142,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
             transport=transport,
             tuning=tuning,
             scratch=scratch,
+            timeout=timeout,
             check=check,
         )
     places, problems = places_for(plan, backend, devices)
@@ -155,7 +164,8 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         return made(VirtualDevices, transport=chosen, tuning=tuning)
     from tpplan.exec.gpu.cuda import CudaDevices  # noqa: PLC0415 (needs a driver)
 
-    start = partial(CudaDevices, places={i: places[i] for i in used}, transport=choice.transport)
+    patience = _TIMEOUT if timeout is None else seconds("timeout", timeout)
+    start = partial(CudaDevices, places={i: places[i] for i in used}, transport=choice.transport, timeout=patience)
     tuning, origin = (tuning, "as given") if tuning else stored(len(used), choice.transport)
     has_thresholds = len(used) > 1 and choice.transport != "events"
     notes = (*choice.notes, f"thresholds {origin}") if has_thresholds else choice.notes
@@ -177,7 +187,7 @@ def build(
     tuning: Tuning | None = None,
     notes: Sequence[str] = (),
     scratch: bool = True,
-    others: Mapping[int, torch.device] = MappingProxyType({}),
+    others: Mapping[int, int] = MappingProxyType({}),
     share: Callable[[Areas], Areas] = lambda _: {},
     meeting: Meeting | None = None,
 ) -> TPContext:
@@ -195,7 +205,7 @@ def build(
         tuning: thresholds; the built-in ones if not given.
         notes: notes for the user on how the transport and thresholds were chosen.
         scratch: whether to allocate the plan's scratch.
-        others: torch device, as this process sees it, for each device of another process to whose memory kernels write.
+        others: multiprocessors of each device of another process to whose memory kernels write.
         share: called with the control area and the exchange buffer of each device of this process, returns those of
             the others.
         meeting: the processes that the devices belong to, if there are several.
@@ -216,7 +226,7 @@ def build(
     peer_slot = slot_bytes(len(used))
     largest_message = (HOST_SLOT_BYTES if transport == "host" else peer_slot) if waits else 0
     if on_gpus and largest_message:
-        blocks = most_blocks([others.get(index, places[index]) for index in used], SLOT_BLOCKS)
+        blocks = most_blocks([places[i] for i in used if i not in others], SLOT_BLOCKS, others.values())
         largest_message = capacity(2 * largest_message, blocks)
     shared = {device.index: (device.control, device.exchange) for device in devices}
     shared |= share(shared)
@@ -253,7 +263,9 @@ def build(
         raise
 
 
-def _check_arguments(plan: SplitPlan, backend: str, transport: str, others: Mapping[str, object]) -> None:
+def _check_arguments(
+    plan: SplitPlan, backend: str, transport: str, others: Mapping[str, object], timeout: object
+) -> None:
     """Check the plan and the arguments of :func:`compile`.
 
     Raises:
@@ -264,6 +276,8 @@ def _check_arguments(plan: SplitPlan, backend: str, transport: str, others: Mapp
     check_choice("backend", backend, BACKENDS)
     check_choice("transport", transport, TRANSPORTS_OR_AUTO)
     _check_kinds(others)
+    if timeout is not None:
+        seconds("timeout", timeout)
 
 
 def _check_kinds(arguments: Mapping[str, object]) -> None:

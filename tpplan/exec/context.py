@@ -159,7 +159,7 @@ class TPContext(ContextOperations):
     def close(self) -> None:
         """Wait for all operations and free all memory, even after a failure; closing twice does nothing.
 
-        Several processes whose kernels write to each other's memory wait for each other, for ten seconds at most.
+        Several processes whose kernels write to each other's memory wait for each other, for their time-out at most.
 
         Raises:
             ExecutionError: a device timed out waiting for another, or the call comes from inside an operation.

@@ -14,6 +14,9 @@ from torch.nn.attention import SDPBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from datetime import timedelta
+
+    from torch.distributed import ProcessGroup
 
 
 #: At most one in this many of a device's multiprocessors is left free.
@@ -202,3 +205,10 @@ def expandable_segments(*, default: bool) -> bool:
         return default
     settings = torch.cuda.memory._snapshot()["allocator_settings"]  # noqa: SLF001
     return bool(settings.get("expandable_segments", default))
+
+
+def timeout_of(group: ProcessGroup, place: torch.device) -> float | None:
+    """Return the time-out of a process group's messages in memory of a kind of device, in seconds; None if unknown."""
+    options = getattr(group._get_backend(place), "options", None)  # noqa: SLF001
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return None if timeout is None else timeout.total_seconds()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, permutations
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,18 +45,19 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-def choose(places: Sequence[torch.device], wanted: str) -> tuple[Choice, list[str]]:
+def choose(places: Sequence[torch.device], wanted: str, gpus: Sequence[str] = ()) -> tuple[Choice, list[str]]:
     """Return the transport for CUDA devices, and the reasons why it cannot be used, if any.
 
     A mechanism that fails between one pair is not used between any: every operation is a program of one transport.
 
     Args:
-        places: torch devices, with their ordinals.
+        places: torch devices of this process, with their ordinals.
         wanted: a transport, or ``auto`` for the fastest usable one.
+        gpus: UUIDs of the GPUs of all processes, if there are several; this one need not see those of the others.
     """
     serial = serialised()
     pairs = [(a.index, b.index) for a in places for b in places if a != b]
-    against = _obstacles(pairs, serial, wanted)
+    against = _obstacles([*permutations(gpus, 2)] if gpus else pairs, serial, wanted)
     unread = against.pop("straight")
     usable = next(name for name, obstacle in against.items() if not obstacle)
     transport = usable if wanted == "auto" else wanted
@@ -77,8 +79,14 @@ def _no_waiting(serial: str) -> str:
     return f"{serial}, so that kernels cannot wait for each other"
 
 
-def _obstacles(pairs: Sequence[tuple[int, int]], serial: str, wanted: str) -> dict[str, str]:
-    """Return for each transport, and for ``straight``, why it cannot be used between some devices; empty if it can."""
+def _obstacles(pairs: Sequence[tuple[int | str, int | str]], serial: str, wanted: str) -> dict[str, str]:
+    """Return for each transport, and for ``straight``, why it cannot be used between some devices; empty if it can.
+
+    Args:
+        pairs: ordinals or UUIDs of the devices.
+        serial: why kernels cannot wait for each other, if they cannot.
+        wanted: a transport, or ``auto``.
+    """
     every = _NEEDED | _STRAIGHT
     against = dict.fromkeys(every, "")
     if not pairs:
@@ -91,14 +99,16 @@ def _obstacles(pairs: Sequence[tuple[int, int]], serial: str, wanted: str) -> di
         return against | dict.fromkeys(("peer", "events"), f"is out: {reason}, which other devices may not reach")
     if wanted == "host":
         return against  # without a probe
-    if apart := [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]:
+    apart = [(a, b) for a, b in pairs if isinstance(a, int) and not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
         (a, b), more = apart[0], f" and {len(apart) - 1} more" if len(apart) > 1 else ""
         reason = f"is out: the driver gives no peer access from GPU {a} to {b}{more}"
         return against | dict.fromkeys(("peer", "events"), reason)  # copies are staged, slower than by ``host``
-    report = link_report({gpu for pair in pairs for gpu in pair})
+    report = link_report({*chain(*pairs)})
+    routes = [[gpu if isinstance(gpu, int) else report.gpus.index(gpu) for gpu in pair] for pair in pairs]
     reasons = {link.route: link.reason for link in report.links if link.verdict != Verdict.WORKS}
     for name, needed in every.items():
-        missing = [(need, a, b) for need in needed for a, b in pairs if not report.works(a, b, need)]
+        missing = [(need, a, b) for need in needed for a, b in routes if not report.works(a, b, need)]
         if missing and not against[name]:
             listed = [f"{need} {a} to {b} ({reasons.get((need, a, b), 'untested')})" for need, a, b in missing[:_NAMED]]
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""

@@ -141,8 +141,20 @@ class Scenarios:
 
     def other_arguments(self) -> Any:
         """Each process has other arguments."""
-        given: list[dict[str, Any]] = [{}, {"max_rows": 5}, {"dtype": torch.float16}]
+        given: list[dict[str, Any]] = [
+            {"timeout": timedelta(seconds=30)},
+            {"timeout": 30, "max_rows": 5},
+            {"timeout": 30.0, "dtype": torch.float16},
+        ]
         return self.refusal(**given[self.process])
+
+    def other_timeouts(self) -> Any:
+        """Each process would wait for the others as long as it likes."""
+        return self.refusal(timeout=(None, 30, timedelta(minutes=1))[self.process])
+
+    def wrong_timeout(self) -> Any:
+        """One process has a time-out that is none."""
+        return self.refusal(timeout=(5, 5, float("inf"))[self.process])
 
     def owned_twice(self) -> Any:
         """A device belongs to two processes."""
@@ -217,6 +229,8 @@ WORLDS = {
         "subgroups",
         "another_plan",
         "other_arguments",
+        "other_timeouts",
+        "wrong_timeout",
         "owned_twice",
         "owned_by_nobody",
         "wrong_own",

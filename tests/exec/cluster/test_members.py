@@ -19,9 +19,9 @@ USED = (0, 2, 3)
 TERMS = {"plan": "Tiny (0123)", "dtype": "bfloat16"}
 #: Claims of three processes that agree; two of them are on one host.
 AGREED = (
-    Claim((2,), TERMS, gpus=(Gpu(2, "here", "GPU-a"),)),
-    Claim((0,), TERMS, gpus=(Gpu(0, "there", "GPU-a"),)),
-    Claim((3,), TERMS, gpus=(Gpu(3, "here", "GPU-b"),)),
+    Claim((2,), TERMS, gpus=(Gpu(2, "here", "GPU-a", 132),)),
+    Claim((0,), TERMS, gpus=(Gpu(0, "there", "GPU-a", 132),)),
+    Claim((3,), TERMS, gpus=(Gpu(3, "here", "GPU-b", 132),)),
 )
 
 
@@ -56,7 +56,7 @@ def test_who_agrees_is_not_accused(own: tuple[tuple[int, ...], ...], data: st.Da
     used = data.draw(st.sets(st.integers(0, 5), min_size=1))
     host = data.draw(st.sampled_from((lambda device: f"host {device % 2}", lambda _: "host")))
     has_gpus = data.draw(st.booleans())
-    gpus = [[Gpu(d, host(d), f"GPU-{d // 2 if host(0) != host(1) else d}") for d in devices] for devices in own]
+    gpus = [[Gpu(d, host(d), f"GPU-{d // 2 if host(0) != host(1) else d}", 132) for d in devices] for devices in own]
     claims = [Claim(d, dict(TERMS), gpus=tuple(g) if has_gpus else ()) for d, g in zip(own, gpus, strict=True)]
     assert disagreements(claims, sorted(used)) == []
 
@@ -88,7 +88,7 @@ def test_who_agrees_is_not_accused(own: tuple[tuple[int, ...], ...], data: st.Da
             id="owned by nobody and by all",
         ),
         pytest.param(
-            {2: {"gpus": (Gpu(3, "here", "GPU-a"),)}},
+            {2: {"gpus": (Gpu(3, "here", "GPU-a", 132),)}},
             ["devices[2] of process 0 and devices[3] of process 2 are the same GPU"],
             id="one GPU for two devices",
         ),
@@ -99,7 +99,7 @@ def test_who_agrees_is_not_accused(own: tuple[tuple[int, ...], ...], data: st.Da
         ),
         pytest.param(
             {
-                0: {"terms": TERMS | {"dtype": "float32"}, "own": (0, 2), "gpus": (Gpu(2, "there", "GPU-a"),)},
+                0: {"terms": TERMS | {"dtype": "float32"}, "own": (0, 2), "gpus": (Gpu(2, "there", "GPU-a", 132),)},
                 2: {"own": ()},
             },
             [

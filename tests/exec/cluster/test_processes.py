@@ -29,6 +29,8 @@ PROBLEMS = {
     "other_arguments": (
         r"max_rows: 12 in processes 0, 2, 5 in process 1\n  dtype: bfloat16 in processes 0, 1, float16 in process 2"
     ),
+    "other_timeouts": "timeout: default in process 0, 30 s in process 1, 60 s in process 2",
+    "wrong_timeout": r"process 2: timeout is inf, expected 0\.001 to 86400 seconds",
     "owned_twice": (
         r"devices\[0\]: processes 0, 1 own it, expected one\n  devices\[2\]: processes 1, 2 own it, expected one"
     ),

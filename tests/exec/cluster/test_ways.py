@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -22,31 +23,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 #: Two processes with a GPU each, on one host, and a plan whose device 1 is idle.
-CLAIMS = (Claim(own=(0,), gpus=(Gpu(0, "here", "b"),)), Claim(own=(2,), gpus=(Gpu(2, "here", "a"),)))
-USED = (0, 2)
+CLAIMS = (Claim(own=(0,), gpus=(Gpu(0, "here", "b", 132),)), Claim(own=(2,), gpus=(Gpu(2, "here", "a", 108),)))
 MEASURED = Tuning(peer_sums_bytes=2**18, copies_fans_bytes=2**20)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Pretend two GPUs, a and b, between which everything works, and thresholds that were measured."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(Gpu, "of", lambda device, place: Gpu(device, "here", "ab"[place.index]))
-    monkeypatch.setattr(ways, "choose", lambda _, __: (Choice("peer"), []))
+    monkeypatch.setattr(ways, "choose", lambda *_: (Choice("peer"), []))
     monkeypatch.setattr(ways, "_tried", lambda meeting, _: [ways._Verdict() for _ in range(meeting.count)])
     monkeypatch.setattr(tuning_cache, "stored", lambda *_: (MEASURED, "measured"))
     return monkeypatch
 
 
-def found(
-    claims: Sequence[Claim] = CLAIMS, used: Sequence[int] = USED, transport: str = "auto", tuning: Tuning | None = None
-) -> list[Way]:
+def found(claims: Sequence[Claim] = CLAIMS, transport: str = "auto", tuning: Tuning | None = None) -> list[Way]:
     """Return the way that each process finds."""
     barrier, told = Barrier(len(claims), timeout=20), dict[int, object]()
 
     def find(process: int) -> Way:
         meeting: Any = ThreadMeeting(process, len(claims), barrier, told)
-        return way_between(meeting, claims, used, transport, tuning)
+        meeting.gpu = torch.device("cuda", 0)  # the only one that it sees
+        return way_between(meeting, claims, transport, tuning)
 
     with ThreadPoolExecutor(len(claims)) as pool:
         return [*pool.map(find, range(len(claims)))]
@@ -54,10 +51,10 @@ def found(
 
 @pytest.mark.usefixtures("machine")
 def test_kernels_where_all_can() -> None:
-    """Each process knows the GPUs of the others as it sees them itself; all have the same thresholds."""
+    """Each process knows how large the GPUs of the others are, without seeing them; all have the same thresholds."""
     first, second = found()
-    assert first.others == {2: torch.device("cuda:0")}
-    assert second.others == {0: torch.device("cuda:1")}
+    assert first.others == {2: 108}
+    assert second.others == {0: 132}
     assert first.tuning == second.tuning
     assert first.tuning
     assert (first.tuning.peer_sums_bytes, first.tuning.copies_fans_bytes) == (2**21, 0)
@@ -82,7 +79,6 @@ def _fail(*_: object) -> Any:
         ),
         (lambda m: m.setattr(ways, "choose", lambda *_: (Choice("peer"), ["kernels: none"])), "is out: kernels: none"),
         (lambda m: m.setattr(ways, "choose", _fail), "is out: ValueError: no such thing"),
-        (lambda m: m.setattr(torch.cuda, "device_count", lambda: 1), "needs every process to see the GPUs of all"),
         (
             lambda m: m.setattr(ways, "_tried", lambda *_: [ways._Verdict(), ways._Verdict("is out: no memory")]),
             "is out: no memory (process 1)",
@@ -103,13 +99,23 @@ def test_else_torch_distributed_and_why(
     assert all(reason in way.problem for way in found(transport="peer"))
 
 
+def test_links_and_thresholds_are_those_of_the_gpus_of_all(machine: pytest.MonkeyPatch) -> None:
+    """Every process asks about its own GPU, and about the links between all, which it knows by UUID."""
+    chosen, stored = Mock(return_value=(Choice("peer"), [])), Mock(return_value=(MEASURED, "measured"))
+    machine.setattr(ways, "choose", chosen)
+    machine.setattr(tuning_cache, "stored", stored)
+    found()
+    assert chosen.call_args_list == [call([torch.device("cuda:0")], "auto", ["b", "a"])] * 2
+    assert stored.call_args_list == [call(2, "peer", ["b", "a"])] * 2
+
+
 @pytest.mark.usefixtures("machine")
 def test_not_between_hosts_and_not_for_several_gpus() -> None:
     """What shares no memory, or has several GPUs in a process, is left to torch.distributed."""
-    there = Claim(own=(2,), gpus=(Gpu(2, "there", "a"),))
+    there = Claim(own=(2,), gpus=(Gpu(2, "there", "a", 108),))
     assert "on one host" in found((CLAIMS[0], there))[0].notes[0]
-    several = Claim(own=(2, 3), gpus=(Gpu(2, "here", "a"), Gpu(3, "here", "c")))
-    assert "with one GPU each" in found((CLAIMS[0], several), (0, 2, 3))[1].notes[0]
+    several = Claim(own=(2, 3), gpus=(Gpu(2, "here", "a", 108), Gpu(3, "here", "c", 108)))
+    assert "with one GPU each" in found((CLAIMS[0], several))[1].notes[0]
 
 
 def test_loads_that_are_not_verified(machine: pytest.MonkeyPatch) -> None:

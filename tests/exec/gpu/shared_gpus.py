@@ -44,7 +44,7 @@ class SharedDevices(CudaDevices):
     ) -> None:
         """Take the streams of all devices of the plan."""
         self._own = streams
-        super().__init__(memory, places, transport=transport)
+        super().__init__(memory, places, transport=transport, timeout=10.0)
 
     def _handle(self, device: int) -> int:
         """Return the device's own stream."""

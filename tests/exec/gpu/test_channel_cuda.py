@@ -19,7 +19,7 @@ from tpplan.decoder.launches.gemv import Gemv
 from tpplan.decoder.launches.packed import STEPS, Packed
 from tpplan.decoder.launches.skinny import MOST_JOINT, Skinny
 from tpplan.errors import ExecutionError
-from tpplan.exec.gpu import exchanges, kernel_cache
+from tpplan.exec.gpu import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,11 +123,11 @@ class Products:
             torch.cuda._sleep(random.randrange(most))  # type: ignore[no-untyped-call]
 
 
-def context_of(count: int, dtype: torch.dtype = torch.bfloat16) -> tpx.TPContext:
+def context_of(count: int, dtype: torch.dtype = torch.bfloat16, timeout: float | None = None) -> tpx.TPContext:
     """Return one on the first GPUs."""
     if count > GPUS:
         pytest.skip(f"needs {count} GPUs, found {GPUS}")
-    return tpx.compile(plan_for(count), backend="cuda", devices=list(range(count)), dtype=dtype)
+    return tpx.compile(plan_for(count), backend="cuda", devices=list(range(count)), dtype=dtype, timeout=timeout)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -213,10 +213,9 @@ def test_two_contexts_at_the_same_time() -> None:
     assert found == [True, True]
 
 
-def test_a_device_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_never_comes() -> None:
     """The others give up after the deadline, and the context says so."""
-    monkeypatch.setattr(exchanges, "_DEADLINE", 300_000_000)
-    context = context_of(2)
+    context = context_of(2, timeout=0.3)
     products = Products(context, CASES[:1])
     products.run(0, devices=1)
     with pytest.raises(ExecutionError, match="waited for a message that never came"):

@@ -11,12 +11,13 @@ from tests import lanes
 from tests.exec.kernels.device_memory import DeviceMemory, tensors_of
 from tests.exec.program_cases import CASES, Case
 from tpplan.exec.gpu import slots
-from tpplan.exec.gpu.exchange_table import PIECE
+from tpplan.exec.gpu.exchange_table import DEADLINE, PIECE
 from tpplan.exec.gpu.slot_table import DATA_BYTES
 from tpplan.exec.programs.operation import Reduction
 from tpplan.exec.programs.program import Exchange
 
 packet_kernels = pytest.importorskip("tpplan.exec.kernels.packet", reason="needs numba-cuda")
+exchange = pytest.importorskip("tpplan.exec.kernels.exchange", reason="needs numba-cuda")
 
 #: Threads of the one block of each device: a message may be longer than what they take at a time.
 THREADS = 32
@@ -54,3 +55,27 @@ def test_packets_say_what_operations_say(name: str) -> None:
         assert not memory.status.any()
         for buffer, truth in results.items():
             assert torch.equal(operands[buffer], truth), buffer
+
+
+@pytest.mark.parametrize(
+    ("status", "deadline_ns", "polls", "told"),
+    [(0, 10**6, 0xF, 1), (4, 300 * 10**9, 0xF, 4), (4, 1, 0xFFFF_FFFF, 4)],
+    ids=["late", "failed elsewhere", "both"],
+)
+def test_waiting_ends_at_the_deadline_or_when_another_has_failed(
+    status: int, deadline_ns: int, polls: int, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device whose partner never comes waits no longer than it may, and leaves the first cause of a failure alone."""
+    monkeypatch.setattr(exchange, "_PATIENCE", 0xF)
+    monkeypatch.setattr(exchange, "_LONG_PATIENCE", polls)
+    case, rows = _case("all_reduce of fewer-peer"), 2
+    exchanges = [each for each in case.program.commands if isinstance(each, Exchange)]
+    memory = DeviceMemory([each.stream.device for each in exchanges], 2**13, 64)
+    memory.status[0] = status
+    operands, _ = tensors_of(case.operation, rows, torch.bfloat16, Random(1))
+    (work, *_) = slots.prepare(exchanges, 2, memory.memory, memory.counters, 1)
+    words = memory.words(work, operands, rows)
+    words[DEADLINE] = deadline_ns
+    kernel = packet_kernels.PACKET_SUM_BF16
+    lanes.run_together([kernel], THREADS, [[words]], [*operands.values(), *memory.tensors])
+    assert memory.status[0] == told

@@ -30,7 +30,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_UNKEPT", {})
 
 
-def report_of(name: str, *gpus: int, use_cache: bool = True) -> LinkReport:
+def report_of(name: str, *gpus: int | str, use_cache: bool = True) -> LinkReport:
     """Return the report of some or all GPUs that a function of :mod:`tests.exec.links.fake_gpus` makes."""
     driver = f"tests.exec.links.fake_gpus:{name}"
     return link_report(gpus or None, driver=driver, deadline_s=DEADLINE_S, use_cache=use_cache)

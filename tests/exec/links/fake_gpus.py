@@ -316,6 +316,13 @@ def changing() -> FakeDriver:
     return FakeDriver(names=GPUS if "pytest" in sys.modules else GPUS[::-1])
 
 
+def visible() -> FakeDriver:
+    """Return the GPUs a, b and c as far as CUDA_VISIBLE_DEVICES names them; from b to c, copies bring zeros."""
+    found = [name.removeprefix("GPU-") for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+    names = tuple(name for name in found if name in {"a", "b", "c"})
+    return FakeDriver({(_COPY, names.index("b"), names.index("c")): zeros} if {"b", "c"} <= {*names} else {}, names)
+
+
 def broken_driver() -> FakeDriver:
     """Return honest GPUs to a parent, and fail in a child."""
     if "pytest" not in sys.modules:

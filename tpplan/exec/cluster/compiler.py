@@ -13,6 +13,7 @@ from attrs import field, frozen
 import tpplan
 from tpplan.codec import dumps
 from tpplan.errors import ExecutionError, RequestError
+from tpplan.exec.arguments import seconds
 from tpplan.exec.cluster.carrier import GroupCarrier
 from tpplan.exec.cluster.meeting import Meeting
 from tpplan.exec.cluster.members import Claim, Gpu, disagreements, owners, said_of, share
@@ -22,9 +23,11 @@ from tpplan.exec.cluster.ways import Way, way_between
 from tpplan.exec.compiler import build, mismatches
 from tpplan.exec.machine import differences, listed, look_at, places_for
 from tpplan.exec.tensors import name_of
+from tpplan.exec.torch_shims import timeout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from datetime import timedelta
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
 _TRANSPORTS = ("auto", "events", "peer")
 #: Bytes of a context's name.
 _NAME_BYTES = 8
+#: How long kernels wait for each other if nobody says, in seconds, even if the group waits longer: torch's own 10 or 30
+#: minutes are long for a GPU that does nothing else.
+_LONGEST = 60.0
 #: Characters of a plan's hash in messages.
 _SHOWN = 12
 _HINT = "give all processes the same plan and arguments, and each of the devices in use to one of them"
@@ -58,6 +64,7 @@ def compile_together(
     transport: str,
     tuning: Tuning | None,
     scratch: bool,
+    timeout: float | timedelta | None,
     check: Callable[[], None],
 ) -> TPContext:
     """Compile a plan in all processes of a group at once; see :func:`tpplan.exec.compile`.
@@ -70,9 +77,10 @@ def compile_together(
     """
     meeting = Meeting(group)
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes]
-    here, hint = _Here(), ""
+    here, hint, patience = _Here(), "", None
     try:  # a process that only raised here would leave the others waiting
         check()
+        patience = None if timeout is None else seconds("timeout", timeout)
         here = _Here.of(meeting, plan, _own(own, plan, used, meeting), backend, devices)
         failures = [*here.problems, *mismatches(plan, model, max_rows, dtype)]
         if transport not in _TRANSPORTS:
@@ -88,6 +96,7 @@ def compile_together(
         "max_rows": str(max_rows),
         "dtype": name_of(dtype),
         "tuning": str(tuning or "default"),
+        "timeout": "default" if patience is None else f"{patience:g} s",
     }
     terms = {} if failures else _terms(plan, arguments, here.carrier)
     gpus = tuple(Gpu.of(i, place) for i, place in here.gpus.items())
@@ -99,7 +108,7 @@ def compile_together(
         raise ExecutionError(f"{refused}:{listed(problems)}", hints[0] if hints else _HINT)
     here.carrier.name = claims[0].name
     here.carrier.open()
-    way = way_between(meeting, claims, used, transport, tuning) if here.gpus else Way()
+    way = way_between(meeting, claims, transport, tuning) if here.gpus else Way()
     if way.problem:
         raise ExecutionError(f"{refused}: {way.problem}", "leave out transport")
     sharing = Sharing(meeting, meeting.gpu if way.others else None)
@@ -108,7 +117,7 @@ def compile_together(
         context = build(
             plan,
             here.places,
-            partial(here.start, process=meeting.process, owners=owners(claims), way=way, sharing=sharing),
+            partial(here.start, meeting=meeting, owners=owners(claims), way=way, sharing=sharing, timeout=patience),
             transport="peer" if way.others else "events",
             max_rows=max_rows,
             dtype=dtype,
@@ -187,16 +196,25 @@ class _Here:
         return cls(used, places, gpus, GroupCarrier(meeting.group, [*gpus.values()]), tuple(problems))
 
     def start(
-        self, memory: Memory, *, process: int, owners: Mapping[int, int], way: Way, sharing: Sharing
+        self,
+        memory: Memory,
+        *,
+        meeting: Meeting,
+        owners: Mapping[int, int],
+        way: Way,
+        sharing: Sharing,
+        timeout: float | None,
     ) -> Processes | PeerProcesses:
         """Return the backend over a context's memory."""
         assert self.carrier is not None  # noqa: S101 (else the plan is refused)
         if not way.others:
-            return Processes(memory, owners, process, self.carrier, [*self.gpus.values()])
+            return Processes(memory, owners, meeting.process, self.carrier, [*self.gpus.values()])
         from tpplan.exec.cluster.peers import PeerProcesses  # noqa: PLC0415 (needs CUDA)
 
-        far = Processes(memory, owners, process, self.carrier, [])
-        return PeerProcesses(memory, self.gpus, way.others, sharing=sharing, far=far)
+        far = Processes(memory, owners, meeting.process, self.carrier, [])
+        if timeout is None:
+            timeout = min(_LONGEST, timeout_of(meeting.group, self.carrier.place) or _LONGEST)
+        return PeerProcesses(memory, self.gpus, way.others, timeout=timeout, sharing=sharing, far=far)
 
 
 def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], meeting: Meeting) -> tuple[int, ...]:

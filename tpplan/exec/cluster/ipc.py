@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from tpplan.errors import ExecutionError
 
 _SUCCESS = runtime.cudaError_t.cudaSuccess
+#: Bytes of the driver's handles. Not every version of the bindings tells them, but all tell where they are.
+_HANDLE_BYTES = 64
 
 
 class Handle(NamedTuple):
@@ -41,7 +44,7 @@ class Handle(NamedTuple):
             error, handle = runtime.cudaIpcGetMemHandle(int(start))
         if error != _SUCCESS:
             raise _failed("shared", error)
-        return cls(bytes(handle.reserved), tensor.data_ptr() - int(start), tensor.nbytes)
+        return cls(ctypes.string_at(handle.getPtr(), _HANDLE_BYTES), tensor.data_ptr() - int(start), tensor.nbytes)
 
 
 class _Array:
@@ -80,7 +83,7 @@ class Opened:
             ExecutionError: it cannot be opened.
         """
         allocation = runtime.cudaIpcMemHandle_t()
-        allocation.reserved = handle.allocation
+        ctypes.memmove(allocation.getPtr(), handle.allocation, _HANDLE_BYTES)
         with torch.cuda.device(place):  # else the owner's GPU would get a context of this process
             error, start = runtime.cudaIpcOpenMemHandle(allocation, runtime.cudaIpcMemLazyEnablePeerAccess)
             if error != _SUCCESS:

@@ -23,17 +23,20 @@ class Gpu(NamedTuple):
         device: index of the device in the plan.
         host: name of the host.
         uuid: the GPU's identity there.
+        processors: its multiprocessors.
     """
 
     device: int
     host: str
     uuid: str
+    processors: int
 
     @classmethod
     def of(cls, device: int, place: torch.device) -> Self:
         """Return the identity of a torch device of this host."""
-        uuid = getattr(torch.cuda.get_device_properties(place), "uuid", place.index)
-        return cls(device, socket.gethostname(), str(uuid))
+        found = torch.cuda.get_device_properties(place)
+        uuid = getattr(found, "uuid", place.index)
+        return cls(device, socket.gethostname(), str(uuid), found.multi_processor_count)
 
 
 @frozen

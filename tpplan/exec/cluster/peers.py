@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from tpplan.exec.gpu.bound import BoundStep, ReadyProgram
     from tpplan.exec.programs.program import Buffer, Program
 
-#: How long a process that closes waits for the others to close, in seconds: as long as kernels wait for each other, or
-#: shorter after a failure, when one of them may be gone.
-_PATIENCE, _IMPATIENCE = 10.0, 3.0
+#: How long a process that closes after a failure waits for the others, one of which may be gone, in seconds.
+_IMPATIENCE = 3.0
 #: Kinds of programs: by kernels through slots, or straight; by each device alone; or left to torch.distributed.
 _SLOTS, _STRAIGHT, _ALONE, _FAR = "slots", "straight", "alone", "far"
 #: Maximum number of programs whose kind is known.
@@ -44,8 +43,9 @@ class PeerProcesses(CudaDevices):
         self,
         memory: Memory,
         own: Mapping[int, torch.device],
-        others: Mapping[int, torch.device],
+        others: Mapping[int, int],
         *,
+        timeout: float,
         sharing: Sharing,
         far: Processes,
     ) -> None:
@@ -54,12 +54,15 @@ class PeerProcesses(CudaDevices):
         Args:
             memory: memory of this process's device, and the control areas and exchange buffers of all devices.
             own: the GPU of this process's device.
-            others: the GPU of each device that another process owns.
+            others: multiprocessors of each device that another process owns.
+            timeout: how long a kernel waits for another device, and this process for the others when it closes, in
+                seconds.
             sharing: what the processes share.
             far: runs all other programs.
         """
         status = sharing.page.status if sharing.page else None
-        super().__init__(memory, own, transport="peer", others=others, status=status)
+        super().__init__(memory, own, transport="peer", timeout=timeout, others=others, status=status)
+        self._timeout = timeout
         self._sharing = sharing
         self._far = far
         self._programs: dict[int, tuple[Program, str, Mirrors]] = {}
@@ -104,13 +107,13 @@ class PeerProcesses(CudaDevices):
         return Bound(ready, tuple(steps), quick=tuple(steps) if self.is_capturing() else ())
 
     def close(self) -> None:
-        """Wait for the other processes to close, for some seconds at most, and release all resources.
+        """Wait for the other processes to close, for the time-out at most, and release all resources.
 
         Memory that one of them may still write to is kept until this process ends.
         """
         if self._issuing.closed:
             return
-        seconds = _IMPATIENCE if self._exchanges.has_failed() else _PATIENCE
+        seconds = min(_IMPATIENCE, self._timeout) if self._exchanges.has_failed() else self._timeout
         self._far.close()
         self._programs.clear()
         super().close()

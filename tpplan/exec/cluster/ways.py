@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from attrs import evolve, field, frozen
 
-from tpplan.exec.cluster.members import Gpu, said_of
+from tpplan.exec.cluster.members import said_of
 from tpplan.exec.links.tuning import Tuning, default
 from tpplan.exec.transports import choose
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tpplan.exec.cluster.meeting import Meeting
-    from tpplan.exec.cluster.members import Claim
+    from tpplan.exec.cluster.members import Claim, Gpu
 
 #: Thresholds by which every process takes the same route, whether or not it captures a graph.
 _SAME = {"copies_fans_bytes": 0, "copies_exchanges_bytes": 0}
@@ -29,14 +29,14 @@ class Way:
     """How the processes exchange messages between their GPUs, the same in all of them.
 
     Attributes:
-        others: if by kernels, the torch device, as this process sees it, for each device of another process.
+        others: if by kernels, the multiprocessors of each device of another process.
         straight: whether kernels may read and write mirrors, not only slots.
         tuning: thresholds, if by kernels.
         notes: reasons, and where thresholds come from.
         problem: why it is impossible, if kernels were asked for.
     """
 
-    others: Mapping[int, torch.device] = field(factory=dict)
+    others: Mapping[int, int] = field(factory=dict)
     straight: bool = False
     tuning: Tuning | None = None
     notes: tuple[str, ...] = ()
@@ -55,61 +55,53 @@ class _Verdict(NamedTuple):
     straight: bool = True
 
 
-def way_between(
-    meeting: Meeting, claims: Sequence[Claim], used: Sequence[int], transport: str, tuning: Tuning | None
-) -> Way:
+def way_between(meeting: Meeting, claims: Sequence[Claim], transport: str, tuning: Tuning | None) -> Way:
     """Choose the way between processes with GPUs; all processes call it at the same time.
 
     Args:
         meeting: the processes.
         claims: what each of them has told.
-        used: the devices in use.
         transport: ``peer`` for kernels, ``events`` for torch.distributed, or ``auto`` for kernels where possible.
         tuning: thresholds of the caller.
     """
     if transport == "events":
         return Way()
-    seen = _seen(claims, used)
+    place = meeting.gpu
+    assert place is not None  # noqa: S101 (the caller has looked)
     # The first process probes the links, if nobody has; the others find its verdicts.
-    first = None if meeting.process else _guarded(lambda: _verdict(claims, seen))
+    first = None if meeting.process else _guarded(lambda: _verdict(claims, place))
     meeting.tell(None)
-    verdicts = meeting.tell(first or _guarded(lambda: _verdict(claims, seen)))
+    verdicts = meeting.tell(first or _guarded(lambda: _verdict(claims, place)))
     if not any(each.against for each in verdicts):
-        tried = _tried(meeting, seen[claims[meeting.process].own[0]])
+        tried = _tried(meeting, place)
         verdicts = [each if each.against else mine for each, mine in zip(tried, verdicts, strict=True)]
     told = [f"peer {each.against} (process {i})" for i, each in enumerate(verdicts) if each.against]
     if told:
         return Way(problem=told[0] if transport == "peer" else "", notes=(told[0],))
-    others = {device: seen[device] for device in used if device not in claims[meeting.process].own}
+    gpus = [gpu for claim in claims for gpu in claim.gpus]
+    others = {gpu.device: gpu.processors for gpu in gpus if gpu.device not in claims[meeting.process].own}
     straight = all(each.straight for each in verdicts)
     notes = (
         () if straight else ("what is larger than a slot goes by torch.distributed: loads from peers are unverified",)
     )
     if tuning:
         return Way(others, straight, evolve(tuning, **_SAME), (*notes, "thresholds as given, without copies_*"))
-    tuning, origin = meeting.tell(_thresholds(len(used)))[0]
+    tuning, origin = meeting.tell(_thresholds(gpus))[0]
     return Way(others, straight, evolve(tuning, **_SAME), (*notes, f"thresholds {origin}"))
 
 
-def _thresholds(devices: int) -> tuple[Tuning, str]:
-    """Return the thresholds for a number of devices, and where they come from, in words."""
+def _thresholds(gpus: Sequence[Gpu]) -> tuple[Tuning, str]:
+    """Return the thresholds for some GPUs, and where they come from, in words."""
     from tpplan.exec.links.tuning_cache import stored  # noqa: PLC0415 (needs CUDA)
 
+    devices = len(gpus)
     try:
-        tuning, origin = stored(devices, "peer")
+        tuning, origin = stored(devices, "peer", [gpu.uuid for gpu in gpus])
     except Exception as error:  # noqa: BLE001 (the others wait for an answer)
         tuning, origin = default(devices), f"built in: {error}"
     if devices == 2:  # noqa: PLR2004
         return evolve(tuning, **_BETWEEN_TWO), "for two processes: what fits a slot goes through it"
     return tuning, origin
-
-
-def _seen(claims: Sequence[Claim], used: Sequence[int]) -> dict[int, torch.device]:
-    """Return each device in use, of all processes, as this process sees it; those that it does not see are missing."""
-    visible = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    here = {(gpu.host, gpu.uuid): place for place in visible for gpu in (Gpu.of(0, place),)}
-    gpus = {gpu.device: here.get((gpu.host, gpu.uuid)) for claim in claims for gpu in claim.gpus}
-    return {device: place for device in used if (place := gpus.get(device))}
 
 
 def _guarded(find: Callable[[], _Verdict]) -> _Verdict:
@@ -120,17 +112,14 @@ def _guarded(find: Callable[[], _Verdict]) -> _Verdict:
         return _Verdict(f"is out: {said_of(error)[0]}")
 
 
-def _verdict(claims: Sequence[Claim], seen: Mapping[int, torch.device]) -> _Verdict:
-    """Return whether the kernels of this process can reach the GPUs of the others."""
+def _verdict(claims: Sequence[Claim], place: torch.device) -> _Verdict:
+    """Return whether the kernels of this process, on its GPU, can reach those of the others."""
     if any(len(claim.own) > 1 for claim in claims):
         return _Verdict("is only between processes with one GPU each")
-    if len({gpu.host for claim in claims for gpu in claim.gpus}) > 1:
+    gpus = [gpu for claim in claims for gpu in claim.gpus]
+    if len({gpu.host for gpu in gpus}) > 1:
         return _Verdict("is only between processes on one host")
-    if len(seen) < len(claims):
-        return _Verdict(
-            "needs every process to see the GPUs of all: leave CUDA_VISIBLE_DEVICES alone, and name devices"
-        )
-    choice, problems = choose([*seen.values()], "auto")
+    choice, problems = choose([place], "auto", [gpu.uuid for gpu in gpus])
     if problems:
         return _Verdict(f"is out: {'; '.join(problems)}")
     if choice.transport == "peer":

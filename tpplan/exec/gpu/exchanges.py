@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _WAYS = {"peer": ("slot", "straight"), "host": ("slot", "frame"), "events": ()}
 #: Threads per block.
 _THREADS = {"slot": slot_table.THREADS, "frame": frame_table.THREADS, "straight": straight_table.THREADS}
-#: Timeout of waits for another device, in nanoseconds.
-_DEADLINE = 10_000_000_000
 _INTERRUPTED = 4
 #: Messages for the codes of the status word.
 _FAILURES = {
@@ -57,9 +55,10 @@ class Exchanges:
         memory: Memory,
         places: Mapping[int, torch.device],
         kernels: tuple[str, ...],
-        others: Mapping[int, torch.device] = MappingProxyType({}),
+        others: Mapping[int, int] = MappingProxyType({}),
         status: torch.Tensor | None = None,
         *,
+        timeout: float,
         on_timeout: Callable[[], None] = lambda: None,
     ) -> None:
         """Load every kernel on every device now: loading one later could deadlock with kernels that wait for it.
@@ -68,13 +67,15 @@ class Exchanges:
             memory: the context's memory.
             places: torch device for each device of the plan in use that this process owns.
             kernels: names of the kernels that will be used.
-            others: torch device, as this process sees it, for each device that another process owns. Then exchanges
-                may not go through host memory.
+            others: multiprocessors of each device that another process owns. Then exchanges may not go through host
+                memory.
             status: 16 int32 of host memory that is known to the devices, for the status word; new ones if not given.
+            timeout: how long a kernel waits for another device, in seconds.
             on_timeout: called once, when it is first seen that a kernel has waited in vain.
         """
         self._memory = memory
         self._places = places
+        self._deadline = round(timeout * 10**9)
         self._counters = Counters(memory.flags, others)
         if others:
             self._number((*places, *others))
@@ -84,9 +85,9 @@ class Exchanges:
         self._seen = memoryview(self._status.numpy())  # type: ignore[arg-type]
         self._on_timeout = [on_timeout]
         found = {place: torch.cuda.get_device_properties(place) for place in places.values()}
-        here = [*places.values(), *others.values()]
-        self._most = {"slot": most_blocks(here, SLOT_BLOCKS), "straight": most_blocks(here, STRAIGHT_BLOCKS)}
-        self._most["frame"] = min(frame_table.MOST_BLOCKS, most_blocks(here, FRAME_BLOCKS))
+        rooms = {"slot": SLOT_BLOCKS, "straight": STRAIGHT_BLOCKS, "frame": FRAME_BLOCKS}
+        self._most = {way: most_blocks([*places.values()], room, others.values()) for way, room in rooms.items()}
+        self._most["frame"] = min(frame_table.MOST_BLOCKS, self._most["frame"])
         kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
         flags = torch.zeros(LINE * len(places), dtype=torch.int32, device="cpu", pin_memory=True)
         check = partial(_refuse, self._seen, self._on_timeout)  # self.check would be a reference cycle
@@ -114,7 +115,7 @@ class Exchanges:
 
     def header(self, device: int) -> dict[int, int]:
         """Return the words that every exchange kernel on a device takes, by their index."""
-        return {DEADLINE: _DEADLINE, STATUS: self._status.data_ptr(), COUNTERS: self._counters.area(device)}
+        return {DEADLINE: self._deadline, STATUS: self._status.data_ptr(), COUNTERS: self._counters.area(device)}
 
     def check(self) -> None:
         """Check that no exchange has timed out or was interrupted.

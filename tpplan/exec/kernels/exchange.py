@@ -14,8 +14,9 @@ from tpplan.exec.kernels.ptx import word
 
 _WORD = types.uint64
 _HALF = types.uint32
-#: How often a thread polls before it looks at the clock.
-_PATIENCE = 0xFFF
+#: How often a thread polls before it looks at the clock, and at the word by which the host learns of failures: that is
+#: in host memory, where all threads of a kernel looking at once would be in the way of messages.
+_PATIENCE, _LONG_PATIENCE = 0xFFF, 0xFFFF
 
 
 @device_function
@@ -26,7 +27,7 @@ def counter(number: Any) -> Any:
 
 @device_function
 def expired(polls: Any, start: Any) -> Any:
-    """Tell now and then whether the deadline has passed; sooner if the block has failed before.
+    """Tell now and then whether the deadline has passed; sooner if the block has failed before, or anything else.
 
     Args:
         polls: so far, from 1.
@@ -34,11 +35,14 @@ def expired(polls: Any, start: Any) -> Any:
     """
     if polls & _HALF(_PATIENCE) != 0:
         return False
-    return ptx.nanoseconds() - start > word(DEADLINE) or ptx.poll_32(counter(FAILURES)) != 0
+    if ptx.nanoseconds() - start > word(DEADLINE) or ptx.poll_32(counter(FAILURES)) != 0:
+        return True
+    return polls & _HALF(_LONG_PATIENCE) == 0 and ptx.poll_32(word(STATUS)) != 0
 
 
 @device_function
 def fail(code: Any) -> None:
-    """Tell the host, and the kernels to come, that a device waited in vain."""
-    ptx.post_32(word(STATUS), _HALF(code))
+    """Tell the host, unless there is an earlier cause, and the kernels to come, that a device waited in vain."""
+    if ptx.poll_32(word(STATUS)) == 0:
+        ptx.post_32(word(STATUS), _HALF(code))
     ptx.post_32(counter(FAILURES), _HALF(code))

@@ -17,6 +17,7 @@ from importlib import import_module
 from itertools import combinations
 from queue import Empty, Queue
 from tempfile import TemporaryFile
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any
 
 from attrs import astuple
@@ -25,7 +26,7 @@ from tpplan.exec.links.probe import probe
 from tpplan.exec.links.report import Link, Mechanism, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tpplan.exec.links.probe import Driver
     from tpplan.exec.links.report import Route
@@ -65,16 +66,23 @@ def load_driver(name: str) -> Driver[Any]:
 
 
 def probe_in_child(
-    driver: str, gpus: tuple[str, ...], routes: Sequence[Route], verified: Sequence[Route], deadline_s: float
+    driver: str,
+    gpus: tuple[str, ...],
+    routes: Sequence[Route],
+    verified: Sequence[Route],
+    deadline_s: float,
+    *,
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Link, ...]:
     """Test links in child processes.
 
     Args:
         driver: the driver as ``module:factory``, imported by the child.
-        gpus: UUIDs that the child must see too, in this order.
+        gpus: UUIDs that the child must see, in this order.
         routes: routes to test.
         verified: other routes, known to work; those between the same GPUs take part when all are used at once.
         deadline_s: seconds that a step may take; the start of a child may take 180.
+        environ: variables that the child has besides those of this process.
 
     Returns:
         One link per route, in their order, then those of verified routes that have a new verdict. If a child fails
@@ -84,7 +92,7 @@ def probe_in_child(
     for some in _groups(sorted({gpu for _, *pair in (*routes, *verified) for gpu in pair})):
         mine, others = ([r for r in every if {*r[1:]} <= some and r not in found] for every in (routes, verified))
         if mine:
-            found |= _probe_group(driver, gpus, mine, others, deadline_s)
+            found |= _probe_group(driver, gpus, mine, others, deadline_s, environ=environ)
     return tuple(found[route] for route in (*routes, *(each for each in verified if each in found)))
 
 
@@ -98,7 +106,13 @@ def _groups(gpus: Sequence[int]) -> list[set[int]]:
 
 
 def _probe_group(
-    driver: str, gpus: tuple[str, ...], routes: Sequence[Route], verified: Sequence[Route], deadline_s: float
+    driver: str,
+    gpus: tuple[str, ...],
+    routes: Sequence[Route],
+    verified: Sequence[Route],
+    deadline_s: float,
+    *,
+    environ: Mapping[str, str],
 ) -> dict[Route, Link]:
     """Test links between at most eight GPUs; see :func:`probe_in_child`."""
     found: dict[Route, Link] = {}
@@ -112,7 +126,7 @@ def _probe_group(
         try:
             work = [route for route, link in found.items() if link.verdict == Verdict.WORKS]
             work += [route for route in verified if route not in found]
-            with _child(driver, [gpus, left, work]) as lines:
+            with _child(driver, [gpus, left, work], environ) as lines:
                 while line := _next(lines, seconds):
                     seconds = deadline_s
                     testing = [_route(route) for route in line.get("testing", testing)]
@@ -132,10 +146,10 @@ def _probe_group(
 
 
 @contextmanager
-def _child(driver: str, job: list[Any]) -> Iterator[Queue[dict[str, Any] | _FaultError]]:
+def _child(driver: str, job: list[Any], environ: Mapping[str, str]) -> Iterator[Queue[dict[str, Any] | _FaultError]]:
     """Start a child and yield the queue of its messages; kill it on exit."""
     # the same modules as here, and -P: none from the working directory that are not known here
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environ = os.environ | environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-P", "-m", __name__, driver, json.dumps(job)]
     with TemporaryFile() as errors:
         process = subprocess.Popen(  # noqa: S603 - ourselves
@@ -196,7 +210,7 @@ def main(driver_name: str, job: str) -> None:
         os.dup2(2, 1)  # keeps library output away from the parent
         driver = load_driver(driver_name)
         if (seen := list(driver.gpus())) != gpus:
-            sys.exit(f"it sees other GPUs than its parent: {', '.join(seen) or 'none'}")
+            sys.exit(f"it sees other GPUs than it is asked about: {', '.join(seen) or 'none'}")
         driver.prepare()
         for event in probe(driver, *([_route(fields) for fields in routes] for routes in groups)):
             line = {"found": [astuple(event)]} if isinstance(event, Link) else {"testing": event}

@@ -50,6 +50,16 @@ class Entry(Protocol):
 E = TypeVar("E", bound=Entry)
 
 
+def gpus_meant(seen: tuple[str, ...], wanted: Sequence[str]) -> tuple[str, ...]:
+    """Return the GPUs that a result is about: all that this process sees, or the wanted ones, if it misses some.
+
+    Args:
+        seen: UUIDs of the GPUs that this process sees.
+        wanted: UUIDs of GPUs, some of which other processes may have to themselves.
+    """
+    return seen if {*wanted} <= {*seen} else tuple(wanted)
+
+
 def origin(gpus: Sequence[str], software: str, edition: str) -> Origin | None:
     """Return the origin of current results; None (no caching) if GPUs or software cannot be identified."""
     told = software and edition and all(gpus) and len(set(gpus)) == len(gpus)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _SLOT_BYTES = 2**17
 _THREADS, _BLOCKS = 256, 32
+#: How long a kernel waits for another one, in seconds; the probe gives up a step that takes longer by itself.
+_TIMEOUT = 10.0
 
 #: A source and a target of equal size.
 Move = tuple["Tensor", "Tensor"]
@@ -96,7 +98,7 @@ class _Pair:
         self._streams = [new_stream(place) for place in places.values()]
         self.received = self._streams[1]
         memory = Memory({}, {}, lambda _: slots, flags)
-        self._exchanges = Exchanges(memory, places, (EXCHANGER,))
+        self._exchanges = Exchanges(memory, places, (EXCHANGER,), timeout=_TIMEOUT)
 
     def launch(self, start: int, stop: int) -> None:
         """Send some of the bytes."""

@@ -14,6 +14,8 @@ from tpplan.exec.links.survey_report import Thresholds
 from tpplan.exec.links.tuning import default
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tpplan.exec.links.tuning import Tuning
 
 #: Increase it when older measurements become invalid, such as when operations change their routes.
@@ -35,12 +37,17 @@ class _Entry:
     measured: tuple[Thresholds, ...]
 
 
-def stored(devices: int, transport: str) -> tuple[Tuning, str]:
+def stored(devices: int, transport: str, gpus: Sequence[str] = ()) -> tuple[Tuning, str]:
     """Return the thresholds of a transport for a number of devices, and where they come from, in words.
 
     They are those measured with this number of devices, else with the next larger one, else the defaults.
+
+    Args:
+        devices: number of devices.
+        transport: the transport.
+        gpus: UUIDs of the devices' GPUs, if they belong to several processes.
     """
-    here = _origin()
+    here = _origin(gpus)
     entry = gpu_cache.load(_KIND, here, _Entry) if here else None
     for one in entry.measured if entry else ():
         if one.devices >= devices and transport in one.transports:
@@ -56,7 +63,8 @@ def save(measured: tuple[Thresholds, ...]) -> str:
     return gpu_cache.save(_KIND, _Entry(here, measured))
 
 
-def _origin() -> Origin | None:
+def _origin(gpus: Sequence[str] = ()) -> Origin | None:
     """Return the origin of current thresholds; None (no caching) if a part of it is unknown."""
     driver = TorchDriver()
-    return gpu_cache.origin(driver.gpus(), driver.software(), f"{__version__}, thresholds {_EDITION}")
+    meant = gpu_cache.gpus_meant(driver.gpus(), gpus)
+    return gpu_cache.origin(meant, driver.software(), f"{__version__}, thresholds {_EDITION}")
