@@ -24,6 +24,7 @@ from tpplan.exec.host import HostMemory
 from tpplan.exec.links.tuning import Tuning, default
 from tpplan.exec.links.tuning_cache import stored
 from tpplan.exec.machine import differences, listed, look_at, places_for, uncounted
+from tpplan.exec.numa import near
 from tpplan.exec.operands import ADDABLE
 from tpplan.exec.programs.lower import SPARED_BYTES, Limits
 from tpplan.exec.programs.program import HOST, SLOTS
@@ -222,7 +223,8 @@ def build(
     if transport != "host" or not waits:  # no kernel exchanges anything through the host's memory
         pinned = evolve(pinned, queues=0)
     on_gpus = any(place.type == "cuda" for place in places)
-    host = HostMemory(pinned, used, lock_pages=on_gpus)
+    with near([device.device for device in devices]):
+        host = HostMemory(pinned, used, lock_pages=on_gpus)
     peer_slot = slot_bytes(len(used))
     largest_message = (HOST_SLOT_BYTES if transport == "host" else peer_slot) if waits else 0
     if on_gpus and largest_message:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from tpplan.exec.numa import near
 from tpplan.weights.reads import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class Buffer:
             blocks: the block of bytes on each device.
         """
         pinned = any(block.device.type == "cuda" for block in blocks.values())
-        memory = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        with near([block.device for block in blocks.values()]):
+            memory = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
         # created once, because the ctypes array type costs far more than a slice
         self.bytes = memoryview((c_char * CHUNK_BYTES).from_address(memory.data_ptr())).cast("B")
         self._senders = {device: _sender(memory, block) for device, block in blocks.items()}

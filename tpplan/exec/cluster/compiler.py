@@ -45,7 +45,7 @@ _TRANSPORTS = ("auto", "events", "peer")
 _NAME_BYTES = 8
 #: How long kernels wait for each other if nobody says, in seconds, even if the group waits longer: torch's own 10 or 30
 #: minutes are long for a GPU that does nothing else.
-_LONGEST = 60.0
+_MOST_SECONDS = 60.0
 #: Characters of a plan's hash in messages.
 _SHOWN = 12
 _HINT = "give all processes the same plan and arguments, and each of the devices in use to one of them"
@@ -77,10 +77,9 @@ def compile_together(
     """
     meeting = Meeting(group)
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes]
-    here, hint, patience = _Here(), "", None
+    here, hint = _Here(), ""
     try:  # a process that only raised here would leave the others waiting
         check()
-        patience = None if timeout is None else seconds("timeout", timeout)
         here = _Here.of(meeting, plan, _own(own, plan, used, meeting), backend, devices)
         failures = [*here.problems, *mismatches(plan, model, max_rows, dtype)]
         if transport not in _TRANSPORTS:
@@ -96,7 +95,7 @@ def compile_together(
         "max_rows": str(max_rows),
         "dtype": name_of(dtype),
         "tuning": str(tuning or "default"),
-        "timeout": "default" if patience is None else f"{patience:g} s",
+        "timeout": "default" if timeout is None or failures else f"{seconds('timeout', timeout):g} s",
     }
     terms = {} if failures else _terms(plan, arguments, here.carrier)
     gpus = tuple(Gpu.of(i, place) for i, place in here.gpus.items())
@@ -117,7 +116,7 @@ def compile_together(
         context = build(
             plan,
             here.places,
-            partial(here.start, meeting=meeting, owners=owners(claims), way=way, sharing=sharing, timeout=patience),
+            partial(here.start, meeting=meeting, owners=owners(claims), way=way, sharing=sharing, timeout=timeout),
             transport="peer" if way.others else "events",
             max_rows=max_rows,
             dtype=dtype,
@@ -203,7 +202,7 @@ class _Here:
         owners: Mapping[int, int],
         way: Way,
         sharing: Sharing,
-        timeout: float | None,
+        timeout: float | timedelta | None,
     ) -> Processes | PeerProcesses:
         """Return the backend over a context's memory."""
         assert self.carrier is not None  # noqa: S101 (else the plan is refused)
@@ -213,8 +212,9 @@ class _Here:
 
         far = Processes(memory, owners, meeting.process, self.carrier, [])
         if timeout is None:
-            timeout = min(_LONGEST, timeout_of(meeting.group, self.carrier.place) or _LONGEST)
-        return PeerProcesses(memory, self.gpus, way.others, timeout=timeout, sharing=sharing, far=far)
+            timeout = min(_MOST_SECONDS, timeout_of(meeting.group, self.carrier.place) or _MOST_SECONDS)
+        patience = seconds("timeout", timeout)
+        return PeerProcesses(memory, self.gpus, way.others, timeout=patience, sharing=sharing, far=far)
 
 
 def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], meeting: Meeting) -> tuple[int, ...]:
