@@ -9,6 +9,9 @@ import pytest
 from benchmarks.lost_device import _Losing, lose
 from benchmarks.soak import FRAMED_ROWS, plan_for, soak
 from tpplan.exec import compile as compile_plan
+from tpplan.exec.links.cache import pair_of
+from tpplan.exec.links.driver import TorchDriver
+from tpplan.exec.links.known import link_report
 from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.programs.program import Program
 
@@ -37,7 +40,12 @@ def test_no_call_is_issued_as_before_a_loss() -> None:
 def test_a_lost_device_ends_in_an_error(transport: str, rows: int) -> None:
     """The others give up, of a small sum and of a large one; memory is given back, and a new context works."""
     plan = plan_for(2)
+    driver = TorchDriver()
+    link_report([0, 1])
     loss = lose(plan, transport, rows)
+    kept = pair_of(driver.gpus(), 0, 1, driver.software())
+    assert kept
+    assert bool(kept.load()) == (transport == "host")  # links of ``peer`` may be to blame, and are probed again
     assert "never came" in loss.message
     assert loss.refused
     assert loss.freed

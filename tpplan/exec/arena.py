@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.pinning import refused
 from tpplan.workspace import ALIGNMENT, align
 
 
@@ -43,10 +44,12 @@ class Arena:
             with torch.inference_mode(mode=False):  # else slices could not be written outside inference mode
                 block = torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         except (RuntimeError, AssertionError) as error:  # AssertionError if torch is built without the device's backend
+            if pinned:
+                what = f"{name}: cannot allocate {size_bytes} pinned bytes on {device}"
+                raise refused(what, size_bytes, error, "plan with a smaller --max-rows") from error
             reason = str(error).partition("\n")[0]
-            kind = "pinned bytes" if pinned else "bytes"
             raise ExecutionError(
-                f"{name}: cannot allocate {size_bytes} {kind} on {device}: {reason}",
+                f"{name}: cannot allocate {size_bytes} bytes on {device}: {reason}",
                 "free memory there, or plan with a smaller budget",
             ) from error
         self.size_bytes = size_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import chain, permutations
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,13 +79,11 @@ def _no_waiting(serial: str) -> str:
     return f"{serial}, so that kernels cannot wait for each other"
 
 
-def _obstacles(
-    pairs: Sequence[tuple[int, int]] | Sequence[tuple[str, str]], serial: str, wanted: str
-) -> dict[str, str]:
+def _obstacles(pairs: Sequence[tuple[int | str, int | str]], serial: str, wanted: str) -> dict[str, str]:
     """Return for each transport, and for ``straight``, why it cannot be used between some devices; empty if it can.
 
     Args:
-        pairs: ordinals of devices, or their UUIDs if this process need not see them.
+        pairs: ordinals or UUIDs of the devices.
         serial: why kernels cannot wait for each other, if they cannot.
         wanted: a transport, or ``auto``.
     """
@@ -101,17 +99,16 @@ def _obstacles(
         return against | dict.fromkeys(("peer", "events"), f"is out: {reason}, which other devices may not reach")
     if wanted == "host":
         return against  # without a probe
-    ordinals = [(a, b) for a, b in pairs if isinstance(a, int) and isinstance(b, int)]
-    uuids = [*dict.fromkeys(gpu for pair in pairs for gpu in pair if isinstance(gpu, str))]
-    if apart := [pair for pair in ordinals if not torch.cuda.can_device_access_peer(*pair)]:
+    apart = [(a, b) for a, b in pairs if isinstance(a, int) and not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
         (a, b), more = apart[0], f" and {len(apart) - 1} more" if len(apart) > 1 else ""
         reason = f"is out: the driver gives no peer access from GPU {a} to {b}{more}"
         return against | dict.fromkeys(("peer", "events"), reason)  # copies are staged, slower than by ``host``
-    report = link_report({gpu for pair in ordinals for gpu in pair}, uuids=uuids)
-    ordinals = ordinals or [*permutations(map(report.gpus.index, uuids), 2)]
+    report = link_report({*chain(*pairs)})
+    routes = [[gpu if isinstance(gpu, int) else report.gpus.index(gpu) for gpu in pair] for pair in pairs]
     reasons = {link.route: link.reason for link in report.links if link.verdict != Verdict.WORKS}
     for name, needed in every.items():
-        missing = [(need, a, b) for need in needed for a, b in ordinals if not report.works(a, b, need)]
+        missing = [(need, a, b) for need in needed for a, b in routes if not report.works(a, b, need)]
         if missing and not against[name]:
             listed = [f"{need} {a} to {b} ({reasons.get((need, a, b), 'untested')})" for need, a, b in missing[:_NAMED]]
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""

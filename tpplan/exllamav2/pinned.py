@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.pinning import refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,10 +51,8 @@ class PinnedTemp:
                 with torch.inference_mode(mode=False):  # or it could not be written outside of it
                     memory = torch.empty(self.size, dtype=torch.half, device="cpu", pin_memory=self._lock_pages)
             except RuntimeError as error:
-                reason = str(error).partition("\n")[0]
-                raise ExecutionError(
-                    f"cannot allocate a host buffer of {self.size} float16: {reason}", _SMALLER
-                ) from error
+                what = f"cannot allocate a host buffer of {self.size} float16"
+                raise refused(what, self.size * torch.half.itemsize, error, _SMALLER) from error
             self._flat[buffer] = memory
             left, self._left[buffer] = self._left[buffer], None
             if left is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from tpplan.exec.numa import near
+from tpplan.exec.pinning import refused
 from tpplan.weights.reads import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -51,10 +52,17 @@ class Buffer:
 
         Args:
             blocks: the block of bytes on each device.
+
+        Raises:
+            ExecutionError: the memory cannot be allocated.
         """
         pinned = any(block.device.type == "cuda" for block in blocks.values())
-        with near([block.device for block in blocks.values()]):
-            memory = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        try:
+            with near([block.device for block in blocks.values()]):
+                memory = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:
+            what = f"cannot allocate {CHUNK_BYTES} bytes of host memory to load weights through"
+            raise refused(what, CHUNK_BYTES, error, "load the weights before other programs start") from error
         # created once, because the ctypes array type costs far more than a slice
         self.bytes = memoryview((c_char * CHUNK_BYTES).from_address(memory.data_ptr())).cast("B")
         self._senders = {device: _sender(memory, block) for device, block in blocks.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from random import Random
 from typing import Any
 from unittest.mock import Mock
@@ -77,11 +78,53 @@ def test_devices_that_cannot_copy_to_each_other_take_part_in_nothing(
     monkeypatch.setattr(torch.cuda, "Stream", Mock())
     monkeypatch.setattr(torch.Tensor, "copy_", Mock(side_effect=RuntimeError("peer access")))
     places = {i: torch.device("cpu", i) for i in range(2)}
-    with pytest.raises(RuntimeError, match="peer access"):
+    with pytest.raises(ExecutionError, match="cpu:0 gets no access to cpu:0: peer access") as refused:
         CudaDevices(memory(), places, transport=transport, timeout=1.0)
+    assert refused.value.hint == 'compile with transport="host"'
     made.assert_not_called()
     CudaDevices(memory(), places, transport="host", timeout=1.0)
     made.assert_called_once()
+
+
+@pytest.mark.parametrize(
+    ("transport", "timeout", "others", "refuted"),
+    [
+        ("peer", 10.0, {}, {3, 5}),
+        ("peer", 0.5, {}, set()),  # what a device has to do first may take as long
+        ("peer", 10.0, {2: 132}, set()),  # a process that is late or gone is the ordinary cause
+        ("host", 10.0, {}, set()),  # no link between GPUs takes part
+        ("events", 10.0, {}, set()),
+    ],
+)
+def test_what_a_timeout_says_of_links(
+    transport: str, timeout: float, others: dict[int, int], refuted: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process that issues for all devices, the links are to blame if kernels that use them wait in vain."""
+    made, refute = Mock(), Mock()
+    monkeypatch.setattr(cuda, "Exchanges", made)
+    monkeypatch.setattr(cuda, "refute", refute)
+    monkeypatch.setattr(cuda, "_enable_access", Mock())
+    monkeypatch.setattr(torch.cuda, "Stream", Mock())
+    places = {i: torch.device("cuda", ordinal) for i, ordinal in enumerate((3, 5))}
+    CudaDevices(memory(), places, transport=transport, timeout=timeout, others=others)
+    made.call_args.kwargs["on_timeout"]()
+    refute.assert_called_once()
+    assert {*refute.call_args.args[0]} == refuted
+
+
+@pytest.mark.parametrize(("code", "calls"), [(0, 0), (1, 1), (2, 1), (3, 1), (4, 0)])
+def test_a_timeout_is_told_once(code: int, calls: int) -> None:
+    """However often the failed context is asked, and not of a context that was merely interrupted."""
+    exchanges: Any = object.__new__(Exchanges)
+    told = Mock()
+    exchanges._seen, exchanges._on_timeout = memoryview(array("i", [code])), [told]
+    for _ in range(2):
+        if code:
+            with pytest.raises(ExecutionError):
+                exchanges.check()
+        else:
+            exchanges.check()
+    assert told.call_count == calls
 
 
 def test_what_is_interrupted_behind_the_launches_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

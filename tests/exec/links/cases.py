@@ -11,7 +11,6 @@ from tpplan.exec.links.known import link_report
 from tpplan.exec.links.report import LinkReport, Mechanism, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from tpplan.exec.links.report import Route
@@ -31,10 +30,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_UNKEPT", {})
 
 
-def report_of(name: str, *gpus: int, uuids: Sequence[str] = (), use_cache: bool = True) -> LinkReport:
+def report_of(name: str, *gpus: int | str, use_cache: bool = True) -> LinkReport:
     """Return the report of some or all GPUs that a function of :mod:`tests.exec.links.fake_gpus` makes."""
     driver = f"tests.exec.links.fake_gpus:{name}"
-    return link_report(gpus or None, uuids=uuids, driver=driver, deadline_s=DEADLINE_S, use_cache=use_cache)
+    return link_report(gpus or None, driver=driver, deadline_s=DEADLINE_S, use_cache=use_cache)
 
 
 def not_working(report: LinkReport) -> dict[Route, Verdict]:

@@ -44,7 +44,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[Route]]]:
     used: list[tuple[str, set[Route]]] = []
 
     def stand_in(
-        driver: str, _gpus: object, wanted: list[Route], verified: list[Route], *_: object, **__: object
+        driver: str, _gpus: object, wanted: list[Route], verified: list[Route], _deadline: object, **_: object
     ) -> tuple[Link, ...]:
         used.append((driver.rpartition(":")[2], {*wanted}))
         events = probe(link_child.load_driver(driver), wanted, verified)
@@ -114,28 +114,26 @@ def test_one_gpu_or_none_needs_no_probe(monkeypatch: pytest.MonkeyPatch) -> None
 def test_gpus_that_this_process_does_not_see(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """The probe, a process of its own, sees those of all processes, in the order asked for; each finds its report."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-c")
-    report = report_of("visible", uuids=("b", "c"))
+    report = report_of("visible", "b", "c")
     assert (report.gpus, not_working(report)) == (("b", "c"), {(COPY, 0, 1): BROKEN})
     assert len(files(cache)) == 1
     monkeypatch.setattr(subprocess, "Popen", None)  # from now on, all is known
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
-    again = report_of("visible", uuids=("c", "b"))
+    again = report_of("visible", "c", "b")
     assert (again.gpus, not_working(again)) == (("c", "b"), {(COPY, 1, 0): BROKEN})
-    assert report_of("visible") == report_of("visible", uuids=("b",)) == LinkReport(("b",), ())
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-c,GPU-b")  # as a process that sees all finds them
-    whole = report_of("visible", uuids=("c", "b"))
-    assert (whole.gpus, not_working(whole)) == (("a", "c", "b"), {(COPY, 2, 1): BROKEN})
+    assert report_of("visible") == report_of("visible", "b") == LinkReport(("b",), ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
+    report = report_of("visible", "c", "b")
+    assert (report.gpus, not_working(report)) == (("a", "b", "c"), {(COPY, 1, 2): BROKEN})
+    assert {frozenset(link.route[1:]) for link in report.links} == {frozenset({1, 2})}
 
 
-def test_invisible_gpus_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those without peer access nothing but copies is tested; a GPU that is not there leaves links untested."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a")
-    report = report_of("visible", uuids=("a", "b"))
-    assert not_working(report) == {route: BROKEN for route in routes(2) if route[0] != COPY}
-    assert {link.reason for link in report.links if link.mechanism != COPY} == {"the driver gives no peer access"}
-    report = report_of("visible", uuids=("a", "d"))
+def test_a_gpu_that_no_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves links untested."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
+    report = report_of("visible", "b", "d")
     assert {link.verdict for link in report.links} == {UNTESTED}
-    assert "it sees other GPUs than it is asked about: a" in report.links[0].reason
+    assert "it sees other GPUs than it is asked about: b" in report.links[0].reason
 
 
 def test_a_report_is_cached_for_other_orders_of_the_gpus(probes: Callable[[], list[str]]) -> None:

@@ -19,7 +19,7 @@ from tests.exec.links.tuning_cases import ROOM, Gpus, Machine
 from tpplan import codec
 from tpplan.exec import Tuning, transports
 from tpplan.exec.gpu import kernel_cache
-from tpplan.exec.links import known, survey, tuning_cache
+from tpplan.exec.links import survey, tuning_cache
 from tpplan.exec.links.report import Link, LinkReport, Verdict, routes
 from tpplan.exec.links.survey_report import Thresholds
 from tpplan.exec.links.tuning import COPIES, EXCHANGES, FANS, KIB, MIB, PASSED_ON, SLOTS, STRAIGHT, SUMS, default, tune
@@ -235,7 +235,8 @@ def test_links_and_a_devices_file_are_two_things() -> None:
 def test_the_screen_shows_what_is_logged(links: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """That links are tested, and other things that take their time or matter, is on lines beside the document."""
     links(2)
-    report, log = known.link_report, logging.getLogger("tpplan.exec.links.known")
+    report: Callable[..., LinkReport] = vars(survey)["link_report"]
+    log = logging.getLogger("tpplan.exec.links.known")
 
     class Slow(Stopwatch):
         def __init__(self, places: Sequence[torch.device]) -> None:

@@ -67,7 +67,7 @@ def gpus(plan: SplitPlan, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (memory["free"], 2**40))
     monkeypatch.setattr(kernel_cache, "lacks", lambda: "")
-    monkeypatch.setattr(transports, "link_report", lambda *_, **__: LinkReport((), ()))
+    monkeypatch.setattr(transports, "link_report", lambda _: LinkReport((), ()))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, __: True)
     return memory
 

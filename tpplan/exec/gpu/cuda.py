@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 #: Maximum number of cached programs, each for a dtype.
 _KEPT = 1024
 
+#: The shortest time-out that says something of links, in seconds: what a device has to do first takes less.
+_PROOF_SECONDS = 1.0
+
 #: Placeholder for the handle of the host's stream, which has none.
 _NONE = -1
 
@@ -95,10 +98,9 @@ class CudaDevices(Streams):
             _enable_access([*places.values()])
         with ISSUING:
             kernels = kernels_for(len(places) + len(others), transport)
-            reached = [place.index for place in places.values()] if transport == "peer" and not others else []
-            self._exchanges = Exchanges(
-                memory, places, kernels, others, status, timeout=timeout, on_timeout=partial(refute, reached)
-            )
+            is_proof = transport == "peer" and not others and timeout >= _PROOF_SECONDS
+            on_timeout = partial(refute, [place.index for place in places.values()] if is_proof else [])
+            self._exchanges = Exchanges(memory, places, kernels, others, status, timeout=timeout, on_timeout=on_timeout)
         ask = WeakMethod(self._is_busy)  # or a dropped context would live until garbage collection
         self._exchanges.landings.watch(lambda: (is_busy := ask()) is None or is_busy())
         self._issuing = Issuing(self._exchanges)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 
 from tpplan.exec.links import cache, gpu_cache
-from tpplan.exec.links.child import NO_ACCESS, is_apart, load_driver, probe_in_child
+from tpplan.exec.links.child import load_driver, probe_in_child
+from tpplan.exec.links.probe import without_access
 from tpplan.exec.links.report import Link, LinkReport, Mechanism, Route, Verdict, routes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable
 
     from tpplan.exec.links.cache import Pair
 
@@ -26,12 +27,7 @@ _UNKEPT: dict[tuple[str, tuple[str, ...], str], dict[Route, Link]] = {}
 
 
 def link_report(
-    gpus: Collection[int] | None = None,
-    *,
-    uuids: Sequence[str] = (),
-    use_cache: bool = True,
-    driver: str = TORCH,
-    deadline_s: float = 30.0,
+    gpus: Collection[int | str] | None = None, *, use_cache: bool = True, driver: str = TORCH, deadline_s: float = 30.0
 ) -> LinkReport:
     """Return the verdict on every mechanism from each of some GPUs to each other.
 
@@ -46,9 +42,8 @@ def link_report(
     until four have hung or sixteen have died. A child may take 180 s to start and 10 s to end.
 
     Args:
-        gpus: the GPUs, by index; by default all that this process sees.
-        uuids: the GPUs by UUID instead, some of which this process may not see: if so, the report is on these alone.
-            The probe, which is another process, sees what CUDA_VISIBLE_DEVICES hides from this one.
+        gpus: the GPUs, by index or UUID; by default all that this process sees. Those that CUDA_VISIBLE_DEVICES hides
+            from it have UUIDs only; the probe, which is another process, sees them.
         use_cache: use stored verdicts if there are any; if false, always probe, and store the result.
         driver: the GPUs' driver, as ``module:factory`` of a :class:`tpplan.exec.links.probe.Driver`.
         deadline_s: seconds after which a step of the probe counts as hung, including the first use of a GPU.
@@ -58,17 +53,16 @@ def link_report(
     """
     here = load_driver(driver)
     seen = here.gpus()
-    names = gpu_cache.gpus_meant(seen, uuids)
-    environ = {} if names == seen else {"CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{name}" for name in names)}
-    asked = {names.index(each) for each in uuids} or {*(range(len(names)) if gpus is None else gpus)}
+    names = gpu_cache.gpus_meant(seen, [gpu for gpu in gpus or () if isinstance(gpu, str)])
+    asked = {names.index(gpu) if isinstance(gpu, str) else gpu for gpu in (range(len(names)) if gpus is None else gpus)}
     every = [route for route in routes(len(names)) if {*route[1:]} <= asked]
     lacks = {mechanism: here.lacks(mechanism) for mechanism in Mechanism}
     links: dict[Route, Link] = {}
     for route in every:
         if lacks[route[0]]:
             links[route] = Link(*route, Verdict.UNTESTED, lacks[route[0]])
-        elif names == seen and is_apart(here, route):
-            links[route] = Link(*route, Verdict.BROKEN, NO_ACCESS)
+        elif names == seen and (link := without_access(here, route)):  # asked anew each time, so never stored
+            links[route] = link
     wanted = [route for route in every if route not in links]
     if wanted:
         store = _Store.of(driver, names, here.software())
@@ -82,6 +76,7 @@ def link_report(
                 deadline_s,
             )
             start = time.monotonic()
+            environ = {} if names == seen else {"CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{gpu}" for gpu in names)}
             tested = probe_in_child(driver, names, missing, verified, deadline_s, environ=environ)
             _LOG.info("tested the links in %.1f s: %s", time.monotonic() - start, _summary(tested))
             store.save(tested)

@@ -96,6 +96,16 @@ class Driver(Protocol[B]):
         """
 
 
+def without_access(driver: Driver[B], route: Route) -> Link | None:
+    """Return the verdict on a route that needs access to the other GPU's memory, if the driver gives none.
+
+    The driver then stages copies in host memory, so they may arrive all the same.
+    """
+    if route[0] == Mechanism.COPY or driver.peers(*route[1:]):
+        return None
+    return Link(*route, Verdict.BROKEN, "the driver gives no peer access")
+
+
 def probe(
     driver: Driver[B], routes: Sequence[Route], verified: Collection[Route] = ()
 ) -> Iterator[tuple[Route, ...] | Link]:
@@ -120,6 +130,9 @@ def probe(
     for gpu in sorted({gpu for _, *pair in routes for gpu in pair}):
         yield ()
         _use_alone(driver, contents, gpu)
+    apart = [link for route in routes if (link := without_access(driver, route))]
+    yield from apart
+    routes = [route for route in routes if route not in {link.route for link in apart}]
     for mechanism in Mechanism:
         passed = [route for route in verified if route[0] == mechanism]
         tested = [route for route in routes if route[0] == mechanism]
