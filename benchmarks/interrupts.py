@@ -31,13 +31,12 @@ from benchmarks.soak import plan_for
 from tpplan import exec as tpx
 from tpplan.axes import Axis
 from tpplan.errors import ExecutionError, TpplanError
+from tpplan.exec.context import TPContext
 from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.plan import SplitPlan
 
 if TYPE_CHECKING:
     from types import FrameType
-
-    from tpplan.exec import TPContext
 
 #: What is interrupted, and what checks afterwards what is left, and returns that in a word.
 Target = tuple[Callable[[], object], Callable[[], str]]
@@ -61,7 +60,8 @@ class Bench:
         blocks: the memory of all contexts.
         folder: where plans are saved, and nothing else is.
         x: a tensor as wide as the residual stream.
-        turns: how many targets there were.
+        turns: how many contexts were compiled, to take turns with transports.
+        shared: the context of operations, used until it is closed.
     """
 
     plan: SplitPlan
@@ -69,6 +69,7 @@ class Bench:
     folder: Path
     x: torch.Tensor = Factory(lambda: torch.randn(2, 4096, dtype=torch.bfloat16))
     turns: int = 0
+    shared: TPContext | None = None
 
     def targets(self) -> dict[str, Callable[[], Target]]:
         """Return a function for each kind of target that makes a new one."""
@@ -81,8 +82,20 @@ class Bench:
         }
 
     def _operations(self) -> Target:
-        ctx = self.warm()
-        return partial(self.use, ctx), partial(self.state, ctx)
+        ctx = self.shared = self.shared or self.warm()
+
+        def check() -> str:
+            self.use(ctx)
+            return "works"
+
+        return partial(self.use, ctx), check
+
+    def end(self) -> None:
+        """Close the context of operations, and check that nothing is left of it."""
+        if self.shared:
+            self.shared.close()
+            self.shared = None
+            self._memory()
 
     def _close(self) -> Target:
         ctx = self.warm()
@@ -225,6 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--interrupts", type=int, default=4000, help="random ones")
     parser.add_argument("--step", type=int, default=1, help="opcodes from one interrupt to the next; 0: none of them")
+    parser.add_argument("--only", default="", help="opcodes of a single target, such as save")
     parser.add_argument("--seed", type=int, default=0, help="of everything random")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
@@ -238,17 +252,20 @@ def main() -> None:
         for run, check in (new() for new in targets.values()):  # the first time, much is imported
             run()
             check()
+            bench.end()
         if wanted.step:
             print("| at opcodes of | opcodes | interrupts | left |\n|---|---|---|---|", flush=True)
         for name, new in targets.items() if wanted.step else ():
-            step = wanted.step * _STEPS.get(name, 1)
-            count, left = at_opcodes(new, step)
-            problems += _row(f"{name} | {count:,}", left)
+            if wanted.only in ("", name):
+                count, left = at_opcodes(new, wanted.step * _STEPS.get(name, 1))
+                problems += _row(f"{name} | {count:,}", left)
+                bench.end()
         print("\n| random Ctrl-C in | interrupts | left |\n|---|---|---|", flush=True)
         random, each = Random(wanted.seed), wanted.interrupts // len(targets)  # noqa: S311 (to be the same again)
         for name, new in targets.items():
             if name != "close":  # too short to be hit; a close is in two of the others
                 problems += _row(name, at_random(new, each, random))
+                bench.end()
         problems += _row("operations, by a handler that closes", closed_by_handler(bench, each, random))
     faulthandler.cancel_dump_traceback_later()
     if threading.active_count() > threads:

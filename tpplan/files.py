@@ -181,8 +181,8 @@ def _replace(data: bytes, path: Path) -> bool:
 def _remove_stale(folder: Path, start: str) -> None:
     """Remove new files that a process left when it was killed while it saved this one."""
     left = re.compile(re.escape(start) + "[0-9a-f]{12}" + re.escape(_NEW))
-    with contextlib.suppress(OSError):  # nothing depends on it
-        for entry in os.scandir(folder):
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:  # nothing depends on it
+        for entry in entries:
             if left.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(OSError):
                     if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS:
