@@ -121,7 +121,7 @@ def test_a_graph_is_one_of_all_processes(caplog: pytest.LogCaptureFixture) -> No
     assert caplog.text.count("work cannot be captured") == 1
 
 
-def _outcomes(call: Callable[[TPContext], object], fail: bool = True) -> list[object]:
+def _outcomes(call: Callable[[TPContext], object], *, fail: bool = True) -> list[str]:
     """Return what a call ends in, in each of three processes of a tiny Llama."""
     model = model_of("llama")
     plan = plan_of(model.directory, 3, request_of(), {}, seed=4)

@@ -61,12 +61,11 @@ def digests_of(source: Source) -> Digests:
     return [(tensors[name][0], found[name]) for name in sorted(found)]
 
 
-def check_same(context: TPContext, model: str, digests: Digests) -> None:
+def check_same(context: TPContext, digests: Digests) -> None:
     """Check that all processes of a context have a checkpoint of the same weights; all call it at once.
 
     Args:
         context: the context.
-        model: the model's name.
         digests: those of this process's checkpoint.
 
     Raises:
@@ -75,6 +74,7 @@ def check_same(context: TPContext, model: str, digests: Digests) -> None:
     every = context.tell(b"".join(digest for _, digest in digests))
     if len({*every}) == 1:
         return
+    model = context.plan.model.name
     hint = "give all processes copies of the same checkpoint; the published hashes of its files tell which is right"
     if different := differing([{"tensors": str(len(each) // _DIGEST_BYTES)} for each in every]):
         raise ExecutionError(f"the processes have different weights for {model}: {different[0]}", hint)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from torch import distributed
+from torch.distributed.distributed_c10d import FileStore, PrefixStore
 
 from tpplan.exec.cluster import lost
 from tpplan.exec.cluster.lost import Causes, Report, first_cause, reason_of
@@ -70,8 +70,8 @@ def test_reasons_have_no_ports(said: str, reason: str) -> None:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a store in a file, which stands for that of torch.distributed."""
-    found: Any = distributed.FileStore(str(tmp_path / "store"), 3)
-    monkeypatch.setattr(lost, "store_of", lambda key: distributed.PrefixStore(key, found))
+    found: Any = FileStore(str(tmp_path / "store"), 3)
+    monkeypatch.setattr(lost, "store_of", lambda key: PrefixStore(key, found))
     return found
 
 
@@ -89,7 +89,7 @@ def test_all_that_are_left_say_the_same() -> None:
 
 def test_what_others_write_is_only_text(store: Any) -> None:
     """Reports that are none blame their writers, and control characters are escaped."""
-    store = distributed.PrefixStore("context", store)
+    store = PrefixStore("context", store)
     store.set("1", b"\x80\x04.")
     store.set("2", '[[0], "\x1b[2J timed out"]')
     assert Causes("context", 0, [0, 1, 2]).verdict([1], SILENT) == (

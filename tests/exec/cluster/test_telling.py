@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tpplan
 from tests.contexts import UNEVEN, context
 from tests.exec.cluster.threads import ThreadMeeting
 from tpplan.errors import ExecutionError
-from tpplan.exec.cluster import telling
 from tpplan.exec.cluster.plain_data import MOST_BYTES, NotPlainError, decode, encode
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def test_data_of_any_size_arrives(size: int) -> None:
 
 def test_other_versions_are_one_error_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything that another version may say otherwise."""
-    version = telling.tpplan.__version__
+    version = tpplan.__version__
 
     class Fake(ThreadMeeting):
         def _exchanged(self, mine: bytes) -> list[bytes]:
