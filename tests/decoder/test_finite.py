@@ -103,6 +103,25 @@ def test_numbers_that_overflow(tmp_path: Path) -> None:
     assert error.hint == "convert the checkpoint to bfloat16 or float32, which holds larger numbers"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_step_is_named(temperature: float) -> None:
+    """The first text whose logits are not finite, and its new tokens: only what it reads next is spoiled."""
+    directory = model_of("mistral").directory
+    plan = plan_of(directory, 2, request_of(), {}, seed=3)
+    with compile_plan(plan, backend="cpu", model=directory, scratch=False) as ctx:
+        decoder = Decoder(ctx, directory, load_weights(plan, directory, ctx), cache="fp32")
+        texts = generate(decoder, [[1, 2, 3], [4, 5]], 8, sampling=Sampling(temperature))
+        next(texts)
+        first, second = next(texts)
+        assert first != second
+        assert second is not None
+        for part in ctx.split(Axis.VC):
+            if part.start <= second < part.end:
+                decoder.weights[part.device]["model.embed_tokens.weight"][second - part.start] = math.nan
+        with pytest.raises(ExecutionError, match=r"\) behind the 2 tokens of prompt 1 and 2 new ones, because .*embed"):
+            next(texts)
+
+
 @pytest.mark.parametrize("options", [(), ("--temperature", 1)])
 def test_the_command(options: tuple[object, ...], tmp_path: Path) -> None:
     """It prints no token, and ends in one error."""
@@ -111,7 +130,9 @@ def test_the_command(options: tuple[object, ...], tmp_path: Path) -> None:
     asked = ("generate", directory / "plan.json", "--model", directory, "--backend", "cpu", "--token-ids", "1,2")
     done = command(*asked, *options)
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: the logits of tiny are not finite (NaN or infinity), because these weights are")
+    assert done.err.startswith(
+        "error: the logits of tiny are not finite (NaN or infinity) behind the 2 tokens of prompt 0, because"
+    )
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

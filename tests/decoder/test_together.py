@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
+import shutil
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from tests.checkpoints import saved_values
 from tests.decoder_cases import VOCAB, model_of, plan_of, request_of
 from tests.exec.cluster.threads import Together, used
 from tests.graph_cases import FakeGraph
@@ -16,11 +22,14 @@ from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate
 from tpplan.decoder.agreed import agreed
+from tpplan.decoder.prompts import Prompt
+from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -132,3 +141,136 @@ def test_a_graph_is_one_of_all_processes(caplog: pytest.LogCaptureFixture) -> No
 
         assert together.run(tell) == [(None, None)] * 2
     assert caplog.text.count("work cannot be captured") == 1
+
+
+def _outcomes(call: Callable[[TPContext], object], *, fail: bool = True) -> list[str]:
+    """Return what a call ends in, in each of three processes of a tiny Llama."""
+    model = model_of("llama")
+    plan = plan_of(model.directory, 3, request_of(), {}, seed=4)
+    with Together(plan, [[device] for device in used(plan)]) as together:
+        outcomes = together.outcomes(call)
+    assert not fail or all(isinstance(each, ExecutionError) for each in outcomes), outcomes
+    return [str(each) for each in outcomes]
+
+
+def test_different_weights_are_told_in_all_processes(tmp_path: Path) -> None:
+    """A single tensor of the same shape is enough; copies of the same content are the same, whatever their files."""
+    directory = model_of("llama").directory
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    for target in (copy, other):
+        shutil.copytree(directory, target)
+    tensors = saved_values(directory)
+    save_file(dict(reversed(tensors.items())), copy / "model.safetensors", metadata={"by": "another tool"})
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name] * 2
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+
+    def load(context: TPContext, *directories: Path) -> object:
+        return load_weights(context.plan, directories[context.process], context).tensors.keys()
+
+    first, *others = _outcomes(lambda context: load(context, directory, copy, other))
+    what = rf"the processes have different weights for \w+: 1 of {len(tensors)} tensors, first {name}: bytes of hash"
+    assert re.match(rf"{what} (\w+) in process 2, bytes of hash (?!\1)\w+ in all others\nhint: give", first), first
+    assert others == [first, first]
+    assert "dict_keys" in _outcomes(lambda context: load(context, directory, copy, directory), fail=False)[0]
+
+
+def test_a_process_that_cannot_load_is_told_in_all(tmp_path: Path) -> None:
+    """None waits for one that has another checkpoint, or none; where all have none, the error is the usual one."""
+    directory = model_of("llama").directory
+
+    def load(context: TPContext, *directories: Path) -> object:
+        return load_weights(context.plan, directories[context.process], context)
+
+    first, *others = _outcomes(lambda context: load(context, directory, tmp_path, directory))
+    assert first.startswith(f"reading the checkpoint failed:\n  process 1: {tmp_path}")
+    assert others == [first, first]
+    alike = _outcomes(lambda context: load(context, tmp_path, tmp_path, tmp_path), fail=False)
+    assert alike[0].startswith(f"{tmp_path}/config.json does not exist")
+
+
+#: What a process of three does differently, and what all are told.
+DIFFERENCES: dict[str, tuple[dict[str, object], str]] = {
+    "prompts": (
+        {"prompts": [[1, 2, 4], [5, 6]]},
+        r"prompts\[0\]: 3 tokens \((\w+)\) .* in process 1, 3 tokens \((?!\1)",
+    ),
+    "second": ({"prompts": [[1, 2, 3], [5, 7]]}, r"prompts\[1\]: 2 tokens"),
+    "fewer": (
+        {"prompts": [[1, 2, 3]]},
+        "prompts: 1 in process 1, 2 in all others\n  prompts\\[1\\]: nothing in process 1",
+    ),
+    "count": ({"max_new_tokens": 3}, "max_new_tokens: 3 in process 1, 2 in all others"),
+    "seed": ({"sampling": Sampling(0.5, seed=1)}, "seed: 1 in process 1, 0 in all others"),
+    "temperature": ({"sampling": Sampling(0.25)}, "temperature: 0.25 in process 1, 0.5 in all others"),
+    "end": ({"end": {3}}, r"end: \[3\] in process 1, \[\] in all others"),
+    "invalid": ({"prompts": [[]]}, "process 1: a prompt has no tokens"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_different_prompts_and_settings_are_told_in_all_processes(name: str) -> None:
+    """Before the first step; the process that differs is named, and the value of each."""
+    given, told = DIFFERENCES[name]
+    directory = model_of("llama").directory
+
+    def call(context: TPContext) -> object:
+        decoder = Decoder(context, directory, load_weights(context.plan, directory, context), cache="fp32")
+        usual = {"prompts": [[1, 2, 3], [5, 6]], "max_new_tokens": 2, "sampling": Sampling(0.5), "end": ()}
+        arguments: dict[str, Any] = usual | (given if context.process == 1 else {})
+        return generate(decoder, **arguments)
+
+    first, *others = _outcomes(call)
+    assert re.match(rf"(the processes differ in )?what to generate( failed)?:\n  {told}", first)
+    assert others == [first, first]
+
+
+def test_different_tokens_for_a_decoder_are_told() -> None:
+    """Also where the caller schedules texts."""
+    directory = model_of("llama").directory
+
+    def call(context: TPContext) -> object:
+        decoder = Decoder(context, directory, load_weights(context.plan, directory, context), cache="fp32")
+        return decoder.read([Prompt([1, 2, 3 + context.process // 2])])
+
+    first, *others = _outcomes(call)
+    assert first.startswith("the processes differ in the prompts:\n  prompts[0]: 3 tokens (")
+    assert others == [first, first]
+
+
+def test_a_config_that_differs_is_told(tmp_path: Path) -> None:
+    """What no plan has and every layer computes with, such as the base of RoPE; and arguments of the decoder."""
+    directory = model_of("llama").directory
+    shutil.copytree(directory, tmp_path / "other")
+    config = json.loads((directory / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
+
+    def call(context: TPContext, *, cache: bool = False) -> object:
+        where = tmp_path / "other" if context.process == 2 and not cache else directory
+        kind = "fp32" if context.process or not cache else "fp16"
+        return Decoder(context, where, load_weights(context.plan, where, context), cache=kind)
+
+    first, *others = _outcomes(call)
+    eps = config["rms_norm_eps"]
+    what = "the processes differ in the decoder:\n  "
+    assert first.startswith(f"{what}norm_eps: 0.0001 in process 2, {eps} in all others")
+    assert others == [first, first]
+    first, *others = _outcomes(lambda context: call(context, cache=True))
+    assert first.startswith(f"{what}cache: fp16 in process 0, fp32 in all others")
+    assert others == [first, first]
+
+
+def test_logits_that_are_not_finite_are_one_error_in_all() -> None:
+    """The weights that cause them belong to one process; the others do not say that all weights are finite."""
+    directory = model_of("llama").directory
+
+    def call(context: TPContext) -> object:
+        weights = load_weights(context.plan, directory, context)
+        for tensors in weights.tensors.values():
+            if context.process == 1:
+                tensors["model.layers.1.mlp.down_proj.weight"].view(-1)[:] = math.nan
+        return list(generate(Decoder(context, directory, weights, cache="fp32"), [[1, 2, 3]], 2))
+
+    first, *others = _outcomes(call)
+    assert "because these weights are not: model.layers.1.mlp.down_proj.weight on device" in first
+    assert others == [first, first]

@@ -23,18 +23,30 @@ _NAMED: Final = 3
 _AT_ONCE: Final = 2**22
 
 
-def not_finite(decoder: Decoder) -> ExecutionError:
-    """Return the error for logits that are not finite, with the names of weights that are not."""
-    plan = decoder.context.plan
-    what = f"the logits of {plan.model.name} are not finite (NaN or infinity)"
-    names = [f"{name} on device {device}" for device, held in decoder.weights.items() for name in _names(held)]
+def not_finite(decoder: Decoder, when: str) -> ExecutionError:
+    """Return the error for logits that are not finite, with the names of weights that are not, in any process.
+
+    All processes call this at once: their logits come from the weights of all.
+
+    Args:
+        decoder: the decoder.
+        when: after which tokens of which texts, in words.
+    """
+    context, plan = decoder.context, decoder.context.plan
+    what = f"the logits of {plan.model.name} are not finite (NaN or infinity) {when}"
+    own = [f"{name} on device {device}" for device, held in decoder.weights.items() for name in _names(held)]
+    told = context.tell((len(own), own[:_NAMED]))
+    count, names = sum(each for each, _ in told), [name for _, some in told for name in some]
     if names:
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        more = f" and {count - _NAMED} more" if count > _NAMED else ""
         hint = "fetch the checkpoint again, and compare its files with the published hashes"
         return ExecutionError(f"{what}, because these weights are not: {', '.join(names[:_NAMED])}{more}", hint)
-    dtype = str(decoder.context.dtype).removeprefix("torch.")
+    dtype = str(context.dtype).removeprefix("torch.")
     wider = "float32" if dtype == "bfloat16" else "bfloat16 or float32"
     hint = f"convert the checkpoint to {wider}, which holds larger numbers" if dtype != "float32" else ""
+    if (kind := plan.request.cache.kind) != "fp16":
+        fewer = f"plan with a cache of fp16: that of {kind} holds smaller numbers"
+        hint = f"{hint}, or {fewer}" if hint else fewer
     return ExecutionError(f"{what}, although its weights are: its activations overflow in {dtype}", hint)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpplan.decoder.prompts import check_tokens, length_of
+from attrs import asdict
+
+from tpplan.decoder.prompts import Prompt, check_tokens, facts_of, length_of
 from tpplan.decoder.sampling import Sampling
 from tpplan.errors import RequestError
+from tpplan.exec.cluster.agreement import agree
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -27,6 +30,8 @@ def generate(
 ) -> Iterator[tuple[int | None, ...]]:
     """Continue a batch of prompts, and return an iterator over their new tokens.
 
+    Several processes call this at once, with the same arguments, and take the same tokens from it.
+
     Args:
         decoder: a decoder whose batch has room for the prompts; its cache is overwritten.
         prompts: the tokens of each text.
@@ -38,10 +43,21 @@ def generate(
         The next token of each text, None for texts that have ended.
 
     Raises:
+        ExecutionError: the arguments of several processes differ, or those of one are invalid: the same error in all.
         RequestError: there are no prompts or too many, or one is empty, too long for the plan's cache, or has tokens
             outside the vocabulary; or another generation has started since, in the same cache.
     """
-    check_prompts(prompts, max_new_tokens, decoder.context.plan)
+    settings = {
+        "max_new_tokens": str(max_new_tokens),
+        **{name: str(value) for name, value in asdict(sampling).items()},
+        "end": str(sorted(end)),
+    }
+    agree(
+        decoder.context,
+        "what to generate",
+        lambda: check_prompts(prompts, max_new_tokens, decoder.context.plan),
+        lambda _: settings | facts_of([Prompt(prompt, i) for i, prompt in enumerate(prompts)]),
+    )
     return _tokens(decoder, prompts, sampling, max_new_tokens, frozenset(end))
 
 

@@ -22,11 +22,13 @@ from tpplan.decoder.matrices import matrices_of
 from tpplan.decoder.passes import Decode, Prefill
 from tpplan.decoder.products import made_at_once
 from tpplan.decoder.prompt_graphs import graphs_of
-from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, length_of, numbers_of
+from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, facts_of, length_of, numbers_of
+from tpplan.decoder.settings import facts_of as settings_facts
 from tpplan.decoder.settings import settings_of
 from tpplan.decoder.stack import Stack
 from tpplan.decoder.steps import Steps
-from tpplan.errors import ExecutionError, RequestError
+from tpplan.errors import ExecutionError
+from tpplan.exec.cluster.agreement import agree
 from tpplan.exec.programs.program import HOST
 from tpplan.reader import read_model
 from tpplan.workspace import areas
@@ -39,8 +41,10 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.prompts import Stretch
     from tpplan.decoder.ropes import Angles
+    from tpplan.decoder.settings import Settings
     from tpplan.exec.context import TPContext
     from tpplan.exec.gpu.graph import Graph
+    from tpplan.model import ModelSpec
     from tpplan.weights import Weights
 
 _LOG = logging.getLogger(__name__)
@@ -91,21 +95,44 @@ class Decoder:
         Raises:
             ModelError: the decoder does not support the model, see :func:`tpplan.decoder.settings.settings_of`, or the
                 plan is for another one.
-            RequestError: the weights do not match the plan, or the decoders of several processes differ.
-            ExecutionError: the decoder has no cache of this kind, or the plan counts other bytes for its cache.
+            RequestError: the weights do not match the plan.
+            ExecutionError: the decoder has no cache of this kind, or the plan counts other bytes for its cache; or of
+                several processes, one failed, or their arguments or config.json differ: the same error in all.
         """
-        if any(each != (cache, graphs, turns) for each in context.tell((cache, graphs, turns))):
-            raise RequestError("the processes' decoders differ in cache, graphs or turns", "give all the same")
-        request, model = context.plan.request, read_model(directory)
+        request = context.plan.request
+        asked = {
+            "cache": cache or request.cache.kind,
+            "graphs": str(graphs),
+            "kernels": str(kernels),
+            "turns": str(turns),
+        }
+
+        def read() -> tuple[ModelSpec, Settings]:
+            model = read_model(directory)
+            return model, settings_of(directory, model)
+
+        model, self._settings = agree(context, "the decoder", read, lambda found: asked | settings_facts(found[1]))
         self.batch = request.batch
         self.length = length_of(request)
-        self._settings = settings_of(directory, model)
-        slices = check_weights(weights, context.plan, model, context.devices)
         scale = self._settings.embedding_scale
         if self._settings.family.scaled_embedding:
             scale = torch.tensor(scale, dtype=context.dtype).item()  # rounded as in transformers
         self._embedding_scale = scale
         self._head = "model.embed_tokens" if model.tied_embeddings else "lm_head"
+        self._steps: dict[int, Steps] = {}
+        self.graph: Graph | None = None
+        self.generations = 0
+        agree(context, "preparing the decoder", lambda: self._prepare(context, model, weights, cache, kernels=kernels))
+        if turns is None:
+            is_joint = len(context.all_devices) > 1 and context.processes == 1
+            turns = is_joint and context.transport != "peer" and context.can_capture
+        self._in_turns = turns
+        self.prompt_graphs = graphs_of(self, self._settings.attention_cap, graphs=graphs)
+
+    def _prepare(self, context: TPContext, model: ModelSpec, weights: Weights, cache: str, *, kernels: bool) -> None:
+        """Prepare this process's weights, and allocate its cache and tables."""
+        request = context.plan.request
+        slices = check_weights(weights, context.plan, model, context.devices)
         blocks = {layer: block for block in model.blocks for layer in block.layers}
         layers = [blocks[layer] for layer in range(model.layer_count)]
         self.weights = {}
@@ -140,16 +167,8 @@ class Decoder:
         self.stack = Stack(context, self._settings, layers, self.weights, heads, steps=steps)
         if kind == request.cache.kind:
             self._check_ledger()
-        self._steps: dict[int, Steps] = {}
-        self.graph: Graph | None = None
-        self.generations = 0
         holders = sorted({device for each in heads for device in each})
         self._tables = dict(zip(holders, context.rope_tables(self._settings.ropes.rope, self.length), strict=True))
-        if turns is None:
-            turns = joint and context.transport != "peer" and context.processes == 1 and context.can_capture
-        self._in_turns = turns
-        self.prompt_graphs = graphs_of(self, self._settings.attention_cap, graphs=graphs)
-        context.tell(None)  # a process may have compiled kernels for longer than those of the others would wait for it
 
     @property
     def context(self) -> TPContext:
@@ -226,7 +245,7 @@ class Decoder:
         Raises:
             RequestError: see :func:`tpplan.decoder.prompts.check`.
         """
-        check(prompts, self.context.plan)
+        agree(self.context, "the prompts", lambda: check(prompts, self.context.plan), lambda _: facts_of(prompts))
         ends: list[list[Tensor]] = [[] for _ in self.context.devices]
         xs: tuple[Tensor, ...] = ()
         for tokens, stretches in cut(prompts, self.context.max_rows):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tpplan.decoder.prompts import Prompt
 from tpplan.decoder.sampling import Sampling
 from tpplan.errors import RequestError
+from tpplan.exec.cluster.agreement import agree
 
 if TYPE_CHECKING:
     from tpplan.decoder.model import Decoder
@@ -28,9 +29,8 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREED
     Raises:
         RequestError: the plan has no room for this many sequences.
     """
-    if not 1 <= sequences <= decoder.batch:
-        what = f"steps of {sequences} sequences, the plan has room for {decoder.batch} at a time"
-        raise RequestError(what, "plan with a larger --batch" if sequences > 0 else "prepare for one or more")
+    steps = {"sequences": str(sequences), "greedy": str(sampling.temperature == 0)}
+    agree(decoder.context, "what to prepare", lambda: _check(sequences, decoder.batch), lambda _: steps)
     decoder.generations += 1  # a running generation has lost its cache
     graphs, most = decoder.prompt_graphs, decoder.context.max_rows
     sizes = graphs.sizes if graphs else ()
@@ -40,6 +40,17 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREED
         for _ in range(2):  # once without a graph, once captured
             decoder.read(_prompts(decoder, size))
     decoder.steps(sequences).prepare(sampling)
+
+
+def _check(sequences: int, batch: int) -> None:
+    """Check that a plan has room for sequences that decode together.
+
+    Raises:
+        RequestError: it has not.
+    """
+    if not 1 <= sequences <= batch:
+        what = f"steps of {sequences} sequences, the plan has room for {batch} at a time"
+        raise RequestError(what, "plan with a larger --batch" if sequences > 0 else "prepare for one or more")
 
 
 def _on_gpus(decoder: Decoder) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from operator import index
 from typing import TYPE_CHECKING, Final, Self
 
@@ -23,6 +24,8 @@ NOBODY: Final = 0, 0, -1, 2**31 - 1
 
 #: Maximum characters of an invalid token or prompt in an error.
 _SHOWN: Final = 60
+#: Characters of a hash of tokens.
+_HASH: Final = 12
 
 
 @frozen
@@ -169,6 +172,16 @@ def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> None:
 def _shown(given: object) -> str:
     """Return the representation of an object, shortened."""
     return " ".join(repr(given).split())[:_SHOWN]
+
+
+def facts_of(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Return how many prompts there are and what they are, by name, for processes to compare."""
+    facts = {"prompts": str(len(prompts))}
+    for i, prompt in enumerate(prompts):
+        tokens = [*map(index, prompt.tokens)]
+        hashed = sha256(str(tokens).encode()).hexdigest()[:_HASH]
+        facts[f"prompts[{i}]"] = f"{len(tokens)} tokens ({hashed}) from {prompt.start} of sequence {prompt.sequence}"
+    return facts
 
 
 def check_step(tokens: Sequence[Tensor], positions: Sequence[Tensor], devices: int, plan: SplitPlan) -> None:

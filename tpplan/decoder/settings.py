@@ -7,7 +7,7 @@ from math import inf, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from attrs import frozen
+from attrs import asdict, frozen
 
 from tpplan.axes import Axis
 from tpplan.config import read_config
@@ -22,6 +22,8 @@ from tpplan.formats import Scheme, read_scheme
 from tpplan.formats.storage import split_name
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from tpplan.config import Config
     from tpplan.model import ModelSpec
     from tpplan.plan import SplitPlan
@@ -165,6 +167,21 @@ def check_model(directory: str | Path, model: ModelSpec, plan: SplitPlan) -> Non
     for split in plan.splits:
         if split.axis is Axis.KV:
             check_kind(plan.request.cache.kind, split.width)
+
+
+def facts_of(settings: Settings) -> dict[str, str]:
+    """Return the settings that no plan has, by name, for processes to compare."""
+    scheme = {"rules": settings.scheme.rules, "zeros_less_one": settings.scheme.zeros_less_one}
+    return dict(_flat({**asdict(settings), "scheme": scheme}))
+
+
+def _flat(data: Mapping[str, object], start: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of every value, also of those within others."""
+    for name, value in data.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{start}{name}.")
+        else:
+            yield f"{start}{name}", str(value)
 
 
 def _check_causal(config: Config) -> None:

@@ -56,6 +56,8 @@ class Steps:
         self._sampling = Sampling()
         self._generator = torch.Generator()
         self._longest = 0
+        self._lengths: list[int] = []
+        self._new = 0
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
@@ -75,10 +77,11 @@ class Steps:
         self._sampling = sampling
         self._generator.manual_seed(sampling.seed)
         logits = self._decoder.read([Prompt(prompt, sequence) for sequence, prompt in enumerate(prompts)])
+        self._lengths, self._new = [*map(len, prompts)], 0
         first = self._checked(self._choose(logits).tolist())
         self._set(self._tokens, first)
-        self._set(self._positions, [len(prompt) for prompt in prompts])
-        self._longest = max(map(len, prompts))
+        self._set(self._positions, self._lengths)
+        self._longest = max(self._lengths)
         return first
 
     @torch.inference_mode()
@@ -93,6 +96,7 @@ class Steps:
             what = f"the longest text has {self._longest} tokens, as many as the plan caches of a sequence"
             raise RequestError(what, "plan with a larger --context")
         self._longest += 1
+        self._new += 1
         self._run(next(span for span in self._spans() if span >= self._longest))
         if self._sampling.temperature:
             self._set(self._tokens, self._choose(self._logits).tolist())
@@ -174,7 +178,11 @@ class Steps:
             ExecutionError: logits are not finite.
         """
         if NO_TOKEN in tokens:
-            raise not_finite(self._decoder)
+            texts = [i for i, token in enumerate(tokens) if token == NO_TOKEN]
+            new = f" and {self._new} new ones" if self._new else ""
+            more = f", and of {len(texts) - 1} other texts" if len(texts) > 1 else ""
+            when = f"behind the {self._lengths[texts[0]]} tokens of prompt {texts[0]}{new}{more}"
+            raise not_finite(self._decoder, when)
         return [*map(int, tokens)]
 
     def _likeliest(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -45,23 +45,27 @@ def digests_of(source: Source) -> Digests:
     Raises:
         ModelError: a file cannot be read.
     """
-    prefix = tolerated(source.model.model_type).prefix
-    tensors = sorted((name.removeprefix(prefix), tensor) for name, tensor in source.headers.tensors.items())
+    prefix = tolerated(source.model.model_type).prefix  # which a copy may leave out
+    named = source.headers.tensors.items()
+    tensors = {name.removeprefix(prefix): (name, tensor) for name, tensor in named}
     count = max(1, min(_MOST, _SAMPLES // max(1, len(tensors))))
-    by_place = sorted(tensors, key=lambda each: (each[1].file, each[1].start))
+    by_place = sorted(tensors, key=lambda each: (tensors[each][1].file, tensors[each][1].start))
     size = -(-len(by_place) // _THREADS) or 1
     pieces = [by_place[first : first + size] for first in range(0, len(by_place), size)]
+
+    def read(piece: Sequence[str]) -> dict[str, bytes]:
+        return dict(_digests(source.directory, [(name, tensors[name][1]) for name in piece], count))
+
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(lambda piece: list(_digests(source.directory, piece, count)), pieces)
-    return sorted(each for piece in found for each in piece)
+        found = {name: digest for each in threads.map(read, pieces) for name, digest in each.items()}
+    return [(tensors[name][0], found[name]) for name in sorted(found)]
 
 
-def check_same(context: TPContext, model: str, digests: Digests) -> None:
+def check_same(context: TPContext, digests: Digests) -> None:
     """Check that all processes of a context have a checkpoint of the same weights; all call it at once.
 
     Args:
         context: the context.
-        model: the model's name.
         digests: those of this process's checkpoint.
 
     Raises:
@@ -70,6 +74,7 @@ def check_same(context: TPContext, model: str, digests: Digests) -> None:
     every = context.tell(b"".join(digest for _, digest in digests))
     if len({*every}) == 1:
         return
+    model = context.plan.model.name
     hint = "give all processes copies of the same checkpoint; the published hashes of its files tell which is right"
     if different := differing([{"tensors": str(len(each) // _DIGEST_BYTES)} for each in every]):
         raise ExecutionError(f"the processes have different weights for {model}: {different[0]}", hint)

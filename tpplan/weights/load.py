@@ -110,7 +110,7 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
         RequestError: the context is for another plan.
     """
     source, parts, digests = agree(ctx, "reading the checkpoint", lambda: _checked(plan, Path(model_dir), ctx))
-    check_same(ctx, source.model.name, digests)
+    check_same(ctx, digests)
     return agree(ctx, "loading the weights", lambda: _load(ctx, source, parts))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from hashlib import sha256
 from typing import TYPE_CHECKING, TypeVar
 
 from tpplan.errors import ExecutionError, TpplanError
@@ -18,6 +19,8 @@ _T = TypeVar("_T")
 
 #: Maximum number of differences in an error.
 _TOLD = 6
+#: Maximum characters of a value that is told whole, and characters of the hash of a longer one.
+_LONGEST, _HASH = 80, 12
 
 
 def agree(
@@ -49,7 +52,9 @@ def agree(
         own = facts(done)
     except Exception as error:  # noqa: BLE001 (whatever it is)
         failure = error
-    told = context.tell((dict(own), said_of(failure) if failure else ("", "")))
+    told = context.tell(
+        ({name: _shortened(value) for name, value in own.items()}, said_of(failure) if failure else ("", ""))
+    )
     if failed := [i for i, (_, (message, _)) in enumerate(told) if message]:
         if isinstance(failure, TpplanError) and all(said == told[0][1] for _, said in told):
             raise failure
@@ -63,3 +68,10 @@ def agree(
         problems = [*different[:_TOLD], *more]
         raise ExecutionError(f"the processes differ in {what}:{listed(problems)}", "give all of them the same")
     return done
+
+
+def _shortened(value: str) -> str:
+    """Return a value that fits a message, and is another one for every other value."""
+    if len(value) <= _LONGEST:
+        return value
+    return f"{value[:_LONGEST]}... ({sha256(value.encode(errors='replace')).hexdigest()[:_HASH]})"

@@ -79,7 +79,7 @@ def _unpacked(data: Any, depth: int) -> Any:
         if name == "bytes":
             return b64decode(inside, validate=True)
     else:
-        name, inside = "list", data
+        name, inside = "", data
     if not depth or not isinstance(inside, list):
         raise NotPlainError("has too many levels, or other objects")
     if name == "dict":
@@ -87,6 +87,6 @@ def _unpacked(data: Any, depth: int) -> Any:
     values = [_unpacked(each, depth - 1) for each in inside]
     if name == "tuple":
         return tuple(values)
-    if name == "list":
+    if not name and isinstance(data, list):
         return values
     raise NotPlainError(f"has an object {name!r:.40}")
