@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import runpy
@@ -29,7 +30,7 @@ import tpplan
 from benchmarks.random_checkpoint import write
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/generate_together.py"
@@ -38,7 +39,8 @@ RANKS, PROMPT, NEW_TOKENS = 3, "5,17,99", 100
 _BEFORE = 5
 #: Seconds beyond the time-out in which all have to end, and more until those that did not are ended from outside.
 GRACE_S, _MORE_S = 5.0, 5.0
-_POLL_S, _CONTINUED_S = 0.01, 5.0
+_POLL_S = 0.01
+_APART = ["unshare", "-Urn"]
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -128,7 +130,7 @@ class Outcome:
     """
 
     case: Case
-    ends: Sequence[End]
+    ends: list[End]
 
     def problems(self, expected: Sequence[int], timeout_s: float) -> list[str]:
         """Return what is not as it should be, in words.
@@ -170,7 +172,7 @@ def why_not() -> str:
     if missing:
         return f"there is no {' and no '.join(missing)}"
     script = "ip link add b0 type bridge && ip link add v0 type veth peer name w0 && ip link set v0 master b0 up"
-    done = subprocess.run(["unshare", "-Urn", "sh", "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run([*_APART, "sh", "-c", script], capture_output=True, text=True, check=False)
     return f"no network namespaces: {done.stderr.strip() or done.returncode}" if done.returncode else ""
 
 
@@ -187,8 +189,7 @@ def run(which: Sequence[Case], timeout_s: float, folder: Path) -> tuple[list[Out
     """
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in which]))
     words = [
-        "unshare",
-        "-Urn",
+        *_APART,
         "--kill-child",
         sys.executable,
         "-m",
@@ -196,7 +197,7 @@ def run(which: Sequence[Case], timeout_s: float, folder: Path) -> tuple[list[Out
         "--inside",
         str(folder),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     limit = 120 + timeout_s + GRACE_S + max(case.seconds for case in which)
     done = subprocess.run(
         [*words, "--timeout", str(timeout_s)],
@@ -226,7 +227,8 @@ class _Rank:
         start, self._start = os.pipe()
         self.pid = os.fork()
         if not self.pid:
-            self._act(case, rank, folder, timeout_s, is_ready, start)
+            words = [*_arguments(folder), "--new", str(NEW_TOKENS), "--timeout", str(timeout_s)]
+            self._act(case, rank, words, (is_ready, start))
         os.close(is_ready)
         os.close(start)
         os.read(ready, 1)
@@ -236,8 +238,8 @@ class _Rank:
         self.ended = 0.0
         _ip(f"link add {self.link} type veth peer name eth0 netns {self.pid}")
         _ip(f"link set {self.link} master b{case} up")
-        for words in ("link set lo up", f"addr add {_address(case, rank)}/24 dev eth0", "link set eth0 up"):
-            _ip(words, self.pid)
+        for setting in ("link set lo up", f"addr add {_address(case, rank)}/24 dev eth0", "link set eth0 up"):
+            _ip(setting, self.pid)
 
     def go(self) -> None:
         """Let it begin."""
@@ -270,7 +272,7 @@ class _Rank:
         """Return the tokens that it has generated."""
         return [int(line) for line in self._files["tokens"].read_text().split("\n")[:-1]]
 
-    def _act(self, case: int, rank: int, folder: Path, timeout_s: float, ready: int, start: int) -> NoReturn:
+    def _act(self, case: int, rank: int, words: Sequence[str], pipes: tuple[int, int]) -> NoReturn:
         """Be the process."""
         os.environ |= _environment(rank, _address(case, 0))
         if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK):
@@ -279,19 +281,19 @@ class _Rank:
         os.dup2(error, 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         faulthandler.enable()
-        os.close(ready)
-        os.read(start, 1)
+        os.close(pipes[0])
+        os.read(pipes[1], 1)
         scope = runpy.run_path(str(EXAMPLE))
         generated = scope["generated"]
 
-        def noting(*arguments: Any) -> Any:
+        def noting(*arguments: Any, **options: Any) -> Any:
             with self._files["tokens"].open("a") as file:
-                for token in generated(*arguments):
+                for token in generated(*arguments, **options):
                     print(token, file=file, flush=True)
                     yield token
 
         scope["main"].__globals__["generated"] = noting
-        sys.argv = [str(EXAMPLE), *_arguments(folder), "--new", str(NEW_TOKENS), "--timeout", str(timeout_s)]
+        sys.argv = [str(EXAMPLE), *words]
         scope["main"]()
         sys.exit()
 
@@ -324,29 +326,36 @@ def _happen(case: Case, ranks: Sequence[_Rank], timeout_s: float) -> list[End]:
     if case.fault != "never":
         it.go()
     if case.fault in {"kill", "stop", "gone", "cut"}:
-        while any(len(each.tokens()) < _BEFORE and each.code() is None for each in ranks):
-            time.sleep(_POLL_S)
+        _wait(lambda: all(len(each.tokens()) >= _BEFORE or each.code() is not None for each in ranks), 4 * timeout_s)
         since = time.monotonic()
-        if case.fault in {"kill", "stop"}:
-            it.signal(signal.SIGKILL if case.fault == "kill" else signal.SIGSTOP)
-        else:
-            _ip(f"link set {it.link} down")
-            if case.fault == "cut":
-                time.sleep(case.seconds)
-                _ip(f"link set {it.link} up")
-    waited = others if case.fault in {"never", "stop"} else ranks
+        _strike(case, it)
     patience = timeout_s + GRACE_S + _MORE_S if case.is_fatal else 2 * timeout_s + 30
-    deadline = time.monotonic() + patience
-    while any(each.code() is None for each in waited) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    if case.fault == "stop":
+    waiting = others if case.fault in {"never", "stop"} else ranks
+    _wait(lambda: all(each.code() is not None for each in waiting), patience)
+    if case.fault == "stop":  # once it goes on, it has to end too
         it.signal(signal.SIGCONT)
-        deadline = time.monotonic() + timeout_s + GRACE_S
-        while it.code() is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        _wait(lambda: it.code() is not None, timeout_s + GRACE_S)
     if case.fault == "never":
         it.signal(signal.SIGKILL)
     return [each.end(since) for each in ranks]
+
+
+def _strike(case: Case, it: _Rank) -> None:
+    """Let something happen to a process that runs."""
+    if case.fault in {"kill", "stop"}:
+        it.signal(signal.SIGKILL if case.fault == "kill" else signal.SIGSTOP)
+        return
+    _ip(f"link set {it.link} down")
+    if case.fault == "cut":
+        time.sleep(case.seconds)
+        _ip(f"link set {it.link} up")
+
+
+def _wait(done: Callable[[], bool], seconds: float) -> None:
+    """Wait until something is so, for some seconds at most."""
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _inside(folder: Path, timeout_s: float) -> None:
@@ -373,6 +382,8 @@ def _inside(folder: Path, timeout_s: float) -> None:
     for i in range(len(which)):
         _ip(f"link add b{i} type bridge")
         _ip(f"link set b{i} up")
+    gc.collect()
+    gc.freeze()  # what processes do not touch they need not copy
     worlds = [[_Rank(i, rank, folder, timeout_s) for rank in range(RANKS)] for i in range(len(which))]
     with ThreadPoolExecutor(len(which)) as pool:
         ends = list(pool.map(partial(_happen, timeout_s=timeout_s), which, worlds))

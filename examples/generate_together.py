@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-def generated(path: str, directory: str, prompt: Sequence[int], backend: str, new: int, wait_s: float) -> Iterator[int]:
+def generated(
+    path: str, directory: str, prompt: Sequence[int], *, backend: str, new: int, timeout_s: float
+) -> Iterator[int]:
     """Yield the tokens that follow a prompt, the same in all processes.
 
     Raises:
@@ -33,7 +35,7 @@ def generated(path: str, directory: str, prompt: Sequence[int], backend: str, ne
     """
     plan = tpplan.load(path)
     with (
-        tpx.process_group("gloo" if backend == "cpu" else "cpu:gloo,cuda:nccl", timeout_s=wait_s) as group,
+        tpx.process_group("gloo" if backend == "cpu" else "cpu:gloo,cuda:nccl", timeout_s=timeout_s) as group,
         tpx.compile(plan, backend=backend, model=directory, group=group, scratch=False) as context,
     ):
         decoder = Decoder(context, directory, load_weights(plan, directory, context))
@@ -60,7 +62,8 @@ def main() -> None:
     try:
         if given.backend == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        for token in generated(given.plan, given.model, prompt, given.backend, given.new, given.timeout):
+        options = {"backend": given.backend, "new": given.new, "timeout_s": given.timeout}
+        for token in generated(given.plan, given.model, prompt, **options):
             if os.environ["RANK"] == "0":
                 print(token, flush=True)
     except TpplanError as error:

@@ -1,4 +1,4 @@
-"""The process group of the processes that a launcher such as torchrun has started, or an error that says who is missing."""
+"""The process group of processes that a launcher such as torchrun has started, or an error that says who is missing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from attrs import frozen
 from torch import distributed
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.cluster.carrier import reason_of
@@ -23,10 +24,10 @@ from tpplan.exec.cluster.carrier import reason_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
 
 #: Seconds between two looks at the store, and for which a store that ends waits until all have read why.
-_POLL_S, _LINGER_S = 0.05, 3.0
+_POLL_S, _LINGER_S = 0.05, 2.0
 _MAX_PORT = 2**16 - 1
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HINT = "start the processes with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
@@ -71,12 +72,12 @@ def process_group(backend: str = "gloo", *, timeout_s: float = 60) -> Iterator[P
         try:
             distributed.init_process_group(
                 backend,
-                store=distributed.PrefixStore(f"{place.prefix}/group", store),
+                store=PrefixStore(place.key("group"), store),
                 rank=place.rank,
                 world_size=place.world,
                 timeout=timedelta(seconds=timeout_s),
             )
-        except (RuntimeError, ValueError) as error:
+        except RuntimeError as error:
             message = f"process {place.rank} cannot connect to the others: {reason_of(error)}"
             raise ExecutionError(
                 message, "see that the processes reach each other's ports (docs/processes.md)"
@@ -85,6 +86,9 @@ def process_group(backend: str = "gloo", *, timeout_s: float = 60) -> Iterator[P
             group = distributed.group.WORLD
             assert group is not None  # noqa: S101 (just initialised)
             yield group
+        except BaseException:
+            _leave(place, store)
+            raise
         finally:
             distributed.destroy_process_group()
     finally:
@@ -143,6 +147,10 @@ class _Place:
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(rank, world, host, address, port, is_exact, rank == 0 and not by_agent, f"tpplan/{attempt}")
 
+    def key(self, name: object) -> str:
+        """Return a key of the store."""
+        return f"{self.prefix}/{name}"
+
     @property
     def where(self) -> str:
         """Where the processes meet, in words."""
@@ -179,7 +187,7 @@ def _store(place: _Place, deadline: float, timeout_s: float) -> Store:
             fd = listening.detach() if listening else None
             wait = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             stores.append(
-                distributed.TCPStore(
+                TCPStore(
                     place.address,
                     place.port,
                     is_master=place.is_host,
@@ -195,7 +203,7 @@ def _store(place: _Place, deadline: float, timeout_s: float) -> Store:
     thread.start()
     thread.join(max(1.0, deadline - time.monotonic()))
     store = stores[0] if stores else None
-    if isinstance(store, distributed.Store):
+    if isinstance(store, Store):
         return store
     reason = f": {reason_of(store)}" if isinstance(store, RuntimeError) else ", but it is no store of torch.distributed"
     message = f"process {place.rank} reached {place.where}{reason}"
@@ -203,7 +211,7 @@ def _store(place: _Place, deadline: float, timeout_s: float) -> Store:
 
 
 def _listening(place: _Place) -> socket.socket:
-    """Return a socket that listens on the address of MASTER_ADDR, if that is exact and of this machine, else everywhere.
+    """Return a socket that listens on MASTER_ADDR, if that is exact and an address of this machine, else everywhere.
 
     Raises:
         ExecutionError: the port is taken.
@@ -221,7 +229,7 @@ def _listening(place: _Place) -> socket.socket:
 
 
 def _interface(address: str) -> str:
-    """Return the name of the interface from which this machine sends to an address; empty if the system does not tell."""
+    """Return the name of the interface by which an address is reached; empty if the system does not tell."""
     is_6 = ":" in address
     with (
         suppress(OSError, ImportError),
@@ -264,47 +272,58 @@ def _reach(place: _Place, deadline: float, timeout_s: float) -> None:
 
 
 def _meet(place: _Place, store: Store, deadline: float, timeout_s: float) -> None:
-    """Wait until all processes have come; the first that gives up decides for all which are missing.
+    """Wait until all processes have come.
 
     Raises:
         ExecutionError: some are missing, or two have the same rank.
     """
-    ranks = range(place.world)
-    hint = (
-        "see that all processes run and have the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT, each with its own RANK"
-    )
-
-    def key(name: object) -> str:
-        return f"{place.prefix}/{name}"
-
-    def decide(outcome: str) -> None:
-        store.compare_set(key("outcome"), "", outcome)
-
     try:
-        world = store.compare_set(key("world"), "", str(place.world)).decode()
-        if world != str(place.world):
-            decide(f"WORLD_SIZE is {place.world} in process {place.rank}, and {world} in others")
-        if store.add(key(place.rank), 1) > 1:
-            decide(f"RANK is {place.rank} in two processes")
-        if store.add(key("count"), 1) == place.world:
-            decide(_COMPLETE)
-        while not store.check([key("outcome")]):
-            if time.monotonic() > deadline:
-                late = [rank for rank in ranks if not store.check([key(rank)])]
-                decide(
-                    f"{_processes(late)} of {place.world} did not come within {timeout_s:g} s" if late else _COMPLETE
-                )
-            time.sleep(_POLL_S)
-        outcome = store.get(key("outcome")).decode()
-        store.add(key("read"), 1)
+        outcome = _outcome(place, store, deadline, timeout_s)
         if outcome == _COMPLETE:
             return
+        store.add(place.key("left"), 1)
         if place.is_host:  # the others read it here
-            _wait(lambda: store.add(key("read"), 0) >= store.add(key("count"), 0))
+            _wait(lambda: store.add(place.key("left"), 0) >= store.add(place.key("count"), 0))
     except RuntimeError as error:
         message = f"process 0 has ended before all processes had come: {reason_of(error)}"
         raise ExecutionError(message, "see what it says, and start all processes again") from error
+    hint = (
+        "see that all processes run and have the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT, each with its own RANK"
+    )
     raise ExecutionError(f"the processes did not meet at {place.where}: {outcome}", hint)
+
+
+def _outcome(place: _Place, store: Store, deadline: float, timeout_s: float) -> str:
+    """Return why processes do not meet, the same in all: the first that gives up decides which are missing.
+
+    Raises:
+        RuntimeError: the store has gone.
+    """
+
+    def decide(outcome: str) -> None:
+        store.compare_set(place.key("outcome"), "", outcome)
+
+    count = store.add(place.key("count"), 1)
+    world = store.compare_set(place.key("world"), "", str(place.world)).decode()
+    if world != str(place.world):
+        decide(f"WORLD_SIZE is {place.world} in process {place.rank}, and {world} in others")
+    if store.add(place.key(place.rank), 1) > 1:
+        decide(f"RANK is {place.rank} in two processes")
+    if count == place.world:
+        decide(_COMPLETE)
+    while not store.check([place.key("outcome")]):
+        if time.monotonic() > deadline:
+            late = [rank for rank in range(place.world) if not store.check([place.key(rank)])]
+            decide(f"{_processes(late)} of {place.world} did not come within {timeout_s:g} s" if late else _COMPLETE)
+        time.sleep(_POLL_S)
+    return store.get(place.key("outcome")).decode()
+
+
+def _leave(place: _Place, store: Store) -> None:
+    """Say that this process leaves after a failure; the one with the store lets the others read there why, first."""
+    with suppress(RuntimeError):
+        if store.add(place.key("left"), 1) < place.world and place.is_host:
+            _wait(lambda: store.add(place.key("left"), 0) >= place.world)
 
 
 def _wait(done: Callable[[], bool]) -> None:
