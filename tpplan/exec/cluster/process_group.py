@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-#: Seconds between two looks at the store, and for which a store that ends waits until all have read why.
-_POLL_S, _LINGER_S = 0.05, 2.0
+#: Seconds between two looks at the store, and for which a process that has the store waits until all have read why.
+_POLL_S, _LINGER_S = 0.05, 1.0
 _MAX_PORT = 2**16 - 1
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HINT = "start the processes with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
@@ -321,9 +321,15 @@ def _outcome(place: _Place, store: Store, deadline: float, timeout_s: float) -> 
 
 def _leave(place: _Place, store: Store) -> None:
     """Say that this process leaves after a failure; the one with the store lets the others read there why, first."""
-    with suppress(RuntimeError):
-        if store.add(place.key("left"), 1) < place.world and place.is_host:
-            _wait(lambda: store.add(place.key("left"), 0) >= place.world)
+
+    def leave() -> None:
+        with suppress(RuntimeError):
+            if store.add(place.key("left"), 1) < place.world and place.is_host:
+                _wait(lambda: store.add(place.key("left"), 0) >= place.world)
+
+    thread = Thread(target=leave, daemon=True)  # a store that is lost answers nothing
+    thread.start()
+    thread.join(_LINGER_S if place.is_host else _POLL_S)
 
 
 def _wait(done: Callable[[], bool]) -> None:
