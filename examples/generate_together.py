@@ -18,7 +18,7 @@ import torch
 import tpplan
 from tpplan import exec as tpx
 from tpplan.decoder import Decoder, generate, prepare
-from tpplan.errors import TpplanError
+from tpplan.errors import DeviceError, TpplanError
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
@@ -33,16 +33,23 @@ def generated(
     Raises:
         TpplanError: a process is lost, or the plan, the checkpoint, the processes and their GPUs do not fit together.
     """
-    plan = tpplan.load(path)
-    with (
-        tpx.process_group("gloo" if backend == "cpu" else "cpu:gloo,cuda:nccl", timeout_s=timeout_s) as group,
-        tpx.compile(plan, backend=backend, model=directory, group=group, scratch=False) as context,
-    ):
-        decoder = Decoder(context, directory, load_weights(plan, directory, context))
-        prepare(decoder)
-        for (token,) in generate(decoder, [prompt], new):
-            assert token is not None  # noqa: S101 (a single text has not ended before itself)
-            yield token
+    with tpx.process_group("gloo" if backend == "cpu" else "cpu:gloo,cuda:nccl", timeout_s=timeout_s) as group:
+        plan = tpplan.load(path)  # here, so that the others notice at once if it is missing
+        with tpx.compile(plan, backend=backend, model=directory, group=group, scratch=False) as context:
+            decoder = Decoder(context, directory, load_weights(plan, directory, context))
+            prepare(decoder)
+            for (token,) in generate(decoder, [prompt], new):
+                assert token is not None  # noqa: S101 (a single text has not ended before itself)
+                yield token
+
+
+def choose_gpu() -> None:
+    """Make the GPU that torchrun has for this process current."""
+    local, count = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
+    if not local.isdecimal() or int(local) >= count:
+        message = f"LOCAL_RANK is {local}, and this machine has {count} CUDA devices"
+        raise DeviceError(message, "start as many processes as it has, or run on virtual devices with cpu at the end")
+    torch.cuda.set_device(int(local))
 
 
 def main() -> None:
@@ -60,8 +67,8 @@ def main() -> None:
     except ValueError:
         parser.error(f"prompt: {given.prompt!r:.40} is not a list of tokens such as 5,17,99")
     try:
-        if given.backend == "cuda" and torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if given.backend == "cuda":
+            choose_gpu()
         options = {"backend": given.backend, "new": given.new, "timeout_s": given.timeout}
         for token in generated(given.plan, given.model, prompt, **options):
             if os.environ["RANK"] == "0":

@@ -22,13 +22,15 @@ from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.cluster.carrier import reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
 #: Seconds between two looks at the store, and for which a process that has the store waits until all have read why.
 _POLL_S, _LINGER_S = 0.05, 1.0
 _MAX_PORT = 2**16 - 1
+#: The longest time-out: a week.
+_MOST_S = 7 * 24 * 3600
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HINT = "start the processes with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
 #: Linux's request for an interface's IPv4 address, and where the answer has it; a port that nothing is sent to.
@@ -57,9 +59,11 @@ def process_group(backend: str = "gloo", *, timeout_s: float = 60) -> Iterator[P
         The group of all processes.
 
     Raises:
-        RequestError: a variable of the environment is missing or has an impossible value.
+        RequestError: a variable of the environment is missing, or it or the time-out has an impossible value.
         ExecutionError: processes are missing, or cannot be reached.
     """
+    if not 0 < timeout_s <= _MOST_S:
+        raise RequestError(f"timeout_s is {timeout_s}, expected seconds up to {_MOST_S}", "leave it out for a minute")
     place = _Place.of(os.environ)
     deadline = time.monotonic() + timeout_s
     interface = _interface(place.address) if place.is_exact else ""
@@ -130,9 +134,7 @@ class _Place:
         """
         absent = [name for name in _NAMES if not environment.get(name)]
         if absent:
-            raise RequestError(
-                f"environment: {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not set", _HINT
-            )
+            raise RequestError(f"environment: {_listed(absent)} {'is' if len(absent) == 1 else 'are'} not set", _HINT)
         world = _whole(environment, "WORLD_SIZE", 1, 2**31 - 1)
         rank = _whole(environment, "RANK", 0, world - 1)
         port = _whole(environment, "MASTER_PORT", 1, _MAX_PORT)
@@ -201,7 +203,7 @@ def _store(place: _Place, deadline: float, timeout_s: float) -> Store:
 
     thread = Thread(target=connect, daemon=True)  # torch waits for ever for a program that listens but says nothing
     thread.start()
-    thread.join(max(1.0, deadline - time.monotonic()))
+    thread.join(max(1.0, deadline - time.monotonic()) + _LINGER_S)
     store = stores[0] if stores else None
     if isinstance(store, Store):
         return store
@@ -224,7 +226,9 @@ def _listening(place: _Place) -> socket.socket:
             if address and error.errno in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:  # such as that of a router
                 continue
             hint = "end the program that listens there, or set another MASTER_PORT in all processes"
-            raise ExecutionError(f"process 0 cannot listen on {place.where}: {error.strerror}", hint) from error
+            raise ExecutionError(
+                f"process 0 cannot listen on {place.where}: {os.strerror(error.errno or 0)}", hint
+            ) from error
     raise AssertionError
 
 
@@ -314,7 +318,8 @@ def _outcome(place: _Place, store: Store, deadline: float, timeout_s: float) -> 
     while not store.check([place.key("outcome")]):
         if time.monotonic() > deadline:
             late = [rank for rank in range(place.world) if not store.check([place.key(rank)])]
-            decide(f"{_processes(late)} of {place.world} did not come within {timeout_s:g} s" if late else _COMPLETE)
+            who = f"process{'es' if len(late) > 1 else ''} {_listed(late or [place.rank])}"
+            decide(f"{who} of {place.world} did not come within {timeout_s:g} s" if late else _COMPLETE)
         time.sleep(_POLL_S)
     return store.get(place.key("outcome")).decode()
 
@@ -340,7 +345,7 @@ def _wait(done: Callable[[], bool]) -> None:
             time.sleep(_POLL_S)
 
 
-def _processes(ranks: list[int]) -> str:
-    """Return processes as in a sentence."""
-    *most, last = map(str, ranks)
-    return f"processes {', '.join(most)} and {last}" if most else f"process {last}"
+def _listed(words: Sequence[object]) -> str:
+    """Return words as in a sentence."""
+    *most, last = map(str, words)
+    return f"{', '.join(most)} and {last}" if most else last
