@@ -164,8 +164,8 @@ class Steps:
         if self._context.processes == 1:
             return self._sampling.draw(whole, self._generator)
         # One process draws for all: the host of another may round probabilities otherwise.
-        drawn = None if self._context.process else self._sampling.draw(whole, self._generator)
-        return next(tokens for tokens in self._context.tell(drawn) if tokens is not None)
+        drawn = [] if self._context.process else self._sampling.draw(whole, self._generator).tolist()
+        return torch.tensor(self._context.tell(drawn)[0])
 
     def _checked(self, tokens: Sequence[float]) -> list[int]:
         """Return tokens as whole numbers.

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from tpplan.exec.arguments import whole
+from tpplan.exec.cluster.telling import Alone
 from tpplan.exec.context_operations import ContextOperations
 from tpplan.exec.explain import explain
 
@@ -87,16 +88,19 @@ class TPContext(ContextOperations):
         """Tell all processes something, and return what each of them has told; all call it at the same time.
 
         It waits for all, as long as torch.distributed does, and so also makes up for steps that took one of them longer
-        than kernels wait. It passes through host memory: use it for prompts or settings, not for activations.
+        than kernels wait. It passes through host memory: use it for prompts or settings, not for activations. Nothing
+        that arrives is run: bytes that are no plain data are an error.
 
         Args:
-            mine: anything that can be pickled.
+            mine: plain data of at most 16 MiB: None, bool, int, float, str, bytes, and lists, tuples and dictionaries
+                of these.
 
         Raises:
-            ExecutionError: torch.distributed failed, as when a process has ended, or the context is closed.
+            ExecutionError: torch.distributed failed, as when a process has ended; a process told no plain data or has
+                another version of tpplan; or the context is closed.
         """
         with self._guard:
-            return self._meeting.tell(mine) if self._meeting else [mine]
+            return (self._meeting or Alone()).tell(mine)
 
     def explain(self) -> Explanation:
         """Return which path each operation takes on each axis at each row count, and why; ``str()`` gives a table."""

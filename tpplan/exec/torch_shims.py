@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-
 #: At most one in this many of a device's multiprocessors is left free.
 _SHARE = 16
 #: Opens only libraries that are loaded already; not available on all platforms.
@@ -35,6 +34,20 @@ is_capturing: Callable[[], bool] = _own("_cuda_isCurrentStreamCapturing")
 current_device: Callable[[], int] = _own("_cuda_getDevice")
 #: Makes a CUDA device current, and returns the previous one.
 switch_device: Callable[[int], int] = _own("_cuda_exchangeDevice")
+
+
+def store_of(name: str) -> Any:
+    """Return a part of the store by which the processes of torch.distributed have found each other.
+
+    Args:
+        name: start of the names of all values in this part.
+
+    Raises:
+        ValueError: there are no processes.
+    """
+    from torch.distributed import distributed_c10d  # noqa: PLC0415 (not for one process)
+
+    return distributed_c10d.PrefixStore(name, distributed_c10d._get_default_store())  # noqa: SLF001
 
 
 def make_current(streams: Sequence[torch.cuda.Stream]) -> None:

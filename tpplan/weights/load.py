@@ -15,7 +15,9 @@ from torch import Tensor
 
 from tpplan.errors import ModelError, RequestError
 from tpplan.exec.arena import Arena
+from tpplan.exec.cluster.agreement import agree
 from tpplan.formats.storage import split_name
+from tpplan.weights.digests import check_same, digests_of
 from tpplan.weights.progress import progress
 from tpplan.weights.reader import Reader
 from tpplan.weights.reads import joined, reads_of
@@ -24,14 +26,16 @@ from tpplan.weights.source import Source
 from tpplan.workspace import align
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from tpplan.exec.context import TPContext
     from tpplan.plan import SplitPlan
+    from tpplan.weights.digests import Digests
     from tpplan.weights.reads import Read
     from tpplan.weights.slices import TensorSlice
 
     Held = dict[str, list[tuple[TensorSlice, int]]]
+    Parts = dict[int, list[TensorSlice]]
 
 #: Threads that read: one copies some 6 GB a second from the page cache, and a link takes 55.
 THREADS: Final = 8
@@ -91,7 +95,8 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
     Args:
         plan: the plan to load by.
         model_dir: directory with config.json and safetensors files.
-        ctx: the compiled plan, to whose devices the tensors go; of several processes, each loads its own.
+        ctx: the compiled plan, to whose devices the tensors go; of several processes, each loads its own, and all call
+            this at once.
 
     Returns:
         The tensors of each device of this process.
@@ -100,20 +105,42 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
         PlanError: the plan breaks a rule, or a value of it is not what the model or the plan's own cuts decide.
         ModelError: the directory has another model than the plan is for, or tensors are missing, unexpected, or of the
             wrong shape or dtype; no tensor is read then.
-        ExecutionError: a device has too little memory, or the context is closed.
+        ExecutionError: a device has too little memory, or the context is closed; or of several processes, one failed,
+            or they have different weights: the same error in all.
         RequestError: the context is for another plan.
+    """
+    source, parts, digests = agree(ctx, "reading the checkpoint", lambda: _checked(plan, Path(model_dir), ctx))
+    check_same(ctx, source.model.name, digests)
+    return agree(ctx, "loading the weights", lambda: _load(ctx, source, parts))
+
+
+def _checked(plan: SplitPlan, directory: Path, ctx: TPContext) -> tuple[Source, Parts, Digests]:
+    """Return a checkpoint, the slices of this process's devices and, of several processes, digests of all tensors.
+
+    Raises:
+        TpplanError: see :func:`load_weights`.
     """
     if ctx.plan != plan:
         what = f"the context was compiled from another plan ({ctx.plan.model.name}) than the one to load by"
         raise RequestError(f"{what} ({plan.model.name})", "pass the plan that was compiled")
     ctx.synchronize()  # fails if the context is closed
-    source = Source.read(Path(model_dir))
+    source = Source.read(directory)
     source.check(plan)
-    parts: dict[int, list[TensorSlice]] = {device: [] for device in ctx.devices}
+    parts: Parts = {device: [] for device in ctx.devices}
     for part in iter_slices(plan, source.model):
         if part.device in parts:  # not another process's
             parts[part.device].append(part)
     _check(source, parts)
+    return source, parts, digests_of(source) if ctx.processes > 1 else []
+
+
+def _load(ctx: TPContext, source: Source, parts: Parts) -> Weights:
+    """Load the slices of this process's devices.
+
+    Raises:
+        ModelError: a file cannot be read.
+        ExecutionError: a device has too little memory, or a copy to it fails.
+    """
     held, blocks, weights = _allocate(ctx, parts)
     headers = {name: source.find(name) for name in held}
     order = sorted(held, key=lambda name: (headers[name].file, headers[name].start))
@@ -121,12 +148,12 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
     for block in blocks.values():
         if block.device.type == "cuda":
             torch.cuda.synchronize(block.device)  # earlier users of this memory are done
-    with progress(f"loading {plan.model.name}", sum(headers[name].nbytes for name in held)) as done:
+    with progress(f"loading {ctx.plan.model.name}", sum(headers[name].nbytes for name in held)) as done:
         _run(reads, source.directory, blocks, done)
     return weights
 
 
-def _check(source: Source, parts: Mapping[int, Sequence[TensorSlice]]) -> None:
+def _check(source: Source, parts: Parts) -> None:
     """Check that torch has all dtypes.
 
     Raises:
@@ -138,7 +165,7 @@ def _check(source: Source, parts: Mapping[int, Sequence[TensorSlice]]) -> None:
             raise ModelError(what, f"known are {', '.join(DTYPES)}")
 
 
-def _allocate(ctx: TPContext, parts: Mapping[int, Sequence[TensorSlice]]) -> tuple[Held, Mapping[int, Tensor], Weights]:
+def _allocate(ctx: TPContext, parts: Parts) -> tuple[Held, Mapping[int, Tensor], Weights]:
     """Allocate memory for all parts, a single block on each device.
 
     Returns:

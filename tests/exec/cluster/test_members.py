@@ -67,7 +67,7 @@ def test_who_agrees_is_not_accused(own: tuple[tuple[int, ...], ...], data: st.Da
         pytest.param({}, [], id="none"),
         pytest.param(
             {1: {"terms": TERMS | {"plan": "Other (4567)"}}},
-            ["plan: Tiny (0123) in processes 0, 2, Other (4567) in process 1"],
+            ["plan: Other (4567) in process 1, Tiny (0123) in all others"],
             id="another plan",
         ),
         pytest.param(
@@ -78,7 +78,7 @@ def test_who_agrees_is_not_accused(own: tuple[tuple[int, ...], ...], data: st.Da
             },
             [
                 "plan: Tiny (0123) in process 0, Tiny (89ab) in process 1, Tiny (cdef) in process 2",
-                "dtype: float16 in processes 0, 2, nothing in process 1",
+                "dtype: nothing in process 1, float16 in all others",
             ],
             id="three plans and two dtypes",
         ),
@@ -103,7 +103,7 @@ def test_who_agrees_is_not_accused(own: tuple[tuple[int, ...], ...], data: st.Da
                 2: {"own": ()},
             },
             [
-                "dtype: float32 in process 0, bfloat16 in processes 1, 2",
+                "dtype: float32 in process 0, bfloat16 in all others",
                 "devices[0]: processes 0, 1 own it, expected one",
                 "devices[3]: no process owns it, expected one",
                 "devices[2] of process 0 and devices[0] of process 1 are the same GPU",

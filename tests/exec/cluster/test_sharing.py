@@ -6,7 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import pytest
 import torch
@@ -37,6 +37,17 @@ class Opened:
         self.is_open = False
 
 
+class Handle(NamedTuple):
+    """What another process opens: the numbers themselves."""
+
+    numbers: bytes
+
+    @classmethod
+    def of(cls, area: torch.Tensor) -> Self:
+        """Return the handle of an area."""
+        return cls(bytes(area.tolist()))
+
+
 class Page:
     """A page that processes leave, of whom some may not."""
 
@@ -57,15 +68,15 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Opened]:
     """Pretend inter-process communication, and return what is opened."""
     found: list[Opened] = []
 
-    def on(_: torch.device, handle: torch.Tensor) -> Opened:
-        found.append(Opened(handle))
+    def on(_: torch.device, handle: Handle) -> Opened:
+        found.append(Opened(torch.tensor([*handle.numbers])))
         return found[-1]
 
     def create() -> Path:
         (tmp_path / "page").touch()
         return tmp_path / "page"
 
-    ipc = SimpleNamespace(Handle=SimpleNamespace(of=lambda area: area), Opened=SimpleNamespace(on=on))
+    ipc = SimpleNamespace(Handle=Handle, Opened=SimpleNamespace(on=on))
     page = SimpleNamespace(Page=SimpleNamespace(create=create, open=lambda *_: Page()))
     monkeypatch.setitem(sys.modules, "tpplan.exec.cluster.ipc", ipc)
     monkeypatch.setitem(sys.modules, "tpplan.exec.cluster.page", page)
@@ -77,7 +88,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Opened]:
 
 def both(call: Callable[[Sharing, int], object], gpu: torch.device | None = GPU) -> list[Any]:
     """Call something in two processes at once."""
-    barrier, told = Barrier(2, timeout=20), dict[int, object]()
+    barrier, told = Barrier(2, timeout=20), dict[int, bytes]()
     meetings: list[Any] = [ThreadMeeting(process, 2, barrier, told) for process in range(2)]
     with ThreadPoolExecutor(2) as pool:
         return [*pool.map(lambda m: call(Sharing(m, gpu), m.process), meetings)]

@@ -42,7 +42,7 @@ def found(
     claims: Sequence[Claim] = CLAIMS, used: Sequence[int] = USED, transport: str = "auto", tuning: Tuning | None = None
 ) -> list[Way]:
     """Return the way that each process finds."""
-    barrier, told = Barrier(len(claims), timeout=20), dict[int, object]()
+    barrier, told = Barrier(len(claims), timeout=20), dict[int, bytes]()
 
     def find(process: int) -> Way:
         meeting: Any = ThreadMeeting(process, len(claims), barrier, told)

@@ -19,6 +19,7 @@ from tests.exec.reference import same
 from tpplan.axes import Axis
 from tpplan.exec import HOST, compiler
 from tpplan.exec.cluster.processes import Processes
+from tpplan.exec.cluster.telling import Telling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,11 +99,13 @@ class ThreadCarrier:
     Attributes:
         place: the CPU.
         fault: what is raised instead of carrying anything.
+        reason: why this thread sends nothing any more, as told to the others.
     """
 
     def __init__(self, process: int, mail: Mail, random: Random) -> None:
         self.place = CPU
         self.fault: BaseException | None = None
+        self.reason = ""
         self._process = process
         self._mail = mail
         self._random = random
@@ -131,6 +134,10 @@ class ThreadCarrier:
 
         return wait
 
+    def fail(self, reason: str) -> None:
+        """Let the others know why no more messages come."""
+        self.reason = reason
+
     def _send(self, parcels: Sequence[Parcel], keys: Sequence[Key]) -> Iterator[partial[None]]:
         """Send copies of what is sent, or the data itself: yield what waits until that is read."""
         for parcel, key in zip(parcels, keys, strict=True):
@@ -151,7 +158,7 @@ class ThreadCarrier:
         return (*ends, self._counts[ends])
 
 
-class ThreadMeeting:
+class ThreadMeeting(Telling):
     """A meeting of threads.
 
     Attributes:
@@ -159,17 +166,17 @@ class ThreadMeeting:
         count: number of threads.
     """
 
-    def __init__(self, process: int, count: int, barrier: Barrier, told: dict[int, object]) -> None:
+    def __init__(self, process: int, count: int, barrier: Barrier, told: dict[int, bytes]) -> None:
         self.process, self.count = process, count
         self._barrier, self._told = barrier, told
 
-    def tell(self, mine: _T) -> list[_T]:
-        """Tell all threads something, and return what each has told."""
+    def _exchanged(self, mine: bytes) -> list[bytes]:
         self._told[self.process] = mine
         self._barrier.wait()
-        found: Any = [self._told[i] for i in range(self.count)]
+        found = [self._told[i] for i in range(self.count)]
         self._barrier.wait()
-        return [*found]
+        assert len({*map(len, found)}) == 1, "processes exchange as many bytes"
+        return found
 
 
 class Together:
@@ -192,7 +199,7 @@ class Together:
         """
         self.mail = Mail()
         self.carriers = [ThreadCarrier(i, self.mail, Random(seed + i)) for i in range(len(own))]
-        barrier, told = Barrier(len(own), timeout=20), dict[int, object]()
+        barrier, told = Barrier(len(own), timeout=20), dict[int, bytes]()
         self.meetings = [ThreadMeeting(i, len(own), barrier, told) for i in range(len(own))]
         owners = {device: process for process, devices in enumerate(own) for device in devices}
         self.contexts = [self._build(plan, owners, process) for process in range(len(own))]

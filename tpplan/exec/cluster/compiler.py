@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from hashlib import sha256
 from secrets import token_hex
@@ -15,16 +16,17 @@ from tpplan.codec import dumps
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.cluster.carrier import GroupCarrier
 from tpplan.exec.cluster.meeting import Meeting
-from tpplan.exec.cluster.members import Claim, Gpu, disagreements, owners, said_of, share
+from tpplan.exec.cluster.members import Claim, Gpu, differing, disagreements, owners, said_of, share
 from tpplan.exec.cluster.processes import Processes
 from tpplan.exec.cluster.sharing import Sharing
 from tpplan.exec.cluster.ways import Way, way_between
 from tpplan.exec.compiler import build, mismatches
 from tpplan.exec.machine import differences, listed, look_at, places_for
 from tpplan.exec.tensors import name_of
+from tpplan.jsontext import read_json, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
@@ -42,6 +44,10 @@ _TRANSPORTS = ("auto", "events", "peer")
 _NAME_BYTES = 8
 #: Characters of a plan's hash in messages.
 _SHOWN = 12
+#: Maximum number of values in which plans are said to differ.
+_TOLD = 4
+#: Maximum characters of such a value: more than a fingerprint has.
+_LONGEST = 120
 _HINT = "give all processes the same plan and arguments, and each of the devices in use to one of them"
 
 
@@ -88,12 +94,16 @@ def compile_together(
         "max_rows": str(max_rows),
         "dtype": name_of(dtype),
         "tuning": str(tuning or "default"),
+        "scratch": str(scratch),
     }
     terms = {} if failures else _terms(plan, arguments, here.carrier)
     gpus = tuple(Gpu.of(i, place) for i, place in here.gpus.items())
-    claims = meeting.tell(Claim(here.own, terms, tuple(failures), gpus, token_hex(_NAME_BYTES), hint))
+    mine = Claim(here.own, terms, tuple(failures), gpus, token_hex(_NAME_BYTES), hint)
+    claims = meeting.tell_and_read(mine.plain(), Claim.of)
     refused = f"the plan for {plan.model.name} cannot run here"
     problems = disagreements(claims, used)
+    if len({claim.terms.get("plan") for claim in claims}) > 1 and all(claim.terms for claim in claims):
+        problems += _in_plans(meeting, plan)
     if problems or here.carrier is None:
         hints = [claim.hint for claim in claims if claim.hint]
         raise ExecutionError(f"{refused}:{listed(problems)}", hints[0] if hints else _HINT)
@@ -125,7 +135,7 @@ def compile_together(
         failure, hint = said_of(error)
         sharing.fail(failure)
     try:
-        told = meeting.tell((failure, hint))
+        told = meeting.tell_and_read((failure, hint), lambda each: (str(each[0]), str(each[1])))
     finally:
         sharing.forget_name()
     failures = [f"process {i}: {each}" for i, (each, _) in enumerate(told) if each]
@@ -184,7 +194,7 @@ class _Here:
         gpus = {i: places[i] for i in used if places[i].type == "cuda"}
         meeting.gpu = next(iter(gpus.values()), None)
         problems = differences(plan, [look_at(place) if place.type == "cuda" else None for place in places])
-        return cls(used, places, gpus, GroupCarrier(meeting.group, [*gpus.values()]), tuple(problems))
+        return cls(used, places, gpus, GroupCarrier(meeting, [*gpus.values()]), tuple(problems))
 
     def start(
         self, memory: Memory, *, process: int, owners: Mapping[int, int], way: Way, sharing: Sharing
@@ -224,8 +234,28 @@ def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], meetin
 def _terms(plan: SplitPlan, arguments: Mapping[str, str], carrier: GroupCarrier | None) -> dict[str, str]:
     """Return what has to be the same in all processes, by name."""
     hashed = sha256(dumps(plan).encode()).hexdigest()[:_SHOWN]
-    terms = {"tpplan": tpplan.__version__, "plan": f"{plan.model.name} ({hashed})", **arguments}
+    versions = {"tpplan": tpplan.__version__, "torch": ".".join(torch.__version__.split(".")[:2])}
+    terms = {**versions, "plan": f"{plan.model.name} ({hashed})", **arguments}
     return terms | {"group": carrier.backend if carrier else ""}
+
+
+def _in_plans(meeting: Meeting, plan: SplitPlan) -> list[str]:
+    """Return the first values in which the plans of the processes differ; all call it at once."""
+    plans = meeting.tell_and_read(dumps(plan), lambda text: dict(_leaves(read_json(text), "")))
+    found = [f"plan{each}" for each in differing(plans)]
+    return found[:_TOLD] + ([f"and {len(found) - _TOLD} more values of the plans"] if len(found) > _TOLD else [])
+
+
+def _leaves(data: object, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of every value in a document of JSON."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from _leaves(value, f"{path}.{key}")
+    elif isinstance(data, list):
+        for i, value in enumerate(data):
+            yield from _leaves(value, f"{path}[{i}]")
+    else:
+        yield path, visible(json.dumps(data, ensure_ascii=False))[:_LONGEST]
 
 
 def _notes(claims: Sequence[Claim], carrier: str) -> tuple[str, str]:

@@ -1,23 +1,33 @@
-"""A meeting of the processes of a group, in which each of them tells something to all others."""
+"""The meeting of the processes of a group, in which each of them tells plain data to all others."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import Counter
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import distributed
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.cluster.carrier import reason_of
+from tpplan.exec.cluster.carrier import backends_of
+from tpplan.exec.cluster.lost import Causes, PeerError, about, is_silence, reason_of
+from tpplan.exec.cluster.telling import FIRST_BYTES, MAGIC, Telling
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
-_Told = TypeVar("_Told")
+#: torch.distributed's tag of the messages.
+_TAG: Final = 0x7070
+
+#: Number of meetings of each group that have told something, the same in all of its processes.
+_MEETINGS: Counter[tuple[int, ...]] = Counter()
 
 
-class Meeting:
+class Meeting(Telling):
     """The processes of a group.
 
     Attributes:
@@ -43,18 +53,64 @@ class Meeting:
         self.group = found
         self.process, self.count = distributed.get_rank(found), distributed.get_world_size(found)
         self.gpu: torch.device | None = None
+        self._ranks = tuple(distributed.get_process_group_ranks(found))
+        self._others = tuple(i for i in range(self.count) if i != self.process)
 
-    def tell(self, mine: _Told) -> list[_Told]:
-        """Tell all processes something that can be pickled, and return what each of them has told.
+    def cause(self, awaited: Sequence[int], reason: str) -> str:
+        """Return why processes no longer reach each other, in words, the same in all as far as they can tell.
+
+        Args:
+            awaited: the processes whose messages do not come; none if this process has failed by itself.
+            reason: what torch.distributed says, or what this process has met itself, as the rest of a sentence.
+        """
+        return self._causes.verdict(awaited, reason)
+
+    @cached_property
+    def _causes(self) -> Causes:
+        """What finds causes: made when the first thing is told, as by all processes at once."""
+        _MEETINGS[self._ranks] += 1
+        name = f"tpplan/{'-'.join(map(str, self._ranks))}/{_MEETINGS[self._ranks]}"
+        return Causes(name, self.process, self._ranks)
+
+    def _exchanged(self, mine: bytes) -> list[bytes]:
+        _ = self._causes  # in the same order in all processes
+        buffers = [bytearray(mine) if i == self.process else bytearray(len(mine)) for i in range(self.count)]
+        rooms = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers]
+        try:
+            if "cpu" in backends_of(self.group):
+                self._send(rooms)
+            else:
+                self._gather(rooms)
+        except RuntimeError as error:
+            awaited = error.awaited if isinstance(error, PeerError) else self._others
+            reason = reason_of(error)
+            if is_silence(reason) and len(mine) == FIRST_BYTES:  # gloo then ends all connections, blameless ones too
+                awaited = tuple(i for i in self._others if not buffers[i].startswith(MAGIC)) or awaited
+            hint = "see whether all processes run and reach each other, and make the same calls at the same time"
+            raise ExecutionError(f"the processes could not meet: {self.cause(awaited, reason)}", hint) from error
+        return [bytes(buffer) for buffer in buffers]
+
+    def _send(self, rooms: Sequence[Tensor]) -> None:
+        """Exchange host memory with each process by itself, so that an error is about one of them.
 
         Raises:
-            ExecutionError: torch.distributed failed, as when a process has ended.
+            PeerError: a process does not take or send its message.
         """
-        told: list[Any] = [None] * self.count
-        try:
-            with torch.cuda.device(self.gpu) if self.gpu else nullcontext():
-                distributed.all_gather_object(told, mine, self.group)
-        except RuntimeError as error:
-            hint = "compile in all processes of the group at the same time"
-            raise ExecutionError(f"the processes could not agree on the plan: {reason_of(error)}", hint) from error
-        return told
+        works: list[tuple[int, Any]] = []
+        for take in (True, False):
+            for other in self._others:
+                move, room = (distributed.irecv, other) if take else (distributed.isend, self.process)
+                with about(other):
+                    works.append((other, move(rooms[room], self._ranks[other], self.group, _TAG)))
+        for other, work in works:
+            with about(other):
+                work.wait()
+
+    def _gather(self, rooms: Sequence[Tensor]) -> None:
+        """Exchange host memory by way of GPUs, as NCCL alone requires."""
+        place = self.gpu or torch.device("cuda", torch.cuda.current_device())
+        with torch.cuda.device(place):
+            found = [room.to(place) for room in rooms]
+            distributed.all_gather(found, found[self.process].clone(), self.group)
+            for room, each in zip(rooms, found, strict=True):
+                room.copy_(each)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
-from attrs import field, frozen
+from attrs import asdict, field, frozen
 
 from tpplan.errors import TpplanError
 
@@ -56,6 +56,16 @@ class Claim:
     name: str = ""
     hint: str = ""
 
+    def plain(self) -> dict[str, Any]:
+        """Return the claim as plain data."""
+        gpus = [tuple(gpu) for gpu in self.gpus]
+        return {**asdict(self, recurse=False), "terms": dict(self.terms), "gpus": gpus}
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Self:
+        """Return the claim that :meth:`plain` gave."""
+        return cls(**{**plain, "gpus": tuple(Gpu(*gpu) for gpu in plain["gpus"])})
+
 
 def share(used: Sequence[int], processes: int, process: int) -> tuple[int, ...] | None:
     """Return the devices that a process owns by default: as many as each other, in order; None if that is impossible.
@@ -84,17 +94,11 @@ def disagreements(claims: Sequence[Claim], used: Sequence[int]) -> list[str]:
     found = [f"process {i}: {problem}" for i, claim in enumerate(claims) for problem in claim.problems]
     if found:  # the rest may follow from these
         return found
-    for name in claims[0].terms:
-        said: defaultdict[str, list[int]] = defaultdict(list)
-        for i, claim in enumerate(claims):
-            said[claim.terms.get(name, "nothing")].append(i)
-        if len(said) > 1:
-            listed = ", ".join(f"{value} in {_processes(where)}" for value, where in said.items())
-            found.append(f"{name}: {listed}")
+    found = differing([claim.terms for claim in claims])
     for device in used:
         holders = [i for i, claim in enumerate(claims) if device in claim.own]
         if len(holders) != 1:
-            whose = f"{_processes(holders)} own it" if holders else "no process owns it"
+            whose = f"{listed_processes(holders)} own it" if holders else "no process owns it"
             found.append(f"devices[{device}]: {whose}, expected one")
     at: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for i, claim in enumerate(claims):
@@ -103,7 +107,32 @@ def disagreements(claims: Sequence[Claim], used: Sequence[int]) -> list[str]:
     return found + [f"{' and '.join(names)} are the same GPU" for names in at.values() if len(names) > 1]
 
 
-def _processes(numbers: Sequence[int]) -> str:
+def differing(facts: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return what differs between processes: the name of each fact, the values, and who has them.
+
+    Where most processes have the same value, the others are named as those that differ.
+
+    Args:
+        facts: facts of each process by name.
+    """
+    found = []
+    for name in dict.fromkeys(name for each in facts for name in each):
+        said: defaultdict[str, list[int]] = defaultdict(list)
+        for i, each in enumerate(facts):
+            said[each.get(name, "nothing")].append(i)
+        if len(said) > 1:
+            usual = max(said, key=lambda value: len(said[value]))
+            if 2 * len(said[usual]) > len(facts):
+                others = said.pop(usual)
+                told = [f"{value} in {listed_processes(where)}" for value, where in said.items()]
+                told.append(f"{usual} in {'all others' if len(others) > 1 else listed_processes(others)}")
+            else:
+                told = [f"{value} in {listed_processes(where)}" for value, where in said.items()]
+            found.append(f"{name}: {', '.join(told)}")
+    return found
+
+
+def listed_processes(numbers: Sequence[int]) -> str:
     """Return processes as in a sentence."""
     return f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 #: int32 words of the page: first the status of the kernels, then for each process whether it has left.
 _WORDS, _LEFT = 1024, 512
+#: Start of the name of its file.
+_NAME = "tpplan-"
+_HINT = 'compile with transport="events"'
 
 
 class Page:
@@ -36,8 +39,7 @@ class Page:
     @classmethod
     def create(cls) -> Path:
         """Create a page of zeros, and return its file."""
-        memory = Path("/dev/shm")  # noqa: S108 (with a name of its own)
-        path = (memory if memory.is_dir() else Path(gettempdir())) / f"tpplan-{os.getpid()}-{time.monotonic_ns()}"
+        path = _folder() / f"{_NAME}{os.getpid()}-{time.monotonic_ns()}"
         with path.open("xb") as file:
             file.write(bytes(4 * _WORDS))
         return path
@@ -53,8 +55,11 @@ class Page:
             count: number of processes.
 
         Raises:
-            ExecutionError: the GPUs cannot use it.
+            ExecutionError: the GPUs cannot use it, or it is no page of tpplan's.
         """
+        # Another process names it, and kernels write to it.
+        if path.parent != _folder() or not path.name.startswith(_NAME) or path.stat().st_size != 4 * _WORDS:
+            raise ExecutionError(f"{str(path)!a:.80} is no memory that processes of tpplan share", _HINT)
         words = torch.from_file(str(path), shared=True, size=_WORDS, dtype=torch.int32)
         with torch.cuda.device(gpu):
             (error,) = runtime.cudaHostRegister(words.data_ptr(), words.nbytes, runtime.cudaHostRegisterPortable)
@@ -62,8 +67,7 @@ class Page:
                 error, address = runtime.cudaHostGetDevicePointer(words.data_ptr(), 0)
                 if error == runtime.cudaError_t.cudaSuccess and int(address) == words.data_ptr():
                     return cls(words, process, count)
-        hint = 'compile with transport="events"'
-        raise ExecutionError(f"GPUs cannot use memory that processes share: {error.name}", hint)
+        raise ExecutionError(f"GPUs cannot use memory that processes share: {error.name}", _HINT)
 
     def leave(self, seconds: float) -> bool:
         """Tell the other processes that this one uses no memory of theirs; return whether all tell the same in time."""
@@ -79,3 +83,9 @@ class Page:
         """Let go of the page; no kernel may use it any more."""
         runtime.cudaHostUnregister(self._words.data_ptr())
         self._words = self.status = torch.empty(0, dtype=torch.int32)
+
+
+def _folder() -> Path:
+    """Return the folder of pages: memory if the system has a file system of it."""
+    memory = Path("/dev/shm")  # noqa: S108 (files have names of their own)
+    return memory if memory.is_dir() else Path(gettempdir())

@@ -9,7 +9,8 @@ import torch
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.binding import no_memory, resolve
-from tpplan.exec.cluster.carrier import Parcel, reason_of
+from tpplan.exec.cluster.carrier import Parcel
+from tpplan.exec.cluster.lost import PeerError, reason_of
 from tpplan.exec.cluster.rounds import rounds
 from tpplan.exec.cpu import Pending, add
 from tpplan.exec.engine import Virtual
@@ -105,12 +106,17 @@ class Processes(Virtual):
             with torch.inference_mode():  # autograd does not matter: only bytes are moved
                 for each in kept.rounds:
                     self._run(each, find, f"{doing} {kept.mark}")
-        except RuntimeError as error:  # from torch.distributed, such as time-outs and lost connections
-            self._failure = f"process {self._process} failed in {doing}: {reason_of(error)}"
+        except RuntimeError as error:  # mostly from torch.distributed, such as time-outs and lost connections
+            failure = f"failed in {doing}: {reason_of(error)}"
+            if not isinstance(error, PeerError):
+                self._carrier.fail(failure)
+            self._failure = f"process {self._process} {failure}"
             hint = "see whether all processes run, and call the same operations in the same order with the same shapes"
             raise ExecutionError(self._failure, hint) from error
         except BaseException as error:  # such as Ctrl-C, when messages may have been sent
-            self._failure = f"process {self._process} was interrupted in {doing}: {error!r:.40}"
+            failure = f"was interrupted in {doing}: {error!r:.40}"
+            self._failure = f"process {self._process} {failure}"
+            self._carrier.fail(failure)
             raise
         return _DONE
 

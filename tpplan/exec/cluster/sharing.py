@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tpplan.errors import ExecutionError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     import torch
 
@@ -64,7 +64,7 @@ class Sharing:
             return {}
         self._own = areas
         _HELD.add(self)
-        theirs = {d: each for _, some, _ in told for d, each in some.items() if d not in areas}
+        theirs = {d: pair for _, some, _ in told for d, pair in some.items() if d not in areas}
         self._open(self._gpu, told[0][2], theirs)
         return {device: (control.tensor, exchange.tensor) for device, (control, exchange) in self._opened.items()}
 
@@ -116,15 +116,27 @@ class Sharing:
 
         return {device: (Handle.of(control), Handle.of(exchange)) for device, (control, exchange) in areas.items()}
 
-    def _open(self, gpu: torch.device, path: Path | None, handles: Mapping[int, Handles]) -> None:
+    def _open(self, gpu: torch.device, path: Path, handles: Mapping[int, Handles]) -> None:
         from tpplan.exec.cluster.ipc import Opened  # noqa: PLC0415 (needs CUDA)
         from tpplan.exec.cluster.page import Page  # noqa: PLC0415 (needs CUDA)
 
-        assert path is not None  # noqa: S101 (the first process has made it)
         self.page = Page.open(path, gpu, self._meeting.process, self._meeting.count)
         for device, (control, exchange) in handles.items():
             self._opened[device] = Opened.on(gpu, control), Opened.on(gpu, exchange)
 
-    def _tell(self, failure: str, handles: dict[int, Handles]) -> list[tuple[str, dict[int, Handles], Path | None]]:
+    def _tell(self, failure: str, handles: dict[int, Handles]) -> list[tuple[str, dict[int, Handles], Path]]:
+        """Tell all processes why this one shares nothing, or its handles and the page's path."""
         self._has_told = True
-        return self._meeting.tell((failure, handles, self._path))
+        plain = {device: tuple(map(tuple, pair)) for device, pair in handles.items()}
+        return self._meeting.tell_and_read((failure, plain, str(self._path or "")), _read)
+
+
+def _read(told: Any) -> tuple[str, dict[int, Handles], Path]:
+    """Return what a process has told."""
+    failure, plain, path = told
+    if not plain:
+        return str(failure), {}, Path(path)
+    from tpplan.exec.cluster.ipc import Handle  # noqa: PLC0415 (needs CUDA)
+
+    handles = {int(d): (Handle(*control), Handle(*exchange)) for d, (control, exchange) in plain.items()}
+    return str(failure), handles, Path(path)

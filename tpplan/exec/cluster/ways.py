@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from tpplan.exec.cluster.members import Gpu, said_of
 from tpplan.exec.links.tuning import Tuning, default
@@ -73,7 +73,7 @@ def way_between(
     # The first process probes the links, if nobody has; the others find its verdicts.
     first = None if meeting.process else _guarded(lambda: _verdict(claims, seen))
     meeting.tell(None)
-    verdicts = meeting.tell(first or _guarded(lambda: _verdict(claims, seen)))
+    verdicts = _told(meeting, first or _guarded(lambda: _verdict(claims, seen)))
     if not any(each.against for each in verdicts):
         tried = _tried(meeting, seen[claims[meeting.process].own[0]])
         verdicts = [each if each.against else mine for each, mine in zip(tried, verdicts, strict=True)]
@@ -87,7 +87,8 @@ def way_between(
     )
     if tuning:
         return Way(others, straight, evolve(tuning, **_SAME), (*notes, "thresholds as given, without copies_*"))
-    tuning, origin = meeting.tell(_thresholds(len(used)))[0]
+    measured, origin = _thresholds(len(used))
+    tuning, origin = meeting.tell_and_read((asdict(measured), origin), lambda each: (Tuning(**each[0]), each[1]))[0]
     return Way(others, straight, evolve(tuning, **_SAME), (*notes, f"thresholds {origin}"))
 
 
@@ -151,8 +152,8 @@ def _tried(meeting: Meeting, place: torch.device) -> list[_Verdict]:
         handles.append(Handle.of(numbers[0]))
         return _Verdict()
 
-    def read(told: Sequence[tuple[_Verdict, Sequence[Handle]]]) -> _Verdict:
-        for process, (_, theirs) in enumerate(told):
+    def read(every: Sequence[Sequence[Handle]]) -> _Verdict:
+        for process, theirs in enumerate(every):
             for handle in theirs if process != meeting.process else ():
                 opened = Opened.on(place, handle)
                 found = opened.read(0)
@@ -162,5 +163,10 @@ def _tried(meeting: Meeting, place: torch.device) -> list[_Verdict]:
         return _Verdict()
 
     mine = _guarded(share)
-    told = meeting.tell((mine, handles))
-    return meeting.tell(mine if mine.against else _guarded(lambda: read(told)))
+    every = meeting.tell_and_read([*map(tuple, handles)], lambda each: [Handle(*handle) for handle in each])
+    return _told(meeting, mine if mine.against else _guarded(lambda: read(every)))
+
+
+def _told(meeting: Meeting, verdict: _Verdict) -> list[_Verdict]:
+    """Tell all processes a verdict, and return those of all."""
+    return meeting.tell_and_read(tuple(verdict), lambda each: _Verdict(*each))
