@@ -19,7 +19,7 @@ from torch import distributed
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from tpplan.errors import ExecutionError, RequestError
-from tpplan.exec.cluster.carrier import reason_of
+from tpplan.exec.cluster.lost import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 #: Seconds between two looks at the store, and for which a process that has the store waits until all have read why.
-_POLL_S, _LINGER_S = 0.05, 1.0
+_POLL_S, _LINGER_S = 0.05, 0.5
 _MAX_PORT = 2**16 - 1
 #: The longest time-out: a week.
 _MOST_S = 7 * 24 * 3600
@@ -203,7 +203,7 @@ def _store(place: _Place, deadline: float, timeout_s: float) -> Store:
 
     thread = Thread(target=connect, daemon=True)  # torch waits for ever for a program that listens but says nothing
     thread.start()
-    thread.join(max(1.0, deadline - time.monotonic()) + _LINGER_S)
+    thread.join(max(1.0, deadline - time.monotonic()) + 1)
     store = stores[0] if stores else None
     if isinstance(store, Store):
         return store
