@@ -8,61 +8,75 @@ their part of the checkpoint, and works out the same tokens. With ``cpu`` as a f
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-from torch import distributed
 
 import tpplan
 from tpplan import exec as tpx
 from tpplan.decoder import Decoder, generate, prepare
-from tpplan.errors import TpplanError
+from tpplan.errors import DeviceError, TpplanError
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-MOST_NEW_TOKENS = 32
-#: For processes that load more slowly than others; torch's own is 30 minutes.
-LONGEST_WAIT = timedelta(minutes=5)
 
-
-def generated(path: str, directory: str, prompt: Sequence[int], backend: str = "cuda") -> Iterator[int]:
+def generated(
+    path: str, directory: str, prompt: Sequence[int], *, backend: str, new: int, timeout_s: float
+) -> Iterator[int]:
     """Yield the tokens that follow a prompt, the same in all processes.
 
     Raises:
-        TpplanError: the plan, the checkpoint, the processes and their GPUs do not fit together.
+        TpplanError: a process is lost, or the plan, the checkpoint, the processes and their GPUs do not fit together.
     """
-    plan = tpplan.load(path)
-    everyone = distributed.group.WORLD
-    with tpx.compile(plan, backend=backend, model=directory, group=everyone, scratch=False) as context:
-        decoder = Decoder(context, directory, load_weights(plan, directory, context))
-        prepare(decoder)
-        for (token,) in generate(decoder, [prompt], MOST_NEW_TOKENS):
-            assert token is not None  # noqa: S101 (a single text has not ended before itself)
-            yield token
+    with tpx.process_group("gloo" if backend == "cpu" else "cpu:gloo,cuda:nccl", timeout_s=timeout_s) as group:
+        plan = tpplan.load(path)  # here, so that the others notice at once if it is missing
+        with tpx.compile(plan, backend=backend, model=directory, group=group, scratch=False) as context:
+            decoder = Decoder(context, directory, load_weights(plan, directory, context))
+            prepare(decoder)
+            for (token,) in generate(decoder, [prompt], new):
+                assert token is not None  # noqa: S101 (a single text has not ended before itself)
+                yield token
+
+
+def choose_gpu() -> None:
+    """Make the GPU that torchrun has for this process current."""
+    local, count = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
+    if not local.isdecimal() or int(local) >= count:
+        message = f"LOCAL_RANK is {local}, and this machine has {count} CUDA devices"
+        raise DeviceError(message, "start as many processes as it has, or run on virtual devices with cpu at the end")
+    torch.cuda.set_device(int(local))
 
 
 def main() -> None:
     """Be one of the processes; the first prints."""
-    if len(sys.argv) < 4 or "RANK" not in os.environ:  # noqa: PLR2004 (names)
-        sys.exit(__doc__)
-    path, directory, prompt, *backend = sys.argv[1:]
-    on_gpus = backend != ["cpu"]
-    if on_gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=LONGEST_WAIT)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan")
+    parser.add_argument("model", help="directory of the checkpoint")
+    parser.add_argument("prompt", help="tokens, such as 5,17,99")
+    parser.add_argument("backend", nargs="?", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--new", type=int, default=32, help="most new tokens (default: 32)")
+    parser.add_argument("--timeout", type=float, default=60, help="seconds to wait for other processes (default: 60)")
+    given = parser.parse_args()
     try:
-        for token in generated(path, directory, list(map(int, prompt.split(","))), *backend):
-            if distributed.get_rank() == 0:
+        prompt = [int(token) for token in given.prompt.split(",")]
+    except ValueError:
+        parser.error(f"prompt: {given.prompt!r:.40} is not a list of tokens such as 5,17,99")
+    try:
+        if given.backend == "cuda":
+            choose_gpu()
+        options = {"backend": given.backend, "new": given.new, "timeout_s": given.timeout}
+        for token in generated(given.plan, given.model, prompt, **options):
+            if os.environ["RANK"] == "0":
                 print(token, flush=True)
     except TpplanError as error:
         sys.exit(f"error: {error}")
-    finally:
-        distributed.destroy_process_group()
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from tpplan.extras import needing
 
 if TYPE_CHECKING:
     from tpplan.exec.aside import Aside
+    from tpplan.exec.cluster.process_group import process_group
     from tpplan.exec.compiler import compile  # noqa: A004
     from tpplan.exec.context import TPContext
     from tpplan.exec.device import DeviceContext
@@ -35,9 +36,10 @@ _MODULE_OF = {
     "TPContext": "context",
     "Tuning": "links.tuning",
     "compile": "compiler",
+    "process_group": "cluster.process_group",
 }
 
-__all__ = ["HOST", "Aside", "DeviceContext", "Gathered", "Rope", "TPContext", "Tuning", "compile"]
+__all__ = ["HOST", "Aside", "DeviceContext", "Gathered", "Rope", "TPContext", "Tuning", "compile", "process_group"]
 
 
 def __getattr__(name: str) -> object:

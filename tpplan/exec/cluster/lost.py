@@ -110,7 +110,7 @@ class Causes:
         try:
             store = store_of(self._key)
             store.set(str(self._process), json.dumps(mine))
-            cause = first_cause(self._reports(store, mine), self._name)
+            cause = first_cause(self._reports(store, mine), self._name, len(self._ranks))
             return visible(store.compare_set("cause", "", cause[:_MOST]).decode(errors="replace")[:_MOST])
         except (RuntimeError, ValueError):  # no store, or none that answers
             return ""
@@ -130,9 +130,7 @@ class Causes:
 
     def _alone(self, mine: Report) -> str:
         """Return what this process can say by itself."""
-        if mine.is_silent and 1 < len(mine.awaited) == len(self._ranks) - 1:
-            return f"{self._name([self._process])} is cut off from all others: {_what(mine)}"
-        return first_cause({self._process: mine}, self._name)
+        return first_cause({self._process: mine}, self._name, len(self._ranks))
 
     def _name(self, processes: Sequence[int]) -> str:
         return " and ".join(
@@ -140,12 +138,13 @@ class Causes:
         )
 
 
-def first_cause(reports: Mapping[int, Report], name: Callable[[Sequence[int]], str]) -> str:
+def first_cause(reports: Mapping[int, Report], name: Callable[[Sequence[int]], str], count: int) -> str:
     """Return the first cause of what processes report, in words.
 
     Args:
         reports: what processes have noticed, by their index.
         name: names processes.
+        count: number of processes.
     """
     for is_silent in (False, True):  # a connection that has ended says more than silence
         blamed = {
@@ -157,7 +156,10 @@ def first_cause(reports: Mapping[int, Report], name: Callable[[Sequence[int]], s
         }
         if blamed:
             lost = sorted(blamed)
-            return f"{name(lost)} {'is' if len(lost) == 1 else 'are'} lost: {_what(blamed[lost[0]])}"
+            cause = f"{name(lost)} {'is' if len(lost) == 1 else 'are'} lost"
+            if is_silent and len(reports) == 1 < len(lost) == count - 1:  # which looks the same from here
+                cause += f", or {name([*reports])} is cut off from them"
+            return f"{cause}: {_what(blamed[lost[0]])}"
     for process, report in sorted(reports.items()):
         if not report.awaited:
             return f"{name([process])} {report.reason}"
