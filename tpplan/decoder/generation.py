@@ -9,7 +9,6 @@ from attrs import asdict
 from tpplan.decoder.prompts import Prompt, check_tokens, facts_of, length_of
 from tpplan.decoder.sampling import Sampling
 from tpplan.errors import RequestError
-from tpplan.exec.cluster.agreement import agree
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -47,6 +46,8 @@ def generate(
         RequestError: there are no prompts or too many, or one is empty, too long for the plan's cache, or has tokens
             outside the vocabulary; or another generation has started since, in the same cache.
     """
+    from tpplan.exec.cluster.agreement import agree  # noqa: PLC0415 (needs torch, which checking prompts does not)
+
     settings = {
         "max_new_tokens": str(max_new_tokens),
         **{name: str(value) for name, value in asdict(sampling).items()},

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from torch.distributed import FileStore, PrefixStore
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from tpplan.exec.cluster import lost
 from tpplan.exec.cluster.lost import Causes, Report, first_cause, reason_of

@@ -5,4 +5,7 @@ way of their messages (``ways``). All have the same programs, of which ``process
 divides a program into what each process copies, adds and sends, and ``carrier`` carries messages with
 torch.distributed. Where each process has one GPU of a host, ``peers`` runs exchanges by kernels: ``sharing`` opens the
 memory of other processes (``ipc``), and ``mirrors`` stand in for their tensors.
+
+What processes tell each other is ``plain_data``, which ``telling`` checks. ``agreement`` lets all go on only if all did
+the same, and ``lost`` finds the first cause where torch.distributed fails.
 """
