@@ -40,8 +40,8 @@ class Page:
     def create(cls) -> Path:
         """Create a page of zeros, and return its file."""
         path = _folder() / f"{_NAME}{os.getpid()}-{time.monotonic_ns()}"
-        with path.open("xb") as file:
-            file.write(bytes(4 * _WORDS))
+        path.touch(0o600, exist_ok=False)  # for no other user
+        path.write_bytes(bytes(4 * _WORDS))
         return path
 
     @classmethod
