@@ -45,7 +45,8 @@ def name(processes: Sequence[int]) -> str:
 )
 def test_the_cause_is_who_reports_nothing(reports: Mapping[int, tuple[list[int], str]], cause: str) -> None:
     """Others are awaited because they wait themselves, or have ended because they noticed."""
-    assert first_cause({i: Report(tuple(awaited), reason) for i, (awaited, reason) in reports.items()}, name) == cause
+    known = {i: Report(tuple(awaited), reason) for i, (awaited, reason) in reports.items()}
+    assert first_cause(known, name, 5) == cause
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_what_others_write_is_only_text(store: Any) -> None:
 @pytest.mark.parametrize(
     ("awaited", "reason", "cause"),
     [
-        ([1, 2], SILENT, f"process 0 is cut off from all others: {FOR_4_S}"),
+        ([1, 2], SILENT, f"process 1 and process 2 are lost, or process 0 is cut off from them: {FOR_4_S}"),
         ([1], SILENT, f"process 1 is lost: {FOR_4_S}"),
         ([1, 2], CLOSED, f"process 1 and process 2 are lost: {CLOSED}"),
     ],

@@ -41,8 +41,8 @@ class Page:
         """Create a page of zeros, and return its file."""
         path = _folder() / f"{_NAME}{os.getpid()}-{time.monotonic_ns()}"
         try:
-            with path.open("xb") as file:
-                file.write(bytes(4 * _WORDS))
+            path.touch(0o600, exist_ok=False)  # for no other user
+            path.write_bytes(bytes(4 * _WORDS))
         except BaseException:
             path.unlink(missing_ok=True)
             raise
