@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from tpplan.plan import SplitPlan
 
 NEW = 6
-#: What a decoder makes last.
-GRAPHS = "tpplan.decoder.model.graphs_of"
 
 #: Cuts in which each device lacks some axis: heads, intermediate, vocabulary or residual columns.
 LACKING: dict[Axis, tuple[int, ...]] = {
@@ -112,12 +110,15 @@ def test_a_decoder_is_ready_when_all_are() -> None:
     model = model_of("llama")
     plan = plan_of(model.directory, 2, request_of(), {}, seed=4)
     made: list[int] = []
+    prepare = Decoder._prepare
 
-    def compile_slowly(decoder: Decoder, *_: object, **__: object) -> None:
-        time.sleep(0.3 * decoder.context.process)
-        made.append(decoder.context.process)
+    def prepare_slowly(decoder: Decoder, context: TPContext, *arguments: Any, **more: Any) -> None:
+        time.sleep(0.3 * context.process)
+        prepare(decoder, context, *arguments, **more)
+        made.append(context.process)
 
-    with Together(plan, [[device] for device in used(plan)]) as together, patch(GRAPHS, compile_slowly):
+    slow = patch.object(Decoder, "_prepare", prepare_slowly)
+    with Together(plan, [[device] for device in used(plan)]) as together, slow:
 
         def make(context: TPContext) -> list[int]:
             Decoder(context, model.directory, load_weights(plan, model.directory, context), cache="fp32")

@@ -62,6 +62,11 @@ def store_of(name: str) -> Any:
     return distributed_c10d.PrefixStore(name, distributed_c10d._get_default_store())  # noqa: SLF001
 
 
+def store_rank() -> int | None:
+    """Return the rank of the process that has the store of torch.distributed; None if torchrun has it."""
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+
+
 def make_current(streams: Sequence[torch.cuda.Stream]) -> None:
     """Make each stream its device's current one, without changing the current device; complete it if interrupted."""
     before = torch.cuda.current_device()

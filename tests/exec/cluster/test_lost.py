@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 from torch._C._distributed_c10d import FileStore, PrefixStore
@@ -116,3 +117,16 @@ def test_without_a_store_each_says_what_it_knows(
 
     monkeypatch.setattr(lost, "store_of", fail)
     assert Causes("context", 0, [0, 1, 2]).verdict(awaited, reason) == cause
+
+
+@pytest.mark.parametrize(
+    ("by_torchrun", "said"),
+    [("", "process 0 is lost, or process 2 is cut off from it: the store"), ("True", "process 1 is lost")],
+)
+def test_a_store_that_does_not_answer_is_lost_with_its_process(
+    by_torchrun: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that is awaited may itself wait for the one that has the store, unless torchrun has it."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", by_torchrun)
+    monkeypatch.setattr(lost, "store_of", Mock(side_effect=RuntimeError("Failed to recv")))
+    assert Causes("context", 2, [0, 1, 2]).verdict([1], SILENT).startswith(said)

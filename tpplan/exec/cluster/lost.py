@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from tpplan.exec.torch_shims import store_of
+from tpplan.exec.torch_shims import store_of, store_rank
 from tpplan.jsontext import read_json, visible
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Causes:
             thread = Thread(target=lambda: found.append(self._agreed(mine)), daemon=True)
             thread.start()
             thread.join(_LONGEST_S)
-            self._verdict = found[0] if found and found[0] else self._alone(mine)
+            self._verdict = found[0] if found and found[0] else self._without_store(mine)
         return self._verdict
 
     def _agreed(self, mine: Report) -> str:
@@ -112,7 +112,9 @@ class Causes:
             store.set(str(self._process), json.dumps(mine))
             cause = first_cause(self._reports(store, mine), self._name, len(self._ranks))
             return visible(store.compare_set("cause", "", cause[:_MOST]).decode(errors="replace")[:_MOST])
-        except (RuntimeError, ValueError):  # no store, or none that answers
+        except ValueError:  # there is no store
+            return self._alone(mine)
+        except RuntimeError:
             return ""
 
     def _reports(self, store: Any, mine: Report) -> dict[int, Report]:
@@ -131,6 +133,14 @@ class Causes:
     def _alone(self, mine: Report) -> str:
         """Return what this process can say by itself."""
         return first_cause({self._process: mine}, self._name, len(self._ranks))
+
+    def _without_store(self, mine: Report) -> str:
+        """Return what this process can say if the store does not answer, which is lost with the process that has it."""
+        rank = store_rank()
+        if rank is None or rank not in self._ranks or self._ranks.index(rank) in {self._process, *mine.awaited}:
+            return self._alone(mine)
+        lost, here = self._name([self._ranks.index(rank)]), self._name([self._process])
+        return f"{lost} is lost, or {here} is cut off from it: the store of torch.distributed does not answer"
 
     def _name(self, processes: Sequence[int]) -> str:
         return " and ".join(
