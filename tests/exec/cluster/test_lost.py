@@ -120,13 +120,18 @@ def test_without_a_store_each_says_what_it_knows(
 
 
 @pytest.mark.parametrize(
-    ("by_torchrun", "said"),
-    [("", "process 0 is lost, or process 2 is cut off from it: the store"), ("True", "process 1 is lost")],
+    ("by_torchrun", "awaited", "reason", "said"),
+    [
+        ("", [1], SILENT, "process 0 is lost, or process 2 is cut off from it: the store of torch.distributed"),
+        ("", [0, 1], SILENT, f"process 0 is lost, or process 2 is cut off from it: {FOR_4_S}"),
+        ("", [0, 1], CLOSED, f"process 0 is lost: {CLOSED}"),
+        ("True", [1], SILENT, f"process 1 is lost: {FOR_4_S}"),
+    ],
 )
 def test_a_store_that_does_not_answer_is_lost_with_its_process(
-    by_torchrun: str, said: str, monkeypatch: pytest.MonkeyPatch
+    by_torchrun: str, awaited: list[int], reason: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process that is awaited may itself wait for the one that has the store, unless torchrun has it."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", by_torchrun)
     monkeypatch.setattr(lost, "store_of", Mock(side_effect=RuntimeError("Failed to recv")))
-    assert Causes("context", 2, [0, 1, 2]).verdict([1], SILENT).startswith(said)
+    assert Causes("context", 2, [0, 1, 2]).verdict(awaited, reason).startswith(said)

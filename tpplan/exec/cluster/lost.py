@@ -137,10 +137,11 @@ class Causes:
     def _without_store(self, mine: Report) -> str:
         """Return what this process can say if the store does not answer, which is lost with the process that has it."""
         rank = store_rank()
-        if rank is None or rank not in self._ranks or self._ranks.index(rank) in {self._process, *mine.awaited}:
+        if rank not in self._ranks or (owner := self._ranks.index(rank)) == self._process:
             return self._alone(mine)
-        lost, here = self._name([self._ranks.index(rank)]), self._name([self._process])
-        return f"{lost} is lost, or {here} is cut off from it: the store of torch.distributed does not answer"
+        doubt = f", or {self._name([self._process])} is cut off from it" if mine.is_silent else ""
+        reason = _what(mine) if owner in mine.awaited else "the store of torch.distributed does not answer"
+        return f"{self._name([owner])} is lost{doubt}: {reason}"
 
     def _name(self, processes: Sequence[int]) -> str:
         return " and ".join(
